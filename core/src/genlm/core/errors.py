@@ -1,0 +1,76 @@
+"""One hierarchy of errors. Every message names the value, the limit and the remedy."""
+
+from __future__ import annotations
+
+
+class GenlmError(Exception):
+    """The root of all errors raised by the core."""
+
+
+# --- what the caller gave ------------------------------------------------------------------------------------------
+
+
+class InvalidInputError(GenlmError, ValueError):
+    """Bad input. It was refused before the engine saw it."""
+
+
+class InvalidQueryError(InvalidInputError):
+    """A context that cannot be asked: empty, not ints, out of range or too long."""
+
+
+class InvalidOptionError(InvalidInputError):
+    """An option with a value or a name that is not accepted."""
+
+
+class UnknownAdapterError(InvalidInputError):
+    """A LoRA adapter name that is not registered (or no longer)."""
+
+
+class VocabularyError(InvalidInputError):
+    """A tokenizer whose tokens have no byte strings of their own."""
+
+
+class UnsupportedError(GenlmError, NotImplementedError):
+    """The backend does not implement the hook that the call needs."""
+
+
+# --- finding and loading a backend ---------------------------------------------------------------------------------
+
+
+class BackendNotFoundError(GenlmError, ValueError):
+    """No installed distribution provides a backend of that name."""
+
+
+class BackendImportError(GenlmError, ImportError):
+    """The backend is installed, but importing it failed. The cause is chained."""
+
+
+class BackendUnavailableError(GenlmError, RuntimeError):
+    """The backend is installed and sound, but cannot run on this machine."""
+
+
+class PluginError(GenlmError):
+    """A plugin breaks the contract: a misspelt hook, a missing attribute, a result of the wrong shape."""
+
+
+# --- while the model lives -----------------------------------------------------------------------------------------
+
+
+class EngineError(GenlmError, RuntimeError):
+    """The engine failed on this very query. The engine's own error is chained; the model still works."""
+
+
+class EngineDeadError(GenlmError, RuntimeError):
+    """The engine cannot answer any more. An engine raises it from a hook; from then on the core refuses every question."""
+
+
+class ModelClosedError(GenlmError, RuntimeError):
+    """The model was closed before the question was answered."""
+
+
+class QueriesResetError(GenlmError, RuntimeError):
+    """``reset_async_queries`` dropped the question before the engine took it."""
+
+
+class ReentrancyError(GenlmError, RuntimeError):
+    """A hook or wrapper asked its own model a blocking question, which could never be answered."""

@@ -1,0 +1,160 @@
+"""The values that travel between callers, the core and engines. All are immutable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from attrs import field, frozen
+
+if TYPE_CHECKING:
+    import torch
+
+TokenIds = tuple[int, ...]
+
+
+@frozen
+class Adapter:
+    """A LoRA adapter as it was bound to its name at one moment.
+
+    Binding a name again makes a new ``Adapter`` with a new ``version``. Versions start at 1, grow, and are never reused
+    while the model lives, so an engine may key weights and key/value state by ``version`` alone.
+    """
+
+    name: str
+    path: str
+    version: int
+
+
+@frozen(cache_hash=True)
+class Query:
+    """One question: the log-probabilities of the token that follows ``token_ids``.
+
+    The core has checked it: ``token_ids`` is a non-empty tuple of plain ``int`` in ``range(engine.vocab_size)``, no longer
+    than ``engine.max_context``; ``adapter`` is registered with the engine. Equal queries have equal answers.
+
+    Attributes:
+        token_ids: The context.
+        adapter: The LoRA adapter to apply; ``None`` is the base model.
+        cold: Compute the answer without reading any key/value state kept from other queries (state that the engine
+            leaves behind is its own affair). The core sends a cold query alone: it is the oracle for warm ones.
+    """
+
+    token_ids: TokenIds
+    adapter: Adapter | None = None
+    cold: bool = False
+
+
+@frozen
+class SamplingParams:
+    """How to draw one continuation. The core has checked every field.
+
+    Attributes:
+        max_tokens: The most tokens to draw; at least 1.
+        stop_token_ids: Drawing one of these ends the continuation; it is not part of the result.
+        temperature: Divides the log-probabilities before drawing; 0 takes the most likely token (lowest id on a tie).
+        seed: Fixes the result, whatever else is in the batch; ``None`` draws fresh entropy.
+        top_k: Draw among the ``top_k`` most likely tokens; ``None`` is all.
+        top_p: Draw among the fewest most likely tokens that together have at least this mass; ``None`` is all.
+    """
+
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    temperature: float = 1.0
+    seed: int | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+
+
+@frozen
+class BackendInfo:
+    """What a backend says of itself without importing its engine.
+
+    Attributes:
+        summary: One line for ``genlm backends``.
+        engine: The distribution that provides the engine, for instance ``"transformers"``.
+        unavailable: Why the backend cannot run on this machine, with the remedy; ``None`` when it can.
+        preference: Where no backend is named, the available one with the highest preference on this machine is chosen.
+    """
+
+    summary: str
+    engine: str
+    unavailable: str | None = None
+    preference: int = 0
+
+    @property
+    def available(self) -> bool:
+        """Whether the backend can run on this machine."""
+        return self.unavailable is None
+
+
+@frozen
+class Stats:
+    """What the model has done since it was loaded, as counters that never go down.
+
+    Attributes:
+        questions: Rows asked for, by any method.
+        cache_hits: Questions answered from the output cache.
+        dedup_hits: Questions that shared the slot of an equal pending one.
+        cancelled: Questions all of whose callers had gone before the engine saw them.
+        failed: Questions that ended in an error.
+        batches: Calls of the engine's evaluation hook.
+        rows: Rows that the engine computed.
+        largest_batch: The most queries in one call.
+        engine_seconds: Wall time spent inside the engine's evaluation hook, seconds.
+    """
+
+    questions: int = 0
+    cache_hits: int = 0
+    dedup_hits: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    batches: int = 0
+    rows: int = 0
+    largest_batch: int = 0
+    engine_seconds: float = 0.0
+
+
+@frozen(eq=False)
+class Answer:
+    """What a continuous engine says of one query: its row, or why it has none.
+
+    Attributes:
+        query: The query, as it was admitted.
+        row: ``[vocab_size]`` float32 log-probabilities, or the exception that this query alone met.
+    """
+
+    query: Query
+    row: torch.Tensor | Exception = field(repr=False)
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """The least that an engine's ``tokenizer`` must offer where it is not a Hugging Face tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def token_bytes(self) -> Sequence[bytes]:
+        """The bytes of every token, by id; an id that no token has gives ``b""``."""
+        ...
+
+
+class Engine(Protocol):
+    """What ``genlm_load`` returns: a plain object with these attributes and any of the engine hooks.
+
+    Attributes:
+        tokenizer: A Hugging Face tokenizer, or any object with the methods of :class:`Tokenizer`.
+        vocab_size: The width of the engine's rows; token ids in ``range(vocab_size)`` are valid input. It may exceed the
+            tokenizer's vocabulary (padded embeddings): the core drops the surplus and renormalises.
+        max_context: The longest context, in tokens, whose next-token row can be asked; ``None`` where there is no limit.
+        device: Where rows live, as PyTorch spells it: ``"cpu"``, ``"cuda:0"``.
+        model: The engine's own model object, given to users as ``lm.underlying_model``.
+    """
+
+    tokenizer: Any
+    vocab_size: int
+    max_context: int | None
+    device: str
+    model: Any
