@@ -1,0 +1,187 @@
+"""All that is done to this repository, each task in an environment of its own: ``nox --list`` shows them.
+
+Only nox is needed outside (``python -m pip install nox``). A plugin's environment follows from its ``pyproject.toml``;
+one whose engine needs other steps lists them in its own ``environment.txt``, so that this file knows no engine's ways.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from itertools import chain
+from pathlib import Path
+
+import nox
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))
+
+from tools import smollm2  # noqa: E402
+
+CORE = ROOT / "core"
+PLUGINS = {folder.parent.name.removeprefix("genlm-"): folder.parent for folder in ROOT.glob("plugins/*/pyproject.toml")}
+GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
+
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.error_on_external_run = True
+
+each_plugin = nox.parametrize("name", [nox.param(name, id=name) for name in sorted(PLUGINS)])
+
+
+# -------------------------------------------------------------------------------------------------------------------
+# What a newcomer runs
+# -------------------------------------------------------------------------------------------------------------------
+
+
+@nox.session(default=False)
+def demo(session: nox.Session) -> None:
+    """Sequential Monte Carlo on a real model: nox -s demo -- --prompt "Once upon a time" --particles 64."""
+    prepare(session)
+    install_plugin(session, "hf")
+    model = [] if "mock" in session.posargs else ["--model", real_model(session)]
+    session.run("python", "examples/smc.py", *model, *session.posargs)
+
+
+# -------------------------------------------------------------------------------------------------------------------
+# What every change must pass: plain `nox`. Arguments after `--` go to the tool.
+# -------------------------------------------------------------------------------------------------------------------
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Rules and formatting, by ruff."""
+    prepare(session)
+    session.install(*GROUPS["lint"])
+    session.run("ruff", "check", *session.posargs)
+    session.run("ruff", "format", "--check")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Strict types of the core, the plugins and the examples; no engine need be there."""
+    prepare(session)
+    session.install("--editable", "core[conformance]", *GROUPS["types"])
+    sources = [str(folder / "src") for folder in (CORE, *PLUGINS.values())]
+    session.env["MYPYPATH"] = os.pathsep.join(sources)
+    session.run("mypy", *sources, "examples", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The core, the mock, the conformance suite's own tests, and what the wheels hold."""
+    prepare(session)
+    session.install("--editable", "core[conformance]", *GROUPS["test"])
+    session.env["GENLM_TEST_MODEL"] = real_model(session)
+    session.run("pytest", "tests", *session.posargs)
+
+
+@nox.session
+@each_plugin
+def plugin(session: nox.Session, name: str) -> None:
+    """A plugin's own tests and its conformance, on its real engine."""
+    check_plugin(session, name, PLUGINS[name] / "tests")
+
+
+@nox.session(default=False)
+@each_plugin
+def conformance(session: nox.Session, name: str) -> None:
+    """A plugin's conformance alone."""
+    check_plugin(session, name, PLUGINS[name] / "tests" / "test_conformance.py")
+
+
+def check_plugin(session: nox.Session, name: str, tests: Path) -> None:
+    prepare(session)
+    install_plugin(session, name)
+    session.env["GENLM_TEST_MODEL"] = real_model(session)
+    session.run("pytest", str(tests), *session.posargs)
+
+
+@nox.session
+def minimums(session: nox.Session) -> None:
+    """The core and hf on the lowest versions they declare.
+
+    What constraints.txt fixes stays: no index that everybody has holds old CPU builds of PyTorch.
+    """
+    constraints = Path(session.create_tmp()).resolve() / "lowest.txt"
+    constraints.write_text("\n".join(lowest_versions(CORE, PLUGINS["hf"])))
+    prepare(session, constraints)
+    session.install("--editable", "core[conformance]", "--editable", with_extras(PLUGINS["hf"]), *GROUPS["test"])
+    session.env["GENLM_TEST_MODEL"] = real_model(session)
+    session.run("pytest", "tests", str(PLUGINS["hf"] / "tests"), *session.posargs)
+
+
+@nox.session(reuse_venv=False)
+def wheels(session: nox.Session) -> None:
+    """Build every wheel, install them where nothing else is, and run the demo on the mock from there."""
+    prepare(session)
+    built = Path(session.create_tmp())
+    for old in built.glob("*.whl"):
+        old.unlink()
+    folders = [str(folder) for folder in (CORE, *PLUGINS.values())]
+    session.run("python", "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(built), *folders, silent=True)
+    core, *others = (str(wheel) for wheel in sorted(built.glob("*.whl")))
+    session.install(core)
+    session.install("--no-deps", *others)  # without their engines: listing the backends must not need them
+    session.run("genlm", "backends")
+    session.run("python", "examples/smc.py", "--backend", "mock", *session.posargs)
+
+
+# -------------------------------------------------------------------------------------------------------------------
+# Environments
+# -------------------------------------------------------------------------------------------------------------------
+
+
+def prepare(session: nox.Session, constraints: Path = ROOT / "constraints.txt") -> None:
+    """Fix the versions that pip may install, and the number of threads.
+
+    One thread, because two on a small shared machine wait for each other: up to twenty times slower, never twice alike.
+    """
+    session.env["PIP_CONSTRAINT"] = constraints.as_uri()
+    session.env["OMP_NUM_THREADS"] = "1"
+
+
+def install_plugin(session: nox.Session, name: str) -> None:
+    """Install the core and a plugin with all its extras, or follow the plugin's ``environment.txt``.
+
+    Each line of that file is a pip command, as seen from the repository's root.
+    """
+    recipe = PLUGINS[name] / "environment.txt"
+    steps = [f"install --editable core[conformance] --editable {shlex.quote(with_extras(PLUGINS[name]))}"]
+    if recipe.exists():
+        steps = recipe.read_text().splitlines()
+    for step in steps:
+        if words := shlex.split(step, comments=True):
+            session.run_install("python", "-m", "pip", *words, silent=not session.interactive)
+
+
+def with_extras(folder: Path) -> str:
+    """How pip names a distribution's folder together with all its optional dependencies."""
+    extras = nox.project.load_toml(folder / "pyproject.toml")["project"].get("optional-dependencies", {})
+    return f"{folder.relative_to(ROOT)}[{','.join(extras)}]"
+
+
+def lowest_versions(*folders: Path) -> list[str]:
+    """The constraints of constraints.txt, and the lowest version of every other dependency of the distributions."""
+    fixed = (ROOT / "constraints.txt").read_text().splitlines()
+    names = {Requirement(line).name for line in fixed if line and not line.startswith("#")}
+    lowest = {}
+    for folder in folders:
+        project = nox.project.load_toml(folder / "pyproject.toml")["project"]
+        for line in chain(project["dependencies"], *project.get("optional-dependencies", {}).values()):
+            requirement = Requirement(line)
+            (version,) = (limit.version for limit in requirement.specifier if limit.operator == ">=")
+            if requirement.name not in names and not requirement.name.startswith("genlm-"):
+                lowest[requirement.name] = version
+    return [*fixed, *(f"{name}=={version}" for name, version in lowest.items())]
+
+
+def real_model(session: nox.Session) -> str:
+    """The folder of a small real model, made first where it is missing."""
+    folder = smollm2.default_folder()
+    if not folder.exists():
+        session.install(*GROUPS["model"])
+        session.run("python", "tools/smollm2.py")
+    return str(folder)
