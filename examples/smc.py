@@ -2,7 +2,7 @@
 
 Every particle is a coroutine that asks for one row of log-probabilities at a time, as if it were alone; the library
 turns their questions into batches. The target is the model's own distribution over continuations, restricted to plain
-text without those letters; its normalising constant is the probability that the model would have kept to that by itself.
+text without those letters; its normalising constant is the probability that the model would keep to that by itself.
 """
 
 from __future__ import annotations

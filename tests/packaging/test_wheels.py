@@ -1,0 +1,88 @@
+"""What the distributions hold when they are built: other distributions share the ``genlm`` namespace with them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DISTRIBUTIONS = [ROOT / "core", *sorted(project.parent for project in ROOT.glob("plugins/*/pyproject.toml"))]
+
+
+@pytest.fixture(scope="module", params=DISTRIBUTIONS, ids=lambda folder: folder.name)
+def distribution(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def wheel(distribution: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel of a distribution, built from its source archive, as PyPI's users get it."""
+    built = tmp_path_factory.mktemp(distribution.name)
+    hatch(distribution, "sdist", built)
+    (archive,) = built.glob("*.tar.gz")
+    subprocess.run(["tar", "-xzf", archive, "-C", built], check=True)
+    hatch(built / archive.name.removesuffix(".tar.gz"), "wheel", built)
+    (path,) = built.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def hatch(source: Path, target: str, to: Path) -> None:
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", target, "-d", to], cwd=source, check=True)
+
+
+def test_the_namespace_belongs_to_nobody(wheel: zipfile.ZipFile) -> None:
+    assert "genlm/__init__.py" not in wheel.namelist()
+
+
+def test_modules_lie_in_one_package_of_the_namespace(wheel: zipfile.ZipFile) -> None:
+    packages = {name.split("/")[1] for name in wheel.namelist() if name.startswith("genlm/")}
+    assert len(packages) == 1
+    assert f"genlm/{packages.pop()}/__init__.py" in wheel.namelist()
+
+
+def test_types_are_shipped(wheel: zipfile.ZipFile) -> None:
+    (marker,) = (name for name in wheel.namelist() if name.endswith("py.typed"))
+    assert marker.count("/") == 2
+
+
+def test_nothing_else_is_shipped(wheel: zipfile.ZipFile) -> None:
+    tops = {name.split("/")[0] for name in wheel.namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"genlm"}
+    assert not [name for name in wheel.namelist() if "tests/" in name or name.endswith(".pyc")]
+
+
+def test_the_backend_is_found_by_an_entry_point_to_a_shipped_module(wheel: zipfile.ZipFile) -> None:
+    entry_points = read_entry_points(wheel)
+    assert entry_points["genlm.backends"]
+    for module in entry_points["genlm.backends"].values():
+        path = module.replace(".", "/")
+        assert {f"{path}.py", f"{path}/__init__.py"} & set(wheel.namelist())
+
+
+def test_the_command_belongs_to_the_core(wheel: zipfile.ZipFile, distribution: Path) -> None:
+    scripts = read_entry_points(wheel).get("console_scripts", {})
+    assert list(scripts) == (["genlm"] if distribution.name == "core" else [])
+
+
+def test_every_plugin_asks_for_this_core(distribution: Path) -> None:
+    core, plugin = (
+        tomllib.loads((folder / "pyproject.toml").read_text())["project"] for folder in (ROOT / "core", distribution)
+    )
+    if distribution.name == "core":
+        assert not [line for line in plugin["dependencies"] if line.startswith("genlm")]
+    else:
+        major, minor, _ = map(int, core["version"].split("."))
+        assert f"genlm-core>={major}.{minor},<{major}.{minor + 1}" in plugin["dependencies"]
+
+
+def read_entry_points(wheel: zipfile.ZipFile) -> dict[str, dict[str, str]]:
+    (path,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
+    parser = ConfigParser(delimiters=("=",))
+    parser.read_string(wheel.read(path).decode())
+    return {section: dict(parser[section]) for section in parser.sections()}
