@@ -1,0 +1,132 @@
+"""What the decoder of a ``tokenizers`` tokenizer makes of each single piece, in bytes.
+
+A decoder is a chain of steps over the list of a text's pieces. The steps below are those of the ``tokenizers`` library
+(its Rust sources in ``decoders/``, ``pre_tokenizers/byte_level.rs`` and ``pre_tokenizers/metaspace.rs``), restated for one
+piece in the middle of a text, and before bytes are lossily read as UTF-8. A step whose effect on a piece depends on the
+neighbours has no such restatement: it is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from genlm.core.errors import VocabularyError
+from genlm.core.tokenization.alphabet import spelled_bytes
+
+Definition = Mapping[str, Any]
+# A piece is text, or a byte that is no text by itself.
+Piece = str | bytes
+
+_BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_LOSSY = {
+    "WordPiece": "puts a space between words whether or not the text had one",
+    "BPEDecoder": "puts a space after each word whether or not the text had one",
+    "CTC": "merges repeated tokens",
+}
+
+
+def decode_pieces(pieces: Sequence[str], definition: Definition) -> list[bytes]:
+    """The bytes that each piece adds to a text which it does not begin.
+
+    :param pieces: pieces of the tokenizer's model.
+    :param definition: the decoder, as ``tokenizers`` serialises it.
+    :raises VocabularyError: what the decoder makes of a piece depends on its neighbours, or the decoder is unknown.
+    """
+    decoded: Sequence[Piece] = pieces
+    joined = False
+    for step in _steps(definition):
+        if step["type"] in _LOSSY:
+            raise VocabularyError(
+                f"tokens have no byte strings: the tokenizer's decoder {step['type']} {_LOSSY[step['type']]}. "
+                "Use a byte-level or SentencePiece tokenizer"
+            )
+        change = _change_of_text(step) if joined else _change_of_piece(step)
+        decoded = [change(piece) for piece in decoded]
+        joined = joined or step["type"] in ("Fuse", "ByteLevel")
+    return [_encode(piece) for piece in decoded]
+
+
+def _steps(definition: Definition) -> list[Definition]:
+    """The chain of steps, flat."""
+    if definition["type"] != "Sequence":
+        return [definition]
+    return [step for part in definition["decoders"] for step in _steps(part)]
+
+
+def _change_of_piece(step: Definition) -> Callable[[Piece], Piece]:
+    """What a step that still sees single pieces does to each."""
+    match step["type"]:
+        case "ByteLevel":
+            return _on_text(spelled_bytes)
+        case "ByteFallback":
+            return _on_text(_named_byte)
+        case "Metaspace":
+            return _on_text(_replacing(step["replacement"], " "))
+        case "Replace":
+            return _on_text(_replace(step))
+        case "Strip":
+            return _on_text(_strip(step["content"], step["start"], step["stop"]))
+        case "Fuse":
+            return _encode
+        case unknown:
+            raise VocabularyError(f"tokens have no known byte strings: the tokenizer's decoder {unknown} is not supported")
+
+
+def _change_of_text(step: Definition) -> Callable[[Piece], Piece]:
+    """What a step that sees the pieces joined to one text does to the middle of it."""
+    match step["type"]:
+        case "Fuse" | "Strip" | "ByteFallback":
+            # They touch the two ends of the text, or a text that is one byte's name.
+            return _encode
+        case "Replace" if len(_encode(step["pattern"].get("String", ""))) == 1:
+            pattern, content = _encode(step["pattern"]["String"]), _encode(step["content"])
+            return lambda piece: _encode(piece).replace(pattern, content)
+        case late:
+            raise VocabularyError(
+                f"tokens have no byte strings: the tokenizer's decoder {late} works on the joined text, across tokens"
+            )
+
+
+def _encode(piece: Piece) -> bytes:
+    return piece.encode() if isinstance(piece, str) else piece
+
+
+def _on_text(change: Callable[[str], Piece]) -> Callable[[Piece], Piece]:
+    return lambda piece: change(piece) if isinstance(piece, str) else piece
+
+
+def _named_byte(piece: str) -> Piece:
+    """A byte for a piece such as ``<0x0A>``; as text where it is ASCII, for the steps that follow."""
+    if len(piece) != 6 or not _BYTE_PIECE.fullmatch(piece):
+        return piece
+    byte = int(piece[3:5], 16)
+    return chr(byte) if byte < 0x80 else bytes([byte])
+
+
+def _replacing(pattern: str, content: str) -> Callable[[str], str]:
+    return lambda piece: piece.replace(pattern, content)
+
+
+def _replace(step: Definition) -> Callable[[str], str]:
+    if "String" in step["pattern"]:
+        return _replacing(step["pattern"]["String"], step["content"])
+    # The expression is in Oniguruma's dialect, so only the library itself reads it rightly.
+    from tokenizers import Regex
+    from tokenizers.decoders import Replace
+
+    replace = Replace(Regex(step["pattern"]["Regex"]), step["content"])
+    return lambda piece: str(replace.decode([piece]))
+
+
+def _strip(content: str, start: int, stop: int) -> Callable[[str], str]:
+    """Takes at most ``start`` leading and ``stop`` trailing characters ``content``."""
+
+    def strip(piece: str) -> str:
+        leading = min(start, len(piece) - len(piece.lstrip(content)))
+        piece = piece[leading:]
+        trailing = min(stop, len(piece) - len(piece.rstrip(content)))
+        return piece[: len(piece) - trailing]
+
+    return strip

@@ -1,0 +1,60 @@
+"""decode_vocab: from a tokenizer to the bytes and strings of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from genlm.core.errors import InvalidOptionError
+from genlm.core.tokenization.fast import fast_token_bytes, is_fast
+from genlm.core.tokenization.slow import slow_token_bytes
+from genlm.core.tokenization.token import Token
+
+
+def decode_vocab(tokenizer: Any, byte2str_fallback: str = "tokenizer") -> tuple[list[Token], list[str]]:
+    """The tokens of a tokenizer as bytes, and as strings.
+
+    The bytes are those that a token adds to a text: joined over the ids of a text they are its UTF-8, up to what the
+    tokenizer's normalizer changes and, for SentencePiece, the space that it puts before the text. They follow from the
+    tokenizer's own definition (model, decoder and added tokens); no text is encoded to find them. Special and added
+    tokens are their literal text.
+
+    Both lists have one more element than the largest id; an id that no token has gives ``b""``. Strings are for reading:
+    several tokens may have the same.
+
+    :param tokenizer: a Hugging Face tokenizer, fast or slow; a ``tokenizers.Tokenizer``; or any object with
+        ``token_bytes() -> Sequence[bytes]``, which is taken at its word.
+    :param byte2str_fallback: what stands in ``str_vocab`` for bytes that are not UTF-8: ``"tokenizer"``, the tokenizer's
+        own name of the token (``convert_ids_to_tokens``; ``"replace"`` where it has none); ``"latin1"``; or ``"replace"``,
+        U+FFFD.
+    :returns: ``(byte_vocab, str_vocab)``; ``byte_vocab[i].token_id == i``.
+    :raises InvalidOptionError: ``byte2str_fallback`` is none of these.
+    :raises VocabularyError: the tokenizer loses bytes of the text (WordPiece, for one), or is of no known family.
+    """
+    fallback = _fallback(tokenizer, byte2str_fallback)
+    token_bytes = _token_bytes(tokenizer)
+    return Token.vocabulary(token_bytes), [_to_string(i, token, fallback) for i, token in enumerate(token_bytes)]
+
+
+def _token_bytes(tokenizer: Any) -> Sequence[bytes]:
+    if hasattr(tokenizer, "token_bytes"):
+        return [bytes(token) for token in tokenizer.token_bytes()]
+    return fast_token_bytes(tokenizer) if is_fast(tokenizer) else slow_token_bytes(tokenizer)
+
+
+def _to_string(token_id: int, token: bytes, fallback: Callable[[int, bytes], str]) -> str:
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return fallback(token_id, token)
+
+
+def _fallback(tokenizer: Any, name: str) -> Callable[[int, bytes], str]:
+    match name:
+        case "latin1":
+            return lambda _, token: token.decode("latin-1")
+        case "tokenizer" if hasattr(tokenizer, "convert_ids_to_tokens"):
+            return lambda token_id, _: str(tokenizer.convert_ids_to_tokens(token_id))
+        case "tokenizer" | "replace":
+            return lambda _, token: token.decode(errors="replace")
+    raise InvalidOptionError(f"byte2str_fallback is {name!r}: it must be 'tokenizer', 'latin1' or 'replace'")
