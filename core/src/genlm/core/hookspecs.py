@@ -16,8 +16,8 @@ that its ``genlm_load`` returns. Both carry hook implementations, marked with :d
 
 *Arguments.* An implementation may take any subset of a hook's arguments, by name; adding one breaks no plugin.
 
-*Threads.* Every model has one engine thread. ``genlm_load`` and all engine hooks run on it, one at a time, so an engine needs
-no locks, may keep thread-bound state, and may block. ``genlm_backend_info`` runs on any thread.
+*Threads.* Every model has one engine thread. ``genlm_load`` and all engine hooks run on it, one at a time, so an engine
+needs no locks, may keep thread-bound state, and may block. ``genlm_backend_info`` runs on any thread.
 
 *Trust.* Queries have been checked (see :class:`~genlm.core.types.Query`): an engine validates nothing.
 
@@ -142,7 +142,7 @@ def genlm_sequence_logprobs(
     queries: Sequence[Query], continuations: Sequence[Sequence[int]]
 ) -> Sequence[torch.Tensor] | None:
     """Score continuations: element ``i`` is ``[len(continuations[i])]`` float32, the log-probability of each token of
-    ``continuations[i]`` given ``queries[i]`` and the tokens before it, normalised over the tokenizer's vocabulary.
+    ``continuations[i]`` given ``queries[i]`` and the tokens before it, normalised over ``vocab_size``.
 
     Continuations are not empty, and context plus continuation without its last token fits ``max_context``. Without an
     implementation, or on ``None``, the core asks one row per token.

@@ -1,0 +1,57 @@
+"""Next-token log-probabilities for probabilistic programs over language models, on any engine."""
+
+from genlm.core.errors import (
+    BackendImportError,
+    BackendNotFoundError,
+    BackendUnavailableError,
+    EngineDeadError,
+    EngineError,
+    GenlmError,
+    InvalidInputError,
+    InvalidOptionError,
+    InvalidQueryError,
+    ModelClosedError,
+    PluginError,
+    QueriesResetError,
+    ReentrancyError,
+    UnknownAdapterError,
+    UnsupportedError,
+    VocabularyError,
+)
+from genlm.core.hookspecs import hookimpl
+from genlm.core.lm import AsyncLM, load_model_by_name
+from genlm.core.mock import MockAsyncLM
+from genlm.core.tokenization import Token, decode_vocab
+from genlm.core.types import Adapter, Answer, BackendInfo, Engine, Query, SamplingParams, Stats
+
+__all__ = [
+    "Adapter",
+    "Answer",
+    "AsyncLM",
+    "BackendImportError",
+    "BackendInfo",
+    "BackendNotFoundError",
+    "BackendUnavailableError",
+    "Engine",
+    "EngineDeadError",
+    "EngineError",
+    "GenlmError",
+    "InvalidInputError",
+    "InvalidOptionError",
+    "InvalidQueryError",
+    "MockAsyncLM",
+    "ModelClosedError",
+    "PluginError",
+    "QueriesResetError",
+    "Query",
+    "ReentrancyError",
+    "SamplingParams",
+    "Stats",
+    "Token",
+    "UnknownAdapterError",
+    "UnsupportedError",
+    "VocabularyError",
+    "decode_vocab",
+    "hookimpl",
+    "load_model_by_name",
+]

@@ -1,0 +1,92 @@
+"""Which LoRA adapters are bound to which names."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from enum import Enum
+from typing import Final, Literal
+
+from genlm.core.errors import UnknownAdapterError
+from genlm.core.types import Adapter
+
+
+class Unset(Enum):
+    """The value of ``lora_name`` where the caller gave none, which is not the same as ``None``."""
+
+    UNSET = "the model's default adapter"
+
+
+UNSET: Final = Unset.UNSET
+LoraName = str | None | Literal[Unset.UNSET]
+
+
+class AdapterRegistry:
+    """Names, the adapters bound to them, and the default. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._bound: dict[str, Adapter] = {}
+        self._default: str | None = None
+        self._versions = itertools.count(1)
+        self._lock = threading.Lock()
+
+    def new(self, name: str, path: str) -> Adapter:
+        """An adapter with a version of its own, not bound yet."""
+        return Adapter(name, path, next(self._versions))
+
+    def bind(self, adapter: Adapter) -> Adapter | None:
+        """Bind an adapter to its name; returns the one that was bound before."""
+        with self._lock:
+            old = self._bound.get(adapter.name)
+            self._bound[adapter.name] = adapter
+            return old
+
+    def unbind(self, name: str) -> Adapter:
+        """Raises: UnknownAdapterError: the name is not bound."""
+        adapter = self.named(name)
+        with self._lock:
+            self._bound.pop(name, None)
+        return adapter
+
+    def named(self, name: str) -> Adapter:
+        """Raises: UnknownAdapterError: the name is not bound."""
+        adapter = self._bound.get(name) if isinstance(name, str) else None
+        if adapter is None:
+            raise UnknownAdapterError(
+                f"no LoRA adapter {name!r}; registered: {', '.join(sorted(self._bound)) or 'none'}; "
+                "register it with add_new_lora(path, name)"
+            )
+        return adapter
+
+    def resolve(self, name: LoraName) -> Adapter | None:
+        """The adapter that a call means: the one it names, or the default's; ``None`` is the base model.
+
+        Raises:
+            UnknownAdapterError: the name is not bound, or the default has been removed.
+        """
+        if name is None:
+            return None
+        if name is not UNSET:
+            return self.named(name)
+        if self._default is None:
+            return None
+        if self._default not in self._bound:
+            raise UnknownAdapterError(
+                f"the default LoRA adapter {self._default!r} has been removed; call clear_lora() to go back to the base "
+                "model, or set_lora(name) to choose another"
+            )
+        return self._bound[self._default]
+
+    def require_current(self, adapter: Adapter | None) -> None:
+        """Raises: UnknownAdapterError: the adapter has been removed or bound again since it was resolved."""
+        if adapter is not None and self._bound.get(adapter.name) is not adapter:
+            raise UnknownAdapterError(
+                f"LoRA adapter {adapter.name!r} was removed or bound again while the question was on its way; ask again"
+            )
+
+    def set_default(self, name: str) -> None:
+        """Raises: UnknownAdapterError: the name is not bound."""
+        self._default = self.named(name).name
+
+    def clear_default(self) -> None:
+        self._default = None

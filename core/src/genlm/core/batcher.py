@@ -1,0 +1,463 @@
+"""The engine thread: gathers questions, deduplicates them, batches them, and delivers the answers.
+
+A :class:`Batcher` knows nothing of language models. It owns one thread, on which it calls a :class:`Stepper` with whatever
+has been asked since it last looked. Nothing waits by default: while the stepper works, requests queue; when it is free it
+takes all of them. A request from a coroutine is held until one pass of its event loop adds no other, so that requests
+gathered together make one batch and a lone one waits for nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import structlog
+from attrs import Factory, define
+
+from genlm.core.errors import EngineDeadError, ModelClosedError, QueriesResetError, ReentrancyError
+
+log = structlog.get_logger()
+
+R = TypeVar("R", bound=Hashable)
+A = TypeVar("A")
+T = TypeVar("T")
+A_co = TypeVar("A_co", covariant=True)
+
+#: How long the interpreter waits at exit for a step under way, seconds.
+EXIT_PATIENCE = 60.0
+
+
+class Stepper(Protocol[R, A_co]):
+    """What the engine thread drives. All methods are called on that thread."""
+
+    def step(self, newcomers: Sequence[R]) -> Iterable[tuple[R, A_co | Exception]]:
+        """Admit ``newcomers`` and return what has been answered; requests left out are still in flight.
+
+        Raising means that nothing can be answered any more.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release everything. Called last."""
+        ...
+
+
+@define(eq=False)
+class Ticket(Generic[A]):
+    """One caller waiting for one answer."""
+
+    future: asyncio.Future[A] | concurrent.futures.Future[A]
+    loop: asyncio.AbstractEventLoop | None  # None: the caller is a plain thread
+
+    @property
+    def gone(self) -> bool:
+        """Whether nobody waits any more."""
+        return self.future.done() or (self.loop is not None and self.loop.is_closed())
+
+
+@define(eq=False)
+class Gathering(Generic[R, A]):
+    """What one event loop has asked since its last quiet pass."""
+
+    tickets: list[tuple[R, Ticket[A]]] = Factory(list)
+    seen: int = 1  # how many there were one pass ago
+
+
+@define(eq=False)
+class Task(Generic[T]):
+    """A call to make on the engine thread, after everything asked before it has been answered."""
+
+    call: Callable[[], T]
+    future: concurrent.futures.Future[T] = Factory(concurrent.futures.Future)
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self.call())
+        except BaseException as error:
+            self.future.set_exception(error)
+            if isinstance(error, EngineDeadError) or not isinstance(error, Exception):
+                raise
+
+
+@define
+class Counters:
+    """What the batcher has done; written under its lock or by its thread alone."""
+
+    questions: int = 0
+    dedup_hits: int = 0
+    cancelled: int = 0
+    failed: int = 0
+
+
+# Requests that may be answered together, in the order asked, each with its callers. A task in the queue is a barrier
+# between two of them.
+Pending = dict[R, list[Ticket[A]]]
+
+
+class Batcher(Generic[R, A]):
+    """Batches requests from any number of event loops and threads onto one engine thread.
+
+    Args:
+        start: Builds the stepper, on the engine thread. Its exception is raised here.
+        name: The engine thread's name.
+        batch_size: The most requests in flight at once; ``None`` is no limit.
+        timeout: Seconds to hold a batch open for latecomers after its first request.
+        kind: Requests share a batch only if their kinds are equal.
+        share: Makes a further caller's own copy of an answer.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], Stepper[R, A]],
+        *,
+        name: str = "genlm-engine",
+        batch_size: int | None = None,
+        timeout: float = 0.0,
+        kind: Callable[[R], Hashable] = lambda request: None,
+        share: Callable[[A], A] = lambda answer: answer,
+    ) -> None:
+        self._batch_size = batch_size
+        self._timeout = timeout
+        self._kind = kind
+        self._share = share
+        self.counters = Counters()
+        # Re-entrant, because a garbage collection may call stop() from any line, also one that holds it.
+        self._changed = threading.Condition(threading.RLock())
+        self._gatherings: dict[asyncio.AbstractEventLoop, Gathering[R, A]] = {}
+        self._queue: deque[Pending[R, A] | Task[Any]] = deque()
+        self._running: Pending[R, A] = {}  # the engine thread's own
+        self._refusal: Exception | None = None  # why nothing is accepted any more
+        self._stopping = False
+        self._exiting = False
+        self._pid = os.getpid()
+        started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        # A daemon, because Python joins other threads before it calls the exit hook that ends this one.
+        # ``start`` travels in a list that the thread empties: a thread keeps its arguments for as long as it runs, and
+        # what ``start`` refers to must be free to be collected.
+        self._thread = threading.Thread(target=self._main, args=([start], started), name=name, daemon=True)
+        atexit.register(self._at_exit)
+        self._thread.start()
+        try:
+            started.result()
+        except BaseException:
+            self.stop()
+            raise
+
+    # --- asking: any thread, any event loop ---------------------------------------------------------------------------
+
+    def submit(self, request: R) -> asyncio.Future[A]:
+        """Ask from a coroutine. Cancelling the future disturbs no other caller."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[A] = loop.create_future()
+        with self._changed:
+            self._check_open()
+            gathering = self._gatherings.get(loop)
+            if gathering is None:
+                for closed in [other for other in self._gatherings if other.is_closed()]:
+                    self._release(closed)  # its passes are over
+                gathering = self._gatherings[loop] = Gathering()
+                loop.call_soon(self._after_pass, loop)
+            gathering.tickets.append((request, Ticket(future, loop)))
+            self.counters.questions += 1
+        return future
+
+    def ask(self, requests: Sequence[R]) -> list[A]:
+        """Ask from a plain thread, or from a coroutine that may block, and wait for all answers.
+
+        Raises:
+            Exception: the first error among the answers, once all are there.
+        """
+        futures: list[concurrent.futures.Future[A]] = [concurrent.futures.Future() for _ in requests]
+        with self._changed:
+            self._check_open()
+            self._enqueue([(r, Ticket(f, None)) for r, f in zip(requests, futures, strict=True)])
+            self.counters.questions += len(futures)
+        try:
+            for future in futures:
+                future.exception()
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+        return [future.result() for future in futures]
+
+    def run(self, call: Callable[[], T]) -> T:
+        """Make a call on the engine thread, after everything asked before it has been answered, and wait for it."""
+        task = Task(call)
+        with self._changed:
+            self._check_open()
+            for loop in list(self._gatherings):
+                self._release(loop)
+            self._queue.append(task)
+            self._changed.notify_all()
+        try:
+            return task.future.result()
+        except BaseException:
+            task.future.cancel()
+            raise
+
+    def reset(self) -> None:
+        """Fail every request that the engine has not taken yet with :class:`QueriesResetError`."""
+        with self._changed:
+            dropped = self._withdraw(tasks=False)
+        self._fail(dropped, QueriesResetError("reset_async_queries() dropped this question before the engine took it"))
+
+    def stop(self) -> None:
+        """Ask the engine thread to end, without waiting for it. Safe in a finalizer."""
+        if os.getpid() != self._pid:  # a forked child has no engine thread, and perhaps a lock that nobody will release
+            return
+        with self._changed:
+            self._stopping = True
+            if self._refusal is None:
+                self._refusal = ModelClosedError("the model is closed; load it again to ask further questions")
+            self._changed.notify_all()
+
+    def close(self, patience: float | None = None) -> None:
+        """Fail what is pending, let the step under way end, release the engine. Idempotent.
+
+        Args:
+            patience: The most seconds to wait for the engine thread to end; ``None`` waits for as long as it takes.
+        """
+        if os.getpid() != self._pid:
+            return
+        self.stop()
+        with self._changed:
+            dropped = self._withdraw()
+        self._fail(dropped, closed_while_pending())
+        if threading.current_thread() is not self._thread:
+            self._thread.join(patience)
+
+    # --- gathering: under the lock --------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise EngineDeadError("this process was forked from the one that loaded the model; load it again here")
+        if threading.current_thread() is self._thread:
+            raise ReentrancyError(
+                "a hook or wrapper asked its own model a question on the engine thread, which could never be answered; "
+                "ask before loading, or use the engine object directly"
+            )
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _after_pass(self, loop: asyncio.AbstractEventLoop) -> None:
+        """One pass of the event loop after the last look: release the gathering if that pass added nothing."""
+        with self._changed:
+            gathering = self._gatherings.get(loop)
+            if gathering is None:
+                return
+            if len(gathering.tickets) > gathering.seen:
+                gathering.seen = len(gathering.tickets)
+                loop.call_soon(self._after_pass, loop)
+            else:
+                self._release(loop)
+
+    def _release(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._enqueue(self._gatherings.pop(loop).tickets)
+
+    def _enqueue(self, asked: Iterable[tuple[R, Ticket[A]]]) -> None:
+        if not self._queue or isinstance(self._queue[-1], Task):
+            self._queue.append({})
+        pending = self._queue[-1]
+        assert isinstance(pending, dict)  # narrows the type
+        for request, ticket in asked:
+            waiting = pending.setdefault(request, [])
+            self.counters.dedup_hits += bool(waiting)
+            waiting.append(ticket)
+        self._changed.notify_all()
+
+    def _withdraw(self, tasks: bool = True) -> list[Ticket[Any]]:
+        """Take back everything that the engine has not taken; with ``tasks`` the tasks too."""
+        for loop in list(self._gatherings):
+            self._release(loop)
+        kept = [item for item in self._queue if isinstance(item, Task) and not tasks]
+        tickets: list[Ticket[Any]] = []
+        for item in self._queue:
+            if isinstance(item, dict):
+                tickets += [ticket for waiting in item.values() for ticket in waiting]
+            elif tasks:
+                tickets.append(Ticket(item.future, None))
+        self._queue = deque(kept)
+        return tickets
+
+    # --- the engine thread --------------------------------------------------------------------------------------------
+
+    def _main(self, start: list[Callable[[], Stepper[R, A]]], started: concurrent.futures.Future[None]) -> None:
+        try:
+            stepper = start.pop()()
+        except BaseException as error:
+            self.stop()
+            self._forget_exit_hook()
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        try:
+            while (work := self._take()) is not None:
+                self._do(stepper, work)
+        except BaseException as error:
+            self._die(error)
+        finally:
+            self._end(stepper)
+
+    def _do(self, stepper: Stepper[R, A], work: Task[Any] | Sequence[R]) -> None:
+        if isinstance(work, Task):
+            work.run()
+        else:
+            self._deliver(list(stepper.step(work)))
+
+    def _take(self) -> Task[Any] | list[R] | None:
+        """Wait for work. A task comes alone; an empty list means that requests are in flight and none joins them."""
+        with self._changed:
+            while True:
+                while not (self._stopping or self._running or self._queue):
+                    self._changed.wait()
+                if self._timeout and not (self._stopping or self._running):
+                    self._hold_open()
+                if self._stopping:
+                    return None
+                first = self._queue[0] if self._queue else {}
+                if isinstance(first, Task):
+                    if self._running:
+                        return []
+                    self._queue.popleft()
+                    return first
+                newcomers = self._admit(first)
+                if newcomers or self._running:
+                    return newcomers
+
+    def _hold_open(self) -> None:
+        """Wait up to ``timeout`` for the batch to fill. A task or the end of the model cuts it short."""
+        deadline = time.monotonic() + self._timeout
+        while not self._stopping and len(self._queue) == 1 and isinstance(self._queue[0], dict):
+            remaining = deadline - time.monotonic()
+            if remaining <= 0 or (self._batch_size is not None and len(self._queue[0]) >= self._batch_size):
+                return
+            self._changed.wait(remaining)
+
+    def _admit(self, pending: Pending[R, A]) -> list[R]:
+        """Move requests of one kind from ``pending`` into flight, as many as fit, and return those."""
+        newcomers: list[R] = []
+        kind = self._kind(next(iter(self._running))) if self._running else None
+        for request in list(pending):
+            if self._batch_size is not None and len(self._running) >= self._batch_size:
+                break
+            waiting = [ticket for ticket in pending[request] if not ticket.gone]
+            if not waiting:
+                self.counters.cancelled += len(pending.pop(request))
+                continue
+            if not self._running:
+                kind = self._kind(request)
+            elif self._kind(request) != kind:
+                # The first of another kind waits for its turn; those behind it of this kind may still join, unless
+                # the batch is already on its way: else a stream of one kind could starve the other.
+                if newcomers:
+                    continue
+                break
+            if request in self._running:
+                self._running[request] += waiting
+                self.counters.dedup_hits += 1
+            else:
+                self._running[request] = waiting
+                newcomers.append(request)
+            self.counters.cancelled += len(pending.pop(request)) - len(waiting)
+        if not pending and self._queue and self._queue[0] is pending:
+            self._queue.popleft()
+        return newcomers
+
+    def _deliver(self, answers: Iterable[tuple[R, A | Exception]]) -> None:
+        outcomes: list[tuple[Ticket[A], A | Exception]] = []
+        try:
+            for request, answer in answers:
+                first, *others = self._running.pop(request)
+                outcomes.append((first, answer))
+                outcomes += [(ticket, self._copy(answer)) for ticket in others]
+        finally:
+            self._resolve(outcomes)
+
+    def _copy(self, answer: A | Exception) -> A | Exception:
+        try:
+            return answer if isinstance(answer, Exception) else self._share(answer)
+        except Exception as error:  # no memory for one more copy concerns this caller alone
+            return error
+
+    def _fail(self, tickets: Iterable[Ticket[Any]], error: Exception) -> None:
+        self._resolve([(ticket, error) for ticket in tickets])
+
+    def _fail_running(self, error: Exception) -> None:
+        self._fail([ticket for waiting in self._running.values() for ticket in waiting], error)
+        self._running.clear()
+
+    def _resolve(self, outcomes: Iterable[tuple[Ticket[Any], Any]]) -> None:
+        """Hand out answers and errors. Each event loop is woken once, however many of its futures are resolved."""
+        by_loop: dict[asyncio.AbstractEventLoop | None, list[tuple[Any, Any]]] = {}
+        for ticket, outcome in outcomes:
+            by_loop.setdefault(ticket.loop, []).append((ticket.future, outcome))
+            self.counters.failed += isinstance(outcome, Exception)
+        for loop, resolved in by_loop.items():
+            if loop is None:
+                resolve(resolved)
+            else:
+                with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits
+                    loop.call_soon_threadsafe(resolve, resolved)
+
+    def _die(self, cause: BaseException) -> None:
+        """The stepper cannot go on: fail everything, refuse everything."""
+        error = cause if isinstance(cause, EngineDeadError) else EngineDeadError(f"the engine died: {cause!r}")
+        if error is not cause:
+            error.__cause__ = cause
+        log.error("engine.died", error=repr(cause))
+        with self._changed:
+            self._refusal = error
+            dropped = self._withdraw()
+        self._fail(dropped, error)
+        self._fail_running(error)
+
+    def _end(self, stepper: Stepper[R, A]) -> None:
+        self.stop()
+        with self._changed:
+            dropped = self._withdraw()
+        self._fail(dropped, closed_while_pending())
+        self._fail_running(closed_while_pending())
+        try:
+            stepper.close()
+        except Exception:
+            log.exception("engine.close_failed")
+        self._forget_exit_hook()
+
+    # --- the end of the interpreter -----------------------------------------------------------------------------------
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        self._exiting = True
+        self.close(EXIT_PATIENCE)
+        if self._thread.is_alive():
+            log.warning("engine.abandoned", thread=self._thread.name, waited_s=EXIT_PATIENCE)
+
+    def _forget_exit_hook(self) -> None:
+        if not self._exiting:  # else the hooks are running, and this one is among them
+            atexit.unregister(self._at_exit)
+
+
+def closed_while_pending() -> ModelClosedError:
+    return ModelClosedError("the model was closed before this question was answered")
+
+
+def resolve(resolved: Sequence[tuple[Any, Any]]) -> None:
+    """Give each future its answer or error, unless its caller has gone."""
+    for future, answer in resolved:
+        with contextlib.suppress(asyncio.InvalidStateError, concurrent.futures.InvalidStateError):
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)

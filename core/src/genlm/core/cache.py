@@ -1,0 +1,94 @@
+"""The output cache: rows that have been computed, least recently used first to go."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+class OutputCache:
+    """Rows by key, bounded by number and by bytes. Safe to use from any thread.
+
+    What goes in and what comes out are copies: no caller can change what another one gets.
+
+    Args:
+        maxsize: The most rows kept; 0 keeps none, ``None`` is no limit.
+        max_bytes: The most bytes kept; ``None`` is no limit.
+        move_to_cpu: Keep rows in main memory; they come back on the device they were computed on.
+    """
+
+    def __init__(self, maxsize: int | None = 1000, max_bytes: int | None = 512 << 20, move_to_cpu: bool = False) -> None:
+        self.maxsize = maxsize
+        self.max_bytes = max_bytes
+        self.move_to_cpu = move_to_cpu
+        self.hits = 0
+        self._rows: OrderedDict[Hashable, tuple[torch.Tensor, torch.device]] = OrderedDict()
+        self._nbytes = 0
+        self._generation = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the rows take."""
+        return self._nbytes
+
+    @property
+    def generation(self) -> int:
+        """Changes whenever rows are dropped on purpose: a row computed under an older one must not be kept."""
+        return self._generation
+
+    def get(self, key: Hashable) -> torch.Tensor | None:
+        """A copy of the row of ``key``, now the most recently used; ``None`` if it is not here."""
+        if not self._rows:
+            return None
+        with self._lock:
+            kept = self._rows.get(key)
+            if kept is None:
+                return None
+            self._rows.move_to_end(key)
+            self.hits += 1
+        row, device = kept
+        return row.clone() if row.device == device else row.to(device)
+
+    def put(self, key: Hashable, row: torch.Tensor, generation: int) -> None:
+        """Keep a copy of ``row``, unless it was computed under an older generation or is larger than the whole cache."""
+        if self.maxsize == 0 or (self.max_bytes is not None and row.nbytes > self.max_bytes):
+            return
+        own = row.cpu() if self.move_to_cpu and row.device.type != "cpu" else row.clone()
+        with self._lock:
+            if generation != self._generation:
+                return
+            self._discard(key)
+            self._rows[key] = own, row.device
+            self._nbytes += own.nbytes
+            while self._over():
+                self._discard(next(iter(self._rows)))
+
+    def clear(self) -> None:
+        """Drop all rows."""
+        self.drop(lambda key: True)
+
+    def drop(self, condition: Callable[[Hashable], bool]) -> None:
+        """Drop the rows whose key meets ``condition``, and any such row that is being computed."""
+        with self._lock:
+            self._generation += 1
+            for key in [key for key in self._rows if condition(key)]:
+                self._discard(key)
+
+    def _over(self) -> bool:
+        return (self.maxsize is not None and len(self._rows) > self.maxsize) or (
+            self.max_bytes is not None and self._nbytes > self.max_bytes
+        )
+
+    def _discard(self, key: Hashable) -> None:
+        kept = self._rows.pop(key, None)
+        if kept is not None:
+            self._nbytes -= kept[0].nbytes

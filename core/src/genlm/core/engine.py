@@ -1,0 +1,139 @@
+"""The typed face of one loaded engine: every hook is called here, and its result checked and made the core's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from genlm.core.errors import PluginError, UnsupportedError
+from genlm.core.plugins import check_engine, plugin_manager
+from genlm.core.tokenization import Token, decode_vocab
+from genlm.core.types import Adapter, Answer, Engine, Query, SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+EVALUATION_HOOKS = ("genlm_next_token_logprobs", "genlm_step")
+
+
+class LoadedEngine:
+    """An engine, the wrappers around it, and its vocabulary. Lives on the engine thread; the attributes are read anywhere.
+
+    Args:
+        engine: What ``genlm_load`` returned.
+        backend: The backend's name, for messages.
+        wrappers: Objects with ``@hookimpl(wrapper=True)`` methods; the last one is the outermost.
+
+    Raises:
+        PluginError: the engine lacks an attribute or has a misspelt hook or none that evaluates.
+        VocabularyError: the tokenizer's tokens have no byte strings.
+    """
+
+    def __init__(self, engine: Engine, backend: str, wrappers: Iterable[object] = ()) -> None:
+        owner = f"engine {type(engine).__name__} of backend {backend!r}"
+        check_engine(engine, owner)
+        self._hooks: Any = plugin_manager(owner, engine, wrappers).hook
+        self._owner = owner
+        self.backend = backend
+        self.tokenizer = engine.tokenizer
+        self.model = engine.model
+        self.vocab_size = engine.vocab_size
+        self.max_context = engine.max_context
+        self.byte_vocab: list[Token]
+        self.str_vocab: list[str]
+        self.byte_vocab, self.str_vocab = decode_vocab(engine.tokenizer)
+        if not any(self.supports(hook) for hook in EVALUATION_HOOKS):
+            raise PluginError(f"{owner} has no hook that evaluates; implement one of {', '.join(EVALUATION_HOOKS)}")
+        self.continuous = self.supports("genlm_step")
+
+    # --- capabilities -------------------------------------------------------------------------------------------------
+
+    def supports(self, hook: str) -> bool:
+        """Whether the engine itself implements ``hook``."""
+        return any(not impl.wrapper for impl in getattr(self._hooks, hook).get_hookimpls())
+
+    def require(self, hook: str, feature: str) -> None:
+        """Raises: UnsupportedError: the engine does not implement ``hook``."""
+        if not self.supports(hook):
+            raise UnsupportedError(f"backend {self.backend!r} has no {feature}: its engine does not implement {hook}")
+
+    # --- evaluation -----------------------------------------------------------------------------------------------------
+
+    def next_token_logprobs(self, queries: Sequence[Query]) -> list[torch.Tensor]:
+        """One row of its own for each query, over the tokenizer's vocabulary."""
+        rows = self._hooks.genlm_next_token_logprobs(queries=queries)
+        self._check_shape(rows, (len(queries), self.vocab_size), "genlm_next_token_logprobs")
+        return [row.clone() for row in self._align(rows)]
+
+    def step(self, queries: Sequence[Query]) -> list[tuple[Query, torch.Tensor | Exception]]:
+        """Advance a continuous engine; the rows that it finished, as above."""
+        answers: Sequence[Answer] = self._hooks.genlm_step(queries=queries)
+        return [(answer.query, self._own(answer.row)) for answer in answers]
+
+    def sample(self, queries: Sequence[Query], params: Sequence[SamplingParams]) -> list[list[int]] | None:
+        """Native draws, or ``None`` where the engine declines."""
+        drawn = self._hooks.genlm_sample(queries=queries, params=params)
+        if drawn is None:
+            return None
+        if len(drawn) != len(queries):
+            raise PluginError(f"{self._owner}: genlm_sample gave {len(drawn)} continuations for {len(queries)} queries")
+        return [[int(token_id) for token_id in continuation] for continuation in drawn]
+
+    def sequence_logprobs(
+        self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor] | None:
+        """Native scores, or ``None`` where the engine declines."""
+        scores = self._hooks.genlm_sequence_logprobs(queries=queries, continuations=continuations)
+        if scores is None:
+            return None
+        for score, continuation in zip(scores, continuations, strict=True):
+            self._check_shape(score, (len(continuation),), "genlm_sequence_logprobs")
+        return [score.clone() for score in scores]
+
+    # --- state ----------------------------------------------------------------------------------------------------------
+
+    def cache_prefix(self, query: Query) -> None:
+        self._hooks.genlm_cache_prefix(query=query)
+
+    def clear_kv_cache(self) -> None:
+        self._hooks.genlm_clear_kv_cache()
+
+    def add_lora(self, adapter: Adapter) -> None:
+        self._hooks.genlm_add_lora(adapter=adapter)
+
+    def remove_lora(self, adapter: Adapter) -> None:
+        self._hooks.genlm_remove_lora(adapter=adapter)
+
+    def close(self) -> None:
+        self._hooks.genlm_close()
+
+    # --- rows -------------------------------------------------------------------------------------------------------------
+
+    def _own(self, row: torch.Tensor | Exception) -> torch.Tensor | Exception:
+        if isinstance(row, Exception):
+            return row
+        self._check_shape(row, (self.vocab_size,), "genlm_step")
+        return self._align(row.unsqueeze(0))[0].clone()
+
+    def _check_shape(self, rows: Any, shape: tuple[int, ...], hook: str) -> None:
+        import torch
+
+        if not isinstance(rows, torch.Tensor):
+            raise PluginError(f"{self._owner}: {hook} returned {type(rows).__name__}, not a tensor of shape {shape}")
+        if tuple(rows.shape) != shape or rows.dtype != torch.float32 or rows.requires_grad:
+            raise PluginError(
+                f"{self._owner}: {hook} returned shape {tuple(rows.shape)}, {rows.dtype}, "
+                f"requires_grad={rows.requires_grad}; expected {shape}, torch.float32, requires_grad=False"
+            )
+
+    def _align(self, rows: torch.Tensor) -> torch.Tensor:
+        """Bring rows to the width of the tokenizer's vocabulary: drop padding and renormalise, or fill up with ``-inf``."""
+        surplus = self.vocab_size - len(self.byte_vocab)
+        if surplus > 0:
+            rows = rows[:, :-surplus]
+            return rows - rows.logsumexp(dim=-1, keepdim=True)
+        if surplus < 0:
+            aligned = rows.new_full((rows.shape[0], len(self.byte_vocab)), -float("inf"))
+            aligned[:, : self.vocab_size] = rows
+            return aligned
+        return rows

@@ -1,0 +1,378 @@
+"""AsyncLM: what users call. It checks a question, looks in the cache, and asks the batcher."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from attrs import evolve
+
+from genlm.core.adapters import UNSET, AdapterRegistry, LoraName
+from genlm.core.batcher import Batcher
+from genlm.core.engine import LoadedEngine
+from genlm.core.errors import InvalidQueryError
+from genlm.core.options import CoreOptions
+from genlm.core.plugins import choose_backend, find_backend, installed_wrappers
+from genlm.core.sampling import checked_params, sample_from_rows, seed_of
+from genlm.core.stepper import Draw, EngineCounters, EngineStepper, Request, Result, Score, kind_of
+from genlm.core.tokenization import Token
+from genlm.core.types import Adapter, Engine, Query, SamplingParams, Stats
+from genlm.core.validation import token_ids_of
+
+if TYPE_CHECKING:
+    import torch
+
+
+def load_model_by_name(name: str, backend: str | None = None, llm_opts: Mapping[str, Any] | None = None) -> AsyncLM:
+    """Load a language model.
+
+    Args:
+        name: A local path or a hub name, as the backend takes it.
+        backend: An installed backend (``genlm backends`` lists them); ``None`` chooses the best for this machine: vLLM
+            where CUDA is, MLX on Apple silicon, else hf. The choice is logged.
+        llm_opts: Options of the backend, and of the core (:class:`~genlm.core.options.CoreOptions`).
+
+    Raises:
+        BackendNotFoundError, BackendImportError, BackendUnavailableError: there is no such backend, it is broken, or it
+            cannot run here.
+        InvalidOptionError: an option is not accepted.
+    """
+    core, engine_options = CoreOptions.split(llm_opts or {})
+    chosen = find_backend(backend if backend is not None else choose_backend())
+    return AsyncLM(lambda: chosen.load(name, engine_options), backend=chosen.name, options=core)
+
+
+class AsyncLM:
+    """A language model that any number of coroutines and threads may ask for next-token log-probabilities.
+
+    Concurrent questions are batched, repeated ones answered from a cache. All methods may be called from any thread and
+    from any event loop; the blocking ones also inside a running loop.
+
+    A context is a non-empty sequence of token ids in ``range(vocab_size)``: ints, or a NumPy array or tensor of integers.
+    A row is a float32 tensor ``[len(lm.byte_vocab)]`` of log-probabilities on the engine's device, which belongs to the
+    caller. Where a method takes ``lora_name``, a name selects that adapter, ``None`` the base model, and leaving it out
+    the default that :meth:`set_lora` has set.
+
+    Every question may raise:
+        InvalidQueryError: the context is empty, too long, or not of valid token ids (a ``ValueError``).
+        UnknownAdapterError: no adapter of that name is registered (a ``ValueError``).
+        EngineError: the engine failed on this question; the model still works.
+        EngineDeadError: the engine is beyond help.
+        ModelClosedError: the model has been closed.
+
+    Args:
+        load: Returns the engine; called once, on the model's engine thread.
+        backend: The backend's name, for messages.
+        options: The core's options; or give them by name.
+    """
+
+    def __init__(
+        self, load: Callable[[], Engine], *, backend: str, options: CoreOptions | None = None, **core_options: Any
+    ) -> None:
+        options = evolve(options or CoreOptions(), **core_options)
+        wrappers = [*installed_wrappers(), *options.wrappers, *_contract_check(options.check, backend)]
+        self._cache = cache = options.output_cache()
+        self._adapters = adapters = AdapterRegistry()
+        self._engine_counters = counters = EngineCounters()
+
+        loaded: concurrent.futures.Future[LoadedEngine] = concurrent.futures.Future()
+
+        def start() -> EngineStepper:
+            loaded.set_result(LoadedEngine(load(), backend, wrappers))
+            return EngineStepper(loaded.result(), cache, adapters, counters)
+
+        self._batcher: Batcher[Request, Result] = Batcher(
+            start,
+            name=f"genlm-{backend}",
+            batch_size=options.batch_size,
+            timeout=options.timeout,
+            kind=kind_of,
+            share=_copy,
+        )
+        self._engine = loaded.result()
+        weakref.finalize(self, self._batcher.stop).atexit = False  # at exit the batcher ends itself, and waits
+
+    @classmethod
+    def _open(cls, load: Callable[[], Engine], *, backend: str, **core_options: Any) -> Self:
+        """Build an instance from an engine still to be loaded, past the constructor of the subclass."""
+        lm = cls.__new__(cls)
+        AsyncLM.__init__(lm, load, backend=backend, **core_options)
+        return lm
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    async def next_token_logprobs(self, token_ids: Iterable[int], lora_name: LoraName = UNSET) -> torch.Tensor:
+        """The row of one context."""
+        return await self._row(self._query(token_ids, lora_name))
+
+    async def batch_next_token_logprobs(
+        self, token_ids_list: Iterable[Iterable[int]], lora_name: LoraName = UNSET
+    ) -> torch.Tensor:
+        """The rows of several contexts, ``[len(token_ids_list), len(lm.byte_vocab)]``."""
+        queries = [self._query(token_ids, lora_name) for token_ids in token_ids_list]
+        rows = [self._cache.get(query) for query in queries]
+        asked = [self._batcher.submit(query) for query, row in zip(queries, rows, strict=True) if row is None]
+        answers = iter(await asyncio.gather(*asked))
+        return self._stack([next(answers) if row is None else row for row in rows])
+
+    def next_token_logprobs_sync(self, token_ids: Iterable[int], lora_name: LoraName = UNSET) -> torch.Tensor:
+        """The row of one context, blocking."""
+        query = self._query(token_ids, lora_name)
+        row = self._cache.get(query)
+        return self._batcher.ask([query])[0] if row is None else row
+
+    def batch_next_token_logprobs_sync(
+        self, token_ids_list: Iterable[Iterable[int]], lora_name: LoraName = UNSET
+    ) -> torch.Tensor:
+        """The rows of several contexts, ``[len(token_ids_list), len(lm.byte_vocab)]``, blocking."""
+        queries = [self._query(token_ids, lora_name) for token_ids in token_ids_list]
+        rows = [self._cache.get(query) for query in queries]
+        answers = iter(self._batcher.ask([query for query, row in zip(queries, rows, strict=True) if row is None]))
+        return self._stack([next(answers) if row is None else row for row in rows])
+
+    def next_token_logprobs_uncached(self, token_ids: Iterable[int], lora_name: LoraName = UNSET) -> torch.Tensor:
+        """The row of one context, blocking, computed alone and past every cache: of rows and of key/value state."""
+        return cast("torch.Tensor", self._batcher.ask([evolve(self._query(token_ids, lora_name), cold=True)])[0])
+
+    async def _row(self, query: Query) -> torch.Tensor:
+        row = self._cache.get(query)
+        return await self._batcher.submit(query) if row is None else row
+
+    # --- sampling and scoring -------------------------------------------------------------------------------------------
+
+    async def sample(
+        self,
+        prompt_token_ids: Iterable[int],
+        max_tokens: int,
+        eos_token_ids: Iterable[int],
+        temperature: float = 1.0,
+        seed: int | None = None,
+        lora_name: LoraName = UNSET,
+        *,
+        top_k: int | None = None,
+        top_p: float | None = None,
+    ) -> list[int]:
+        """Draw a continuation of a prompt.
+
+        Args:
+            prompt_token_ids: The prompt.
+            max_tokens: The most tokens to draw; 0 draws none.
+            eos_token_ids: Drawing one of these ends the continuation; it is not part of the result.
+            temperature: Divides the log-probabilities; 0 takes the most likely token every time.
+            seed: Fixes the result, whatever else is being asked.
+            lora_name: The adapter.
+            top_k: Draw among the ``top_k`` most likely tokens.
+            top_p: Draw among the fewest most likely tokens that have at least this mass.
+
+        Raises:
+            InvalidOptionError: an argument is out of range (a ``ValueError``).
+        """
+        params = checked_params(max_tokens, eos_token_ids, temperature, seed, top_k, top_p)
+        return await self._draw(self._query(prompt_token_ids, lora_name, room_for=params.max_tokens), params)
+
+    async def batch_sample(
+        self,
+        prompt_token_ids_list: Iterable[Iterable[int]],
+        max_tokens: int,
+        eos_token_ids: Iterable[int],
+        temperature: float = 1.0,
+        seed: int | None = None,
+        lora_name: LoraName = UNSET,
+        *,
+        top_k: int | None = None,
+        top_p: float | None = None,
+    ) -> list[list[int]]:
+        """Draw one continuation for each prompt. With a ``seed`` each prompt has a stream of its own, by its position; the
+        first one's is that of :meth:`sample`."""
+        params = checked_params(max_tokens, eos_token_ids, temperature, seed, top_k, top_p)
+        queries = [self._query(prompt, lora_name, room_for=params.max_tokens) for prompt in prompt_token_ids_list]
+        own = [evolve(params, seed=seed_of(params.seed, i)) for i in range(len(queries))]
+        return await asyncio.gather(*map(self._draw, queries, own))
+
+    async def _draw(self, query: Query, params: SamplingParams) -> list[int]:
+        if params.max_tokens == 0:
+            return []
+        if self._engine.supports("genlm_sample"):
+            drawn: list[int] | None = await self._batcher.submit(Draw(query, params))
+            if drawn is not None:
+                return drawn
+        return await sample_from_rows(self._row, query, params)
+
+    async def sequence_logprobs(
+        self, prompt_token_ids: Iterable[int], continuation_token_ids: Iterable[int], lora_name: LoraName = UNSET
+    ) -> torch.Tensor:
+        """The log-probability of each token of a continuation given all before it, ``[len(continuation)]`` float32.
+
+        Raises:
+            InvalidQueryError: the continuation is empty or has an invalid token id.
+        """
+        continuation = token_ids_of("continuation", continuation_token_ids, self._engine.vocab_size)
+        query = self._query(prompt_token_ids, lora_name, room_for=len(continuation))
+        # A native score is normalised over the engine's rows, which is right unless those have padding to drop.
+        if self._engine.supports("genlm_sequence_logprobs") and self._engine.vocab_size <= len(self.byte_vocab):
+            scores: torch.Tensor | None = await self._batcher.submit(Score(query, continuation))
+            if scores is not None:
+                return scores
+        ids = query.token_ids + continuation
+        contexts = [evolve(query, token_ids=ids[:end]) for end in range(len(query.token_ids), len(ids))]
+        rows = await asyncio.gather(*map(self._row, contexts))
+        return self._stack([row[token_id] for row, token_id in zip(rows, continuation, strict=True)])
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    def add_new_lora(self, lora_path: str | os.PathLike[str], lora_name: str = "lora_1") -> None:
+        """Load a LoRA adapter and bind it to a name; blocks until it is loaded. A name that is bound already is bound
+        anew, and what was cached under it is dropped. On an error the old binding stands.
+
+        Raises:
+            UnsupportedError: the backend has no LoRA.
+        """
+        self._engine.require("genlm_add_lora", "LoRA")
+        adapter = self._adapters.new(lora_name, os.fspath(lora_path))
+        self._batcher.run(lambda: self._bind(adapter))
+
+    def _bind(self, adapter: Adapter) -> None:
+        self._engine.add_lora(adapter)
+        old = self._adapters.bind(adapter)
+        if old is not None:
+            self._discard(old)
+
+    def remove_lora(self, lora_name: str) -> None:
+        """Unload an adapter.
+
+        Raises:
+            UnknownAdapterError: no adapter of that name is registered.
+        """
+        self._adapters.named(lora_name)
+        self._batcher.run(lambda: self._discard(self._adapters.unbind(lora_name)))
+
+    def _discard(self, adapter: Adapter) -> None:
+        self._cache.drop(lambda query: cast(Query, query).adapter == adapter)
+        self._engine.remove_lora(adapter)
+
+    def set_lora(self, lora_name: str) -> None:
+        """Make an adapter the default of all calls that do not give ``lora_name``.
+
+        Raises:
+            UnknownAdapterError: no adapter of that name is registered.
+        """
+        self._adapters.set_default(lora_name)
+
+    def clear_lora(self) -> None:
+        """Make the base model the default again."""
+        self._adapters.clear_default()
+
+    # --- caches -------------------------------------------------------------------------------------------------------
+
+    def cache_kv(self, prompt_token_ids: Iterable[int], lora_name: LoraName = UNSET) -> None:
+        """Compute and pin the key/value state of a prompt, so that contexts which begin with it start from there. Blocks.
+        Does nothing where the engine keeps no such state."""
+        query = self._query(prompt_token_ids, lora_name)
+        self._batcher.run(lambda: self._engine.cache_prefix(query))
+
+    def clear_cache(self) -> None:
+        """Drop all cached rows."""
+        self._cache.clear()
+
+    def clear_kv_cache(self) -> None:
+        """Drop all key/value state, pinned prompts included. Waits for what was asked before."""
+        self._batcher.run(self._engine.clear_kv_cache)
+
+    def reset_async_queries(self) -> None:
+        """Drop the questions that the engine has not taken; their callers get :class:`QueriesResetError`."""
+        self._batcher.reset()
+
+    # --- the model ----------------------------------------------------------------------------------------------------
+
+    @property
+    def byte_vocab(self) -> list[Token]:
+        """The tokens; ``byte_vocab[i].token_id == i``."""
+        return self._engine.byte_vocab
+
+    @property
+    def str_vocab(self) -> list[str]:
+        """The tokens as strings, for display."""
+        return self._engine.str_vocab
+
+    @property
+    def tokenizer(self) -> Any:
+        """The engine's tokenizer."""
+        return self._engine.tokenizer
+
+    @property
+    def underlying_model(self) -> Any:
+        """The engine's own model object. It belongs to the engine thread while questions are pending."""
+        return self._engine.model
+
+    @property
+    def stats(self) -> Stats:
+        """What has been done since the model was loaded."""
+        asked, engine, hits = self._batcher.counters, self._engine_counters, self._cache.hits
+        return Stats(
+            questions=asked.questions + hits,
+            cache_hits=hits,
+            dedup_hits=asked.dedup_hits,
+            cancelled=asked.cancelled,
+            failed=asked.failed,
+            batches=engine.batches,
+            rows=engine.rows,
+            largest_batch=engine.largest_batch,
+            engine_seconds=engine.seconds,
+        )
+
+    def close(self) -> None:
+        """Fail what is pending, wait for the batch under way, release the engine. Idempotent."""
+        self._batcher.close()
+        self._cache.clear()
+
+    cleanup = close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    # --- checks -------------------------------------------------------------------------------------------------------
+
+    def _query(self, token_ids: Iterable[int], lora_name: LoraName, room_for: int = 1) -> Query:
+        """A checked query, with room for drawing or scoring ``room_for`` tokens after it."""
+        ids = token_ids_of("context", token_ids, self._engine.vocab_size)
+        limit = self._engine.max_context
+        needed = len(ids) + max(room_for - 1, 0)
+        if limit is not None and needed > limit:
+            continued = f" and {room_for - 1} of the {room_for} tokens to follow" if room_for > 1 else ""
+            raise InvalidQueryError(
+                f"the context of {len(ids)} tokens{continued} exceeds the {limit} tokens that the model takes; shorten it"
+            )
+        return Query(ids, self._adapters.resolve(lora_name))
+
+    def _stack(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        import torch
+
+        return torch.stack(list(rows)) if rows else torch.empty(0, len(self.byte_vocab))
+
+
+def _copy(answer: Result) -> Result:
+    """A further caller's own copy. Draws are never shared, so this is a row or scores, or ``None`` for no native score."""
+    return None if answer is None else answer.clone()
+
+
+def _contract_check(check: bool | None, backend: str) -> list[object]:
+    if check is None:
+        check = os.environ.get("GENLM_CHECK", "0") not in ("", "0")
+    if not check:
+        return []
+    from genlm.core.contract import ContractCheck
+
+    return [ContractCheck(backend)]

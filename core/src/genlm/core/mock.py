@@ -1,0 +1,279 @@
+"""The reference backend: no engine, no files; rows are a pure function of the tokens and the adapter.
+
+It implements every hook, and can be told to be slow, to fail on chosen queries or to die, so that what the core promises
+can be tested without an engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from attrs import evolve
+
+from genlm.core.errors import EngineDeadError, InvalidOptionError
+from genlm.core.hookspecs import hookimpl
+from genlm.core.lm import AsyncLM
+from genlm.core.sampling import TokenDrawer
+from genlm.core.types import Adapter, Answer, BackendInfo, Engine, Query, SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+#: ``load_model_by_name("mock", backend="mock")`` uses the built-in tokenizer; any other name is a Hugging Face tokenizer's.
+BUILT_IN = "mock"
+
+
+class ByteTokenizer:
+    """One token for each byte, a beginning-of-sequence token and an end-of-sequence token."""
+
+    bos_token_id = 256
+    eos_token_id = 257
+
+    def __len__(self) -> int:
+        return 258
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        vocab = self.token_bytes()
+        return b"".join(vocab[token_id] for token_id in token_ids).decode(errors="replace")
+
+    def token_bytes(self) -> Sequence[bytes]:
+        return [*(bytes([byte]) for byte in range(256)), b"<|bos|>", b"<|eos|>"]
+
+
+class MockEngine:
+    """An engine whose rows come from a hash.
+
+    Args:
+        tokenizer: See :class:`~genlm.core.types.Engine`.
+        row: Computes the row of a context under the base model; ``None`` hashes it.
+        delay: Seconds that every evaluation takes.
+        fail_on: A query for which it returns true fails, and with it the whole batch, as in a real engine.
+        die_on: A query for which it returns true kills the engine.
+        on_batch: Called with the queries of every evaluation, on the engine thread; it may block or raise.
+        max_context: The longest context.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        row: Callable[[Sequence[int]], Any] | None = None,
+        delay: float = 0.0,
+        fail_on: Callable[[Query], bool] = lambda query: False,
+        die_on: Callable[[Query], bool] = lambda query: False,
+        on_batch: Callable[[Sequence[Query]], None] = lambda queries: None,
+        max_context: int | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = len(tokenizer)
+        self.max_context = max_context
+        self.device = "cpu"
+        self.model = None
+        self.adapters: dict[int, Adapter] = {}  # by version
+        self.pinned: set[Query] = set()
+        self._row = row
+        self._delay = delay
+        self._fail_on = fail_on
+        self._die_on = die_on
+        self._on_batch = on_batch
+
+    # --- evaluation ---------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+        import torch
+
+        self._obey(queries)
+        return torch.stack([self.row(query) for query in queries])
+
+    @hookimpl
+    def genlm_sample(self, queries: Sequence[Query], params: Sequence[SamplingParams]) -> list[list[int]]:
+        self._obey(queries)
+        return [self._draw(query, how) for query, how in zip(queries, params, strict=True)]
+
+    @hookimpl
+    def genlm_sequence_logprobs(
+        self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
+        import torch
+
+        self._obey(queries)
+        return [
+            torch.stack([self.row(_extended(query, ids[:i]))[token_id] for i, token_id in enumerate(ids)])
+            for query, ids in zip(queries, continuations, strict=True)
+        ]
+
+    def row(self, query: Query) -> torch.Tensor:
+        """The answer to one query, ``[vocab_size]`` float32."""
+        import torch
+
+        if query.adapter is None and self._row is not None:
+            return torch.as_tensor(self._row(list(query.token_ids)), dtype=torch.float32)
+        return hashed_row(query.token_ids, query.adapter, self.vocab_size)
+
+    def _draw(self, query: Query, params: SamplingParams) -> list[int]:
+        drawer = TokenDrawer(params)
+        drawn: list[int] = []
+        while len(drawn) < params.max_tokens:
+            token_id = drawer.draw(self.row(_extended(query, drawn)))
+            if token_id in params.stop_token_ids:
+                break
+            drawn.append(token_id)
+        return drawn
+
+    def _obey(self, queries: Sequence[Query]) -> None:
+        self._on_batch(queries)
+        if self._delay:
+            time.sleep(self._delay)
+        for query in queries:
+            if self._die_on(query):
+                raise EngineDeadError(f"the mock was told to die on {query.token_ids}")
+            if self._fail_on(query):
+                raise RuntimeError(f"the mock was told to fail on {query.token_ids}")
+            if query.adapter is not None and query.adapter.version not in self.adapters:
+                raise RuntimeError(f"the mock has no adapter {query.adapter}")
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def genlm_cache_prefix(self, query: Query) -> bool:
+        self.pinned.add(query)
+        return True
+
+    @hookimpl
+    def genlm_clear_kv_cache(self) -> None:
+        self.pinned.clear()
+
+    @hookimpl
+    def genlm_add_lora(self, adapter: Adapter) -> bool:
+        self.adapters[adapter.version] = adapter
+        return True
+
+    @hookimpl
+    def genlm_remove_lora(self, adapter: Adapter) -> bool:
+        del self.adapters[adapter.version]
+        self.pinned = {query for query in self.pinned if query.adapter != adapter}
+        return True
+
+    @hookimpl
+    def genlm_close(self) -> None:
+        self.adapters.clear()
+        self.pinned.clear()
+
+
+class ContinuousMockEngine(MockEngine):
+    """The same rows from an engine that admits newcomers between steps: every query takes ``steps`` of them."""
+
+    def __init__(self, tokenizer: Any, *, steps: int = 2, **options: Any) -> None:
+        super().__init__(tokenizer, **options)
+        self._steps = steps
+        self._in_flight: dict[Query, int] = {}
+
+    @hookimpl
+    def genlm_step(self, queries: Sequence[Query]) -> list[Answer]:
+        self._in_flight.update(dict.fromkeys(queries, self._steps))
+        try:
+            self._obey(list(self._in_flight))
+        except Exception:
+            self._in_flight.clear()
+            raise
+        self._in_flight = {query: left - 1 for query, left in self._in_flight.items()}
+        finished = [query for query, left in self._in_flight.items() if left == 0]
+        for query in finished:
+            del self._in_flight[query]
+        return [Answer(query, self.row(query)) for query in finished]
+
+
+class MockAsyncLM(AsyncLM):
+    """The mock. To give it a distribution of your own, override :meth:`_get_logprobs`.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer, or an object with the methods of :class:`~genlm.core.types.Tokenizer`.
+        options: Those of :class:`MockEngine` and of the core.
+    """
+
+    def __init__(self, tokenizer: Any = None, **options: Any) -> None:
+        self._rng = np.random.RandomState(42)
+        ours = weakref.WeakMethod(self._get_logprobs)  # the engine must not keep the model from being collected
+
+        def row(token_ids: Sequence[int]) -> Any:
+            get_logprobs = ours()
+            if get_logprobs is None:
+                raise EngineDeadError("the model has been collected")
+            return get_logprobs(token_ids)
+
+        engine_options, core_options = _split(options)
+        super().__init__(lambda: _engine(tokenizer, {"row": row, **engine_options}), backend="mock", **core_options)
+
+    @classmethod
+    def from_name(cls, model_name: str = BUILT_IN, **options: Any) -> Self:
+        """The mock over the tokenizer of a Hugging Face model, or over bytes for ``"mock"``."""
+        return cls(_tokenizer(model_name), **options)
+
+    def _get_logprobs(self, token_ids: Sequence[int]) -> Any:
+        """The row of a context under the base model: a tensor or array ``[vocab_size]`` of normalised log-probabilities.
+
+        Called on the engine thread. ``self._rng`` is a NumPy ``RandomState`` for the use of overriding methods.
+        """
+        return hashed_row(tuple(token_ids), None, self._engine.vocab_size)
+
+
+def hashed_row(token_ids: Sequence[int], adapter: Adapter | None, vocab_size: int) -> torch.Tensor:
+    """A row that depends on every token, on their order and on the adapter's path, ``[vocab_size]`` float32.
+
+    Source: BLAKE2b (RFC 7693) of all of it seeds the generator, so no two contexts share a row but by breaking the hash.
+    """
+    import torch
+
+    digest = hashlib.blake2b(np.asarray(token_ids, dtype="<i8").tobytes(), digest_size=32)
+    digest.update(b"base" if adapter is None else b"adapter:" + adapter.path.encode())
+    random = np.random.Generator(np.random.PCG64(int.from_bytes(digest.digest(), "little")))
+    logits = 2.0 * random.standard_normal(vocab_size, dtype=np.float32)
+    return torch.log_softmax(torch.from_numpy(logits), dim=-1)
+
+
+@hookimpl
+def genlm_backend_info() -> BackendInfo:
+    return BackendInfo("rows from a hash, for tests and first steps", engine="genlm-core", preference=-1)
+
+
+@hookimpl
+def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
+    return _engine(_tokenizer(model), dict(options))
+
+
+ENGINE_OPTIONS = ("delay", "fail_on", "die_on", "on_batch", "max_context", "continuous", "steps")
+
+
+def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    ours = {name: value for name, value in options.items() if name in ENGINE_OPTIONS}
+    return ours, {name: value for name, value in options.items() if name not in ENGINE_OPTIONS}
+
+
+def _engine(tokenizer: Any, options: dict[str, Any]) -> MockEngine:
+    tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
+    continuous = options.pop("continuous", False)
+    unknown = sorted(set(options) - {*ENGINE_OPTIONS, "row"})
+    if unknown:
+        raise InvalidOptionError(f"backend 'mock' has no option {', '.join(unknown)}; it has {', '.join(ENGINE_OPTIONS)}")
+    return ContinuousMockEngine(tokenizer, **options) if continuous else MockEngine(tokenizer, **options)
+
+
+def _tokenizer(model: str) -> Any:
+    if model == BUILT_IN:
+        return ByteTokenizer()
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
+
+
+def _extended(query: Query, token_ids: Sequence[int]) -> Query:
+    return evolve(query, token_ids=(*query.token_ids, *token_ids))

@@ -1,0 +1,208 @@
+"""Finding backends through entry points, loading one, and building the plugin manager of one model."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Iterable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
+from typing import Any
+
+import pluggy
+import structlog
+from attrs import frozen
+
+from genlm.core import hookspecs
+from genlm.core.errors import BackendImportError, BackendNotFoundError, BackendUnavailableError, PluginError
+from genlm.core.types import BackendInfo, Engine
+
+log = structlog.get_logger()
+
+BACKENDS = "genlm.backends"
+WRAPPERS = "genlm.wrappers"
+
+#: The distribution to install for a backend that is not there. Others are found once they are installed.
+KNOWN = {"hf": "genlm-hf", "vllm": "genlm-vllm", "mlx": "genlm-mlx", "sgl": "genlm-sgl"}
+
+ENGINE_ATTRIBUTES = ("tokenizer", "vocab_size", "max_context", "device", "model")
+
+
+@frozen
+class Backend:
+    """An installed backend: its entry point and, once imported, its plugin module."""
+
+    name: str
+    entry_point: EntryPoint
+    module: ModuleType
+
+    @property
+    def distribution(self) -> str:
+        """Name and version of the distribution that provides it, for instance ``"genlm-hf 0.1.0"``."""
+        return distribution(self.entry_point)
+
+    def info(self) -> BackendInfo:
+        """What the backend says of itself. Imports no engine."""
+        info = self._hook("genlm_backend_info")()
+        if not isinstance(info, BackendInfo):
+            raise PluginError(f"backend {self.name!r} ({self.distribution}): genlm_backend_info returned {info!r}")
+        return info
+
+    def load(self, model: str, options: Mapping[str, object]) -> Engine:
+        """Load a model. Call it on the engine thread."""
+        info = self.info()
+        if not info.available:
+            raise BackendUnavailableError(f"backend {self.name!r} cannot run on this machine: {info.unavailable}")
+        engine: Engine = self._hook("genlm_load")(model=model, options=options)
+        return engine
+
+    def _hook(self, name: str) -> Any:
+        manager = plugin_manager(f"backend {self.name!r} ({self.distribution})", self.module)
+        hook = getattr(manager.hook, name)
+        if not hook.get_hookimpls():
+            raise PluginError(
+                f"backend {self.name!r} ({self.distribution}): module {self.module.__name__} has no hook {name}; "
+                "define it and mark it with @hookimpl"
+            )
+        return hook
+
+
+def backend_names() -> list[str]:
+    """The names of the installed backends. Imports none of them."""
+    return sorted({entry_point.name for entry_point in entry_points(group=BACKENDS)})
+
+
+def find_backend(name: str) -> Backend:
+    """Import the plugin module of one backend.
+
+    Raises:
+        BackendNotFoundError: nothing installed provides it.
+        BackendImportError: its module cannot be imported; the cause is chained.
+    """
+    found = list({(e.value, distribution(e)): e for e in entry_points(group=BACKENDS, name=name)}.values())
+    if not found:
+        raise BackendNotFoundError(_not_found(name))
+    if len(found) > 1:
+        claims = ", ".join(sorted(distribution(e) for e in found))
+        raise BackendImportError(f"backend {name!r} is provided by several distributions: {claims}; uninstall all but one")
+    entry_point = found[0]
+    try:
+        module = importlib.import_module(entry_point.module)
+    except Exception as error:
+        raise BackendImportError(
+            f"backend {name!r} is installed ({distribution(entry_point)}), but importing {entry_point.module} failed: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return Backend(name, entry_point, module)
+
+
+def choose_backend() -> str:
+    """The available backend that suits this machine best; the choice is logged.
+
+    Raises:
+        BackendNotFoundError: none is installed and available.
+    """
+    candidates: list[tuple[int, str]] = []
+    for name in backend_names():
+        try:
+            info = find_backend(name).info()
+        except (BackendImportError, PluginError) as error:
+            log.warning("backend.skipped", backend=name, reason=str(error))
+            continue
+        if info.available and info.preference >= 0:
+            candidates.append((info.preference, name))
+    if not candidates:
+        raise BackendNotFoundError(
+            f"no backend for a real model can run here; installed: {', '.join(backend_names()) or 'none'}; "
+            "pip install genlm-hf, or see `genlm backends` for why another cannot run"
+        )
+    _, name = max(candidates)
+    log.info("backend.chosen", backend=name, available=[name for _, name in sorted(candidates, reverse=True)])
+    return name
+
+
+def plugin_manager(owner: str, plugin: object, wrappers: Iterable[object] = ()) -> pluggy.PluginManager:
+    """A plugin manager of its own for one plugin module or engine object and the wrappers around it.
+
+    Raises:
+        PluginError: a hook is misspelt, lacks its mark, or takes an argument that the hook does not have.
+    """
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    _check_marks(owner, plugin)
+    try:
+        manager.register(plugin, name=owner)
+        for wrapper in wrappers:
+            manager.register(wrapper)
+        manager.check_pending()
+    except (pluggy.PluginValidationError, ValueError) as error:
+        raise PluginError(f"{owner}: {error}") from error
+    _check_wrappers(manager, owner)
+    return manager
+
+
+def installed_wrappers() -> list[object]:
+    """The wrappers that installed distributions bring along (entry-point group ``genlm.wrappers``)."""
+    wrappers = []
+    for entry_point in entry_points(group=WRAPPERS):
+        try:
+            wrapper = entry_point.load()
+        except Exception as error:
+            raise BackendImportError(
+                f"wrapper {entry_point.name!r} is installed ({distribution(entry_point)}), but importing "
+                f"{entry_point.value} failed: {type(error).__name__}: {error}; mend or uninstall it"
+            ) from error
+        wrappers.append(wrapper() if inspect.isclass(wrapper) else wrapper)
+    return wrappers
+
+
+def check_engine(engine: object, owner: str) -> None:
+    """Refuse an engine object without its attributes.
+
+    Raises:
+        PluginError: it names what is missing.
+    """
+    missing = [name for name in ENGINE_ATTRIBUTES if not hasattr(engine, name)]
+    if missing:
+        raise PluginError(
+            f"{owner}: the engine {type(engine).__name__} lacks {', '.join(missing)}; see genlm.core.types.Engine"
+        )
+
+
+def distribution(entry_point: EntryPoint) -> str:
+    """Name and version of the distribution of an entry point."""
+    return f"{entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist else "unknown distribution"
+
+
+def _not_found(name: str) -> str:
+    installed = backend_names()
+    message = f"no backend {name!r}; installed: {', '.join(installed) or 'none'}"
+    if name in KNOWN:
+        return f"{message}; pip install {KNOWN[name]}"
+    close = difflib.get_close_matches(name, sorted({*installed, *KNOWN}), n=1)
+    if not close:
+        return message
+    remedy = f"; pip install {KNOWN[close[0]]}" if close[0] not in installed and close[0] in KNOWN else ""
+    return f"{message}; did you mean {close[0]!r}?{remedy}"
+
+
+def _check_marks(owner: str, plugin: object) -> None:
+    """pluggy takes no notice of a function that lacks its mark: say so instead."""
+    mark = f"{hookspecs.PROJECT}_impl"
+    for name in dir(plugin):
+        named_so = name.startswith(f"{hookspecs.PROJECT}_") and callable(getattr(plugin, name, None))
+        if named_so and not hasattr(getattr(plugin, name), mark):
+            raise PluginError(f"{owner}: {name} is not marked; put @hookimpl (from genlm.core) above it")
+
+
+def _check_wrappers(manager: pluggy.PluginManager, owner: str) -> None:
+    for hook in vars(manager.hook).values():
+        if not isinstance(hook, pluggy.HookCaller):
+            continue
+        for implementation in hook.get_hookimpls():
+            if implementation.plugin_name != owner and not implementation.wrapper:
+                raise PluginError(
+                    f"wrapper {implementation.plugin_name!r} implements {hook.name} itself, which would shadow {owner}; "
+                    "mark it with @hookimpl(wrapper=True)"
+                )

@@ -1,0 +1,126 @@
+"""Drawing tokens from next-token rows: the sampler of every backend that has none of its own."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from attrs import evolve
+from numpy.typing import NDArray
+
+from genlm.core.errors import InvalidOptionError
+from genlm.core.types import Query, SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TokenDrawer:
+    """Draws tokens from rows, one uniform number each, by inverting the cumulative distribution.
+
+    The numbers come from a generator of its own, so a seed fixes the draws whatever else is going on.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._params = params
+        self._random = np.random.Generator(np.random.PCG64(params.seed))
+
+    def draw(self, row: torch.Tensor) -> int:
+        """Draw one token id from ``row``, ``[vocab_size]`` float32 log-probabilities."""
+        logprobs = row.detach().cpu().numpy().astype(np.float64)
+        if self._params.temperature == 0:
+            return int(np.argmax(logprobs))
+        mass = np.cumsum(self._weights(logprobs))
+        # The first token whose cumulative mass exceeds the point, so that one without mass is never drawn.
+        point = self._random.random() * mass[-1]
+        return min(int(np.searchsorted(mass, point, side="right")), int(np.searchsorted(mass, mass[-1], side="left")))
+
+    def _weights(self, logprobs: NDArray[np.float64]) -> NDArray[np.float64]:
+        scaled = (logprobs - logprobs.max()) / self._params.temperature
+        weights: NDArray[np.float64] = np.exp(scaled)
+        if self._params.top_k is None and self._params.top_p is None:
+            return weights
+        order = np.argsort(-weights, kind="stable")
+        kept = order[: self._params.top_k]
+        if self._params.top_p is not None:
+            mass = np.cumsum(weights[kept])
+            kept = kept[: int(np.searchsorted(mass, self._params.top_p * mass[-1], side="left")) + 1]
+        filtered: NDArray[np.float64] = np.zeros_like(weights)
+        filtered[kept] = weights[kept]
+        return filtered
+
+
+async def sample_from_rows(
+    ask: Callable[[Query], Awaitable[torch.Tensor]], query: Query, params: SamplingParams
+) -> list[int]:
+    """Draw a continuation of ``query``, asking for one row per token."""
+    drawer = TokenDrawer(params)
+    drawn: list[int] = []
+    while len(drawn) < params.max_tokens:
+        token_id = drawer.draw(await ask(evolve(query, token_ids=(*query.token_ids, *drawn))))
+        if token_id in params.stop_token_ids:
+            break
+        drawn.append(token_id)
+    return drawn
+
+
+def seed_of(seed: int | None, index: int) -> int | None:
+    """The seed of the ``index``-th prompt of a batch: the seed itself for the first, independent ones for the others.
+
+    Source: NumPy's ``SeedSequence``, made for independent streams from one seed.
+    """
+    if seed is None or index == 0:
+        return seed
+    return int(np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0] >> 1)
+
+
+def checked_params(
+    max_tokens: Any,
+    eos_token_ids: Iterable[int],
+    temperature: Any = 1.0,
+    seed: Any = None,
+    top_k: Any = None,
+    top_p: Any = None,
+) -> SamplingParams:
+    """Check a user's sampling options.
+
+    Raises:
+        InvalidOptionError: it names the option, its value and what is accepted.
+    """
+    return SamplingParams(
+        max_tokens=_integer("max_tokens", max_tokens, least=0),
+        stop_token_ids=frozenset(_integer("eos_token_ids", t, least=0) for t in _iterable(eos_token_ids)),
+        temperature=_number("temperature", temperature, "0 or more", lambda t: t >= 0),
+        seed=None if seed is None else _integer("seed", seed, least=0),
+        top_k=None if top_k is None else _integer("top_k", top_k, least=1),
+        top_p=None if top_p is None else _number("top_p", top_p, "more than 0 and at most 1", lambda p: 0 < p <= 1),
+    )
+
+
+def _iterable(eos_token_ids: Any) -> Iterable[Any]:
+    if isinstance(eos_token_ids, str | bytes) or not isinstance(eos_token_ids, Iterable):
+        raise InvalidOptionError(f"eos_token_ids={eos_token_ids!r}: give a list of token ids, [] for none")
+    return eos_token_ids
+
+
+def _integer(name: str, value: Any, least: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidOptionError(f"{name}={value!r} is no integer; give one of {least} or more") from None
+    if number < least:
+        raise InvalidOptionError(f"{name}={number} is too small; give {least} or more")
+    return number
+
+
+def _number(name: str, value: Any, accepted: str, accepts: Callable[[float], bool]) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise InvalidOptionError(f"{name}={value!r} is no number; give {accepted}") from None
+    if not math.isfinite(number) or not accepts(number):
+        raise InvalidOptionError(f"{name}={value!r} is out of range; give {accepted}")
+    return number

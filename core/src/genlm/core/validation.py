@@ -1,0 +1,59 @@
+"""Checking token ids, once, before anything else sees them."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from typing import Any
+
+from genlm.core.errors import InvalidQueryError
+from genlm.core.types import TokenIds
+
+
+def token_ids_of(what: str, token_ids: Any, vocab_size: int) -> TokenIds:
+    """The token ids as a tuple of plain ints in ``range(vocab_size)``.
+
+    Args:
+        what: What they are, for messages: ``"context"``.
+        token_ids: Any iterable of integers; a NumPy array or tensor of integers too.
+        vocab_size: The number of ids that the model has.
+
+    Raises:
+        InvalidQueryError: there are none, or one is no integer or out of range.
+    """
+    ids = _as_ints(what, token_ids)
+    if not ids:
+        raise InvalidQueryError(f"the {what} is empty; give at least one token id (a beginning-of-sequence token, say)")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        position, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
+        raise InvalidQueryError(
+            f"token id {bad} at position {position} of the {what} is out of range; the model has ids 0 to {vocab_size - 1}"
+        )
+    return ids
+
+
+def _as_ints(what: str, token_ids: Any) -> TokenIds:
+    if isinstance(token_ids, str | bytes):
+        raise InvalidQueryError(
+            f"the {what} is text ({token_ids!r:.40}); give token ids, as lm.tokenizer.encode(text) does"
+        )
+    with contextlib.suppress(AttributeError):
+        token_ids = token_ids.tolist()  # NumPy and torch: one call instead of one for each id
+    try:
+        ids = tuple(token_ids)
+    except TypeError:
+        raise InvalidQueryError(f"the {what} is {token_ids!r:.40}; give a sequence of token ids") from None
+    if {int}.issuperset(map(type, ids)):
+        return ids
+    return tuple(_as_int(what, token_id, position) for position, token_id in enumerate(ids))
+
+
+def _as_int(what: str, token_id: Any, position: int) -> int:
+    try:
+        if isinstance(token_id, bool):
+            raise TypeError
+        return operator.index(token_id)
+    except TypeError:
+        raise InvalidQueryError(
+            f"{token_id!r} at position {position} of the {what} is no token id; give integers"
+        ) from None
