@@ -42,8 +42,11 @@ def decode_pieces(pieces: Sequence[str], definition: Definition) -> list[bytes]:
                 f"tokens have no byte strings: the tokenizer's decoder {step['type']} {_LOSSY[step['type']]}. "
                 "Use a byte-level or SentencePiece tokenizer"
             )
-        change = _change_of_text(step) if joined else _change_of_piece(step)
-        decoded = [change(piece) for piece in decoded]
+        if step["type"] == "ByteLevel" and not joined:
+            decoded = _spell(decoded)
+        else:
+            change = _change_of_text(step) if joined else _change_of_piece(step)
+            decoded = [change(piece) for piece in decoded]
         joined = joined or step["type"] in ("Fuse", "ByteLevel")
     return [_encode(piece) for piece in decoded]
 
@@ -58,8 +61,6 @@ def _steps(definition: Definition) -> list[Definition]:
 def _change_of_piece(step: Definition) -> Callable[[Piece], Piece]:
     """What a step that still sees single pieces does to each."""
     match step["type"]:
-        case "ByteLevel":
-            return _on_text(spelled_bytes)
         case "ByteFallback":
             return _on_text(_named_byte)
         case "Metaspace":
@@ -87,6 +88,12 @@ def _change_of_text(step: Definition) -> Callable[[Piece], Piece]:
             raise VocabularyError(
                 f"tokens have no byte strings: the tokenizer's decoder {late} works on the joined text, across tokens"
             )
+
+
+def _spell(pieces: Sequence[Piece]) -> list[bytes]:
+    """What the step ByteLevel makes of all pieces."""
+    spelled = spelled_bytes([piece if isinstance(piece, str) else "" for piece in pieces])
+    return [piece if isinstance(piece, bytes) else byte for piece, byte in zip(pieces, spelled, strict=True)]
 
 
 def _encode(piece: Piece) -> bytes:

@@ -29,19 +29,25 @@ def fast_token_bytes(tokenizer: Any) -> list[bytes]:
     """
     backend = _backend(tokenizer)
     _check_keeps_spaces(backend)
-    model, added = backend.model, backend.get_added_tokens_decoder()
-    # A Unigram model may list a piece twice: then its largest id is not among the dictionary's.
-    ids = [
-        *backend.get_vocab(with_added_tokens=False).values(),
-        *added,
-        backend.get_vocab_size(with_added_tokens=False) - 1,
-    ]
-    pieces = [model.id_to_token(token_id) or "" for token_id in range(max(ids) + 1)]
+    pieces, added = _pieces(backend), backend.get_added_tokens_decoder()
     token_bytes = decode_pieces(pieces, _decoder_definition(backend))
     for token_id, token in added.items():
         if token.special or pieces[token_id] != token.content:
             token_bytes[token_id] = token.content.encode()
     return token_bytes
+
+
+def _pieces(backend: Any) -> list[str]:
+    """The model's pieces by id, up to the largest id of any token; ``""`` for an id that is not the model's."""
+    vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=False)
+    # A Unigram model may list a piece twice; the dictionary knows only one of its ids.
+    last = max(
+        backend.get_vocab_size(with_added_tokens=False) - 1, *vocabulary.values(), *backend.get_added_tokens_decoder()
+    )
+    pieces = [""] * (last + 1)
+    for piece, token_id in vocabulary.items():
+        pieces[token_id] = piece
+    return [piece or backend.model.id_to_token(token_id) or "" for token_id, piece in enumerate(pieces)]
 
 
 def _backend(tokenizer: Any) -> Any:
