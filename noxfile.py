@@ -61,12 +61,12 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Strict types of the core, the plugins and the examples; no engine need be there."""
+    """Strict types, by mypy, of all but the tests; no engine need be there."""
     prepare(session)
     session.install("--editable", "core[conformance]", *GROUPS["types"])
     sources = [str(folder / "src") for folder in (CORE, *PLUGINS.values())]
     session.env["MYPYPATH"] = os.pathsep.join(sources)
-    session.run("mypy", *sources, "examples", *session.posargs)
+    session.run("mypy", *sources, "examples", "tools", *session.posargs)
 
 
 @nox.session
