@@ -1,0 +1,155 @@
+"""The hooks, on top of SGLang's scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import structlog
+
+from genlm.core import Answer, BackendUnavailableError, EngineDeadError, EngineError, InvalidOptionError, Query, hookimpl
+from genlm.sgl.internals import Finished, Scheduler
+from genlm.sgl.options import server_options
+from genlm.sgl.versions import why_unavailable
+
+log = structlog.get_logger()
+
+#: A question that asks whether the scheduler still works.
+PROBE = Query(token_ids=(0,), cold=True)
+
+
+def load(model: str, options: Mapping[str, Any]) -> SglEngine:
+    """Load a model; the options are ``engine_opts`` and ``gpu_id``."""
+    if reason := why_unavailable():
+        raise BackendUnavailableError(reason)
+    if unknown := sorted(set(options) - {"engine_opts", "gpu_id"}):
+        raise InvalidOptionError(
+            f"backend 'sgl' has no option {', '.join(unknown)}; it has engine_opts (SGLang's server arguments) and gpu_id"
+        )
+    arguments = server_options(model, options.get("engine_opts") or {})
+    scheduler = Scheduler(arguments, gpu_id=options.get("gpu_id", 0))
+    if arguments.get("enable_lora"):
+        from genlm.sgl.lora import SglLoraEngine
+
+        return SglLoraEngine(scheduler)
+    return SglEngine(scheduler)
+
+
+class SglEngine:
+    """One model in SGLang's scheduler, which admits newcomers between its steps."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.tokenizer = scheduler.tokenizer
+        self.model = scheduler.model
+        self.vocab_size = scheduler.vocab_size
+        self.max_context: int | None = scheduler.longest_prompt
+        self.device = str(next(self.model.parameters()).device)
+        self._in_flight: dict[str, Query] = {}
+        self._pinned: dict[Query, Any] = {}
+        self._asked = 0
+
+    # --- evaluation ---------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def genlm_step(self, queries: Sequence[Query]) -> list[Answer]:
+        try:
+            for query in queries:
+                self._submit(query)
+            finished = self.scheduler.step()
+            return [self._refuse_next()] if finished is None else [self._answer(each) for each in finished]
+        except Exception:
+            self._recover()
+            raise
+
+    def _submit(self, query: Query) -> None:
+        self._asked += 1
+        key = f"{self._asked:016x}"
+        self._in_flight[key] = query
+        # Nothing was ever cached in a cold query's own namespace.
+        namespace = f"cold-{key}" if query.cold else None
+        self.scheduler.submit(key, query.token_ids, adapter=adapter_id(query), namespace=namespace)
+
+    def _answer(self, finished: Finished) -> Answer:
+        query = self._in_flight.pop(finished.key)
+        if finished.row is None:
+            return Answer(query, EngineError(f"SGLang aborted the request: {finished.failure}"))
+        return Answer(query, finished.row)
+
+    def _refuse_next(self) -> Answer:
+        """Nothing runs and nothing can start, so the first in the queue never will."""
+        query = self._in_flight.pop(self.scheduler.refuse_next())
+        return Answer(
+            query,
+            EngineError(
+                f"a context of {len(query.token_ids)} tokens does not fit into SGLang's pool of "
+                f"{self.scheduler.pool_tokens} tokens, of which pinned prefixes hold {self.scheduler.locked_tokens}; "
+                "call clear_kv_cache(), or load the model with a larger engine option max_total_tokens"
+            ),
+        )
+
+    # --- key/value state ----------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def genlm_cache_prefix(self, query: Query) -> bool:
+        if query not in self._pinned:
+            self._evaluate_alone(query)
+            self._pinned[query] = self.scheduler.lock(query.token_ids, adapter_id(query))
+        return True
+
+    @hookimpl
+    def genlm_clear_kv_cache(self) -> None:
+        self._pinned.clear()
+        self.scheduler.flush()
+
+    def _evaluate_alone(self, query: Query) -> None:
+        answers = self.genlm_step([query])
+        while not answers:
+            answers = self.genlm_step([])
+        if isinstance(answers[0].row, Exception):
+            raise answers[0].row
+
+    # --- after a failure ----------------------------------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        """Drop everything in flight, then prove that the scheduler still works by computing the pinned prefixes again."""
+        pinned = list(self._pinned)
+        self._pinned.clear()
+        log.warning("engine.recovering", backend="sgl", dropped=len(self._in_flight), pinned=len(pinned))
+        try:
+            self._restart()
+            for query in [PROBE, *pinned]:
+                self._probe(query)
+        except Exception as error:
+            raise EngineDeadError(
+                f"SGLang's scheduler does not work after a failed step ({type(error).__name__}: {error}); reload the model"
+            ) from error
+        self._pinned = {query: self.scheduler.lock(query.token_ids, adapter_id(query)) for query in pinned}
+
+    def _restart(self) -> None:
+        self._in_flight.clear()
+        self.scheduler.drop_everything()
+
+    def _probe(self, query: Query) -> None:
+        self._submit(query)
+        finished: list[Finished] | None = []
+        while not finished:
+            finished = self.scheduler.step()
+            if finished is None:
+                raise EngineError("it runs no request")
+        if isinstance(row := self._answer(finished[0]).row, Exception):
+            raise row
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def genlm_close(self) -> None:
+        self._in_flight.clear()
+        self._pinned.clear()
+        del self.model
+        self.scheduler.close()
+
+
+def adapter_id(query: Query) -> str | None:
+    """The adapter's id in SGLang. Versions are never reused, so neither are ids, and the radix cache is keyed by them."""
+    return None if query.adapter is None else f"adapter-{query.adapter.version}"

@@ -1,0 +1,338 @@
+"""Every part of SGLang that this plugin touches, behind one small typed face.
+
+SGLang has no public way to drive its scheduler in process. What is used here is what ``run_scheduler_process`` and
+``Scheduler.event_loop_normal`` use, in the releases that :data:`genlm.sgl.versions.SUPPORTED` names. Where they differ, the
+comment says how. Nothing else in this package may import ``sglang``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import gc
+import inspect
+import random
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import frozen
+
+from genlm.core.errors import BackendUnavailableError, EngineError, InvalidOptionError
+
+#: SGLang's watchdog sends SIGQUIT to the parent process when a step takes longer than this. It is also disarmed at load;
+#: this keeps it asleep until then. Seconds.
+NEVER = 1e8
+
+
+@frozen(eq=False)
+class Finished:
+    """A request that left the scheduler: its ``[vocab_size]`` float32 row, or why it has none."""
+
+    key: str
+    row: torch.Tensor | None
+    failure: str | None
+
+
+class Scheduler:
+    """SGLang's scheduler, owned by one thread and driven step by step.
+
+    A request is prefill only: it asks for no new token, so SGLang samples nothing and leaves the logits as they are.
+
+    Args:
+        options: SGLang's server arguments.
+        gpu_id: Which GPU; 0 on the CPU.
+
+    Raises:
+        BackendUnavailableError: this process already has an SGLang model or a process group.
+        InvalidOptionError: SGLang has no such argument.
+    """
+
+    def __init__(self, options: Mapping[str, Any], gpu_id: int) -> None:
+        from sglang.srt.distributed import model_parallel_is_initialized
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        if model_parallel_is_initialized() or torch.distributed.is_initialized():
+            raise BackendUnavailableError(
+                "SGLang keeps its configuration and its process group in globals, so a process can hold one SGLang model "
+                "and no torch.distributed group besides; close the other model first, or use another process"
+            )
+        try:
+            with preserved_random_state():
+                self._scheduler = _construct(options, gpu_id)
+        except BaseException:
+            _release_globals()
+            raise
+        _disarm_watchdog(self._scheduler)
+        _close_channels(self._scheduler)
+        self._prefill_only = SamplingParams(max_new_tokens=0)
+        self._prefill_only.normalize(None)
+        #: How many tokens have been run through the model.
+        self.computed_tokens = 0
+
+    # --- what was loaded ----------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._scheduler.tokenizer
+
+    @property
+    def model(self) -> Any:
+        """The ``torch.nn.Module`` that SGLang runs."""
+        return self._scheduler.tp_worker.model_runner.model
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._scheduler.model_config.vocab_size)
+
+    @property
+    def longest_prompt(self) -> int:
+        """The longest prompt, in tokens, that the scheduler does not refuse."""
+        return int(self._scheduler.max_req_input_len) - 1
+
+    @property
+    def pool_tokens(self) -> int:
+        """How many tokens the key/value pool holds."""
+        return int(self._scheduler.max_total_num_tokens)
+
+    # --- the journey of a request -------------------------------------------------------------------------------------
+
+    def submit(self, key: str, token_ids: Sequence[int], *, adapter: str | None, namespace: str | None) -> None:
+        """Queue a prompt.
+
+        Args:
+            key: Names the request; no key may be a prefix of another.
+            adapter: The id of a loaded adapter. The radix cache is kept apart for each.
+            namespace: Only requests of one namespace share the radix cache.
+        """
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+
+        request = TokenizedGenerateReqInput(
+            rid=key,
+            input_text="",
+            input_ids=array("q", token_ids),
+            input_embeds=None,
+            mm_inputs=None,
+            token_type_ids=None,
+            sampling_params=self._prefill_only,
+            return_logprob=False,
+            logprob_start_len=-1,
+            top_logprobs_num=0,
+            token_ids_logprob=None,
+            stream=False,
+            lora_id=adapter,
+            extra_key=namespace,
+        )
+        self._scheduler.process_input_requests([request])
+
+    def step(self) -> list[Finished] | None:
+        """Run the batch that the scheduler chooses; ``None`` when it can run nothing."""
+        scheduler = self._scheduler
+        with scheduler.device_module.StreamContext(scheduler.schedule_stream):
+            batch = self._next_batch()
+            if batch is None:
+                return None
+            self.computed_tokens += batch.extend_num_tokens
+            with torch.inference_mode():
+                result = scheduler.run_batch(batch)
+            # Outside inference mode, so that callers may write into them, and before anything else sees the logits.
+            rows = torch.log_softmax(result.logits_output.next_token_logits.float(), dim=-1)
+            with torch.inference_mode():
+                scheduler.process_batch_result(batch, result)
+            scheduler.last_batch = batch
+        self._hand_over(rows)
+        return [_finished(request, rows[i]) for i, request in enumerate(batch.reqs) if request.finished()]
+
+    def refuse_next(self) -> str:
+        """Drop the request that the scheduler would have taken first, and return its key."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        key = str(self._scheduler.waiting_queue[0].rid)
+        self._scheduler.abort_request(AbortReq(rid=key))
+        return key
+
+    def drop_everything(self) -> None:
+        """Forget all requests, whatever state an exception left them in, and empty the caches.
+
+        Raises:
+            EngineError: the scheduler still holds something.
+        """
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+        scheduler = self._scheduler
+        scheduler.waiting_queue.clear()
+        scheduler.chunked_req = None
+        scheduler._pending_chunked_abort_req = None
+        scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
+        scheduler.last_batch = None
+        self.flush()
+
+    def _next_batch(self) -> Any:
+        scheduler = self._scheduler
+        plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
+        scheduler.running_batch = plan.running_batch
+        if plan.batch_to_run is None:
+            scheduler.last_batch = None
+        # scheduler.cur_batch_for_debug stays None: it would wake the watchdog.
+        return plan.batch_to_run
+
+    def _hand_over(self, rows: torch.Tensor) -> None:
+        """Make what this thread's own stream does next wait for the rows."""
+        if rows.is_cuda:
+            current = torch.cuda.current_stream(rows.device)
+            current.wait_stream(self._scheduler.schedule_stream)
+            rows.record_stream(current)
+
+    # --- the radix cache ----------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Empty the radix cache and the key/value pool. Locks are gone too."""
+        self._scheduler.last_batch = None
+        if not self._scheduler.flush_cache():
+            raise EngineError("SGLang refused to flush its cache because it holds requests; close and reload the model")
+
+    def lock(self, token_ids: Sequence[int], adapter: str | None) -> Any:
+        """Protect a cached prompt from eviction; returns what :meth:`unlock` takes."""
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        cache = self._scheduler.tree_cache
+        key = RadixKey(token_ids=array("q", token_ids), extra_key=adapter)
+        node = cache.match_prefix(MatchPrefixParams(key=key)).last_device_node
+        return node, cache.inc_lock_ref(node).to_dec_params()
+
+    def unlock(self, lock: Any) -> None:
+        node, receipt = lock
+        self._scheduler.tree_cache.dec_lock_ref(node, receipt)
+
+    @property
+    def locked_tokens(self) -> int:
+        """How many tokens of the pool cannot be evicted."""
+        return int(self._scheduler.tree_cache.protected_size())
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    def load_adapter(self, adapter: str, path: str) -> None:
+        """Load a PEFT folder under an id.
+
+        Raises:
+            EngineError: SGLang refuses it. Nothing of it remains.
+        """
+        from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput
+
+        result = self._scheduler.load_lora_adapter(
+            LoadLoRAAdapterReqInput(lora_name=adapter, lora_path=path, lora_id=adapter)
+        )
+        if not result.success:
+            # SGLang keeps the configuration of an adapter whose weights it could not load.
+            manager = self._scheduler.tp_worker.model_runner.lora_manager
+            for remains in (manager.configs, manager.loras, manager.lora_refs):
+                remains.pop(adapter, None)
+            raise EngineError(f"SGLang cannot load the adapter at {path}: {result.error_message}")
+
+    def unload_adapter(self, adapter: str) -> None:
+        from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
+
+        result = self._scheduler.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=adapter, lora_id=adapter))
+        if not result.success:
+            raise EngineError(f"SGLang cannot unload the adapter {adapter}: {result.error_message}")
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Release the weights, the pool and SGLang's globals: another model may be loaded."""
+        self._scheduler.release_host_resources()
+        del self._scheduler
+        _release_globals()
+        gc.collect()  # the scheduler and its parts refer to one another
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+# --- starting and stopping ------------------------------------------------------------------------------------------
+
+
+def _construct(options: Mapping[str, Any], gpu_id: int) -> Any:
+    """What ``run_scheduler_process`` does, without making the process a worker: no title, no handlers, no affinity."""
+    from sglang.srt.managers.scheduler import Scheduler as SglScheduler
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.runtime_context import publish
+    from sglang.srt.server_args import PortArgs
+
+    load_plugins()
+    arguments = _server_args(options)
+    ports = PortArgs.init_new(arguments)
+    if "gpu_id" in inspect.signature(SglScheduler.__init__).parameters:  # early releases take the ranks here
+        publish(arguments, role="scheduler")
+        ranks = {"tp_rank": 0, "moe_ep_rank": 0, "pp_rank": 0, "attn_cp_rank": 0, "moe_dp_rank": 0, "dp_rank": None}
+        return SglScheduler(arguments, ports, gpu_id=gpu_id, **ranks)
+    from sglang.srt.runtime_context import SpawnRanks
+
+    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=gpu_id))
+    return SglScheduler(arguments, ports)
+
+
+def _server_args(options: Mapping[str, Any]) -> Any:
+    from sglang.srt.server_args import ServerArgs
+
+    known = set(inspect.signature(ServerArgs).parameters)
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise InvalidOptionError(f"SGLang has no server argument {name!r}{hint}")
+    arguments = ServerArgs(**options)
+    if hasattr(arguments, "resolve_once"):  # early releases resolve in the constructor
+        arguments.resolve_once()
+    arguments.check_server_args()
+    return arguments
+
+
+def _disarm_watchdog(scheduler: Any) -> None:
+    """Make sure that SGLang never signals a process, and that its thread, which never ends, does not hold the model."""
+    watchdog = scheduler.watchdog
+    watchdog.is_active = lambda: False
+    watchdog.get_counter = lambda: 0
+    watchdog.dump_info = None
+
+
+def _close_channels(scheduler: Any) -> None:
+    """Close the sockets to the tokenizer and detokenizer processes, which are not there: what is sent would pile up."""
+    channels = scheduler.ipc_channels
+    senders = [channels.send_to_tokenizer, channels.send_to_detokenizer]
+    sockets = [channels.recv_from_tokenizer, channels.recv_from_rpc, *(sender.socket for sender in senders)]
+    for sender in senders:
+        sender.socket = None  # SGLang's own way to say that nobody listens
+    context = sockets[0].context
+    for socket in sockets:
+        socket.close(linger=0)
+    context.term()
+
+
+def _release_globals() -> None:
+    from sglang.srt.distributed import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
+def _finished(request: Any, row: torch.Tensor) -> Finished:
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    if isinstance(request.finished_reason, FINISH_ABORT):  # SGLang has run something else in its place
+        return Finished(str(request.rid), None, str(request.finished_reason.message))
+    return Finished(str(request.rid), row, None)
+
+
+@contextlib.contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """SGLang seeds the generators of the whole process: put them back."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])

@@ -1,0 +1,64 @@
+"""The options of SGLang: defaults for each device, and those that this plugin must keep for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from genlm.core.errors import InvalidOptionError
+from genlm.sgl.internals import NEVER
+
+#: What driving the scheduler in this process requires.
+REQUIRED: Mapping[str, Any] = {
+    "allow_auto_truncate": False,
+    "disable_overlap_schedule": True,  # rows are read before the next batch is planned
+    "dp_size": 1,
+    "is_embedding": False,
+    "max_queued_requests": None,
+    "pp_size": 1,
+    "skip_tokenizer_init": False,
+    "speculative_algorithm": None,
+    "tp_size": 1,
+    "watchdog_timeout": NEVER,
+}
+
+DEFAULTS: Mapping[str, Any] = {
+    "disable_cuda_graph": True,  # graphs are captured for decoding, and every request here is a prefill
+    "grammar_backend": "none",
+    "log_level": "warning",
+}
+
+#: On the CPU, rows in full precision, through plain PyTorch, and a pool that leaves room for others.
+CPU_DEFAULTS: Mapping[str, Any] = {
+    "attention_backend": "torch_native",
+    "device": "cpu",
+    "dtype": "float32",
+    "max_running_requests": 256,
+    "max_total_tokens": 32768,
+    "sampling_backend": "pytorch",
+}
+
+LORA_DEFAULTS: Mapping[str, Any] = {"lora_target_modules": ["all"], "max_lora_rank": 64, "max_loras_per_batch": 8}
+CPU_LORA_DEFAULTS: Mapping[str, Any] = {"lora_backend": "torch_native"}
+
+
+def server_options(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The server arguments for a model, from what the user gave.
+
+    Raises:
+        InvalidOptionError: an option contradicts what this plugin requires.
+    """
+    for name, value in given.items():
+        if name == "model_path":
+            raise InvalidOptionError("model_path is the model's name; give it once, as model_id")
+        if name in REQUIRED and value != REQUIRED[name]:
+            raise InvalidOptionError(
+                f"engine option {name}={value!r} is not possible in process, where it is {REQUIRED[name]!r}; leave it out"
+            )
+    on_cpu = given.get("device", "cuda" if torch.cuda.is_available() else "cpu") == "cpu"
+    defaults = {**DEFAULTS, **(CPU_DEFAULTS if on_cpu else {})}
+    if given.get("enable_lora"):
+        defaults |= {**LORA_DEFAULTS, **(CPU_LORA_DEFAULTS if on_cpu else {})}
+    return {**defaults, **given, **REQUIRED, "model_path": model}

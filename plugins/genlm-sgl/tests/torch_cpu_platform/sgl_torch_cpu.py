@@ -1,0 +1,54 @@
+"""An SGLang platform for tests: the CPU in plain PyTorch, so that the real engine runs where there is no GPU.
+
+SGLang's own CPU support needs its compiled kernels, which no index carries. It lets other distributions bring a platform
+through the entry-point group ``sglang.srt.platforms``; this is the least such platform.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+
+def activate() -> str:
+    """What the entry point names: where SGLang finds the platform's class."""
+    return "sgl_torch_cpu.TorchCpuPlatform"
+
+
+def __getattr__(name: str) -> Any:
+    # Made on demand: this module is imported while the module that holds its base classes still is.
+    if name == "TorchCpuPlatform":
+        return _platform()
+    raise AttributeError(name)
+
+
+@cache
+def _platform() -> type:
+    from sglang.srt.platforms.cpu import CpuDeviceMixin
+    from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
+
+    class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
+        _enum = PlatformEnum.OOT
+
+        def get_default_attention_backend(self) -> str:
+            return "torch_native"
+
+        def get_dispatch_key_name(self) -> str:
+            return "native"
+
+    if not hasattr(SRTPlatform, "get_kv_pool_cls"):  # early releases ask for these instead
+        TorchCpuPlatform.get_mha_kv_pool_cls = _mha_kv_pool
+        TorchCpuPlatform.get_paged_allocator_cls = _paged_allocator
+    return TorchCpuPlatform
+
+
+def _mha_kv_pool(self: object) -> type:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    return MHATokenToKVPool
+
+
+def _paged_allocator(self: object) -> type:
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+
+    return PagedTokenToKVPoolAllocator
