@@ -1,0 +1,105 @@
+"""Full next-token rows out of vLLM, by its own hook for custom logits processors.
+
+vLLM has two model runners, each with a logits-processor interface of its own: V1
+(``vllm.v1.sample.logits_processor.LogitsProcessor``) and, from 0.31 on, V2
+(``vllm.v1.worker.gpu.sample.logits_processor.LogitsProcessor``). Their methods do not collide, so one class serves both.
+
+A request names its row by ``SamplingParams.extra_args[ROW_KEY]``. The last row written under a key wins, which makes
+chunked prefill, preemption and recomputation harmless: the step that completes the request is the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+ROW_KEY = "genlm_row"  # int: keep the row under this key
+WIDTH_KEY = "genlm_width"  # int: draw only token ids below this; the rest is padding of the embedding matrix
+
+
+class RowStore:
+    """The rows of the requests in flight, by key. Lives where the model runs, on the thread that steps it."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, torch.Tensor] = {}
+
+    def put(self, keys: Sequence[int], block: torch.Tensor) -> None:
+        """Keep row ``i`` of ``block``, ``[len(keys), vocab_size]`` float32, under ``keys[i]``."""
+        self._rows.update(zip(keys, block, strict=True))
+
+    def take(self, keys: Iterable[int]) -> list[torch.Tensor | None]:
+        """Give up the rows under ``keys``; ``None`` for one that was never captured."""
+        return [self._rows.pop(key, None) for key in keys]
+
+    def clear(self) -> None:
+        self._rows.clear()
+
+
+class RowCapture:
+    """A logits processor that copies rows and, of requests with a width, hides the padding. Otherwise changes nothing."""
+
+    store: RowStore
+
+    def __init__(self, vllm_config: Any, *runner: Any) -> None:
+        self._wishes: dict[int, Mapping[str, int]] = {}  # by slot: the row of the batch in V1, a request's slot in V2
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Both interfaces: anything goes."""
+
+    def is_argmax_invariant(self) -> bool:
+        """V1: ``False``, or greedy batches would skip it and others show logits that temperature has scaled."""
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        """V1: follow the requests as the batch is rearranged, in the order that the interface prescribes."""
+        if batch_update is None:
+            return
+        for slot in batch_update.removed:
+            self._wishes.pop(slot, None)
+        for slot, params, _prompt, _output in batch_update.added:
+            self.add_request(slot, params)
+        for source, target, direction in batch_update.moved:
+            moved, displaced = self._wishes.pop(source, None), self._wishes.pop(target, None)
+            if moved is not None:
+                self._wishes[target] = moved
+            if displaced is not None and direction.name == "SWAP":
+                self._wishes[source] = displaced
+
+    def add_request(self, slot: int, params: Any) -> bool:
+        """V2: a request enters a slot. ``True`` where :meth:`apply` must see its logits."""
+        wishes = params.extra_args or {}
+        wanted = ROW_KEY in wishes or WIDTH_KEY in wishes
+        if wanted:
+            self._wishes[slot] = wishes
+        else:
+            self._wishes.pop(slot, None)
+        return wanted
+
+    def apply(self, logits: torch.Tensor, context: Any = None) -> torch.Tensor:
+        """Both: ``logits`` is ``[requests, vocab_size]`` float32, before temperature; ``context`` is given by V2."""
+        if not self._wishes:
+            return logits
+        slots = range(logits.shape[0]) if context is None else context.idx_mapping_np.tolist()
+        rows: list[int] = []
+        keys: list[int] = []
+        for row, slot in enumerate(slots):
+            wishes = self._wishes.get(slot, {})
+            if ROW_KEY in wishes:
+                rows.append(row)
+                keys.append(wishes[ROW_KEY])
+            if WIDTH_KEY in wishes:
+                logits[row, wishes[WIDTH_KEY] :] = -torch.inf
+        if rows:
+            chosen = logits if len(rows) == logits.shape[0] else logits[rows]
+            self.store.put(keys, torch.log_softmax(chosen, dim=-1, dtype=torch.float32))
+        return logits
+
+
+def capture_into(rows: RowStore) -> type:
+    """The class for vLLM's ``logits_processors``: fills ``rows``, and serves every interface that this vLLM has."""
+    from genlm.vllm.internals import logits_processor_interfaces
+
+    return type("GenlmRowCapture", (RowCapture, *logits_processor_interfaces()), {"store": rows})

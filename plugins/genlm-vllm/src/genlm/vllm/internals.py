@@ -1,0 +1,252 @@
+"""Everything of vLLM that is not its documented interface, in one place, checked when a model is loaded.
+
+Documented and used elsewhere: ``vllm.LLM`` and its options, ``SamplingParams``, custom logits processors,
+``worker_extension_cls``. Here: the engine-core client below ``LLM``, which takes requests while others are running and,
+with ``resumable=True``, the continuation of one that it holds (vLLM's own streaming-input API is a layer above it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from genlm.core.errors import BackendUnavailableError
+from genlm.core.types import Adapter, TokenIds
+
+OLDEST, NEWEST = (0, 28), (0, 32)
+SUPPORTED = f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
+
+PROCESS_SWITCH = "VLLM_ENABLE_V1_MULTIPROCESSING"
+
+CLIENT_METHODS = (
+    "add_request", "get_output", "abort_requests", "reset_prefix_cache", "collective_rpc", "add_lora", "remove_lora",
+    "shutdown",
+)  # fmt: skip
+IN_PROCESS_PARTS = ("model_executor", "scheduler")
+REQUEST_FIELDS = (
+    "request_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "arrival_time", "lora_request",
+    "cache_salt", "data_parallel_rank", "resumable",
+)  # fmt: skip
+
+
+@frozen
+class Output:
+    """What one step gave one request.
+
+    Attributes:
+        request_id: The request.
+        token_ids: The tokens drawn in this step; empty while a prompt is still being computed.
+        finished: Why vLLM ended the request (``"stop"``, ``"length"``, ``"error"``, ...); ``None`` if it did not.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    finished: str | None
+    prompt_logprobs: Any = None
+
+
+def check_version() -> None:
+    """Raises: BackendUnavailableError: this vLLM is outside the range that the plugin was tested with."""
+    import vllm
+
+    release = tuple(int(part) for part in vllm.__version__.split(".")[:2] if part.isdigit())
+    if not OLDEST <= release <= NEWEST:
+        raise _unsupported(f"version {vllm.__version__} is outside that range")
+
+
+def _unsupported(reason: str) -> BackendUnavailableError:
+    import vllm
+
+    return BackendUnavailableError(
+        f"genlm-vllm works with vLLM {SUPPORTED}; vLLM {vllm.__version__} is installed: {reason}. "
+        f"Install a supported one (pip install 'vllm{SUPPORTED}') or a newer genlm-vllm"
+    )
+
+
+def logits_processor_interfaces() -> list[type]:
+    """The base classes that vLLM's model runners demand of a logits processor: V1's, and V2's where there is one."""
+    from vllm.v1.sample.logits_processor import LogitsProcessor as V1
+
+    try:
+        from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2
+    except ImportError:
+        return [V1]
+    return [V1, V2]
+
+
+class EngineCore:
+    """The engine core of one ``vllm.LLM``.
+
+    Raises:
+        BackendUnavailableError: this vLLM lacks something that the plugin needs, in spite of its version.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        from vllm.v1.engine import EngineCoreRequest
+
+        self._llm = llm
+        self._client = _require(llm, "llm_engine.engine_core")
+        self._request_type = EngineCoreRequest
+        for method in CLIENT_METHODS:
+            _require(self._client, method)
+        for part in IN_PROCESS_PARTS if hasattr(self._client, "engine_core") else ():
+            _require(self._client, f"engine_core.{part}.shutdown")
+        if missing := set(REQUEST_FIELDS) - set(EngineCoreRequest.__struct_fields__):
+            raise _unsupported(f"EngineCoreRequest has no {', '.join(sorted(missing))}")
+        config = _require(llm, "llm_engine.vllm_config")
+        self.max_model_len: int = _require(config, "model_config.max_model_len")
+        self.vocab_size: int = _require(config, "model_config.get_vocab_size")()
+        self.max_num_seqs: int = _require(config, "scheduler_config.max_num_seqs")
+        self.max_num_batched_tokens: int = _require(config, "scheduler_config.max_num_batched_tokens")
+        self.prefix_caching: bool = bool(_require(config, "cache_config.enable_prefix_caching"))
+        self.block_size: int = _require(config, "cache_config.block_size")
+        self.device_type: str = _require(config, "device_config.device").type
+        lora = _require(config, "lora_config")
+        self.max_loras: int = (lora.max_cpu_loras or lora.max_loras) if lora else 0
+        self.kv_capacity = self._kv_capacity(_require(config, "cache_config"))
+
+    def _kv_capacity(self, cache_config: Any) -> int:
+        """Tokens that the key/value cache holds; the exact figure for hybrid models where this vLLM gives it."""
+        tokens: int | None = getattr(cache_config, "kv_cache_size_tokens", None)
+        blocks = (cache_config.num_gpu_blocks or 0) - 1  # vLLM keeps one block for itself
+        return min(tokens or blocks * self.block_size, blocks * self.block_size) if blocks > 0 else 1 << 62
+
+    def footprint(self, length: int) -> int:
+        """What a context takes of the key/value cache, in tokens: whole blocks, with a place for the token drawn."""
+        return (length // self.block_size + 1) * self.block_size
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        request_id: str,
+        token_ids: TokenIds,
+        params: Any,
+        adapter: Adapter | None,
+        *,
+        resumable: bool = False,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Hand over a request; with the id of an idle resumable one, ``token_ids`` are the tokens to append to it."""
+        request = self._request_type(
+            request_id=request_id,
+            prompt_token_ids=list(token_ids),
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=lora_request(adapter),
+            cache_salt=cache_salt,
+            data_parallel_rank=None,
+            resumable=resumable,
+        )
+        self._client.add_request(request)
+
+    def step(self) -> list[Output]:
+        """Advance by one step (in process), or wait for the next step of the engine's own process."""
+        return [
+            Output(
+                output.request_id,
+                output.new_token_ids,
+                None if output.finish_reason is None else str(output.finish_reason),
+                output.new_prompt_logprobs_tensors,
+            )
+            for output in self._client.get_output().outputs
+        ]
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        if request_ids:
+            self._client.abort_requests(list(request_ids))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all key/value state that no request holds; ``False`` if some request still holds any."""
+        return bool(self._client.reset_prefix_cache())
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker, by name; the results by rank."""
+        results: list[Any] = self._client.collective_rpc(method, args=args)
+        return results
+
+    def add_lora(self, adapter: Adapter) -> bool:
+        return bool(self._client.add_lora(lora_request(adapter)))
+
+    def remove_lora(self, adapter: Adapter) -> bool:
+        return bool(self._client.remove_lora(adapter.version))
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def is_dead(self, error: BaseException) -> bool:
+        """Whether vLLM cannot go on after ``error``: its process or one of its workers has gone."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        executor = getattr(self._llm.llm_engine, "model_executor", None)
+        return isinstance(error, EngineDeadError) or bool(getattr(executor, "is_failed", False))
+
+    def shutdown(self) -> None:
+        """Stop the engine.
+
+        In this process vLLM's own shutdown would also destroy the process groups, which every other model in the process
+        shares; so the parts are stopped one by one, and its finalizer, which would do the same at exit, is disarmed.
+        """
+        core = getattr(self._client, "engine_core", None)
+        if core is None:
+            self._client.shutdown()
+            return
+        if finalizer := getattr(self._client, "_finalizer", None):
+            finalizer.detach()
+        for part in IN_PROCESS_PARTS:
+            getattr(core, part).shutdown()
+        gc.unfreeze()  # vLLM froze what was alive after loading; without this its cycles would never be collected
+        self._llm = self._client = None
+        gc.collect()
+
+
+def lora_request(adapter: Adapter | None) -> Any:
+    """vLLM's name for an adapter.
+
+    Both its integer id and its name are used up with the version: vLLM keeps weights by the first, and tells the
+    key/value state of adapters apart by the second, so that a name bound again would meet the state of its predecessor.
+    """
+    from vllm.lora.request import LoRARequest
+
+    return adapter and LoRARequest(f"{adapter.name}@{adapter.version}", adapter.version, adapter.path)
+
+
+def _require(owner: Any, path: str) -> Any:
+    value = owner
+    for name in path.split("."):
+        if not hasattr(value, name):
+            raise _unsupported(f"{type(owner).__name__} has no {path}")
+        value = getattr(value, name)
+    return value
+
+
+@contextlib.contextmanager
+def keep_engine_core_here() -> Iterator[None]:
+    """While a model loads: the engine core in this process, unless the user's environment says otherwise.
+
+    vLLM takes this choice from the environment alone. The variable is put back at the end.
+    """
+    if PROCESS_SWITCH in os.environ:
+        yield
+        return
+    os.environ[PROCESS_SWITCH] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[PROCESS_SWITCH]
+
+
+def engine_core_process() -> bool:
+    """Whether vLLM would start its engine core in a process of its own."""
+    import vllm.envs
+
+    return bool(vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING)

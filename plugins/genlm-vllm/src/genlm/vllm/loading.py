@@ -1,0 +1,147 @@
+"""From a model's name and the user's options to an engine."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
+
+import structlog
+from attrs import frozen
+
+from genlm.core.errors import InvalidOptionError
+from genlm.vllm.capture import RowStore, capture_into
+from genlm.vllm.engine import VllmEngine
+from genlm.vllm.internals import EngineCore, check_version, engine_core_process, keep_engine_core_here
+from genlm.vllm.lora import LoraEngine
+from genlm.vllm.rows import LocalRows, Rows, WorkerRows
+from genlm.vllm.sessions import Sessions
+
+log = structlog.get_logger()
+
+WORKER = "genlm.vllm.worker"
+REFUSED = {
+    "speculative_config": "a speculative step draws several tokens and captures no row for each",
+    "spec_method": "a speculative step draws several tokens and captures no row for each",
+    "data_parallel_size": "one model is one engine; load the model once per replica",
+}
+
+
+@frozen
+class Options:
+    """What the user chose.
+
+    Attributes:
+        engine_opts: Options of ``vllm.LLM``.
+        live_sessions: ``False`` makes every question a request of its own; a number is the most sessions held idle.
+    """
+
+    engine_opts: Mapping[str, Any]
+    live_sessions: bool | int
+
+    @classmethod
+    def read(cls, options: Mapping[str, object]) -> Options:
+        """Raises: InvalidOptionError: an unknown or refused option, or a value of the wrong kind."""
+        if unknown := sorted(options.keys() - {"engine_opts", "live_sessions"}):
+            raise InvalidOptionError(
+                f"unknown option {unknown[0]!r} for backend 'vllm'; its options are engine_opts (a dict of vLLM's own "
+                "options) and live_sessions"
+            )
+        engine_opts, live = options.get("engine_opts") or {}, options.get("live_sessions", True)
+        if not isinstance(engine_opts, Mapping):
+            raise InvalidOptionError(f"engine_opts must be a dict of vLLM's options, not {type(engine_opts).__name__}")
+        if not isinstance(live, int) or live < 0:
+            raise InvalidOptionError(f"live_sessions must be True, False or a number of sessions, not {live!r}")
+        return cls(dict(engine_opts), live)
+
+
+def load(model: str, options: Mapping[str, object]) -> VllmEngine:
+    """Start vLLM on the calling thread.
+
+    Raises:
+        InvalidOptionError: an unknown option, or one that rows cannot be had with.
+        BackendUnavailableError: the installed vLLM is outside the supported range.
+    """
+    chosen = Options.read(options)
+    check_version()
+    _check(chosen.engine_opts)
+    import vllm
+
+    with keep_engine_core_here():
+        local = _runs_in_this_process(chosen.engine_opts)
+        store = RowStore()
+        settings = _defaults() | dict(chosen.engine_opts) | _row_hooks(chosen.engine_opts, store if local else None)
+        llm = vllm.LLM(model, **settings)
+        core = EngineCore(llm)
+    rows: Rows = LocalRows(store, core.device_type) if local else WorkerRows(core)
+    engine = _engine(llm, core, rows, chosen)
+    log.info("vllm.loaded", model=model, device=engine.device, live=engine.live, context=engine.max_context)
+    return engine
+
+
+def _engine(llm: Any, core: EngineCore, rows: Rows, chosen: Options) -> VllmEngine:
+    half = core.max_num_seqs // 2  # the other half is for requests at work
+    live = chosen.live_sessions
+    sessions = Sessions(
+        limit=half if live is True or live is False else min(live, core.max_num_seqs - 1),
+        capacity=core.kv_capacity,
+        footprint=core.footprint,
+        longest=core.max_model_len,
+        reach=core.block_size if core.prefix_caching else core.max_model_len,
+    )
+    if core.max_loras:
+        return LoraEngine(llm, core, rows, sessions, live=bool(live), max_adapters=core.max_loras)
+    return VllmEngine(llm, core, rows, sessions, live=bool(live))
+
+
+def _check(engine_opts: Mapping[str, Any]) -> None:
+    from vllm import EngineArgs
+
+    known = {option.name for option in fields(EngineArgs)} - {"model"}
+    for name, value in engine_opts.items():
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise InvalidOptionError(f"vLLM has no option {name!r}{hint}")
+        if name in REFUSED and value not in (None, 1):
+            raise InvalidOptionError(f"engine_opts[{name!r}] = {value!r} is not supported: {REFUSED[name]}")
+
+
+def _defaults() -> dict[str, Any]:
+    """Options that differ from vLLM's own defaults where the user does not choose.
+
+    A fresh seed, because unseeded draws must differ from run to run, and vLLM seeds its sampler with 0. No asynchronous
+    scheduling: it hides the scheduler behind the next token of long continuations, and costs single rows a step.
+    """
+    from vllm.platforms import current_platform
+
+    settings: dict[str, Any] = {"seed": secrets.randbits(31), "async_scheduling": False, "disable_log_stats": True}
+    if current_platform.is_cpu():
+        # Of a partial block nothing is found again, so blocks are small; compiling costs minutes and gains little;
+        # by itself vLLM would take most of the machine's memory.
+        settings |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2 << 30}
+    return settings
+
+
+def _row_hooks(engine_opts: Mapping[str, Any], store: RowStore | None) -> dict[str, Any]:
+    """How rows get out. Ours is the first logits processor: the user's own change what is drawn, not the rows."""
+    users = list(engine_opts.get("logits_processors") or [])
+    if store is not None:
+        return {"logits_processors": [capture_into(store), *users]}
+    if extension := engine_opts.get("worker_extension_cls"):
+        raise InvalidOptionError(
+            f"worker_extension_cls={extension!r} cannot be combined with workers in other processes, whose rows need "
+            f"that place; inherit {WORKER}.RowAccess in a class that is passed by worker_cls"
+        )
+    return {
+        "logits_processors": [f"{WORKER}:GenlmRowCapture", *users],
+        "worker_extension_cls": f"{WORKER}.RowAccess",
+    }
+
+
+def _runs_in_this_process(engine_opts: Mapping[str, Any]) -> bool:
+    workers = int(engine_opts.get("tensor_parallel_size", 1)) * int(engine_opts.get("pipeline_parallel_size", 1))
+    executor = engine_opts.get("distributed_executor_backend")
+    return workers == 1 and executor in (None, "uni") and not engine_core_process()

@@ -1,0 +1,72 @@
+"""LoRA: the hooks of an engine that was loaded with ``enable_lora``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from genlm.core.errors import InvalidOptionError
+from genlm.core.hookspecs import hookimpl
+from genlm.core.types import Adapter, Query
+from genlm.vllm.engine import VllmEngine
+from genlm.vllm.flights import Flight
+
+
+class LoraEngine(VllmEngine):
+    """An engine with adapters.
+
+    On CPU, vLLM (to 0.32) applies the adapter of the last slot to requests without one that share a batch with requests
+    that have one. There, the two kinds take turns.
+
+    Args:
+        max_adapters: How many adapters vLLM keeps; it would silently drop one beyond that and read it again from its
+            path when it is next used, whatever is there by then.
+    """
+
+    def __init__(self, *args: Any, max_adapters: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._max_adapters = max_adapters
+        self._adapters: set[int] = set()
+        self._takes_turns = self._core.device_type == "cpu"
+
+    @hookimpl
+    def genlm_add_lora(self, adapter: Adapter) -> bool:
+        if len(self._adapters) >= self._max_adapters:
+            raise InvalidOptionError(
+                f"{len(self._adapters)} LoRA adapters are loaded and max_cpu_loras is {self._max_adapters}; "
+                "remove one, or load the model with a larger max_cpu_loras in engine_opts"
+            )
+        try:
+            self._core.add_lora(adapter)
+        except Exception:
+            self._core.remove_lora(adapter)
+            raise
+        self._adapters.add(adapter.version)
+        return True
+
+    @hookimpl
+    def genlm_remove_lora(self, adapter: Adapter) -> bool:
+        self._release(self._sessions.drop(adapter))
+        self._lost_pins = [query for query in self._lost_pins if query.adapter != adapter]
+        self._core.remove_lora(adapter)
+        self._adapters.discard(adapter.version)
+        return True
+
+    def _next_turn(self) -> list[Query]:
+        """All, or on CPU one kind: that of the oldest. While it flies, newcomers join it only if no other kind waits."""
+        if not self._takes_turns or not self._waiting:
+            return super()._next_turn()
+        flying = self._flights.uses_adapter
+        kind = self._waiting[0].adapter is not None if flying is None else flying
+        others = [query for query in self._waiting if (query.adapter is not None) != kind]
+        if flying is not None and others:
+            return []
+        turn = [query for query in self._waiting if (query.adapter is not None) == kind]
+        self._waiting = others
+        return turn
+
+    def _turns(self, flights: Sequence[Flight]) -> list[list[Flight]]:
+        if not self._takes_turns:
+            return super()._turns(flights)
+        kinds = [[flight for flight in flights if (flight.query.adapter is not None) == kind] for kind in (False, True)]
+        return [kind for kind in kinds if kind]

