@@ -74,7 +74,7 @@ def seed_of(seed: int | None, index: int) -> int | None:
     """
     if seed is None or index == 0:
         return seed
-    return int(np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0] >> 1)
+    return int(np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0]) >> 1
 
 
 def checked_params(
