@@ -73,7 +73,7 @@ class AsyncLM:
     def __init__(
         self, load: Callable[[], Engine], *, backend: str, options: CoreOptions | None = None, **core_options: Any
     ) -> None:
-        options = evolve(options or CoreOptions(), **core_options)
+        options = options or CoreOptions.named(core_options, backend)
         wrappers = [*installed_wrappers(), *options.wrappers, *_contract_check(options.check, backend)]
         self._cache = cache = options.output_cache()
         self._adapters = adapters = AdapterRegistry()

@@ -42,6 +42,21 @@ class CoreOptions:
         ours = {name: value for name, value in options.items() if name in names}
         return cls(**ours), {name: value for name, value in options.items() if name not in names}
 
+    @classmethod
+    def named(cls, options: Mapping[str, Any], backend: str) -> CoreOptions:
+        """Options of which none may be the engine's.
+
+        Raises:
+            InvalidOptionError: it names those that are not the core's.
+        """
+        core, unknown = cls.split(options)
+        if unknown:
+            known = ", ".join(attribute.name for attribute in fields(cls))
+            raise InvalidOptionError(
+                f"backend {backend!r} has no option {', '.join(sorted(unknown))}; the core has {known}"
+            )
+        return core
+
     def __attrs_post_init__(self) -> None:
         _check_count("batch_size", self.batch_size, least=1)
         _check_count("cache_size", self.cache_size, least=0)

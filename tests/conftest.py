@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from genlm.core import MockAsyncLM, Query
+
+#: How long a test waits for what must happen before it says that it did not, seconds.
+PATIENCE = 30.0
+
+
+class Gate:
+    """Given to the mock as ``on_batch``: records every batch, and holds the engine while it is shut."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[tuple[int, ...]]] = []
+        self._entered = threading.Semaphore(0)
+        self._open = threading.Event()
+        self._open.set()
+
+    def __call__(self, queries: Sequence[Query]) -> None:
+        self.batches.append([query.token_ids for query in queries])
+        self._entered.release()
+        if not self._open.wait(PATIENCE):
+            raise TimeoutError("the test never opened the gate")
+
+    def wait_entered(self) -> None:
+        """Wait until the engine has one more batch in hand."""
+        if not self._entered.acquire(timeout=PATIENCE):
+            raise TimeoutError("the engine never got a batch")
+
+    def shut(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """An open gate."""
+    gate = Gate()
+    yield gate
+    gate.open()  # else closing the model would wait for it
+
+
+@pytest.fixture
+def mock(gate: Gate) -> Iterator[Callable[..., MockAsyncLM]]:
+    """Makes mocks over the byte tokenizer whose batches pass the gate, and closes them."""
+    made: list[MockAsyncLM] = []
+
+    def make(cls: type[MockAsyncLM] = MockAsyncLM, **options: Any) -> MockAsyncLM:
+        made.append(cls(**{"on_batch": gate, **options}))
+        return made[-1]
+
+    yield make
+    gate.open()
+    for lm in made:
+        lm.close()

@@ -1,0 +1,255 @@
+"""What becomes a batch, who shares a slot, and how answers come back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+both = pytest.mark.parametrize("continuous", [False, True])
+
+
+def test_gathered_questions_make_one_batch(mock, gate):
+    lm = mock()
+
+    async def ask():
+        return await asyncio.gather(*(lm.next_token_logprobs([i, 7]) for i in range(100)))
+
+    rows = asyncio.run(ask())
+    assert [len(batch) for batch in gate.batches] == [100]
+    assert len({row.numpy().tobytes() for row in rows}) == 100
+
+
+def test_coroutines_that_ask_a_few_passes_apart_share_a_batch(mock, gate):
+    lm = mock()
+
+    async def relay(depth):
+        return await lm.next_token_logprobs([depth]) if depth == 0 else await asyncio.create_task(relay(depth - 1))
+
+    async def ask():  # each pass of the loop adds a question, so the batch stays open
+        asked = []
+        for i in range(5):
+            asked.append(asyncio.ensure_future(lm.next_token_logprobs([i, i])))
+            await asyncio.sleep(0)
+        await asyncio.gather(*asked)
+
+    asyncio.run(ask())
+    assert [len(batch) for batch in gate.batches] == [5]
+
+
+def test_a_lone_question_waits_for_nobody(mock, gate):
+    """Nothing else happens on the loop, and no timer is set: the question alone must start the engine."""
+    lm = mock()
+
+    class NoTimers(asyncio.SelectorEventLoop):
+        def call_at(self, *args, **kwargs):
+            raise AssertionError("a timer was set")
+
+    with asyncio.Runner(loop_factory=NoTimers) as runner:
+        runner.run(lm.next_token_logprobs([1, 2]))
+    assert gate.batches == [[(1, 2)]]
+
+
+@both
+def test_while_the_engine_works_questions_queue_and_then_go_together(mock, gate, continuous):
+    lm = mock(continuous=continuous, steps=1) if continuous else mock()
+
+    async def ask():
+        gate.shut()
+        first = asyncio.ensure_future(lm.next_token_logprobs([0]))
+        await asyncio.to_thread(gate.wait_entered)
+        others = [asyncio.ensure_future(lm.next_token_logprobs([i])) for i in range(1, 10)]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        gate.open()
+        await asyncio.gather(first, *others)
+
+    asyncio.run(ask())
+    assert [len(batch) for batch in gate.batches] == [1, 9]
+
+
+def test_newcomers_join_a_continuous_engine_between_its_steps(mock, gate):
+    lm = mock(continuous=True, steps=3)
+
+    async def ask():
+        gate.shut()
+        first = asyncio.ensure_future(lm.next_token_logprobs([0]))
+        await asyncio.to_thread(gate.wait_entered)
+        second = asyncio.ensure_future(lm.next_token_logprobs([1]))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        gate.open()
+        await asyncio.gather(first, second)
+
+    asyncio.run(ask())
+    assert gate.batches == [[(0,)], [(0,), (1,)], [(0,), (1,)], [(1,)]]
+
+
+@both
+def test_equal_pending_questions_share_a_slot_and_own_their_rows(mock, gate, continuous):
+    lm = mock(cache_size=0, continuous=continuous)
+
+    async def ask():
+        return await asyncio.gather(*(lm.next_token_logprobs([5, 6]) for _ in range(4)))
+
+    first, *others = asyncio.run(ask())
+    assert gate.batches[0] == [(5, 6)]
+    assert lm.stats.dedup_hits == 3
+    first.zero_()
+    assert all(row.logsumexp(0).abs() < 1e-4 for row in others)
+
+
+def test_a_question_equal_to_one_under_way_is_answered_from_its_row(mock, gate):
+    lm = mock()
+
+    async def ask():
+        gate.shut()
+        first = asyncio.ensure_future(lm.next_token_logprobs([1]))
+        await asyncio.to_thread(gate.wait_entered)
+        second = asyncio.ensure_future(lm.next_token_logprobs([1]))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        gate.open()
+        return await asyncio.gather(first, second)
+
+    first, second = asyncio.run(ask())
+    assert torch.equal(first, second)
+    assert gate.batches == [[(1,)]]
+
+
+@both
+def test_batch_size_caps_what_the_engine_has_in_hand(mock, gate, continuous):
+    lm = mock(batch_size=4, continuous=continuous)
+
+    async def ask():
+        await lm.batch_next_token_logprobs([[i] for i in range(10)])
+
+    asyncio.run(ask())
+    assert max(len(batch) for batch in gate.batches) == 4
+    if not continuous:
+        assert [len(batch) for batch in gate.batches] == [4, 4, 2]
+
+
+def test_timeout_holds_a_batch_open_until_it_is_full(mock, gate):
+    lm = mock(batch_size=2, timeout=3600.0)
+    with ThreadPoolExecutor(2) as pool:  # each thread asks once; only both together fill the batch
+        rows = list(pool.map(lm.next_token_logprobs_sync, [[1], [2]]))
+    assert len(rows) == 2
+    assert [sorted(batch) for batch in gate.batches] == [[(1,), (2,)]]
+
+
+def test_timeout_ends(mock, gate):
+    lm = mock(timeout=0.01)
+    lm.next_token_logprobs_sync([1])
+    assert gate.batches == [[(1,)]]
+
+
+def test_a_finished_batch_wakes_each_event_loop_once(mock, gate):
+    lm = mock()
+
+    class CountingLoop(asyncio.SelectorEventLoop):
+        wakeups = 0
+
+        def call_soon_threadsafe(self, callback, *args, context=None):
+            self.wakeups += 1
+            return super().call_soon_threadsafe(callback, *args, context=context)
+
+    with asyncio.Runner(loop_factory=CountingLoop) as runner:
+        runner.run(lm.batch_next_token_logprobs([[i] for i in range(50)]))
+        assert runner.get_loop().wakeups == 1
+        runner.run(lm.batch_next_token_logprobs([[i, i] for i in range(50)]))
+        assert runner.get_loop().wakeups == 2
+
+
+def test_two_event_loops_in_two_threads(mock):
+    lm = mock()
+    expected = lm.batch_next_token_logprobs_sync([[i] for i in range(40)])
+    lm.clear_cache()
+    both_ready = threading.Barrier(2)
+
+    def program(contexts):
+        async def ask():
+            both_ready.wait(30)
+            return await asyncio.gather(*(lm.next_token_logprobs([i]) for i in contexts))
+
+        return asyncio.run(ask())
+
+    with ThreadPoolExecutor(2) as pool:
+        low, high = pool.map(program, [range(25), range(15, 40)])
+    assert torch.equal(torch.stack(low), expected[:25])
+    assert torch.equal(torch.stack(high), expected[15:])
+
+
+def test_synchronous_questions_work_inside_a_running_loop(mock):
+    lm = mock()
+
+    async def ask():
+        pending = asyncio.ensure_future(lm.next_token_logprobs([1]))
+        await asyncio.sleep(0)  # it has asked, and its loop is now blocked by:
+        row = lm.next_token_logprobs_sync([2])
+        rows = lm.batch_next_token_logprobs_sync([[1], [2], [3]])
+        return row, rows, await pending
+
+    row, rows, pending = asyncio.run(ask())
+    assert torch.equal(rows[1], row)
+    assert torch.equal(rows[0], pending)
+
+
+def test_the_event_loop_runs_while_the_engine_works(mock, gate):
+    """The engine is held in the middle of a batch, and only the loop's own progress lets it go on."""
+    lm = mock()
+
+    async def ask():
+        gate.shut()
+        asked = asyncio.ensure_future(lm.next_token_logprobs([1]))
+        await asyncio.to_thread(gate.wait_entered)
+        gate.open()
+        return await asked
+
+    assert asyncio.run(ask()).shape == (258,)
+
+
+def test_one_loop_after_another(mock):
+    lm = mock()
+    for i in range(3):
+        asyncio.run(lm.next_token_logprobs([i]))
+    assert lm.stats.batches == 3
+
+
+def test_a_loop_closed_with_a_question_pending_harms_nobody(mock, gate):
+    lm = mock()
+    loop = asyncio.new_event_loop()
+    gate.shut()
+    task = loop.create_task(lm.next_token_logprobs([1]))
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.run_until_complete(asyncio.to_thread(gate.wait_entered))
+    task.cancel()
+    loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+    gate.open()
+    assert lm.next_token_logprobs_sync([2]).shape == (258,)
+
+
+def test_an_empty_batch(mock):
+    lm = mock()
+    assert lm.batch_next_token_logprobs_sync([]).shape == (0, 258)
+    assert asyncio.run(lm.batch_next_token_logprobs([])).shape == (0, 258)
+    assert asyncio.run(lm.batch_sample([], 3, [])) == []
+
+
+def test_stats_add_up(mock):
+    lm = mock()
+
+    async def ask():
+        await asyncio.gather(*(lm.next_token_logprobs([i % 5]) for i in range(20)))
+        await asyncio.gather(*(lm.next_token_logprobs([i % 10]) for i in range(20)))
+
+    asyncio.run(ask())
+    stats = lm.stats
+    assert (stats.questions, stats.rows, stats.batches, stats.largest_batch) == (40, 10, 2, 5)
+    assert stats.questions == stats.rows + stats.cache_hits + stats.dedup_hits
+    assert stats.engine_seconds > 0

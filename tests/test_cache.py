@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from genlm.core import InvalidOptionError
+from genlm.core.cache import OutputCache
+
+
+def row(value: float, width: int = 4) -> torch.Tensor:
+    return torch.full((width,), value)
+
+
+def put(cache: OutputCache, key: str, value: float) -> None:
+    cache.put(key, row(float(value)), cache.generation)
+
+
+def test_what_comes_out_is_a_copy_of_what_went_in():
+    cache = OutputCache()
+    original = row(1.0)
+    cache.put("a", original, cache.generation)
+    original.zero_()
+    first = cache.get("a")
+    first.zero_()
+    assert torch.equal(cache.get("a"), row(1.0))
+
+
+def test_the_least_recently_used_goes_first():
+    cache = OutputCache(maxsize=2)
+    put(cache, "a", 1)
+    put(cache, "b", 2)
+    cache.get("a")
+    put(cache, "c", 3)
+    assert cache.get("b") is None
+    assert cache.get("a") is not None
+    assert cache.get("c") is not None
+
+
+def test_writing_a_key_again_at_capacity_evicts_nobody():
+    cache = OutputCache(maxsize=2)
+    put(cache, "a", 1)
+    put(cache, "b", 2)
+    put(cache, "b", 3)
+    assert torch.equal(cache.get("a"), row(1))
+    assert torch.equal(cache.get("b"), row(3))
+
+
+def test_bytes_are_bounded_and_counted():
+    cache = OutputCache(maxsize=None, max_bytes=3 * 16)
+    for i in range(10):
+        put(cache, str(i), i)
+    assert len(cache) == 3
+    assert cache.nbytes == 48
+    cache.put("huge", row(0, 100), cache.generation)
+    assert cache.get("huge") is None
+    assert len(cache) == 3
+    cache.clear()
+    assert (len(cache), cache.nbytes) == (0, 0)
+
+
+def test_maxsize_zero_keeps_nothing():
+    cache = OutputCache(maxsize=0)
+    put(cache, "a", 1)
+    assert cache.get("a") is None
+
+
+def test_a_row_computed_before_a_drop_is_not_kept():
+    cache = OutputCache()
+    before = cache.generation
+    cache.clear()
+    cache.put("a", row(1), before)
+    assert cache.get("a") is None
+
+
+def test_drop_by_condition():
+    cache = OutputCache()
+    put(cache, "a", 1)
+    put(cache, "b", 2)
+    cache.drop(lambda key: key == "a")
+    assert cache.get("a") is None
+    assert cache.get("b") is not None
+
+
+def test_a_hit_asks_the_engine_nothing(mock, gate):
+    lm = mock()
+    first = lm.next_token_logprobs_sync([1, 2])
+    first_copy = first.clone()
+    first.zero_()
+    assert torch.equal(asyncio.run(lm.next_token_logprobs([1, 2])), first_copy)
+    assert gate.batches == [[(1, 2)]]
+    assert lm.stats.cache_hits == 1
+
+
+def test_clear_cache_asks_again(mock, gate):
+    lm = mock()
+    lm.next_token_logprobs_sync([1, 2])
+    lm.clear_cache()
+    lm.next_token_logprobs_sync([1, 2])
+    assert len(gate.batches) == 2
+
+
+def test_clearing_while_a_batch_is_under_way_keeps_its_rows_out(mock, gate):
+    lm = mock()
+
+    async def ask():
+        gate.shut()
+        asked = asyncio.ensure_future(lm.next_token_logprobs([1]))
+        await asyncio.to_thread(gate.wait_entered)
+        lm.clear_cache()
+        gate.open()
+        await asked
+        await lm.next_token_logprobs([1])
+
+    asyncio.run(ask())
+    assert len(gate.batches) == 2
+
+
+def test_the_uncached_question_bypasses_the_cache_both_ways(mock, gate):
+    lm = mock()
+    lm.next_token_logprobs_sync([1])
+    lm.next_token_logprobs_uncached([1])
+    lm.next_token_logprobs_uncached([2])
+    lm.next_token_logprobs_sync([2])
+    assert len(gate.batches) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache_size": -1}, "cache_size=-1 is too small"),
+        ({"cache_size": "many"}, "cache_size='many' is no integer"),
+        ({"cache_size": 2, "cache_opts": {"maxsize": 3}}, "contradicts"),
+        ({"cache_opts": {"max_size": 3}}, "cache_opts has no max_size; it has maxsize, max_bytes, move_to_cpu"),
+        ({"cache_opts": {"max_bytes": -5}}, "max_bytes"),
+        ({"batch_size": 0}, "batch_size=0 is too small; give 1 or more"),
+        ({"timeout": -1}, "timeout=-1"),
+        ({"timeout": float("nan")}, "timeout=nan"),
+        ({"timeout": "soon"}, "timeout='soon' is no number"),
+        ({"batchsize": 3}, "no option batchsize"),
+    ],
+)
+def test_options_are_checked(mock, options, message):
+    with pytest.raises(InvalidOptionError, match=message.replace("(", r"\(")):
+        mock(**options)
+
+
+def test_cache_opts_reach_the_cache(mock, gate):
+    lm = mock(cache_opts={"maxsize": 1, "move_to_cpu": True})
+    for context in ([1], [2], [1]):
+        lm.next_token_logprobs_sync(context)
+    assert len(gate.batches) == 3

@@ -1,0 +1,207 @@
+"""Cancellation, poison, death, reset: nothing hangs, and nobody pays for another."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from genlm.core import EngineDeadError, EngineError, QueriesResetError, ReentrancyError
+
+both = pytest.mark.parametrize("continuous", [False, True])
+PATIENCE = 30.0
+
+
+@both
+def test_cancelling_one_of_two_callers_leaves_the_other(mock, gate, continuous):
+    lm = mock(continuous=continuous)
+
+    async def ask():
+        gate.shut()
+        blocker = asyncio.ensure_future(lm.next_token_logprobs([0]))
+        await asyncio.to_thread(gate.wait_entered)
+        one, two = (asyncio.ensure_future(lm.next_token_logprobs([1, 2])) for _ in range(2))
+        neighbour = asyncio.ensure_future(lm.next_token_logprobs([3]))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        one.cancel()
+        await asyncio.sleep(0)
+        gate.open()
+        await asyncio.gather(blocker, two, neighbour)
+        assert one.cancelled()
+        return two.result()
+
+    assert torch.equal(asyncio.run(ask()), lm.next_token_logprobs_uncached([1, 2]))
+
+
+@both
+def test_a_query_all_of_whose_callers_have_gone_never_reaches_the_engine(mock, gate, continuous):
+    lm = mock(continuous=continuous)
+
+    async def ask():
+        gate.shut()
+        blocker = asyncio.ensure_future(lm.next_token_logprobs([0]))
+        await asyncio.to_thread(gate.wait_entered)
+        doomed = [asyncio.ensure_future(lm.next_token_logprobs([9])) for _ in range(3)]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        for task in doomed:
+            task.cancel()
+        await asyncio.gather(*doomed, return_exceptions=True)
+        gate.open()
+        await blocker
+        await lm.next_token_logprobs([1])
+
+    asyncio.run(ask())
+    assert all((9,) not in batch for batch in gate.batches)
+    assert lm.stats.cancelled == 3
+
+
+def test_cancelling_in_the_middle_of_a_batch(mock, gate):
+    lm = mock()
+
+    async def ask():
+        gate.shut()
+        one, two = (asyncio.ensure_future(lm.next_token_logprobs([i])) for i in range(2))
+        await asyncio.to_thread(gate.wait_entered)
+        one.cancel()
+        await asyncio.sleep(0)
+        gate.open()
+        return await two
+
+    assert torch.equal(asyncio.run(ask()), lm.next_token_logprobs_uncached([1]))
+
+
+@both
+@pytest.mark.parametrize("poison", [0, 3, 7])
+def test_a_poison_query_fails_alone(mock, continuous, poison):
+    lm = mock(fail_on=lambda query: query.token_ids == (poison, 1), continuous=continuous)
+
+    async def ask():
+        return await asyncio.gather(*(lm.next_token_logprobs([i, 1]) for i in range(8)), return_exceptions=True)
+
+    answers = asyncio.run(ask())
+    error = answers.pop(poison)
+    assert isinstance(error, EngineError)
+    assert f"[{poison}, 1]" in str(error)
+    assert "told to fail" in str(error.__cause__)
+    assert all(isinstance(answer, torch.Tensor) for answer in answers)
+    assert lm.next_token_logprobs_sync([9]).shape == (258,)
+    assert lm.stats.failed == 1
+
+
+@both
+def test_a_dead_engine_fails_everything_and_refuses_new_work(mock, gate, continuous):
+    lm = mock(die_on=lambda query: query.token_ids == (13,), continuous=continuous)
+
+    async def ask():
+        gate.shut()
+        blocker = asyncio.ensure_future(lm.next_token_logprobs([13]))
+        await asyncio.to_thread(gate.wait_entered)
+        queued = [asyncio.ensure_future(lm.next_token_logprobs([i])) for i in range(3)]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        gate.open()
+        return await asyncio.gather(blocker, *queued, return_exceptions=True)
+
+    assert [type(error) for error in asyncio.run(ask())] == [EngineDeadError] * 4
+    with pytest.raises(EngineDeadError, match="told to die"):
+        lm.next_token_logprobs_sync([1])
+    with pytest.raises(EngineDeadError):
+        lm.clear_kv_cache()
+    lm.close()
+
+
+def test_an_interrupt_on_the_engine_thread_is_its_death(mock):
+    def interrupt(queries):
+        raise KeyboardInterrupt
+
+    lm = mock(on_batch=interrupt)
+    with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
+        lm.next_token_logprobs_sync([1])
+
+
+def test_an_adapter_call_that_raises_reaches_its_caller_alone(mock):
+    from genlm.core.mock import MockEngine
+
+    class Broken(MockEngine):
+        def genlm_add_lora(self, adapter):
+            raise OSError(f"no file {adapter.path}")
+
+    from genlm.core import AsyncLM, hookimpl
+    from genlm.core.mock import ByteTokenizer
+
+    Broken.genlm_add_lora = hookimpl(Broken.genlm_add_lora)
+    with AsyncLM(lambda: Broken(ByteTokenizer()), backend="broken") as lm:
+        with pytest.raises(OSError, match="nowhere"):
+            lm.add_new_lora("nowhere", "a")
+        with pytest.raises(ValueError, match="no LoRA adapter 'a'"):
+            lm.set_lora("a")
+        assert lm.next_token_logprobs_sync([1]).shape == (258,)
+
+
+@both
+def test_reset_drops_what_is_queued_and_nothing_hangs(mock, gate, continuous):
+    lm = mock(continuous=continuous)
+
+    async def ask():
+        gate.shut()
+        taken = asyncio.ensure_future(lm.next_token_logprobs([0]))
+        await asyncio.to_thread(gate.wait_entered)
+        queued = [asyncio.ensure_future(lm.next_token_logprobs([i])) for i in range(1, 4)]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        just_asked = asyncio.ensure_future(lm.next_token_logprobs([4]))
+        await asyncio.sleep(0)
+        lm.reset_async_queries()
+        dropped = await asyncio.wait_for(asyncio.gather(*queued, just_asked, return_exceptions=True), PATIENCE)
+        gate.open()
+        return dropped, await taken, await lm.next_token_logprobs([5])
+
+    dropped, taken, after = asyncio.run(ask())
+    assert [type(error) for error in dropped] == [QueriesResetError] * 4
+    assert taken.shape == after.shape == (258,)
+
+
+def test_a_hook_that_asks_its_own_model_gets_an_error_instead_of_a_deadlock(mock):
+    asked: list[Exception] = []
+
+    def ask_again(queries):
+        try:
+            lm.next_token_logprobs_sync([2])
+        except ReentrancyError as error:
+            asked.append(error)
+
+    lm = mock(on_batch=ask_again)
+    lm.next_token_logprobs_sync([1])
+    assert len(asked) == 1
+
+
+def test_an_interrupted_synchronous_caller_lets_go(mock, gate):
+    """A thread's question that nobody waits for any more is dropped like a coroutine's."""
+    lm = mock()
+    gate.shut()
+    threading.Thread(target=lm.next_token_logprobs_sync, args=([0],), daemon=True).start()
+    gate.wait_entered()
+
+    class Interrupt(BaseException):
+        pass
+
+    import signal
+
+    def raise_interrupt(*_):
+        raise Interrupt
+
+    previous = signal.signal(signal.SIGALRM, raise_interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(Interrupt):
+            lm.next_token_logprobs_sync([1])
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    gate.open()
+    lm.next_token_logprobs_sync([2])
+    assert [(1,)] not in gate.batches
+    assert lm.stats.cancelled == 1

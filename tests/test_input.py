@@ -1,0 +1,101 @@
+"""Bad input is refused before the engine sees it, with a message that helps, and the model works after it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from genlm.core import GenlmError, InvalidOptionError, InvalidQueryError
+
+BAD_CONTEXTS = [
+    ([], "the context is empty"),
+    ([258], "token id 258 at position 0 of the context is out of range; the model has ids 0 to 257"),
+    ([1, -1], "token id -1 at position 1"),
+    ([1, 2.0], "2.0 at position 1 of the context is no token id"),
+    ([True], "True at position 0"),
+    ([None], "None at position 0"),
+    ([[1, 2]], "at position 0"),
+    ("text", "is text"),
+    (b"text", "is text"),
+    (7, "the context is 7"),
+    (None, "the context is None"),
+    (np.array([1.5]), "1.5 at position 0"),
+    (torch.tensor(3), "the context is 3"),
+    ([0] * 11, "the context of 11 tokens exceeds the 10 tokens that the model takes"),
+]
+
+
+@pytest.mark.parametrize(("context", "message"), BAD_CONTEXTS)
+def test_bad_contexts(mock, gate, context, message):
+    lm = mock(max_context=10)
+    ways = [
+        lambda: lm.next_token_logprobs_sync(context),
+        lambda: lm.batch_next_token_logprobs_sync([[1], context]),
+        lambda: lm.next_token_logprobs_uncached(context),
+        lambda: lm.cache_kv(context),
+        lambda: asyncio.run(lm.next_token_logprobs(context)),
+        lambda: asyncio.run(lm.batch_next_token_logprobs([[1], context])),
+        lambda: asyncio.run(lm.sample(context, 1, [])),
+        lambda: asyncio.run(lm.batch_sample([context], 1, [])),
+        lambda: asyncio.run(lm.sequence_logprobs(context, [1])),
+    ]
+    for way in ways:
+        with pytest.raises(InvalidQueryError) as caught:
+            way()
+        assert message in str(caught.value)
+        assert isinstance(caught.value, ValueError)
+        assert isinstance(caught.value, GenlmError)
+    assert gate.batches == []
+    assert lm.next_token_logprobs_sync([1]).shape == (258,)
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        (1, 2),
+        [1, 2],
+        np.array([1, 2]),
+        np.array([1, 2], dtype=np.uint8),
+        torch.tensor([1, 2]),
+        [np.int64(1), 2],
+        iter([1, 2]),
+    ],
+)
+def test_good_contexts(mock, context):
+    lm = mock()
+    assert torch.equal(lm.next_token_logprobs_sync(context), lm.next_token_logprobs_uncached([1, 2]))
+
+
+def test_a_context_of_the_greatest_length(mock):
+    lm = mock(max_context=10)
+    assert lm.next_token_logprobs_sync([0] * 10).shape == (258,)
+    assert len(asyncio.run(lm.sample([0] * 8, 3, [], seed=0))) == 3
+    with pytest.raises(InvalidQueryError, match="the context of 8 tokens and 3 of the 4 tokens to follow exceeds the 10"):
+        asyncio.run(lm.sample([0] * 8, 4, []))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_tokens": -1}, "max_tokens=-1 is too small; give 0 or more"),
+        ({"max_tokens": 1.5}, "max_tokens=1.5 is no integer"),
+        ({"eos_token_ids": 7}, "eos_token_ids=7"),
+        ({"eos_token_ids": ["</s>"]}, "eos_token_ids='</s>' is no integer"),
+        ({"temperature": -0.1}, "temperature=-0.1 is out of range; give 0 or more"),
+        ({"temperature": float("nan")}, "temperature=nan is out of range"),
+        ({"seed": -1}, "seed=-1"),
+        ({"top_k": 0}, "top_k=0 is too small; give 1 or more"),
+        ({"top_p": 0.0}, "top_p=0.0 is out of range; give more than 0 and at most 1"),
+        ({"top_p": 1.5}, "top_p=1.5"),
+    ],
+)
+def test_bad_sampling_options(mock, gate, arguments, message):
+    lm = mock()
+    arguments = {"max_tokens": 1, "eos_token_ids": [], **arguments}
+    with pytest.raises(InvalidOptionError) as caught:
+        asyncio.run(lm.sample([1], **arguments))
+    assert message in str(caught.value)
+    assert gate.batches == []

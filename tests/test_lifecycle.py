@@ -1,0 +1,236 @@
+"""The beginning and the end: load, close, collection, exit, fork."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+
+import pytest
+
+from genlm.core import AsyncLM, EngineDeadError, MockAsyncLM, ModelClosedError, hookimpl
+from genlm.core.mock import ByteTokenizer, MockEngine
+
+both = pytest.mark.parametrize("continuous", [False, True])
+
+
+def run_python(program: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a fresh interpreter; a hang is a failure."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def engine_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("genlm-")]
+
+
+def test_every_hook_runs_on_one_thread_that_is_not_the_callers():
+    threads: list[int] = []
+
+    class Recording(MockEngine):
+        def __init__(self):
+            super().__init__(ByteTokenizer(), on_batch=lambda queries: threads.append(threading.get_ident()))
+            threads.append(threading.get_ident())
+
+        @hookimpl
+        def genlm_clear_kv_cache(self):
+            threads.append(threading.get_ident())
+
+        @hookimpl
+        def genlm_close(self):
+            threads.append(threading.get_ident())
+
+    with AsyncLM(Recording, backend="recording") as lm:
+        lm.next_token_logprobs_sync([1])
+        asyncio.run(lm.next_token_logprobs([2]))
+        lm.clear_kv_cache()
+    assert len(threads) == 5
+    assert len(set(threads)) == 1
+    assert threads[0] != threading.get_ident()
+
+
+def test_an_error_while_loading_reaches_the_caller_and_leaves_no_thread():
+    def load():
+        raise OSError("no such model")
+
+    with pytest.raises(OSError, match="no such model"):
+        AsyncLM(load, backend="broken")
+    assert not [thread for thread in engine_threads() if thread.name == "genlm-broken" and thread.join(30)]
+
+
+@both
+def test_close_fails_what_is_pending(mock, gate, continuous):
+    lm = mock(continuous=continuous)
+
+    async def ask():
+        gate.shut()
+        taken = asyncio.ensure_future(lm.next_token_logprobs([0]))
+        await asyncio.to_thread(gate.wait_entered)
+        queued = [asyncio.ensure_future(lm.next_token_logprobs([i])) for i in range(1, 4)]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        closing = asyncio.ensure_future(asyncio.to_thread(lm.close))
+        errors = await asyncio.wait_for(asyncio.gather(*queued, return_exceptions=True), 30)
+        gate.open()
+        await closing
+        await asyncio.wait([taken])
+        return errors
+
+    assert [type(error) for error in asyncio.run(ask())] == [ModelClosedError] * 3
+
+
+def test_close_twice_and_use_after_close(mock):
+    lm = mock()
+    lm.close()
+    lm.close()
+    lm.cleanup()
+    for use in (
+        lambda: lm.next_token_logprobs_sync([1]),
+        lambda: asyncio.run(lm.next_token_logprobs([1])),
+        lambda: asyncio.run(lm.sample([1], 1, [])),
+        lambda: lm.next_token_logprobs_uncached([1]),
+        lambda: lm.add_new_lora("path", "a"),
+        lambda: lm.clear_kv_cache(),
+    ):
+        with pytest.raises(ModelClosedError, match="closed"):
+            use()
+
+
+def test_a_cached_row_is_not_served_after_close(mock):
+    lm = mock()
+    lm.next_token_logprobs_sync([1])
+    lm.close()
+    with pytest.raises(ModelClosedError):
+        lm.next_token_logprobs_sync([1])
+
+
+def test_context_managers():
+    with MockAsyncLM() as lm:
+        lm.next_token_logprobs_sync([1])
+    with pytest.raises(ModelClosedError):
+        lm.next_token_logprobs_sync([2])
+
+    async def use():
+        async with MockAsyncLM() as lm:
+            await lm.next_token_logprobs([1])
+        return lm
+
+    with pytest.raises(ModelClosedError):
+        asyncio.run(use()).next_token_logprobs_sync([2])
+
+
+def test_a_collected_model_leaves_no_thread():
+    class Own(MockAsyncLM):
+        def _get_logprobs(self, token_ids):
+            return super()._get_logprobs(token_ids)
+
+    lm = Own()
+    lm.next_token_logprobs_sync([1])
+    thread = next(t for t in engine_threads() if t.is_alive())
+    gone = weakref.ref(lm)
+    del lm
+    gc.collect()
+    assert gone() is None
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_the_interpreter_exits_cleanly_with_a_model_open():
+    result = run_python("""
+        import asyncio
+        from genlm.core import MockAsyncLM
+        lm = MockAsyncLM()
+        asyncio.run(lm.next_token_logprobs([1]))
+        print("answered")
+    """)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "answered\n", "")
+
+
+def test_the_interpreter_exits_cleanly_in_the_middle_of_a_batch():
+    result = run_python("""
+        import contextlib, threading
+        from genlm.core import ModelClosedError, MockAsyncLM
+        entered = threading.Event()
+        def hold(queries):
+            entered.set()
+            threading.main_thread().join()  # until the interpreter has begun to exit
+        lm = MockAsyncLM(on_batch=hold)
+        def ask():
+            with contextlib.suppress(ModelClosedError):
+                lm.next_token_logprobs_sync([1])
+        threading.Thread(target=ask, daemon=True).start()
+        entered.wait(30)
+    """)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_the_interpreter_exits_cleanly_with_an_uncaught_error():
+    result = run_python("""
+        import asyncio
+        from genlm.core import MockAsyncLM
+        async def main():
+            lm = MockAsyncLM()
+            pending = asyncio.ensure_future(lm.next_token_logprobs([1]))
+            raise SystemExit(3)
+        asyncio.run(main())
+    """)
+    assert (result.returncode, result.stderr) == (3, "")
+
+
+def test_a_forked_child_is_told_and_its_exit_is_clean():
+    result = run_python("""
+        import os, sys
+        from genlm.core import MockAsyncLM
+        lm = MockAsyncLM()
+        lm.next_token_logprobs_sync([1])
+        child = os.fork()
+        if not child:
+            try:
+                lm.next_token_logprobs_sync([2])
+            except Exception as error:
+                sys.exit(7 if "forked" in str(error) else 8)
+            sys.exit(9)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        print(lm.next_token_logprobs_sync([2]).shape)
+    """)
+    assert result.stdout == "7\ntorch.Size([258])\n", result.stderr
+
+
+def test_a_model_may_be_dropped_from_its_own_engine_thread(gate):
+    """The last reference goes while the engine thread collects garbage: it must not wait for itself."""
+    held: list[MockAsyncLM] = []
+
+    def drop(queries):
+        gate(queries)
+        held.clear()
+        gc.collect()
+
+    async def ask_and_leave():
+        gate.shut()
+        asked = asyncio.ensure_future(held[0].next_token_logprobs([1]))
+        await asyncio.to_thread(gate.wait_entered)
+        asked.cancel()
+        await asyncio.wait([asked])
+
+    held.append(MockAsyncLM(on_batch=drop))
+    gone = weakref.ref(held[0])
+    thread = next(t for t in engine_threads() if t.is_alive())
+    asyncio.run(ask_and_leave())
+    gate.open()
+    thread.join(30)
+    assert gone() is None
+    assert not thread.is_alive()
+
+
+def test_death_is_not_closing(mock):
+    lm = mock(die_on=lambda query: True)
+    with pytest.raises(EngineDeadError):
+        lm.next_token_logprobs_sync([1])
+    lm.close()
+    with pytest.raises(EngineDeadError, match="told to die"):
+        lm.next_token_logprobs_sync([1])
