@@ -1,0 +1,339 @@
+"""Discovery: real distributions on the path, found through their entry points."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import structlog
+import torch
+
+from genlm.core import (
+    AsyncLM,
+    BackendImportError,
+    BackendNotFoundError,
+    BackendUnavailableError,
+    InvalidOptionError,
+    PluginError,
+    hookimpl,
+    load_model_by_name,
+)
+from genlm.core.cli import main
+from genlm.core.mock import ByteTokenizer, MockEngine
+from genlm.core.plugins import backend_names, choose_backend, find_backend
+
+PLUGIN = """
+from genlm.core import BackendInfo, hookimpl
+
+@hookimpl
+def genlm_backend_info():
+    return BackendInfo("for tests", engine="numpy", unavailable={unavailable!r}, preference={preference})
+
+@hookimpl
+def genlm_load(model, options):
+    from genlm.core.mock import ByteTokenizer, MockEngine
+    return MockEngine(ByteTokenizer(), **options)
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Install a distribution with one entry point."""
+
+    def install(name, source=None, group="genlm.backends", distribution=None, target=None, unavailable=None, preference=0):
+        folder = tmp_path / (distribution or name)
+        metadata = folder / f"{(distribution or name).replace('-', '_')}-1.2.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution or name}\nVersion: 1.2\n")
+        (metadata / "entry_points.txt").write_text(f"[{group}]\n{name} = {target or f'plugin_{name}'}\n")
+        if source is None:
+            source = PLUGIN.format(unavailable=unavailable, preference=preference)
+        (folder / f"plugin_{name}.py").write_text(textwrap.dedent(source))
+        monkeypatch.syspath_prepend(str(folder))
+        monkeypatch.delitem(sys.modules, f"plugin_{name}", raising=False)
+
+    return install
+
+
+def test_a_third_partys_backend_is_found_and_loaded(install):
+    install("mine")
+    assert "mine" in backend_names()
+    assert find_backend("mine").distribution == "mine 1.2"
+    with load_model_by_name("any", backend="mine", llm_opts={"delay": 0, "batch_size": 3}) as lm:
+        assert lm.next_token_logprobs_sync([1]).shape == (258,)
+
+
+def test_a_name_that_nobody_has():
+    with pytest.raises(BackendNotFoundError, match=r"no backend 'mokc'; installed: .*mock.*; did you mean 'mock'\?"):
+        load_model_by_name("any", backend="mokc")
+    with pytest.raises(ValueError, match="no backend 'xyzzy'"):
+        load_model_by_name("any", backend="xyzzy")
+
+
+def test_a_known_plugin_that_is_not_installed_is_named(monkeypatch):
+    from genlm.core import plugins
+
+    monkeypatch.setattr(plugins, "KNOWN", {"vllm-test": "genlm-vllm-test"})
+    with pytest.raises(BackendNotFoundError, match="pip install genlm-vllm-test"):
+        find_backend("vllm-test")
+    with pytest.raises(BackendNotFoundError, match=r"did you mean 'vllm-test'\?; pip install genlm-vllm-test"):
+        find_backend("vllm-tst")
+
+
+def test_a_plugin_that_fails_to_import_is_not_called_missing(install):
+    install("broken", "import a_cuda_library_of_another_version")
+    with pytest.raises(
+        BackendImportError, match=r"'broken' is installed \(broken 1\.2\), but importing plugin_broken failed"
+    ) as e:
+        find_backend("broken")
+    assert isinstance(e.value.__cause__, ModuleNotFoundError)
+
+
+def test_a_broken_plugin_breaks_no_other(install, capsys):
+    install("broken", "raise RuntimeError('CUDA mismatch')")
+    install("mine")
+    assert find_backend("mine").info().available
+    assert main(["backends"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "CUDA mismatch" in lines["broken"]
+    assert lines["mine"].endswith("yes")
+
+
+def test_two_distributions_that_claim_one_name(install):
+    install("mine", distribution="first")
+    install("mine", distribution="second")
+    with pytest.raises(BackendImportError, match=r"several distributions: first 1\.2, second 1\.2; uninstall all but one"):
+        find_backend("mine")
+
+
+def test_an_unavailable_backend_says_why(install, capsys):
+    install("elsewhere", unavailable="needs an abacus; buy one")
+    with pytest.raises(BackendUnavailableError, match="needs an abacus; buy one"):
+        load_model_by_name("any", backend="elsewhere")
+    main(["backends"])
+    assert "no: needs an abacus; buy one" in capsys.readouterr().out
+
+
+def test_the_best_available_backend_is_chosen_and_the_choice_logged(install):
+    install("good", preference=1000)
+    install("better", preference=2000, unavailable="not here")
+    install("broken", "raise RuntimeError")
+    with structlog.testing.capture_logs() as logs:
+        assert choose_backend() == "good"
+    assert {"event": "backend.chosen", "backend": "good"}.items() <= logs[-1].items()
+    assert any(entry["event"] == "backend.skipped" and entry["backend"] == "broken" for entry in logs)
+
+
+def test_the_mock_is_never_chosen(monkeypatch):
+    from genlm.core import plugins
+
+    monkeypatch.setattr(plugins, "backend_names", lambda: ["mock"])
+    with pytest.raises(BackendNotFoundError, match="no backend for a real model can run here; installed: mock"):
+        choose_backend()
+
+
+def test_a_module_without_a_required_hook(install):
+    install("empty", "")
+    with pytest.raises(PluginError, match=r"'empty' \(empty 1\.2\): module plugin_empty has no hook genlm_backend_info"):
+        find_backend("empty").info()
+    half = """
+        from genlm.core import BackendInfo, hookimpl
+
+        @hookimpl
+        def genlm_backend_info():
+            return BackendInfo("half", engine="none")
+    """
+    install("half", half)
+    with pytest.raises(
+        PluginError, match="module plugin_half has no hook genlm_load; define it and mark it with @hookimpl"
+    ):
+        load_model_by_name("any", backend="half")
+
+
+def test_an_unknown_option_is_named(install):
+    with pytest.raises(InvalidOptionError, match="backend 'mock' has no option gpu"):
+        load_model_by_name("mock", backend="mock", llm_opts={"gpu": 1})
+
+
+# --- engines ------------------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    tokenizer, vocab_size, max_context, device, model = ByteTokenizer(), 258, None, "cpu", None
+
+    @hookimpl
+    def genlm_next_token_logprobs(self, queries):
+        return torch.zeros(len(queries), 258).log_softmax(-1)
+
+
+def test_a_misspelt_hook_is_an_error_at_load():
+    class Misspelt(Engine):
+        @hookimpl
+        def genlm_next_token_logprob(self, queries): ...
+
+    with pytest.raises(PluginError, match="genlm_next_token_logprob"):
+        AsyncLM(Misspelt, backend="x")
+
+
+def test_a_hook_without_its_mark_is_an_error_at_load():
+    class Unmarked(Engine):
+        def genlm_close(self): ...
+
+    with pytest.raises(PluginError, match="genlm_close is not marked; put @hookimpl"):
+        AsyncLM(Unmarked, backend="x")
+
+
+def test_an_unknown_argument_is_an_error_at_load():
+    class Greedy(Engine):
+        @hookimpl
+        def genlm_close(self, politely): ...
+
+    with pytest.raises(PluginError, match="politely"):
+        AsyncLM(Greedy, backend="x")
+
+
+def test_an_engine_that_evaluates_nothing():
+    class Idle:
+        tokenizer, vocab_size, max_context, device, model = ByteTokenizer(), 258, None, "cpu", None
+
+    with pytest.raises(PluginError, match="implement one of genlm_next_token_logprobs, genlm_step"):
+        AsyncLM(Idle, backend="x")
+
+
+def test_an_engine_without_its_attributes():
+    class Bare:
+        @hookimpl
+        def genlm_next_token_logprobs(self, queries): ...
+
+    with pytest.raises(PluginError, match="lacks tokenizer, vocab_size, max_context, device, model"):
+        AsyncLM(Bare, backend="x")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (lambda n: torch.zeros(n, 10), r"shape \(1, 10\)"),
+        (lambda n: torch.zeros(n, 258, dtype=torch.float64), "torch.float64"),
+        (lambda n: torch.zeros(n, 258, requires_grad=True), "requires_grad=True"),
+        (lambda n: [[0.0]], "returned list"),
+        (lambda n: None, "returned NoneType"),
+    ],
+)
+def test_a_result_of_the_wrong_form_is_the_plugins_fault(rows, message):
+    class Wrong(Engine):
+        @hookimpl
+        def genlm_next_token_logprobs(self, queries):
+            return rows(len(queries))
+
+    with AsyncLM(Wrong, backend="x") as lm, pytest.raises(PluginError, match=message):
+        lm.next_token_logprobs_sync([1])
+
+
+@pytest.mark.parametrize("width", [300, 258, 200])
+def test_rows_are_brought_to_the_width_of_the_byte_vocabulary(width):
+    class Padded(Engine):
+        vocab_size = width
+
+        @hookimpl
+        def genlm_next_token_logprobs(self, queries):
+            return torch.randn(len(queries), width).log_softmax(-1)
+
+    with AsyncLM(Padded, backend="x") as lm:
+        row = lm.next_token_logprobs_sync([1])
+        assert row.shape == (len(lm.byte_vocab),)
+        assert abs(row.logsumexp(0)) < 1e-5
+        assert torch.isinf(row[200:]).all() == (width == 200)
+        with pytest.raises(ValueError, match="out of range"):
+            lm.next_token_logprobs_sync([width])
+
+
+def test_rows_of_an_inference_mode_engine_may_be_written_into():
+    class Inference(Engine):
+        @hookimpl
+        def genlm_next_token_logprobs(self, queries):
+            with torch.inference_mode():
+                return torch.zeros(len(queries), 258).log_softmax(-1)
+
+    with AsyncLM(Inference, backend="x") as lm:
+        lm.next_token_logprobs_sync([1]).zero_()
+
+
+def test_keeping_a_row_does_not_keep_its_batch():
+    with AsyncLM(Engine, backend="x") as lm:
+        rows = [lm.next_token_logprobs_sync([1]), *lm.batch_next_token_logprobs_sync([[2], [3]]).unbind()]
+        row = rows[0]
+        assert row.untyped_storage().nbytes() == row.nbytes
+
+
+# --- wrappers -------------------------------------------------------------------------------------------------------------
+
+
+class Silencer:
+    """Forbids a token."""
+
+    def __init__(self, token_id=5):
+        self.token_id = token_id
+
+    @hookimpl(wrapper=True)
+    def genlm_next_token_logprobs(self, queries):
+        rows = yield
+        rows[:, self.token_id] = -float("inf")
+        return rows.log_softmax(-1)
+
+
+def test_a_wrapper_transforms_rows():
+    with AsyncLM(lambda: MockEngine(ByteTokenizer()), backend="mock", wrappers=[Silencer()]) as lm:
+        row = lm.next_token_logprobs_sync([1])
+        assert row[5] == -float("inf")
+        assert abs(row.logsumexp(0)) < 1e-5
+
+
+def test_a_wrapper_of_an_installed_distribution(install):
+    install(
+        "silencer",
+        """
+        from genlm.core import hookimpl
+
+        class Silencer:
+            @hookimpl(wrapper=True)
+            def genlm_next_token_logprobs(self, queries):
+                rows = yield
+                rows[:, 9] = -float("inf")
+                return rows.log_softmax(-1)
+        """,
+        group="genlm.wrappers",
+        target="plugin_silencer:Silencer",
+    )
+    with load_model_by_name("mock", backend="mock") as lm:
+        assert lm.next_token_logprobs_sync([1])[9] == -float("inf")
+
+
+def test_a_wrapper_that_would_shadow_the_engine():
+    class Shadow:
+        @hookimpl
+        def genlm_close(self): ...
+
+    with pytest.raises(PluginError, match="would shadow"):
+        AsyncLM(Engine, backend="x", wrappers=[Shadow()])
+
+
+def test_one_plugin_manager_per_model():
+    with (
+        AsyncLM(lambda: MockEngine(ByteTokenizer()), backend="a", wrappers=[Silencer(1)]) as a,
+        AsyncLM(lambda: MockEngine(ByteTokenizer()), backend="b", wrappers=[Silencer(2)]) as b,
+    ):
+        rows = a.next_token_logprobs_sync([7]), b.next_token_logprobs_sync([7])
+        assert [row.isinf().nonzero().flatten().tolist() for row in rows] == [[1], [2]]
+
+
+# --- imports --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("statement", ["import genlm.core", "from genlm.core.cli import main; main(['backends'])"])
+def test_listing_backends_imports_no_engine(statement):
+    heavy = ["torch", "transformers", "vllm", "sglang", "mlx", "mlx_lm", "peft", "numba"]
+    program = f"import sys; {statement}; print([name for name in {heavy} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.splitlines()[-1] == "[]"
