@@ -131,6 +131,7 @@ def test_a_collected_model_leaves_no_thread():
 
     lm = Own()
     lm.next_token_logprobs_sync([1])
+    lm.add_new_lora("path", "a")
     thread = next(t for t in engine_threads() if t.is_alive())
     gone = weakref.ref(lm)
     del lm

@@ -304,6 +304,7 @@ class Batcher(Generic[R, A]):
         try:
             while (work := self._take()) is not None:
                 self._do(stepper, work)
+                del work  # a task refers to who asked for it, who must be free to be collected while this waits
         except BaseException as error:
             self._die(error)
         finally:
