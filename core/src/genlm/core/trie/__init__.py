@@ -1,0 +1,7 @@
+"""The trie over a vocabulary's letters."""
+
+from genlm.core.trie.async_trie import AsyncTokenCharacterTrie
+from genlm.core.trie.parallel import ParallelTokenCharacterTrie
+from genlm.core.trie.trie import TokenCharacterTrie
+
+__all__ = ["AsyncTokenCharacterTrie", "ParallelTokenCharacterTrie", "TokenCharacterTrie"]

@@ -1,0 +1,119 @@
+"""AsyncTokenCharacterTrie: sums and maxima for many coroutines in one kernel call."""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from genlm.core.batcher import Batcher
+from genlm.core.errors import InvalidOptionError
+from genlm.core.trie.operation import MAX, SUM, Operation
+from genlm.core.trie.parallel import ParallelTokenCharacterTrie
+from genlm.core.trie.trie import TokenCharacterTrie
+
+
+@frozen(eq=False)
+class Request:
+    """One vector of weights to combine. No two requests are equal: comparing vectors costs more than it saves."""
+
+    operation: Operation
+    weights: Any
+
+
+class TrieStepper:
+    """Answers all requests of a batch with one kernel call. Lives on the batcher's thread."""
+
+    def __init__(self, trie: TokenCharacterTrie) -> None:
+        self.trie = trie
+
+    def step(self, newcomers: Sequence[Request]) -> Iterable[tuple[Request, Any]]:
+        """Answer all of ``newcomers``, which ask for the same operation; if that fails, each alone."""
+        try:
+            return list(zip(newcomers, self._combine(newcomers), strict=True))
+        except Exception:
+            return [(request, self._alone(request)) for request in newcomers]
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _alone(self, request: Request) -> Any:
+        try:
+            return self._combine([request])[0]
+        except Exception as error:
+            return error
+
+    def _combine(self, requests: Sequence[Request]) -> Any:
+        combine = self.trie.batch_weight_sum if requests[0].operation is SUM else self.trie.batch_weight_max
+        return combine([request.weights for request in requests])
+
+
+class AsyncTokenCharacterTrie:
+    """A trie whose concurrent calls are answered together.
+
+    Calls that wait at the same time, from any number of event loops, become one call of the trie for sums and one for
+    maxima. A call whose weights are wrong fails alone. Results of one batch are rows of one array.
+
+    :param trie: what computes.
+    """
+
+    def __init__(self, trie: TokenCharacterTrie) -> None:
+        self.trie = trie
+        self._lock = threading.Lock()
+        self._batcher: Batcher[Request, Any] | None = None
+
+    @classmethod
+    def from_vocab(cls, vocab: Sequence[Any], backend: str = "parallel", **options: Any) -> AsyncTokenCharacterTrie:
+        """Build the trie too.
+
+        :param vocab: the vocabulary.
+        :param backend: ``"parallel"`` computes on an accelerator where there is one, ``"sequential"`` on the CPU.
+        :param options: for the trie.
+        :raises InvalidOptionError: ``backend`` is another.
+        """
+        match backend:
+            case "parallel":
+                return cls(ParallelTokenCharacterTrie(vocab, **options))
+            case "sequential":
+                return cls(TokenCharacterTrie(vocab, **options))
+        raise InvalidOptionError(f"backend is {backend!r}: it must be 'parallel' or 'sequential'")
+
+    async def weight_sum(self, ws: Any) -> Any:
+        """:meth:`TokenCharacterTrie.weight_sum`, with other calls. Do not write into ``ws`` before the answer is there."""
+        return await self._running().submit(Request(SUM, ws))
+
+    async def weight_max(self, ws: Any) -> Any:
+        """:meth:`TokenCharacterTrie.weight_max`, with other calls. Do not write into ``ws`` before the answer is there."""
+        return await self._running().submit(Request(MAX, ws))
+
+    def start(self) -> None:
+        """Start the worker thread. The first call does so by itself."""
+        self._running()
+
+    def shutdown(self) -> None:
+        """End the worker thread; calls that it has not taken yet fail. Idempotent; the next call starts it anew.
+
+        A call that still waits meets :class:`~genlm.core.errors.ModelClosedError`.
+        """
+        with self._lock:
+            batcher, self._batcher = self._batcher, None
+        if batcher is not None:
+            batcher.close()
+
+    async def cleanup(self) -> None:
+        """:meth:`shutdown`, without blocking the event loop."""
+        await asyncio.to_thread(self.shutdown)
+
+    def _running(self) -> Batcher[Request, Any]:
+        with self._lock:
+            if self._batcher is None:
+                stepper = TrieStepper(self.trie)
+                self._batcher = Batcher(lambda: stepper, name="genlm-trie", kind=operator.attrgetter("operation"))
+                # The interpreter's exit is the batcher's own affair.
+                weakref.finalize(self, self._batcher.stop).atexit = False
+            return self._batcher

@@ -1,0 +1,92 @@
+"""The trie's kernel in NumPy: one row after the other, so that all of its work stays in the cache; rows on all cores."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from genlm.core.trie.operation import Operation
+from genlm.core.trie.plan import Plan
+from genlm.core.trie.weights import FloatArray, ResultType, check_shape, to_array
+
+# Below so many elements in all, a second thread costs more than it saves.
+_WORTH_A_THREAD = 1 << 17
+
+
+class CpuKernel:
+    """Sums and maxima over the nodes of a trie, for rows in main memory.
+
+    NumPy releases the interpreter lock while it works on a row, so other threads go on, and large batches use all cores.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def rows(self, ws: Any, batch: bool) -> list[FloatArray]:
+        """Weights of any kind as a list of ``[words]``.
+
+        :raises InvalidInputError: they have another shape.
+        """
+        rows = [to_array(row) for row in (ws if batch else [ws])]
+        for row in rows:
+            check_shape(row.shape, len(self.plan.order))
+        return rows
+
+    def reduce(self, operation: Operation, rows: list[FloatArray], wanted: ResultType) -> Any:
+        """Combine each row of weights, ``[words]``, to ``[nodes + words]``; computed in float64.
+
+        :returns: ``[len(rows), nodes + words]``.
+        """
+        plan = self.plan
+        result: FloatArray = np.empty((len(rows), plan.nodes + len(plan.order)), wanted.name)
+
+        def run(share: slice) -> None:
+            self._run(operation, rows[share], result[share])
+
+        threads = max(1, min(self._cores, len(rows), len(rows) * plan.width // _WORTH_A_THREAD))
+        if threads == 1:
+            run(slice(None))
+        else:
+            list(self._pool.map(run, [slice(i, None, threads) for i in range(threads)]))
+        return wanted.of_array(result)
+
+    def _run(self, operation: Operation, rows: list[FloatArray], result: FloatArray) -> None:
+        nodes = self.plan.nodes
+        work = np.empty(self.plan.width)
+        for row, answer in zip(rows, result, strict=True):
+            answer[nodes:] = row
+            self._combine(operation, row.astype(np.float64, copy=False), work)
+            # ``clip`` spares checking indices that are known to be good.
+            work.astype(answer.dtype, copy=False).take(self.plan.place, out=answer[:nodes], mode="clip")
+
+    def _combine(self, operation: Operation, row: npt.NDArray[np.float64], work: npt.NDArray[np.float64]) -> None:
+        """Fill the work row; see :mod:`genlm.core.trie.plan`."""
+        plan, combine = self.plan, operation.of(np)
+        first, *larger = plan.levels
+        row.take(plan.order, out=work[: first.blocks], mode="clip")
+        below = first
+        for level in larger:
+            work[below.start + below.blocks : below.stop] = operation.identity
+            pairs = work[below.start : below.stop]
+            combine(pairs[::2], pairs[1::2], out=work[level.start : level.start + level.blocks])
+            below = level
+        ranges = work[plan.ranges :]
+        for ordinal, part in enumerate(plan.parts):
+            if ordinal == 0:
+                work.take(part, out=ranges, mode="clip")
+            else:
+                head = ranges[: len(part)]
+                combine(head, work.take(part, mode="clip"), out=head)
+
+    @property
+    def _cores(self) -> int:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self._cores, thread_name_prefix="genlm-trie")

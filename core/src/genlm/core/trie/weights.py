@@ -1,0 +1,96 @@
+"""Weights as users give them, and results as they ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from attrs import frozen
+
+from genlm.core.errors import InvalidInputError, InvalidOptionError
+
+if TYPE_CHECKING:
+    import torch
+
+FloatArray = npt.NDArray[np.floating[Any]]
+
+
+@frozen
+class ResultType:
+    """What a caller wants back: a NumPy array or a PyTorch tensor, and of which precision.
+
+    Attributes:
+        name: ``"float64"`` or ``"float32"``.
+        tensor: Whether it is a tensor.
+    """
+
+    name: str
+    tensor: bool
+
+    @classmethod
+    def of(cls, dtype: Any) -> ResultType:
+        """Read a ``dtype`` argument of NumPy's or of PyTorch's; ``None`` is ``np.float64``.
+
+        :raises InvalidOptionError: it is neither float64 nor float32.
+        """
+        library, _, torch_name = str(dtype).rpartition(".")
+        wanted = cls(torch_name, tensor=True) if library == "torch" else cls(_numpy_name(dtype), tensor=False)
+        if wanted.name not in ("float64", "float32"):
+            raise InvalidOptionError(f"dtype is {dtype}: it must be float64 or float32, of NumPy or PyTorch")
+        return wanted
+
+    def of_array(self, result: FloatArray) -> FloatArray | torch.Tensor:
+        """``result``, which has the right precision, as what was asked for."""
+        if not self.tensor:
+            return result
+        import torch
+
+        return torch.from_numpy(result)
+
+    def of_tensor(self, result: torch.Tensor) -> FloatArray | torch.Tensor:
+        """``result``, on whatever device, as what was asked for."""
+        import torch
+
+        if self.tensor:
+            return result.to(getattr(torch, self.name))
+        array: FloatArray = result.cpu().numpy()
+        return array.astype(self.name, copy=False)
+
+
+def _numpy_name(dtype: Any) -> str:
+    try:
+        return str(np.dtype(dtype))  # np.dtype(None) is float64
+    except TypeError:
+        return str(dtype)
+
+
+def check_shape(shape: Sequence[int], words: int) -> None:
+    """Refuse a row that is not ``[words]``.
+
+    :raises InvalidInputError: ``shape`` is another.
+    """
+    if tuple(shape) != (words,):
+        raise InvalidInputError(
+            f"a row of weights has the shape {list(shape)}, but the trie needs [{words}]: give one weight for each item "
+            "of `decode`, by position"
+        )
+
+
+def to_array(ws: Any) -> FloatArray:
+    """Weights of any kind as a NumPy array of floats, copied only where they must be."""
+    if hasattr(ws, "detach"):
+        return _tensor_to_array(ws)
+    array = np.asarray(ws)
+    return array if array.dtype.kind == "f" else array.astype(np.float64)
+
+
+def _tensor_to_array(ws: torch.Tensor) -> FloatArray:
+    import torch
+
+    ws = ws.detach().cpu()
+    if ws.dtype not in (torch.float16, torch.float32, torch.float64):
+        ws = ws.to(torch.float64)
+    array: FloatArray = ws.numpy()
+    return array
