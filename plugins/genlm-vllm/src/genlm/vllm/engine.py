@@ -15,7 +15,7 @@ from genlm.core.types import Answer, Query, SamplingParams
 from genlm.vllm.flights import Flight, Flights
 from genlm.vllm.internals import EngineCore
 from genlm.vllm.rows import Rows
-from genlm.vllm.sampling import draw_params, row_params, vllm_draws
+from genlm.vllm.sampling import Draw, batches, draw_params, row_params, vllm_draws
 from genlm.vllm.sessions import Session, Sessions
 
 log = structlog.get_logger()
@@ -35,7 +35,7 @@ class VllmEngine:
     def __init__(self, llm: Any, core: EngineCore, rows: Rows, sessions: Sessions, *, live: bool) -> None:
         self.tokenizer = llm.get_tokenizer()
         self.vocab_size = core.vocab_size
-        self.max_context = core.max_model_len - 1  # vLLM counts the token that it draws besides
+        self.max_context: int | None = core.max_model_len - 1  # vLLM counts the token that it draws besides
         self.device = rows.device
         self.model = rows.model(llm)
         self.live = live
@@ -111,22 +111,25 @@ class VllmEngine:
 
     @hookimpl
     def genlm_sample(self, queries: Sequence[Query], params: Sequence[SamplingParams]) -> list[list[int]] | None:
-        if not vllm_draws(queries, params, self._core):
+        if not all(map(vllm_draws, queries, params, itertools.repeat(self._core))):
             return None
+        draws = [Draw(self._flight(query, resumable=False), wish) for query, wish in zip(queries, params, strict=True)]
         with self._all_or_nothing():
-            flights = [self._flight(query, resumable=False) for query in queries]
-            wishes = {flight.request_id: wish for flight, wish in zip(flights, params, strict=True)}
-            for turn in self._turns(flights):
-                for flight in turn:
-                    drawing = draw_params(wishes[flight.request_id], width=len(self.tokenizer))
-                    self._flights.launch(flight, flight.query.token_ids, drawing)
-                self._make_room()
-                self._flights.land()
-        return [_without_stop(flight, wish) for flight, wish in zip(flights, params, strict=True)]
+            for turn in self._turns(draws):
+                for batch in batches(turn, self._core):
+                    self._land(batch)
+        return [draw.result() for draw in draws]
 
-    def _turns(self, flights: Sequence[Flight]) -> list[list[Flight]]:
-        """Which flights may share a batch: all."""
-        return [list(flights)]
+    def _turns(self, draws: Sequence[Draw]) -> list[Sequence[Draw]]:
+        """Which draws may share a batch: all."""
+        return [draws]
+
+    def _land(self, draws: Sequence[Draw]) -> None:
+        for draw in draws:
+            wishes = draw_params(draw.params, width=len(self.tokenizer))
+            self._flights.launch(draw.flight, draw.flight.query.token_ids, wishes)
+        self._make_room()
+        self._flights.land()
 
     # --- key/value state ----------------------------------------------------------------------------------------------
 
@@ -208,9 +211,3 @@ class VllmEngine:
 
 def _session(flight: Flight) -> Session:
     return Session(flight.request_id, flight.query.token_ids, flight.query.adapter)
-
-
-def _without_stop(flight: Flight, params: SamplingParams) -> list[int]:
-    if flight.failure is not None:
-        raise EngineError(f"vLLM ended the request without drawing a token: {flight.failure}")
-    return flight.drawn[:-1] if flight.drawn[-1] in params.stop_token_ids else flight.drawn

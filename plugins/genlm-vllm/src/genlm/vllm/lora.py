@@ -9,7 +9,7 @@ from genlm.core.errors import InvalidOptionError
 from genlm.core.hookspecs import hookimpl
 from genlm.core.types import Adapter, Query
 from genlm.vllm.engine import VllmEngine
-from genlm.vllm.flights import Flight
+from genlm.vllm.sampling import Draw
 
 
 class LoraEngine(VllmEngine):
@@ -65,8 +65,8 @@ class LoraEngine(VllmEngine):
         self._waiting = others
         return turn
 
-    def _turns(self, flights: Sequence[Flight]) -> list[list[Flight]]:
+    def _turns(self, draws: Sequence[Draw]) -> list[Sequence[Draw]]:
         if not self._takes_turns:
-            return super()._turns(flights)
-        kinds = [[flight for flight in flights if (flight.query.adapter is not None) == kind] for kind in (False, True)]
+            return super()._turns(draws)
+        kinds = [[draw for draw in draws if (draw.flight.query.adapter is not None) == kind] for kind in (False, True)]
         return [kind for kind in kinds if kind]

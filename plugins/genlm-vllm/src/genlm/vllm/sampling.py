@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from attrs import frozen
+
+from genlm.core.errors import EngineError
 from genlm.core.types import Query, SamplingParams
 from genlm.vllm.capture import ROW_KEY, WIDTH_KEY
+from genlm.vllm.flights import Flight
 from genlm.vllm.internals import EngineCore
 
 LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this, and takes the very lowest for 0
@@ -40,13 +44,50 @@ def draw_params(params: SamplingParams, width: int) -> Any:
     )
 
 
-def vllm_draws(queries: Sequence[Query], params: Sequence[SamplingParams], core: EngineCore) -> bool:
-    """Whether vLLM draws from exactly the distributions that ``params`` describe, and reproducibly where they say so.
+@frozen(eq=False)
+class Draw:
+    """One continuation to draw."""
 
-    Not at temperatures that it would raise. And on CPU it fails on a seeded prompt that is computed in chunks.
+    flight: Flight
+    params: SamplingParams
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.flight.query.token_ids)
+
+    def result(self) -> list[int]:
+        """What was drawn, without the stop token."""
+        if self.flight.failure is not None:
+            raise EngineError(f"vLLM ended the request without drawing a token: {self.flight.failure}")
+        drawn = self.flight.drawn
+        return drawn[:-1] if drawn[-1] in self.params.stop_token_ids else drawn
+
+
+def vllm_draws(query: Query, params: SamplingParams, core: EngineCore) -> bool:
+    """Whether vLLM draws from exactly the distribution that ``params`` describe, and reproducibly if they have a seed.
+
+    Not at temperatures that it would raise. And on CPU it fails on a seeded prompt that it must compute in chunks.
     """
-    if any(0 < wish.temperature < LOWEST_TEMPERATURE for wish in params):
-        return False
-    seeded = any(wish.seed is not None for wish in params)
-    chunked = sum(len(query.token_ids) for query in queries) > core.max_num_batched_tokens
-    return not (seeded and chunked and core.device_type == "cpu")
+    raised = 0 < params.temperature < LOWEST_TEMPERATURE
+    chunked = len(query.token_ids) > core.max_num_batched_tokens
+    return not raised and not (chunked and params.seed is not None and core.device_type == "cpu")
+
+
+def batches(draws: Sequence[Draw], core: EngineCore) -> Iterator[Sequence[Draw]]:
+    """Which draws vLLM may work on together: all; but with seeds on CPU only as many prompts as one step computes whole,
+    and as many tokens as the cache holds to the end."""
+    if core.device_type != "cpu" or all(draw.params.seed is None for draw in draws):
+        yield draws
+        return
+    batch: list[Draw] = []
+    step = held = 0
+    for draw in draws:
+        footprint = core.footprint(draw.prompt + draw.params.max_tokens)
+        if batch and (step + draw.prompt > core.max_num_batched_tokens or held + footprint > core.kv_capacity):
+            yield batch
+            batch, step, held = [], 0, 0
+        batch.append(draw)
+        step += draw.prompt
+        held += footprint
+    yield batch

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from genlm.core.types import Query
+
+MiB = 1 << 20
+
+# Small enough that prompts are computed in chunks, sessions give way to each other, and the length limit is near.
+SMALL = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 64,
+    "kv_cache_memory_bytes": 40 * MiB,
+}
+
+
+@pytest.fixture(scope="session")
+def model_path() -> str:
+    """The folder of a small real Llama; the environment names it."""
+    path = os.environ.get("GENLM_TEST_MODEL")
+    if path is None:
+        pytest.skip("GENLM_TEST_MODEL does not name a model folder; nox -s 'plugin(vllm)' sets it")
+    return path
+
+
+@pytest.fixture(scope="session")
+def small_opts() -> dict[str, Any]:
+    return dict(SMALL)
+
+
+@pytest.fixture(scope="module")
+def load_engine(model_path: str) -> Iterator[Callable[..., Any]]:
+    """Engines that are closed at the end of the module: ``load_engine(live_sessions=..., **engine_opts)``."""
+    from genlm.vllm.loading import load
+
+    opened = []
+
+    def open_engine(live_sessions: bool | int = True, **engine_opts: Any) -> Any:
+        engine = load(model_path, {"engine_opts": SMALL | engine_opts, "live_sessions": live_sessions})
+        opened.append(engine)
+        return engine
+
+    yield open_engine
+    for engine in opened:
+        engine.genlm_close()
+
+
+@pytest.fixture(scope="session")
+def rows_of() -> Callable[..., list[Any]]:
+    """Ask an engine through its step hook, as the core does: ``rows_of(engine, queries)``, in the order of the queries."""
+
+    def ask(engine: Any, queries: list[Query]) -> list[Any]:
+        answers = {answer.query: answer.row for answer in engine.genlm_step(queries)}
+        while len(answers) < len(set(queries)):
+            answers |= {answer.query: answer.row for answer in engine.genlm_step([])}
+        return [answers[query] for query in queries]
+
+    return ask
+
+
+@pytest.fixture
+def write_adapter(tmp_path: Path, model_path: str) -> Callable[..., str]:
+    """Write a random LoRA adapter in PEFT's format: ``write_adapter(name, seed)`` gives its folder."""
+    import json
+
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((Path(model_path) / "config.json").read_text())
+    hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
+    outs = {"q_proj": hidden, "v_proj": hidden // heads * kv_heads}
+
+    def write(name: str, seed: int, rank: int = 4) -> str:
+        generator = torch.Generator().manual_seed(seed)
+        weights = {}
+        for layer in range(config["num_hidden_layers"]):
+            for module, out in outs.items():
+                prefix = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+                weights[f"{prefix}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator) / hidden**0.5
+                weights[f"{prefix}.lora_B.weight"] = torch.randn(out, rank, generator=generator) * 0.2
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        save_file(weights, folder / "adapter_model.safetensors")
+        settings = {
+            "peft_type": "LORA",
+            "base_model_name_or_path": model_path,
+            "r": rank,
+            "lora_alpha": 2 * rank,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "task_type": "CAUSAL_LM",
+            "target_modules": sorted(outs),
+        }
+        (folder / "adapter_config.json").write_text(json.dumps(settings))
+        return str(folder)
+
+    return write

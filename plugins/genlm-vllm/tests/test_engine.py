@@ -1,0 +1,292 @@
+"""The hooks on a real vLLM, step by step."""
+
+from __future__ import annotations
+
+import random
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from genlm.core.errors import EngineError, UnsupportedError
+from genlm.core.types import Query, SamplingParams
+
+ATOL = 5e-4  # float32, on prompts computed in other chunks
+
+
+@pytest.fixture(scope="module")
+def engine(load_engine):
+    return load_engine()
+
+
+@pytest.fixture(autouse=True)
+def _clean(engine):
+    yield
+    engine.genlm_clear_kv_cache()
+
+
+def context(seed: int, length: int) -> tuple[int, ...]:
+    return tuple(random.Random(seed).choices(range(1000, 40000), k=length))
+
+
+def cold(query: Query) -> Query:
+    return Query(query.token_ids, query.adapter, cold=True)
+
+
+def assert_rows_close(rows, expected):
+    torch.testing.assert_close(torch.stack(rows), torch.stack(expected), atol=ATOL, rtol=0)
+
+
+@contextmanager
+def computed_tokens(engine):
+    """How many tokens each forward pass computes, seen from the model itself."""
+    counts = []
+    hook = engine.model.register_forward_pre_hook(
+        lambda module, args, kwargs: counts.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    yield counts
+    hook.remove()
+
+
+def test_rows_are_those_of_transformers(engine, rows_of, model_path):
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    queries = [Query(context(seed, length)) for seed, length in enumerate([1, 7, 64, 65, 200])]
+    rows = rows_of(engine, queries)
+    with torch.no_grad():
+        expected = [reference(torch.tensor([query.token_ids])).logits[0, -1].log_softmax(-1) for query in queries]
+    assert_rows_close(rows, expected)
+    assert all(row.shape == (engine.vocab_size,) and row.dtype == torch.float32 for row in rows)
+
+
+def test_extending_a_context_by_a_token_computes_one_token(engine, rows_of):
+    queries = [Query(context(seed, 50)) for seed in range(4)]
+    rows_of(engine, queries)
+    longer = [Query((*query.token_ids, 77)) for query in queries]
+    with computed_tokens(engine) as counts:
+        rows = rows_of(engine, longer)
+    assert counts == [4]
+    assert_rows_close(rows, [rows_of(engine, [cold(query)])[0] for query in longer])
+
+
+def test_ragged_extensions_append_what_is_new(engine, rows_of):
+    queries = [Query(context(seed, 40 + seed)) for seed in range(3)]
+    rows_of(engine, queries)
+    longer = [Query(query.token_ids + context(9, 1 + extra)) for query, extra in zip(queries, [0, 4, 11], strict=True)]
+    with computed_tokens(engine) as counts:
+        rows = rows_of(engine, longer)
+    assert sum(counts) == 1 + 5 + 12
+    assert_rows_close(rows, [rows_of(engine, [cold(query)])[0] for query in longer])
+
+
+def test_siblings_of_a_fork_share_the_full_blocks(engine, rows_of):
+    parent = Query(context(0, 70))
+    rows_of(engine, [parent])
+    siblings = [Query((*parent.token_ids, token)) for token in (5, 6, 7)]
+    with computed_tokens(engine) as counts:
+        rows = rows_of(engine, siblings)
+    assert sum(counts) == 1 + 2 * (71 - 64), "one goes on with the session; two recompute a partial block of 32"
+    assert_rows_close(rows, [rows_of(engine, [cold(query)])[0] for query in siblings])
+
+
+def test_a_cold_query_computes_everything(engine, rows_of):
+    query = Query(context(0, 50))
+    rows_of(engine, [query])
+    with computed_tokens(engine) as counts:
+        rows_of(engine, [Query((*query.token_ids, 5), cold=True)])
+    assert sum(counts) == 51
+
+
+def test_newcomers_join_at_the_next_step(engine):
+    """A long prompt takes several steps of 64 tokens; what is asked meanwhile does not wait for its end."""
+    long, short = Query(context(0, 200)), Query(context(1, 5))
+    assert engine.genlm_step([long]) == []
+    seen, steps = [answer.query for answer in engine.genlm_step([short])], 1
+    while len(seen) < 2:
+        seen += [answer.query for answer in engine.genlm_step([])]
+        steps += 1
+    assert steps <= 4, "200 and 5 tokens fit four steps of 64, the first of which was made before"
+
+
+def test_the_longest_context(engine, rows_of):
+    query = Query(context(0, engine.max_context))
+    (row,) = rows_of(engine, [query])
+    assert_rows_close([row], rows_of(engine, [cold(query)]))
+
+
+def test_a_full_cache_and_more_questions_than_places(engine, rows_of):
+    """Forty contexts of about 100 tokens where the cache holds about 900 tokens and a batch 16 requests."""
+    queries = [Query(context(seed, 90 + seed % 20)) for seed in range(40)]
+    rows = rows_of(engine, queries)
+    picked = range(0, 40, 7)
+    assert_rows_close([rows[i] for i in picked], [rows_of(engine, [cold(queries[i])])[0] for i in picked])
+
+
+def test_any_interleaving_gives_the_cold_rows(engine, rows_of):
+    """A tree of contexts, extended, forked, repeated and left, under pressure; every row against its cold one."""
+    dice = random.Random(7)
+    known = [context(seed, 30) for seed in range(3)]
+    asked = {}
+    for _ in range(25):
+        batch = []
+        for _ in range(dice.randint(1, 8)):
+            parent = dice.choice(known[-12:])
+            batch.append(Query((parent + context(dice.randrange(6), dice.choice([1, 1, 1, 3, 40])))[:255]))
+        batch = list(dict.fromkeys(batch))
+        asked |= dict(zip(batch, rows_of(engine, batch), strict=True))
+        known += [query.token_ids for query in batch if len(query.token_ids) < 200]
+    sample = dice.sample(list(asked), 25)
+    assert_rows_close([asked[query] for query in sample], [rows_of(engine, [cold(query)])[0] for query in sample])
+
+
+# --- pinned prefixes --------------------------------------------------------------------------------------------------
+
+
+def test_a_pinned_prefix_survives_pressure(engine, rows_of):
+    prefix = context(0, 96)
+    assert engine.genlm_cache_prefix(Query(prefix)) is True
+    rows_of(engine, [Query(context(seed, 200)) for seed in range(1, 9)])
+    with computed_tokens(engine) as counts:
+        rows_of(engine, [Query((*prefix, 5)), Query((*prefix, 6))])
+    assert sum(counts) == 2, "three full blocks are there for both"
+
+
+def test_clearing_forgets_pinned_prefixes(engine, rows_of):
+    prefix = context(0, 96)
+    engine.genlm_cache_prefix(Query(prefix))
+    engine.genlm_clear_kv_cache()
+    with computed_tokens(engine) as counts:
+        rows_of(engine, [Query((*prefix, 5))])
+    assert sum(counts) == 97
+
+
+def test_pins_that_would_fill_the_cache_are_refused(engine, rows_of):
+    for seed in range(2):
+        engine.genlm_cache_prefix(Query(context(seed, 220)))
+    with pytest.raises(EngineError, match="clear_kv_cache"):
+        engine.genlm_cache_prefix(Query(context(2, 250)))
+    query = Query(context(50, 250))
+    assert_rows_close(rows_of(engine, [query]), rows_of(engine, [cold(query)]))
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def failing_forward(engine, times: int = 1):
+    """The model raises in the middle of its next forward passes."""
+    left = [times]
+
+    def fail(module, args):
+        if left[0]:
+            left[0] -= 1
+            raise RuntimeError("the forward pass broke")
+
+    hook = engine.model.model.layers[15].register_forward_pre_hook(fail)
+    yield
+    hook.remove()
+
+
+def test_after_a_failed_step_every_answer_is_right(engine, rows_of):
+    """vLLM enters blocks in its prefix cache before it computes them: those of a failed step must not be found again."""
+    live, fresh = Query(context(0, 50)), Query(context(1, 60))
+    rows_of(engine, [live])
+    longer = Query((*live.token_ids, 5))
+    with failing_forward(engine), pytest.raises(RuntimeError, match="broke"):
+        engine.genlm_step([longer, fresh])
+    assert_rows_close(rows_of(engine, [longer, fresh]), [rows_of(engine, [cold(query)])[0] for query in (longer, fresh)])
+
+
+def test_a_pinned_prefix_is_restored_after_a_failure(engine, rows_of):
+    prefix = context(0, 96)
+    engine.genlm_cache_prefix(Query(prefix))
+    with failing_forward(engine), pytest.raises(RuntimeError, match="broke"):
+        engine.genlm_step([Query(context(1, 20))])
+    rows_of(engine, [Query(context(1, 20))])
+    with computed_tokens(engine) as counts:
+        rows_of(engine, [Query((*prefix, 5))])
+    assert counts == [1]
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def test_seeded_draws_do_not_depend_on_the_batch(engine):
+    queries = [Query(context(seed, 10)) for seed in range(4)]
+    params = [SamplingParams(max_tokens=6, seed=seed) for seed in (3, 2**64 - 1, -1, 0)]
+    together = engine.genlm_sample(queries, params)
+    assert together == [engine.genlm_sample([q], [p])[0] for q, p in zip(queries, params, strict=True)]
+    assert together != engine.genlm_sample(queries, [SamplingParams(max_tokens=6, seed=9)] * 4)
+
+
+def test_unseeded_draws_differ(engine):
+    draws = engine.genlm_sample([Query(context(0, 10))] * 4, [SamplingParams(max_tokens=8)] * 4)
+    assert len({tuple(draw) for draw in draws}) > 1
+
+
+def test_zero_temperature_is_the_likeliest_token(engine, rows_of):
+    query = Query(context(0, 10))
+    (drawn,) = engine.genlm_sample([query], [SamplingParams(max_tokens=4, temperature=0.0)])
+    ids = query.token_ids
+    for token in drawn:
+        assert token == int(rows_of(engine, [Query(ids)])[0].argmax())
+        ids = (*ids, token)
+
+
+def test_stop_tokens_end_a_draw_and_are_left_out(engine):
+    query, greedy = Query(context(0, 10)), SamplingParams(max_tokens=8, temperature=0.0)
+    (free,) = engine.genlm_sample([query], [greedy])
+    stop = free[3]
+    stopping = SamplingParams(max_tokens=8, temperature=0.0, stop_token_ids=frozenset({stop}))
+    assert engine.genlm_sample([query], [stopping]) == [free[: free.index(stop)]]
+
+
+def test_the_models_own_end_of_sequence_does_not_stop_unless_listed(engine):
+    end = engine.tokenizer.eos_token_id
+    prompt = tuple(engine.tokenizer.encode("<|im_start|>user\nSay hi.<|im_end|>\n<|im_start|>assistant\n"))
+    (drawn,) = engine.genlm_sample([Query(prompt)], [SamplingParams(max_tokens=60, temperature=0.0)])
+    assert len(drawn) == 60
+    assert end in drawn
+
+
+def test_top_k_of_one_is_greedy(engine):
+    query = Query(context(0, 10))
+    wishes = [SamplingParams(max_tokens=5, top_k=1, seed=1), SamplingParams(max_tokens=5, temperature=0.0)]
+    first, second = engine.genlm_sample([query, query], wishes)
+    assert first == second
+
+
+def test_frequencies_agree_with_the_row(engine, rows_of):
+    query, n = Query(tuple(engine.tokenizer.encode("The sky is"))), 400
+    draws = engine.genlm_sample([query] * n, [SamplingParams(max_tokens=1, seed=seed) for seed in range(n)])
+    probabilities = rows_of(engine, [query])[0].exp()
+    for token in probabilities.topk(3).indices.tolist():
+        p = float(probabilities[token])
+        observed = sum(draw == [token] for draw in draws) / n
+        assert abs(observed - p) < 4.5 * (p * (1 - p) / n) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("length", "params"),
+    [(10, SamplingParams(max_tokens=3, temperature=0.001)), (100, SamplingParams(max_tokens=3, seed=1))],
+    ids=["temperature too low for vLLM", "seeded and chunked on CPU"],
+)
+def test_what_vllm_would_draw_wrongly_is_left_to_the_core(engine, length, params):
+    assert engine.genlm_sample([Query(context(0, length))], [params]) is None
+
+
+# --- without live sessions, without prefix caching ----------------------------------------------------------------------
+
+
+def test_without_live_sessions(load_engine, rows_of):
+    engine = load_engine(live_sessions=False, enable_prefix_caching=False)
+    query = Query(context(0, 50))
+    rows_of(engine, [query])
+    longer = Query((*query.token_ids, 5))
+    with computed_tokens(engine) as counts:
+        rows = rows_of(engine, [longer])
+    assert sum(counts) == 51
+    assert_rows_close(rows, rows_of(engine, [cold(longer)]))
+    with pytest.raises(UnsupportedError, match="prefix caching"):
+        engine.genlm_cache_prefix(query)

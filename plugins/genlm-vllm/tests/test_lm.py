@@ -1,0 +1,96 @@
+"""AsyncVirtualLM: what users hold in their hands."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from genlm.core import EngineError, ModelClosedError, load_model_by_name
+from genlm.vllm import AsyncVirtualLM
+
+PROMPT = list(range(3000, 3040))
+
+
+@pytest.fixture(scope="module")
+def lm(model_path, small_opts):
+    with AsyncVirtualLM.from_name(model_path, engine_opts=small_opts, cache_size=50) as lm:
+        yield lm
+
+
+def test_particles_share_batches_and_one_step_costs_one_call(lm):
+    async def main():
+        contexts = [[*PROMPT, token] for token in range(8)]
+        rows = await asyncio.gather(*map(lm.next_token_logprobs, contexts))
+        before = lm.stats
+        longer = [[*ids, int(row.argmax())] for ids, row in zip(contexts, rows, strict=True)]
+        await asyncio.gather(*map(lm.next_token_logprobs, longer))
+        return lm.stats.batches - before.batches
+
+    assert asyncio.run(main()) == 1
+
+
+def test_the_underlying_model_is_vllms_module(lm):
+    assert isinstance(lm.underlying_model, torch.nn.Module)
+
+
+def test_a_question_that_breaks_the_engine_fails_alone(lm):
+    """The model raises whenever a certain token is computed: only the context that has it fails."""
+    poison = 1234
+
+    def fail(module, args, kwargs):
+        if (kwargs["input_ids"] == poison).any():
+            raise RuntimeError("poisoned")
+
+    hook = lm.underlying_model.register_forward_pre_hook(fail, with_kwargs=True)
+    good = [[*PROMPT, 100 + i] for i in range(3)]
+
+    async def main():
+        asked = [*good, [*PROMPT, poison]]
+        return await asyncio.gather(*map(lm.next_token_logprobs, asked), return_exceptions=True)
+
+    try:
+        *rows, error = asyncio.run(main())
+    finally:
+        hook.remove()
+    assert isinstance(error, EngineError)
+    assert "poisoned" in str(error)
+    for ids, row in zip(good, rows, strict=True):
+        torch.testing.assert_close(row, lm.next_token_logprobs_uncached(ids), atol=5e-4, rtol=0)
+    assert lm.next_token_logprobs_sync([*PROMPT, poison]).isfinite().all()
+
+
+def test_draws_and_rows_may_be_asked_together(lm):
+    async def main():
+        return await asyncio.gather(
+            lm.sample(PROMPT, 5, [], seed=1),
+            lm.next_token_logprobs(PROMPT),
+            lm.sample(PROMPT, 5, [], seed=1),
+            lm.sample(PROMPT, 0, []),
+        )
+
+    first, row, second, nothing = asyncio.run(main())
+    assert first == second
+    assert len(first) == 5
+    assert nothing == []
+    assert row.shape == (len(lm.byte_vocab),)
+
+
+def test_the_end_of_the_context_is_the_end_of_a_draw(lm):
+    ids = [5] * 254
+    assert len(asyncio.run(lm.sample(ids, 2, [], temperature=0.0))) == 2
+    with pytest.raises(ValueError, match="255"):
+        asyncio.run(lm.sample(ids, 3, []))
+
+
+def test_by_name_and_two_models_in_one_process(lm, model_path, small_opts):
+    """vLLM keeps process-wide groups: closing one model must not take them from another."""
+    row = lm.next_token_logprobs_sync(PROMPT)
+    other = load_model_by_name(model_path, "vllm", {"engine_opts": small_opts, "live_sessions": 3})
+    torch.testing.assert_close(other.next_token_logprobs_sync(PROMPT), row, atol=5e-4, rtol=0)
+    other.close()
+    other.close()
+    with pytest.raises(ModelClosedError):
+        other.next_token_logprobs_sync(PROMPT)
+    torch.testing.assert_close(lm.next_token_logprobs_uncached(PROMPT), row, atol=5e-4, rtol=0)

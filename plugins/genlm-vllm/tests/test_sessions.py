@@ -1,0 +1,148 @@
+"""The books of the live sessions, without vLLM."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlm.core.errors import EngineError
+from genlm.core.types import Adapter, Query
+from genlm.vllm.sessions import Session, Sessions
+
+A = Adapter("a", "/a", 1)
+BLOCK = 4
+
+
+def footprint(length: int) -> int:
+    return (length // BLOCK + 1) * BLOCK
+
+
+def books(limit: int = 4, capacity: int = 1000, longest: int = 40, reach: int = BLOCK) -> Sessions:
+    return Sessions(limit=limit, capacity=capacity, footprint=footprint, longest=longest, reach=reach)
+
+
+def session(*ids: int, adapter: Adapter | None = None, request_id: str = "") -> Session:
+    return Session(request_id or f"r{ids}", ids, adapter)
+
+
+def test_an_extension_takes_the_session_once():
+    sessions = books()
+    sessions.park(session(1, 2, 3))
+    assert sessions.take(Query((1, 2, 3, 4))) == session(1, 2, 3)
+    assert sessions.take(Query((1, 2, 3, 5))) is None
+
+
+def test_the_longest_prefix_within_reach_is_taken():
+    sessions = books()
+    for ids in [(1,), (1, 2), (1, 2, 3, 9)]:
+        sessions.park(session(*ids))
+    assert sessions.take(Query((1, 2, 3, 4, 5))) == session(1, 2)
+    assert sessions.take(Query((1, 7, 7, 7, 7, 7))) is None, "five new tokens are beyond the reach of four"
+
+
+def test_a_context_does_not_extend_itself_or_another_adapters():
+    sessions = books()
+    sessions.park(session(1, 2, adapter=A))
+    assert sessions.take(Query((1, 2), A)) is None
+    assert sessions.take(Query((1, 2, 3))) is None
+    assert sessions.take(Query((1, 2, 3), A)) is not None
+
+
+def test_a_twin_is_replaced():
+    sessions = books()
+    sessions.park(session(1, request_id="old"))
+    assert sessions.park(session(1, request_id="new")) == [session(1, request_id="old")]
+    assert len(sessions) == 1
+
+
+def test_the_least_recently_used_go_first():
+    sessions = books(limit=2)
+    for first in range(4):
+        sessions.park(session(first))
+    assert sessions.trim(0) == [session(0), session(1)]
+
+
+def test_sessions_give_way_to_what_is_in_flight():
+    sessions = books(capacity=3 * BLOCK)
+    for first in range(3):
+        sessions.park(session(first))
+    assert sessions.trim(0) == []
+    assert sessions.trim(2 * BLOCK) == [session(0), session(1)]
+    assert sessions.trim(100 * BLOCK) == [session(2)]
+
+
+def test_a_pinned_context_is_never_taken_or_trimmed():
+    sessions = books(capacity=60, longest=40)
+    sessions.pin(session(1, 2, 3))
+    assert sessions.is_pinned(Query((1, 2, 3)))
+    assert sessions.take(Query((1, 2, 3, 4))) is None
+    assert sessions.trim(10_000) == []
+    assert sessions.pinned == [Query((1, 2, 3))]
+
+
+def test_pinning_leaves_room_for_the_longest_context():
+    sessions = books(capacity=60, longest=40)
+    with pytest.raises(EngineError, match="kv_cache_memory_bytes"):
+        sessions.check_room_for_pin(Query(tuple(range(20))))
+
+
+def test_pinning_leaves_places_for_other_requests():
+    sessions = books(limit=1)
+    sessions.pin(session(1))
+    with pytest.raises(EngineError, match="max_num_seqs"):
+        sessions.check_room_for_pin(Query((2,)))
+
+
+def test_dropping_an_adapter_leaves_the_others():
+    sessions = books()
+    sessions.pin(session(1, adapter=A))
+    sessions.park(session(2, adapter=A))
+    sessions.park(session(3))
+    assert sessions.drop(A) == [session(1, adapter=A), session(2, adapter=A)]
+    assert sessions.clear() == [session(3)]
+    assert len(sessions) == 0
+
+
+contexts = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
+deeds = st.lists(
+    st.tuples(st.sampled_from(["park", "take", "trim", "pin", "drop", "clear"]), contexts, st.sampled_from([None, A])),
+    max_size=60,
+)
+
+
+@given(deeds, st.integers(0, 5))
+def test_every_session_is_either_held_or_given_up_once(deeds, limit):
+    """Against a plain set of request ids: none is lost, none given up twice, and the limits hold after a trim."""
+    sessions, held = books(limit=limit, capacity=80), set()
+
+    def given_up(released):
+        ids = [one.request_id for one in released]
+        assert len(set(ids)) == len(ids)
+        assert held.issuperset(ids)
+        held.difference_update(ids)
+
+    for number, (deed, ids, adapter) in enumerate(deeds):
+        new = Session(f"r{number}", ids, adapter)
+        if deed == "park":
+            given_up(sessions.park(new))
+            held.add(new.request_id)
+        elif deed == "pin" and not sessions.is_pinned(Query(ids, adapter)):
+            sessions.pin(new)
+            held.add(new.request_id)
+        elif deed == "take":
+            taken = sessions.take(Query(ids, adapter))
+            if taken:
+                assert ids[: len(taken.token_ids)] == taken.token_ids != ids
+                assert taken.adapter == adapter
+                given_up([taken])
+        elif deed == "trim":
+            given_up(sessions.trim(len(ids)))
+            assert len(sessions) <= max(limit, len(sessions.pinned))
+        elif deed == "drop":
+            given_up(sessions.drop(A))
+        elif deed == "clear":
+            given_up(sessions.clear())
+            assert not held
+        sessions.check_integrity()
+        assert len(sessions) == len(held)
