@@ -1,0 +1,128 @@
+"""What a workload says, and how: one JSON object a line on standard output. Standard library only, for all environments.
+
+A workload is a module with one function per side, each of which takes a :class:`Bench`::
+
+    def ours(bench: Bench) -> None:
+        from genlm.core import load_model_by_name  # engines and models are imported inside
+        lm = load_model_by_name(bench.model, backend="hf")
+        bench.time("extend 32 contexts", lambda: ..., unit="ms", prepare=lambda: ...)
+
+    if __name__ == "__main__":
+        main(ours=ours, theirs=theirs, floor=floor)
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+#: Seconds in a unit. A rate ("tokens/s") or a size ("MiB") is recorded as it is.
+UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+
+#: The distributions whose versions a result names.
+NAMED = (
+    "accelerate",
+    "genlm-",
+    "llguidance",
+    "mlx",
+    "numba",
+    "numpy",
+    "sglang",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "vllm",
+)
+
+
+class Bench:
+    """Measures, and prints what it measured.
+
+    Attributes:
+        side: ``"ours"``, ``"theirs"`` or ``"floor"``.
+        quick: Whether to do as little as shows that the workload runs.
+        model: The folder of a small real model.
+    """
+
+    def __init__(self, side: str, quick: bool, model: str) -> None:
+        self.side = side
+        self.quick = quick
+        self.model = model
+
+    def time(
+        self,
+        case: str,
+        call: Callable[..., object],
+        *,
+        unit: str = "ms",
+        x: float | None = None,
+        repeat: int = 20,
+        per: int = 1,
+        prepare: Callable[[], object] | None = None,
+    ) -> float:
+        """Time a call ``repeat`` times (3 with ``--quick``) after one that is not counted; return the median, in ``unit``.
+
+        Args:
+            case: What is measured; equal on every side.
+            call: Called with what ``prepare`` returned, or with nothing where there is none.
+            unit: ``"s"``, ``"ms"``, ``"us"`` or ``"ns"``.
+            x: The position on a curve: cases of one name and different ``x`` are one curve.
+            repeat: How many times.
+            per: How many things one call does; times are for one of them.
+            prepare: Makes what one call needs; its time is not counted.
+        """
+        values = []
+        for _ in range(1 + (min(repeat, 3) if self.quick else repeat)):
+            arguments = () if prepare is None else (prepare(),)
+            began = time.perf_counter()
+            call(*arguments)
+            values.append((time.perf_counter() - began) / per / UNITS[unit])
+        self.record(case, values[1:], unit=unit, x=x)
+        return statistics.median(values[1:])
+
+    def record(self, case: str, values: Sequence[float] | float, *, unit: str, x: float | None = None) -> None:
+        """Say what was measured in another way: the values of all repetitions, or one value."""
+        values = [values] if isinstance(values, int | float) else list(values)
+        self._say(case=case, x=x, unit=unit, values=[round(value, 6) for value in values])
+
+    def note(self, text: str) -> None:
+        """Say something that the reader of the results must know."""
+        self._say(note=text)
+
+    def about(self) -> None:
+        """Say what this environment is."""
+        found = {str(one.metadata["Name"]).lower(): one.version for one in distributions()}
+        named = {name: version for name, version in sorted(found.items()) if name.startswith(NAMED)}
+        self._say(python=platform.python_version(), versions=named)
+
+    def peak(self) -> None:
+        """Say the most memory that this process has had."""
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        self._say(peak_mib=round(most / (1 << 20 if sys.platform == "darwin" else 1 << 10), 1))
+
+    def _say(self, **said: Any) -> None:
+        print(json.dumps(said), flush=True)
+
+
+def main(**sides: Callable[[Bench], None]) -> None:
+    """Run one side of a workload: ``python -m benchmarks.<workload> ours --model FOLDER --quick``."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("side", choices=sorted(sides))
+    parser.add_argument("--model", default=str(Path.home() / ".cache" / "genlm" / "smollm2-135m-instruct"))
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    bench = Bench(options.side, options.quick, options.model)
+    bench.about()
+    gc.collect()
+    sides[options.side](bench)
+    bench.peak()
