@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from attrs import evolve
 
 from genlm.core.errors import PluginError
 from genlm.core.hookspecs import hookimpl
-from genlm.core.types import Answer, Query
+from genlm.core.types import Adapter, Answer, Query, SamplingParams
 
 if TYPE_CHECKING:
     import torch
@@ -16,49 +18,139 @@ if TYPE_CHECKING:
 NORMALISATION = 1e-4
 
 
+def _raise(violation: PluginError) -> NoReturn:
+    raise violation
+
+
 class ContractCheck:
-    """Checks number, shape, type, values and mass of every row.
+    """Checks number, shape, type, values and mass of everything that the hooks return.
 
     Args:
         backend: The backend's name, for messages.
+        report: Called with every violation, on the engine thread; without it the violation is raised.
     """
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, report: Callable[[PluginError], None] = _raise) -> None:
         self._backend = backend
+        self._report = report
+
+    # --- evaluation ---------------------------------------------------------------------------------------------------
 
     @hookimpl(wrapper=True)
     def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> Generator[None, torch.Tensor, torch.Tensor]:
         rows = yield
+        hook = "genlm_next_token_logprobs"
         if getattr(rows, "ndim", None) != 2 or len(rows) != len(queries):
-            raise self._violation("genlm_next_token_logprobs", queries[0], f"{_shape(rows)} for {len(queries)} queries")
+            self._report(self._violation(hook, f"{_shape(rows)} for {len(queries)} queries", queries[0]))
+            return rows
         for query, row in zip(queries, rows, strict=True):
-            self._check_row("genlm_next_token_logprobs", query, row)
+            self._check(hook, query, _wrong_row(row))
         return rows
 
     @hookimpl(wrapper=True)
     def genlm_step(self, queries: Sequence[Query]) -> Generator[None, Sequence[Answer], Sequence[Answer]]:
         answers = yield
-        for answer in answers:
-            if not isinstance(answer.row, Exception):
-                self._check_row("genlm_step", answer.query, answer.row)
-        return answers
+        return [self._checked(answer) for answer in answers]
 
-    def _check_row(self, hook: str, query: Query, row: torch.Tensor) -> None:
-        import torch
+    def _checked(self, answer: Answer) -> Answer:
+        if isinstance(answer.row, Exception):
+            return answer
+        try:
+            self._check("genlm_step", answer.query, _wrong_row(answer.row))
+        except PluginError as violation:  # concerns this query alone: the others are in order
+            return evolve(answer, row=violation)
+        return answer
 
-        if row.ndim != 1 or row.dtype != torch.float32:
-            raise self._violation(hook, query, f"{_shape(row)}, {row.dtype}; expected one dimension, torch.float32")
-        if row.requires_grad:
-            raise self._violation(hook, query, "a row that requires grad; evaluate under torch.inference_mode()")
-        if torch.isnan(row).any() or (row == float("inf")).any():
-            raise self._violation(hook, query, "a row with nan or +inf")
-        mass = float(row.logsumexp(dim=0))
-        if not abs(mass) <= NORMALISATION:
-            raise self._violation(hook, query, f"a row with logsumexp {mass:.6g}; normalise it to 0 within {NORMALISATION}")
+    @hookimpl(wrapper=True)
+    def genlm_sample(
+        self, queries: Sequence[Query], params: Sequence[SamplingParams]
+    ) -> Generator[None, Sequence[Sequence[int]] | None, Sequence[Sequence[int]] | None]:
+        drawn = yield
+        if drawn is None:
+            return drawn
+        self._check_count("genlm_sample", queries, drawn, "continuations")
+        for query, how, ids in zip(queries, params, drawn, strict=False):
+            self._check("genlm_sample", query, _wrong_draw(ids, how))
+        return drawn
 
-    def _violation(self, hook: str, query: Query, what: str) -> PluginError:
-        return PluginError(f"backend {self._backend!r}: {hook} returned {what}, for {query!r:.200}")
+    @hookimpl(wrapper=True)
+    def genlm_sequence_logprobs(
+        self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
+    ) -> Generator[None, Sequence[torch.Tensor] | None, Sequence[torch.Tensor] | None]:
+        scores = yield
+        if scores is None:
+            return scores
+        self._check_count("genlm_sequence_logprobs", queries, scores, "scores")
+        for query, continuation, score in zip(queries, continuations, scores, strict=False):
+            self._check("genlm_sequence_logprobs", query, _wrong_score(score, len(continuation)))
+        return scores
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    @hookimpl(wrapper=True)
+    def genlm_cache_prefix(self, query: Query) -> Generator[None, bool | None, bool | None]:
+        return self._done("genlm_cache_prefix", query, (yield))
+
+    @hookimpl(wrapper=True)
+    def genlm_add_lora(self, adapter: Adapter) -> Generator[None, bool | None, bool | None]:
+        return self._done("genlm_add_lora", adapter, (yield))
+
+    @hookimpl(wrapper=True)
+    def genlm_remove_lora(self, adapter: Adapter) -> Generator[None, bool | None, bool | None]:
+        return self._done("genlm_remove_lora", adapter, (yield))
+
+    def _done(self, hook: str, subject: object, result: bool | None) -> bool | None:
+        self._check(hook, subject, None if result in (True, None) else f"{result!r}; expected True")
+        return result
+
+    # --- violations ---------------------------------------------------------------------------------------------------
+
+    def _check_count(self, hook: str, queries: Sequence[Query], results: Sequence[object], what: str) -> None:
+        if len(results) != len(queries):
+            self._report(self._violation(hook, f"{len(results)} {what} for {len(queries)} queries", queries[0]))
+
+    def _check(self, hook: str, subject: object, wrong: str | None) -> None:
+        if wrong is not None:
+            self._report(self._violation(hook, wrong, subject))
+
+    def _violation(self, hook: str, what: str, subject: object) -> PluginError:
+        return PluginError(f"backend {self._backend!r}: {hook} returned {what}, for {subject!r:.200}")
+
+
+def _wrong_row(row: Any) -> str | None:
+    import torch
+
+    if not isinstance(row, torch.Tensor) or row.ndim != 1 or row.dtype != torch.float32:
+        return f"{_shape(row)}; expected one dimension, torch.float32"
+    if row.requires_grad:
+        return "a row that requires grad; evaluate under torch.inference_mode()"
+    if torch.isnan(row).any() or (row == float("inf")).any():
+        return "a row with nan or +inf"
+    mass = float(row.logsumexp(dim=0))
+    if not abs(mass) <= NORMALISATION:
+        return f"a row with logsumexp {mass:.6g}; normalise it to 0 within {NORMALISATION}"
+    return None
+
+
+def _wrong_draw(ids: Sequence[int], params: SamplingParams) -> str | None:
+    if len(ids) > params.max_tokens:
+        return f"{len(ids)} tokens; at most max_tokens={params.max_tokens} were asked"
+    if stops := params.stop_token_ids.intersection(ids):
+        return f"the stop token {min(stops)} in a continuation; leave it out"
+    if any(token_id < 0 for token_id in ids):
+        return f"the token id {min(ids)}"
+    return None
+
+
+def _wrong_score(score: Any, length: int) -> str | None:
+    import torch
+
+    if not isinstance(score, torch.Tensor) or tuple(score.shape) != (length,) or score.dtype != torch.float32:
+        return f"{_shape(score)}; expected shape ({length},), torch.float32"
+    if torch.isnan(score).any() or (score > NORMALISATION).any():
+        return "a score that is nan or above 0; scores are log-probabilities"
+    return None
 
 
 def _shape(rows: Any) -> str:
-    return f"shape {tuple(rows.shape)}" if hasattr(rows, "shape") else type(rows).__name__
+    return f"shape {tuple(rows.shape)}, {rows.dtype}" if hasattr(rows, "shape") else type(rows).__name__

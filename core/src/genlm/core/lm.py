@@ -304,6 +304,15 @@ class AsyncLM:
         return self._engine.tokenizer
 
     @property
+    def max_context(self) -> int | None:
+        """The longest context that can be asked, in tokens; ``None`` where there is no limit."""
+        return self._engine.max_context
+
+    def supports(self, hook: str) -> bool:
+        """Whether the engine implements a hook of :mod:`genlm.core.hookspecs`, for instance ``"genlm_add_lora"``."""
+        return self._engine.supports(hook)
+
+    @property
     def underlying_model(self) -> Any:
         """The engine's own model object. It belongs to the engine thread while questions are pending."""
         return self._engine.model

@@ -1,0 +1,167 @@
+"""Clauses on callers: many of them, in any loop and thread, leaving and failing without a trace on the others."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import strategies as st
+
+from genlm.core.conformance.compare import Violation, check
+from genlm.core.conformance.subject import Outcome, Subject, submitted
+from genlm.core.errors import EngineError, QueriesResetError
+from genlm.core.types import TokenIds
+
+
+class CallerClauses:
+    """Callers do not disturb each other."""
+
+    def test_cancelled_caller_leaves_others_alone(self, live: Subject) -> None:
+        """Cancelling one caller, alone or beside another with the same question, leaves every other answer as it is."""
+
+        @live.for_all(
+            contexts=live.contexts.several(),
+            cancelled=st.integers(0, 5),
+            while_running=st.booleans(),
+        )
+        def cancelled_caller_leaves_others_alone(contexts: list[TokenIds], cancelled: int, while_running: bool) -> None:
+            cancelled %= len(contexts)
+
+            async def scenario() -> list[Outcome]:
+                with live.probe.held():
+                    blocker = None if while_running else await self._blocked(live)
+                    tasks = [asyncio.ensure_future(live.lm.next_token_logprobs(context)) for context in contexts]
+                    await submitted()
+                    if while_running:
+                        await asyncio.wrap_future(live.thread(live.probe.wait_inside))
+                    tasks[cancelled].cancel()
+                    await submitted()
+                if blocker is not None:
+                    await live.soon(blocker)
+                return await live.soon(asyncio.gather(*tasks, return_exceptions=True))
+
+            outcomes = live.run(scenario())
+            left = outcomes.pop(cancelled)
+            check(isinstance(left, asyncio.CancelledError), f"the cancelled caller got {left!r:.200}")
+            others = contexts[:cancelled] + contexts[cancelled + 1 :]
+            for row, context in zip(outcomes, others, strict=True):
+                live.expect(row, context, how=f"while the caller of {list(contexts[cancelled])} cancelled")
+
+    def test_abandoned_question_is_dropped(self, live: Subject) -> None:
+        """A question all of whose callers have gone does not reach the engine."""
+
+        @live.for_all(examples=5, context=live.contexts.any())
+        def abandoned_question_is_dropped(context: TokenIds) -> None:
+            async def scenario() -> None:
+                with live.probe.held():
+                    blocker = await self._blocked(live)
+                    tasks = [asyncio.ensure_future(live.lm.next_token_logprobs(context)) for _ in range(2)]
+                    await submitted()
+                    for task in tasks:
+                        task.cancel()
+                    await submitted()
+                await live.soon(blocker)
+
+            live.run(scenario())
+            live.expect(live.ask(live.contexts.stem[:5]), live.contexts.stem[:5], how="after an abandoned question")
+            seen = [query.token_ids for query in live.probe.seen]
+            check(context not in seen, f"both callers of {list(context)} had cancelled, and the engine evaluated it")
+
+    async def _blocked(self, live: Subject) -> asyncio.Future[Outcome]:
+        """A question that the engine has in hand, so that all others wait."""
+        blocker = asyncio.ensure_future(live.lm.next_token_logprobs(live.contexts.stem[:2]))
+        await submitted()
+        await asyncio.wrap_future(live.thread(live.probe.wait_inside))
+        return blocker
+
+    def test_failing_question_fails_alone(self, live: Subject) -> None:
+        """If the engine fails on one question of a batch, its caller gets the error and the others their rows."""
+
+        @live.for_all(contexts=live.contexts.distinct(), failing=st.integers(0, 3))
+        def failing_question_fails_alone(contexts: list[TokenIds], failing: int) -> None:
+            bad = contexts[failing % len(contexts)]
+            good = [context for context in contexts if context != bad]
+            for context in good:
+                live.cold(context)
+            live.probe.poison(bad)
+            for outcome, context in zip(live.gather(contexts), contexts, strict=True):
+                if context == bad:
+                    check(
+                        isinstance(outcome, EngineError),
+                        f"the engine failed on {list(bad)}; its caller got {outcome!r:.200}",
+                    )
+                else:
+                    live.expect(outcome, context, how=f"in a batch in which {list(bad)} failed")
+            live.probe.reset()
+            live.expect(live.ask(bad), bad, how="after it had failed once")
+
+    def test_reset_fails_what_is_pending(self, live: Subject) -> None:
+        """``reset_async_queries`` answers every waiting caller with an error at once; the model goes on."""
+
+        @live.for_all(examples=5, contexts=live.contexts.distinct())
+        def reset_fails_what_is_pending(contexts: list[TokenIds]) -> None:
+            async def scenario() -> tuple[Outcome, list[Outcome]]:
+                with live.probe.held():
+                    blocker = await self._blocked(live)
+                    tasks = [asyncio.ensure_future(live.lm.next_token_logprobs(context)) for context in contexts]
+                    await submitted()
+                    live.lm.reset_async_queries()
+                    dropped = await live.soon(asyncio.gather(*tasks, return_exceptions=True))
+                return await live.soon(blocker), dropped
+
+            taken, dropped = live.run(scenario())
+            for outcome in dropped:
+                check(isinstance(outcome, QueriesResetError), f"a question pending at the reset ended in {outcome!r:.200}")
+            live.expect(taken, live.contexts.stem[:2], how="in the engine's hands during a reset")
+            for row, context in zip(live.gather(contexts), contexts, strict=True):
+                live.expect(row, context, how="after a reset")
+
+    def test_blocking_call_inside_a_running_loop(self, live: Subject) -> None:
+        """A blocking call works inside a running event loop, also while that loop's own questions are pending."""
+
+        @live.for_all(examples=5, contexts=live.contexts.distinct(least=2, most=2))
+        def blocking_call_inside_a_running_loop(contexts: list[TokenIds]) -> None:
+            async def scenario() -> tuple[Outcome, Outcome]:
+                task = asyncio.ensure_future(live.lm.next_token_logprobs(contexts[0]))
+                await submitted()
+                return live.lm.next_token_logprobs_sync(contexts[1]), await live.soon(task)
+
+            # In a thread, so that it is noticed if it hangs: nothing can interrupt a loop that is blocked.
+            outcome = live.outcome(live.thread(lambda: live.run(scenario())))
+            if isinstance(outcome, BaseException):
+                raise Violation(f"a blocking call inside a loop: {type(outcome).__name__}: {outcome}") from outcome
+            live.expect(outcome[0], contexts[1], how="by a blocking call inside a running loop")
+            live.expect(outcome[1], contexts[0], how="by a coroutine while a blocking call was made in its loop")
+
+    def test_several_threads(self, live: Subject) -> None:
+        """Threads with blocking calls and threads with event loops of their own, all at once, get their cold rows."""
+
+        @live.for_all(examples=10, shares=st.lists(live.contexts.distinct(least=1), min_size=2, max_size=4))
+        def several_threads(shares: list[list[TokenIds]]) -> None:
+            def loop(contexts: list[TokenIds]) -> list[Outcome]:
+                return live.gather(contexts)
+
+            def blocking(contexts: list[TokenIds]) -> list[Outcome]:
+                return [live.lm.next_token_logprobs_sync(context) for context in contexts]
+
+            calls = [live.thread(lambda c=c, f=(loop, blocking)[i % 2]: f(c)) for i, c in enumerate(shares)]  # type: ignore[misc]
+            for contexts, call in zip(shares, calls, strict=True):
+                outcome = live.outcome(call)
+                if isinstance(outcome, BaseException):
+                    raise Violation(f"a thread among {len(shares)}: {type(outcome).__name__}: {outcome}") from outcome
+                for row, context in zip(outcome, contexts, strict=True):
+                    live.expect(row, context, how=f"by one of {len(shares)} threads")
+
+    def test_loops_one_after_the_other(self, live: Subject) -> None:
+        """The model works in one event loop after another, also when a loop was closed with questions pending."""
+
+        @live.for_all(examples=5, contexts=live.contexts.distinct())
+        def loops_one_after_the_other(contexts: list[TokenIds]) -> None:
+            abandoned = asyncio.new_event_loop()
+            abandoned.set_exception_handler(lambda *_: None)  # it would complain of the tasks that are left in it
+            tasks = [abandoned.create_task(live.lm.next_token_logprobs(context)) for context in contexts]
+            abandoned.run_until_complete(asyncio.sleep(0))
+            abandoned.close()
+            for _ in range(2):
+                for row, context in zip(live.gather(contexts), contexts, strict=True):
+                    live.expect(row, context, how="in another event loop, after one was closed")
+            del tasks

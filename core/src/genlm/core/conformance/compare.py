@@ -1,0 +1,50 @@
+"""When two rows are the same, and what is said when they are not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+#: How far a probability may be from its cold one, by the type the model computes in. Measured differences between batch
+#: shapes are a tenth of these.
+ATOL = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+
+#: How many of the most likely tokens are compared by log-probability too.
+TOP = 10
+
+#: The tolerance of those, in units of ``atol``.
+TOP_FACTOR = 10.0
+
+
+class Violation(AssertionError):
+    """A clause does not hold."""
+
+
+def check(holds: bool, otherwise: str) -> None:
+    """Raises: Violation: with the message ``otherwise``, unless ``holds``."""
+    if not holds:
+        raise Violation(otherwise)
+
+
+def difference(row: torch.Tensor, expected: torch.Tensor, atol: float) -> str | None:
+    """What tells two rows of log-probabilities apart beyond the tolerance; ``None`` if nothing does.
+
+    Probabilities may differ by ``atol``, the log-probabilities of the ``TOP`` most likely tokens by ``TOP_FACTOR * atol``.
+    """
+    if row.shape != expected.shape:
+        return f"its shape is {tuple(row.shape)}, not {tuple(expected.shape)}"
+    row, expected = row.cpu().double(), expected.cpu().double()
+    away = (row.exp() - expected.exp()).abs()
+    if not bool((away <= atol).all()):  # nan is not within anything
+        token_id = int(away.nan_to_num(float("inf")).argmax())
+        p, q = float(row[token_id].exp()), float(expected[token_id].exp())
+        return f"the probability of token {token_id} is {p:.6g} instead of {q:.6g} (tolerance {atol:g})"
+    top = expected.topk(min(TOP, len(expected))).indices
+    away = (row[top] - expected[top]).abs()
+    if not bool((away <= TOP_FACTOR * atol).all()):
+        token_id = int(top[away.argmax()])
+        p, q = float(row[token_id]), float(expected[token_id])
+        return f"the log-probability of token {token_id} is {p:.6g} instead of {q:.6g} (tolerance {TOP_FACTOR * atol:g})"
+    return None

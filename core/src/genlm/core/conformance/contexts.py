@@ -1,0 +1,46 @@
+"""Hypothesis strategies for contexts."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from genlm.core.types import TokenIds
+
+#: The lengths of the stems that contexts share: none, less than a block of a paged cache, more than one, more than two.
+STEMS = (0, 3, 18, 37)
+
+
+class Contexts:
+    """Contexts over few tokens, so that prefixes and tails coincide often, some behind a long shared stem.
+
+    Args:
+        vocab_size: Token ids are below it.
+        max_context: The longest context, in tokens.
+    """
+
+    def __init__(self, vocab_size: int, max_context: int | None) -> None:
+        self.limit = max_context if max_context is not None else 1 << 30
+        #: The few tokens.
+        self.tokens = [vocab_size * i // 7 for i in range(1, 7)]
+        #: What long contexts begin with.
+        self.stem = tuple(vocab_size * (7 + 13 * i) // 601 % vocab_size for i in range(max(STEMS)))
+
+    def any(self, room_for: int = 4) -> SearchStrategy[TokenIds]:
+        """One context that leaves room for that many tokens to follow."""
+        longest = min(5, self.limit - room_for)
+        tails = st.lists(st.sampled_from(self.tokens), min_size=1, max_size=longest)
+        stems = st.sampled_from([length for length in STEMS if length + longest + room_for <= self.limit])
+        return st.tuples(stems, tails).map(lambda drawn: (*self.stem[: drawn[0]], *drawn[1]))
+
+    def several(self, least: int = 2, most: int = 6) -> SearchStrategy[list[TokenIds]]:
+        """Some contexts, perhaps with duplicates."""
+        return st.lists(self.any(), min_size=least, max_size=most)
+
+    def distinct(self, least: int = 2, most: int = 4) -> SearchStrategy[list[TokenIds]]:
+        """Some contexts without duplicates."""
+        return st.lists(self.any(), min_size=least, max_size=most, unique=True)
+
+    def tails(self, least: int = 1, most: int = 3) -> SearchStrategy[TokenIds]:
+        """A few tokens to follow a context."""
+        return st.lists(st.sampled_from(self.tokens), min_size=least, max_size=most).map(tuple)

@@ -1,0 +1,127 @@
+"""A wrapper around the engine's hooks, with which the suite sees what reaches the engine, holds it, and makes it fail."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from attrs import evolve
+
+from genlm.core.hookspecs import hookimpl
+from genlm.core.types import Answer, Query, SamplingParams, TokenIds
+
+if TYPE_CHECKING:
+    import torch
+
+
+class PlantedError(RuntimeError):
+    """What the probe makes the engine raise."""
+
+
+class Probe:
+    """Observes, holds and fails evaluations. All is as it was after :meth:`reset`.
+
+    Args:
+        patience: The most seconds to hold the engine, or to wait for it.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._changed = threading.Condition()
+        self._is_open = True
+        self._inside = False
+        self._seen: list[Query] = []
+        self._poison: TokenIds | None = None
+
+    # --- for the clauses: any thread ----------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget what was seen, fail nothing, hold nothing."""
+        with self._changed:
+            self._seen.clear()
+            self._poison = None
+            self._is_open = True
+            self._changed.notify_all()
+
+    @property
+    def seen(self) -> list[Query]:
+        """The queries that have reached the engine since the last reset."""
+        with self._changed:
+            return list(self._seen)
+
+    def poison(self, token_ids: Sequence[int]) -> None:
+        """Make every evaluation fail that has the context ``token_ids`` in it."""
+        self._poison = tuple(token_ids)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the engine at the beginning of its next evaluation, until the end of the ``with`` block."""
+        self._is_open = False
+        try:
+            yield
+        finally:
+            self.release()
+
+    def hold(self) -> None:
+        """Hold the engine at the beginning of its next evaluation, until :meth:`release`."""
+        self._is_open = False
+
+    def release(self) -> None:
+        """Let the engine go on."""
+        with self._changed:
+            self._is_open = True
+            self._changed.notify_all()
+
+    def wait_inside(self) -> None:
+        """Wait until an evaluation is being held."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._inside, self._patience):
+                raise TimeoutError(f"no question reached the engine within {self._patience:g} s")
+
+    # --- around the engine: its thread --------------------------------------------------------------------------------
+
+    def _enter(self, queries: Sequence[Query]) -> None:
+        with self._changed:
+            self._seen += queries
+            if self._is_open:
+                return
+            self._inside = True
+            self._changed.notify_all()
+            released = self._changed.wait_for(lambda: self._is_open, self._patience)
+            self._inside = False
+        if not released:
+            raise TimeoutError(f"the suite held the engine for more than {self._patience:g} s")
+
+    def _poisons(self, query: Query) -> bool:
+        return query.token_ids == self._poison
+
+    def _planted(self) -> PlantedError:
+        return PlantedError(f"planted by the conformance suite for the context {self._poison}")
+
+    @hookimpl(wrapper=True)
+    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> Generator[None, torch.Tensor, torch.Tensor]:
+        self._enter(queries)
+        if any(map(self._poisons, queries)):
+            raise self._planted()
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def genlm_step(self, queries: Sequence[Query]) -> Generator[None, Sequence[Answer], Sequence[Answer]]:
+        self._enter(queries)
+        # To raise here would break the engine's promise to have dropped what is in flight: fail the one query instead.
+        answers = yield
+        return [evolve(a, row=self._planted()) if self._poisons(a.query) else a for a in answers]
+
+    @hookimpl(wrapper=True)
+    def genlm_sample(self, queries: Sequence[Query], params: Sequence[SamplingParams]) -> Generator[None, Any, Any]:
+        self._enter(queries)
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def genlm_sequence_logprobs(
+        self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
+    ) -> Generator[None, Any, Any]:
+        self._enter(queries)
+        return (yield)

@@ -1,0 +1,109 @@
+"""Clauses on bad input: refused before the engine sees it, and the model still works."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from genlm.core.conformance.compare import Violation, check
+from genlm.core.conformance.subject import Subject
+from genlm.core.errors import InvalidOptionError, InvalidQueryError, UnknownAdapterError
+
+GARBAGE: dict[str, Any] = {
+    "an empty context": [],
+    "a negative id": [1, -1],
+    "an id out of range": [1, 1 << 40],
+    "a float": [1, 2.0],
+    "a bool": [True],
+    "a string for an id": ["a"],
+    "text": "a",
+    "None for an id": [None],
+    "None": None,
+    "a number": 7,
+}
+
+
+class RefusalClauses:
+    """What cannot be asked is refused."""
+
+    def test_bad_context_is_refused(self, live: Subject) -> None:
+        """Empty, out of range, not ints: an ``InvalidQueryError``, whichever method is called."""
+        lm = live.lm
+        ways: list[Callable[[Any], object]] = [
+            lambda bad: live.run(lm.next_token_logprobs(bad)),
+            lambda bad: live.run(lm.batch_next_token_logprobs([live.contexts.stem[:2], bad])),
+            lambda bad: lm.next_token_logprobs_sync(bad),
+            lambda bad: lm.next_token_logprobs_uncached(bad),
+            lambda bad: lm.cache_kv(bad),
+            lambda bad: live.run(lm.sample(bad, 1, [])),
+            lambda bad: live.run(lm.sequence_logprobs(bad, [1])),
+        ]
+        for what, bad in GARBAGE.items():
+            for ask in ways:
+                self._refused(live, what, InvalidQueryError, functools.partial(ask, bad))
+        self._still_works(live)
+
+    def test_too_long_context_is_refused(self, live: Subject) -> None:
+        """More than ``max_context`` tokens, or no room to draw: an ``InvalidQueryError``."""
+        limit = live.lm.max_context
+        if limit is None:
+            return  # nothing is too long
+        longer = [live.contexts.tokens[0]] * (limit + 1)
+        what = f"a context of {limit + 1} tokens"
+        self._refused(live, what, InvalidQueryError, lambda: live.run(live.lm.next_token_logprobs(longer)))
+        what = f"2 tokens to draw after {limit}"
+        self._refused(live, what, InvalidQueryError, lambda: live.run(live.lm.sample(longer[:limit], 2, [])))
+        self._still_works(live)
+
+    def test_unknown_adapter_is_refused(self, live: Subject) -> None:
+        """A name that no adapter has: an ``UnknownAdapterError``, in questions, ``set_lora`` and ``remove_lora``."""
+        lm, name, context = live.lm, "no-such-adapter", live.contexts.stem[:2]
+
+        def ask() -> object:
+            return live.run(lm.next_token_logprobs(context, lora_name=name))
+
+        self._refused(live, f"lora_name={name!r}", UnknownAdapterError, ask)
+        self._refused(live, f"set_lora({name!r})", UnknownAdapterError, lambda: lm.set_lora(name))
+        self._refused(live, f"remove_lora({name!r})", UnknownAdapterError, lambda: lm.remove_lora(name))
+        self._still_works(live)
+
+    def test_bad_sampling_option_is_refused(self, live: Subject) -> None:
+        """Negative or non-numeric options: an ``InvalidOptionError``."""
+        bad: list[dict[str, Any]] = [
+            {"max_tokens": -1},
+            {"max_tokens": 1.5},
+            {"temperature": -0.1},
+            {"temperature": float("nan")},
+            {"seed": -1},
+            {"top_k": 0},
+            {"top_p": 0.0},
+            {"top_p": 1.5},
+            {"eos_token_ids": 3},
+        ]
+        prompt = live.contexts.stem[:2]
+
+        def draw(options: dict[str, Any]) -> object:
+            return live.run(live.lm.sample(prompt, **{"max_tokens": 1, "eos_token_ids": [], **options}))
+
+        for options in bad:
+            self._refused(live, f"sample(..., {options})", InvalidOptionError, functools.partial(draw, options))
+        self._still_works(live)
+
+    def _refused(self, live: Subject, what: str, error: type[Exception], call: Callable[[], Any]) -> None:
+        live.probe.reset()
+        try:
+            result = call()
+        except error as refusal:
+            check(isinstance(refusal, ValueError), f"{what}: {type(refusal).__name__} is no ValueError")
+            check(bool(str(refusal)), f"{what}: the error has no message")
+        except Exception as other:
+            raise Violation(f"{what}: {type(other).__name__} instead of {error.__name__}: {other}") from other
+        else:
+            raise Violation(f"{what} was answered: {result!r:.200}")
+        seen = [query.token_ids for query in live.probe.seen]
+        check(not seen, f"{what} was refused only after the engine had seen {seen}")
+
+    def _still_works(self, live: Subject) -> None:
+        context = live.contexts.stem[:2]
+        live.expect(live.ask(context), context, how="after bad input")

@@ -1,0 +1,123 @@
+"""Clauses on the rows themselves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import strategies as st
+
+from genlm.core.conformance.compare import check
+from genlm.core.conformance.subject import Subject
+from genlm.core.types import TokenIds
+
+if TYPE_CHECKING:
+    import torch
+
+#: How far the logarithm of a row's total mass may be from 0.
+NORMALISATION = 1e-4
+
+
+class RowClauses:
+    """What a row is."""
+
+    def test_vocabulary_is_consistent(self, live: Subject) -> None:
+        """``byte_vocab[i].token_id == i``, ``str_vocab`` is as long, and some tokens have bytes."""
+        vocab = live.lm.byte_vocab
+        check([token.token_id for token in vocab] == list(range(len(vocab))), "byte_vocab[i].token_id is not i")
+        check(len(live.lm.str_vocab) == len(vocab), f"{len(live.lm.str_vocab)} strings for {len(vocab)} tokens")
+        check(any(token.byte_string for token in vocab), "no token has bytes")
+
+    def test_row_has_shape_and_type(self, live: Subject) -> None:
+        """Every way of asking gives float32 of one number per token of ``byte_vocab``, without autograd graph."""
+
+        @live.for_all(context=live.contexts.any())
+        def row_has_shape_and_type(context: TokenIds) -> None:
+            for way, row in every_way(live, context).items():
+                check(tuple(row.shape) == (len(live.lm.byte_vocab),), f"{way}: shape {tuple(row.shape)}")
+                check(str(row.dtype) == "torch.float32", f"{way}: {row.dtype}, not torch.float32")
+                check(not row.requires_grad, f"{way}: the row requires grad")
+
+    def test_row_is_normalised(self, live: Subject) -> None:
+        """``logsumexp(row) == 0`` within 1e-4, and no number is nan or infinite (``-inf`` is no mass at all)."""
+
+        @live.for_all(context=live.contexts.any())
+        def row_is_normalised(context: TokenIds) -> None:
+            for way, row in every_way(live, context).items():
+                check(not bool(row.isnan().any()), f"{way}: the row has nan")
+                mass = float(row.double().logsumexp(dim=0))
+                check(abs(mass) <= NORMALISATION, f"{way}: logsumexp(row) is {mass:.6g}")
+
+    def test_every_way_of_asking_agrees(self, live: Subject) -> None:
+        """Asynchronous, blocking, batched, uncached: all the same row."""
+
+        @live.for_all(context=live.contexts.any())
+        def every_way_of_asking_agrees(context: TokenIds) -> None:
+            for way, row in every_way(live, context).items():
+                live.expect(row, context, how=f"by {way}")
+
+    def test_cold_row_is_repeatable(self, live: Subject) -> None:
+        """The oracle itself: a context's cold row is the same, whatever was asked before."""
+
+        @live.for_all(contexts=live.contexts.distinct())
+        def cold_row_is_repeatable(contexts: list[TokenIds]) -> None:
+            for context in contexts:
+                live.ask(context)
+            for context in contexts:
+                live.expect(live.lm.next_token_logprobs_uncached(context), context, how="asked uncached once more")
+
+    def test_engine_keeps_its_contract(self, live: Subject) -> None:
+        """What the hooks themselves return, before the core touches it: number, shape, type, values, mass."""
+
+        @live.for_all(contexts=live.contexts.several(), tokens=live.contexts.tails())
+        def engine_keeps_its_contract(contexts: list[TokenIds], tokens: TokenIds) -> None:
+            live.gather(contexts)
+            live.run(live.lm.batch_sample(contexts, max_tokens=2, eos_token_ids=[], seed=0))
+            live.run(live.lm.sequence_logprobs(contexts[0], tokens))
+            found = [str(violation) for violation in live.contract_violations]
+            check(not found, "; ".join(found[:3]))
+
+    def test_longest_context(self, live: Subject) -> None:
+        """A context of exactly ``max_context`` tokens has a row; run only where that is at most 1024 tokens."""
+        limit = live.lm.max_context
+        if limit is None or limit > 1024:
+            pytest.skip(f"max_context is {limit}; set it to 1024 or less in `options` where the backend lets you")
+        context = [live.contexts.tokens[i % 5] for i in range(limit)]
+        live.expect(live.ask(context), context)
+
+
+class OwnershipClauses:
+    """Whose memory a row is."""
+
+    def test_row_belongs_to_its_caller(self, live: Subject) -> None:
+        """Writing into a row changes no other caller's row, and nothing that is cached."""
+
+        @live.for_all(context=live.contexts.any(), callers=st.integers(2, 4))
+        def row_belongs_to_its_caller(context: TokenIds, callers: int) -> None:
+            mine, *others = live.gather([context] * callers)
+            mine.fill_(0.0)
+            for row in others:
+                live.expect(row, context, how="after a caller with the same question wrote into its row")
+            live.ask(context).fill_(0.0)
+            live.expect(live.ask(context), context, how="after an earlier caller wrote into its row")
+
+    def test_row_does_not_keep_its_batch(self, live: Subject) -> None:
+        """A row's memory holds that row and nothing else."""
+
+        @live.for_all(contexts=live.contexts.distinct())
+        def row_does_not_keep_its_batch(contexts: list[TokenIds]) -> None:
+            for row in live.gather(contexts):
+                held, needed = row.untyped_storage().nbytes(), row.numel() * row.element_size()
+                check(held == needed, f"a row of {needed} bytes keeps {held} bytes alive")
+
+
+def every_way(live: Subject, context: TokenIds) -> dict[str, torch.Tensor]:
+    """The row of a context by every method that gives one; the first comes from the engine, others perhaps from a cache."""
+    lm = live.lm
+    return {
+        "next_token_logprobs": live.run(lm.next_token_logprobs(context)),
+        "next_token_logprobs_sync": lm.next_token_logprobs_sync(context),
+        "batch_next_token_logprobs": live.run(lm.batch_next_token_logprobs([context]))[0],
+        "batch_next_token_logprobs_sync": lm.batch_next_token_logprobs_sync([context])[0],
+        "next_token_logprobs_uncached": lm.next_token_logprobs_uncached(context),
+    }

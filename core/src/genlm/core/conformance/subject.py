@@ -1,0 +1,263 @@
+"""The live model under test, with its oracle, its tolerances, and the means to ask it things."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.strategies import SearchStrategy
+
+from genlm.core.cache import OutputCache
+from genlm.core.conformance.compare import Violation, check, difference
+from genlm.core.conformance.contexts import Contexts
+from genlm.core.conformance.probe import Probe
+from genlm.core.errors import PluginError
+from genlm.core.lm import AsyncLM
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+Outcome = Any  # an answer, or the exception in its place
+
+
+class Subject:
+    """One live model, loaded when first needed, and again if a clause has closed it.
+
+    Args:
+        load: Loads the model with further wrappers around its engine.
+        adapters: Paths of LoRA adapters, by name.
+        atol: The tolerance of probabilities.
+        effort: Multiplies the numbers of examples.
+        patience: The most seconds to wait for what must happen before saying that it hangs.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[Sequence[object]], AsyncLM],
+        adapters: Mapping[str, str],
+        atol: float,
+        effort: float,
+        patience: float,
+    ) -> None:
+        self.adapters = dict(adapters)
+        self.atol = atol
+        self.effort = effort
+        self.patience = patience
+        self.probe = Probe(patience)
+        self.contract_violations: list[PluginError] = []
+        self._load = load
+        self._lm: AsyncLM | None = None
+        self._broken: Exception | None = None
+        self._clean = False
+        self._bound: dict[str, str] = {}
+        #: What clauses keep for each other.
+        self.notes: dict[str, object] = {}
+        self._cold = OutputCache(maxsize=None, max_bytes=512 << 20, move_to_cpu=True)
+
+    # --- the model ----------------------------------------------------------------------------------------------------
+
+    @property
+    def lm(self) -> AsyncLM:
+        """The model, in a clean state the first time that a clause asks for it."""
+        if self._broken is not None:
+            raise Violation("the model could not be loaded; see the first failure") from self._broken
+        if self._lm is None:
+            from genlm.core.contract import ContractCheck
+
+            try:
+                self._lm = self._load([self.probe, ContractCheck("under test", self.contract_violations.append)])
+            except Exception as error:
+                self._broken = error
+                raise
+            self._bound = {}
+        if not self._clean:
+            self._clean = True
+            self.reset()
+        return self._lm
+
+    def begin(self) -> Self:
+        """Begin another clause."""
+        self._clean = False
+        return self
+
+    @functools.cached_property
+    def contexts(self) -> Contexts:
+        """Strategies for contexts that this model takes."""
+        return Contexts(len(self.lm.byte_vocab), self.lm.max_context)
+
+    def reset(self) -> None:
+        """Bring the model to the state that every example begins in: caches empty, the given adapters bound."""
+        self.probe.reset()
+        self.contract_violations.clear()
+        self.lm.clear_lora()
+        if self.lm.supports("genlm_add_lora"):
+            for name in sorted(set(self._bound) - set(self.adapters)):
+                self.remove(name)
+            for name, path in self.adapters.items():
+                if self._bound.get(name) != path:
+                    self.bind(name, path)
+        self.lm.clear_cache()
+        self.lm.clear_kv_cache()
+
+    def bind(self, name: str, path: str) -> None:
+        """Add an adapter."""
+        self.lm.add_new_lora(path, name)
+        self._bound[name] = path
+
+    def remove(self, name: str) -> None:
+        """Remove an adapter."""
+        self.lm.remove_lora(name)
+        del self._bound[name]
+
+    def close(self) -> None:
+        """Close the model if it is open."""
+        self.probe.reset()
+        if self._lm is not None:
+            self._lm.close()
+        self.forget()
+
+    def forget(self) -> None:
+        """Note that the model has been closed: who needs one loads it again."""
+        self._lm = None
+
+    # --- what it can do -----------------------------------------------------------------------------------------------
+
+    def needs(self, hook: str) -> None:
+        """Skip the clause unless the engine implements ``hook``."""
+        if not self.lm.supports(hook):
+            pytest.skip(f"the engine does not implement {hook}")
+
+    def needs_adapters(self, least: int = 1) -> list[str]:
+        """The names of the adapters; skip the clause where there are fewer than ``least``."""
+        self.needs("genlm_add_lora")
+        if len(self.adapters) < least:
+            pytest.skip(f"needs {least} LoRA adapters, and {len(self.adapters)} were given; set `adapters`")
+        return list(self.adapters)
+
+    def needs_rounding_below(self, atol: float) -> None:
+        """Skip the clause where rounding may be so large that it changes draws."""
+        if self.atol > atol:
+            pytest.skip(f"rounding of this size (atol={self.atol:g}) may change a draw; run it in float32")
+
+    # --- properties ---------------------------------------------------------------------------------------------------
+
+    def for_all(self, examples: int = 20, **strategies: SearchStrategy[Any]) -> Callable[[Callable[..., None]], None]:
+        """Check the decorated property at once, on examples that are the same in every run.
+
+        The decorated function runs once per example, each in a clean state. Built here and not at import, because the
+        strategies depend on the model; for the same reason nothing is shared between two classes that inherit a clause.
+        """
+
+        def run(holds: Callable[..., None]) -> None:
+            @self.settings(examples)
+            @given(**strategies)
+            @functools.wraps(holds)
+            def example(**drawn: Any) -> None:
+                self.reset()
+                holds(**drawn)
+
+            example()
+
+        return run
+
+    def settings(self, examples: int, **more: Any) -> settings:
+        """How Hypothesis runs: ``examples`` times the effort, always the same ones, no deadline."""
+        return settings(
+            max_examples=max(3, round(examples * self.effort)),
+            derandomize=True,
+            deadline=None,
+            phases=(Phase.explicit, Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+            **more,
+        )
+
+    # --- the oracle ---------------------------------------------------------------------------------------------------
+
+    def cold(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
+        """The oracle: the engine's own row, computed cold, alone and uncached. Kept by the adapter's path."""
+        key = (tuple(token_ids), None if adapter is None else self._bound[adapter])
+        row = self._cold.get(key)
+        if row is None:
+            row = self.lm.next_token_logprobs_uncached(token_ids, lora_name=adapter)
+            self._cold.put(key, row, self._cold.generation)
+        return row
+
+    def expect(self, row: Outcome, token_ids: Sequence[int], adapter: str | None = None, how: str = "asked") -> None:
+        """Check that ``row`` is the one of this context."""
+        self.expect_row(row, self.cold(token_ids, adapter), f"the context {list(token_ids)}{_with(adapter)}, {how}")
+
+    def expect_row(self, row: Outcome, expected: torch.Tensor, what: str) -> None:
+        """Check that ``row`` is ``expected`` within the tolerance."""
+        if isinstance(row, BaseException):
+            raise Violation(f"{what}: {type(row).__name__}: {row}") from row
+        found = difference(row, expected, self.atol)
+        check(found is None, f"{what}: {found}")
+
+    # --- asking -------------------------------------------------------------------------------------------------------
+
+    def ask(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
+        """The row of a context, asked the usual way."""
+        return self.run(self.lm.next_token_logprobs(token_ids, lora_name=adapter))
+
+    def gather(self, contexts: Sequence[Sequence[int]], adapters: Sequence[str | None] | None = None) -> list[Outcome]:
+        """The outcomes of questions asked together, each by a coroutine of its own."""
+        chosen = adapters if adapters is not None else [None] * len(contexts)
+
+        async def together() -> list[Outcome]:
+            asked = [self.lm.next_token_logprobs(ids, lora_name=a) for ids, a in zip(contexts, chosen, strict=True)]
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+        return self.run(together())
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in an event loop of its own; that it hangs is a violation."""
+
+        async def bounded() -> T:
+            return await self.soon(coroutine)
+
+        return asyncio.run(bounded())
+
+    async def soon(self, awaitable: Awaitable[T]) -> T:
+        """What ``awaitable`` gives; that it hangs is a violation."""
+        try:
+            return await asyncio.wait_for(awaitable, self.patience)
+        except TimeoutError:
+            raise Violation(f"a caller got no answer within {self.patience:g} s: it hangs") from None
+
+    def thread(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Make a call in a thread of its own, which may hang without holding up the suite."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def target() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=target, daemon=True).start()
+        return future
+
+    def outcome(self, future: concurrent.futures.Future[Any]) -> Outcome:
+        """The result or the exception of a call in another thread; that it hangs is a violation."""
+        try:
+            return future.exception(self.patience) or future.result()
+        except TimeoutError:
+            raise Violation(f"a call did not return within {self.patience:g} s: it hangs") from None
+
+
+async def submitted() -> None:
+    """Let the event loop start the tasks made so far, and hand their questions to the engine's queue."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def _with(adapter: str | None) -> str:
+    return "" if adapter is None else f" with adapter {adapter!r}"
