@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from genlm.core.errors import VocabularyError
+from genlm.core.tokenization.libraries import piece_bytes
 
-_SPACE = "▁"
 _BYTE_ALPHABET = frozenset(map(chr, range(256)))
 
 
 def slow_token_bytes(tokenizer: Any) -> list[bytes]:
-    """The bytes of every token by id. Added tokens are verbatim, except ordinary ones that are pieces of the model too.
+    """The bytes of every token by id. Added tokens are verbatim.
 
     :raises VocabularyError: the tokenizer is of no known family.
     """
@@ -31,8 +31,8 @@ def _decoding(tokenizer: Any, pieces: Mapping[int, Any]) -> Callable[[Any], byte
     """How the tokenizer's family spells bytes."""
     if all(isinstance(piece, bytes) for piece in pieces.values()):
         return bytes
-    if hasattr(tokenizer, "sp_model"):
-        return _sentencepiece(tokenizer.sp_model)
+    if hasattr(tokenizer, "sp_model") or hasattr(getattr(tokenizer, "tokenizer", None), "sp_model"):
+        return piece_bytes
     if isinstance(getattr(tokenizer, "byte_decoder", None), Mapping):
         return _byte_decoder(tokenizer.byte_decoder)
     if _BYTE_ALPHABET.issuperset(pieces.values()) and tokenizer.convert_tokens_to_string(["Ã", "©"]) == "é":
@@ -48,18 +48,6 @@ def _latin_1(piece: str) -> bytes:
     return piece.encode("latin-1")
 
 
-def _sentencepiece(model: Any) -> Callable[[str], bytes]:
-    """SentencePiece: ``▁`` is a space, and byte pieces name their byte; special pieces are verbatim."""
-
-    def decode(piece: str) -> bytes:
-        piece_id = model.piece_to_id(piece)
-        if model.is_byte(piece_id):
-            return bytes([int(piece[3:5], 16)])
-        return piece.encode() if model.is_control(piece_id) else piece.replace(_SPACE, " ").encode()
-
-    return decode
-
-
 def _byte_decoder(byte_of: Mapping[str, int]) -> Callable[[str], bytes]:
     """GPT-2 and its heirs: a byte for each character."""
-    return lambda piece: bytes([byte_of[character] for character in piece])
+    return lambda piece: bytes(map(byte_of.__getitem__, piece))

@@ -7,6 +7,7 @@ from typing import Any
 
 from genlm.core.errors import InvalidOptionError
 from genlm.core.tokenization.fast import fast_token_bytes, is_fast
+from genlm.core.tokenization.libraries import library_token_bytes
 from genlm.core.tokenization.slow import slow_token_bytes
 from genlm.core.tokenization.token import Token
 
@@ -22,8 +23,8 @@ def decode_vocab(tokenizer: Any, byte2str_fallback: str = "tokenizer") -> tuple[
     Both lists have one more element than the largest id; an id that no token has gives ``b""``. Strings are for reading:
     several tokens may have the same.
 
-    :param tokenizer: a Hugging Face tokenizer, fast or slow; a ``tokenizers.Tokenizer``; or any object with
-        ``token_bytes() -> Sequence[bytes]``, which is taken at its word.
+    :param tokenizer: a Hugging Face tokenizer, fast or slow; one of the libraries tokenizers, SentencePiece, tiktoken or
+        mistral-common; or any object with ``token_bytes() -> Sequence[bytes]``, which is taken at its word.
     :param byte2str_fallback: what stands in ``str_vocab`` for bytes that are not UTF-8: ``"tokenizer"``, the tokenizer's
         own name of the token (``convert_ids_to_tokens``; ``"replace"`` where it has none); ``"latin1"``; or ``"replace"``,
         U+FFFD.
@@ -39,7 +40,10 @@ def decode_vocab(tokenizer: Any, byte2str_fallback: str = "tokenizer") -> tuple[
 def _token_bytes(tokenizer: Any) -> Sequence[bytes]:
     if hasattr(tokenizer, "token_bytes"):
         return [bytes(token) for token in tokenizer.token_bytes()]
-    return fast_token_bytes(tokenizer) if is_fast(tokenizer) else slow_token_bytes(tokenizer)
+    if is_fast(tokenizer):
+        return fast_token_bytes(tokenizer)
+    token_bytes = library_token_bytes(tokenizer)
+    return slow_token_bytes(tokenizer) if token_bytes is None else token_bytes
 
 
 def _to_string(token_id: int, token: bytes, fallback: Callable[[int, bytes], str]) -> str:
