@@ -12,6 +12,7 @@ from genlm.core.conformance.adapters import AdapterClauses
 from genlm.core.conformance.callers import CallerClauses
 from genlm.core.conformance.compare import ATOL, check
 from genlm.core.conformance.lifecycle import LifecycleClauses
+from genlm.core.conformance.machine import MachineClauses
 from genlm.core.conformance.refusals import RefusalClauses
 from genlm.core.conformance.rows import OwnershipClauses, RowClauses
 from genlm.core.conformance.sampling import SamplingClauses
@@ -25,6 +26,7 @@ SUBJECT = pytest.StashKey[Subject]()
 # Clauses run from the last base to the first: those that close the model come at the end.
 class ConformanceSuite(
     LifecycleClauses,
+    MachineClauses,
     SamplingClauses,
     AdapterClauses,
     RefusalClauses,

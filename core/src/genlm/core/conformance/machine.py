@@ -1,0 +1,307 @@
+"""The clause on everything at once: any order of operations on one live model, and every answer is the oracle's."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import threading
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from attrs import asdict, define, field
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from genlm.core.adapters import UNSET, LoraName
+from genlm.core.conformance.compare import TOP_FACTOR, Violation, check
+from genlm.core.conformance.sampling import ROUNDING
+from genlm.core.conformance.subject import Outcome, Subject, submitted
+from genlm.core.errors import EngineError, QueriesResetError, UnknownAdapterError
+from genlm.core.types import TokenIds
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+#: Operations in one example.
+STEPS = 30
+
+#: Lengths of the stems before the few tokens; the second is longer than a block of a paged cache.
+STEMS = (0, 18)
+
+DEFAULT = "(default)"  # the caller gives no lora_name
+
+
+def drawn(attribute: str) -> st.SearchStrategy[Any]:
+    """Something out of a list that the machine has."""
+    return st.runner().flatmap(lambda machine: st.sampled_from(getattr(machine, attribute)))
+
+
+class MachineClauses:
+    """Any order of operations."""
+
+    def test_any_order_of_operations(self, live: Subject) -> None:
+        """Ask, extend, fork, gather, cancel, pin, clear, bind, select, remove, sample, fail, reset, from several loops."""
+        machine = functools.partial(Operations, live)
+        run_state_machine_as_test(machine, settings=live.settings(25, stateful_step_count=STEPS))  # type: ignore[arg-type]
+
+
+@define(eq=False)
+class Loop:
+    """An event loop in a thread of its own."""
+
+    patience: float
+    _loop: asyncio.AbstractEventLoop = field(init=False, factory=asyncio.new_event_loop)
+    _thread: threading.Thread = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """What a coroutine gives that runs there; that it hangs is a violation."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(self.patience)
+        except concurrent.futures.TimeoutError:
+            raise Violation(f"a caller got no answer within {self.patience:g} s: it hangs") from None
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@define(eq=False)
+class Asked:
+    """A question on its way."""
+
+    what: str
+    loop: Loop
+    task: asyncio.Task[torch.Tensor]
+    expected: torch.Tensor | type[Exception]
+    excuses: tuple[type[BaseException], ...] = ()  # what it may end in instead
+
+
+class Operations(RuleBasedStateMachine):
+    """The engine is held while questions gather, and let go by whatever needs an answer."""
+
+    def __init__(self, live: Subject) -> None:
+        super().__init__()
+        self.live = live
+        live.reset()
+        self.names = list(live.adapters)[:2] if live.lm.supports("genlm_add_lora") else []
+        self.loras = [DEFAULT, None, *self.names]
+        self.tokens = live.contexts.tokens[:2]
+        self.contexts = self._tree()
+        self.bound = {name: name for name in self.names}  # name -> whose adapter it stands for
+        self.default: str | None = None
+        self.last = self.contexts[0]
+        self.rows = {(context, name): live.cold(context, name) for context in self.contexts for name in [None, *self.names]}
+        self.seeded: dict[object, list[int]] = {}
+        self.asked: list[Asked] = []
+        self.loops = [Loop(live.patience), Loop(live.patience)]
+        self.stats = live.lm.stats
+
+    def _tree(self) -> list[TokenIds]:
+        stems = [self.live.contexts.stem[:length] for length in STEMS if length + 3 <= self.live.contexts.limit]
+        ones = [(*stem, token) for stem in stems for token in self.tokens]
+        return ones + [(*context, token) for context in ones for token in self.tokens]
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    @rule(context=drawn("contexts"), lora=drawn("loras"), loop=st.integers(0, 1))
+    def ask(self, context: TokenIds, lora: str | None, loop: int) -> None:
+        """Ask in one of the loops; the answer is looked at later."""
+        self.last = context
+        expected = self._expected(context, lora)
+        asking = self.live.lm.next_token_logprobs(context, lora_name=_given(lora))
+
+        async def start() -> asyncio.Task[torch.Tensor]:
+            task = asyncio.ensure_future(asking)
+            await submitted()
+            return task
+
+        self.live.probe.hold()
+        task = self.loops[loop].run(start())
+        self.asked.append(Asked(f"{list(context)} with {lora}", self.loops[loop], task, expected))
+
+    @rule(token=drawn("tokens"), lora=drawn("loras"))
+    def extend(self, token: int, lora: str | None) -> None:
+        """Ask for the context last asked for and one token more."""
+        if (*self.last, token) in self.contexts:
+            self.ask((*self.last, token), lora, loop=0)
+
+    @rule(context=drawn("contexts"), lora=drawn("loras"), loop=st.integers(0, 1))
+    def fork(self, context: TokenIds, lora: str | None, loop: int) -> None:
+        """Ask for a context and all that extend it by a token."""
+        for child in [context, *(c for c in self.contexts if c[:-1] == context)]:
+            self.ask(child, lora, loop)
+
+    @precondition(lambda self: self.asked)
+    @rule(which=st.integers(0, 3))
+    def cancel(self, which: int) -> None:
+        """One of the callers leaves."""
+        asked = self.asked[which % len(self.asked)]
+
+        async def leave() -> None:
+            asked.task.cancel()
+            await submitted()
+
+        asked.loop.run(leave())
+        asked.excuses += (asyncio.CancelledError,)
+
+    @precondition(lambda self: self.asked)
+    @rule()
+    def gather(self) -> None:
+        """Look at all the answers."""
+        self.live.probe.release()
+        asked, self.asked = self.asked, []
+        for question in asked:
+            self._look(question, question.loop.run(_outcome(question.task)))
+
+    @rule(context=drawn("contexts"), lora=drawn("loras"))
+    def ask_blocking(self, context: TokenIds, lora: str | None) -> None:
+        self._expect(context, lora, lambda given: self.live.lm.next_token_logprobs_sync(context, lora_name=given))
+
+    @rule(context=drawn("contexts"), lora=drawn("loras"))
+    def ask_uncached(self, context: TokenIds, lora: str | None) -> None:
+        self._expect(context, lora, lambda given: self.live.lm.next_token_logprobs_uncached(context, lora_name=given))
+
+    @rule(context=drawn("contexts"), lora=drawn("loras"), seed=st.integers(0, 1))
+    def sample(self, context: TokenIds, lora: str | None, seed: int) -> None:
+        """Draw the most likely token, and some with a seed."""
+        expected = self._expected(context, lora)
+        if isinstance(expected, type):
+            return
+        self.live.probe.release()
+        lm = self.live.lm
+        (best,) = self.live.run(lm.sample(context, 1, [], temperature=0.0, lora_name=_given(lora)))
+        behind = float(expected.max() - expected[best])
+        check(behind <= TOP_FACTOR * self.live.atol, f"{list(context)} with {lora}: {best} is not the most likely token")
+        if self.live.atol <= ROUNDING:
+            ids = self.live.run(lm.sample(context, 2, [], seed=seed, lora_name=_given(lora)))
+            before = self.seeded.setdefault((context, self._stands_for(lora), seed), ids)
+            check(ids == before, f"{list(context)} with {lora} and seed {seed} draws {ids}, and drew {before} before")
+
+    @rule(context=drawn("contexts"))
+    def fail(self, context: TokenIds) -> None:
+        """The engine fails on one context, asked together with others."""
+        self.gather()
+        self.live.probe.poison(context)
+        self.fork(context, None, loop=0)
+        self.asked[0].excuses += (EngineError,)  # or a cache has its row
+        self.gather()
+        self.live.probe.reset()
+
+    @rule()
+    def reset(self) -> None:
+        """All questions that the engine has not taken end in an error."""
+        self.live.lm.reset_async_queries()
+        for asked in self.asked:
+            asked.excuses += (QueriesResetError,)
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    @rule(context=drawn("contexts"), lora=drawn("loras"))
+    def pin(self, context: TokenIds, lora: str | None) -> None:
+        if not isinstance(self._expected(context, lora), type):
+            self.live.probe.release()
+            self.live.lm.cache_kv(context, lora_name=_given(lora))
+
+    @rule()
+    def clear_cache(self) -> None:
+        self.live.lm.clear_cache()
+
+    @rule()
+    def clear_kv_cache(self) -> None:
+        self.live.probe.release()
+        self.live.lm.clear_kv_cache()
+
+    @precondition(lambda self: self.names)
+    @rule(name=drawn("names"), adapter=drawn("names"))
+    def bind(self, name: str, adapter: str) -> None:
+        """Bind a name, perhaps anew. What was asked before is answered with what it stood for then."""
+        self.live.probe.release()
+        self.live.bind(name, self.live.adapters[adapter])
+        self.bound[name] = adapter
+
+    @precondition(lambda self: self.bound)
+    @rule(name=drawn("names"))
+    def remove(self, name: str) -> None:
+        if name in self.bound:
+            self.live.probe.release()
+            self.live.remove(name)
+            del self.bound[name]
+
+    @precondition(lambda self: self.bound)
+    @rule(name=drawn("names"))
+    def select(self, name: str) -> None:
+        if name in self.bound:
+            self.live.lm.set_lora(name)
+            self.default = name
+
+    @rule()
+    def deselect(self) -> None:
+        self.live.lm.clear_lora()
+        self.default = None
+
+    # --- what must hold -----------------------------------------------------------------------------------------------
+
+    @invariant()
+    def counters_never_go_down(self) -> None:
+        before, self.stats = self.stats, self.live.lm.stats
+        for name, now in asdict(self.stats).items():
+            was = getattr(before, name)
+            check(now >= was, f"stats.{name} went from {was} to {now}")
+
+    @invariant()
+    def answers_are_right(self) -> None:
+        for asked in [asked for asked in self.asked if asked.task.done()]:
+            self.asked.remove(asked)
+            self._look(asked, asked.loop.run(_outcome(asked.task)))
+
+    def teardown(self) -> None:
+        try:
+            self.gather()
+        finally:
+            self.live.probe.reset()
+            for loop in self.loops:
+                loop.close()
+
+    def _stands_for(self, lora: str | None) -> str | None:
+        name = self.default if lora == DEFAULT else lora
+        return None if name is None else self.bound[name]
+
+    def _expected(self, context: TokenIds, lora: str | None) -> torch.Tensor | type[Exception]:
+        try:
+            return self.rows[context, self._stands_for(lora)]
+        except KeyError:
+            return UnknownAdapterError
+
+    def _expect(self, context: TokenIds, lora: str | None, ask: Any) -> None:
+        expected = self._expected(context, lora)
+        self.live.probe.release()
+        outcome = self.live.outcome(self.live.thread(lambda: ask(_given(lora))))
+        self._compare(f"{list(context)} with {lora}", outcome, expected)
+
+    def _look(self, asked: Asked, outcome: Outcome) -> None:
+        if not isinstance(outcome, asked.excuses):
+            self._compare(asked.what, outcome, asked.expected)
+
+    def _compare(self, what: str, outcome: Outcome, expected: torch.Tensor | type[Exception]) -> None:
+        if isinstance(expected, type):
+            check(isinstance(outcome, expected), f"{what}: {outcome!r:.200} instead of {expected.__name__}")
+        else:
+            self.live.expect_row(outcome, expected, what)
+
+
+async def _outcome(task: asyncio.Task[torch.Tensor]) -> Outcome:
+    (outcome,) = await asyncio.gather(task, return_exceptions=True)
+    return outcome
+
+
+def _given(lora: str | None) -> LoraName:
+    return UNSET if lora == DEFAULT else lora
