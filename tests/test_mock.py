@@ -1,0 +1,67 @@
+"""The mock: a pure function of tokens and adapter, and a base for distributions of one's own."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from genlm.core import Adapter, MockAsyncLM, load_model_by_name
+from genlm.core.mock import ByteTokenizer, hashed_row
+
+
+def test_no_files_and_no_engine_are_needed():
+    with load_model_by_name("mock", backend="mock") as lm:
+        ids = lm.tokenizer.encode("héllo")
+        assert b"".join(lm.byte_vocab[i].byte_string for i in ids).decode() == "héllo"
+        assert lm.tokenizer.decode([*ids, lm.tokenizer.eos_token_id]) == "héllo<|eos|>"
+        assert asyncio.run(lm.next_token_logprobs(ids)).shape == (len(lm.byte_vocab),) == (258,)
+
+
+def test_rows_are_pure_and_do_not_collide():
+    contexts = [ids for n in (1, 2, 3) for ids in itertools.product(range(4), repeat=n)]
+    adapters = [None, Adapter("a", "path/a", 1), Adapter("b", "path/b", 2)]
+    rows = {(ids, adapter): hashed_row(ids, adapter, 16) for ids in contexts for adapter in adapters}
+    assert len({row.numpy().tobytes() for row in rows.values()}) == len(rows)
+    assert all(torch.equal(row, hashed_row(*key, 16)) for key, row in rows.items())
+    assert torch.equal(hashed_row((1,), Adapter("a", "same", 1), 16), hashed_row((1,), Adapter("b", "same", 9), 16))
+
+
+def test_a_distribution_of_ones_own():
+    class Counting(MockAsyncLM):
+        """As users of the library write it: with the random state of the base class."""
+
+        def __init__(self, tokenizer, bonus):
+            super().__init__(tokenizer)
+            self.bonus = bonus
+
+        def _get_logprobs(self, token_ids):
+            self._rng.seed(len(token_ids))
+            logits = self._rng.rand(len(self.tokenizer))
+            logits[sum(token_ids)] += self.bonus
+            return torch.log_softmax(torch.from_numpy(logits.astype(np.float32)), dim=-1)
+
+    with Counting(ByteTokenizer(), bonus=50.0) as lm:
+        assert int(lm.next_token_logprobs_sync([3, 4]).argmax()) == 7
+        assert int(asyncio.run(lm.next_token_logprobs([3, 5])).argmax()) == 8
+        assert asyncio.run(lm.sample([1], 3, [], temperature=0)) == [1, 2, 4]
+
+
+def test_a_hugging_face_tokenizer(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<s>"]
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat"] * 4, trainer)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(tmp_path)
+    with MockAsyncLM.from_name(str(tmp_path)) as lm, load_model_by_name(str(tmp_path), backend="mock") as other:
+        ids = lm.tokenizer.encode("the cat")
+        assert b"".join(lm.byte_vocab[i].byte_string for i in ids) == b"the cat"
+        assert torch.equal(lm.next_token_logprobs_sync(ids), other.next_token_logprobs_sync(ids))
