@@ -1,0 +1,121 @@
+"""Small tokenizers of every family, trained on the spot."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog.",
+    "It's 1234 o'clock; we'll see:  two spaces,\n\nnew lines\tand tabs.",
+    "Der Fuß über dem Café, naïve Größe; señor, ¿qué?",
+    "敏捷的棕色狐狸 跳过了懒狗。 Быстрая лиса. 😀😀 🏳️‍🌈",
+    "def f(x):\n    return x ** 2\n\n\n        # comment",
+] * 4
+SPECIAL = ["<s>", "</s>", "<unk>"]
+
+
+def byte_level(**options: Any) -> Any:
+    """GPT-2."""
+    tok = pytest.importorskip("tokenizers", reason="trains a tokenizer of the library tokenizers")
+    tokenizer = tok.Tokenizer(tok.models.BPE())
+    tokenizer.pre_tokenizer = tok.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tok.decoders.ByteLevel()
+    alphabet = tok.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tok.trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=alphabet, special_tokens=["<|end|>"], show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def split_byte_level() -> Any:
+    """Llama 3, Qwen, GPT-4o: a pattern of its own before the byte level."""
+    tok = pytest.importorskip("tokenizers", reason="trains a tokenizer of the library tokenizers")
+    tokenizer = byte_level()
+    pattern = tok.Regex(r"\p{N}{1,3}|[^\r\n\p{L}\p{N}]?\p{L}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+")
+    split = tok.pre_tokenizers.Split(pattern, "isolated")
+    plain = tok.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = tok.pre_tokenizers.Sequence([split, plain])
+    return tokenizer
+
+
+def byte_fallback(normalizer: Any, decoders: list[Any]) -> Any:
+    tok = pytest.importorskip("tokenizers", reason="trains a tokenizer of the library tokenizers")
+    tokenizer = tok.Tokenizer(tok.models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizer
+    tokenizer.decoder = tok.decoders.Sequence(decoders)
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = tok.trainers.BpeTrainer(
+        vocab_size=480, special_tokens=[*SPECIAL, *names], limit_alphabet=60, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return without_added(tokenizer, names)
+
+
+def without_added(tokenizer: Any, names: list[str]) -> Any:
+    """The byte names were special only to get them into the vocabulary; they are ordinary pieces."""
+    tok = pytest.importorskip("tokenizers")
+    definition = json.loads(tokenizer.to_str())
+    definition["added_tokens"] = [token for token in definition["added_tokens"] if token["content"] not in names]
+    return tok.Tokenizer.from_str(json.dumps(definition))
+
+
+def llama() -> Any:
+    """Llama 2, Mistral, Yi, Phi-3."""
+    tok = pytest.importorskip("tokenizers", reason="trains a tokenizer of the library tokenizers")
+    normalizer = tok.normalizers.Sequence([tok.normalizers.Prepend("▁"), tok.normalizers.Replace(" ", "▁")])
+    d = tok.decoders
+    return byte_fallback(normalizer, [d.Replace("▁", " "), d.ByteFallback(), d.Fuse(), d.Strip(" ", 1, 0)])
+
+
+def gemma() -> Any:
+    """Gemma: no leading space, and runs of spaces that are pieces and added tokens at once."""
+    tok = pytest.importorskip("tokenizers", reason="trains a tokenizer of the library tokenizers")
+    d = tok.decoders
+    tokenizer = byte_fallback(tok.normalizers.Replace(" ", "▁"), [d.Replace("▁", " "), d.ByteFallback(), d.Fuse()])
+    assert tokenizer.token_to_id("▁▁") is not None
+    tokenizer.add_tokens([tok.AddedToken("▁▁", normalized=False)])
+    return tokenizer
+
+
+def unigram() -> Any:
+    """T5, XLM-R: no bytes, a space before the text."""
+    tok = pytest.importorskip("tokenizers", reason="trains a tokenizer of the library tokenizers")
+    tokenizer = tok.Tokenizer(tok.models.Unigram())
+    tokenizer.pre_tokenizer = tok.pre_tokenizers.Metaspace()
+    tokenizer.decoder = tok.decoders.Metaspace()
+    trainer = tok.trainers.UnigramTrainer(vocab_size=300, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+FAMILIES = {f.__name__: f for f in (byte_level, split_byte_level, llama, gemma, unigram)}
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> tuple[str, Any]:
+    """A family's name, and a ``tokenizers.Tokenizer`` of it."""
+    return request.param, FAMILIES[request.param]()
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_model() -> Any:
+    """A trained ``SentencePieceProcessor`` with byte fallback."""
+    spm = pytest.importorskip("sentencepiece", reason="trains a model of the library sentencepiece")
+    model = io.BytesIO()
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS),
+        model_writer=model,
+        vocab_size=420,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        user_defined_symbols=["▁▁"],
+        minloglevel=2,
+    )
+    return spm.SentencePieceProcessor(model_proto=model.getvalue())

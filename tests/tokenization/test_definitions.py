@@ -1,0 +1,162 @@
+"""Single features of a tokenizer's definition, and what is refused for them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from genlm.core import InvalidOptionError, VocabularyError
+from genlm.core.tokenization import decode_vocab
+
+tok = pytest.importorskip("tokenizers", reason="defines tokenizers of the library tokenizers")
+d = tok.decoders
+
+
+def tokenizer_of(pieces, decoder):
+    tokenizer = tok.Tokenizer(tok.models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    return tokenizer
+
+
+def contents(tokenizer):
+    return [token.byte_string for token in decode_vocab(tokenizer)[0]]
+
+
+@pytest.mark.parametrize(
+    ("decoder", "pieces", "expected"),
+    [
+        (
+            d.ByteLevel(),
+            ["Ġa", "Ċ", "😀", "▁", "Ġ😀", "Ã"],
+            [b" a", b"\n", "😀".encode(), "▁".encode(), "Ġ😀".encode(), b"\xc3"],
+        ),
+        (d.Metaspace(), ["▁a", "a▁b", "<0x41>"], [b" a", b"a b", b"<0x41>"]),
+        (d.Metaspace(replacement="_"), ["_a", "▁"], [b" a", "▁".encode()]),
+        (d.ByteFallback(), ["<0x0A>", "<0xff>", "<0x1>", "x<0x0A>"], [b"\n", b"\xff", b"<0x1>", b"x<0x0A>"]),
+        (d.Fuse(), ["▁a"], ["▁a".encode()]),
+        (d.Strip("_", 1, 2), ["__a___", "a"], [b"_a_", b"a"]),
+        (d.Replace(tok.Regex("[xy]+"), "-"), ["axyb", "b"], [b"a-b", b"b"]),
+        (d.Sequence([d.Fuse(), d.Replace("_", " ")]), ["_a", "a_"], [b" a", b"a "]),
+        (
+            d.Sequence([d.Sequence([d.ByteFallback(), d.Replace("\n", "|")]), d.Fuse()]),
+            ["<0x0A>", "<0x80>"],
+            [b"|", b"\x80"],
+        ),
+        (d.Sequence([d.Replace("▁", " "), d.Fuse(), d.Strip(" ", 1, 0)]), ["▁a", "a"], [b" a", b"a"]),
+    ],
+)
+def test_decoders(decoder, pieces, expected):
+    tokenizer = tokenizer_of(pieces, decoder)
+    assert contents(tokenizer) == expected
+    for piece, token in zip(pieces, expected, strict=True):
+        assert tokenizer.decoder.decode(["a", piece, "b"]) == f"a{token.decode(errors='replace')}b"
+
+
+@pytest.mark.parametrize(
+    ("decoder", "reason"),
+    [
+        (None, "no decoder"),
+        (d.WordPiece(), "WordPiece puts a space between words"),
+        (d.BPEDecoder(), "BPEDecoder puts a space after each word"),
+        (d.CTC(), "CTC merges repeated tokens"),
+        (d.Sequence([d.Fuse(), d.Replace("ab", "c")]), "Replace works on the joined text"),
+        (d.Decoder.custom(object()), "Python code"),
+    ],
+)
+def test_a_decoder_that_looks_at_neighbours_is_refused(decoder, reason):
+    with pytest.raises(VocabularyError, match=reason):
+        decode_vocab(tokenizer_of(["a"], decoder))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (tok.models.WordPiece({"a": 0}, unk_token="a"), "WordPiece does not keep the white space"),
+        (tok.models.BPE(vocab={"a": 0}, merges=[], end_of_word_suffix="</w>"), "end_of_word_suffix '</w>'"),
+        (tok.models.BPE(vocab={"a": 0}, merges=[], continuing_subword_prefix="##"), "continuing_subword_prefix '##'"),
+    ],
+)
+def test_a_model_that_drops_spaces_is_refused(model, reason):
+    tokenizer = tok.Tokenizer(model)
+    tokenizer.decoder = d.Fuse()
+    with pytest.raises(VocabularyError, match=reason) as refusal:
+        decode_vocab(tokenizer)
+    assert isinstance(refusal.value, ValueError)
+
+
+def test_a_pre_tokenizer_that_drops_spaces_is_refused_unless_another_marks_them():
+    tokenizer = tokenizer_of(["▁a"], d.Metaspace())
+    tokenizer.pre_tokenizer = tok.pre_tokenizers.Whitespace()
+    with pytest.raises(VocabularyError, match="pre-tokenizer Whitespace"):
+        decode_vocab(tokenizer)
+    split, mark = tok.pre_tokenizers.WhitespaceSplit(), tok.pre_tokenizers.Metaspace()
+    tokenizer.pre_tokenizer = tok.pre_tokenizers.Sequence([split, mark])
+    assert contents(tokenizer) == [b" a"]
+
+
+def test_a_pre_tokenizer_in_python_is_no_hindrance():
+    tokenizer = tokenizer_of(["▁a"], d.Metaspace())
+    tokenizer.pre_tokenizer = tok.pre_tokenizers.PreTokenizer.custom(object())
+    assert contents(tokenizer) == [b" a"]
+
+
+def test_an_id_without_a_token_is_empty():
+    tokenizer = tok.Tokenizer(tok.models.BPE(vocab={"a": 0, "b": 3}, merges=[]))
+    tokenizer.decoder = d.Fuse()
+    assert contents(tokenizer) == [b"a", b"", b"", b"b"]
+
+
+def test_a_piece_may_be_listed_twice():
+    tokenizer = tok.Tokenizer(tok.models.Unigram([("a", -1.0), ("b", -1.0), ("a", -2.0), ("b", -2.0)], 0, False))
+    tokenizer.decoder = d.Fuse()
+    assert contents(tokenizer) == [b"a", b"b", b"a", b"b"]
+
+
+def test_an_ordinary_added_token_that_is_a_piece_is_decoded_and_a_special_one_is_not():
+    tokenizer = tokenizer_of(["▁▁", "▁<s>"], d.Metaspace())
+    tokenizer.add_tokens(["▁▁"])
+    tokenizer.add_special_tokens(["▁<s>"])
+    assert contents(tokenizer) == [b"  ", "▁<s>".encode()]
+
+
+class Own:
+    """A tokenizer that says itself what its bytes are."""
+
+    def token_bytes(self):
+        return [b"a", b"", b"\xe9"]
+
+
+class Named(Own):
+    def convert_ids_to_tokens(self, token_id):
+        return f"<token {token_id}>"
+
+
+def test_a_tokenizer_with_token_bytes_is_taken_at_its_word():
+    assert contents(Own()) == [b"a", b"", b"\xe9"]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "fallback", "expected"),
+    [
+        (Named(), "tokenizer", "<token 2>"),
+        (Own(), "tokenizer", "\ufffd"),
+        (Named(), "latin1", "é"),
+        (Named(), "replace", "\ufffd"),
+    ],
+)
+def test_strings_of_bytes_that_are_not_utf_8(tokenizer, fallback, expected):
+    assert decode_vocab(tokenizer, byte2str_fallback=fallback)[1] == ["a", "", expected]
+
+
+def test_an_unknown_fallback_is_refused():
+    with pytest.raises(InvalidOptionError, match="'tokenizer', 'latin1' or 'replace'"):
+        decode_vocab(Own(), byte2str_fallback="ascii")
+
+
+def test_reading_a_vocabulary_imports_no_engine():
+    code = "import sys, genlm.core.tokenization, genlm.core.trie; print({'torch', 'tokenizers'} & {*sys.modules})"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"

@@ -1,0 +1,131 @@
+"""decode_vocab on a tokenizer of every family: texts come back, and each token is what its decoder makes of it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genlm.core import VocabularyError
+from genlm.core.tokenization import Token, decode_vocab
+
+# SentencePiece writes spaces as U+2581, so that a text's own cannot come back.
+TEXTS = st.text(st.one_of(st.sampled_from(" \n\tabcqué1234'.狐😀"), st.characters(exclude_characters="▁", codec="utf-8")))
+# What the Unigram model has seen: it has no bytes for the rest.
+KNOWN = st.text(st.sampled_from(" \n\tabcdefghi.,:;éüß狐😀1234"))
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_the_tokens_of_a_text_are_its_bytes(family, data):
+    name, tokenizer = family
+    byte_vocab, _ = decode_vocab(tokenizer)
+    text = data.draw(KNOWN if name == "unigram" else TEXTS)
+    joined = b"".join(byte_vocab[i] for i in tokenizer.encode(text).ids)
+    assert joined in ([b" " + text.encode(), text.encode()] if name in ("llama", "unigram") else [text.encode()])
+
+
+def test_each_token_is_what_the_decoder_makes_of_it(family):
+    _, tokenizer = family
+    byte_vocab, _ = decode_vocab(tokenizer)
+    for token in byte_vocab:
+        piece = tokenizer.id_to_token(token.token_id)
+        emitted = tokenizer.decoder.decode(["a", piece, "b"])
+        assert emitted == "a" + token.decode(errors="replace") + "b"
+
+
+def test_the_list_reaches_to_the_largest_id(family):
+    _, tokenizer = family
+    byte_vocab, str_vocab = decode_vocab(tokenizer)
+    assert len(byte_vocab) == len(str_vocab) == max(tokenizer.get_vocab().values()) + 1
+    assert all(type(token) is Token for token in byte_vocab)
+    assert [token.token_id for token in byte_vocab] == list(range(len(byte_vocab)))
+
+
+def test_a_hugging_face_tokenizer_is_read_like_what_it_is_made_of(family):
+    transformers = pytest.importorskip("transformers", reason="wraps a tokenizer as transformers does")
+    _, tokenizer = family
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    assert contents(wrapped) == contents(tokenizer)
+
+
+def contents(tokenizer):
+    return [token.byte_string for token in decode_vocab(tokenizer)[0]]
+
+
+def test_added_tokens_are_verbatim(family):
+    tok = pytest.importorskip("tokenizers")
+    _, original = family
+    tokenizer = tok.Tokenizer.from_str(original.to_str())
+    before = tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens(["<｜begin▁of▁text｜>", "<0x41>x"])
+    tokenizer.add_tokens(["foo▁bar", "Ġé"])
+    assert contents(tokenizer)[before:] == ["<｜begin▁of▁text｜>".encode(), b"<0x41>x", "foo▁bar".encode(), "Ġé".encode()]
+
+
+def test_byt5():
+    transformers = pytest.importorskip("transformers", reason="has the ByT5 tokenizer")
+    tokenizer = transformers.ByT5Tokenizer()
+    byte_vocab, _ = decode_vocab(tokenizer)
+    text = "naïve 狐 😀 ▁\n"
+    assert b"".join(byte_vocab[i] for i in tokenizer.encode(text, add_special_tokens=False)) == text.encode()
+    assert byte_vocab[0] == b"<pad>"
+    assert byte_vocab[259] == b"<extra_id_0>"
+    assert byte_vocab[3 + 0xFF] == b"\xff"
+
+
+@given(text=TEXTS)
+@settings(deadline=None)
+def test_sentencepiece(sentencepiece_model, text):
+    byte_vocab, _ = decode_vocab(sentencepiece_model)
+    assert len(byte_vocab) == sentencepiece_model.get_piece_size()
+    text = text.replace("\0", "")  # ends a text for the library
+    joined = b"".join(byte_vocab[i] for i in sentencepiece_model.encode(text))
+    assert joined == (b" " + text.encode() if text else b"")
+
+
+def test_a_slow_sentencepiece_tokenizer(sentencepiece_model, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="has tokenizers that wrap SentencePiece")
+    file = tmp_path / "spiece.model"
+    file.write_bytes(sentencepiece_model.serialized_model_proto())
+    slow = transformers.BertGenerationTokenizer(str(file))
+    assert contents(slow)[: len(contents(sentencepiece_model))] == contents(sentencepiece_model)
+
+
+def test_tiktoken():
+    tiktoken = pytest.importorskip("tiktoken", reason="makes an encoding of the library tiktoken")
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b"th": 256, b"the": 257}
+    encoding = tiktoken.Encoding("small", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|end|>": 300})
+    byte_vocab, _ = decode_vocab(encoding)
+    assert len(byte_vocab) == 301
+    assert (byte_vocab[257], byte_vocab[258], byte_vocab[300]) == (b"the", b"", b"<|end|>")
+    assert b"".join(byte_vocab[i] for i in encoding.encode("the füße")) == "the füße".encode()
+
+
+class Slow:
+    """A tokenizer in Python, as older ones of Hugging Face are."""
+
+    def __init__(self, vocab, **attributes):
+        self.vocab = vocab
+        self.added_tokens_decoder = {4: "<|end|>"}
+        vars(self).update(attributes)
+
+    def get_vocab(self):
+        return self.vocab
+
+    def convert_ids_to_tokens(self, token_id):
+        return f"token {token_id}"
+
+
+def test_slow_byte_level():
+    byte_decoder = {"a": ord("a"), "Ġ": 0x20, "Ã": 0xC3}
+    assert contents(Slow({"Ġa": 0, "Ã": 2}, byte_decoder=byte_decoder)) == [b" a", b"", b"\xc3", b"", b"<|end|>"]
+
+
+def test_slow_with_tokens_that_are_bytes():
+    assert contents(Slow({b"\xff": 1, b"ab": 0})) == [b"ab", b"\xff", b"", b"", b"<|end|>"]
+
+
+def test_an_unknown_slow_tokenizer_is_refused():
+    with pytest.raises(VocabularyError, match="Slow is neither byte-level nor SentencePiece"):
+        decode_vocab(Slow({"word": 0}))

@@ -1,0 +1,88 @@
+"""decode_vocab on real vocabularies that PyPI's packages carry."""
+
+from __future__ import annotations
+
+import os
+from importlib.resources import files
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from genlm.core.tokenization import decode_vocab
+
+TEXTS = st.text(st.one_of(st.sampled_from(" \n\tabcqué1234'.狐😀"), st.characters(exclude_characters="▁\0", codec="utf-8")))
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    """A byte-level tokenizer as transformers loads it."""
+    folder = os.environ.get("GENLM_TEST_MODEL")
+    if folder is None:
+        pytest.skip("GENLM_TEST_MODEL names no folder with SmolLM2-135M")
+    transformers = pytest.importorskip("transformers", reason="loads the real tokenizer")
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def smollm2_bytes(smollm2):
+    return decode_vocab(smollm2)[0]
+
+
+@given(text=TEXTS)
+@settings(deadline=None)
+def test_smollm2_texts(smollm2, smollm2_bytes, text):
+    assume(set(text.encode()) <= {token[0] for token in smollm2_bytes if len(token) == 1})  # it lacks some bytes
+    assert b"".join(smollm2_bytes[i] for i in smollm2.encode(text, add_special_tokens=False)) == text.encode()
+
+
+def test_smollm2_tokens(smollm2, smollm2_bytes):
+    assert len(smollm2_bytes) == 49_152
+    pieces = smollm2.convert_ids_to_tokens(range(len(smollm2_bytes)))
+    decode = smollm2.backend_tokenizer.decoder.decode
+    wrong = [t for t, piece in zip(smollm2_bytes, pieces, strict=True) if decode([piece]) != t.decode(errors="replace")]
+    assert wrong == []
+
+
+MISTRAL = ["tokenizer.model.v1", "mistral_instruct_tokenizer_240323.model.v3", "tekken_240911.json"]
+
+
+@pytest.fixture(scope="module", params=MISTRAL)
+def mistral(request):
+    """mistral-common's tokenizer of one of the files that it ships."""
+    module = pytest.importorskip(
+        "mistral_common.tokens.tokenizers.mistral", reason="mistral-common ships real vocabularies"
+    )
+    path = files("mistral_common") / "data" / request.param
+    return module.MistralTokenizer.from_file(str(path)).instruct_tokenizer.tokenizer
+
+
+@pytest.fixture(scope="module")
+def mistral_bytes(mistral):
+    return decode_vocab(mistral)[0]
+
+
+@given(text=TEXTS)
+@settings(deadline=None)
+def test_mistral_texts(mistral, mistral_bytes, text):
+    joined = b"".join(mistral_bytes[i] for i in mistral.encode(text, bos=False, eos=False))
+    assert joined in (text.encode(), b" " + text.encode())
+
+
+def test_mistral_tokens(mistral, mistral_bytes):
+    assert len(mistral_bytes) == mistral.n_words
+    assert mistral_bytes[1] == b"<s>"
+    assert len({bytes(token) for token in mistral_bytes} & {bytes([byte]) for byte in range(256)}) == 256
+
+
+@pytest.mark.parametrize("file", MISTRAL[:2])
+def test_sentencepiece_itself_agrees(file):
+    spm = pytest.importorskip("sentencepiece", reason="reads mistral-common's SentencePiece files")
+    data = pytest.importorskip("mistral_common", reason="ships real SentencePiece files")
+    model = spm.SentencePieceProcessor(model_file=str(files(data) / "data" / file))
+    byte_vocab, _ = decode_vocab(model)
+    anchor = model.piece_to_id("a")
+    for token in byte_vocab:
+        if not model.is_control(token.token_id) and not model.is_unknown(token.token_id):
+            emitted = model.decode([anchor, token.token_id, anchor])
+            assert emitted == "a" + token.decode(errors="replace") + "a"
