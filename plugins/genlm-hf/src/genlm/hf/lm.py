@@ -1,0 +1,74 @@
+"""AsyncTransformer: the class that GenLM users know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from genlm.core import AsyncLM
+from genlm.core.types import Engine
+
+#: The options of :class:`~genlm.hf.options.HFOptions` that are no arguments of their own below.
+ENGINE_OPTIONS = ("device", "dtype", "kv_cache_bytes", "max_batch_tokens")
+
+
+class AsyncTransformer(AsyncLM):
+    """A Hugging Face causal language model in this process.
+
+    Args:
+        hf_model: A causal language model; it is put into evaluation mode and otherwise left as it is. Its attention
+            implementation is wrapped while the language model is open.
+        hf_tokenizer: Its tokenizer.
+        **options: ``kv_cache_bytes``, ``max_batch_tokens``, and the options of every backend: ``batch_size``,
+            ``timeout``, ``cache_size``, ``cache_opts``, ...
+
+    Raises:
+        InvalidOptionError: an option is not accepted.
+    """
+
+    def __init__(self, hf_model: Any, hf_tokenizer: Any, **options: Any) -> None:
+        ours, core = _split(options)
+
+        def load() -> Engine:
+            from genlm.hf.engine import HFEngine
+            from genlm.hf.options import HFOptions
+
+            return HFEngine(hf_model, hf_tokenizer, HFOptions.parse(ours))
+
+        super().__init__(load, backend="hf", **core)
+
+    @classmethod
+    def from_name(
+        cls,
+        model_id: str,
+        bitsandbytes_opts: Mapping[str, Any] | None = None,
+        hf_opts: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Self:
+        """Load a model.
+
+        Args:
+            model_id: A folder, a folder with a GGUF file, or a hub name.
+            bitsandbytes_opts: Arguments of ``transformers.BitsAndBytesConfig``, for instance ``{"load_in_4bit": True}``.
+            hf_opts: Arguments of ``from_pretrained``: ``dtype``, ``device_map``, ...
+            **options: ``device``, ``dtype``, ``kv_cache_bytes``, ``max_batch_tokens`` (see
+                :class:`~genlm.hf.options.HFOptions`), and the options of every backend.
+
+        Raises:
+            InvalidOptionError: an option is not accepted.
+            OSError: there is no such model.
+        """
+        ours, core = _split(options)
+
+        def load() -> Engine:
+            from genlm.hf.plugin import genlm_load
+
+            return genlm_load(model_id, {"bitsandbytes_opts": bitsandbytes_opts, "hf_opts": hf_opts, **ours})
+
+        return cls._open(load, backend="hf", **core)
+
+
+def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part the options into the engine's and the core's."""
+    ours = {name: value for name, value in options.items() if name in ENGINE_OPTIONS}
+    return ours, {name: value for name, value in options.items() if name not in ours}

@@ -1,0 +1,38 @@
+"""What the entry point ``hf`` names. Importing it imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+
+from genlm.core import BackendInfo, hookimpl
+from genlm.core.types import Engine
+
+
+@hookimpl
+def genlm_backend_info() -> BackendInfo:
+    return BackendInfo(
+        summary="Hugging Face transformers, on any device PyTorch has",
+        engine="transformers",
+        unavailable=_why_unavailable(),
+        preference=0,
+    )
+
+
+@hookimpl
+def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
+    """Load a model folder, a folder with a GGUF file, or a hub name; the options are those of ``HFOptions``."""
+    from genlm.hf.engine import HFEngine
+    from genlm.hf.loading import load_pretrained
+    from genlm.hf.options import HFOptions
+
+    parsed = HFOptions.parse(options)
+    hf_model, hf_tokenizer = load_pretrained(model, parsed)
+    return HFEngine(hf_model, hf_tokenizer, parsed)
+
+
+def _why_unavailable() -> str | None:
+    for engine in ("torch", "transformers"):
+        if importlib.util.find_spec(engine) is None:
+            return f"{engine} is not installed: pip install {engine}"
+    return None
