@@ -1,0 +1,194 @@
+"""Concurrent calls of one trie."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from genlm.core import InvalidInputError, InvalidOptionError, ModelClosedError
+from genlm.core.trie import AsyncTokenCharacterTrie, ParallelTokenCharacterTrie, TokenCharacterTrie
+
+PATIENCE = 30.0
+
+
+class Watched(TokenCharacterTrie):
+    """Notes the size of every batch, and waits where it is told to."""
+
+    def __init__(self, decode, device=None):
+        super().__init__(decode, device)
+        self.batches = []
+        self.entered = threading.Event()
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def batch_weight_sum(self, ws, dtype=None):
+        self._note("sum", ws)
+        return super().batch_weight_sum(ws, dtype)
+
+    def batch_weight_max(self, ws, dtype=None):
+        self._note("max", ws)
+        return super().batch_weight_max(ws, dtype)
+
+    def _note(self, operation, ws):
+        self.batches.append((operation, len(ws)))
+        self.entered.set()
+        if not self.go_on.wait(PATIENCE):
+            raise TimeoutError("the test never let the batch go on")
+
+
+@pytest.fixture
+def watched(vocabulary):
+    return Watched(vocabulary)
+
+
+@pytest.fixture
+def trie(watched):
+    with_calls = AsyncTokenCharacterTrie(watched)
+    yield with_calls
+    with_calls.shutdown()
+
+
+def test_concurrent_calls_are_one_kernel_call_for_each_operation(trie, watched, weights):
+    async def all_at_once():
+        return await asyncio.gather(*map(trie.weight_sum, weights), *map(trie.weight_max, weights))
+
+    answers = asyncio.run(all_at_once())
+    assert sorted(watched.batches) == [("max", 5), ("sum", 5)]
+    plain = TokenCharacterTrie(watched.decode)
+    assert np.array_equal(answers[:5], plain.batch_weight_sum(weights))
+    assert np.array_equal(answers[5:], plain.batch_weight_max(weights))
+
+
+def test_what_is_asked_while_the_kernel_works_makes_the_next_batch(trie, watched, weights):
+    async def ask():
+        watched.go_on.clear()
+        first = asyncio.ensure_future(trie.weight_sum(weights[0]))
+        assert await asyncio.to_thread(watched.entered.wait, PATIENCE)
+        others = [asyncio.ensure_future(trie.weight_sum(row)) for row in weights[1:]]
+        for _ in range(5):  # passes of the event loop
+            await asyncio.sleep(0)
+        watched.go_on.set()
+        await asyncio.gather(first, *others)
+
+    asyncio.run(ask())
+    assert watched.batches == [("sum", 1), ("sum", 4)]
+
+
+def test_an_error_reaches_only_its_caller(trie, weights):
+    async def ask():
+        calls = [trie.weight_sum(weights[0]), trie.weight_sum([1.0]), trie.weight_max("x"), trie.weight_max(weights[1])]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    good, wrong, nonsense, also_good = asyncio.run(ask())
+    assert isinstance(wrong, InvalidInputError)
+    assert isinstance(nonsense, ValueError)
+    assert np.array_equal(good, trie.trie.weight_sum(weights[0]))
+    assert np.array_equal(also_good, trie.trie.weight_max(weights[1]))
+
+
+def test_cancelling_a_caller_leaves_the_others_alone(trie, watched, weights):
+    async def ask():
+        watched.go_on.clear()
+        calls = [asyncio.ensure_future(trie.weight_sum(row)) for row in weights]
+        assert await asyncio.to_thread(watched.entered.wait, PATIENCE)
+        calls[0].cancel()
+        watched.go_on.set()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    cancelled, *others = asyncio.run(ask())
+    assert isinstance(cancelled, asyncio.CancelledError)
+    assert np.array_equal(others, trie.trie.batch_weight_sum(weights[1:]))
+
+
+def test_it_works_in_one_event_loop_after_another(trie, weights):
+    for _ in range(3):
+        assert np.array_equal(asyncio.run(trie.weight_sum(weights[0])), trie.trie.weight_sum(weights[0]))
+
+
+def test_it_works_in_several_event_loops_at_once(trie, weights):
+    answers = {}
+
+    def run(index):
+        answers[index] = asyncio.run(trie.weight_sum(weights[index]))
+
+    threads = [threading.Thread(target=run, args=[index]) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert np.array_equal([answers[i] for i in range(4)], trie.trie.batch_weight_sum(weights[:4]))
+
+
+def test_tensors(trie, weights):
+    answer = asyncio.run(trie.weight_sum(torch.from_numpy(weights[0])))
+    assert np.array_equal(answer, trie.trie.weight_sum(weights[0]))
+
+
+def test_it_works_again_after_a_shutdown(trie, weights):
+    async def ask():
+        trie.start()
+        before = await trie.weight_sum(weights[0])
+        await trie.cleanup()
+        trie.shutdown()
+        return before, await trie.weight_sum(weights[0])
+
+    before, after = asyncio.run(ask())
+    assert np.array_equal(before, after)
+
+
+def test_a_shutdown_fails_what_still_waits(trie, watched, weights):
+    async def ask():
+        watched.go_on.clear()
+        running = asyncio.ensure_future(trie.weight_sum(weights[0]))
+        assert await asyncio.to_thread(watched.entered.wait, PATIENCE)
+        waiting = asyncio.ensure_future(trie.weight_sum(weights[1]))
+        await asyncio.sleep(0)
+        ending = asyncio.ensure_future(trie.cleanup())
+        with pytest.raises(ModelClosedError):
+            await waiting
+        watched.go_on.set()
+        await ending
+        return await running
+
+    assert np.array_equal(asyncio.run(ask()), trie.trie.weight_sum(weights[0]))
+
+
+def test_one_that_nobody_holds_any_more_ends_its_thread(vocabulary, weights):
+    trie = AsyncTokenCharacterTrie.from_vocab(vocabulary, backend="sequential")
+    before = {*threading.enumerate()}
+    trie.start()
+    (worker,) = {*threading.enumerate()} - before
+    asyncio.run(trie.weight_sum(weights[0]))
+    held = weakref.ref(trie.trie)
+    del trie
+    gc.collect()
+    worker.join(PATIENCE)
+    assert not worker.is_alive()
+    gc.collect()
+    assert held() is None
+
+
+def test_the_interpreter_ends_quietly_with_a_trie_in_use():
+    program = """
+import asyncio
+from genlm.core.trie import AsyncTokenCharacterTrie
+trie = AsyncTokenCharacterTrie.from_vocab([b"a", b"ab"], backend="sequential")
+print(asyncio.run(trie.weight_sum([0.25, 0.75]))[trie.trie.root])
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert (result.stdout, result.stderr) == ("1.0\n", "")
+
+
+def test_backends(vocabulary):
+    assert type(AsyncTokenCharacterTrie.from_vocab(vocabulary, backend="sequential").trie) is TokenCharacterTrie
+    assert type(AsyncTokenCharacterTrie.from_vocab(vocabulary, device="cpu").trie) is ParallelTokenCharacterTrie
+    with pytest.raises(InvalidOptionError, match="'parallel' or 'sequential'"):
+        AsyncTokenCharacterTrie.from_vocab(vocabulary, backend="serial")

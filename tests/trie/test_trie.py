@@ -1,0 +1,231 @@
+"""Sums, maxima and shape of the trie, against their definition."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlm.core import InvalidInputError, InvalidOptionError, VocabularyError
+from genlm.core.tokenization import Token
+from genlm.core.trie import ParallelTokenCharacterTrie, TokenCharacterTrie
+from genlm.core.trie.device import DeviceKernel
+
+
+class EndOfSequence:
+    """A symbol that is its own only letter."""
+
+    def __iter__(self):
+        return iter([self])
+
+    def __repr__(self):
+        return "EOS"
+
+
+class OnTorch(TokenCharacterTrie):
+    """The trie as it computes on accelerators, here on the CPU."""
+
+    def _make_kernel(self, plan):
+        return DeviceKernel(plan, "cpu")
+
+
+EOS = EndOfSequence()
+WORDS = st.lists(st.lists(st.integers(0, 2), max_size=6).map(bytes), min_size=1, max_size=40)  # few letters, much shared
+TOKENS = WORDS.map(Token.vocabulary)
+STRINGS = st.lists(st.text("ab", max_size=3), unique=True)
+TUPLES = st.lists(st.tuples(st.sampled_from([0, 1, "a", None]), st.sampled_from([0, "b"])), unique=True)
+MIXED = st.tuples(TOKENS, STRINGS, TUPLES).map(lambda kinds: [*kinds[0], *kinds[1], *kinds[2], EOS])
+WEIGHTS = st.floats(-1e6, 1e6) | st.just(-math.inf)
+
+tries = pytest.mark.parametrize("trie_class", [TokenCharacterTrie, OnTorch])
+
+
+def by_definition(trie, ws, combine):
+    """For each node, what ``combine`` makes of the weights of the items that begin with its letters, or of its item."""
+    expected = np.empty(len(trie))
+    for node in range(len(trie)):
+        prefix = trie.node2prefix[node]
+        below = [weight for item, weight in zip(trie.decode, ws, strict=True) if list(item)[: len(prefix)] == prefix]
+        expected[node] = combine(below)
+    for position, leaf in enumerate(trie.word2leaf.values()):
+        expected[leaf] = ws[position]
+    return expected
+
+
+@tries
+@given(items=MIXED, data=st.data())
+def test_sums_and_maxima(trie_class, items, data):
+    trie = trie_class(items)
+    ws = np.array(data.draw(st.lists(WEIGHTS, min_size=len(items), max_size=len(items))))
+    # The rounding of a sum is relative to what was added, not to what is left of it.
+    scale = np.abs(ws[np.isfinite(ws)]).sum()
+    np.testing.assert_allclose(trie.weight_sum(ws), by_definition(trie, ws, math.fsum), rtol=0, atol=1e-15 * scale)
+    assert np.array_equal(trie.weight_max(ws), by_definition(trie, ws, max))
+
+
+@given(items=MIXED)
+def test_the_shape(items):
+    trie = TokenCharacterTrie(items)
+    seen = [trie.root]
+    for node in seen:
+        for edge, child in trie.children[node].items():
+            leaf = child in trie.leaf2word
+            assert trie.node2prefix[child] == trie.node2prefix[node] + ([] if leaf else [edge])
+            assert not leaf or (edge[0] is None and trie.children[child] == {})
+            seen.append(child)
+    assert sorted(seen) == list(range(len(trie))) == list(range(len(trie.children)))
+    assert len(trie.leaf2word) == len(items)
+    for position, (item, (word, leaf)) in enumerate(zip(items, trie.word2leaf.items(), strict=True)):
+        assert word == ((bytes(item), item.token_id) if isinstance(item, Token) else item)
+        assert trie.leaf2word[leaf] == word
+        assert trie.node2prefix[leaf] == list(item)
+        node = trie.find(item)
+        assert trie.children[node][None, position] == leaf
+    prefixes = [tuple(prefix) for node, prefix in trie.node2prefix.items() if node not in trie.leaf2word]
+    assert len(set(prefixes)) == len(prefixes)
+
+
+def test_small_masses_survive_beside_large_ones():
+    words = [bytes([first, second]) for first in range(50) for second in range(50)]
+    trie = TokenCharacterTrie(words)
+    ws = np.array([1.0 if word[0] % 2 else 1e-30 for word in words])
+    sums = trie.weight_sum(ws)
+    for first in range(50):
+        assert sums[trie.find([first])] == pytest.approx(50.0 if first % 2 else 50e-30, rel=1e-15)
+
+
+@tries
+def test_log_weights(trie_class):
+    trie = trie_class([b"a", b"ab", b"b"])
+    ws = np.array([-3.0, -1.0, -math.inf])
+    maxima = trie.weight_max(ws)
+    assert maxima[trie.root] == maxima[trie.find(b"a")] == -1.0
+    assert maxima[trie.find(b"b")] == -math.inf
+
+
+@tries
+def test_a_batch_is_its_rows(trie_class, vocabulary, weights):
+    trie = trie_class(vocabulary)
+    for batch, single in ((trie.batch_weight_sum, trie.weight_sum), (trie.batch_weight_max, trie.weight_max)):
+        expected = np.stack([single(row) for row in weights])
+        assert np.array_equal(batch(weights), expected)
+        assert np.array_equal(batch(list(weights)), expected)
+        assert np.array_equal(batch([torch.from_numpy(row) for row in weights]), expected)
+        assert np.array_equal(batch(torch.from_numpy(weights)), expected)
+        assert np.array_equal(batch(weights[::-1][::-1]), expected)
+
+
+def test_a_batch_that_is_worth_several_threads_is_its_rows():
+    words = [number.to_bytes(3, "big") for number in range(0, 1 << 24, 411)]
+    trie = TokenCharacterTrie(words)
+    ws = np.random.default_rng(0).random((7, len(words)))
+    assert np.array_equal(trie.batch_weight_sum(ws), np.stack([trie.weight_sum(row) for row in ws]))
+
+
+def test_an_empty_batch(vocabulary):
+    trie = TokenCharacterTrie(vocabulary)
+    assert trie.batch_weight_sum(np.empty((0, len(vocabulary)))).shape == (0, len(trie))
+
+
+def test_older_names(vocabulary, weights):
+    trie = TokenCharacterTrie(vocabulary)
+    assert np.array_equal(trie.mass_sum(weights[0]), trie.weight_sum(weights[0]))
+    assert np.array_equal(trie.batch_mass_sum(weights), trie.batch_weight_sum(weights))
+
+
+@tries
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_weights_of_any_precision(trie_class, vocabulary, weights, dtype):
+    trie = trie_class(vocabulary)
+    ws = torch.from_numpy(weights[0]).to(dtype).requires_grad_()
+    expected = trie.weight_sum(ws.detach().double().numpy())
+    assert np.array_equal(trie.weight_sum(ws), expected)
+    if dtype != torch.bfloat16:
+        assert np.array_equal(trie.weight_sum(ws.detach().numpy()), expected)
+
+
+@tries
+def test_results_of_any_kind(trie_class, vocabulary, weights):
+    trie = trie_class(vocabulary)
+    exact = trie.batch_weight_sum(weights)
+    assert isinstance(exact, np.ndarray)
+    assert exact.dtype == np.float64
+    for dtype in (np.float32, "float32"):
+        single = trie.batch_weight_sum(weights, dtype=dtype)
+        assert single.dtype == np.float32
+        assert np.array_equal(single, exact.astype(np.float32))
+    for dtype in (torch.float32, torch.float64):
+        tensor = trie.batch_weight_sum(weights, dtype=dtype)
+        assert tensor.dtype == dtype
+        assert torch.equal(tensor, torch.from_numpy(exact).to(dtype))
+
+
+@tries
+def test_results_belong_to_the_caller(trie_class, vocabulary, weights):
+    trie = trie_class(vocabulary)
+    given_weights = weights.copy()
+    first = trie.weight_sum(given_weights[0])
+    expected = first.copy()
+    trie.weight_max(given_weights[1])[:] = 7.0
+    assert np.array_equal(first, expected)
+    first[:] = 0.0
+    assert np.array_equal(trie.weight_sum(given_weights[0]), expected)
+    assert np.array_equal(given_weights, weights)
+
+
+@tries
+@pytest.mark.parametrize("ws", [np.zeros(3), np.zeros((2, 3)), np.zeros(()), [0.5]])
+def test_weights_of_another_shape_are_refused(trie_class, ws):
+    trie = trie_class([b"a", b"b"])
+    with pytest.raises(InvalidInputError, match=r"the trie needs \[2\]"):
+        trie.weight_sum(ws)
+    with pytest.raises(InvalidInputError):
+        trie.batch_weight_max([ws, np.zeros(2)])
+
+
+@pytest.mark.parametrize("dtype", [np.int32, torch.float16, "complex128", "double precision"])
+def test_a_result_of_another_precision_is_refused(dtype):
+    with pytest.raises(InvalidOptionError, match="float64 or float32"):
+        TokenCharacterTrie([b"a"]).weight_sum([1.0], dtype=dtype)
+
+
+def test_a_vocabulary_that_makes_no_trie_is_refused():
+    with pytest.raises(VocabularyError, match="at least one item"):
+        TokenCharacterTrie([])
+    with pytest.raises(VocabularyError, match=r"b'ab' is at positions 0 and 3"):
+        TokenCharacterTrie([b"ab", Token(0, b"ab"), Token(1, b"ab"), b"ab"])
+    with pytest.raises(VocabularyError, match="positions 0 and 1"):
+        TokenCharacterTrie([Token(3, b"x"), Token(3, b"x")])
+    with pytest.raises(VocabularyError, match="iterables of hashable letters"):
+        TokenCharacterTrie([b"a", 7])
+
+
+def test_an_unknown_device_is_refused():
+    with pytest.raises(InvalidOptionError, match="'abacus'"):
+        ParallelTokenCharacterTrie([b"a"], device="abacus")
+
+
+def test_a_trie_can_be_pickled(vocabulary, weights):
+    trie = TokenCharacterTrie(vocabulary)
+    assert np.array_equal(pickle.loads(pickle.dumps(trie)).weight_sum(weights[0]), trie.weight_sum(weights[0]))
+
+
+def test_the_parallel_trie_is_the_same_trie(vocabulary, weights):
+    parallel = ParallelTokenCharacterTrie(vocabulary)
+    assert isinstance(parallel, TokenCharacterTrie)
+    sums = TokenCharacterTrie(vocabulary).batch_weight_sum(weights)
+    np.testing.assert_allclose(parallel.batch_weight_sum(weights), sums, rtol=1e-5 if parallel.device == "mps" else 1e-14)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda(vocabulary, weights):
+    trie = ParallelTokenCharacterTrie(vocabulary, device="cuda")
+    ws = torch.from_numpy(weights).cuda()
+    sums = trie.batch_weight_sum(ws, dtype=torch.float64)
+    assert sums.is_cuda
+    np.testing.assert_allclose(sums.cpu().numpy(), TokenCharacterTrie(vocabulary).batch_weight_sum(weights), rtol=1e-14)
