@@ -1,0 +1,42 @@
+"""A clean environment with wheels in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+class CleanEnvironment:
+    """A virtual environment that holds what is installed into it, before what the running one has.
+
+    PyTorch is too large to install for a test, so the running environment's packages can be seen from this one; those that
+    it has as editable projects cannot.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._wheels = folder / "wheels"
+        self._python = folder / "env" / "bin" / "python"
+        venv.create(folder / "env", with_pip=False, symlinks=True)
+        (site,) = (folder / "env").glob("lib/python*/site-packages")
+        (site / "running.pth").write_text(sysconfig.get_path("purelib"))
+
+    def install(self, project: Path) -> None:
+        """Build a project's wheel and install it, as pip does."""
+        built = self._wheels / project.name
+        hatch = ["-m", "hatchling", "build", "-t", "wheel", "-d", str(built)]
+        subprocess.run([sys.executable, *hatch], cwd=project, check=True)
+        (wheel,) = built.glob("*.whl")
+        pip = ["-m", "pip", "--python", str(self._python), "install", "--no-deps", "--no-index", "--quiet"]
+        subprocess.run([sys.executable, *pip, "--force-reinstall", str(wheel)], check=True)
+
+    def run(self, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        """Run one of the environment's commands."""
+        command = [str(self._python.with_name(arguments[0])), *arguments[1:]]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)

@@ -1,0 +1,85 @@
+"""`genlm conformance` says what came of each clause, and exits accordingly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from genlm.core.cli import main
+from genlm.core.conformance import ConformanceSuite
+
+from .installed import pretend_installed
+
+UNNORMALISED = """
+from genlm.core import mock
+from genlm.core.mock import genlm_backend_info, hookimpl
+
+class Engine(mock.MockEngine):
+    def row(self, query):
+        return super().row(query) + (0.01 if len(query.token_ids) > 2 else 0.0)
+
+@hookimpl
+def genlm_load(model, options):
+    return Engine(mock.ByteTokenizer(), **options)
+"""
+
+
+@pytest.fixture
+def unnormalised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A backend whose longer contexts have rows with too much mass."""
+    pretend_installed(tmp_path, "unnormalised", "genlm_unnormalised", UNNORMALISED)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "unnormalised"
+
+
+def test_a_backend_that_conforms(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conformance", "mock", "--model", "mock", "--quick", "--adapter", "a=x", "--adapter", "b=y"]) == 0
+    *_, verdict = out = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("mock conforms")
+    for clause in ConformanceSuite.clauses:
+        (line,) = [line for line in out if line.split()[:1] == [clause.removeprefix("test_")]]
+        assert line.split()[1] in ("passed", "skipped")
+
+
+def test_a_backend_that_does_not(unnormalised: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conformance", unnormalised, "--model", "mock", "--quick"]) == 1
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].startswith("unnormalised DOES NOT CONFORM")
+    # The counterexample is a short context that is wrong, not a long one.
+    failure = out[out.index("\nrow_is_normalised") : out.index("\nevery_way_of_asking_agrees")]
+    assert "FAILED" in failure
+    assert "logsumexp(row) is 0.0099" in failure
+    context = failure[failure.index("context=(") :].partition(")")[0]
+    assert context.count(",") < 4
+
+
+def test_the_result_as_json(unnormalised: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conformance", unnormalised, "--model", "mock", "--quick", "--json", "--option", "max_context=64"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert not report["conforms"]
+    status = {verdict["clause"]: verdict for verdict in report["verdicts"]}
+    assert status["row_is_normalised"]["status"] == "failed"
+    assert status["vocabulary_is_consistent"]["status"] == "passed"
+    assert status["longest_context"]["status"] == "passed"  # by the option
+    assert status["rebound_adapter"]["status"] == "skipped"
+    assert "adapters" in status["rebound_adapter"]["detail"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing-like-it", "--model", "mock"], "no backend 'nothing-like-it'"),
+        (["mock", "--model", "mock", "--adapter", "nameless"], "--adapter 'nameless': give --adapter NAME=VALUE"),
+    ],
+)
+def test_what_cannot_be_run(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conformance", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_load_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conformance", "mock", "--model", "mock", "--option", "colour=red"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("has no option colour") == 1

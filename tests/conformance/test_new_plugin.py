@@ -1,0 +1,57 @@
+"""A plugin that `genlm new-plugin` writes is complete: built, installed beside the core's wheel, it conforms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from genlm.core import InvalidOptionError
+from genlm.core.cli import main
+from genlm.core.scaffold import write_plugin
+
+from .kit import ROOT, CleanEnvironment
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> CleanEnvironment:
+    environment = CleanEnvironment(tmp_path_factory.mktemp("clean"))
+    environment.install(ROOT / "core")
+    return environment
+
+
+def test_a_new_plugin_conforms(environment: CleanEnvironment, tmp_path: Path) -> None:
+    written = environment.run("genlm", "new-plugin", "my-toy", cwd=tmp_path)
+    assert written.returncode == 0, written.stderr
+    plugin = tmp_path / "genlm-my-toy"
+    environment.install(plugin)
+
+    listed = environment.run("genlm", "backends", cwd=tmp_path)
+    assert "genlm-my-toy 0.1.0" in listed.stdout, listed.stderr
+
+    checked = environment.run("genlm", "conformance", "my-toy", "--model", "toy", "--quick", cwd=tmp_path)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "my-toy conforms" in checked.stdout
+    where = environment.run("python", "-c", "import genlm.core; print(genlm.core.__file__)", cwd=tmp_path)
+    assert str(ROOT) not in where.stdout
+
+    tested = environment.run("python", "-m", "pytest", "-q", "-k", "row or missing", str(plugin), cwd=tmp_path)
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(InvalidOptionError, match="not empty"):
+        write_plugin("toy", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("name", ["", "Toy", "to y", "-toy", "toy-", "toy_2", "2toy"])
+def test_a_name_that_no_backend_can_have(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidOptionError, match="cannot be a backend's name"):
+        write_plugin(name, tmp_path)
+
+
+def test_a_name_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new-plugin", "mock", "--folder", str(tmp_path / "x")]) == 1
+    assert "installed already" in capsys.readouterr().err
