@@ -29,7 +29,7 @@ def test_a_prefix_of_nothing_is_not_found(trie, prefix):
 
 def test_the_items_below_a_node_are_a_slice_of_one_array(trie, vocabulary):
     assert sorted(trie.positions.tolist()) == list(range(len(vocabulary)))
-    for node, prefix in trie.node2prefix.items():
+    for node, prefix in list(trie.node2prefix.items())[::11]:
         below = trie.positions_under(node)
         if node in trie.leaf2word:
             assert [trie.leaf2word[node]] == [(vocabulary[p].byte_string, vocabulary[p].token_id) for p in below]

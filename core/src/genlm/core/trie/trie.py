@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from genlm.core.errors import InvalidOptionError
 from genlm.core.trie.cpu import CpuKernel
+from genlm.core.trie.dot import draw_dot
 from genlm.core.trie.layout import Layout
 from genlm.core.trie.operation import MAX, SUM, Operation
+from genlm.core.trie.page import draw_page
 from genlm.core.trie.plan import Plan
 from genlm.core.trie.views import children_view, prefixes_view
 from genlm.core.trie.walk import Walker
@@ -168,3 +171,24 @@ class TokenCharacterTrie:
     def node2prefix(self) -> dict[int, list[Any]]:
         """The letters that lead to each node, leaves included."""
         return prefixes_view(self._words, self._layout)
+
+    # --- for people ---------------------------------------------------------------------------------------------------
+
+    def visualize(self, ws: Any = None, format: str = "graphviz", max_nodes: int | None = None) -> Any:
+        """Draw the trie, or of a large one the part that weighs most.
+
+        :param ws: ``[len(trie)]`` weights by node, such as :meth:`weight_sum` gives. Without them the nodes with the most
+            items below are drawn.
+        :param format: ``"graphviz"`` gives a ``graphviz.Digraph`` (needs the extra ``visualize``); ``"html"`` the text of a
+            web page that can be opened, closed and searched, and needs nothing else.
+        :param max_nodes: the most nodes to draw; by default 100, or 20,000 in a page.
+        :raises InvalidInputError: ``ws`` has another shape.
+        :raises InvalidOptionError: ``format`` or ``max_nodes`` is not accepted.
+        :raises ImportError: the package graphviz is missing.
+        """
+        match format:
+            case "graphviz":
+                return draw_dot(self, ws, 100 if max_nodes is None else max_nodes)
+            case "html":
+                return draw_page(self, ws, 20_000 if max_nodes is None else max_nodes)
+        raise InvalidOptionError(f"format is {format!r}: it must be 'graphviz' or 'html'")

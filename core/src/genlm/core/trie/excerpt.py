@@ -1,0 +1,108 @@
+"""The part of a trie that is worth drawing, with labels for people."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from attrs import frozen
+
+from genlm.core.errors import InvalidInputError, InvalidOptionError
+
+if TYPE_CHECKING:
+    from genlm.core.trie.trie import TokenCharacterTrie
+
+Floats = npt.NDArray[np.float64]
+
+
+@frozen
+class Drawn:
+    """A node to draw.
+
+    Attributes:
+        node: Its number.
+        above: The number of the node above it; ``None`` for the root.
+        edge: How the letter on the edge from there reads; ``None`` for the root and for leaves.
+        prefix: How the letters that lead to it read.
+        item: For a leaf, the position of its item.
+        weight: Its weight; ``None`` if no weights were given.
+        share: How much of a full bar that is, 0 to 1.
+        left_out: How many of its children are not drawn.
+    """
+
+    node: int
+    above: int | None
+    edge: str | None
+    prefix: str
+    item: int | None
+    weight: float | None
+    share: float
+    left_out: int
+
+
+def excerpt(trie: TokenCharacterTrie, ws: Any, max_nodes: int) -> list[Drawn]:
+    """The root and what hangs together with it, the heaviest first, up to ``max_nodes``; each after the node above it.
+
+    :param ws: ``[len(trie)]`` weights by node, such as ``weight_sum`` gives; ``None`` counts the items below each node.
+    :raises InvalidInputError: ``ws`` has another shape.
+    :raises InvalidOptionError: ``max_nodes`` is less than 1.
+    """
+    if max_nodes < 1:
+        raise InvalidOptionError(f"max_nodes is {max_nodes}: it must be at least 1")
+    weights = np.asarray(trie.weight_sum(np.ones(len(trie.decode))) if ws is None else ws, np.float64)
+    if weights.shape != (len(trie),):
+        raise InvalidInputError(
+            f"ws has the shape {list(weights.shape)}, but the trie has {len(trie)} nodes: give weights by node, such as "
+            "weight_sum() returns"
+        )
+    edges = _heaviest(trie, weights, max_nodes)
+    drawn = Counter(above for _, above, _ in edges)
+    shares = _shares(weights)
+    return [
+        Drawn(
+            node=node,
+            above=above,
+            edge=None if above is None or node in trie.leaf2word else read([edge]),
+            prefix=read(trie.node2prefix[node]),
+            item=edge[1] if isinstance(edge, tuple) and node in trie.leaf2word else None,
+            weight=None if ws is None else float(weights[node]),
+            share=float(shares[node]),
+            left_out=len(trie.children[node]) - drawn[node],
+        )
+        for node, above, edge in edges
+    ]
+
+
+def read(letters: Sequence[Hashable]) -> str:
+    """Letters for people: bytes as UTF-8, with escapes for what is none or would not show; other letters as they are."""
+    if all(isinstance(letter, int) and 0 <= letter < 256 for letter in letters):
+        text = bytes(letters).decode("utf-8", "backslashreplace")  # type: ignore[arg-type]
+    else:
+        text = "".join(map(str, letters))
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _heaviest(trie: TokenCharacterTrie, weights: Floats, limit: int) -> list[tuple[int, int | None, Hashable]]:
+    """From the root, always the heaviest node in reach: (node, node above, edge)."""
+    found: list[tuple[int, int | None, Hashable]] = []
+    # The node's number settles ties, for the same drawing every time.
+    reach: list[tuple[float, int, int | None, Hashable]] = [(0.0, trie.root, None, None)]
+    while reach and len(found) < limit:
+        _, node, above, edge = heapq.heappop(reach)
+        found.append((node, above, edge))
+        for letter, child in trie.children[node].items():
+            heapq.heappush(reach, (-weights[child], child, node, letter))
+    return found
+
+
+def _shares(weights: Floats) -> Floats:
+    """Masses in proportion to the largest; where there are negative weights, their place between least and largest."""
+    finite = weights[np.isfinite(weights)]
+    low = min(float(finite.min(initial=0.0)), 0.0)
+    high = float(finite.max(initial=low))
+    shares = (np.nan_to_num(weights, nan=low, neginf=low, posinf=high) - low) / ((high - low) or 1.0)
+    return np.clip(shares, 0.0, 1.0)
