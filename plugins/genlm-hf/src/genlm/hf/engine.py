@@ -1,133 +1,160 @@
-"""The engine object: rows from a transformers model, with key/value state kept per context."""
+"""HFEngine: what the core talks to."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
-from genlm.core import Adapter, Query, hookimpl
+from genlm.core import hookimpl
+from genlm.core.errors import EngineError
+from genlm.core.types import Adapter, Query
+from genlm.hf.adapters import AdapterSet
+from genlm.hf.attention import register_row_attention
+from genlm.hf.evaluator import Evaluator
+from genlm.hf.job import Job
+from genlm.hf.options import HFOptions
+from genlm.hf.patterns import layer_patterns, reuse_limit
+from genlm.hf.pool import RowPool
+from genlm.hf.probe import choose_reuse
+from genlm.hf.reuse import Reuse
+from genlm.hf.runner import Runner
+from genlm.hf.store import KVStore
 
-Key = tuple[int, tuple[int, ...]]  # the adapter's version, 0 for the base model; the tokens
-State = list[tuple[torch.Tensor, torch.Tensor]]  # per layer: keys and values, [heads, length, head_dim]
+GIB = 1 << 30
 
 
 class HFEngine:
-    """Rows from a causal model.
+    """A transformers model behind the hooks of genlm-core.
 
-    Queries that continue a known context start from its key/value state; those with equally long known and new parts share
-    a forward pass, so that no row is padded.
+    Args:
+        model: A causal language model; it is put into evaluation mode.
+        tokenizer: Its tokenizer.
+        options: ``kv_cache_bytes`` and ``max_batch_tokens`` matter here.
+
+    Attributes:
+        tokenizer, vocab_size, max_context, device, model: See :class:`genlm.core.types.Engine`.
+        reuse: How key/value state is reused with this model, found out by a probe.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, contexts: int = 256) -> None:
+    def __init__(self, model: Any, tokenizer: Any, options: HFOptions | None = None) -> None:
+        options = options or HFOptions()
+        config = model.config.get_text_config(decoder=True)
         self.model = model.eval()
         self.tokenizer = tokenizer
+        self.vocab_size: int = _vocab_size(model, config)
+        self.max_context: int | None = getattr(config, "max_position_embeddings", None)
         self.device = str(model.device)
-        self.vocab_size = model.get_output_embeddings().weight.shape[0]
-        self.max_context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self._contexts = contexts
-        self._states: OrderedDict[Key, State] = OrderedDict()
-        self._pinned: dict[Key, State] = {}
+        self._original_attention = model.config._attn_implementation
+        self._adapters = AdapterSet(model)
+        self._pool = RowPool()
+        self._runner = Runner(model, self._adapters, self._pool, layer_patterns(config))
+        register_row_attention()
+        window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
+        self.reuse: Reuse = choose_reuse(model, self._runner, self.vocab_size, self.max_context, window)
+        budget = options.kv_cache_bytes if options.kv_cache_bytes is not None else _default_budget(model.device)
+        self._store = KVStore(self._pool, budget)
+        self._evaluator = Evaluator(
+            self._runner, self._store, self._adapters, self.reuse, options.max_batch_tokens, reuse_limit(config)
+        )
 
     @hookimpl
     def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
-        rows: dict[int, torch.Tensor] = {}
-        for (adapter, known, _), members in self._groups(queries).items():
-            self._select(adapter)
-            logits, states = self._forward([queries[i] for i, _ in members], known, [state for _, state in members])
-            for (i, _), row, state in zip(members, logits, states, strict=True):
-                rows[i] = row
-                if not queries[i].cold:
-                    self._keep(queries[i], state)
-        return torch.stack([rows[i] for i in range(len(queries))])
+        jobs = [Job(query.token_ids, query.adapter) for query in queries]
+        if queries[0].cold:
+            return _logprobs(self._evaluator.cold(jobs[0]).logits)
+        parts = [(result.owners, _logprobs(result.logits)) for result in self._evaluator.run(jobs)]
+        return _in_order(parts)
 
-    def _groups(self, queries: Sequence[Query]) -> dict[tuple[Adapter | None, int, int], list[tuple[int, State | None]]]:
-        groups = defaultdict(list)
-        for i, query in enumerate(queries):
-            known, state = self._longest_known(query)
-            groups[query.adapter, known, len(query.token_ids) - known].append((i, state))
-        return groups
-
-    def _longest_known(self, query: Query) -> tuple[int, State | None]:
-        if query.cold:
-            return 0, None
-        for length in range(len(query.token_ids) - 1, 0, -1):
-            key = _key(query, length)
-            state = self._states.get(key) or self._pinned.get(key)
-            if state is not None:
-                return length, state
-        return 0, None
-
-    @torch.inference_mode()
-    def _forward(
-        self, queries: Sequence[Query], known: int, states: Sequence[State | None]
-    ) -> tuple[torch.Tensor, list[State]]:
-        new = torch.tensor([query.token_ids[known:] for query in queries], device=self.device)
-        cache = DynamicCache()
-        if known:
-            layers = zip(*(state for state in states if state is not None), strict=True)
-            for i, layer in enumerate(layers):
-                cache.update(torch.stack([k for k, _ in layer]), torch.stack([v for _, v in layer]), i)
-        logits = self.model(new, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-        rows = torch.log_softmax(logits.float(), dim=-1)
-        return rows, [[(layer.keys[i], layer.values[i]) for layer in cache.layers] for i in range(len(queries))]
-
-    def _keep(self, query: Query, state: State) -> None:
-        self._states[_key(query)] = state
-        while len(self._states) > self._contexts:
-            self._states.popitem(last=False)
-
-    # --- state ----------------------------------------------------------------------------------------------------------
+    @hookimpl
+    def genlm_sequence_logprobs(
+        self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
+    ) -> Sequence[torch.Tensor]:
+        """One job per distinct pair: logits of the continuation's positions only, reduced as they come."""
+        jobs = [
+            Job((*query.token_ids, *continuation[:-1]), query.adapter, keep=len(continuation))
+            for query, continuation in zip(queries, continuations, strict=True)
+        ]
+        scores = [torch.empty(len(continuation), device=self.device) for continuation in continuations]
+        done = [0] * len(jobs)
+        for result in self._evaluator.run(jobs):
+            targets = []
+            places = []
+            for owner in result.owners:
+                targets.append(continuations[owner][done[owner]])
+                places.append((owner, done[owner]))
+                done[owner] += 1
+            picked = _logprobs(result.logits).gather(1, torch.tensor(targets, device=result.logits.device)[:, None])
+            for (owner, place), value in zip(places, picked[:, 0], strict=True):
+                scores[owner][place] = value
+        return scores
 
     @hookimpl
     def genlm_cache_prefix(self, query: Query) -> bool:
-        self.genlm_next_token_logprobs([query])
-        self._pinned[_key(query)] = self._states[_key(query)]
+        """Raises: EngineError: there is no room beside what is pinned."""
+        job = Job(query.token_ids, query.adapter)
+        if self.reuse is Reuse.NONE:
+            return True  # nothing can be kept of this model; it was logged at load
+        if not self._evaluator.keeps(job):
+            raise EngineError(
+                f"a prefix of {job.length} tokens cannot be pinned beside the others; raise kv_cache_bytes or clear_kv_cache()"
+            )
+        for _ in self._evaluator.run([job]):
+            pass
+        self._store.pin(job)
         return True
 
     @hookimpl
     def genlm_clear_kv_cache(self) -> None:
-        self._states.clear()
-        self._pinned.clear()
+        self._store.clear()
 
     @hookimpl
     def genlm_add_lora(self, adapter: Adapter) -> bool:
-        from peft import PeftModel
-
-        if isinstance(self.model, PeftModel):
-            self.model.load_adapter(adapter.path, _adapter_name(adapter))
-        else:
-            self.model = PeftModel.from_pretrained(self.model, adapter.path, _adapter_name(adapter))
-        self.model.eval()
+        self._adapters.add(adapter)
         return True
 
     @hookimpl
     def genlm_remove_lora(self, adapter: Adapter) -> bool:
-        self.model.delete_adapter(_adapter_name(adapter))
-        for states in (self._states, self._pinned):
-            for key in [key for key in states if key[0] == adapter.version]:
-                del states[key]
+        self._adapters.remove(adapter)
+        self._store.drop_adapter(adapter)
         return True
-
-    def _select(self, adapter: Adapter | None) -> None:
-        if hasattr(self.model, "peft_config"):
-            if adapter is None:
-                self.model.base_model.disable_adapter_layers()
-            else:
-                self.model.base_model.enable_adapter_layers()
-                self.model.set_adapter(_adapter_name(adapter))
 
     @hookimpl
     def genlm_close(self) -> None:
-        self.genlm_clear_kv_cache()
+        """Leave the model as it was before."""
+        self._store.clear()
+        self._adapters.close()
+        self._runner.close()
+        if self.model.config._attn_implementation != self._original_attention:
+            self.model.set_attn_implementation(self._original_attention)
 
 
-def _key(query: Query, length: int | None = None) -> Key:
-    return (query.adapter.version if query.adapter else 0), query.token_ids[:length]
+@torch.no_grad()
+def _logprobs(logits: torch.Tensor) -> torch.Tensor:
+    """Float32 and normalised, outside inference mode, so that the core may write into them."""
+    return logits.float().log_softmax(-1)
 
 
-def _adapter_name(adapter: Adapter) -> str:
-    return f"v{adapter.version}"
+def _in_order(parts: Sequence[tuple[list[int], torch.Tensor]]) -> torch.Tensor:
+    """One row per job, from what the forwards gave: without a copy where one forward gave all, in order."""
+    owners = [owner for part, _ in parts for owner in part]
+    rows = parts[0][1] if len(parts) == 1 else torch.cat([rows for _, rows in parts])
+    if owners == sorted(owners):
+        return rows
+    return rows[torch.tensor(owners, device=rows.device).argsort()]
+
+
+def _vocab_size(model: Any, config: Any) -> int:
+    head = model.get_output_embeddings()
+    return int(head.out_features if hasattr(head, "out_features") else config.vocab_size)
+
+
+def _default_budget(device: torch.device) -> int:
+    """Half of the free device memory; on the CPU a quarter of the free memory, at most 4 GiB."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0]) // 2
+    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return min(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4, 4 * GIB)
+    return 2 * GIB

@@ -1,0 +1,115 @@
+"""LoRA adapters, through PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from genlm.core.errors import UnsupportedError
+from genlm.core.types import Adapter
+
+#: What PEFT calls the base model in a list of adapter names.
+BASE = "__base__"
+
+
+class AdapterSet:
+    """The adapters of one model, by version. PEFT is imported when the first one is added.
+
+    Args:
+        model: The model that PEFT's layers are injected into, in place.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._peft: Any = None
+        self._alone: dict[int, bool] = {}  # by version: whether it cannot share a forward with others
+        self._active: int | None = None  # the version that a forward without adapter names applies
+        self._enabled = True
+
+    def add(self, adapter: Adapter) -> None:
+        """Load an adapter's weights.
+
+        Raises:
+            UnsupportedError: PEFT is not installed.
+            Exception: whatever PEFT says of the folder; nothing of the adapter remains.
+        """
+        try:
+            from peft import LoraConfig, PeftConfig, PeftModel
+        except ImportError as error:
+            raise UnsupportedError("LoRA adapters need PEFT: pip install 'genlm-hf[lora]'") from error
+        name = _name(adapter)
+        config = PeftConfig.from_pretrained(adapter.path)
+        if not isinstance(config, LoraConfig):
+            raise UnsupportedError(f"{adapter.path} is a {config.peft_type} adapter; only LoRA adapters can be switched")
+        try:
+            if self._peft is None:
+                self._peft = PeftModel.from_pretrained(self._model, adapter.path, adapter_name=name, config=config)
+            else:
+                self._peft.load_adapter(adapter.path, adapter_name=name, peft_config=config)
+        except Exception:
+            if self._peft is not None and name in self._peft.peft_config:
+                self._peft.delete_adapter(name)
+            raise
+        self._model.eval()
+        self._active = None
+        self._alone[adapter.version] = config.use_dora or bool(config.modules_to_save) or self._adapts_head(name)
+
+    def remove(self, adapter: Adapter) -> None:
+        """Drop an adapter's weights."""
+        del self._alone[adapter.version]
+        self._peft.delete_adapter(_name(adapter))
+        self._active = None
+
+    def close(self) -> None:
+        """Take PEFT's layers out of the model again."""
+        if self._peft is not None:
+            self._peft.unload()
+            self._peft = None
+
+    def groups(self, adapters: Sequence[Adapter | None]) -> list[list[int]]:
+        """Which jobs may share a forward: all, but for adapters that PEFT cannot mix (DoRA, retrained modules)."""
+        alone: dict[int, list[int]] = {}
+        mixed = []
+        for at, adapter in enumerate(adapters):
+            if adapter is not None and self._alone[adapter.version]:
+                alone.setdefault(adapter.version, []).append(at)
+            else:
+                mixed.append(at)
+        return [group for group in (mixed, *alone.values()) if group]
+
+    @contextmanager
+    def applied(self, rows: Sequence[Adapter | None]) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """What to call, and with which further arguments, so that row ``i`` of the batch is computed with ``rows[i]``."""
+        if not self._alone:
+            yield self._model, {}
+            return
+        distinct = set(rows)
+        if len(distinct) == 1:
+            self._switch_to(rows[0])
+            yield self._model, {}
+        else:
+            self._enable(True)
+            yield self._peft, {"adapter_names": [BASE if adapter is None else _name(adapter) for adapter in rows]}
+
+    def _switch_to(self, adapter: Adapter | None) -> None:
+        self._enable(adapter is not None)
+        if adapter is not None and self._active != adapter.version:
+            self._peft.set_adapter(_name(adapter))
+            self._active = adapter.version
+
+    def _enable(self, enabled: bool) -> None:
+        """Switch PEFT's layers on or off; it walks over all modules, so only where that changes something."""
+        if enabled != self._enabled:
+            layers = self._peft.base_model
+            (layers.enable_adapter_layers if enabled else layers.disable_adapter_layers)()
+            self._enabled = enabled
+
+    def _adapts_head(self, name: str) -> bool:
+        """Whether the adapter changes the output layer, which sees other rows than the batch has."""
+        head = self._model.get_output_embeddings()
+        return head is not None and name in getattr(head, "lora_A", {})
+
+
+def _name(adapter: Adapter) -> str:
+    return f"v{adapter.version}"

@@ -1,0 +1,99 @@
+"""Attention over the rows of the pool, through transformers' public attention interface."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from genlm.hf.layout import PackedLayout
+
+#: The name under which models find it (``model.set_attn_implementation``).
+ROW_ATTENTION = "genlm_rows"
+
+#: The keyword that carries the layout down to it.
+LAYOUT_ARGUMENT = "genlm_layout"
+
+
+def register_row_attention() -> None:
+    """Make ``ROW_ATTENTION`` known to transformers. Without a layout it is plain attention with transformers' own masks."""
+    AttentionInterface.register(ROW_ATTENTION, row_attention)
+    AttentionMaskInterface.register(ROW_ATTENTION, sdpa_mask)
+
+
+def row_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    genlm_layout: PackedLayout | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of a packed forward.
+
+    Args:
+        query: ``[tokens, heads, 1, dim]``: every token is a batch row of its own.
+        key, value: ``[rows, kv_heads, columns, dim]``: what the pool gave to the layer.
+        attention_mask: Used without a layout only; a layout makes its own masks.
+        genlm_layout: Which tokens belong to which row.
+
+    Returns:
+        ``[tokens, 1, heads, dim]``, as transformers expects it.
+    """
+    if genlm_layout is None:
+        return _attend(module, query, key, value, attention_mask, **kwargs), None
+    pattern = genlm_layout.pattern(module.layer_idx)  # type: ignore[arg-type]
+    outputs = []
+    for segment in genlm_layout.segments:
+        keys, values = key[segment.rows, :, : segment.width], value[segment.rows, :, : segment.width]
+        mask = segment.mask(pattern, query.dtype, query.device)
+        outputs.append(segment.scatter(_attend(module, segment.gather(query), keys, values, mask, **kwargs)))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs), None
+
+
+def _attend(module: torch.nn.Module, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> torch.Tensor:
+    """PyTorch's fused attention, or the explicit formula where a model needs more than that has."""
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        return _explicit(module, query, key, value, mask, **kwargs)
+    output: torch.Tensor = AttentionInterface()["sdpa"](module, query, key, value, mask, **kwargs)[0]
+    return output
+
+
+def _explicit(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Attention with capped logits (Gemma 2) and with sinks, logits per head that take mass (gpt-oss)."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    logits = query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    logits = logits + _additive(mask, logits)
+    if s_aux is not None:
+        sinks = s_aux.reshape(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        weights = torch.cat([logits, sinks], dim=-1).softmax(dim=-1, dtype=torch.float32)[..., :-1]
+    else:
+        weights = logits.softmax(dim=-1, dtype=torch.float32)
+    return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous()
+
+
+def _additive(mask: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
+    """A mask to add; none given means causal."""
+    lowest = torch.finfo(logits.dtype).min
+    if mask is None:
+        queries, keys = logits.shape[-2:]
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=logits.device).tril(keys - queries)
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, dtype=logits.dtype, device=logits.device).masked_fill_(~mask, lowest)
+    return mask

@@ -1,0 +1,225 @@
+"""The evaluator: from jobs to logits, by way of the key/value store and the runner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from attrs import frozen
+
+from genlm.core.errors import EngineError
+from genlm.hf.adapters import AdapterSet
+from genlm.hf.job import Job, shared_tokens
+from genlm.hf.layout import Span
+from genlm.hf.reuse import Reuse
+from genlm.hf.runner import Runner
+from genlm.hf.store import KVStore, Placement
+
+#: Jobs that would share at least this many tokens with another one, not computed yet, wait for it and start from its state.
+WORTH_WAITING = 16
+
+
+@frozen(eq=False)
+class Result:
+    """What one forward gave.
+
+    Attributes:
+        owners: For each row of ``logits``, the index of the job that it belongs to; a job's rows come in order.
+        logits: ``[len(owners), vocab_size]``, in the model's type.
+    """
+
+    owners: list[int]
+    logits: torch.Tensor
+
+
+@frozen(eq=False)
+class _Work:
+    """What remains to be computed of a placed job."""
+
+    index: int
+    placement: Placement
+    done: int
+
+    @property
+    def left(self) -> int:
+        return self.placement.job.length - self.done
+
+
+class Evaluator:
+    """Computes jobs with as few and as small forwards as the model allows.
+
+    Args:
+        runner: Runs forwards.
+        store: Keeps state.
+        adapters: Says which jobs may share a forward.
+        reuse: How state can be reused.
+        max_tokens: The most new tokens in one forward.
+        reuse_limit: The longest context whose state may be kept; ``None`` is no limit.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        store: KVStore,
+        adapters: AdapterSet,
+        reuse: Reuse,
+        max_tokens: int,
+        reuse_limit: int | None,
+    ) -> None:
+        self._runner = runner
+        self._store = store
+        self._adapters = adapters
+        self._reuse = reuse
+        self._max_tokens = max_tokens
+        self._reuse_limit = reuse_limit
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
+        """Compute ``jobs``, which are distinct; every wanted row comes exactly once.
+
+        Memory that runs out is met by dropping state, then by smaller forwards.
+
+        Raises:
+            EngineError: one job alone is more than memory holds.
+        """
+        for group in self._adapters.groups([job.adapter for job in jobs]):
+            kept = [at for at in group if self.keeps(jobs[at])]
+            yield from self._spared(jobs, [at for at in group if at not in set(kept)], kept=False)
+            while kept:
+                now, kept = self._leaders(jobs, kept)
+                yield from self._spared(jobs, now, kept=True)
+
+    def keeps(self, job: Job) -> bool:
+        """Whether a job's state is kept."""
+        if self._reuse is Reuse.NONE or (self._reuse_limit is not None and job.length > self._reuse_limit):
+            return False
+        return self._store.fits(job.length)
+
+    def cold(self, job: Job) -> Result:
+        """Compute one job from its tokens only."""
+        return Result([0] * job.keep, self._runner.plain([job.tokens], [job.adapter], [job.keep]))
+
+    # --- the jobs of one wave -----------------------------------------------------------------------------------------
+
+    def _leaders(self, jobs: Sequence[Job], indices: list[int]) -> tuple[list[int], list[int]]:
+        """Split off the jobs that had better wait, because another one computes much of what they need."""
+        if len(indices) == 1:
+            return indices, []
+        now, later = [], set()
+        ordered = sorted(indices, key=lambda at: jobs[at].key)
+        for before, at in zip([None, *ordered], ordered, strict=False):
+            if before is not None:
+                shared = min(shared_tokens(jobs[before].key, jobs[at].key), jobs[at].latest_start)
+                if shared >= WORTH_WAITING and shared - self._store.known(jobs[at]) >= WORTH_WAITING:
+                    later.add(at)
+        now = [at for at in indices if at not in later]
+        return now, [at for at in indices if at in later]
+
+    def _spared(self, jobs: Sequence[Job], indices: list[int], kept: bool) -> Iterator[Result]:
+        """Compute jobs; where memory runs out, drop state and try again in halves."""
+        if not indices:
+            return
+        compute = self._kept if kept else self._plain
+        results: list[Result] = []
+        answered: set[int] = set()
+        try:
+            for result in compute(jobs, indices):
+                results.append(result)
+                yield result
+                answered.update(result.owners)
+        except torch.OutOfMemoryError as error:
+            self._store.drop_unpinned()
+            left = [at for at in indices if at not in answered]
+            if len(left) == 1:
+                raise EngineError(
+                    f"a context of {jobs[left[0]].length} tokens does not fit into the device's memory; lower max_batch_tokens "
+                    f"(now {self._max_tokens}) or kv_cache_bytes, or load the model in a smaller type"
+                ) from error
+        else:
+            return
+        for half in (left[: len(left) // 2], left[len(left) // 2 :]):
+            yield from self._spared(jobs, half, kept)
+
+    def _plain(self, jobs: Sequence[Job], indices: Sequence[int]) -> Iterator[Result]:
+        """Without state: padded batches of similar length."""
+        ordered = sorted(indices, key=lambda at: -jobs[at].length)
+        while ordered:
+            longest = jobs[ordered[0]].length
+            count = max(self._max_tokens // longest, 1)
+            batch = [at for at in ordered[:count] if 2 * jobs[at].length >= longest]
+            ordered = ordered[len(batch) :]
+            logits = self._runner.plain(
+                [jobs[at].tokens for at in batch], [jobs[at].adapter for at in batch], [jobs[at].keep for at in batch]
+            )
+            yield Result([at for at in batch for _ in range(jobs[at].keep)], logits)
+
+    def _kept(self, jobs: Sequence[Job], indices: Sequence[int]) -> Iterator[Result]:
+        """With state: as many at once as the store has room for."""
+        left = list(indices)
+        while left:
+            placements = self._store.place([jobs[at] for at in left])
+            if not placements:
+                yield from self._plain(jobs, left)
+                return
+            works = [_Work(at, placement, placement.start) for at, placement in zip(left, placements, strict=False)]
+            left = left[len(placements) :]
+            finished = False
+            try:
+                yield from self._forwards(works)
+                finished = True
+            finally:
+                if not finished:
+                    self._store.abandon(placements)
+            self._store.commit(placements)
+
+    # --- the forwards of one placement --------------------------------------------------------------------------------
+
+    def _forwards(self, works: Sequence[_Work]) -> Iterator[Result]:
+        works = sorted(works, key=lambda work: work.placement.slot)
+        if self._reuse is Reuse.PACKED:
+            while works:
+                chosen, works = self._fill(works)
+                yield self._forward(chosen)
+            return
+        groups: dict[tuple[int, int], list[_Work]] = {}
+        for work in works:
+            groups.setdefault((work.done, work.left), []).append(work)
+        for group in groups.values():
+            yield from self._uniform(group)
+
+    def _fill(self, works: Sequence[_Work]) -> tuple[list[tuple[_Work, int]], list[_Work]]:
+        """Choose spans of at most ``max_tokens`` tokens; return them with where they stop, and what is left to do."""
+        room, chosen, rest = self._max_tokens, [], []
+        for work in works:
+            size = min(work.left, room)
+            if size:
+                chosen.append((work, work.done + size))
+                room -= size
+            if size < work.left:
+                rest.append(_Work(work.index, work.placement, work.done + size))
+        return chosen, rest
+
+    def _uniform(self, works: Sequence[_Work]) -> Iterator[Result]:
+        """Works that begin and end together, in chunks of rows and of columns."""
+        count = max(self._max_tokens // works[0].left, 1)
+        for first in range(0, len(works), count):
+            rows = list(works[first : first + count])
+            size = max(self._max_tokens // len(rows), 1)
+            while rows and rows[0].left:
+                stop = rows[0].done + min(size, rows[0].left)
+                yield self._forward([(row, stop) for row in rows])
+                rows = [_Work(row.index, row.placement, stop) for row in rows]
+
+    def _forward(self, chosen: Sequence[tuple[_Work, int]]) -> Result:
+        """One forward over the works' tokens up to where they stop."""
+        spans, tokens, wanted = [], [], []
+        for work, stop in chosen:
+            job = work.placement.job
+            spans.append(Span(work.placement.slot, work.done, stop))
+            first_wanted = max(job.latest_start, work.done)
+            wanted.extend((work.index, len(tokens) + at - work.done) for at in range(first_wanted, stop))
+            tokens.extend(job.tokens[work.done : stop])
+        wanted.sort()
+        run = self._runner.packed if self._reuse is Reuse.PACKED else self._runner.uniform
+        adapters = [work.placement.job.adapter for work, _ in chosen]
+        logits = run(spans, tokens, adapters, [at for _, at in wanted])
+        return Result([index for index, _ in wanted], logits)

@@ -1,0 +1,124 @@
+"""The row pool: key/value state of many sequences, one row each, preallocated and written in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from genlm.hf.layout import Layout
+
+
+class PoolLayer(CacheLayerMixin):
+    """One layer of the pool: keys and values ``[rows, heads, columns, head_dim]``; column ``p`` holds position ``p``.
+
+    Sliding-window layers keep all columns too: the window is the mask's affair, so that any prefix can be forked.
+    """
+
+    is_sliding = False
+
+    def __init__(self, pool: RowPool) -> None:
+        super().__init__()
+        self._pool = pool
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        rows, columns = self._pool.rows, self._pool.columns
+        # Zeros, not garbage: a masked column still takes part in the product with the values, and 0 * nan is nan.
+        self.keys = key_states.new_zeros(rows, key_states.shape[1], columns, key_states.shape[-1])
+        self.values = value_states.new_zeros(rows, value_states.shape[1], columns, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        layout = self._pool.layout
+        return layout.write(self.keys, key_states), layout.write(self.values, value_states)
+
+    def get_seq_length(self) -> int:
+        return self._pool.layout.past
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._pool.layout.past + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def resize(self, rows: int, columns: int, kept: Sequence[int]) -> None:
+        """Move the rows ``kept`` to the front of new tensors."""
+        if self.is_initialized:
+            self.keys = _resized(self.keys, rows, columns, kept)
+            self.values = _resized(self.values, rows, columns, kept)
+
+    def fork(self, sources: torch.Tensor, targets: torch.Tensor, columns: int) -> None:
+        """Copy the first ``columns`` columns of rows ``sources`` to rows ``targets``."""
+        if self.is_initialized:
+            for states in (self.keys, self.values):
+                part = states[:, :, :columns]
+                part.index_copy_(0, targets.to(part.device), part.index_select(0, sources.to(part.device)))
+
+    @property
+    def bytes_per_column(self) -> int:
+        """Bytes of one position of one row."""
+        if not self.is_initialized:
+            return 0
+        return sum(states.shape[1] * states.shape[3] * states.element_size() for states in (self.keys, self.values))
+
+
+class RowPool(Cache):
+    """All layers of the pool, as transformers' models see a cache.
+
+    Attributes:
+        rows, columns: The size of every layer.
+        layout: Which rows and columns the running forward reads and writes.
+    """
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.columns = 0
+        self.layout: Layout
+        super().__init__(layers=[])
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        while len(self.layers) <= layer_idx:
+            self.layers.append(PoolLayer(self))
+        keys, values = self.layers[layer_idx].update(key_states, value_states)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.layout.past
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.layout.past + query_length, 0
+
+    @torch.inference_mode()
+    def resize(self, rows: int, columns: int, kept: Sequence[int] = ()) -> None:
+        """Change the size; the rows ``kept`` become rows 0, 1, ... One layer at a time, so that memory peaks low."""
+        self.rows, self.columns = rows, columns
+        for layer in self.layers:
+            layer.resize(rows, columns, kept)
+
+    @torch.inference_mode()
+    def fork(self, sources: Sequence[int], targets: Sequence[int], columns: int) -> None:
+        """Copy the first ``columns`` columns of rows ``sources`` to rows ``targets``."""
+        from_rows, to_rows = torch.tensor(sources), torch.tensor(targets)
+        for layer in self.layers:
+            layer.fork(from_rows, to_rows, columns)
+
+    @property
+    def bytes_per_column(self) -> int:
+        """Bytes of one position of one row over all layers; 0 before the first forward."""
+        return sum(layer.bytes_per_column for layer in self.layers)
+
+
+def _resized(states: torch.Tensor, rows: int, columns: int, kept: Sequence[int]) -> torch.Tensor:
+    fresh = states.new_zeros(rows, states.shape[1], columns, states.shape[3])
+    shared = min(columns, states.shape[2])
+    if kept:
+        fresh[: len(kept), :, :shared] = states[torch.tensor(kept, device=states.device), :, :shared]
+    return fresh

@@ -1,0 +1,113 @@
+"""The probe: at load, find out which kind of key/value reuse is right for this very model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+import torch
+
+from genlm.core.errors import EngineError
+from genlm.hf.attention import ROW_ATTENTION
+from genlm.hf.layout import Span
+from genlm.hf.reuse import Reuse
+from genlm.hf.runner import Runner
+
+logger = structlog.get_logger()
+
+#: How long a window may be for the probe to look beyond it.
+LONGEST_PROBE = 512
+
+#: How far log-probabilities may be from those of plain forwards, by the type of the weights: rounding only.
+TOLERANCES = {torch.bfloat16: 0.5, torch.float16: 0.1}
+TOLERANCE = 5e-4
+
+#: Attention implementations that row attention computes the same as.
+REPLACEABLE = ("sdpa", "eager")
+
+
+def choose_reuse(model: Any, runner: Runner, vocab_size: int, max_context: int | None, window: int | None) -> Reuse:
+    """Compute two short ragged contexts in every way, from the best on, and take the first that agrees with plain forwards.
+
+    Raises:
+        EngineError: not even padded and unpadded plain forwards agree.
+    """
+    contexts = _contexts(vocab_size, max_context, window)
+    original = model.config._attn_implementation
+    expected = _logprobs([runner.plain([context], [None], [1]) for context in contexts])
+    reasons = {}
+    for reuse in Reuse:
+        try:
+            if reuse is Reuse.PACKED:
+                _use_row_attention(model)
+            rows = _logprobs(_WAYS[reuse](runner, contexts))
+        except Exception as error:  # whatever this model's code says of a cache or an attention it does not expect
+            reasons[reuse.value] = f"{type(error).__name__}: {error}"[:200]
+        else:
+            distance = float((rows - expected).abs().max())
+            if distance <= TOLERANCES.get(model.dtype, TOLERANCE):
+                logger.info("kv.reuse_chosen", reuse=reuse.value, rejected=reasons)
+                return reuse
+            reasons[reuse.value] = f"rows differ by {distance:.3g}"
+        finally:
+            runner.pool.resize(0, 0)
+        if model.config._attn_implementation != original:
+            model.set_attn_implementation(original)
+        runner.pool.layers.clear()
+    raise EngineError(f"rows of this model depend on padding after them ({reasons}); load a causal language model")
+
+
+def _use_row_attention(model: Any) -> None:
+    if model.config._attn_implementation not in REPLACEABLE:
+        raise ValueError(f"attention implementation {model.config._attn_implementation!r} has no rows")
+    if not getattr(model, "_supports_attention_backend", True):  # asked first, since transformers would log a warning
+        raise ValueError("its attention does not go through transformers' attention interface")
+    model.set_attn_implementation(ROW_ATTENTION)
+
+
+def _contexts(vocab_size: int, max_context: int | None, window: int | None) -> list[list[int]]:
+    """A context that is longer than the attention's window, where that is not too long, and one half as long."""
+    length = window + 8 if window is not None and window <= LONGEST_PROBE else 12
+    if max_context is not None:
+        length = max(min(length, max_context), 4)
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(vocab_size, (size,), generator=generator).tolist() for size in (length // 2, length)]
+
+
+def _logprobs(logits: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(logits)).float().log_softmax(-1)
+
+
+def _packed(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """In two forwards, the first context forked between them."""
+    short, long = contexts
+    cut_short, cut_long = len(short) // 2, len(long) - 1
+    runner.pool.resize(3, len(long))
+    first = [Span(0, 0, cut_short), Span(2, 0, cut_long)]
+    runner.packed(first, [*short[:cut_short], *long[:cut_long]], [None, None], [0])
+    runner.pool.fork([0], [1], cut_short)
+    second = [Span(1, cut_short, len(short)), Span(2, cut_long, len(long))]
+    return [runner.packed(second, [*short[cut_short:], *long[cut_long:]], [None, None], [second[0].size - 1, second[0].size])]
+
+
+def _uniform(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Each in two forwards, forked between them."""
+    rows = []
+    for context in contexts:
+        runner.pool.resize(2, len(context))
+        cut = len(context) // 2
+        runner.uniform([Span(0, 0, cut)], context[:cut], [None], [0])
+        runner.pool.fork([0], [1], cut)
+        spans = [Span(0, cut, len(context)), Span(1, cut, len(context))]
+        last = len(context) - cut - 1
+        rows.append(runner.uniform(spans, [*context[cut:]] * 2, [None, None], [2 * last + 1]))
+    return rows
+
+
+def _plain(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Together, padded."""
+    return [runner.plain(contexts, [None] * len(contexts), [1] * len(contexts))]
+
+
+_WAYS = {Reuse.PACKED: _packed, Reuse.UNIFORM: _uniform, Reuse.NONE: _plain}

@@ -1,0 +1,18 @@
+"""How a model's key/value state can be reused."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Reuse(Enum):
+    """The ways, best first."""
+
+    PACKED = "packed"
+    """Any mixture of contexts in one forward, nothing padded."""
+
+    UNIFORM = "uniform"
+    """One forward for contexts that grow from equal length by equal length: for models with attention code of their own."""
+
+    NONE = "none"
+    """Every context is computed whole: state that cannot be cut at any length (recurrent and hybrid models)."""
