@@ -6,7 +6,9 @@ through the entry-point group ``sglang.srt.platforms``; this is the least such p
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
 from typing import Any
 
 
@@ -52,3 +54,28 @@ def _paged_allocator(self: object) -> type:
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 
     return PagedTokenToKVPoolAllocator
+
+
+@contextmanager
+def without_pinned_memory() -> Iterator[None]:
+    """Make requests for pinned memory ordinary ones: SGLang's LoRA layers ask for it unconditionally, and a PyTorch without
+    an accelerator has none. It also stops transformers from loading a model, so leave the block for that."""
+    import torch
+
+    def unpinned(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        return call
+
+    changed = {(torch, name): unpinned(getattr(torch, name)) for name in ("tensor", "zeros", "empty", "arange")}
+    changed[torch.Tensor, "pin_memory"] = lambda tensor, *args, **kwargs: tensor
+    original = {(owner, name): getattr(owner, name) for owner, name in changed}
+    try:
+        for (owner, name), function in changed.items():
+            setattr(owner, name, function)
+        yield
+    finally:
+        for (owner, name), function in original.items():
+            setattr(owner, name, function)

@@ -66,7 +66,6 @@ class Scheduler:
             _release_globals()
             raise
         _disarm_watchdog(self._scheduler)
-        _close_channels(self._scheduler)
         self._prefill_only = SamplingParams(max_new_tokens=0)
         self._prefill_only.normalize(None)
         #: How many tokens have been run through the model.
@@ -190,7 +189,8 @@ class Scheduler:
     def flush(self) -> None:
         """Empty the radix cache and the key/value pool. Locks are gone too."""
         self._scheduler.last_batch = None
-        if not self._scheduler.flush_cache():
+        # Not the device's memory as well: the pool stays, and collecting garbage for nothing takes a second.
+        if not self._scheduler.flush_cache(empty_cache=False):
             raise EngineError("SGLang refused to flush its cache because it holds requests; close and reload the model")
 
     def lock(self, token_ids: Sequence[int], adapter: str | None) -> Any:
@@ -267,11 +267,20 @@ def _construct(options: Mapping[str, Any], gpu_id: int) -> Any:
     if "gpu_id" in inspect.signature(SglScheduler.__init__).parameters:  # early releases take the ranks here
         publish(arguments, role="scheduler")
         ranks = {"tp_rank": 0, "moe_ep_rank": 0, "pp_rank": 0, "attn_cp_rank": 0, "moe_dp_rank": 0, "dp_rank": None}
-        return SglScheduler(arguments, ports, gpu_id=gpu_id, **ranks)
-    from sglang.srt.runtime_context import SpawnRanks
+        place = {"gpu_id": gpu_id, **ranks}
+    else:
+        from sglang.srt.runtime_context import SpawnRanks
 
-    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=gpu_id))
-    return SglScheduler(arguments, ports)
+        publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=gpu_id))
+        place = {}
+    scheduler = SglScheduler.__new__(SglScheduler)
+    try:
+        scheduler.__init__(arguments, ports, **place)
+    finally:
+        # Also when the constructor fails: collecting open sockets would wait for ever for somebody to take what is in them.
+        if hasattr(scheduler, "ipc_channels"):
+            _close_channels(scheduler)
+    return scheduler
 
 
 def _server_args(options: Mapping[str, Any]) -> Any:

@@ -6,7 +6,7 @@ from importlib import metadata
 
 from packaging.specifiers import SpecifierSet
 
-#: SGLang promises nothing of its scheduler between releases: both ends of this range are tested, what lies beyond is refused.
+#: SGLang promises nothing of its scheduler between releases: both ends are tested, and what lies beyond is refused.
 SUPPORTED = SpecifierSet(">=0.5.17,<0.5.24")
 
 

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from genlm.core import Query
+
+TOKENS = 257  # every byte, and the end
+WIDTH = 264  # rows are wider than the vocabulary, as in many real models
+
+
+@pytest.fixture(scope="session")
+def contexts() -> Callable[..., list[tuple[int, ...]]]:
+    """Draws contexts: how many, the least and the most tokens."""
+
+    def draw(n: int, least: int, most: int, seed: int = 0) -> list[tuple[int, ...]]:
+        source = random.Random(seed)
+        return [tuple(source.choices(range(TOKENS), k=source.randint(least, most))) for _ in range(n)]
+
+    return draw
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a random Llama of two layers and a byte tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = str(tmp_path_factory.mktemp("tiny"))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytewise = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate([*alphabet, "<end>"])}, []))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<end>").save_pretrained(folder)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=WIDTH, max_position_embeddings=512, eos_token_id=TOKENS - 1, **shape)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)  # else every row is nearly uniform, and a mix-up could pass
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_adapter(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], str]:
+    """Makes the folder of a random PEFT adapter of the tiny model from a seed and the layers it changes."""
+
+    def make(seed: int, layers: str) -> str:
+        from peft import LoraConfig, get_peft_model
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(seed)
+        settings = LoraConfig(r=4, lora_alpha=16, target_modules=layers.split(), init_lora_weights=False)
+        folder = str(tmp_path_factory.mktemp(f"adapter{seed}"))
+        get_peft_model(AutoModelForCausalLM.from_pretrained(tiny), settings).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def reference(tiny: str) -> Callable[..., torch.Tensor]:
+    """Rows of the tiny model as transformers computes them, with an adapter's folder or without, ``[n, WIDTH]``."""
+
+    def rows(contexts: Iterable[Iterable[int]], adapter: str | None = None) -> torch.Tensor:
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(tiny)
+        if adapter is not None:
+            model = PeftModel.from_pretrained(model, adapter)
+        with torch.no_grad():
+            logits = [model.eval()(torch.tensor([list(context)])).logits[0, -1] for context in contexts]
+        return torch.stack(logits).log_softmax(dim=-1)
+
+    return rows
+
+
+@pytest.fixture(scope="session")
+def real_model() -> str:
+    """The folder of a small real model."""
+    folder = os.environ.get("GENLM_TEST_MODEL")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("GENLM_TEST_MODEL names no folder of a real model; `python tools/smollm2.py` makes one")
+    return folder
+
+
+class Hooks:
+    """Drives an engine through its hooks, as the core does."""
+
+    def __init__(self, engine) -> None:
+        self.engine = engine
+
+    def outcomes(self, queries: list[Query]) -> list[torch.Tensor | Exception]:
+        """What the engine says of each query, admitted together."""
+        answers = list(self.engine.genlm_step(queries))
+        while len(answers) < len(queries):
+            answers += self.engine.genlm_step([])
+        said = {answer.query: answer.row for answer in answers}
+        return [said[query] for query in queries]
+
+    def rows(self, contexts: Iterable[Iterable[int]], **query) -> torch.Tensor:
+        return torch.stack(self.outcomes([Query(tuple(context), **query) for context in contexts]))
+
+    def tokens(self, contexts: Iterable[Iterable[int]], **query) -> int:
+        """How many tokens the engine runs through the model to answer."""
+        before = self.engine.scheduler.computed_tokens
+        self.rows(contexts, **query)
+        return self.engine.scheduler.computed_tokens - before
+
+
+@pytest.fixture(scope="module")
+def load_tiny(tiny: str) -> Iterator[Callable[..., Hooks]]:
+    """Loads the tiny model with given engine options; a process holds one, so the one before is closed first."""
+    from genlm.sgl.engine import load
+
+    loaded: list[Hooks] = []
+
+    def close() -> None:
+        for hooks in loaded:
+            hooks.engine.genlm_close()
+        loaded.clear()
+
+    def make(**engine_opts) -> Hooks:
+        close()
+        loaded.append(Hooks(load(tiny, {"engine_opts": {"max_total_tokens": 4096, **engine_opts}})))
+        return loaded[0]
+
+    yield make
+    close()

@@ -1,0 +1,29 @@
+"""What every backend must do, on the real engine: a small real model, then adapters of a tiny one in mixed batches."""
+
+from __future__ import annotations
+
+import pytest
+from sgl_torch_cpu import without_pinned_memory
+
+from genlm.core.conformance import ConformanceSuite
+
+
+class TestSgl(ConformanceSuite):
+    backend = "sgl"
+    options = {"engine_opts": {"max_total_tokens": 16384}}  # noqa: RUF012
+
+    @pytest.fixture(scope="class", autouse=True)
+    def given(self, request, real_model):
+        request.cls.model = real_model
+
+
+class TestSglLora(ConformanceSuite):
+    backend = "sgl"
+    options = {"engine_opts": {"enable_lora": True, "max_total_tokens": 8192}}  # noqa: RUF012
+
+    @pytest.fixture(scope="class", autouse=True)
+    def given(self, request, tiny, make_adapter):
+        request.cls.model = tiny
+        request.cls.adapters = {"a": make_adapter(1, "q_proj v_proj"), "b": make_adapter(2, "o_proj gate_proj up_proj")}
+        with without_pinned_memory():
+            yield

@@ -1,0 +1,127 @@
+"""What fails fails alone and says why; the next question succeeds, and nobody is signalled."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from genlm.core import EngineDeadError, EngineError, Query
+
+UNKNOWN_TOKEN = 10**6  # the core would have refused it: it makes the forward pass raise
+
+
+@pytest.fixture(scope="module")
+def hooks(load_tiny):
+    return load_tiny(max_total_tokens=600, max_running_requests=16)
+
+
+@pytest.fixture(autouse=True)
+def cold(hooks):
+    hooks.engine.genlm_clear_kv_cache()
+
+
+def test_too_long_a_prompt_fails_alone(hooks, contexts, reference):
+    """SGLang runs something else in its place: that row must not be taken for an answer."""
+    (long,) = contexts(1, hooks.engine.max_context + 1, hooks.engine.max_context + 1)
+    (short,) = contexts(1, 10, 10)
+    refused, row = hooks.outcomes([Query(long), Query(short)])
+    with pytest.raises(EngineError, match=rf"{len(long)} tokens"):
+        raise refused
+    torch.testing.assert_close(row, reference([short])[0], atol=1e-4, rtol=0)
+
+
+def test_the_longest_prompt_is_answered(hooks, contexts, reference):
+    asked = contexts(1, hooks.engine.max_context, hooks.engine.max_context)
+    torch.testing.assert_close(hooks.rows(asked), reference(asked), atol=1e-4, rtol=0)
+
+
+def test_a_failing_step_drops_what_is_in_flight(hooks, contexts, reference):
+    asked = contexts(8, 10, 20)
+    with pytest.raises(IndexError):
+        hooks.engine.genlm_step([Query(context) for context in [*asked, (UNKNOWN_TOKEN,)]])
+    torch.testing.assert_close(hooks.rows(asked), reference(asked), atol=1e-4, rtol=0)
+
+
+def test_failing_steps_leave_the_pool_whole(hooks, contexts):
+    for seed in range(20):
+        with pytest.raises(IndexError):
+            hooks.engine.genlm_step([Query((*context, UNKNOWN_TOKEN)) for context in contexts(4, 80, 100, seed)])
+    assert hooks.tokens(contexts(1, 400, 400)) == 400
+
+
+def test_pinned_prefixes_outlive_a_failing_step(hooks, contexts):
+    (prefix,) = contexts(1, 100, 100)
+    hooks.engine.genlm_cache_prefix(Query(prefix))
+    with pytest.raises(IndexError):
+        hooks.engine.genlm_step([Query((UNKNOWN_TOKEN,))])
+    hooks.rows(contexts(20, 80, 100, seed=1))
+    assert hooks.tokens([(*prefix, 1)]) == 1
+
+
+def test_a_full_pool_refuses_what_does_not_fit_and_only_that(hooks, contexts, reference):
+    (prefix,) = contexts(1, 400, 400)
+    hooks.engine.genlm_cache_prefix(Query(prefix))
+    (long,), (short,) = contexts(1, 300, 300, seed=1), contexts(1, 50, 50, seed=2)
+    refused, row = hooks.outcomes([Query(long), Query(short)])
+    with pytest.raises(EngineError, match=r"300 tokens .* pool of 600 tokens, .* hold 400; call clear_kv_cache"):
+        raise refused
+    torch.testing.assert_close(row, reference([short])[0], atol=1e-4, rtol=0)
+    hooks.engine.genlm_clear_kv_cache()
+    torch.testing.assert_close(hooks.rows([long]), reference([long]), atol=1e-4, rtol=0)
+
+
+def test_a_model_that_always_fails_is_declared_dead(hooks, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("out of order")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hooks.engine.model, "forward", fail)
+        with pytest.raises(EngineDeadError, match="out of order"):
+            hooks.engine.genlm_step([Query((1, 2, 3))])
+
+
+LIFE = textwrap.dedent(
+    """
+    import signal, sys, threading
+    from genlm.core import EngineDeadError, Query
+    from genlm.sgl.engine import load
+
+    def handlers():
+        return {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+    def live():
+        engine = load(sys.argv[1], {})
+        for attempt in (1, 2):
+            try:
+                engine.genlm_step([Query((10**6,))])
+            except IndexError:
+                print("failed")
+        engine.genlm_close()
+
+    before = handlers()
+    thread = threading.Thread(target=live)
+    thread.start()
+    thread.join()
+    print("handlers kept" if handlers() == before else "handlers changed")
+    """
+)
+
+SAID = {"failed", "handlers kept", "handlers changed"}
+
+
+def test_no_process_is_signalled(tiny):
+    """Neither this process nor the one with the engine, whose parent this is and which SGLang would signal."""
+    received: list[int] = []
+    original = signal.signal(signal.SIGQUIT, lambda number, frame: received.append(number))
+    try:
+        done = subprocess.run([sys.executable, "-c", LIFE, tiny], capture_output=True, text=True, check=False)
+    finally:
+        signal.signal(signal.SIGQUIT, original)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [line for line in done.stdout.splitlines() if line in SAID] == ["failed", "failed", "handlers kept"]
+    assert received == []

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from sgl_torch_cpu import without_pinned_memory
+
+from genlm.core import Adapter, EngineError, Query
+
+
+@pytest.fixture(scope="module")
+def folders(make_adapter):
+    return {
+        "attention": make_adapter(1, "q_proj v_proj"),
+        "everything": make_adapter(2, "q_proj v_proj o_proj gate_proj up_proj down_proj"),
+    }
+
+
+@pytest.fixture(scope="module")
+def hooks(load_tiny, expected):  # which comes first: the block below stops transformers from loading
+    with without_pinned_memory():
+        yield load_tiny(enable_lora=True, max_loras_per_batch=2)
+
+
+@pytest.fixture
+def adapters(hooks, folders):
+    """Two adapters, loaded."""
+    made = [Adapter(name, path, version) for version, (name, path) in enumerate(folders.items(), start=1)]
+    for adapter in made:
+        assert hooks.engine.genlm_add_lora(adapter) is True
+    yield made
+    for adapter in made:
+        hooks.engine.genlm_remove_lora(adapter)
+    hooks.engine.genlm_clear_kv_cache()
+
+
+@pytest.fixture(scope="module")
+def expected(folders, reference, contexts):
+    """The rows of six contexts, by the path of the adapter."""
+    return {path: reference(contexts(6, 10, 30), path) for path in (None, *folders.values())}
+
+
+def test_one_batch_of_several_adapters(hooks, expected, adapters, contexts):
+    chosen = [None, *adapters] * 2  # more kinds than max_loras_per_batch
+    asked = [Query(context, adapter) for context, adapter in zip(contexts(6, 10, 30), chosen, strict=True)]
+    wanted = [expected[adapter and adapter.path][i] for i, adapter in enumerate(chosen)]
+    torch.testing.assert_close(torch.stack(hooks.outcomes(asked)), torch.stack(wanted), atol=1e-4, rtol=0)
+
+
+def test_each_adapter_has_a_cache_of_its_own(hooks, expected, adapters, contexts):
+    asked = contexts(6, 10, 30)
+    for adapter in [*adapters, None, *adapters]:
+        rows = hooks.rows(asked, adapter=adapter)
+        torch.testing.assert_close(rows, expected[adapter and adapter.path], atol=1e-4, rtol=0)
+    assert hooks.tokens([(*asked[0], 1)], adapter=adapters[0]) == 1
+    assert hooks.tokens([(*asked[0], 2)], adapter=None) == 1
+
+
+def test_a_name_bound_again(hooks, expected, adapters, contexts, folders):
+    old, other = adapters
+    asked = contexts(6, 10, 30)
+    hooks.rows(asked, adapter=old)
+    new = Adapter(old.name, other.path, version=7)
+    hooks.engine.genlm_add_lora(new)
+    torch.testing.assert_close(hooks.rows(asked, adapter=new), expected[other.path], atol=1e-4, rtol=0)
+    hooks.engine.genlm_remove_lora(new)
+
+
+def test_an_adapter_that_cannot_be_loaded_leaves_nothing(hooks, expected, adapters, contexts, folders, tmp_path):
+    bad = Adapter("bad", str(tmp_path / "nowhere"), version=8)
+    with pytest.raises(EngineError, match="nowhere"):
+        hooks.engine.genlm_add_lora(bad)
+    hooks.engine.genlm_add_lora(Adapter("bad", folders["attention"], version=8))
+    rows = hooks.rows(contexts(6, 10, 30), adapter=Adapter("bad", folders["attention"], version=8))
+    torch.testing.assert_close(rows, expected[folders["attention"]], atol=1e-4, rtol=0)
+    hooks.engine.genlm_remove_lora(Adapter("bad", folders["attention"], version=8))
+
+
+def test_removing_an_adapter_unpins_its_prefixes(hooks, folders, contexts):
+    adapter = Adapter("brief", folders["attention"], version=9)
+    hooks.engine.genlm_add_lora(adapter)
+    hooks.engine.genlm_cache_prefix(Query(contexts(1, 20, 20)[0], adapter))
+    hooks.engine.genlm_cache_prefix(Query(contexts(1, 30, 30)[0]))
+    assert hooks.engine.scheduler.locked_tokens == 50
+    hooks.engine.genlm_remove_lora(adapter)
+    assert hooks.engine.scheduler.locked_tokens == 30

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import gc
+
+import psutil
+
+#: Questions asked before the first look, while caches and pools fill up, and between the two looks.
+WARM_UP, QUESTIONS, TOGETHER = 3000, 10_000, 100
+#: A message to a detokenizer that is not there takes about 800 bytes, a row of the tiny model 1056, a request 5000.
+BOUND = 4 << 20
+
+
+def test_ten_thousand_questions_leave_memory_where_it_was(load_tiny, contexts):
+    hooks = load_tiny(max_total_tokens=2048)
+
+    def ask(questions: int, seed: int) -> None:
+        asked = contexts(questions, 3, 30, seed)
+        for i in range(0, questions, TOGETHER):
+            hooks.rows(dict.fromkeys(asked[i : i + TOGETHER]))
+
+    def resident() -> int:
+        gc.collect()
+        return psutil.Process().memory_info().rss
+
+    ask(WARM_UP, seed=1)
+    before = resident()
+    ask(QUESTIONS, seed=2)
+    assert resident() - before < BOUND

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from genlm.core import Query
+
+
+@pytest.fixture(scope="module")
+def hooks(load_tiny):
+    return load_tiny(max_running_requests=16)
+
+
+@pytest.fixture(autouse=True)
+def cold(hooks):
+    hooks.engine.genlm_clear_kv_cache()
+
+
+def test_rows_are_those_of_transformers(hooks, contexts, reference):
+    asked = contexts(12, 1, 59)
+    torch.testing.assert_close(hooks.rows(asked), reference(asked), atol=1e-4, rtol=0)
+
+
+def test_more_than_run_at_once(hooks, contexts, reference):
+    asked = contexts(50, 1, 19)
+    torch.testing.assert_close(hooks.rows(asked), reference(asked), atol=1e-4, rtol=0)
+
+
+def test_more_than_the_pool_holds(hooks, contexts, reference):
+    asked = contexts(100, 80, 119)
+    assert sum(map(len, asked)) > 2 * hooks.engine.scheduler.pool_tokens
+    for _ in range(2):
+        torch.testing.assert_close(hooks.rows(asked), reference(asked), atol=1e-4, rtol=0)
+
+
+def test_a_longer_context_costs_its_new_tokens(hooks, contexts):
+    (context,) = contexts(1, 40, 40)
+    assert hooks.tokens([context]) == 40
+    assert hooks.tokens([(*context, 7)]) == 1
+    assert hooks.tokens([(*context, 7, 8, 9)]) == 2
+    assert hooks.tokens([(*context, 7, 8, 9)]) == 1  # the last token is run again, for its row
+
+
+def test_siblings_cost_a_token_each(hooks, contexts):
+    (context,) = contexts(1, 40, 40)
+    hooks.rows([context])
+    assert hooks.tokens([(*context, token) for token in range(10)]) == 10
+
+
+def test_warm_equals_cold(hooks, contexts):
+    asked = contexts(8, 30, 59)
+    for length in (10, 20, 30):
+        hooks.rows([context[:length] for context in asked])
+    warm = hooks.rows(asked)
+    cold = torch.cat([hooks.rows([context], cold=True) for context in asked])
+    torch.testing.assert_close(warm, cold, atol=1e-4, rtol=0)
+
+
+def test_a_cold_query_reads_nothing_kept(hooks, contexts):
+    (context,) = contexts(1, 40, 40)
+    assert [hooks.tokens([context], cold=cold) for cold in (False, True, True, False)] == [40, 40, 40, 1]
+
+
+def test_clearing_forgets(hooks, contexts):
+    (context,) = contexts(1, 40, 40)
+    assert hooks.tokens([context]) == 40
+    hooks.engine.genlm_clear_kv_cache()
+    assert hooks.tokens([context]) == 40
+
+
+def test_newcomers_join_between_steps(hooks, contexts, reference):
+    asked = contexts(20, 10, 19)
+    answers = list(hooks.engine.genlm_step([Query(context) for context in asked[:18]]))
+    assert 0 < len(answers) < 18  # 16 run at once
+    answers += hooks.engine.genlm_step([Query(context) for context in asked[18:]])
+    assert {answer.query.token_ids for answer in answers} == set(asked)
+    rows = torch.stack([answer.row for answer in answers])
+    torch.testing.assert_close(rows, reference([answer.query.token_ids for answer in answers]), atol=1e-4, rtol=0)
+
+
+def test_a_pinned_prefix_outlives_pressure(hooks, contexts):
+    (prefix,) = contexts(1, 100, 100)
+    assert hooks.engine.genlm_cache_prefix(Query(prefix)) is True
+    assert hooks.engine.genlm_cache_prefix(Query(prefix)) is True
+    hooks.rows(contexts(100, 80, 119, seed=1))
+    assert hooks.tokens([(*prefix, 1)]) == 1
+    hooks.engine.genlm_clear_kv_cache()
+    assert hooks.tokens([(*prefix, 1)]) == 101
+
+
+def test_rows_may_be_written(hooks):
+    row = hooks.rows([(1, 2, 3)])[0]
+    assert not row.requires_grad
+    row.add_(1)
+    assert hooks.rows([(1, 2, 3)])[0].logsumexp(0).item() == pytest.approx(0, abs=1e-4)
