@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
@@ -11,9 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from genlm.core.trie.operation import Operation
-from genlm.core.trie.plan import Plan
+from genlm.core.trie.plan import Indices, Plan
 from genlm.core.trie.weights import FloatArray, ResultType, check_shape, to_array
 
+# The blocks of a range after so many are combined by one segmented reduction: few ranges have them.
+_ONE_BY_ONE = 6
 # Below so many elements in all, a second thread costs more than it saves.
 _WORTH_A_THREAD = 1 << 17
 
@@ -26,6 +29,8 @@ class CpuKernel:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self._head = plan.parts[:_ONE_BY_ONE]
+        self._tail, self._tail_starts = _by_range(plan.parts[_ONE_BY_ONE:])
 
     def rows(self, ws: Any, batch: bool) -> list[FloatArray]:
         """Weights of any kind as a list of ``[words]``.
@@ -67,21 +72,23 @@ class CpuKernel:
     def _combine(self, operation: Operation, row: npt.NDArray[np.float64], work: npt.NDArray[np.float64]) -> None:
         """Fill the work row; see :mod:`genlm.core.trie.plan`."""
         plan, combine = self.plan, operation.of(np)
-        first, *larger = plan.levels
-        row.take(plan.order, out=work[: first.blocks], mode="clip")
-        below = first
+        below, *larger = plan.levels
+        row.take(plan.order, out=work[: below.blocks], mode="clip")
         for level in larger:
             work[below.start + below.blocks : below.stop] = operation.identity
             pairs = work[below.start : below.stop]
             combine(pairs[::2], pairs[1::2], out=work[level.start : level.start + level.blocks])
             below = level
+        if not self._head:
+            return
         ranges = work[plan.ranges :]
-        for ordinal, part in enumerate(plan.parts):
-            if ordinal == 0:
-                work.take(part, out=ranges, mode="clip")
-            else:
-                head = ranges[: len(part)]
-                combine(head, work.take(part, mode="clip"), out=head)
+        work.take(self._head[0], out=ranges, mode="clip")
+        for part in self._head[1:]:
+            head = ranges[: len(part)]
+            combine(head, work.take(part, mode="clip"), out=head)
+        if len(self._tail):
+            head = ranges[: len(self._tail_starts)]
+            combine(head, combine.reduceat(work.take(self._tail, mode="clip"), self._tail_starts), out=head)
 
     @property
     def _cores(self) -> int:
@@ -90,3 +97,12 @@ class CpuKernel:
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(self._cores, thread_name_prefix="genlm-trie")
+
+
+def _by_range(parts: Sequence[Indices]) -> tuple[Indices, Indices]:
+    """All blocks of the first range, then all of the second, ...; and where each range's blocks begin."""
+    if not parts:
+        return np.empty(0, np.intp), np.empty(0, np.intp)
+    range_of = np.concatenate([np.arange(len(part)) for part in parts])
+    order = np.argsort(range_of, kind="stable")
+    return np.concatenate(parts)[order], np.searchsorted(range_of[order], np.arange(len(parts[0])))
