@@ -7,6 +7,7 @@ one whose engine needs other steps lists them in its own ``environment.txt``, so
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from itertools import chain
@@ -23,6 +24,7 @@ from tools import smollm2  # noqa: E402
 CORE = ROOT / "core"
 PLUGINS = {folder.parent.name.removeprefix("genlm-"): folder.parent for folder in ROOT.glob("plugins/*/pyproject.toml")}
 GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
+PEER = "genlm-backend==0.3.1"
 
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
@@ -130,6 +132,32 @@ def wheels(session: nox.Session) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------------
+# Figures
+# -------------------------------------------------------------------------------------------------------------------
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Ours beside genlm-backend, on one model, in turn: nox -s bench -- --quick, or by name: nox -s bench -- trie."""
+    prepare(session)
+    install_plugin(session, "hf")
+    session.install(*GROUPS["bench"])
+    environments = {"hf": str(Path(session.bin).resolve() / "python")}
+    environments["theirs"] = further_environment(session, "theirs", [["pip", "install", "torch", PEER]])
+    for name in engines_of_workloads(session.posargs) - environments.keys():
+        environments[name] = further_environment(session, name, plugin_steps(name))
+    pythons = [f"--python={name}={python}" for name, python in sorted(environments.items())]
+    session.run("python", "-m", "benchmarks", "--model", real_model(session), *pythons, *session.posargs)
+
+
+def engines_of_workloads(names: list[str]) -> set[str]:
+    """The plugins that the named workloads say they need: ``PLUGIN = "hf"`` in their module."""
+    modules = [ROOT / "benchmarks" / f"{name}.py" for name in names]
+    texts = [module.read_text() for module in modules if module.exists()]
+    return {plugin for text in texts for plugin in re.findall(r'^PLUGIN = "(\w+)"', text, flags=re.MULTILINE)}
+
+
+# -------------------------------------------------------------------------------------------------------------------
 # Environments
 # -------------------------------------------------------------------------------------------------------------------
 
@@ -144,17 +172,33 @@ def prepare(session: nox.Session, constraints: Path = ROOT / "constraints.txt") 
 
 
 def install_plugin(session: nox.Session, name: str) -> None:
-    """Install the core and a plugin with all its extras, or follow the plugin's ``environment.txt``.
+    """Make the session's environment one for this plugin."""
+    for command in plugin_steps(name):
+        session.run_install("python", "-m", *command, silent=not session.interactive)
+
+
+def plugin_steps(name: str) -> list[list[str]]:
+    """The pip commands that install the core and a plugin with all its extras, or those of its ``environment.txt``.
 
     Each line of that file is a pip command, as seen from the repository's root.
     """
     recipe = PLUGINS[name] / "environment.txt"
-    steps = [f"install --editable core[conformance] --editable {shlex.quote(with_extras(PLUGINS[name]))}"]
-    if recipe.exists():
-        steps = recipe.read_text().splitlines()
-    for step in steps:
-        if words := shlex.split(step, comments=True):
-            session.run_install("python", "-m", "pip", *words, silent=not session.interactive)
+    if not recipe.exists():
+        return [["pip", "install", "--editable", "core[conformance]", "--editable", with_extras(PLUGINS[name])]]
+    lines = [shlex.split(line, comments=True) for line in recipe.read_text().splitlines()]
+    return [["pip", *words] for words in lines if words]
+
+
+def further_environment(session: nox.Session, name: str, steps: list[list[str]]) -> str:
+    """The Python of an environment beside the session's own, made the first time."""
+    folder = Path(session.virtualenv.location).resolve().with_name(f"{session.name}-{name}")
+    python = str(folder / "bin" / "python")
+    if not (folder / "complete").exists():
+        session.run_install("python", "-m", "venv", "--clear", str(folder))
+        for command in steps:
+            session.run_install(python, "-m", *command, external=True, silent=not session.interactive)
+        (folder / "complete").touch()
+    return python
 
 
 def with_extras(folder: Path) -> str:
