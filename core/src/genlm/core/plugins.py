@@ -11,14 +11,14 @@ from types import ModuleType
 from typing import Any
 
 import pluggy
-import structlog
 from attrs import frozen
 
 from genlm.core import hookspecs
 from genlm.core.errors import BackendImportError, BackendNotFoundError, BackendUnavailableError, PluginError
+from genlm.core.logs import get_logger
 from genlm.core.types import BackendInfo, Engine
 
-log = structlog.get_logger()
+log = get_logger()
 
 BACKENDS = "genlm.backends"
 WRAPPERS = "genlm.wrappers"
