@@ -75,7 +75,7 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The core, the mock, the conformance suite's own tests, and what the wheels hold."""
     prepare(session)
-    session.install("--editable", "core[conformance]", *GROUPS["test"])
+    session.install("--editable", with_extras(CORE), *GROUPS["test"])
     session.env["GENLM_TEST_MODEL"] = real_model(session)
     session.run("pytest", "tests", *session.posargs)
 
@@ -110,7 +110,7 @@ def minimums(session: nox.Session) -> None:
     constraints = Path(session.create_tmp()).resolve() / "lowest.txt"
     constraints.write_text("\n".join(lowest_versions(CORE, PLUGINS["hf"])))
     prepare(session, constraints)
-    session.install("--editable", "core[conformance]", "--editable", with_extras(PLUGINS["hf"]), *GROUPS["test"])
+    session.install("--editable", with_extras(CORE), "--editable", with_extras(PLUGINS["hf"]), *GROUPS["test"])
     session.env["GENLM_TEST_MODEL"] = real_model(session)
     session.run("pytest", "tests", str(PLUGINS["hf"] / "tests"), *session.posargs)
 
