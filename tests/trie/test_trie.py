@@ -127,6 +127,23 @@ def test_a_batch_that_is_worth_several_threads_is_its_rows():
     assert np.array_equal(trie.batch_weight_sum(ws), np.stack([trie.weight_sum(row) for row in ws]))
 
 
+def test_large_results_are_never_written_to_while_anything_refers_to_them():
+    words = [number.to_bytes(3, "big") for number in range(0, 1 << 24, 411)]
+    trie = TokenCharacterTrie(words)
+    ws = np.random.default_rng(0).random((8, len(words)))
+    expected = trie.batch_weight_sum(ws).copy()
+    row = trie.batch_weight_sum(ws)[3]
+    tensor = trie.batch_weight_sum(ws, dtype=torch.float64)[4]
+    part = memoryview(trie.batch_weight_sum(ws)[5, ::2])
+    whole = trie.batch_weight_sum(ws)
+    for _ in range(3):
+        trie.batch_weight_max(-ws)
+    assert np.array_equal(row, expected[3])
+    assert np.array_equal(tensor.numpy(), expected[4])
+    assert np.array_equal(np.asarray(part), expected[5, ::2])
+    assert np.array_equal(whole, expected)
+
+
 def test_an_empty_batch(vocabulary):
     trie = TokenCharacterTrie(vocabulary)
     assert trie.batch_weight_sum(np.empty((0, len(vocabulary)))).shape == (0, len(trie))

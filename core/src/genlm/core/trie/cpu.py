@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from genlm.core.trie.operation import Operation
 from genlm.core.trie.plan import Indices, Plan
+from genlm.core.trie.recycling import Recycler
 from genlm.core.trie.weights import FloatArray, ResultType, check_shape, to_array
 
 # The blocks of a range after so many are combined by one segmented reduction: few ranges have them.
@@ -29,6 +30,7 @@ class CpuKernel:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self._results = Recycler()
         self._head = plan.parts[:_ONE_BY_ONE]
         self._tail, self._tail_starts = _by_range(plan.parts[_ONE_BY_ONE:])
 
@@ -48,7 +50,7 @@ class CpuKernel:
         :returns: ``[len(rows), nodes + words]``.
         """
         plan = self.plan
-        result: FloatArray = np.empty((len(rows), plan.nodes + len(plan.order)), wanted.name)
+        result = self._results.empty((len(rows), plan.nodes + len(plan.order)), wanted.name)
 
         def run(share: slice) -> None:
             self._run(operation, rows[share], result[share])
