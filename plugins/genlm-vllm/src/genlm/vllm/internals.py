@@ -230,23 +230,21 @@ def _require(owner: Any, path: str) -> Any:
 
 
 @contextlib.contextmanager
-def keep_engine_core_here() -> Iterator[None]:
+def engine_core_here() -> Iterator[bool]:
     """While a model loads: the engine core in this process, unless the user's environment says otherwise.
 
-    vLLM takes this choice from the environment alone. The variable is put back at the end.
+    vLLM takes this choice from the environment alone, and keeps what it read there when the first model was loaded. The
+    variable is put back at the end. Yields whether the engine core will be in this process.
     """
-    if PROCESS_SWITCH in os.environ:
-        yield
-        return
-    os.environ[PROCESS_SWITCH] = "0"
-    try:
-        yield
-    finally:
-        del os.environ[PROCESS_SWITCH]
-
-
-def engine_core_process() -> bool:
-    """Whether vLLM would start its engine core in a process of its own."""
     import vllm.envs
 
-    return bool(vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING)
+    vllm.envs.disable_envs_cache()
+    chosen = os.environ.get(PROCESS_SWITCH)
+    os.environ[PROCESS_SWITCH] = chosen or "0"
+    try:
+        yield not vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING
+    finally:
+        if chosen is None:
+            del os.environ[PROCESS_SWITCH]
+        else:
+            os.environ[PROCESS_SWITCH] = chosen

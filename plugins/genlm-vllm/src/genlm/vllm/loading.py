@@ -14,7 +14,7 @@ from attrs import frozen
 from genlm.core.errors import InvalidOptionError
 from genlm.vllm.capture import RowStore, capture_into
 from genlm.vllm.engine import VllmEngine
-from genlm.vllm.internals import EngineCore, check_version, engine_core_process, keep_engine_core_here
+from genlm.vllm.internals import EngineCore, check_version, engine_core_here
 from genlm.vllm.lora import LoraEngine
 from genlm.vllm.rows import LocalRows, Rows, WorkerRows
 from genlm.vllm.sessions import Sessions
@@ -69,8 +69,8 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
     _check(chosen.engine_opts)
     import vllm
 
-    with keep_engine_core_here():
-        local = _runs_in_this_process(chosen.engine_opts)
+    with engine_core_here() as here:
+        local = here and _has_one_worker(chosen.engine_opts)
         store = RowStore()
         settings = _defaults() | dict(chosen.engine_opts) | _row_hooks(chosen.engine_opts, store if local else None)
         llm = vllm.LLM(model, **settings)
@@ -141,7 +141,7 @@ def _row_hooks(engine_opts: Mapping[str, Any], store: RowStore | None) -> dict[s
     }
 
 
-def _runs_in_this_process(engine_opts: Mapping[str, Any]) -> bool:
+def _has_one_worker(engine_opts: Mapping[str, Any]) -> bool:
+    """Whether the one worker is an object in the engine core's process."""
     workers = int(engine_opts.get("tensor_parallel_size", 1)) * int(engine_opts.get("pipeline_parallel_size", 1))
-    executor = engine_opts.get("distributed_executor_backend")
-    return workers == 1 and executor in (None, "uni") and not engine_core_process()
+    return workers == 1 and engine_opts.get("distributed_executor_backend") in (None, "uni")
