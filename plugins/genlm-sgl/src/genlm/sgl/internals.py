@@ -66,6 +66,8 @@ class Scheduler:
             _release_globals()
             raise
         _disarm_watchdog(self._scheduler)
+        if not hasattr(self._scheduler, "schedule_stream"):  # early releases make it in their event loop
+            self._scheduler.schedule_stream = self._scheduler.device_module.Stream(priority=0)
         self._prefill_only = SamplingParams(max_new_tokens=0)
         self._prefill_only.normalize(None)
         #: How many tokens have been run through the model.
