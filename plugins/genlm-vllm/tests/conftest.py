@@ -65,9 +65,9 @@ def rows_of() -> Callable[..., list[Any]]:
     return ask
 
 
-@pytest.fixture
-def write_adapter(tmp_path: Path, model_path: str) -> Callable[..., str]:
-    """Write a random LoRA adapter in PEFT's format: ``write_adapter(name, seed)`` gives its folder."""
+@pytest.fixture(scope="session")
+def write_adapter(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> Callable[..., str]:
+    """Write a random LoRA adapter in PEFT's format: ``write_adapter(name, seed)`` gives its folder, new or written over."""
     import json
 
     import torch
@@ -85,8 +85,8 @@ def write_adapter(tmp_path: Path, model_path: str) -> Callable[..., str]:
                 prefix = f"base_model.model.model.layers.{layer}.self_attn.{module}"
                 weights[f"{prefix}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator) / hidden**0.5
                 weights[f"{prefix}.lora_B.weight"] = torch.randn(out, rank, generator=generator) * 0.2
-        folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
+        folder = tmp_path_factory.getbasetemp() / "adapters" / name
+        folder.mkdir(parents=True, exist_ok=True)
         save_file(weights, folder / "adapter_model.safetensors")
         settings = {
             "peft_type": "LORA",

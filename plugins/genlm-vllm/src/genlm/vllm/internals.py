@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import queue
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,7 +18,8 @@ from typing import Any
 from attrs import frozen
 
 from genlm.core.errors import BackendUnavailableError
-from genlm.core.types import Adapter, TokenIds
+from genlm.core.hashing import TokenIds
+from genlm.core.types import Adapter
 
 OLDEST, NEWEST = (0, 28), (0, 32)
 SUPPORTED = f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
@@ -28,7 +30,10 @@ CLIENT_METHODS = (
     "add_request", "get_output", "abort_requests", "reset_prefix_cache", "collective_rpc", "add_lora", "remove_lora",
     "shutdown",
 )  # fmt: skip
-IN_PROCESS_PARTS = ("model_executor", "scheduler")
+IN_PROCESS_PARTS = ("engine_core.model_executor.shutdown", "engine_core.scheduler.shutdown")
+PROCESS_PARTS = ("outputs_queue.get", "ensure_alive")
+
+LIVENESS = 1.0  # seconds between two looks whether an engine process that says nothing is alive
 REQUEST_FIELDS = (
     "request_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "arrival_time", "lora_request",
     "cache_salt", "data_parallel_rank", "resumable",
@@ -95,8 +100,9 @@ class EngineCore:
         self._request_type = EngineCoreRequest
         for method in CLIENT_METHODS:
             _require(self._client, method)
-        for part in IN_PROCESS_PARTS if hasattr(self._client, "engine_core") else ():
-            _require(self._client, f"engine_core.{part}.shutdown")
+        self._in_process = hasattr(self._client, "engine_core")
+        for part in IN_PROCESS_PARTS if self._in_process else PROCESS_PARTS:
+            _require(self._client, part)
         if missing := set(REQUEST_FIELDS) - set(EngineCoreRequest.__struct_fields__):
             raise _unsupported(f"EngineCoreRequest has no {', '.join(sorted(missing))}")
         config = _require(llm, "llm_engine.vllm_config")
@@ -157,8 +163,22 @@ class EngineCore:
                 None if output.finish_reason is None else str(output.finish_reason),
                 output.new_prompt_logprobs_tensors,
             )
-            for output in self._client.get_output().outputs
+            for output in self._step().outputs
         ]
+
+    def _step(self) -> Any:
+        if self._in_process:
+            return self._client.get_output()
+        # Not get_output, which waits for ever if the engine's process is killed meanwhile.
+        while True:
+            try:
+                outputs = self._client.outputs_queue.get(timeout=LIVENESS)
+            except queue.Empty:
+                self._client.ensure_alive()
+                continue
+            if isinstance(outputs, Exception):
+                raise outputs
+            return outputs
 
     def abort(self, request_ids: Sequence[str]) -> None:
         if request_ids:
@@ -196,14 +216,13 @@ class EngineCore:
         In this process vLLM's own shutdown would also destroy the process groups, which every other model in the process
         shares; so the parts are stopped one by one, and its finalizer, which would do the same at exit, is disarmed.
         """
-        core = getattr(self._client, "engine_core", None)
-        if core is None:
+        if not self._in_process:
             self._client.shutdown()
             return
         if finalizer := getattr(self._client, "_finalizer", None):
             finalizer.detach()
         for part in IN_PROCESS_PARTS:
-            getattr(core, part).shutdown()
+            _require(self._client, part)()
         gc.unfreeze()  # vLLM froze what was alive after loading; without this its cycles would never be collected
         self._llm = self._client = None
         gc.collect()

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from attrs import frozen
 
 from genlm.core.errors import EngineError
-from genlm.core.types import Adapter, Query, TokenIds
+from genlm.core.hashing import TokenIds
+from genlm.core.types import Adapter, Query
 
 
 @frozen

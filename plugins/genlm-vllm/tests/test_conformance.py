@@ -1,0 +1,33 @@
+"""What every backend must do, on a real vLLM: with live sessions, without them, and with adapters."""
+
+from __future__ import annotations
+
+import pytest
+
+from genlm.core.conformance import ConformanceSuite
+
+FLOAT32 = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 256 << 20}
+
+
+class TestVllm(ConformanceSuite):
+    backend = "vllm"
+    options = {"engine_opts": FLOAT32}  # noqa: RUF012
+    atol = 1e-3
+    effort = 0.3
+
+    @pytest.fixture(scope="class", autouse=True)
+    def _given(self, request, model_path):
+        request.cls.model = model_path
+
+
+class TestVllmWithoutLiveSessions(TestVllm):
+    options = {"engine_opts": FLOAT32, "live_sessions": False}  # noqa: RUF012
+
+
+class TestVllmWithAdapters(TestVllm):
+    options = {"engine_opts": FLOAT32 | {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 8}}  # noqa: RUF012
+
+    @pytest.fixture(scope="class", autouse=True)
+    def _given(self, request, model_path, write_adapter):
+        request.cls.model = model_path
+        request.cls.adapters = {"a": write_adapter("a", 1), "b": write_adapter("b", 2)}

@@ -1,0 +1,84 @@
+"""Workers in processes of their own: tensor parallelism, and the engine core in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+
+import psutil
+import pytest
+import torch
+
+from genlm.core import AsyncLM, EngineDeadError
+from genlm.vllm import AsyncVirtualLM
+
+PROMPT = list(range(3000, 3040))
+ATOL = 5e-4
+
+
+@pytest.fixture(scope="module")
+def tiny_path(model_path, tmp_path_factory):
+    """A random Llama whose heads two workers can share, with the real model's tokenizer."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+    )
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_path):
+    """Rows of transformers: of the prompt, and of the prompt and a token."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*PROMPT, 7]])).logits[0, -2:]
+    return logits.log_softmax(-1)
+
+
+def check(lm: AsyncLM, expected: torch.Tensor) -> None:
+    for ids, row in zip((PROMPT, [*PROMPT, 7]), expected, strict=True):
+        torch.testing.assert_close(lm.next_token_logprobs_sync(ids), row, atol=ATOL, rtol=0)
+        torch.testing.assert_close(lm.next_token_logprobs_uncached(ids), row, atol=ATOL, rtol=0)
+    batch = lm.batch_next_token_logprobs_sync([[*PROMPT, 7], PROMPT[:30], PROMPT])
+    torch.testing.assert_close(batch[[2, 0]], expected, atol=ATOL, rtol=0)
+
+
+def dies_clearly(lm: AsyncLM, victim: int) -> None:
+    """Kill one of its processes: whoever asks is told, and nothing hangs."""
+    os.kill(victim, signal.SIGKILL)
+    for ids in ([1, 2], [3, 4]):
+        with pytest.raises(EngineDeadError):
+            lm.next_token_logprobs_sync(ids)
+
+
+def test_two_tensor_parallel_workers(tiny_path, small_opts, expected, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    before = {child.pid for child in multiprocessing.active_children()}
+    with AsyncVirtualLM.from_name(tiny_path, engine_opts=small_opts | {"tensor_parallel_size": 2}) as lm:
+        workers = [child.pid for child in multiprocessing.active_children() if child.pid not in before]
+        assert len(workers) == 2
+        check(lm, expected)
+        dies_clearly(lm, workers[1])
+
+
+def test_an_engine_core_in_a_process_of_its_own(tiny_path, small_opts, expected, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with AsyncVirtualLM.from_name(tiny_path, engine_opts=small_opts) as lm:
+        (core,) = [child.pid for child in psutil.Process().children() if "EngineCore" in " ".join(child.cmdline())]
+        check(lm, expected)
+        dies_clearly(lm, core)
