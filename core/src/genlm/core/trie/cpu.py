@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
@@ -39,7 +39,10 @@ class CpuKernel:
 
         :raises InvalidInputError: they have another shape.
         """
-        rows = [to_array(row) for row in (ws if batch else [ws])]
+        if isinstance(ws, list | tuple) or not batch:
+            rows = [to_array(row) for row in (ws if batch else [ws])]
+        else:
+            rows = list(np.atleast_1d(to_array(ws)))
         for row in rows:
             check_shape(row.shape, len(self.plan.order))
         return rows
@@ -52,20 +55,19 @@ class CpuKernel:
         plan = self.plan
         result = self._results.empty((len(rows), plan.nodes + len(plan.order)), wanted.name)
 
-        def run(share: slice) -> None:
-            self._run(operation, rows[share], result[share])
-
-        threads = max(1, min(self._cores, len(rows), len(rows) * plan.width // _WORTH_A_THREAD))
-        if threads == 1:
-            run(slice(None))
-        else:
-            list(self._pool.map(run, [slice(i, None, threads) for i in range(threads)]))
+        left = iter(list(zip(rows, result, strict=True)))  # whoever is free takes the next: on this, next() is atomic
+        helpers = min(self._cores, len(rows), len(rows) * plan.width // _WORTH_A_THREAD) - 1
+        helping = [self._pool.submit(self._run, operation, left) for _ in range(helpers)]
+        self._run(operation, left)
+        for helper in helping:
+            if not helper.cancel():  # one that never got to run is not waited for
+                helper.result()
         return wanted.of_array(result)
 
-    def _run(self, operation: Operation, rows: list[FloatArray], result: FloatArray) -> None:
+    def _run(self, operation: Operation, left: Iterator[tuple[FloatArray, FloatArray]]) -> None:
         nodes = self.plan.nodes
         work = np.empty(self.plan.width)
-        for row, answer in zip(rows, result, strict=True):
+        for row, answer in left:
             answer[nodes:] = row
             self._combine(operation, row.astype(np.float64, copy=False), work)
             # ``clip`` spares checking indices that are known to be good.
