@@ -16,8 +16,9 @@ class TestVllm(ConformanceSuite):
     effort = 0.3
 
     @pytest.fixture(scope="class", autouse=True)
-    def _given(self, request, model_path):
-        request.cls.model = model_path
+    @classmethod
+    def _given(cls, model_path):
+        cls.model = model_path
 
 
 class TestVllmWithoutLiveSessions(TestVllm):
@@ -28,6 +29,7 @@ class TestVllmWithAdapters(TestVllm):
     options = {"engine_opts": FLOAT32 | {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 8}}  # noqa: RUF012
 
     @pytest.fixture(scope="class", autouse=True)
-    def _given(self, request, model_path, write_adapter):
-        request.cls.model = model_path
-        request.cls.adapters = {"a": write_adapter("a", 1), "b": write_adapter("b", 2)}
+    @classmethod
+    def _given(cls, model_path, write_adapter):
+        cls.model = model_path
+        cls.adapters = {"a": write_adapter("a", 1), "b": write_adapter("b", 2)}

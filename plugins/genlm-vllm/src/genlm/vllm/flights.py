@@ -8,9 +8,8 @@ from typing import Any
 from attrs import define, field
 
 from genlm.core.errors import EngineError
-from genlm.core.hashing import TokenIds
 from genlm.core.types import Query
-from genlm.vllm.internals import EngineCore, Output
+from genlm.vllm.internals import EngineCore, Output, TokenIds
 
 PATIENCE = 1000  # steps beyond those that the tokens in flight explain, before an engine that finishes nothing is given up
 

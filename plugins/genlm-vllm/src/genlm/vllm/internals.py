@@ -18,8 +18,9 @@ from typing import Any
 from attrs import frozen
 
 from genlm.core.errors import BackendUnavailableError
-from genlm.core.hashing import TokenIds
 from genlm.core.types import Adapter
+
+TokenIds = tuple[int, ...]
 
 OLDEST, NEWEST = (0, 28), (0, 32)
 SUPPORTED = f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"

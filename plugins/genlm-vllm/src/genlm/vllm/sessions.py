@@ -13,8 +13,8 @@ from collections.abc import Callable
 from attrs import frozen
 
 from genlm.core.errors import EngineError
-from genlm.core.hashing import TokenIds
 from genlm.core.types import Adapter, Query
+from genlm.vllm.internals import TokenIds
 
 
 @frozen
