@@ -39,10 +39,12 @@ class Recycler:
 class _Lease:
     """What a result's array is made of: gives the block back when the last array that refers to it goes."""
 
-    def __init__(self, block: npt.NDArray[np.uint8], home: deque[npt.NDArray[np.uint8]], shape: tuple[int, ...], type: str):
+    def __init__(
+        self, block: npt.NDArray[np.uint8], home: deque[npt.NDArray[np.uint8]], shape: tuple[int, ...], typestr: str
+    ):
         self._block = block
         self._home = home
-        self.__array_interface__ = {"data": (block.ctypes.data, False), "shape": shape, "typestr": type, "version": 3}
+        self.__array_interface__ = {"data": (block.ctypes.data, False), "shape": shape, "typestr": typestr, "version": 3}
 
     def __del__(self) -> None:
         self._home.append(self._block)

@@ -112,7 +112,7 @@ class TokenCharacterTrie:
 
     @property
     def positions(self) -> npt.NDArray[np.int64]:
-        """``[len(decode)]`` The positions of all items, sorted by their letters. Not to be written to."""
+        """``[len(decode)]`` The positions of all items, sorted by their letters. Read only."""
         return self._words.order
 
     def positions_under(self, node: int) -> npt.NDArray[np.int64]:

@@ -45,7 +45,9 @@ class Words:
         joined = b"".join([spelled[position] for position in order])
         lengths = np.array([len(spelled[position]) for position in order], np.int64) // dtype.itemsize
         _refuse_duplicates(items, spelled, order)
-        return cls(np.array(order, np.int64), lengths, np.frombuffer(joined, dtype), alphabet)
+        positions = np.array(order, np.int64)
+        positions.flags.writeable = False  # users get it to read
+        return cls(positions, lengths, np.frombuffer(joined, dtype), alphabet)
 
 
 def key_of(item: Any) -> Any:
