@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlm.core import InvalidInputError, InvalidOptionError, VocabularyError
@@ -59,6 +59,7 @@ def by_definition(trie, ws, combine):
 
 @tries
 @given(items=MIXED, data=st.data())
+@settings(deadline=None)
 def test_sums_and_maxima(trie_class, items, data):
     trie = trie_class(items)
     ws = np.array(data.draw(st.lists(WEIGHTS, min_size=len(items), max_size=len(items))))
@@ -69,6 +70,7 @@ def test_sums_and_maxima(trie_class, items, data):
 
 
 @given(items=MIXED)
+@settings(deadline=None)
 def test_the_shape(items):
     trie = TokenCharacterTrie(items)
     seen = [trie.root]
