@@ -99,7 +99,8 @@ class HFEngine:
             return True  # nothing can be kept of this model; it was logged at load
         if not self._evaluator.keeps(job):
             raise EngineError(
-                f"a prefix of {job.length} tokens cannot be pinned beside the others; raise kv_cache_bytes or clear_kv_cache()"
+                f"a prefix of {job.length} tokens cannot be pinned beside the others; "
+                "raise kv_cache_bytes or call clear_kv_cache()"
             )
         for _ in self._evaluator.run([job]):
             pass

@@ -131,8 +131,8 @@ class Evaluator:
             left = [at for at in indices if at not in answered]
             if len(left) == 1:
                 raise EngineError(
-                    f"a context of {jobs[left[0]].length} tokens does not fit into the device's memory; lower max_batch_tokens "
-                    f"(now {self._max_tokens}) or kv_cache_bytes, or load the model in a smaller type"
+                    f"a context of {jobs[left[0]].length} tokens does not fit into the device's memory; "
+                    f"lower max_batch_tokens (now {self._max_tokens}), kv_cache_bytes, or the precision of the weights"
                 ) from error
         else:
             return
@@ -211,7 +211,9 @@ class Evaluator:
 
     def _forward(self, chosen: Sequence[tuple[_Work, int]]) -> Result:
         """One forward over the works' tokens up to where they stop."""
-        spans, tokens, wanted = [], [], []
+        spans: list[Span] = []
+        tokens: list[int] = []
+        wanted: list[tuple[int, int]] = []
         for work, stop in chosen:
             job = work.placement.job
             spans.append(Span(work.placement.slot, work.done, stop))

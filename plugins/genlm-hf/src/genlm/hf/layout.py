@@ -16,7 +16,7 @@ SPARE_TOKENS = 32
 
 @frozen(eq=False)
 class Span:
-    """The part of a job that one forward computes: its tokens at positions ``start`` to ``stop`` (exclusive), into ``slot``."""
+    """The part of a job that one forward computes: tokens ``start`` to ``stop`` (exclusive), kept in row ``slot``."""
 
     slot: int
     start: int
@@ -136,7 +136,7 @@ class Segment:
         if self.size == 1:
             return part
         if self._ragged is None:
-            return part.squeeze(2).unflatten(0, (len(self.spans), self.size)).transpose(1, 2)
+            return part.view(len(self.spans), self.size, *part.shape[1::2]).transpose(1, 2)
         padded = query.new_zeros(len(self.spans), self.size, query.shape[1], query.shape[3])
         padded[self._ragged] = part.squeeze(2)
         return padded.transpose(1, 2)

@@ -35,7 +35,7 @@ class Pattern:
 
 
 def layer_patterns(config: Any) -> list[Pattern] | None:
-    """The pattern of every layer of a model's text configuration; ``None`` where one has no key/value rows or is unknown."""
+    """The pattern of every layer of a text configuration; ``None`` where one is unknown or has no key/value rows."""
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     types = getattr(config, "layer_types", None)
     if types is None:

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from genlm.hf.layout import Layout
 
 
-class PoolLayer(CacheLayerMixin):
+class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no types
     """One layer of the pool: keys and values ``[rows, heads, columns, head_dim]``; column ``p`` holds position ``p``.
 
     Sliding-window layers keep all columns too: the window is the mask's affair, so that any prefix can be forked.
@@ -68,7 +68,7 @@ class PoolLayer(CacheLayerMixin):
         return sum(states.shape[1] * states.shape[3] * states.element_size() for states in (self.keys, self.values))
 
 
-class RowPool(Cache):
+class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
     """All layers of the pool, as transformers' models see a cache.
 
     Attributes:

@@ -88,7 +88,9 @@ def _packed(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Ten
     runner.packed(first, [*short[:cut_short], *long[:cut_long]], [None, None], [0])
     runner.pool.fork([0], [1], cut_short)
     second = [Span(1, cut_short, len(short)), Span(2, cut_long, len(long))]
-    return [runner.packed(second, [*short[cut_short:], *long[cut_long:]], [None, None], [second[0].size - 1, second[0].size])]
+    return [
+        runner.packed(second, [*short[cut_short:], *long[cut_long:]], [None, None], [second[0].size - 1, second[0].size])
+    ]
 
 
 def _uniform(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:

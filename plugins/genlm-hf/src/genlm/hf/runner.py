@@ -77,13 +77,15 @@ class Runner:
     def uniform(
         self, spans: Sequence[Span], tokens: Sequence[int], adapters: Sequence[Adapter | None], wanted: Sequence[int]
     ) -> torch.Tensor:
-        """Run spans of equal start and size, see :meth:`packed`; nothing is asked of the model but that it uses its cache."""
+        """Run spans of equal start and size, see :meth:`packed`; the model need only use the cache it is given."""
         self.pool.layout = UniformLayout(spans)
         ids = torch.tensor(tokens, device=self._model.device).view(len(spans), -1)
         positions = torch.arange(spans[0].start, spans[0].stop, device=ids.device).expand_as(ids)
         return self._forward(adapters, wanted, input_ids=ids, position_ids=positions, past_key_values=self.pool)
 
-    def plain(self, contexts: Sequence[Sequence[int]], adapters: Sequence[Adapter | None], keep: Sequence[int]) -> torch.Tensor:
+    def plain(
+        self, contexts: Sequence[Sequence[int]], adapters: Sequence[Adapter | None], keep: Sequence[int]
+    ) -> torch.Tensor:
         """Run whole contexts without any state, padded on the right, where a causal model does not look.
 
         Args:
@@ -96,7 +98,7 @@ class Runner:
         """
         width = max(len(context) for context in contexts)
         ids = torch.zeros(len(contexts), width, dtype=torch.long)
-        wanted = []
+        wanted: list[int] = []
         for row, (context, count) in enumerate(zip(contexts, keep, strict=True)):
             ids[row, : len(context)] = torch.tensor(context)
             end = row * width + len(context)
