@@ -269,8 +269,12 @@ def test_frequencies_agree_with_the_row(engine, rows_of):
 
 @pytest.mark.parametrize(
     ("length", "params"),
-    [(10, SamplingParams(max_tokens=3, temperature=0.001)), (100, SamplingParams(max_tokens=3, seed=1))],
-    ids=["temperature too low for vLLM", "seeded and chunked on CPU"],
+    [
+        (10, SamplingParams(max_tokens=3, temperature=0.001)),
+        (10, SamplingParams(max_tokens=3, temperature=3.0)),
+        (100, SamplingParams(max_tokens=3, seed=1)),
+    ],
+    ids=["temperature too low", "temperature too high", "seeded and chunked on CPU"],
 )
 def test_what_vllm_would_draw_wrongly_is_left_to_the_core(engine, length, params):
     assert engine.genlm_sample([Query(context(0, length))], [params]) is None

@@ -77,6 +77,19 @@ def test_draws_and_rows_may_be_asked_together(lm):
     assert row.shape == (len(lm.byte_vocab),)
 
 
+def test_a_seed_gives_the_same_beside_draws_that_vllm_leaves_to_the_core(lm):
+    async def main():
+        alone = await lm.sample(PROMPT, 5, [], seed=1)
+        return alone, await asyncio.gather(
+            lm.sample(PROMPT, 5, [], seed=1, temperature=5.0),
+            lm.sample(PROMPT, 5, [], seed=1),
+            lm.sample(PROMPT, 5, [], seed=2, temperature=0.001),
+        )
+
+    alone, (_, beside, _) = asyncio.run(main())
+    assert beside == alone
+
+
 def test_the_end_of_the_context_is_the_end_of_a_draw(lm):
     ids = [5] * 254
     assert len(asyncio.run(lm.sample(ids, 2, [], temperature=0.0))) == 2

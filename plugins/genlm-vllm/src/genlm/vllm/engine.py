@@ -111,8 +111,12 @@ class VllmEngine:
 
     @hookimpl
     def genlm_sample(self, queries: Sequence[Query], params: Sequence[SamplingParams]) -> list[list[int]] | None:
-        if not all(map(vllm_draws, queries, params, itertools.repeat(self._core))):
+        native = {vllm_draws(query, wish, self._core) for query, wish in zip(queries, params, strict=True)}
+        if native == {False}:
             return None
+        if len(native) > 1:
+            # The core then asks in smaller batches, so that who draws, and with it what a seed gives, is up to each alone.
+            raise EngineError("vLLM draws some of these continuations and the core the others")
         draws = [Draw(self._flight(query, resumable=False), wish) for query, wish in zip(queries, params, strict=True)]
         with self._all_or_nothing():
             for turn in self._turns(draws):

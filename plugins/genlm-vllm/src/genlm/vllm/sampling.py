@@ -14,6 +14,7 @@ from genlm.vllm.flights import Flight
 from genlm.vllm.internals import EngineCore
 
 LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this, and takes the very lowest for 0
+HIGHEST_TEMPERATURE = 2.0  # vLLM refuses higher ones
 SEEDS = 1 << 63
 
 
@@ -67,11 +68,12 @@ class Draw:
 def vllm_draws(query: Query, params: SamplingParams, core: EngineCore) -> bool:
     """Whether vLLM draws from exactly the distribution that ``params`` describe, and reproducibly if they have a seed.
 
-    Not at temperatures that it would raise. And on CPU it fails on a seeded prompt that it must compute in chunks.
+    Not at temperatures that it raises or refuses. And on CPU it fails on a seeded prompt that it must compute in chunks.
     """
-    raised = 0 < params.temperature < LOWEST_TEMPERATURE
+    if params.temperature and not LOWEST_TEMPERATURE <= params.temperature <= HIGHEST_TEMPERATURE:
+        return False
     chunked = len(query.token_ids) > core.max_num_batched_tokens
-    return not raised and not (chunked and params.seed is not None and core.device_type == "cpu")
+    return not (chunked and params.seed is not None and core.device_type == "cpu")
 
 
 def batches(draws: Sequence[Draw], core: EngineCore) -> Iterator[Sequence[Draw]]:
