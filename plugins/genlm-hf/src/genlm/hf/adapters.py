@@ -48,7 +48,9 @@ class AdapterSet:
             else:
                 self._peft.load_adapter(adapter.path, adapter_name=name, peft_config=config)
         except Exception:
-            if self._peft is not None and name in self._peft.peft_config:
+            if not self._alone:
+                self.close()
+            elif name in self._peft.peft_config:
                 self._peft.delete_adapter(name)
             raise
         self._model.eval()
@@ -58,14 +60,18 @@ class AdapterSet:
     def remove(self, adapter: Adapter) -> None:
         """Drop an adapter's weights."""
         del self._alone[adapter.version]
-        self._peft.delete_adapter(_name(adapter))
         self._active = None
+        if self._alone:
+            self._peft.delete_adapter(_name(adapter))
+        else:
+            self.close()  # PEFT cannot load another adapter where none is left
 
     def close(self) -> None:
         """Take PEFT's layers out of the model again."""
         if self._peft is not None:
             self._peft.unload()
             self._peft = None
+            self._enabled = True
 
     def groups(self, adapters: Sequence[Adapter | None]) -> list[list[int]]:
         """Which jobs may share a forward: all, but for adapters that PEFT cannot mix (DoRA, retrained modules)."""

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import copy
+import os
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import define
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+
+from genlm.core import Query
+from genlm.hf.engine import HFEngine
+from genlm.hf.options import HFOptions
+
+TOKENS = 257  # every byte, and the end
+
+SHAPE = {
+    "vocab_size": TOKENS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 256,
+    "eos_token_id": 256,
+    "pad_token_id": 256,
+}
+
+
+@define
+class Pair:
+    """An engine, and the same model beside it as transformers has it.
+
+    ``forwards`` gets the number of input tokens of every forward of the engine's model.
+    """
+
+    engine: HFEngine
+    reference: Any
+    forwards: list[int]
+
+    def ask(self, *contexts: Sequence[int]) -> torch.Tensor:
+        return self.engine.genlm_next_token_logprobs([Query(tuple(context)) for context in contexts])
+
+    @torch.no_grad()
+    def expected(self, *contexts: Sequence[int]) -> torch.Tensor:
+        rows = [self.reference(torch.tensor([list(c)]), use_cache=False).logits[0, -1].float() for c in contexts]
+        return torch.stack(rows).log_softmax(-1)
+
+    def check(self, *contexts: Sequence[int], atol: float = 1e-4) -> None:
+        torch.testing.assert_close(self.ask(*contexts), self.expected(*contexts), atol=atol, rtol=0)
+
+
+def build(config: PretrainedConfig, seed: int = 0, **arguments: Any) -> Any:
+    """A random model whose rows are far from uniform, so that a mix-up shows."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, **arguments)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.15)
+    return model.eval()
+
+
+def make_pair(config: PretrainedConfig, **options: Any) -> Pair:
+    model = build(config)
+    reference = copy.deepcopy(model)
+    engine = HFEngine(model, None, HFOptions.parse(options))
+    forwards: list[int] = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: forwards.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    return Pair(engine, reference, forwards)
+
+
+@pytest.fixture
+def pair() -> Callable[..., Pair]:
+    """Makes an engine from a configuration and the backend's options."""
+    return make_pair
+
+
+@pytest.fixture
+def llama_config() -> Callable[..., LlamaConfig]:
+    return lambda **changes: LlamaConfig(**{**SHAPE, **changes})
+
+
+@pytest.fixture
+def llama() -> Pair:
+    return make_pair(LlamaConfig(**SHAPE))
+
+
+@pytest.fixture(scope="session")
+def contexts() -> Callable[..., list[tuple[int, ...]]]:
+    """Draws contexts: how many, and how long."""
+
+    def draw(n: int, length: int, seed: int = 0) -> list[tuple[int, ...]]:
+        source = random.Random(seed)
+        return [tuple(source.choices(range(TOKENS), k=length)) for _ in range(n)]
+
+    return draw
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a random Llama and a byte tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = str(tmp_path_factory.mktemp("tiny"))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytewise = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate([*alphabet, "<end>"])}, []))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<end>").save_pretrained(folder)
+    build(LlamaConfig(**SHAPE)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def lora_folders(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Two LoRA adapters of different rank and layers."""
+    peft = pytest.importorskip("peft", reason="LoRA needs peft")
+    folders = {}
+    for name, rank, targets in (("a", 4, ["q_proj", "v_proj"]), ("b", 8, ["q_proj", "k_proj", "down_proj"])):
+        torch.manual_seed(rank)
+        model = AutoModelForCausalLM.from_pretrained(tiny)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
+        with torch.no_grad():
+            for parameter_name, parameter in adapted.named_parameters():
+                if "lora_" in parameter_name:
+                    parameter.normal_(0, 0.3)
+        folders[name] = str(tmp_path_factory.mktemp(f"lora_{name}"))
+        adapted.save_pretrained(folders[name])
+    return folders
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    folder = os.environ.get("GENLM_TEST_MODEL")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("GENLM_TEST_MODEL does not name a folder with SmolLM2-135M")
+    return folder

@@ -1,0 +1,135 @@
+"""Every family of models gives the rows of cold single forwards, whatever was asked before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import transformers
+from transformers import PretrainedConfig
+
+from genlm.hf.reuse import Reuse
+
+TOKENS = 257
+SHAPE = {
+    "vocab_size": TOKENS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 256,
+    "eos_token_id": 256,
+    "pad_token_id": 256,
+}
+MIXED = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8}
+GPT2 = {"vocab_size": TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "eos_token_id": 256}
+OLD = {"vocab_size": TOKENS, "hidden_size": 32, "n_layer": 2, "n_head": 4, "eos_token_id": 256}
+DEEPSEEK = {
+    **SHAPE,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}
+LLAMA4 = {
+    **SHAPE,
+    "head_dim": 8,
+    "attention_chunk_size": 6,
+    "num_local_experts": 2,
+    "intermediate_size_mlp": 48,
+    "no_rope_layers": [1, 0],
+}
+
+
+def config(name: str, **arguments: Any) -> Callable[[], PretrainedConfig]:
+    def make() -> PretrainedConfig:
+        return getattr(transformers, f"{name}Config")(**arguments)
+
+    return make
+
+
+FAMILIES = {
+    "llama, grouped heads": (config("Llama", **SHAPE), Reuse.PACKED),
+    "gpt2, learned positions": (config("GPT2", **GPT2), Reuse.PACKED),
+    "mistral, a window in every layer": (config("Mistral", **SHAPE, sliding_window=7), Reuse.PACKED),
+    "gemma2, window in some layers, capped": (config("Gemma2", **SHAPE, **MIXED), Reuse.PACKED),
+    "gemma3, window in some layers": (config("Gemma3Text", **SHAPE, **MIXED), Reuse.PACKED),
+    "gpt-oss, sinks": (config("GptOss", **SHAPE, **MIXED, num_local_experts=4), Reuse.PACKED),
+    "llama4, chunks": (config("Llama4Text", **LLAMA4), Reuse.PACKED),
+    "deepseek3, latent attention": (config("DeepseekV3", **DEEPSEEK), Reuse.PACKED),
+    "mixtral, experts": (config("Mixtral", **SHAPE, num_local_experts=4), Reuse.PACKED),
+    "bloom, alibi": (config("Bloom", **OLD), Reuse.UNIFORM),
+    "gpt-neo, a window of its own": (
+        config(
+            "GPTNeo",
+            vocab_size=TOKENS,
+            hidden_size=32,
+            num_layers=2,
+            num_heads=4,
+            attention_types=[[["global", "local"], 1]],
+            window_size=8,
+            max_position_embeddings=256,
+            eos_token_id=256,
+        ),
+        Reuse.UNIFORM,
+    ),
+    "mamba, recurrent": (
+        config("Mamba", vocab_size=TOKENS, hidden_size=32, num_hidden_layers=2, state_size=4),
+        Reuse.NONE,
+    ),
+    "lfm2, convolutions between attention": (
+        config("Lfm2", **SHAPE, layer_types=["conv", "full_attention"]),
+        Reuse.NONE,
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_random_interleaving(family: str, pair: Callable[..., Any]) -> None:
+    make, reuse = FAMILIES[family]
+    model = pair(make(), max_batch_tokens=48)
+    assert model.engine.reuse is reuse
+    source = random.Random(family)
+    known = [(5, 6, 7)]
+    for _ in range(12):
+        batch = set()
+        for _ in range(source.randint(1, 5)):
+            context = source.choice(known)
+            cut = source.choice([len(context), len(context), source.randint(1, len(context))])
+            grown = source.choices(range(TOKENS), k=source.choice([0, 1, 1, 1, 3, 20]))
+            batch.add((*context[:cut], *grown)[:90])
+        model.check(*batch)
+        known.extend(batch)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_attention_that_was_asked_for_is_replaced_and_restored(attention: str, pair: Callable[..., Any]) -> None:
+    model = pair(transformers.LlamaConfig(**SHAPE, attn_implementation=attention))
+    model.check((1, 2, 3), (1, 2, 3, 4, 5))
+    model.check((1, 2, 3, 9), (4,))
+    model.engine.genlm_close()
+    assert model.engine.model.config._attn_implementation == attention
+
+
+def test_rotary_embeddings_that_change_with_the_length_are_not_mixed(pair: Callable[..., Any]) -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+    shape = {**SHAPE, "max_position_embeddings": 16}
+    model = pair(transformers.LlamaConfig(**shape, rope_parameters=scaling))
+    short, long = tuple(range(10)), tuple(range(30))
+    for batch in ((short,), (long,), (short, (*long, 3)), ((*short, 4), (*long, 3, 5))):
+        rows = model.ask(*batch)
+        for row, context in zip(rows, batch, strict=True):
+            fresh = pair(transformers.LlamaConfig(**shape, rope_parameters=scaling))
+            assert (row - fresh.expected(context)[0]).abs().max() < 1e-4

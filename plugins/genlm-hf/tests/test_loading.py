@@ -1,0 +1,89 @@
+"""From a name to a model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from genlm.core import InvalidOptionError, load_model_by_name
+from genlm.hf import AsyncTransformer
+
+CONTEXT = [104, 101, 108, 108, 111]
+
+
+@torch.no_grad()
+def expected(folder: str) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return model(torch.tensor([CONTEXT])).logits[0, -1].float().log_softmax(-1)
+
+
+def test_by_name_by_class_and_already_loaded(tiny: str) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
+    ways = (
+        lambda: load_model_by_name(tiny, backend="hf", llm_opts={"max_batch_tokens": 7, "cache_size": 10}),
+        lambda: AsyncTransformer.from_name(tiny, hf_opts={"attn_implementation": "eager"}, batch_size=3),
+        lambda: AsyncTransformer(model, tokenizer, kv_cache_bytes=1 << 20),
+    )
+    for way in ways:
+        with way() as lm:
+            torch.testing.assert_close(lm.next_token_logprobs_sync(CONTEXT), expected(tiny), atol=1e-4, rtol=0)
+
+
+def test_the_type_is_the_users(tiny: str) -> None:
+    with AsyncTransformer.from_name(tiny, dtype="bfloat16") as lm:
+        assert lm.underlying_model.dtype == torch.bfloat16
+        assert lm.next_token_logprobs_sync(CONTEXT).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_bytes": 3}, "no option kv_bytes"),
+        ({"max_batch_tokens": 0}, "max_batch_tokens=0"),
+        ({"kv_cache_bytes": -1}, "kv_cache_bytes=-1"),
+        ({"device": "cpu", "hf_opts": {"device_map": "cpu"}}, "device_map"),
+        ({"dtype": "float32", "hf_opts": {"dtype": "float32"}}, "dtype"),
+        ({"bitsandbytes_opts": {"load_in_4bit": True}, "hf_opts": {"quantization_config": None}}, "contradict"),
+    ],
+)
+def test_options_that_are_not_accepted(tiny: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidOptionError, match=message):
+        load_model_by_name(tiny, backend="hf", llm_opts=options)
+
+
+def test_a_folder_with_two_gguf_files_must_be_told_which(tmp_path: Path) -> None:
+    for name in ("one.gguf", "two.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(InvalidOptionError, match=r"one\.gguf"):
+        load_model_by_name(str(tmp_path), backend="hf")
+
+
+def test_a_model_that_was_wrapped_works_by_itself_again(tiny: str) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
+    lm = AsyncTransformer(model, tokenizer)
+    lm.next_token_logprobs_sync(CONTEXT)
+    with torch.no_grad():
+        during = model(torch.tensor([CONTEXT])).logits[0, -1].log_softmax(-1)
+        lm.close()
+        after = model(torch.tensor([CONTEXT])).logits[0, -1].log_softmax(-1)
+    torch.testing.assert_close(during, expected(tiny), atol=1e-4, rtol=0)
+    torch.testing.assert_close(after, expected(tiny), atol=1e-4, rtol=0)
+
+
+def test_the_plugin_module_imports_no_engine() -> None:
+    code = "import sys, genlm.hf.plugin as p; p.genlm_backend_info(); print({'torch', 'transformers'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_the_real_model(smollm2: str) -> None:
+    with AsyncTransformer.from_name(smollm2) as lm:
+        prompt = lm.tokenizer.encode("The capital of France is")
+        cold = lm.next_token_logprobs_uncached(prompt)
+        torch.testing.assert_close(lm.next_token_logprobs_sync(prompt), cold, atol=2e-4, rtol=0)
+        assert bytes(lm.byte_vocab[int(cold.argmax())]) == b" Paris"

@@ -1,0 +1,92 @@
+"""LoRA adapters: mixed in one forward, never in state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from genlm.core import Adapter, Query
+from genlm.hf.engine import HFEngine
+
+Contexts = Callable[..., list[tuple[int, ...]]]
+
+
+@pytest.fixture
+def engine(tiny: str) -> HFEngine:
+    return HFEngine(AutoModelForCausalLM.from_pretrained(tiny), None)
+
+
+def reference(tiny: str, folder: str | None) -> Callable[[tuple[int, ...]], torch.Tensor]:
+    from peft import PeftModel
+
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny)
+    if folder is not None:
+        model = PeftModel.from_pretrained(model, folder)
+    model.eval()
+
+    @torch.no_grad()
+    def row(context: tuple[int, ...]) -> torch.Tensor:
+        return model(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1].log_softmax(-1)
+
+    return row
+
+
+def test_a_mixed_batch_is_one_forward(
+    engine: HFEngine, tiny: str, lora_folders: dict[str, str], contexts: Contexts
+) -> None:
+    adapters = [None, Adapter("a", lora_folders["a"], 1), Adapter("b", lora_folders["b"], 2)]
+    rows_of = [reference(tiny, None), reference(tiny, lora_folders["a"]), reference(tiny, lora_folders["b"])]
+    for adapter in adapters[1:]:
+        assert engine.genlm_add_lora(adapter)
+    forwards: list[int] = []
+    engine.model.register_forward_pre_hook(
+        lambda module, args, kwargs: forwards.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    prompts = contexts(2, 12)
+    for grown in range(3):
+        queries = [Query(prompt + (7,) * grown, adapter) for prompt in prompts for adapter in adapters]
+        rows = engine.genlm_next_token_logprobs(queries)
+        for query, row in zip(queries, rows, strict=True):
+            expected = rows_of[adapters.index(query.adapter)](query.token_ids)
+            torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
+    assert forwards == [6 * 12, 6, 6]
+    for adapter, row_of in zip(adapters, rows_of, strict=True):  # and each alone
+        row = engine.genlm_next_token_logprobs([Query((1, 2, 3), adapter)])[0]
+        torch.testing.assert_close(row, row_of((1, 2, 3)), atol=1e-4, rtol=0)
+
+
+def test_binding_a_name_again(engine: HFEngine, tiny: str, lora_folders: dict[str, str]) -> None:
+    old, new = Adapter("x", lora_folders["a"], 1), Adapter("x", lora_folders["b"], 2)
+    context = (1, 2, 3, 4)
+    engine.genlm_add_lora(old)
+    engine.genlm_next_token_logprobs([Query(context, old)])
+    engine.genlm_add_lora(new)
+    engine.genlm_remove_lora(old)
+    row = engine.genlm_next_token_logprobs([Query((*context, 5), new)])[0]
+    torch.testing.assert_close(row, reference(tiny, lora_folders["b"])((*context, 5)), atol=1e-4, rtol=0)
+
+
+def test_the_base_model_after_the_last_adapter(engine: HFEngine, tiny: str, lora_folders: dict[str, str]) -> None:
+    adapter = Adapter("a", lora_folders["a"], 1)
+    for version in (1, 2):
+        adapter = Adapter("a", lora_folders["a"], version)
+        engine.genlm_add_lora(adapter)
+        engine.genlm_next_token_logprobs([Query((1, 2), adapter), Query((1, 2))])
+        engine.genlm_remove_lora(adapter)
+        row = engine.genlm_next_token_logprobs([Query((1, 2, 3))])[0]
+        torch.testing.assert_close(row, reference(tiny, None)((1, 2, 3)), atol=1e-4, rtol=0)
+
+
+def test_a_folder_without_an_adapter_leaves_nothing(
+    engine: HFEngine, tiny: str, lora_folders: dict[str, str], tmp_path: Any
+) -> None:
+    with pytest.raises(ValueError, match="adapter_config"):
+        engine.genlm_add_lora(Adapter("x", str(tmp_path), 1))
+    good = Adapter("x", lora_folders["a"], 2)
+    engine.genlm_add_lora(good)
+    row = engine.genlm_next_token_logprobs([Query((1, 2, 3), good)])[0]
+    torch.testing.assert_close(row, reference(tiny, lora_folders["a"])((1, 2, 3)), atol=1e-4, rtol=0)
