@@ -11,7 +11,7 @@ import torch
 from genlm.core import Query
 
 TOKENS = 257  # every byte, and the end
-WIDTH = 264  # rows are wider than the vocabulary, as in many real models
+WIDTH = 264  # its rows are wider than the vocabulary, as in many real models
 
 
 @pytest.fixture(scope="session")
@@ -27,11 +27,20 @@ def contexts() -> Callable[..., list[tuple[int, ...]]]:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a random Llama of two layers and a byte tokenizer."""
+    """A folder with a random Llama of two layers and a byte tokenizer, whose rows are wider than its vocabulary."""
+    return save_tiny(str(tmp_path_factory.mktemp("tiny")), WIDTH)
+
+
+@pytest.fixture(scope="session")
+def tiny_without_padding(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same with rows as wide as its vocabulary."""
+    return save_tiny(str(tmp_path_factory.mktemp("unpadded")), TOKENS)
+
+
+def save_tiny(folder: str, width: int) -> str:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    folder = str(tmp_path_factory.mktemp("tiny"))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytewise = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate([*alphabet, "<end>"])}, []))
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -39,7 +48,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<end>").save_pretrained(folder)
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=WIDTH, max_position_embeddings=512, eos_token_id=TOKENS - 1, **shape)
+    config = LlamaConfig(vocab_size=width, max_position_embeddings=512, eos_token_id=TOKENS - 1, **shape)
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from genlm.core import Query
+from genlm.core import Query, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +93,7 @@ def test_rows_may_be_written(hooks):
     assert not row.requires_grad
     row.add_(1)
     assert hooks.rows([(1, 2, 3)])[0].logsumexp(0).item() == pytest.approx(0, abs=1e-4)
+
+
+def test_a_draw_that_could_be_padding_is_left_to_the_core(hooks):
+    assert hooks.engine.genlm_sample([Query((1, 2, 3))], [SamplingParams(max_tokens=2)]) is None

@@ -7,9 +7,19 @@ from typing import Any
 
 import structlog
 
-from genlm.core import Answer, BackendUnavailableError, EngineDeadError, EngineError, InvalidOptionError, Query, hookimpl
+from genlm.core import (
+    Answer,
+    BackendUnavailableError,
+    EngineDeadError,
+    EngineError,
+    InvalidOptionError,
+    Query,
+    SamplingParams,
+    hookimpl,
+)
 from genlm.sgl.internals import Finished, Scheduler
 from genlm.sgl.options import server_options
+from genlm.sgl.sampling import native_draw
 from genlm.sgl.versions import why_unavailable
 
 log = structlog.get_logger()
@@ -56,36 +66,51 @@ class SglEngine:
         try:
             for query in queries:
                 self._submit(query)
-            finished = self.scheduler.step()
-            return [self._refuse_next()] if finished is None else [self._answer(each) for each in finished]
+            return [Answer(query, end if isinstance(end, Exception) else end.row) for query, end in self._advance()]
         except Exception:
             self._recover()
             raise
 
-    def _submit(self, query: Query) -> None:
+    @hookimpl
+    def genlm_sample(self, queries: Sequence[Query], params: Sequence[SamplingParams]) -> list[list[int]] | None:
+        draws = [native_draw(each, self.scheduler.stop_token_ids) for each in params]
+        if None in draws or self.vocab_size > len(self.tokenizer):  # it would draw padding
+            return None
+        try:
+            keys = [self._submit(query, draw) for query, draw in zip(queries, draws, strict=True)]
+            drawn: dict[str, list[int]] = {}
+            while len(drawn) < len(keys):
+                for _, end in self._advance():
+                    if isinstance(end, Exception):
+                        raise end
+                    drawn[end.key] = end.drawn
+            return [drawn[key] for key in keys]
+        except Exception:
+            self._recover()
+            raise
+
+    def _submit(self, query: Query, draw: Mapping[str, Any] | None = None) -> str:
         self._asked += 1
         key = f"{self._asked:016x}"
         self._in_flight[key] = query
         # Nothing was ever cached in a cold query's own namespace.
         namespace = f"cold-{key}" if query.cold else None
-        self.scheduler.submit(key, query.token_ids, adapter=adapter_id(query), namespace=namespace)
+        self.scheduler.submit(key, query.token_ids, adapter=adapter_id(query), namespace=namespace, draw=draw)
+        return key
 
-    def _answer(self, finished: Finished) -> Answer:
-        query = self._in_flight.pop(finished.key)
-        if finished.row is None:
-            return Answer(query, EngineError(f"SGLang aborted the request: {finished.failure}"))
-        return Answer(query, finished.row)
+    def _advance(self) -> list[tuple[Query, Finished | EngineError]]:
+        """One step: how what it ended has ended."""
+        finished = self.scheduler.step()
+        if finished is None:  # nothing runs and nothing can start, so the first in the queue never will
+            query = self._in_flight.pop(self.scheduler.refuse_next())
+            return [(query, self._does_not_fit(query))]
+        return [(self._in_flight.pop(each.key), _unless_aborted(each)) for each in finished]
 
-    def _refuse_next(self) -> Answer:
-        """Nothing runs and nothing can start, so the first in the queue never will."""
-        query = self._in_flight.pop(self.scheduler.refuse_next())
-        return Answer(
-            query,
-            EngineError(
-                f"a context of {len(query.token_ids)} tokens does not fit into SGLang's pool of "
-                f"{self.scheduler.pool_tokens} tokens, of which pinned prefixes hold {self.scheduler.locked_tokens}; "
-                "call clear_kv_cache(), or load the model with a larger engine option max_total_tokens"
-            ),
+    def _does_not_fit(self, query: Query) -> EngineError:
+        return EngineError(
+            f"a context of {len(query.token_ids)} tokens does not fit into SGLang's pool of "
+            f"{self.scheduler.pool_tokens} tokens, of which pinned prefixes hold {self.scheduler.locked_tokens}; "
+            "call clear_kv_cache(), or load the model with a larger engine option max_total_tokens"
         )
 
     # --- key/value state ----------------------------------------------------------------------------------------------
@@ -132,13 +157,11 @@ class SglEngine:
 
     def _probe(self, query: Query) -> None:
         self._submit(query)
-        finished: list[Finished] | None = []
-        while not finished:
-            finished = self.scheduler.step()
-            if finished is None:
-                raise EngineError("it runs no request")
-        if isinstance(row := self._answer(finished[0]).row, Exception):
-            raise row
+        ended: list[tuple[Query, Finished | EngineError]] = []
+        while not ended:
+            ended = self._advance()
+        if isinstance(end := ended[0][1], Exception):
+            raise end
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -148,6 +171,10 @@ class SglEngine:
         self._pinned.clear()
         del self.model
         self.scheduler.close()
+
+
+def _unless_aborted(finished: Finished) -> Finished | EngineError:
+    return finished if finished.failure is None else EngineError(f"SGLang aborted the request: {finished.failure}")
 
 
 def adapter_id(query: Query) -> str | None:

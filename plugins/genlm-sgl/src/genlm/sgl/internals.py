@@ -29,17 +29,27 @@ NEVER = 1e8
 
 @frozen(eq=False)
 class Finished:
-    """A request that left the scheduler: its ``[vocab_size]`` float32 row, or why it has none."""
+    """A request that left the scheduler.
+
+    Attributes:
+        key: The request's name.
+        row: ``[vocab_size]`` float32, of the last step; meaningless after a draw.
+        drawn: What was drawn, without the stop token.
+        failure: Why SGLang aborted the request; then nothing else counts.
+    """
 
     key: str
-    row: torch.Tensor | None
+    row: torch.Tensor
+    drawn: list[int]
     failure: str | None
 
 
 class Scheduler:
     """SGLang's scheduler, owned by one thread and driven step by step.
 
-    A request is prefill only: it asks for no new token, so SGLang samples nothing and leaves the logits as they are.
+    A question is a request for no new token: SGLang runs its prompt, samples nothing, and leaves the logits as they are.
+    A draw makes SGLang's sampler overwrite the logits of the whole batch, so questions and draws must not be in flight
+    together.
 
     Args:
         options: SGLang's server arguments.
@@ -68,8 +78,8 @@ class Scheduler:
         _disarm_watchdog(self._scheduler)
         if not hasattr(self._scheduler, "schedule_stream"):  # early releases make it in their event loop
             self._scheduler.schedule_stream = self._scheduler.device_module.Stream(priority=0)
-        self._prefill_only = SamplingParams(max_new_tokens=0)
-        self._prefill_only.normalize(None)
+        self._question = SamplingParams(max_new_tokens=0)
+        self._question.normalize(None)
         #: How many tokens have been run through the model.
         self.computed_tokens = 0
 
@@ -89,6 +99,13 @@ class Scheduler:
         return int(self._scheduler.model_config.vocab_size)
 
     @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """The tokens that end every draw, unless none is to end it: the model's own and the tokenizer's."""
+        stops = {*(self._scheduler.model_config.hf_eos_token_id or ()), self.tokenizer.eos_token_id}
+        stops |= set(getattr(self.tokenizer, "additional_stop_token_ids", None) or ())
+        return frozenset(stops - {None})
+
+    @property
     def longest_prompt(self) -> int:
         """The longest prompt, in tokens, that the scheduler does not refuse."""
         return int(self._scheduler.max_req_input_len) - 1
@@ -100,16 +117,30 @@ class Scheduler:
 
     # --- the journey of a request -------------------------------------------------------------------------------------
 
-    def submit(self, key: str, token_ids: Sequence[int], *, adapter: str | None, namespace: str | None) -> None:
+    def submit(
+        self,
+        key: str,
+        token_ids: Sequence[int],
+        *,
+        adapter: str | None,
+        namespace: str | None = None,
+        draw: Mapping[str, Any] | None = None,
+    ) -> None:
         """Queue a prompt.
 
         Args:
             key: Names the request; no key may be a prefix of another.
             adapter: The id of a loaded adapter. The radix cache is kept apart for each.
             namespace: Only requests of one namespace share the radix cache.
+            draw: SGLang's sampling parameters, for a draw.
         """
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
 
+        sampling = self._question
+        if draw is not None:
+            sampling = SamplingParams(**draw)
+            sampling.normalize(None)
         request = TokenizedGenerateReqInput(
             rid=key,
             input_text="",
@@ -117,7 +148,7 @@ class Scheduler:
             input_embeds=None,
             mm_inputs=None,
             token_type_ids=None,
-            sampling_params=self._prefill_only,
+            sampling_params=sampling,
             return_logprob=False,
             logprob_start_len=-1,
             top_logprobs_num=0,
@@ -135,11 +166,13 @@ class Scheduler:
             batch = self._next_batch()
             if batch is None:
                 return None
-            self.computed_tokens += batch.extend_num_tokens
+            self.computed_tokens += batch.extend_num_tokens if batch.forward_mode.is_extend() else len(batch.reqs)
             with torch.inference_mode():
                 result = scheduler.run_batch(batch)
-            # Outside inference mode, so that callers may write into them, and before anything else sees the logits.
-            rows = torch.log_softmax(result.logits_output.next_token_logits.float(), dim=-1)
+            rows = result.logits_output.next_token_logits
+            if batch.is_prefill_only:
+                # Outside inference mode, so that callers may write into them, and before anything else sees the logits.
+                rows = torch.log_softmax(rows.float(), dim=-1)
             with torch.inference_mode():
                 scheduler.process_batch_result(batch, result)
             scheduler.last_batch = batch
@@ -330,11 +363,14 @@ def _release_globals() -> None:
 
 
 def _finished(request: Any, row: torch.Tensor) -> Finished:
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_MATCHED_TOKEN
 
-    if isinstance(request.finished_reason, FINISH_ABORT):  # SGLang has run something else in its place
-        return Finished(str(request.rid), None, str(request.finished_reason.message))
-    return Finished(str(request.rid), row, None)
+    reason = request.finished_reason
+    aborted = isinstance(reason, FINISH_ABORT)  # SGLang has run something else in its place
+    drawn = list(request.output_ids)
+    if isinstance(reason, FINISH_MATCHED_TOKEN):
+        drawn.pop()
+    return Finished(str(request.rid), row, drawn, failure=str(reason.message) if aborted else None)
 
 
 @contextlib.contextmanager

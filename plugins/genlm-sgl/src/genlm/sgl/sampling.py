@@ -1,0 +1,32 @@
+"""Which draws SGLang can make itself."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+from genlm.core import SamplingParams
+
+
+def native_draw(params: SamplingParams, always_stop: Set[int]) -> dict[str, Any] | None:
+    """SGLang's sampling parameters for a draw, or ``None`` where it would draw something else.
+
+    * A seed fixes its draws only in a mode that few attention backends have.
+    * It stops at no token at all (``ignore_eos``), or at the model's own end as well as at those that are listed.
+    * Of ``top_k`` and ``top_p`` together, it takes the mass before cutting off the tail, and the contract after.
+
+    Args:
+        always_stop: The tokens at which it stops unless told to stop at none.
+    """
+    if params.seed is not None or (params.top_k is not None and params.top_p is not None):
+        return None
+    if params.stop_token_ids and not always_stop <= params.stop_token_ids:
+        return None
+    draw: dict[str, Any] = {"max_new_tokens": params.max_tokens, "temperature": params.temperature}
+    if params.top_k is not None:
+        draw["top_k"] = params.top_k
+    if params.top_p is not None:
+        draw["top_p"] = params.top_p
+    if params.stop_token_ids:
+        return {**draw, "stop_token_ids": set(params.stop_token_ids)}
+    return {**draw, "ignore_eos": True}
