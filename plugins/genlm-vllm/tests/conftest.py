@@ -35,6 +35,29 @@ def small_opts() -> dict[str, Any]:
     return dict(SMALL)
 
 
+@pytest.fixture(scope="session")
+def tiny_path(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random Llama whose heads two workers can share, with the real model's tokenizer."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+    )
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.fixture(scope="module")
 def load_engine(model_path: str) -> Iterator[Callable[..., Any]]:
     """Engines that are closed at the end of the module: ``load_engine(live_sessions=..., **engine_opts)``."""

@@ -22,10 +22,12 @@ class TestVllm(ConformanceSuite):
 
 
 class TestVllmWithoutLiveSessions(TestVllm):
+    effort = 0.1
     options = {"engine_opts": FLOAT32, "live_sessions": False}  # noqa: RUF012
 
 
 class TestVllmWithAdapters(TestVllm):
+    effort = 0.1
     options = {"engine_opts": FLOAT32 | {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 8}}  # noqa: RUF012
 
     @pytest.fixture(scope="class", autouse=True)

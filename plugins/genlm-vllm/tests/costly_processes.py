@@ -1,4 +1,7 @@
-"""Workers in processes of their own: tensor parallelism, and the engine core in a process of its own."""
+"""Workers in processes of their own: tensor parallelism, and the engine core in a process of its own.
+
+Takes minutes, most of them for starting processes; collected only when it is named.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +18,6 @@ from genlm.vllm import AsyncVirtualLM
 
 PROMPT = list(range(3000, 3040))
 ATOL = 5e-4
-
-
-@pytest.fixture(scope="module")
-def tiny_path(model_path, tmp_path_factory):
-    """A random Llama whose heads two workers can share, with the real model's tokenizer."""
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-    )
-    folder = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
