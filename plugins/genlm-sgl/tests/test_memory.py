@@ -13,16 +13,15 @@ BOUND = 1 << 20
 def test_ten_thousand_questions_leave_memory_where_it_was(load_tiny, contexts):
     hooks = load_tiny(max_total_tokens=2048)
 
-    def ask(questions: int, seed: int) -> None:
-        asked = contexts(questions, 3, 30, seed)
-        for i in range(0, questions, TOGETHER):
-            hooks.rows(dict.fromkeys(asked[i : i + TOGETHER]))
+    def ask(questions: range) -> None:
+        for seed in questions[::TOGETHER]:
+            hooks.rows(dict.fromkeys(contexts(TOGETHER, 3, 30, seed)))
 
     def resident() -> int:
         gc.collect()
         return psutil.Process().memory_info().rss
 
-    ask(WARM_UP, seed=1)
+    ask(range(WARM_UP))
     before = resident()
-    ask(QUESTIONS, seed=2)
+    ask(range(WARM_UP, WARM_UP + QUESTIONS))
     assert resident() - before < BOUND
