@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import structlog
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from genlm.core.errors import InvalidOptionError
+from genlm.core.logs import get_logger
 from genlm.hf.options import HFOptions
 
-logger = structlog.get_logger()
+logger = get_logger()
 
 #: The arguments of ``from_pretrained`` that say where the files are; the tokenizer needs them too.
 SOURCE_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "trust_remote_code", "subfolder", "gguf_file")

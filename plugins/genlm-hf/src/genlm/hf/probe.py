@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import structlog
 import torch
 
 from genlm.core.errors import EngineError
+from genlm.core.logs import get_logger
 from genlm.hf.attention import ROW_ATTENTION
 from genlm.hf.layout import Span
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 
-logger = structlog.get_logger()
+logger = get_logger()
 
 #: How long a window may be for the probe to look beyond it.
 LONGEST_PROBE = 512

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import structlog
 from attrs import define, frozen
 
+from genlm.core.logs import get_logger
 from genlm.core.types import Adapter
 from genlm.hf.index import PrefixIndex, Row
 from genlm.hf.job import Job, key_prefix
 from genlm.hf.pool import RowPool
 
-logger = structlog.get_logger()
+logger = get_logger()
 
 #: Columns are allotted in steps of this many.
 COLUMN_STEP = 64

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import structlog
-
 from genlm.core import (
     Answer,
     BackendUnavailableError,
@@ -17,12 +15,13 @@ from genlm.core import (
     SamplingParams,
     hookimpl,
 )
+from genlm.core.logs import get_logger
 from genlm.sgl.internals import Finished, Scheduler
 from genlm.sgl.options import server_options
 from genlm.sgl.sampling import native_draw
 from genlm.sgl.versions import why_unavailable
 
-log = structlog.get_logger()
+log = get_logger()
 
 #: A question that asks whether the scheduler still works.
 PROBE = Query(token_ids=(0,), cold=True)
