@@ -166,6 +166,9 @@ def test_pins_that_would_fill_the_cache_are_refused(engine, rows_of):
         engine.genlm_cache_prefix(Query(context(seed, 220)))
     with pytest.raises(EngineError, match="clear_kv_cache"):
         engine.genlm_cache_prefix(Query(context(2, 250)))
+    with computed_tokens(engine) as counts:
+        rows_of(engine, [Query((*context(0, 220), 5))])
+    assert sum(counts) == 221 - 192, "what was pinned before is still there"
     query = Query(context(50, 250))
     assert_rows_close(rows_of(engine, [query]), rows_of(engine, [cold(query)]))
 
@@ -207,6 +210,15 @@ def test_a_pinned_prefix_is_restored_after_a_failure(engine, rows_of):
     with computed_tokens(engine) as counts:
         rows_of(engine, [Query((*prefix, 5))])
     assert counts == [1]
+
+
+def test_a_pinned_prefix_that_cannot_be_restored_harms_nobody(engine, rows_of):
+    engine.genlm_cache_prefix(Query(context(0, 96)))
+    query = Query(context(1, 20))
+    with failing_forward(engine, times=2):
+        with pytest.raises(RuntimeError, match="broke"):
+            engine.genlm_step([query])
+        assert_rows_close(rows_of(engine, [query]), rows_of(engine, [cold(query)]))
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------

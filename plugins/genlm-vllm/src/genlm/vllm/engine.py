@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import structlog
-
 from genlm.core.errors import EngineDeadError, EngineError, UnsupportedError
 from genlm.core.hookspecs import hookimpl
+from genlm.core.logs import get_logger
 from genlm.core.types import Answer, Query, SamplingParams
 from genlm.vllm.flights import Flight, Flights
 from genlm.vllm.internals import EngineCore
@@ -18,7 +17,7 @@ from genlm.vllm.rows import Rows
 from genlm.vllm.sampling import Draw, batches, draw_params, row_params, vllm_draws
 from genlm.vllm.sessions import Session, Sessions
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 class VllmEngine:
@@ -139,8 +138,12 @@ class VllmEngine:
 
     @hookimpl
     def genlm_cache_prefix(self, query: Query) -> bool:
-        with self._all_or_nothing():
-            self._pin(query)
+        if not self._core.prefix_caching:
+            raise UnsupportedError("cache_kv needs vLLM's prefix caching, which is off for this model or by engine_opts")
+        if not self._sessions.is_pinned(query):
+            self._sessions.check_room_for_pin(query)
+            with self._all_or_nothing():
+                self._pin(query)
         return True
 
     @hookimpl
@@ -150,11 +153,6 @@ class VllmEngine:
 
     def _pin(self, query: Query) -> None:
         """Hold ``query`` as a session that is never extended: its blocks stay in vLLM's prefix cache."""
-        if not self._core.prefix_caching:
-            raise UnsupportedError("cache_kv needs vLLM's prefix caching, which is off for this model or by engine_opts")
-        if self._sessions.is_pinned(query):
-            return
-        self._sessions.check_room_for_pin(query)
         flight = self._flight(query, resumable=True)
         self._flights.launch(flight, query.token_ids, row_params(flight.key))
         self._make_room()
@@ -162,16 +160,18 @@ class VllmEngine:
         if isinstance(answer.row, Exception):
             raise answer.row
         self._sessions.pin(_session(flight))
-        self._make_room()
 
     def _restore_pins(self) -> None:
-        """Compute again what was pinned when a failure made vLLM forget everything."""
-        lost, self._lost_pins = self._lost_pins, []
-        for query in lost:
+        """Compute again what was pinned when a failure made vLLM forget everything; what fails now is given up."""
+        while self._lost_pins:
+            query = self._lost_pins.pop(0)
             try:
-                self._pin(query)
-            except EngineError as error:
-                log.warning("prefix.lost", tokens=len(query.token_ids), error=str(error))
+                with self._all_or_nothing():
+                    self._pin(query)
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                log.warning("prefix.lost", tokens=len(query.token_ids), error=f"{type(error).__name__}: {error}")
 
     # --- failure and the end ------------------------------------------------------------------------------------------
 

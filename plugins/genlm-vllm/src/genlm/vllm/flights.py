@@ -22,7 +22,6 @@ class Flight:
         key: Under which its row is captured.
         resumable: Whether vLLM keeps it when it is over, for more tokens to come.
         drawn: The tokens drawn so far.
-        prompt_logprobs: vLLM's log-probabilities of the prompt's own tokens, in pieces, where they were asked for.
         failure: Why vLLM ended it without drawing anything.
     """
 
@@ -31,14 +30,11 @@ class Flight:
     key: int
     resumable: bool = False
     drawn: list[int] = field(factory=list)
-    prompt_logprobs: list[Any] = field(factory=list)
     failure: str | None = None
 
     def take(self, output: Output) -> bool:
         """Note what a step gave. ``True`` when the flight is over."""
         self.drawn += output.token_ids
-        if output.prompt_logprobs is not None:
-            self.prompt_logprobs.append(output.prompt_logprobs)
         if output.finished is not None and not self.drawn:
             self.failure = output.finished
         return output.finished is not None or (self.resumable and bool(self.drawn))

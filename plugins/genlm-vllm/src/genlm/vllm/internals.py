@@ -54,7 +54,6 @@ class Output:
     request_id: str
     token_ids: list[int]
     finished: str | None
-    prompt_logprobs: Any = None
 
 
 def check_version() -> None:
@@ -162,7 +161,6 @@ class EngineCore:
                 output.request_id,
                 output.new_token_ids,
                 None if output.finish_reason is None else str(output.finish_reason),
-                output.new_prompt_logprobs_tensors,
             )
             for output in self._step().outputs
         ]

@@ -8,10 +8,10 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
-import structlog
 from attrs import frozen
 
 from genlm.core.errors import InvalidOptionError
+from genlm.core.logs import get_logger
 from genlm.vllm.capture import RowStore, capture_into
 from genlm.vllm.engine import VllmEngine
 from genlm.vllm.internals import EngineCore, check_version, engine_core_here
@@ -19,7 +19,7 @@ from genlm.vllm.lora import LoraEngine
 from genlm.vllm.rows import LocalRows, Rows, WorkerRows
 from genlm.vllm.sessions import Sessions
 
-log = structlog.get_logger()
+log = get_logger()
 
 WORKER = "genlm.vllm.worker"
 REFUSED = {
@@ -85,7 +85,7 @@ def _engine(llm: Any, core: EngineCore, rows: Rows, chosen: Options) -> VllmEngi
     half = core.max_num_seqs // 2  # the other half is for requests at work
     live = chosen.live_sessions
     sessions = Sessions(
-        limit=half if live is True or live is False else min(live, core.max_num_seqs - 1),
+        limit=half if live is True or not live else min(live, core.max_num_seqs - 1),
         capacity=core.kv_capacity,
         footprint=core.footprint,
         longest=core.max_model_len,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from genlm.vllm.engine import VllmEngine
 
 PREFERENCE_ON_CUDA = 100
-PREFERENCE_ON_CPU = 1  # below transformers, which starts at once
+PREFERENCE_ON_CPU = -1  # below transformers, which starts at once
 
 INSTALL = "pip install vllm on a CUDA machine; on a CPU see the README of genlm-vllm"
 
