@@ -205,12 +205,15 @@ class Scheduler:
 
     def _next_batch(self) -> Any:
         scheduler = self._scheduler
-        plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
-        scheduler.running_batch = plan.running_batch
-        if plan.batch_to_run is None:
+        for _ in range(2):
+            plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
+            scheduler.running_batch = plan.running_batch
+            # scheduler.cur_batch_for_debug stays None: it would wake the watchdog.
+            if plan.batch_to_run is not None:
+                return plan.batch_to_run
             scheduler.last_batch = None
-        # scheduler.cur_batch_for_debug stays None: it would wake the watchdog.
-        return plan.batch_to_run
+            scheduler.running_batch.batch_is_full = False  # in early releases it still is when all have left: look again
+        return None
 
     def _hand_over(self, rows: torch.Tensor) -> None:
         """Make what this thread's own stream does next wait for the rows."""
