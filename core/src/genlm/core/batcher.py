@@ -23,6 +23,7 @@ import structlog
 from attrs import Factory, define
 
 from genlm.core.errors import EngineDeadError, ModelClosedError, QueriesResetError, ReentrancyError
+from genlm.core.timeline import Timeline
 
 log = structlog.get_logger()
 
@@ -57,7 +58,6 @@ class Ticket(Generic[A]):
     future: asyncio.Future[A] | concurrent.futures.Future[A]
     loop: asyncio.AbstractEventLoop | None  # None: the caller is a plain thread
 
-    @property
     def gone(self) -> bool:
         """Whether nobody waits any more."""
         return self.future.done() or (self.loop is not None and self.loop.is_closed())
@@ -114,6 +114,7 @@ class Batcher(Generic[R, A]):
         timeout: Seconds to hold a batch open for latecomers after its first request.
         kind: Requests share a batch only if their kinds are equal.
         share: Makes a further caller's own copy of an answer.
+        timeline: Told of questions, batches, and the time spent queueing and delivering.
     """
 
     def __init__(
@@ -125,16 +126,19 @@ class Batcher(Generic[R, A]):
         timeout: float = 0.0,
         kind: Callable[[R], Hashable] = lambda request: None,
         share: Callable[[A], A] = lambda answer: answer,
+        timeline: Timeline | None = None,
     ) -> None:
         self._batch_size = batch_size
         self._timeout = timeout
         self._kind = kind
         self._share = share
+        self._timeline = timeline or Timeline()
         self.counters = Counters()
         # Re-entrant, because a garbage collection may call stop() from any line, also one that holds it.
         self._changed = threading.Condition(threading.RLock())
         self._gatherings: dict[asyncio.AbstractEventLoop, Gathering[R, A]] = {}
         self._queue: deque[Pending[R, A] | Task[Any]] = deque()
+        self._queued_since = 0.0  # by the timeline's clock; holds while requests are in the queue
         self._running: Pending[R, A] = {}  # the engine thread's own
         self._refusal: Exception | None = None  # why nothing is accepted any more
         self._stopping = False
@@ -169,6 +173,7 @@ class Batcher(Generic[R, A]):
                 loop.call_soon(self._after_pass, loop)
             gathering.tickets.append((request, Ticket(future, loop)))
             self.counters.questions += 1
+            self._timeline.asked(request, future)
         return future
 
     def ask(self, requests: Sequence[R]) -> list[A]:
@@ -182,6 +187,8 @@ class Batcher(Generic[R, A]):
             self._check_open()
             self._enqueue([(r, Ticket(f, None)) for r, f in zip(requests, futures, strict=True)])
             self.counters.questions += len(futures)
+            for request, future in zip(requests, futures, strict=True):
+                self._timeline.asked(request, future)
         try:
             for future in futures:
                 future.exception()
@@ -242,7 +249,7 @@ class Batcher(Generic[R, A]):
     def _check_open(self) -> None:
         if os.getpid() != self._pid:
             raise EngineDeadError("this process was forked from the one that loaded the model; load it again here")
-        if threading.current_thread() is self._thread:
+        if threading.get_ident() == self._thread.ident:
             raise ReentrancyError(
                 "a hook or wrapper asked its own model a question on the engine thread, which could never be answered; "
                 "ask before loading, or use the engine object directly"
@@ -266,6 +273,8 @@ class Batcher(Generic[R, A]):
         self._enqueue(self._gatherings.pop(loop).tickets)
 
     def _enqueue(self, asked: Iterable[tuple[R, Ticket[A]]]) -> None:
+        if not self._queue:
+            self._queued_since = self._timeline.clock()
         if not self._queue or isinstance(self._queue[-1], Task):
             self._queue.append({})
         pending = self._queue[-1]
@@ -314,7 +323,9 @@ class Batcher(Generic[R, A]):
         if isinstance(work, Task):
             work.run()
         else:
+            began = self._timeline.clock()
             self._deliver(list(stepper.step(work)))
+            self._timeline.batch(began, len(work))
 
     def _take(self) -> Task[Any] | list[R] | None:
         """Wait for work. A task comes alone; an empty list means that requests are in flight and none joins them."""
@@ -348,17 +359,20 @@ class Batcher(Generic[R, A]):
     def _admit(self, pending: Pending[R, A]) -> list[R]:
         """Move requests of one kind from ``pending`` into flight, as many as fit, and return those."""
         newcomers: list[R] = []
+        taken = self._timeline.clock()
         kind = self._kind(next(iter(self._running))) if self._running else None
-        for request in list(pending):
+        for request, tickets in list(pending.items()):
             if self._batch_size is not None and len(self._running) >= self._batch_size:
                 break
-            waiting = [ticket for ticket in pending[request] if not ticket.gone]
+            waiting = [ticket for ticket in tickets if not ticket.gone()]
             if not waiting:
-                self.counters.cancelled += len(pending.pop(request))
+                self.counters.cancelled += len(tickets)
+                del pending[request]
                 continue
+            own_kind = self._kind(request)
             if not self._running:
-                kind = self._kind(request)
-            elif self._kind(request) != kind:
+                kind = own_kind
+            elif own_kind != kind:
                 # The first of another kind waits for its turn; those behind it of this kind may still join, unless
                 # the batch is already on its way: else a stream of one kind could starve the other.
                 if newcomers:
@@ -370,7 +384,11 @@ class Batcher(Generic[R, A]):
             else:
                 self._running[request] = waiting
                 newcomers.append(request)
-            self.counters.cancelled += len(pending.pop(request)) - len(waiting)
+            self.counters.cancelled += len(tickets) - len(waiting)
+            del pending[request]
+        if newcomers:
+            self._timeline.add("queue", self._queued_since, requests=len(newcomers))
+            self._queued_since = taken  # of those left behind, if any
         if not pending and self._queue and self._queue[0] is pending:
             self._queue.popleft()
         return newcomers
@@ -379,9 +397,10 @@ class Batcher(Generic[R, A]):
         outcomes: list[tuple[Ticket[A], A | Exception]] = []
         try:
             for request, answer in answers:
-                first, *others = self._running.pop(request)
-                outcomes.append((first, answer))
-                outcomes += [(ticket, self._copy(answer)) for ticket in others]
+                tickets = self._running.pop(request)
+                outcomes.append((tickets[0], answer))
+                if len(tickets) > 1:
+                    outcomes += [(ticket, self._copy(answer)) for ticket in tickets[1:]]
         finally:
             self._resolve(outcomes)
 
@@ -400,16 +419,17 @@ class Batcher(Generic[R, A]):
 
     def _resolve(self, outcomes: Iterable[tuple[Ticket[Any], Any]]) -> None:
         """Hand out answers and errors. Each event loop is woken once, however many of its futures are resolved."""
+        began = self._timeline.clock()
         by_loop: dict[asyncio.AbstractEventLoop | None, list[tuple[Any, Any]]] = {}
         for ticket, outcome in outcomes:
             by_loop.setdefault(ticket.loop, []).append((ticket.future, outcome))
-            self.counters.failed += isinstance(outcome, Exception)
         for loop, resolved in by_loop.items():
+            self.counters.failed += sum(isinstance(outcome, Exception) for _, outcome in resolved)
             if loop is None:
-                resolve(resolved)
+                resolve(resolved, self._timeline, began)
             else:
                 with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits
-                    loop.call_soon_threadsafe(resolve, resolved)
+                    loop.call_soon_threadsafe(resolve, resolved, self._timeline, began)
 
     def _die(self, cause: BaseException) -> None:
         """The stepper cannot go on: fail everything, refuse everything."""
@@ -454,11 +474,14 @@ def closed_while_pending() -> ModelClosedError:
     return ModelClosedError("the model was closed before this question was answered")
 
 
-def resolve(resolved: Sequence[tuple[Any, Any]]) -> None:
+def resolve(resolved: Sequence[tuple[Any, Any]], timeline: Timeline, began: float) -> None:
     """Give each future its answer or error, unless its caller has gone."""
     for future, answer in resolved:
-        with contextlib.suppress(asyncio.InvalidStateError, concurrent.futures.InvalidStateError):
+        try:
             if isinstance(answer, Exception):
                 future.set_exception(answer)
             else:
                 future.set_result(answer)
+        except (asyncio.InvalidStateError, concurrent.futures.InvalidStateError):
+            continue
+    timeline.add("delivery", began, answers=len(resolved))

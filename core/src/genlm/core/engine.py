@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from genlm.core.errors import PluginError, UnsupportedError
 from genlm.core.plugins import check_engine, plugin_manager
+from genlm.core.timeline import Timeline
 from genlm.core.tokenization import Token, decode_vocab
 from genlm.core.types import Adapter, Answer, Engine, Query, SamplingParams
 
@@ -23,17 +24,21 @@ class LoadedEngine:
         engine: What ``genlm_load`` returned.
         backend: The backend's name, for messages.
         wrappers: Objects with ``@hookimpl(wrapper=True)`` methods; the last one is the outermost.
+        timeline: Told of the time in the evaluation hooks, and of the time that their rows take.
 
     Raises:
         PluginError: the engine lacks an attribute or has a misspelt hook or none that evaluates.
         VocabularyError: the tokenizer's tokens have no byte strings.
     """
 
-    def __init__(self, engine: Engine, backend: str, wrappers: Iterable[object] = ()) -> None:
+    def __init__(
+        self, engine: Engine, backend: str, wrappers: Iterable[object] = (), timeline: Timeline | None = None
+    ) -> None:
         owner = f"engine {type(engine).__name__} of backend {backend!r}"
         check_engine(engine, owner)
         self._hooks: Any = plugin_manager(owner, engine, wrappers).hook
         self._owner = owner
+        self._timeline = timeline or Timeline()
         self.backend = backend
         self.tokenizer = engine.tokenizer
         self.model = engine.model
@@ -61,18 +66,23 @@ class LoadedEngine:
 
     def next_token_logprobs(self, queries: Sequence[Query]) -> list[torch.Tensor]:
         """One row of its own for each query, over the tokenizer's vocabulary."""
-        rows = self._hooks.genlm_next_token_logprobs(queries=queries)
-        self._check_shape(rows, (len(queries), self.vocab_size), "genlm_next_token_logprobs")
-        return [row.clone() for row in self._align(rows)]
+        with self._timeline.stage("engine", queries=len(queries)):
+            rows = self._hooks.genlm_next_token_logprobs(queries=queries)
+        with self._timeline.stage("alignment"):
+            self._check_shape(rows, (len(queries), self.vocab_size), "genlm_next_token_logprobs")
+            return [row.clone() for row in self._align(rows)]
 
     def step(self, queries: Sequence[Query]) -> list[tuple[Query, torch.Tensor | Exception]]:
         """Advance a continuous engine; the rows that it finished, as above."""
-        answers: Sequence[Answer] = self._hooks.genlm_step(queries=queries)
-        return [(answer.query, self._own(answer.row)) for answer in answers]
+        with self._timeline.stage("engine", newcomers=len(queries)):
+            answers: Sequence[Answer] = self._hooks.genlm_step(queries=queries)
+        with self._timeline.stage("alignment"):
+            return [(answer.query, self._own(answer.row)) for answer in answers]
 
     def sample(self, queries: Sequence[Query], params: Sequence[SamplingParams]) -> list[list[int]] | None:
         """Native draws, or ``None`` where the engine declines."""
-        drawn = self._hooks.genlm_sample(queries=queries, params=params)
+        with self._timeline.stage("engine", draws=len(queries)):
+            drawn = self._hooks.genlm_sample(queries=queries, params=params)
         if drawn is None:
             return None
         if len(drawn) != len(queries):
@@ -83,7 +93,8 @@ class LoadedEngine:
         self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
     ) -> list[torch.Tensor] | None:
         """Native scores, or ``None`` where the engine declines."""
-        scores = self._hooks.genlm_sequence_logprobs(queries=queries, continuations=continuations)
+        with self._timeline.stage("engine", scores=len(queries)):
+            scores = self._hooks.genlm_sequence_logprobs(queries=queries, continuations=continuations)
         if scores is None:
             return None
         for score, continuation in zip(scores, continuations, strict=True):

@@ -13,13 +13,16 @@ from attrs import evolve
 
 from genlm.core.adapters import UNSET, AdapterRegistry, LoraName
 from genlm.core.batcher import Batcher
+from genlm.core.context import Context
 from genlm.core.engine import LoadedEngine
 from genlm.core.errors import InvalidQueryError
 from genlm.core.options import CoreOptions
 from genlm.core.plugins import choose_backend, find_backend, installed_wrappers
 from genlm.core.sampling import checked_params, sample_from_rows, seed_of
-from genlm.core.stepper import Draw, EngineCounters, EngineStepper, Request, Result, Score, kind_of
+from genlm.core.stepper import Draw, EngineCounters, EngineStepper, Request, Result, Score, describe, kind_of
+from genlm.core.timeline import Timeline
 from genlm.core.tokenization import Token
+from genlm.core.trace import Trace
 from genlm.core.types import Adapter, Engine, Query, SamplingParams, Stats
 from genlm.core.validation import token_ids_of
 
@@ -78,12 +81,13 @@ class AsyncLM:
         self._cache = cache = options.output_cache()
         self._adapters = adapters = AdapterRegistry()
         self._engine_counters = counters = EngineCounters()
+        self._timeline = timeline = Timeline(describe)
 
         loaded: concurrent.futures.Future[LoadedEngine] = concurrent.futures.Future()
 
         def start() -> EngineStepper:
-            loaded.set_result(LoadedEngine(load(), backend, wrappers))
-            return EngineStepper(loaded.result(), cache, adapters, counters)
+            loaded.set_result(LoadedEngine(load(), backend, wrappers, timeline))
+            return EngineStepper(loaded.result(), cache, adapters, counters, timeline)
 
         self._batcher: Batcher[Request, Result] = Batcher(
             start,
@@ -92,6 +96,7 @@ class AsyncLM:
             timeout=options.timeout,
             kind=kind_of,
             share=_copy,
+            timeline=timeline,
         )
         self._engine = loaded.result()
         weakref.finalize(self, self._batcher.stop).atexit = False  # at exit the batcher ends itself, and waits
@@ -105,42 +110,63 @@ class AsyncLM:
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
+    def context(self, token_ids: Iterable[int]) -> Context:
+        """A context to be extended token by token. It goes wherever token ids go, and costs less where it is long:
+        ``context.extend(token_id)`` checks and hashes the new token alone."""
+        return Context(token_ids_of("context", token_ids, self._engine.vocab_size), self._engine.vocab_size)
+
     async def next_token_logprobs(self, token_ids: Iterable[int], lora_name: LoraName = UNSET) -> torch.Tensor:
         """The row of one context."""
-        return await self._row(self._query(token_ids, lora_name))
+        query, row = self._look_up(token_ids, lora_name)
+        return await self._batcher.submit(query) if row is None else row
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Iterable[Iterable[int]], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
         """The rows of several contexts, ``[len(token_ids_list), len(lm.byte_vocab)]``."""
-        queries = [self._query(token_ids, lora_name) for token_ids in token_ids_list]
-        rows = [self._cache.get(query) for query in queries]
-        asked = [self._batcher.submit(query) for query, row in zip(queries, rows, strict=True) if row is None]
-        answers = iter(await asyncio.gather(*asked))
-        return self._stack([next(answers) if row is None else row for row in rows])
+        found = [self._look_up(token_ids, lora_name) for token_ids in token_ids_list]
+        answers = iter(await asyncio.gather(*(self._batcher.submit(query) for query, row in found if row is None)))
+        return self._stack([next(answers) if row is None else row for _, row in found])
 
     def next_token_logprobs_sync(self, token_ids: Iterable[int], lora_name: LoraName = UNSET) -> torch.Tensor:
         """The row of one context, blocking."""
-        query = self._query(token_ids, lora_name)
-        row = self._cache.get(query)
+        query, row = self._look_up(token_ids, lora_name)
         return self._batcher.ask([query])[0] if row is None else row
 
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Iterable[Iterable[int]], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
         """The rows of several contexts, ``[len(token_ids_list), len(lm.byte_vocab)]``, blocking."""
-        queries = [self._query(token_ids, lora_name) for token_ids in token_ids_list]
-        rows = [self._cache.get(query) for query in queries]
-        answers = iter(self._batcher.ask([query for query, row in zip(queries, rows, strict=True) if row is None]))
-        return self._stack([next(answers) if row is None else row for row in rows])
+        found = [self._look_up(token_ids, lora_name) for token_ids in token_ids_list]
+        answers = iter(self._batcher.ask([query for query, row in found if row is None]))
+        return self._stack([next(answers) if row is None else row for _, row in found])
 
     def next_token_logprobs_uncached(self, token_ids: Iterable[int], lora_name: LoraName = UNSET) -> torch.Tensor:
         """The row of one context, blocking, computed alone and past every cache: of rows and of key/value state."""
         return cast("torch.Tensor", self._batcher.ask([evolve(self._query(token_ids, lora_name), cold=True)])[0])
 
     async def _row(self, query: Query) -> torch.Tensor:
-        row = self._cache.get(query)
+        row = self._kept(query)
         return await self._batcher.submit(query) if row is None else row
+
+    def _look_up(self, token_ids: Iterable[int], lora_name: LoraName) -> tuple[Query, torch.Tensor | None]:
+        """A checked question, and its row if the output cache has it."""
+        weight = self._timeline.sample()
+        if not weight:
+            query = self._query(token_ids, lora_name)
+            return query, self._kept(query)
+        with self._timeline.stage("validation", weight):
+            query = self._query(token_ids, lora_name)
+        with self._timeline.stage("hashing", weight):
+            hash(query)
+        with self._timeline.stage("lookup", weight):
+            return query, self._kept(query)
+
+    def _kept(self, query: Query) -> torch.Tensor | None:
+        row = self._cache.get(query)
+        if row is not None:
+            self._timeline.hit(query)
+        return row
 
     # --- sampling and scoring -------------------------------------------------------------------------------------------
 
@@ -330,8 +356,18 @@ class AsyncLM:
             batches=engine.batches,
             rows=engine.rows,
             largest_batch=engine.largest_batch,
-            engine_seconds=engine.seconds,
+            **{f"{stage}_seconds": seconds for stage, seconds in self._timeline.spent().items()},
         )
+
+    def trace(self, path: str | os.PathLike[str]) -> Trace:
+        """Record what happens inside a ``with`` block, in any thread, for https://ui.perfetto.dev: questions, batches, the
+        engine's time, cache hits. The file is written at the end of the block.
+
+        Raises:
+            InvalidInputError: a trace is being recorded already.
+            OSError: the file cannot be written.
+        """
+        return Trace(self._timeline, path)
 
     def close(self) -> None:
         """Fail what is pending, wait for the batch under way, release the engine. Idempotent."""
@@ -356,7 +392,8 @@ class AsyncLM:
 
     def _query(self, token_ids: Iterable[int], lora_name: LoraName, room_for: int = 1) -> Query:
         """A checked query, with room for drawing or scoring ``room_for`` tokens after it."""
-        ids = token_ids_of("context", token_ids, self._engine.vocab_size)
+        context = token_ids if isinstance(token_ids, Context) and token_ids.vocab_size <= self._engine.vocab_size else None
+        ids = token_ids_of("context", token_ids, self._engine.vocab_size) if context is None else context.token_ids
         limit = self._engine.max_context
         needed = len(ids) + max(room_for - 1, 0)
         if limit is not None and needed > limit:
@@ -364,7 +401,7 @@ class AsyncLM:
             raise InvalidQueryError(
                 f"the context of {len(ids)} tokens{continued} exceeds the {limit} tokens that the model takes; shorten it"
             )
-        return Query(ids, self._adapters.resolve(lora_name))
+        return Query(ids, self._adapters.resolve(lora_name), context=context)
 
     def _stack(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         import torch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -14,6 +13,7 @@ from genlm.core.cache import OutputCache
 from genlm.core.engine import LoadedEngine
 from genlm.core.errors import EngineError, GenlmError
 from genlm.core.isolation import IsolatedSteps, Outcomes, evaluate_isolated
+from genlm.core.timeline import Timeline
 from genlm.core.types import Query, SamplingParams, TokenIds
 
 if TYPE_CHECKING:
@@ -53,6 +53,13 @@ def query_of(request: Request) -> Query:
     return request if isinstance(request, Query) else request.query
 
 
+def describe(request: Request) -> dict[str, Any]:
+    """What a trace says of a request."""
+    query = query_of(request)
+    adapter = None if query.adapter is None else query.adapter.name
+    return {"asked": type(request).__name__, "tokens": len(query.token_ids), "adapter": adapter}
+
+
 @define
 class EngineCounters:
     """Written by the engine thread alone."""
@@ -60,13 +67,11 @@ class EngineCounters:
     batches: int = 0
     rows: int = 0
     largest_batch: int = 0
-    seconds: float = 0.0
 
-    def count(self, queries: int, rows: int, seconds: float) -> None:
+    def count(self, queries: int, rows: int) -> None:
         self.batches += 1
         self.rows += rows
         self.largest_batch = max(self.largest_batch, queries)
-        self.seconds += seconds
 
 
 @define(eq=False)
@@ -77,6 +82,7 @@ class EngineStepper:
     cache: OutputCache
     adapters: AdapterRegistry
     counters: EngineCounters
+    timeline: Timeline
     _steps: IsolatedSteps[Query, torch.Tensor] = field(init=False)
     _generation: dict[Query, int] = field(init=False, factory=dict)  # of the cache, when the query was admitted
 
@@ -113,19 +119,21 @@ class EngineStepper:
     def _rows(self, queries: Sequence[Query]) -> Outcomes[Request, Result]:
         outcomes: Outcomes[Request, Result] = []
         asked: list[Query] = []
-        for query in queries:
-            # An equal question may have been answered since this one looked.
-            row = None if query.cold else self.cache.get(query)
-            if row is None:
-                asked.append(query)
-                self._generation[query] = self.cache.generation
-            else:
-                outcomes.append((query, row))
+        with self.timeline.stage("caching"):
+            for query in queries:
+                # An equal question may have been answered since this one looked.
+                row = None if query.cold else self.cache.get(query)
+                if row is None:
+                    asked.append(query)
+                    self._generation[query] = self.cache.generation
+                else:
+                    outcomes.append((query, row))
         if self.engine.continuous:
             answered = self._steps.step(asked) if asked or self._generation else []
         else:
             answered = evaluate_isolated(self._next_token_logprobs, asked)
-        return outcomes + [(query, self._finish(query, outcome)) for query, outcome in answered]
+        with self.timeline.stage("caching"):
+            return outcomes + [(query, self._finish(query, outcome)) for query, outcome in answered]
 
     def _finish(self, query: Query, outcome: torch.Tensor | Exception) -> Result:
         generation = self._generation.pop(query)
@@ -136,10 +144,10 @@ class EngineStepper:
         return outcome
 
     def _next_token_logprobs(self, queries: Sequence[Query]) -> list[torch.Tensor]:
-        return self._timed(len(queries), len(queries), lambda: self.engine.next_token_logprobs(queries))
+        return self._counted(len(queries), len(queries), lambda: self.engine.next_token_logprobs(queries))
 
     def _advance(self, queries: Sequence[Query]) -> Outcomes[Query, torch.Tensor]:
-        return self._timed(len(self._generation), len(queries), lambda: self.engine.step(queries))
+        return self._counted(len(self._generation), len(queries), lambda: self.engine.step(queries))
 
     # --- everything else ----------------------------------------------------------------------------------------------
 
@@ -153,21 +161,21 @@ class EngineStepper:
 
     def _sample(self, draws: Sequence[Draw]) -> Sequence[Result]:
         queries, params = [draw.query for draw in draws], [draw.params for draw in draws]
-        drawn = self._timed(len(draws), 0, lambda: self.engine.sample(queries, params))
+        drawn = self._counted(len(draws), 0, lambda: self.engine.sample(queries, params))
         return [None] * len(draws) if drawn is None else drawn
 
     def _score(self, requests: Sequence[Score]) -> Sequence[Result]:
         queries, continuations = [r.query for r in requests], [r.continuation for r in requests]
-        scores = self._timed(len(requests), 0, lambda: self.engine.sequence_logprobs(queries, continuations))
+        scores = self._counted(len(requests), 0, lambda: self.engine.sequence_logprobs(queries, continuations))
         return [None] * len(requests) if scores is None else scores
 
-    def _timed(self, queries: int, rows: int, call: Callable[[], T]) -> T:
-        began = time.perf_counter()
+    def _counted(self, queries: int, rows: int, call: Callable[[], T]) -> T:
+        began = self.timeline.clock()
         result = call()
-        seconds = time.perf_counter() - began
-        self.counters.count(queries, rows, seconds)
+        self.counters.count(queries, rows)
         if structlog.is_configured():  # else structlog prints even debug events, one for every batch
-            log.debug("batch.evaluated", backend=self.engine.backend, n=queries, ms=round(seconds * 1e3, 3))
+            milliseconds = round((self.timeline.clock() - began) * 1e3, 3)
+            log.debug("batch.evaluated", backend=self.engine.backend, n=queries, ms=milliseconds)
         return result
 
     def _explained(self, query: Query, error: Exception) -> Exception:

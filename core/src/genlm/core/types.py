@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from attrs import field, frozen
 
+from genlm.core.hashing import hash_of
+
 if TYPE_CHECKING:
     import torch
+
+    from genlm.core.context import Context
 
 TokenIds = tuple[int, ...]
 
@@ -26,7 +30,7 @@ class Adapter:
     version: int
 
 
-@frozen(cache_hash=True)
+@frozen
 class Query:
     """One question: the log-probabilities of the token that follows ``token_ids``.
 
@@ -43,6 +47,17 @@ class Query:
     token_ids: TokenIds
     adapter: Adapter | None = None
     cold: bool = False
+    _context: Context | None = field(default=None, eq=False, repr=False)  # whose ids these are, if any, and their hash
+    _hash: int | None = field(init=False, default=None, eq=False, repr=False)
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            ids, context = self.token_ids, self._context
+            # A query derived from another one may have the context of that one, but other ids.
+            known = context.hash_value if context is not None and context.token_ids is ids else hash_of(ids)
+            version = 0 if self.adapter is None else self.adapter.version
+            object.__setattr__(self, "_hash", hash((known, version, self.cold)))
+        return cast(int, self._hash)
 
 
 @frozen
@@ -101,7 +116,15 @@ class Stats:
         batches: Calls of the engine's evaluation hook.
         rows: Rows that the engine computed.
         largest_batch: The most queries in one call.
-        engine_seconds: Wall time spent inside the engine's evaluation hook, seconds.
+        validation_seconds: Spent checking token ids and adapters. These and all below are of wall time; this and the next
+            two are spent in the callers' threads, and estimated from one question in 17.
+        hashing_seconds: Spent hashing questions.
+        lookup_seconds: Spent looking in the output cache, and copying the rows found there.
+        queue_seconds: From when questions were released to the engine thread until it took them.
+        engine_seconds: Spent in the engine's evaluation hooks.
+        alignment_seconds: Spent bringing rows to the tokenizer's vocabulary and giving each its own memory.
+        caching_seconds: Spent by the engine thread looking in the output cache again, and keeping new rows there.
+        delivery_seconds: From when rows were ready until their callers' futures had them; summed over event loops.
     """
 
     questions: int = 0
@@ -112,7 +135,14 @@ class Stats:
     batches: int = 0
     rows: int = 0
     largest_batch: int = 0
+    validation_seconds: float = 0.0
+    hashing_seconds: float = 0.0
+    lookup_seconds: float = 0.0
+    queue_seconds: float = 0.0
     engine_seconds: float = 0.0
+    alignment_seconds: float = 0.0
+    caching_seconds: float = 0.0
+    delivery_seconds: float = 0.0
 
 
 @frozen(eq=False)

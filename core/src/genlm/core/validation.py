@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from typing import Any
 
@@ -37,7 +36,7 @@ def _as_ints(what: str, token_ids: Any) -> TokenIds:
         raise InvalidQueryError(
             f"the {what} is text ({token_ids!r:.40}); give token ids, as lm.tokenizer.encode(text) does"
         )
-    with contextlib.suppress(AttributeError):
+    if hasattr(token_ids, "tolist"):
         token_ids = token_ids.tolist()  # NumPy and torch: one call instead of one for each id
     try:
         ids = tuple(token_ids)

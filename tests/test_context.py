@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlm.core import InvalidQueryError, Query
+from genlm.core.context import Context
+from genlm.core.hashing import BLOCK
+
+LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5]
+
+
+def ids_of(length):
+    return tuple(i * 7 % 250 for i in range(length))
+
+
+@pytest.mark.parametrize("start", LENGTHS)
+@pytest.mark.parametrize("more", LENGTHS)
+def test_an_extended_context_asks_what_its_ids_ask(start, more):
+    whole = ids_of(start + more)
+    context = Context(whole[:start], 258).extend(*whole[start:])
+    carried, plain = Query(whole, context=context), Query(whole)
+    assert context.token_ids == whole
+    assert carried == plain
+    assert hash(carried) == hash(plain)
+
+
+@given(st.lists(st.integers(0, 257), min_size=1, max_size=3 * BLOCK), st.integers(1, 3 * BLOCK))
+def test_token_by_token(token_ids, start):
+    context = Context(tuple(token_ids[:start]), 258)
+    for token_id in token_ids[start:]:
+        context = context.extend(token_id)
+    assert list(context) == token_ids
+    assert context == Context(tuple(token_ids), 258)
+    assert hash(context) == hash(Context(tuple(token_ids), 258))
+
+
+def test_a_query_made_from_another_has_a_hash_of_its_own():
+    query = Query((1, 2), context=Context((1, 2), 258))
+    assert hash(evolve(query, token_ids=(1, 2, 3))) == hash(Query((1, 2, 3)))
+    assert hash(evolve(query, cold=True)) == hash(Query((1, 2), cold=True))
+
+
+def test_it_goes_wherever_token_ids_go(mock):
+    lm = mock()
+    context = lm.context([1, 2])
+    row = lm.next_token_logprobs_uncached([1, 2])
+    assert torch.equal(lm.next_token_logprobs_sync(context), row)
+    assert torch.equal(lm.next_token_logprobs_uncached(context), row)
+    assert torch.equal(lm.batch_next_token_logprobs_sync([context])[0], row)
+    assert torch.equal(asyncio.run(lm.next_token_logprobs(context)), row)
+    assert asyncio.run(lm.sample(context, 3, [], seed=1)) == asyncio.run(lm.sample([1, 2], 3, [], seed=1))
+    scores = asyncio.run(lm.sequence_logprobs(context, [3, 4]))
+    assert torch.equal(scores, asyncio.run(lm.sequence_logprobs([1, 2], [3, 4])))
+    lm.cache_kv(context)
+
+
+def test_it_shares_rows_with_plain_ids(mock, gate):
+    lm = mock()
+    row = lm.next_token_logprobs_sync(lm.context([1]).extend(2))
+    assert torch.equal(lm.next_token_logprobs_sync([1, 2]), row)
+    assert torch.equal(lm.next_token_logprobs_sync(lm.context([1, 2])), row)
+    assert gate.batches == [[(1, 2)]]
+
+
+def test_what_is_new_is_checked(mock):
+    context = mock().context([1])
+    with pytest.raises(InvalidQueryError, match="token id 258 at position 1 of the extension is out of range"):
+        context.extend(2, 258)
+    with pytest.raises(InvalidQueryError, match="the extension is empty"):
+        context.extend()
+    with pytest.raises(InvalidQueryError, match="the context is empty"):
+        mock().context([])
+
+
+def test_a_context_of_a_larger_model_is_checked_again(mock):
+    with pytest.raises(InvalidQueryError, match="token id 300 at position 0"):
+        mock().next_token_logprobs_sync(Context((300,), 1000))
+
+
+def test_a_context_too_long(mock):
+    lm = mock(max_context=2)
+    context = lm.context([1, 2])
+    lm.next_token_logprobs_sync(context)
+    with pytest.raises(InvalidQueryError, match="the context of 3 tokens exceeds the 2 tokens"):
+        lm.next_token_logprobs_sync(context.extend(3))
+
+
+def test_it_is_a_sequence():
+    context = Context((1, 2, 3), 258)
+    assert (len(context), context[0], context[-1], context[1:], list(context), 2 in context) == (
+        3,
+        1,
+        3,
+        (2, 3),
+        [1, 2, 3],
+        True,
+    )
+    assert context != (1, 2, 3)
+    assert repr(context) == "Context([1, 2, 3], 3 tokens)"

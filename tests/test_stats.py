@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from attrs import asdict
+
+from genlm.core import Stats
+from genlm.core.timeline import SAMPLED, STAGES, Timeline
+
+#: How long a test waits for what must happen, seconds.
+PATIENCE = 30.0
+
+
+class Clock:
+    """Moves on by itself: one second at every look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def test_every_stage_is_a_field_of_stats():
+    assert {f"{stage}_seconds" for stage in STAGES} == {name for name in asdict(Stats()) if name.endswith("_seconds")}
+
+
+def test_a_stage_adds_up():
+    timeline = Timeline(clock=Clock())
+    for _ in range(3):
+        with timeline.stage("engine"):
+            pass
+    assert timeline.spent() == {**dict.fromkeys(STAGES, 0.0), "engine": 3.0}
+
+
+def test_a_stage_counts_when_it_fails():
+    timeline = Timeline(clock=Clock())
+    with pytest.raises(ZeroDivisionError), timeline.stage("engine"):
+        _ = 1 / 0
+    assert timeline.spent()["engine"] == 1.0
+
+
+def test_a_sample_stands_for_the_questions_since_the_last_one():
+    timeline = Timeline()
+    weights = [timeline.sample() for _ in range(1 + 3 * SAMPLED)]
+    assert weights[0] == 1
+    assert [weight for weight in weights[1:] if weight] == [SAMPLED] * 3
+    assert sum(weights) == len(weights)
+
+
+def test_the_first_question_has_every_stage(mock):
+    lm = mock()
+    lm.next_token_logprobs_sync([1])
+    lm.clear_kv_cache()  # returns once the batch before it has been delivered
+    assert all(seconds > 0 for name, seconds in asdict(lm.stats).items() if name.endswith("_seconds"))
+
+
+def test_engine_seconds_cover_what_the_engine_does(mock):
+    inside = []
+
+    def on_batch(queries):
+        began = time.perf_counter()
+        sum(range(10_000))
+        inside.append(time.perf_counter() - began)
+
+    lm = mock(on_batch=on_batch)
+    asyncio.run(lm.batch_next_token_logprobs([[1], [2]]))
+    lm.next_token_logprobs_sync([3])
+    assert lm.stats.batches == 2
+    assert lm.stats.engine_seconds >= sum(inside)
+
+
+def test_queue_seconds_cover_the_wait_for_the_engine(mock, gate):
+    lm = mock()
+    gate.shut()
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(lm.next_token_logprobs_sync, [1])
+        gate.wait_entered()
+        began = lm.stats.queue_seconds
+        second = threads.submit(lm.next_token_logprobs_sync, [2])
+        while lm.stats.questions < 2:  # released to the engine thread together with being counted
+            pass
+        queued = time.perf_counter()
+        waited = time.perf_counter() - queued
+        gate.open()
+        first.result(PATIENCE), second.result(PATIENCE)
+    assert lm.stats.queue_seconds - began >= waited
+
+
+def test_a_hit_costs_the_engine_nothing(mock):
+    lm = mock()
+    lm.next_token_logprobs_sync([1])
+    lm.clear_kv_cache()
+    before = lm.stats
+    lm.next_token_logprobs_sync([1])
+    after = lm.stats
+    assert after.cache_hits == before.cache_hits + 1
+    assert after.engine_seconds == before.engine_seconds
+    assert after.queue_seconds == before.queue_seconds

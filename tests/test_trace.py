@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+
+import pytest
+
+from genlm.core import EngineError, InvalidInputError
+
+
+def recorded(path):
+    return json.loads(path.read_text())["traceEvents"]
+
+
+def named(events, name, phase):
+    return [event for event in events if event["name"] == name and event["ph"] == phase]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "trace.json"
+
+
+def test_questions_batches_engine_and_hits(mock, path):
+    lm = mock()
+
+    async def ask():
+        await asyncio.gather(*(lm.next_token_logprobs([i]) for i in range(5)))
+        await lm.next_token_logprobs([0])
+
+    with lm.trace(path):
+        asyncio.run(ask())
+        lm.clear_kv_cache()  # returns once the batch before it has been dealt with
+    events = recorded(path)
+
+    questions = {event["id"]: event for event in named(events, "question", "b")}
+    ends = {event["id"]: event for event in named(events, "question", "e")}
+    assert questions.keys() == ends.keys()
+    assert len(questions) == 5
+    assert all(ends[number]["ts"] >= questions[number]["ts"] for number in questions)
+    assert {end["args"]["end"] for end in ends.values()} == {"answered"}
+    assert questions[min(questions)]["args"] == {"asked": "Query", "tokens": 1, "adapter": None}
+
+    assert [batch["args"] for batch in named(events, "batch", "X")] == [{"requests": 5}]
+    assert [span["args"] for span in named(events, "engine", "X")] == [{"queries": 5}]
+    assert len(named(events, "cache hit", "i")) == 1
+    assert len(named(events, "validation", "X")) == 6  # every question is timed while a trace is recorded
+
+
+def test_stages_lie_within_their_batch(mock, path):
+    lm = mock()
+    with lm.trace(path):
+        lm.batch_next_token_logprobs_sync([[1], [2]])
+        lm.clear_kv_cache()
+    events = recorded(path)
+    (batch,) = named(events, "batch", "X")
+    within = [*named(events, "engine", "X"), *named(events, "alignment", "X"), *named(events, "caching", "X")]
+    assert len(within) == 4
+    for span in within:
+        assert span["tid"] == batch["tid"]
+        assert batch["ts"] <= span["ts"]
+        assert span["ts"] + span["dur"] <= batch["ts"] + batch["dur"] + 0.01  # rounded to nanoseconds
+    (thread,) = [event for event in events if event["ph"] == "M" and event["tid"] == batch["tid"]]
+    assert thread["args"] == {"name": "genlm-mock"}
+
+
+def test_what_overlaps_is_asynchronous(mock, path):
+    lm = mock()
+    with lm.trace(path):
+        lm.next_token_logprobs_sync([1])
+        lm.clear_kv_cache()
+    events = recorded(path)
+    for stage in ("queue", "delivery"):
+        assert Counter(event["ph"] for event in events if event["name"] == stage) == {"b": 1, "e": 1}
+
+
+def test_how_a_question_ended(mock, gate, path):
+    lm = mock(fail_on=lambda query: query.token_ids == (7,))
+    with lm.trace(path):
+        with pytest.raises(EngineError):
+            lm.next_token_logprobs_sync([7])
+
+        async def cancel():
+            gate.shut()
+            asked = asyncio.ensure_future(lm.next_token_logprobs([1]))
+            await asyncio.to_thread(gate.wait_entered)
+            await asyncio.to_thread(gate.wait_entered)
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+            gate.open()
+
+        asyncio.run(cancel())
+    assert [event["args"]["end"] for event in named(recorded(path), "question", "e")] == ["EngineError", "cancelled"]
+
+
+def test_nothing_is_recorded_outside_the_block(mock, path):
+    lm = mock()
+    lm.next_token_logprobs_sync([1])
+    lm.clear_kv_cache()
+    with lm.trace(path):
+        pass
+    lm.next_token_logprobs_sync([2])
+    assert recorded(path) == []
+
+
+async def one_good_one_bad(lm):
+    await lm.next_token_logprobs([1])
+    await lm.next_token_logprobs([258])
+
+
+def test_an_error_in_the_block_leaves_a_trace(mock, path):
+    lm = mock()
+    with pytest.raises(InvalidInputError), lm.trace(path):
+        asyncio.run(one_good_one_bad(lm))
+    assert len(named(recorded(path), "question", "b")) == 1
+
+
+def test_one_trace_at_a_time(mock, path, tmp_path):
+    lm = mock()
+    with lm.trace(path):
+        with pytest.raises(InvalidInputError, match="trace\\.json"), lm.trace(tmp_path / "other.json"):
+            pass
+        assert not (tmp_path / "other.json").exists()
+        lm.next_token_logprobs_sync([1])
+    assert len(named(recorded(path), "question", "b")) == 1
+
+
+def test_a_bad_path_is_known_at_once(mock, tmp_path):
+    lm = mock()
+    with pytest.raises(OSError, match="missing"), lm.trace(tmp_path / "missing" / "trace.json"):
+        raise AssertionError("the block was entered")
+    with lm.trace(tmp_path / "trace.json"):
+        pass
+
+
+def test_a_continuous_engine(mock, path):
+    lm = mock(continuous=True, steps=3)
+    with lm.trace(path):
+        lm.next_token_logprobs_sync([1])
+        lm.clear_kv_cache()
+    assert [span["args"] for span in named(recorded(path), "engine", "X")] == [
+        {"newcomers": 1},
+        {"newcomers": 0},
+        {"newcomers": 0},
+    ]
