@@ -40,13 +40,13 @@ class AdapterSet:
             raise UnsupportedError("LoRA adapters need PEFT: pip install 'genlm-hf[lora]'") from error
         name = _name(adapter)
         config = PeftConfig.from_pretrained(adapter.path)
+        config.inference_mode = True
         if not isinstance(config, LoraConfig):
             raise UnsupportedError(f"{adapter.path} is a {config.peft_type} adapter; only LoRA adapters can be switched")
         try:
             if self._peft is None:
-                self._peft = PeftModel.from_pretrained(self._model, adapter.path, adapter_name=name, config=config)
-            else:
-                self._peft.load_adapter(adapter.path, adapter_name=name, peft_config=config)
+                self._peft = PeftModel(self._model, config, adapter_name=name)
+            self._peft.load_adapter(adapter.path, adapter_name=name, peft_config=config)
         except Exception:
             if not self._alone:
                 self.close()

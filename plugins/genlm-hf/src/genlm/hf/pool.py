@@ -53,12 +53,17 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no
             self.keys = _resized(self.keys, rows, columns, kept)
             self.values = _resized(self.values, rows, columns, kept)
 
-    def fork(self, sources: torch.Tensor, targets: torch.Tensor, columns: int) -> None:
+    def fork(self, sources: Sequence[int], targets: Sequence[int], columns: int) -> None:
         """Copy the first ``columns`` columns of rows ``sources`` to rows ``targets``."""
         if self.is_initialized:
             for states in (self.keys, self.values):
                 part = states[:, :, :columns]
-                part.index_copy_(0, targets.to(part.device), part.index_select(0, sources.to(part.device)))
+                if part.device.type == "cpu":  # a copy per row, instead of a launch: nothing is copied twice
+                    for source, target in zip(sources, targets, strict=True):
+                        part[target].copy_(part[source])
+                else:
+                    to_rows, from_rows = torch.tensor([targets, sources], device=part.device)
+                    part.index_copy_(0, to_rows, part.index_select(0, from_rows))
 
     @property
     def bytes_per_column(self) -> int:
@@ -106,9 +111,8 @@ class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
     @torch.inference_mode()
     def fork(self, sources: Sequence[int], targets: Sequence[int], columns: int) -> None:
         """Copy the first ``columns`` columns of rows ``sources`` to rows ``targets``."""
-        from_rows, to_rows = torch.tensor(sources), torch.tensor(targets)
         for layer in self.layers:
-            layer.fork(from_rows, to_rows, columns)
+            layer.fork(sources, targets, columns)
 
     @property
     def bytes_per_column(self) -> int:

@@ -174,7 +174,7 @@ class KVStore:
         pool = self._pool
         if rows <= pool.rows and columns <= pool.columns:
             return
-        rows = max(rows, pool.rows if rows <= pool.rows else pool.rows * 5 // 4)
+        rows = max(rows, pool.rows if rows <= pool.rows else pool.rows * 3 // 2)
         if rows > self._limit(max(columns, pool.columns)):
             rows = min(rows, self._limit(columns))
         else:
