@@ -12,7 +12,7 @@ class TestSgl(ConformanceSuite):
     backend = "sgl"
     options = {"engine_opts": {"context_length": 512, "max_total_tokens": 16384}}  # noqa: RUF012
     atol = 5e-3  # on random tokens this model amplifies rounding: transformers, one row against two, is 1e-3 off in float32
-    effort = 0.3
+    effort = 0.2
 
     @pytest.fixture(scope="class", autouse=True)
     def given(self, request, real_model):
