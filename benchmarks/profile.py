@@ -1,0 +1,79 @@
+"""Where a step's time goes: microseconds a question, by the counters that every model keeps in `lm.stats`
+
+Stages on the left of the engine are in the callers' threads and the queue, those on its right in the engine thread; what
+remains of the wall time is Python's event loop and the program itself. One engine answers at once, so that all the rest
+shows; on hf all that is a small part of the engine's time. With `--quick` this is a profile in a few seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+import time
+from typing import Any
+
+from attrs import asdict
+
+from benchmarks.batcher import TOGETHER, fresh
+from benchmarks.protocol import Bench, main
+
+PLUGIN = "hf"
+
+SUFFIX = "_seconds"
+
+
+def ours(bench: Bench) -> None:
+    from genlm.core import load_model_by_name
+
+    with asyncio.Runner() as runner, load_model_by_name(bench.model, backend="hf") as lm:
+        spend(bench, "hf: ", lm, runner, rounds=2 if bench.quick else 5, together=(1, 32), length=20)
+    with asyncio.Runner() as runner:
+        instant(bench, runner)
+
+
+def instant(bench: Bench, runner: asyncio.Runner) -> None:
+    import torch
+
+    from genlm.core import AsyncLM, hookimpl
+    from genlm.core.mock import ByteTokenizer
+
+    rows = torch.log_softmax(torch.randn(max(TOGETHER), 258), dim=-1)
+
+    class Instant:
+        tokenizer, vocab_size, max_context, device, model = ByteTokenizer(), 258, None, "cpu", None
+
+        @hookimpl
+        def genlm_next_token_logprobs(self, queries: Any) -> Any:
+            return rows[: len(queries)]
+
+    with AsyncLM(Instant, backend="instant") as lm:
+        spend(bench, "stage: ", lm, runner, rounds=5 if bench.quick else 50, together=TOGETHER, length=50)
+
+
+def spend(
+    bench: Bench, prefix: str, lm: Any, runner: asyncio.Runner, rounds: int, together: tuple[int, ...], length: int
+) -> None:
+    source = fresh(length)
+
+    async def gathered(n: int) -> None:
+        await asyncio.gather(*map(lm.next_token_logprobs, itertools.islice(source, n)))
+
+    for n in together:
+        runner.run(gathered(n))
+        before, began = asdict(lm.stats), time.perf_counter()
+        for _ in range(rounds):
+            runner.run(gathered(n))
+        wall, after = time.perf_counter() - began, asdict(lm.stats)
+        spent = {name.removesuffix(SUFFIX): after[name] - before[name] for name in after if name.endswith(SUFFIX)}
+        spent["event loop and program"] = max(wall - sum(spent.values()), 0.0)
+        for stage, seconds in spent.items():
+            bench.record(prefix + stage, seconds / (rounds * n) * 1e6, unit="us", x=n)
+            print(
+                f"{prefix}{stage:24} {n:5} at once {seconds / (rounds * n) * 1e6:10.2f} us  {seconds / wall:6.1%}",
+                file=sys.stderr,
+            )
+
+
+if __name__ == "__main__":
+    main(ours=ours)

@@ -1,0 +1,124 @@
+"""RESULTS.md: what was measured, for readers."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field
+
+from benchmarks.plots import draw
+
+
+@define
+class Case:
+    """One case of a workload: the values of every round, by side."""
+
+    workload: str
+    name: str
+    x: float | None
+    unit: str
+    values: dict[str, list[list[float]]] = field(factory=dict)
+
+    def median(self, side: str) -> float | None:
+        """The median of the rounds' medians."""
+        rounds = self.values.get(side)
+        return statistics.median(map(statistics.median, rounds)) if rounds else None
+
+    def spread(self, side: str) -> float:
+        """Half the range of the rounds' medians, as a share of their median."""
+        medians = [statistics.median(values) for values in self.values[side]]
+        middle = statistics.median(medians)
+        return (max(medians) - min(medians)) / 2 / middle if middle else 0.0
+
+    def ratio(self, side: str) -> float | None:
+        """How many times better ours is than a side: above 1 it is better."""
+        ours, other = self.median("ours"), self.median(side)
+        if not ours or not other:
+            return None
+        return ours / other if self.unit.endswith("/s") else other / ours
+
+
+def cases_of(result: dict[str, Any]) -> dict[str, list[Case]]:
+    """The cases of each workload, in the order measured."""
+    found: dict[tuple[str, str, float | None], Case] = {}
+    for run in result["runs"]:
+        cases = [*run["cases"]]
+        if "peak_mib" in run:
+            cases.append({"case": "peak memory of the process", "x": None, "unit": "MiB", "values": [run["peak_mib"]]})
+        for said in cases:
+            key = (run["workload"], said["case"], said["x"])
+            case = found.setdefault(key, Case(*key, said["unit"]))
+            case.values.setdefault(run["side"], []).append(said["values"])
+    by_workload: dict[str, list[Case]] = {}
+    for case in found.values():
+        by_workload.setdefault(case.workload, []).append(case)
+    return by_workload
+
+
+def write_report(result: dict[str, Any], folder: Path) -> Path:
+    """Write RESULTS.md and its plots; returns the path."""
+    lines = ["# Results", "", *introduction(result), ""]
+    for workload, cases in cases_of(result).items():
+        runs = [run for run in result["runs"] if run["workload"] == workload]
+        title, _, text = runs[0]["title"].partition("\n")
+        lines += [f"## {workload}: {title.rstrip('.')}", "", *([text.strip(), ""] if text.strip() else [])]
+        lines += [*table(cases), ""]
+        for plot in draw(workload, cases, folder / "plots"):
+            lines += [f"![{workload}: {plot.stem}](plots/{plot.name})", ""]
+        lines += [f"- {note}" for note in dict.fromkeys(note for run in runs for note in run["notes"])]
+        lines += [f"- **{run['side']} failed** in round {run['round'] + 1}." for run in runs if "failed" in run]
+        lines += ["", f"<sub>{versions(runs)}</sub>", ""]
+    path = folder / "RESULTS.md"
+    path.write_text("\n".join(lines).replace("\n\n\n", "\n\n"))
+    return path
+
+
+def introduction(result: dict[str, Any]) -> list[str]:
+    rounds = max(run["round"] for run in result["runs"]) + 1
+    loads = [run["load"] for run in result["runs"]]
+    return [
+        f"{result['date']}, {result['machine']}; made by `nox -s bench`.",
+        "",
+        "*Ours* is this checkout, *theirs* genlm-backend 0.3.1, the *floor* the raw engine. Sides took turns, "
+        f"{rounds} each, every time in a new process, with one thread. A figure is the median of the rounds' medians, "
+        "± half the range of these. *Times better* is theirs over ours for times and sizes, ours over theirs for rates; "
+        "*above the floor* is what ours takes beyond the raw engine.",
+        "",
+        f"The machine was shared: its load average was {min(loads):.1f} to {max(loads):.1f} meanwhile: trust ratios "
+        "before times.",
+        *(["", "**Made with `--quick`: this shows that the workloads run, the figures mean little.**"] * result["quick"]),
+    ]
+
+
+def table(cases: list[Case]) -> list[str]:
+    sides = [side for side in ("ours", "theirs", "floor") if any(side in case.values for case in cases)]
+    curves = any(case.x is not None for case in cases)
+    head = ["case", *(["x"] if curves else []), *sides]
+    head += ["times better"] * ("theirs" in sides) + ["above the floor"] * ("floor" in sides)
+    lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
+    for case in cases:
+        row = [case.name, *([f"{case.x:g}" if case.x is not None else ""] if curves else [])]
+        row += [cell(case, side) for side in sides]
+        if "theirs" in sides:
+            ratio = case.ratio("theirs")
+            row.append(f"{ratio:.3g}" if ratio else "")
+        if "floor" in sides:
+            ours, floor = case.median("ours"), case.median("floor")
+            row.append(f"{100 * (ours / floor - 1):+.0f} %" if ours and floor else "")
+        lines.append("| " + " | ".join(row) + " |")
+    return lines
+
+
+def cell(case: Case, side: str) -> str:
+    median = case.median(side)
+    return "" if median is None else f"{median:.4g} {case.unit} ± {100 * case.spread(side):.0f} %"
+
+
+def versions(runs: list[dict[str, Any]]) -> str:
+    sides = {run["side"]: run for run in runs if "versions" in run}
+    return "; ".join(
+        f"{side}: Python {run['python']}, " + ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+        for side, run in sides.items()
+    )

@@ -1,0 +1,48 @@
+"""Seconds to import, to list the backends, and to load a model
+
+Each in a new process, with Python's own start, which is the floor.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from benchmarks.protocol import Bench, main
+
+PLUGIN = "hf"
+
+
+def measure(bench: Bench, case: str, code: str) -> None:
+    bench.time(
+        case, lambda: subprocess.run([sys.executable, "-c", code], check=True, capture_output=True), unit="s", repeat=5
+    )
+
+
+def ours(bench: Bench) -> None:
+    measure(bench, "import the library", "import genlm.core")
+    measure(bench, "list the backends", "from genlm.core.cli import main; main(['backends'])")
+    measure(bench, "import the trie", "import genlm.core.trie")
+    measure(bench, "import the library, load hf", load("genlm.core", bench.model))
+    code = "import sys, genlm.core; print([m for m in ('torch', 'transformers', 'vllm') if m in sys.modules])"
+    heavy = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    bench.note(f"Engines and tensor libraries imported by `import genlm.core`: {heavy.strip('[]') or 'none'}.")
+
+
+def theirs(bench: Bench) -> None:
+    measure(bench, "import the library", "import genlm.backend")
+    measure(bench, "import the trie", "import genlm.backend.trie")
+    measure(bench, "import the library, load hf", load("genlm.backend", bench.model))
+
+
+def floor(bench: Bench) -> None:
+    for case in ("import the library", "list the backends", "import the trie"):
+        measure(bench, case, "pass")
+
+
+def load(package: str, model: str) -> str:
+    return f"from {package} import load_model_by_name; load_model_by_name({model!r}, backend='hf')"
+
+
+if __name__ == "__main__":
+    main(ours=ours, theirs=theirs, floor=floor)
