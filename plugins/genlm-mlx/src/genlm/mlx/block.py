@@ -1,0 +1,127 @@
+"""A block: rows of key/value state that lie in one batch cache and move together."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from genlm.mlx.prefix_index import Key
+from genlm.mlx.runner import Cache, Runner
+
+
+class Block:
+    """Rows of a batch cache, and what they hold. Built on the public methods of mlx-lm's batch caches alone.
+
+    A method that makes blocks of blocks uses them up, layer by layer, so that old and new are never both there in full.
+
+    Attributes:
+        keys: Row by row, the adapter's version and the tokens whose state the cache holds.
+        cache: One batch cache per layer.
+        logprobs: ``[rows, vocab_size]`` float32, what follows each row; ``None`` while the block is being built.
+        costly: Row by row, whether its state took a long prefill that nothing else in the pool could repeat.
+        used: When it was last of use, in the pool's ticks.
+        pinned: Whether it stays until the pool is cleared.
+    """
+
+    def __init__(self, keys: Sequence[Key], cache: Cache) -> None:
+        self.keys = list(keys)
+        self.cache = cache
+        self.logprobs: mx.array | None = None
+        self.costly = [False] * len(self.keys)
+        self.used = 0
+        self.pinned = False
+
+    @classmethod
+    def empty(cls, runner: Runner, versions: Sequence[int]) -> Block:
+        """Rows without tokens."""
+        cache = [layer.merge([layer] * len(versions)) for layer in runner.empty_cache()]
+        return cls([(version,) for version in versions], cache)
+
+    @property
+    def length(self) -> int:
+        """Tokens in the longest row: the width that all rows take up."""
+        return max(map(len, self.keys)) - 1
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.cache) + (0 if self.logprobs is None else int(self.logprobs.nbytes))
+
+    @property
+    def trimmable(self) -> bool:
+        """Whether tokens can be taken off the end of a row."""
+        return all(layer.is_trimmable() for layer in self.cache)
+
+    def split(self, parts: Sequence[Sequence[int]]) -> list[Block]:
+        """One block for each of the given lists of rows, in which a row may occur again."""
+        if len(parts) == 1 and list(parts[0]) == list(range(len(self.keys))):
+            return [self]
+        blocks = [self._with(part) for part in parts]
+        while self.cache:
+            layer = self.cache.pop(0)
+            for part, block in zip(parts, blocks, strict=True):
+                block.cache.append(copy.deepcopy(layer))  # copies handles: arrays stay shared until written to
+                block.cache[-1].filter(mx.array(part, mx.int32))
+            del layer
+            mx.eval([block.cache[-1].state for block in blocks], [block.logprobs for block in blocks])
+        return blocks
+
+    def trimmed(self, row: int, length: int) -> Block:
+        """A new block of the first ``length`` tokens of one row. This block stays."""
+        cache = []
+        for layer in self.cache:
+            single = layer.extract(row)
+            single.trim(len(self.keys[row]) - 1 - length)
+            cache.append(single.merge([single]))
+        mx.eval([layer.state for layer in cache])
+        return Block([self.keys[row][: length + 1]], cache)
+
+    def joined(self, others: Sequence[Block]) -> Block:
+        """The rows of this block, then those of the others."""
+        for other in others:
+            self.keys += other.keys
+            self.costly += other.costly
+            for layer in self.cache:
+                layer.extend(other.cache.pop(0))
+                mx.eval(layer.state)
+        return self
+
+    def feed(self, runner: Runner, tokens: Sequence[Key]) -> None:
+        """Append ``tokens[i]``, one or more, to row ``i``."""
+        if max(map(len, tokens)) > 1:
+            self._settle()
+        runner.feed(self.cache, [key[0] for key in self.keys], tokens)
+        self._append(tokens)
+
+    def step(self, runner: Runner, tokens: Sequence[int]) -> None:
+        """Append one token to each row and compute what follows."""
+        self.logprobs = runner.step(self.cache, [key[0] for key in self.keys], tokens)
+        self._append([(token,) for token in tokens])
+
+    def _append(self, tokens: Sequence[Key]) -> None:
+        self.keys = [key + more for key, more in zip(self.keys, tokens, strict=True)]
+
+    def _with(self, rows: Sequence[int]) -> Block:
+        block = Block([self.keys[row] for row in rows], [])
+        block.costly = [self.costly[row] for row in rows]
+        block.logprobs = None if self.logprobs is None else self.logprobs[mx.array(rows, mx.int32)]
+        return block
+
+    def _settle(self) -> None:
+        """Lay rotating rows out anew, oldest token first.
+
+        mlx-lm 0.32.2 masks a block of several tokens wrongly where a rotating cache has taken single tokens and a row is
+        padded on the left. Taken apart and merged again the cache is as after a prefill, which it masks correctly.
+        """
+        if not self.cache or not any(_rotates(layer) for layer in self.cache):
+            return
+        for i, layer in enumerate(self.cache):
+            if not layer.empty():
+                singles = [layer.extract(row) for row in range(len(self.keys))]
+                self.cache[i] = singles[0].merge(singles)
+                mx.eval(self.cache[i].state)
+
+
+def _rotates(layer: Any) -> bool:
+    return hasattr(layer, "max_size") or any(map(_rotates, getattr(layer, "caches", ())))

@@ -1,0 +1,94 @@
+"""The engine: the hooks, on top of the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+import mlx.core as mx
+from genlm.core import Adapter, Query, hookimpl
+from genlm.mlx.adapters import Adapters
+from genlm.mlx.pool import Pool
+from genlm.mlx.prefix_index import Key
+from genlm.mlx.runner import Runner
+
+
+class MlxEngine:
+    """A model of mlx-lm. It must be made, used and closed on one thread: MLX evaluates an array where it was built.
+
+    Attributes:
+        pool: The key/value rows; ``None`` where the model's caches cannot be batched, and every query is computed alone.
+    """
+
+    device = "cpu"  # where rows are given away, whatever device MLX computes on
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        runner: Runner,
+        adapters: Adapters,
+        pool: Pool | None,
+        *,
+        vocab_size: int,
+        max_context: int | None,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_context = max_context
+        self.pool = pool
+        self._runner = runner
+        self._adapters = adapters
+
+    @hookimpl
+    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+        keys = [key_of(query) for query in queries]
+        if self.pool is None or any(query.cold for query in queries):
+            return _to_torch(mx.concatenate([self._runner.cold(key) for key in keys]))
+        return _to_torch(self.pool.logprobs(keys))
+
+    @hookimpl
+    def genlm_cache_prefix(self, query: Query) -> bool:
+        if self.pool is not None:
+            self.pool.pin(key_of(query))
+        return True
+
+    @hookimpl
+    def genlm_clear_kv_cache(self) -> None:
+        if self.pool is not None:
+            self.pool.clear()
+        mx.clear_cache()
+
+    @hookimpl
+    def genlm_add_lora(self, adapter: Adapter) -> bool:
+        self._adapters.add(adapter)
+        return True
+
+    @hookimpl
+    def genlm_remove_lora(self, adapter: Adapter) -> bool:
+        self._adapters.remove(adapter.version)
+        if self.pool is not None:
+            self.pool.drop(adapter.version)
+        return True
+
+    @hookimpl
+    def genlm_close(self) -> None:
+        if self.pool is not None:
+            self.pool.clear()
+        self.model = self.pool = None
+        del self._runner, self._adapters
+        mx.clear_cache()
+        mx.clear_streams()  # last: joining a thread that still has streams can abort the process at exit
+
+
+def key_of(query: Query) -> Key:
+    """The pool's name of a query: the adapter's version (0 is the base model), then the tokens."""
+    return (0 if query.adapter is None else query.adapter.version, *query.token_ids)
+
+
+def _to_torch(rows: mx.array) -> torch.Tensor:
+    return torch.from_numpy(np.array(rows))  # a copy: memory that MLX does not know of

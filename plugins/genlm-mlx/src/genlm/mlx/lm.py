@@ -1,0 +1,40 @@
+"""AsyncMlxLM: the class that GenLM users know."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from genlm.core import AsyncLM
+from genlm.core.types import Engine
+
+
+class AsyncMlxLM(AsyncLM):
+    """A language model evaluated by mlx-lm; make one with :meth:`from_name`."""
+
+    @classmethod
+    def from_name(
+        cls,
+        model_name: str,
+        prefill_step_size: int = 2048,
+        kv_cache_bytes: int | None = None,
+        **core_options: Any,
+    ) -> Self:
+        """Load a model.
+
+        Args:
+            model_name: A local folder or a hub name; checkpoints of transformers and of mlx-lm, quantized ones too.
+            prefill_step_size: The most tokens in one forward pass, over all rows of a batch.
+            kv_cache_bytes: The most bytes of key/value state to keep beside that of the batch in hand; ``None`` is 1 GiB.
+            **core_options: Those of every backend: ``batch_size``, ``timeout``, ``cache_size``, ``cache_opts``, ...
+
+        Raises:
+            BackendUnavailableError: mlx-lm is not installed.
+            InvalidOptionError: an option is not accepted.
+        """
+
+        def load() -> Engine:
+            from genlm.mlx.plugin import genlm_load
+
+            return genlm_load(model_name, {"prefill_step_size": prefill_step_size, "kv_cache_bytes": kv_cache_bytes})
+
+        return cls._open(load, backend="mlx", **core_options)

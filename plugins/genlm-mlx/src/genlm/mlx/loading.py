@@ -1,0 +1,100 @@
+"""Loading: what mlx-lm reads wrongly is put right, and what the model's caches can do is found out by trying."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import structlog
+from mlx_lm.utils import load_model, snapshot_download
+from transformers import AutoTokenizer
+
+from genlm.core.errors import InvalidOptionError
+from genlm.mlx.adapters import Adapters
+from genlm.mlx.engine import MlxEngine
+from genlm.mlx.pool import Pool
+from genlm.mlx.probe import CacheSupport, probe
+from genlm.mlx.runner import Runner
+
+DEFAULTS: Mapping[str, Any] = {"prefill_step_size": 2048, "kv_cache_bytes": 1 << 30}
+
+#: What mlx-lm itself fetches of a repository.
+FILES = ("*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja")
+
+log = structlog.get_logger()
+
+
+def load(name: str, options: Mapping[str, object]) -> MlxEngine:
+    """Load a model folder or hub name.
+
+    Raises:
+        InvalidOptionError: an option is unknown or out of range.
+    """
+    chosen = _checked(options)
+    folder = Path(name) if Path(name).exists() else Path(snapshot_download(name, allow_patterns=list(FILES)))
+    config = json.loads((folder / "config.json").read_text())
+    model, _ = load_model(folder, model_config=amended(config))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    adapters = Adapters(model)
+    runner = Runner(model, adapters, chosen["prefill_step_size"])
+    support = probe(runner)
+    if support is CacheSupport.NONE:
+        log.warning(
+            "kv.unbatchable",
+            model=name,
+            caches=sorted({type(layer).__name__ for layer in runner.empty_cache()}),
+            consequence="every context is computed alone and from its first token",
+        )
+    return MlxEngine(
+        model,
+        tokenizer,
+        runner,
+        adapters,
+        None if support is CacheSupport.NONE else Pool(runner, chosen["kv_cache_bytes"], support is CacheSupport.RAGGED),
+        vocab_size=runner.cold((0, 0)).shape[-1],
+        max_context=max_context(config),
+    )
+
+
+def amended(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What to add to a checkpoint's configuration so that mlx-lm 0.32 understands what transformers 5 writes.
+
+    Above all the rotary embedding: transformers 5 writes ``rope_parameters``, most of mlx-lm's models read ``rope_theta``
+    and ``rope_scaling`` alone and take a default where they find none: the logits are then wrong without a word.
+    """
+    lifted: dict[str, Any] = {}
+    if "n_positions" in config:
+        lifted["n_ctx"] = config["n_positions"]
+    if isinstance(config.get("text_config"), dict) and (inner := amended(config["text_config"])):
+        lifted["text_config"] = {**config["text_config"], **inner}
+    parameters = config.get("rope_parameters") or {}
+    layered = isinstance(parameters.get("full_attention"), dict)
+    full = parameters["full_attention"] if layered else parameters
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in full:
+            lifted[name] = full[name]
+    if full.get("rope_type", "default") != "default":
+        lifted["rope_scaling"] = dict(full)
+    if layered and "rope_theta" in parameters.get("sliding_attention", {}):
+        lifted["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+    return {name: value for name, value in lifted.items() if name == "text_config" or config.get(name) is None}
+
+
+def max_context(config: Mapping[str, Any]) -> int | None:
+    """The longest context the model was made for, where it says so."""
+    config = config.get("text_config") or config
+    return next((config[name] for name in ("max_position_embeddings", "n_positions") if config.get(name)), None)
+
+
+def _checked(options: Mapping[str, object]) -> dict[str, Any]:
+    unknown = sorted(set(options) - set(DEFAULTS))
+    if unknown:
+        raise InvalidOptionError(f"backend mlx has no option {', '.join(unknown)}; it has {', '.join(DEFAULTS)}")
+    chosen = {**DEFAULTS, **{name: value for name, value in options.items() if value is not None}}
+    for name, least in (("prefill_step_size", 1), ("kv_cache_bytes", 0)):
+        value = chosen[name]
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InvalidOptionError(f"{name}={value!r} is not accepted; give an integer of {least} or more")
+    return chosen

@@ -1,0 +1,38 @@
+"""What the entry point ``mlx`` names. Importing it imports no engine."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+from genlm.core import BackendInfo, hookimpl
+from genlm.core.types import Engine
+
+PREFERENCE_ON_APPLE = 100
+PREFERENCE_ELSEWHERE = 0  # below transformers: MLX's CPU build is for development
+
+INSTALL = "pip install mlx-lm on Apple silicon, pip install 'mlx-lm[cpu]' on Linux"
+
+
+@hookimpl
+def genlm_backend_info() -> BackendInfo:
+    missing = [name for name in ("mlx", "mlx_lm") if find_spec(name) is None]
+    return BackendInfo(
+        summary="mlx-lm, with a pool of key/value rows",
+        engine="mlx-lm",
+        unavailable=f"{' and '.join(missing)} cannot be found; {INSTALL}" if missing else None,
+        preference=PREFERENCE_ON_APPLE if _apple_silicon() else PREFERENCE_ELSEWHERE,
+    )
+
+
+@hookimpl
+def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
+    """Load a model folder or hub name; the options are those of ``AsyncMlxLM.from_name``."""
+    from genlm.mlx.loading import load
+
+    return load(model, options)
+
+
+def _apple_silicon() -> bool:
+    return platform.system() == "Darwin" and platform.machine() == "arm64"

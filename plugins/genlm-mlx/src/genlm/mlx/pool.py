@@ -1,0 +1,269 @@
+"""The pool of key/value rows: what contexts share is computed once, and what is known is never computed again."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from attrs import frozen
+
+import mlx.core as mx
+from genlm.mlx.block import Block
+from genlm.mlx.prefix_index import Key, PrefixIndex, common_length
+from genlm.mlx.runner import Runner
+
+#: From so many tokens on, a shared prefix is computed on its own first, a longer row is trimmed rather than left aside,
+#: and state that cannot be trimmed is kept when a context goes beyond it.
+WORTHWHILE = 16
+
+#: So many padded positions are no reason to evaluate rows apart.
+TOLERATED_PADDING = 4096
+
+
+@frozen(eq=False)
+class Place:
+    """Where a row is."""
+
+    block: Block
+    row: int
+
+    @property
+    def key(self) -> Key:
+        return self.block.keys[self.row]
+
+
+@frozen(eq=False)
+class Work:
+    """A block on its way: row ``i`` is to become ``targets[i]``."""
+
+    block: Block
+    targets: list[Key]
+
+    @property
+    def missing(self) -> int:
+        """Tokens that its first row lacks before the last."""
+        return len(self.targets[0]) - len(self.block.keys[0]) - 1
+
+
+class Pool:
+    """Evaluates contexts, each starting from the longest part of it that some row holds.
+
+    A row that a context extends moves on with it: its tokens stay findable as a prefix. In state that cannot be trimmed
+    (recurrent, or a window that has wrapped) a row whose prefill was long stays as well.
+
+    Args:
+        runner: The model.
+        max_bytes: The most bytes to keep beside the rows of the last call; least recently used blocks go first.
+        ragged: Whether rows of unequal length can be fed together.
+    """
+
+    def __init__(self, runner: Runner, max_bytes: int, ragged: bool = True) -> None:
+        self._runner = runner
+        self._max_bytes = max_bytes
+        self._ragged = ragged
+        self._blocks: list[Block] = []
+        self._index: PrefixIndex[Place] = PrefixIndex()
+        self._tick = 0
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self._blocks)
+
+    def logprobs(self, keys: Sequence[Key]) -> mx.array:
+        """What follows each of the distinct ``keys``, ``[len(keys), vocab_size]`` float32."""
+        self._tick += 1
+        self._ensure_shared(keys)
+        known = {key: self._recalled(self._index[key]) for key in keys if key in self._index}
+        computed = self._advance([key for key in keys if key not in known])
+        self._evict()
+        if [key for block in computed for key in block.keys] == list(keys) and len(computed) == 1:
+            return computed[0].logprobs
+        known.update((key, block.logprobs[row]) for block in computed for row, key in enumerate(block.keys))
+        return mx.stack([known[key] for key in keys])
+
+    def pin(self, key: Key) -> None:
+        """Compute ``key`` if need be, and keep it until it is dropped."""
+        if key not in self._index:
+            self.logprobs([key])
+        place = self._index[key]
+        if not place.block.pinned:
+            rest = [row for row in range(len(place.block.keys)) if row != place.row]
+            pinned, *_ = self._replace(place.block, [[place.row], rest])
+            pinned.pinned = True
+
+    def drop(self, version: int) -> None:
+        """Drop every row of an adapter."""
+        for block in [block for block in self._blocks if any(key[0] == version for key in block.keys)]:
+            self._replace(block, [[row for row, key in enumerate(block.keys) if key[0] != version]])
+
+    def clear(self) -> None:
+        """Drop all rows."""
+        self._blocks.clear()
+        self._index = PrefixIndex()
+
+    # --- the plot -----------------------------------------------------------------------------------------------------
+
+    def _ensure_shared(self, keys: Sequence[Key]) -> None:
+        """Compute the long prefixes that several of ``keys`` share, shorter ones first."""
+        shared = self._branches([key for key in keys if key not in self._index])
+        if shared:
+            self._ensure_shared(shared)
+            self._advance([key for key in shared if key not in self._index])
+
+    def _branches(self, keys: Sequence[Key]) -> list[Key]:
+        """The prefixes of two keys or more that are worth a pass of their own."""
+        ordered = sorted(keys)
+        shared = {a[: common_length(a, b)] for a, b in itertools.pairwise(ordered)}
+        worthwhile: list[Key] = []
+        for prefix in sorted(shared):
+            below = max((common_length(prefix, other) for other in worthwhile), default=0)
+            if len(prefix) - max(below, self._source(prefix)[1]) >= WORTHWHILE:
+                worthwhile.append(prefix)
+        return [prefix for prefix in worthwhile if prefix not in self._index]
+
+    def _advance(self, keys: Sequence[Key]) -> list[Block]:
+        """Compute ``keys``, and make their rows part of the pool."""
+        if not keys:
+            return []
+        waiting: dict[int, list[Work]] = defaultdict(list)
+        for work in self._by_width(self._started(keys)):
+            waiting[self._width_class(work.missing)].append(work)
+        caught_up = [self._fed(work) for works in waiting.values() for work in _packed(works)]
+        blocks = []
+        for work in _packed(caught_up):
+            work.block.step(self._runner, [target[-1] for target in work.targets])
+            self._keep(work.block)
+            blocks.append(work.block)
+        return blocks
+
+    # --- where contexts start -------------------------------------------------------------------------------------------
+
+    def _source(self, key: Key) -> tuple[Place | None, int]:
+        """The row that ``key`` can start from, and how much of it, in elements of the key."""
+        prefix = self._index.longest_prefix(key[:-1])
+        whole = len(prefix) if prefix else 0
+        near, common = self._index.nearest(key)
+        common = min(common, len(key) - 1)
+        if near and common >= whole + WORTHWHILE and self._index[near].block.trimmable:
+            return self._index[near], common
+        return (self._index[prefix], whole) if prefix else (None, 0)
+
+    def _started(self, keys: Sequence[Key]) -> list[Work]:
+        """Every key in a block that holds a part of it, maybe none of it."""
+        extended: dict[Block, list[tuple[int, Key]]] = defaultdict(list)
+        works, fresh = [], []
+        for key in keys:
+            place, reused = self._source(key)
+            if place is None:
+                fresh.append(key)
+            elif reused < len(place.key):
+                works.append(Work(place.block.trimmed(place.row, reused - 1), [key]))
+            else:
+                extended[place.block].append((place.row, key))
+        for block, items in extended.items():
+            works.append(self._moved_on(block, sorted(items)))
+        if fresh:
+            works.append(Work(Block.empty(self._runner, [key[0] for key in fresh]), fresh))
+        return works
+
+    def _moved_on(self, block: Block, items: Sequence[tuple[int, Key]]) -> Work:
+        """Take the rows that are extended out of their block; leave the others."""
+        moving = {row for row, _ in items}
+        staying = [row for row in range(len(block.keys)) if row not in moving or block.pinned or self._stays(block, row)]
+        _, moved = self._replace(block, [staying, [row for row, _ in items]], kept=1)
+        return Work(moved, [key for _, key in items])
+
+    def _stays(self, block: Block, row: int) -> bool:
+        return block.costly[row] and not block.trimmable
+
+    # --- feeding --------------------------------------------------------------------------------------------------------
+
+    def _by_width(self, works: Iterable[Work]) -> list[Work]:
+        """Part works so that each is to be fed rows of about one length; works of nothing to feed stay as they are."""
+        parted = []
+        for work in works:
+            groups: dict[int, list[int]] = defaultdict(list)
+            for row, (key, target) in enumerate(zip(work.block.keys, work.targets, strict=True)):
+                groups[self._width_class(len(target) - len(key) - 1)].append(row)
+            targets = work.targets
+            for rows, block in zip(groups.values(), work.block.split(list(groups.values())), strict=True):
+                parted.append(Work(block, [targets[row] for row in rows]))
+        return parted
+
+    def _width_class(self, width: int) -> int:
+        """Rows of one class are fed together: at most about half of it is padding."""
+        return ((width + 7) // 8).bit_length() if self._ragged else width
+
+    def _fed(self, work: Work) -> Work:
+        """Append all but the last token of each target."""
+        missing = [target[len(key) : -1] for key, target in zip(work.block.keys, work.targets, strict=True)]
+        if any(missing):
+            work.block.feed(self._runner, missing)
+            work.block.costly = [len(tokens) >= WORTHWHILE for tokens in missing]
+        return work
+
+    # --- keeping --------------------------------------------------------------------------------------------------------
+
+    def _keep(self, block: Block) -> None:
+        block.used = self._tick
+        self._blocks.append(block)
+        for row, key in enumerate(block.keys):
+            self._index.add(key, Place(block, row))
+
+    def _forget(self, block: Block) -> None:
+        self._blocks.remove(block)
+        for key in block.keys:
+            self._index.remove(key)
+
+    def _replace(self, block: Block, parts: Sequence[Sequence[int]], kept: int | None = None) -> list[Block]:
+        """Split a block of the pool; the first ``kept`` parts, by default all, stay in the pool. Empty parts give none."""
+        self._forget(block)
+        used, pinned = block.used, block.pinned
+        made = iter(block.split([part for part in parts if part]))
+        blocks: list[Block] = []
+        for i, part in enumerate(parts):
+            split = next(made) if part else Block([], [])
+            blocks.append(split)
+            if part and (kept is None or i < kept):
+                self._keep(split)
+                split.used, split.pinned = used, pinned
+        return blocks
+
+    def _recalled(self, place: Place) -> mx.array:
+        place.block.used = self._tick
+        return place.block.logprobs[place.row]
+
+    def _evict(self) -> None:
+        excess = self.nbytes - self._max_bytes
+        for block in sorted(self._blocks, key=lambda block: block.used):
+            if excess <= 0:
+                return
+            if not block.pinned and block.used < self._tick:
+                excess -= block.nbytes
+                self._forget(block)
+
+
+def _packed(works: Sequence[Work]) -> list[Work]:
+    """Join works, the longest first, as long as padding does not take up more than half of what is joined."""
+    packed: list[list[Work]] = []
+    for work in sorted(works, key=lambda work: -work.block.length):
+        if packed and _dense([*packed[-1], work]):
+            packed[-1].append(work)
+        else:
+            packed.append([work])
+    return [
+        Work(
+            group[0].block.joined([work.block for work in group[1:]]), [target for work in group for target in work.targets]
+        )
+        for group in packed
+    ]
+
+
+def _dense(works: Sequence[Work]) -> bool:
+    lengths = [len(key) for work in works for key in work.block.keys]
+    padding = max(lengths) * len(lengths) - sum(lengths)
+    return padding <= max(TOLERATED_PADDING, sum(lengths))

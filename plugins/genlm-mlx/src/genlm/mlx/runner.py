@@ -1,0 +1,74 @@
+"""The model as a function of caches and tokens: forward passes, in chunks, for a batch of rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from math import ceil
+from typing import Any
+
+from mlx_lm.models.cache import make_prompt_cache
+
+import mlx.core as mx
+from genlm.mlx.adapters import Adapters
+from genlm.mlx.prefix_index import Key
+
+Cache = list[Any]  # one mlx-lm cache per layer
+
+
+class Runner:
+    """Runs the model over the rows of a cache.
+
+    A row is named by its key: the version of its adapter (0 is the base model), then its tokens.
+
+    Args:
+        model: The mlx-lm model.
+        adapters: The LoRA weights, applied by row.
+        step_size: The most tokens in one forward pass, over all rows.
+    """
+
+    def __init__(self, model: Any, adapters: Adapters, step_size: int) -> None:
+        self.model = model
+        self._adapters = adapters
+        self._step_size = step_size
+
+    def empty_cache(self) -> Cache:
+        """The cache of one row without tokens, as the model makes it."""
+        return make_prompt_cache(self.model)  # type: ignore[no-any-return]
+
+    def feed(self, cache: Cache, versions: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
+        """Append ``tokens[i]``, one or more, to row ``i``. Rows of unequal length are padded on the right meanwhile."""
+        lengths = [len(row) for row in tokens]
+        width = max(lengths)
+        ragged = min(lengths) < width
+        if ragged:
+            for layer in cache:
+                layer.prepare(lengths=lengths, right_padding=[width - length for length in lengths])
+        block = mx.array([[*row, *[0] * (width - len(row))] for row in tokens], mx.int32)
+        self._adapters.select(versions)
+        # Chunks of one length within one token: a ragged chunk of one token is beyond the rotating caches.
+        chunks = ceil(width / max(2, self._step_size // len(tokens)))
+        bounds = [width * i // chunks for i in range(chunks + 1)]
+        for start, end in itertools.pairwise(bounds):
+            self.model(block[:, start:end], cache=cache)
+            mx.eval([layer.state for layer in cache])
+        if ragged:
+            for layer in cache:
+                layer.finalize()
+            mx.eval([layer.state for layer in cache])
+
+    def step(self, cache: Cache, versions: Sequence[int], tokens: Sequence[int]) -> mx.array:
+        """Append one token to each row; the log-probabilities of the next, ``[rows, vocab_size]`` float32."""
+        self._adapters.select(versions)
+        logits = self.model(mx.array(tokens, mx.int32)[:, None], cache=cache)[:, -1, :].astype(mx.float32)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        mx.eval(logprobs, [layer.state for layer in cache])
+        return logprobs
+
+    def cold(self, key: Key) -> mx.array:
+        """The log-probabilities after ``key``, ``[1, vocab_size]`` float32, by way of no batch and no kept state."""
+        version, *tokens = key
+        cache = self.empty_cache()
+        if len(tokens) > 1:
+            self.feed(cache, [version], [tokens[:-1]])
+        return self.step(cache, [version], tokens[-1:])

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.gemma3 import Gemma3TextConfig
+from transformers.models.gpt2 import GPT2Config
+from transformers.models.lfm2 import Lfm2Config
+from transformers.models.llama import LlamaConfig
+from transformers.models.mamba import MambaConfig
+
+SIZES = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 3}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}
+
+LFM2 = {"block_dim": 32, "block_ff_dim": 48, "block_multiple_of": 8, "block_auto_adjust_ff_dim": False, "conv_bias": False}
+
+#: One tiny model for each way of keeping state: plain, with absolute positions, rotating, recurrent, and a hybrid.
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaConfig(**SIZES, **HEADS, rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
+    "gpt2": lambda: GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=4, n_positions=256),
+    "gemma3": lambda: Gemma3TextConfig(
+        **{**SIZES, "num_hidden_layers": 6}, **HEADS, sliding_window=12, query_pre_attn_scalar=8
+    ),
+    "mamba": lambda: MambaConfig(**SIZES, state_size=8, intermediate_size=64, time_step_rank=4),
+    "lfm2": lambda: Lfm2Config(**SIZES, **HEADS, **LFM2, layer_types=["conv", "full_attention", "conv"]),
+}
+
+
+def make_model(family: str, folder: Path) -> Path:
+    """A folder with a random model of a family and a tokenizer of the 256 bytes."""
+    torch.manual_seed(0)
+    config = CONFIGS[family]()
+    config.initializer_range = 0.3
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    if family == "gpt2":  # as on the hub, which is what mlx-lm reads
+        weights = load_file(folder / "model.safetensors")
+        weights = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes a tiny model folder per family, once."""
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = make_model(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return folder
