@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import math
 import random
 import string
 import time
 from collections import Counter
 
-import structlog
 import torch
 from attrs import define, evolve
 
@@ -117,7 +115,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     model = options.model or MODELS.get(options.backend, options.backend)
     with load_model_by_name(model, backend=options.backend) as lm:
         prompt = lm.tokenizer.encode(options.prompt)

@@ -15,17 +15,15 @@ import contextlib
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-import structlog
-from attrs import Factory, define
-
 from genlm.core.errors import EngineDeadError, ModelClosedError, QueriesResetError, ReentrancyError
+from genlm.core.intake import Counters, Intake, Pending, Task, Ticket
+from genlm.core.logs import get_logger
 from genlm.core.timeline import Timeline
 
-log = structlog.get_logger()
+log = get_logger()
 
 R = TypeVar("R", bound=Hashable)
 A = TypeVar("A")
@@ -49,59 +47,6 @@ class Stepper(Protocol[R, A_co]):
     def close(self) -> None:
         """Release everything. Called last."""
         ...
-
-
-@define(eq=False)
-class Ticket(Generic[A]):
-    """One caller waiting for one answer."""
-
-    future: asyncio.Future[A] | concurrent.futures.Future[A]
-    loop: asyncio.AbstractEventLoop | None  # None: the caller is a plain thread
-
-    def gone(self) -> bool:
-        """Whether nobody waits any more."""
-        return self.future.done() or (self.loop is not None and self.loop.is_closed())
-
-
-@define(eq=False)
-class Gathering(Generic[R, A]):
-    """What one event loop has asked since its last quiet pass."""
-
-    tickets: list[tuple[R, Ticket[A]]] = Factory(list)
-    seen: int = 1  # how many there were one pass ago
-
-
-@define(eq=False)
-class Task(Generic[T]):
-    """A call to make on the engine thread, after everything asked before it has been answered."""
-
-    call: Callable[[], T]
-    future: concurrent.futures.Future[T] = Factory(concurrent.futures.Future)
-
-    def run(self) -> None:
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            self.future.set_result(self.call())
-        except BaseException as error:
-            self.future.set_exception(error)
-            if isinstance(error, EngineDeadError) or not isinstance(error, Exception):
-                raise
-
-
-@define
-class Counters:
-    """What the batcher has done; written under its lock or by its thread alone."""
-
-    questions: int = 0
-    dedup_hits: int = 0
-    cancelled: int = 0
-    failed: int = 0
-
-
-# Requests that may be answered together, in the order asked, each with its callers. A task in the queue is a barrier
-# between two of them.
-Pending = dict[R, list[Ticket[A]]]
 
 
 class Batcher(Generic[R, A]):
@@ -128,17 +73,13 @@ class Batcher(Generic[R, A]):
         share: Callable[[A], A] = lambda answer: answer,
         timeline: Timeline | None = None,
     ) -> None:
-        self._batch_size = batch_size
         self._timeout = timeout
-        self._kind = kind
         self._share = share
         self._timeline = timeline or Timeline()
         self.counters = Counters()
         # Re-entrant, because a garbage collection may call stop() from any line, also one that holds it.
         self._changed = threading.Condition(threading.RLock())
-        self._gatherings: dict[asyncio.AbstractEventLoop, Gathering[R, A]] = {}
-        self._queue: deque[Pending[R, A] | Task[Any]] = deque()
-        self._queued_since = 0.0  # by the timeline's clock; holds while requests are in the queue
+        self._intake: Intake[R, A] = Intake(kind, batch_size, self._timeline, self.counters)
         self._running: Pending[R, A] = {}  # the engine thread's own
         self._refusal: Exception | None = None  # why nothing is accepted any more
         self._stopping = False
@@ -165,13 +106,8 @@ class Batcher(Generic[R, A]):
         future: asyncio.Future[A] = loop.create_future()
         with self._changed:
             self._check_open()
-            gathering = self._gatherings.get(loop)
-            if gathering is None:
-                for closed in [other for other in self._gatherings if other.is_closed()]:
-                    self._release(closed)  # its passes are over
-                gathering = self._gatherings[loop] = Gathering()
+            if self._intake.gather(request, Ticket(future, loop), loop):
                 loop.call_soon(self._after_pass, loop)
-            gathering.tickets.append((request, Ticket(future, loop)))
             self.counters.questions += 1
             self._timeline.asked(request, future)
         return future
@@ -185,7 +121,8 @@ class Batcher(Generic[R, A]):
         futures: list[concurrent.futures.Future[A]] = [concurrent.futures.Future() for _ in requests]
         with self._changed:
             self._check_open()
-            self._enqueue([(r, Ticket(f, None)) for r, f in zip(requests, futures, strict=True)])
+            self._intake.put([(r, Ticket(f, None)) for r, f in zip(requests, futures, strict=True)])
+            self._changed.notify_all()
             self.counters.questions += len(futures)
             for request, future in zip(requests, futures, strict=True):
                 self._timeline.asked(request, future)
@@ -203,9 +140,7 @@ class Batcher(Generic[R, A]):
         task = Task(call)
         with self._changed:
             self._check_open()
-            for loop in list(self._gatherings):
-                self._release(loop)
-            self._queue.append(task)
+            self._intake.put_task(task)
             self._changed.notify_all()
         try:
             return task.future.result()
@@ -216,7 +151,7 @@ class Batcher(Generic[R, A]):
     def reset(self) -> None:
         """Fail every request that the engine has not taken yet with :class:`QueriesResetError`."""
         with self._changed:
-            dropped = self._withdraw(tasks=False)
+            dropped = self._intake.withdraw(tasks=False)
         self._fail(dropped, QueriesResetError("reset_async_queries() dropped this question before the engine took it"))
 
     def stop(self) -> None:
@@ -239,12 +174,10 @@ class Batcher(Generic[R, A]):
             return
         self.stop()
         with self._changed:
-            dropped = self._withdraw()
+            dropped = self._intake.withdraw()
         self._fail(dropped, closed_while_pending())
         if threading.current_thread() is not self._thread:
             self._thread.join(patience)
-
-    # --- gathering: under the lock --------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if os.getpid() != self._pid:
@@ -258,46 +191,11 @@ class Batcher(Generic[R, A]):
             raise self._refusal
 
     def _after_pass(self, loop: asyncio.AbstractEventLoop) -> None:
-        """One pass of the event loop after the last look: release the gathering if that pass added nothing."""
         with self._changed:
-            gathering = self._gatherings.get(loop)
-            if gathering is None:
-                return
-            if len(gathering.tickets) > gathering.seen:
-                gathering.seen = len(gathering.tickets)
+            if self._intake.passed(loop):
                 loop.call_soon(self._after_pass, loop)
             else:
-                self._release(loop)
-
-    def _release(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._enqueue(self._gatherings.pop(loop).tickets)
-
-    def _enqueue(self, asked: Iterable[tuple[R, Ticket[A]]]) -> None:
-        if not self._queue:
-            self._queued_since = self._timeline.clock()
-        if not self._queue or isinstance(self._queue[-1], Task):
-            self._queue.append({})
-        pending = self._queue[-1]
-        assert isinstance(pending, dict)  # narrows the type
-        for request, ticket in asked:
-            waiting = pending.setdefault(request, [])
-            self.counters.dedup_hits += bool(waiting)
-            waiting.append(ticket)
-        self._changed.notify_all()
-
-    def _withdraw(self, tasks: bool = True) -> list[Ticket[Any]]:
-        """Take back everything that the engine has not taken; with ``tasks`` the tasks too."""
-        for loop in list(self._gatherings):
-            self._release(loop)
-        kept = [item for item in self._queue if isinstance(item, Task) and not tasks]
-        tickets: list[Ticket[Any]] = []
-        for item in self._queue:
-            if isinstance(item, dict):
-                tickets += [ticket for waiting in item.values() for ticket in waiting]
-            elif tasks:
-                tickets.append(Ticket(item.future, None))
-        self._queue = deque(kept)
-        return tickets
+                self._changed.notify_all()
 
     # --- the engine thread --------------------------------------------------------------------------------------------
 
@@ -331,67 +229,24 @@ class Batcher(Generic[R, A]):
         """Wait for work. A task comes alone; an empty list means that requests are in flight and none joins them."""
         with self._changed:
             while True:
-                while not (self._stopping or self._running or self._queue):
+                while not (self._stopping or self._running or self._intake):
                     self._changed.wait()
                 if self._timeout and not (self._stopping or self._running):
                     self._hold_open()
                 if self._stopping:
                     return None
-                first = self._queue[0] if self._queue else {}
-                if isinstance(first, Task):
-                    if self._running:
-                        return []
-                    self._queue.popleft()
-                    return first
-                newcomers = self._admit(first)
-                if newcomers or self._running:
-                    return newcomers
+                work = self._intake.take(self._running)
+                if work or self._running:
+                    return work
 
     def _hold_open(self) -> None:
         """Wait up to ``timeout`` for the batch to fill. A task or the end of the model cuts it short."""
         deadline = time.monotonic() + self._timeout
-        while not self._stopping and len(self._queue) == 1 and isinstance(self._queue[0], dict):
+        while not (self._stopping or self._intake.full()):
             remaining = deadline - time.monotonic()
-            if remaining <= 0 or (self._batch_size is not None and len(self._queue[0]) >= self._batch_size):
+            if remaining <= 0:
                 return
             self._changed.wait(remaining)
-
-    def _admit(self, pending: Pending[R, A]) -> list[R]:
-        """Move requests of one kind from ``pending`` into flight, as many as fit, and return those."""
-        newcomers: list[R] = []
-        taken = self._timeline.clock()
-        kind = self._kind(next(iter(self._running))) if self._running else None
-        for request, tickets in list(pending.items()):
-            if self._batch_size is not None and len(self._running) >= self._batch_size:
-                break
-            waiting = [ticket for ticket in tickets if not ticket.gone()]
-            if not waiting:
-                self.counters.cancelled += len(tickets)
-                del pending[request]
-                continue
-            own_kind = self._kind(request)
-            if not self._running:
-                kind = own_kind
-            elif own_kind != kind:
-                # The first of another kind waits for its turn; those behind it of this kind may still join, unless
-                # the batch is already on its way: else a stream of one kind could starve the other.
-                if newcomers:
-                    continue
-                break
-            if request in self._running:
-                self._running[request] += waiting
-                self.counters.dedup_hits += 1
-            else:
-                self._running[request] = waiting
-                newcomers.append(request)
-            self.counters.cancelled += len(tickets) - len(waiting)
-            del pending[request]
-        if newcomers:
-            self._timeline.add("queue", self._queued_since, requests=len(newcomers))
-            self._queued_since = taken  # of those left behind, if any
-        if not pending and self._queue and self._queue[0] is pending:
-            self._queue.popleft()
-        return newcomers
 
     def _deliver(self, answers: Iterable[tuple[R, A | Exception]]) -> None:
         outcomes: list[tuple[Ticket[A], A | Exception]] = []
@@ -439,14 +294,14 @@ class Batcher(Generic[R, A]):
         log.error("engine.died", error=repr(cause))
         with self._changed:
             self._refusal = error
-            dropped = self._withdraw()
+            dropped = self._intake.withdraw()
         self._fail(dropped, error)
         self._fail_running(error)
 
     def _end(self, stepper: Stepper[R, A]) -> None:
         self.stop()
         with self._changed:
-            dropped = self._withdraw()
+            dropped = self._intake.withdraw()
         self._fail(dropped, closed_while_pending())
         self._fail_running(closed_while_pending())
         try:

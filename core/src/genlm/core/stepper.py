@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import structlog
 from attrs import define, field, frozen
 
 from genlm.core.adapters import AdapterRegistry
@@ -13,13 +12,14 @@ from genlm.core.cache import OutputCache
 from genlm.core.engine import LoadedEngine
 from genlm.core.errors import EngineError, GenlmError
 from genlm.core.isolation import IsolatedSteps, Outcomes, evaluate_isolated
+from genlm.core.logs import get_logger
 from genlm.core.timeline import Timeline
 from genlm.core.types import Query, SamplingParams, TokenIds
 
 if TYPE_CHECKING:
     import torch
 
-log = structlog.get_logger()
+log = get_logger()
 
 T = TypeVar("T")
 
@@ -173,9 +173,8 @@ class EngineStepper:
         began = self.timeline.clock()
         result = call()
         self.counters.count(queries, rows)
-        if structlog.is_configured():  # else structlog prints even debug events, one for every batch
-            milliseconds = round((self.timeline.clock() - began) * 1e3, 3)
-            log.debug("batch.evaluated", backend=self.engine.backend, n=queries, ms=milliseconds)
+        milliseconds = round((self.timeline.clock() - began) * 1e3, 3)
+        log.debug("batch.evaluated", backend=self.engine.backend, n=queries, ms=milliseconds)
         return result
 
     def _explained(self, query: Query, error: Exception) -> Exception:

@@ -183,8 +183,18 @@ class Engine(Protocol):
         model: The engine's own model object, given to users as ``lm.underlying_model``.
     """
 
-    tokenizer: Any
-    vocab_size: int
-    max_context: int | None
-    device: str
-    model: Any
+    # Properties, because the core only reads them: an engine may have plain attributes, of narrower types.
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_context(self) -> int | None: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def model(self) -> Any: ...

@@ -1,0 +1,213 @@
+"""The intake: what has been asked and not been taken by the engine thread yet."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Generic, TypeVar
+
+from attrs import Factory, define
+
+from genlm.core.errors import EngineDeadError
+from genlm.core.timeline import Timeline
+
+R = TypeVar("R", bound=Hashable)
+A = TypeVar("A")
+T = TypeVar("T")
+
+
+@define(eq=False)
+class Ticket(Generic[A]):
+    """One caller waiting for one answer."""
+
+    future: asyncio.Future[A] | concurrent.futures.Future[A]
+    loop: asyncio.AbstractEventLoop | None  # None: the caller is a plain thread
+
+    def gone(self) -> bool:
+        """Whether nobody waits any more."""
+        return self.future.done() or (self.loop is not None and self.loop.is_closed())
+
+
+@define(eq=False)
+class Gathering(Generic[R, A]):
+    """What one event loop has asked since its last quiet pass."""
+
+    tickets: list[tuple[R, Ticket[A]]] = Factory(list)
+    seen: int = 1  # how many there were one pass ago
+
+
+@define(eq=False)
+class Task(Generic[T]):
+    """A call to make on the engine thread, after everything asked before it has been answered."""
+
+    call: Callable[[], T]
+    future: concurrent.futures.Future[T] = Factory(concurrent.futures.Future)
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self.call())
+        except BaseException as error:
+            self.future.set_exception(error)
+            if isinstance(error, EngineDeadError) or not isinstance(error, Exception):
+                raise
+
+
+@define
+class Counters:
+    """What the batcher has done; written under its lock or by its thread alone."""
+
+    questions: int = 0
+    dedup_hits: int = 0
+    cancelled: int = 0
+    failed: int = 0
+
+
+#: Requests, in the order asked, each with its callers.
+Pending = dict[R, list[Ticket[A]]]
+
+
+class Intake(Generic[R, A]):
+    """Requests and tasks in the order asked; equal requests share a place. The batcher calls it under its lock.
+
+    Args:
+        kind: Requests may be in flight together only if their kinds are equal.
+        limit: The most requests in flight; ``None`` is no limit.
+        timeline: Told of the time spent queueing.
+        counters: Told of equal requests, and of those that nobody waits for any more.
+    """
+
+    def __init__(self, kind: Callable[[R], Hashable], limit: int | None, timeline: Timeline, counters: Counters) -> None:
+        self._kind = kind
+        self._limit = limit
+        self._timeline = timeline
+        self._counters = counters
+        self._gatherings: dict[asyncio.AbstractEventLoop, Gathering[R, A]] = {}
+        self._queue: deque[Pending[R, A] | Task[Any]] = deque()  # a task is a barrier between requests
+        self._queued_since = 0.0  # by the timeline's clock; holds while requests are in the queue
+
+    def __bool__(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self._queue)
+
+    # --- what comes in ------------------------------------------------------------------------------------------------
+
+    def gather(self, request: R, ticket: Ticket[A], loop: asyncio.AbstractEventLoop) -> bool:
+        """Hold a request until a pass of its event loop adds no other. ``True`` if it is the first of its gathering."""
+        gathering = self._gatherings.get(loop)
+        if gathering is not None:
+            gathering.tickets.append((request, ticket))
+            return False
+        for closed in [other for other in self._gatherings if other.is_closed()]:
+            self.release(closed)  # its passes are over
+        self._gatherings[loop] = Gathering([(request, ticket)])
+        return True
+
+    def passed(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """A pass of the event loop is over. ``True`` if it added something, so that another one must be waited for."""
+        gathering = self._gatherings.get(loop)
+        if gathering is None:
+            return False
+        if len(gathering.tickets) > gathering.seen:
+            gathering.seen = len(gathering.tickets)
+            return True
+        self.release(loop)
+        return False
+
+    def release(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Put what one event loop has gathered into the queue."""
+        self.put(self._gatherings.pop(loop).tickets)
+
+    def put(self, asked: Iterable[tuple[R, Ticket[A]]]) -> None:
+        """Put requests into the queue."""
+        if not self._queue:
+            self._queued_since = self._timeline.clock()
+        last = self._queue[-1] if self._queue else None
+        if isinstance(last, dict):
+            pending = last
+        else:
+            pending = {}
+            self._queue.append(pending)
+        for request, ticket in asked:
+            waiting = pending.setdefault(request, [])
+            self._counters.dedup_hits += bool(waiting)
+            waiting.append(ticket)
+
+    def put_task(self, task: Task[Any]) -> None:
+        """Put a task into the queue, behind everything asked so far."""
+        for loop in list(self._gatherings):
+            self.release(loop)
+        self._queue.append(task)
+
+    # --- what goes out ------------------------------------------------------------------------------------------------
+
+    def full(self) -> bool:
+        """Whether a batch that begins now would not grow by waiting: it has its limit, or a task stands behind it."""
+        first = self._queue[0] if self._queue else None
+        if len(self._queue) != 1 or not isinstance(first, dict):
+            return True
+        return self._limit is not None and len(first) >= self._limit
+
+    def take(self, running: Pending[R, A]) -> Task[Any] | list[R]:
+        """A task, alone and when nothing is running; or requests, now in ``running``, that may join what is."""
+        first = self._queue[0] if self._queue else {}
+        if not isinstance(first, Task):
+            return self._admit(first, running)
+        if running:
+            return []
+        self._queue.popleft()
+        return first
+
+    def withdraw(self, tasks: bool = True) -> list[Ticket[Any]]:
+        """Take back all requests; with ``tasks`` the tasks too."""
+        for loop in list(self._gatherings):
+            self.release(loop)
+        kept = [item for item in self._queue if isinstance(item, Task) and not tasks]
+        tickets: list[Ticket[Any]] = []
+        for item in self._queue:
+            if isinstance(item, dict):
+                tickets += [ticket for waiting in item.values() for ticket in waiting]
+            elif tasks:
+                tickets.append(Ticket(item.future, None))
+        self._queue = deque(kept)
+        return tickets
+
+    def _admit(self, pending: Pending[R, A], running: Pending[R, A]) -> list[R]:
+        """Move requests of one kind from ``pending`` into flight, as many as fit, and return those."""
+        newcomers: list[R] = []
+        taken = self._timeline.clock()
+        kind = self._kind(next(iter(running))) if running else None
+        for request, tickets in list(pending.items()):
+            if self._limit is not None and len(running) >= self._limit:
+                break
+            waiting = [ticket for ticket in tickets if not ticket.gone()]
+            if not waiting:
+                self._counters.cancelled += len(tickets)
+                del pending[request]
+                continue
+            own_kind = self._kind(request)
+            if not running:
+                kind = own_kind
+            elif own_kind != kind:
+                # The first of another kind waits for its turn; those behind it of this kind may still join, unless
+                # the batch is already on its way: else a stream of one kind could starve the other.
+                if newcomers:
+                    continue
+                break
+            if request in running:
+                running[request] += waiting
+                self._counters.dedup_hits += 1
+            else:
+                running[request] = waiting
+                newcomers.append(request)
+            self._counters.cancelled += len(tickets) - len(waiting)
+            del pending[request]
+        if newcomers:
+            self._timeline.add("queue", self._queued_since, requests=len(newcomers))
+            self._queued_since = taken  # of those left behind, if any
+        if not pending and self._queue and self._queue[0] is pending:
+            self._queue.popleft()
+        return newcomers
