@@ -35,7 +35,7 @@ class Gathering(Generic[R, A]):
     """What one event loop has asked since its last quiet pass."""
 
     tickets: list[tuple[R, Ticket[A]]] = Factory(list)
-    seen: int = 1  # how many there were one pass ago
+    seen: int = 0  # how many there were one pass ago
 
 
 @define(eq=False)
