@@ -62,3 +62,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return made[family]
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def lora_folders(folders: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """PEFT adapters of the tiny llama, of unlike ranks and layers."""
+    from peft import LoraConfig, get_peft_model
+
+    made = {}
+    for name, rank, targets in (("a", 2, ["q_proj", "v_proj"]), ("b", 4, ["o_proj", "gate_proj"])):
+        torch.manual_seed(rank)
+        config = LoraConfig(r=rank, lora_alpha=8, target_modules=targets, init_lora_weights=False)
+        path = tmp_path_factory.mktemp("lora") / name
+        get_peft_model(AutoModelForCausalLM.from_pretrained(folders("llama")), config).save_pretrained(path)
+        made[name] = str(path)
+    return made

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 #: The most total variation between a batched row and the same row alone, for float32 weights and for coarser ones.
 TOLERANCE, COARSE_TOLERANCE = 1e-4, 0.1
 
-PROMPTS: tuple[Key, ...] = ((0, 1, 2, 3, 4, 5, 6, 7), (0, 5, 3), (0, 2, 9, 4, 1, 8))
+PROMPTS: tuple[Key, ...] = ((0, 1, 2, 3, 4, 5), (0, 5, 3))
 
 
 class CacheSupport(Enum):
@@ -29,11 +29,12 @@ def probe(runner: Runner) -> CacheSupport:
     if not all(hasattr(layer, "merge") for layer in runner.empty_cache()):
         return CacheSupport.NONE
     extended = [(*key, 7) for key in PROMPTS]
-    alone = mx.exp(mx.concatenate([runner.cold(key) for key in (*PROMPTS, *extended)]))
+    alone = mx.exp(mx.concatenate([runner.cold(key) for key in extended]))
     for support in (CacheSupport.RAGGED, CacheSupport.EQUAL):
         pool = Pool(runner, max_bytes=0, ragged=support is CacheSupport.RAGGED)
         try:
-            batched = mx.exp(mx.concatenate([pool.logprobs(PROMPTS), pool.logprobs(extended)]))
+            pool.logprobs(PROMPTS)
+            batched = mx.exp(pool.logprobs(extended))
         except (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError):
             continue  # models raise whatever comes of a cache they were not written for
         if mx.max(mx.sum(mx.abs(batched - alone), axis=-1)).item() / 2 <= _tolerance(runner):
