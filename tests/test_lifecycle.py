@@ -101,6 +101,25 @@ def test_close_twice_and_use_after_close(mock):
             use()
 
 
+def test_use_after_close_from_a_thread_with_the_identity_of_the_engine_thread(mock):
+    """The system gives a new thread the identity of one that has ended."""
+    lm = mock()
+    lm.close()
+    outcomes = []
+
+    def ask() -> None:
+        try:
+            lm.next_token_logprobs_sync([1])
+        except Exception as error:
+            outcomes.append(error)
+
+    for _ in range(20):
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+    assert [type(outcome) for outcome in outcomes] == [ModelClosedError] * 20
+
+
 def test_a_cached_row_is_not_served_after_close(mock):
     lm = mock()
     lm.next_token_logprobs_sync([1])

@@ -182,13 +182,13 @@ class Batcher(Generic[R, A]):
     def _check_open(self) -> None:
         if os.getpid() != self._pid:
             raise EngineDeadError("this process was forked from the one that loaded the model; load it again here")
+        if self._refusal is not None:  # asked first: a new thread may have the identity of an engine thread that has ended
+            raise self._refusal
         if threading.get_ident() == self._thread.ident:
             raise ReentrancyError(
                 "a hook or wrapper asked its own model a question on the engine thread, which could never be answered; "
                 "ask before loading, or use the engine object directly"
             )
-        if self._refusal is not None:
-            raise self._refusal
 
     def _after_pass(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._changed:
