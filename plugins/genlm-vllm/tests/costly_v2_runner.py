@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from genlm.core.conformance import ConformanceSuite
+from genlm.core.errors import EngineError
 from genlm.core.types import Query
 
 
@@ -70,6 +71,11 @@ class TestVllmV2(ConformanceSuite):
     }
     atol = 1e-3
     effort = 0.02
+    patience = 900.0  # drawing takes the interpreter about a second a token
+
+    @pytest.mark.xfail(reason="Triton's interpreter does not run vLLM's top-k kernel", raises=EngineError, strict=True)
+    def test_top_k_and_top_p(self, live):
+        super().test_top_k_and_top_p(live)
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
