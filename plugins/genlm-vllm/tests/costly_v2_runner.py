@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from genlm.core.conformance import ConformanceSuite
-from genlm.core.errors import EngineError
 from genlm.core.types import Query
 
 
@@ -73,9 +72,14 @@ class TestVllmV2(ConformanceSuite):
     effort = 0.02
     patience = 900.0  # drawing takes the interpreter about a second a token
 
-    @pytest.mark.xfail(reason="Triton's interpreter does not run vLLM's top-k kernel", raises=EngineError, strict=True)
+    # Not even tried: a kernel that the interpreter gives up leaves it unable to run the next one.
+    @pytest.mark.xfail(reason="Triton's interpreter does not run vLLM's top-k kernel", run=False, strict=True)
     def test_top_k_and_top_p(self, live):
         super().test_top_k_and_top_p(live)
+
+    @pytest.mark.xfail(reason="Triton's interpreter fails in the kernel that draws hundreds", run=False, strict=True)
+    def test_frequencies_agree_with_rows(self, live):
+        super().test_frequencies_agree_with_rows(live)
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
