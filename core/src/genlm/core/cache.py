@@ -27,7 +27,7 @@ class OutputCache:
         self.max_bytes = max_bytes
         self.move_to_cpu = move_to_cpu
         self.hits = 0
-        self._rows: OrderedDict[Hashable, tuple[torch.Tensor, torch.device]] = OrderedDict()
+        self._rows: OrderedDict[Hashable, tuple[torch.Tensor, torch.device, int]] = OrderedDict()  # row, from, bytes
         self._nbytes = 0
         self._generation = 0
         self._lock = threading.Lock()
@@ -55,20 +55,21 @@ class OutputCache:
                 return None
             self._rows.move_to_end(key)
             self.hits += 1
-        row, device = kept
+        row, device, _ = kept
         return row.clone() if row.device == device else row.to(device)
 
     def put(self, key: Hashable, row: torch.Tensor, generation: int) -> None:
         """Keep a copy of ``row``, unless it was computed under an older generation or is larger than the whole cache."""
-        if self.maxsize == 0 or (self.max_bytes is not None and row.nbytes > self.max_bytes):
+        nbytes = row.nbytes  # a tensor counts its bytes every time that it is asked
+        if self.maxsize == 0 or (self.max_bytes is not None and nbytes > self.max_bytes):
             return
         own = row.cpu() if self.move_to_cpu and row.device.type != "cpu" else row.clone()
         with self._lock:
             if generation != self._generation:
                 return
             self._discard(key)
-            self._rows[key] = own, row.device
-            self._nbytes += own.nbytes
+            self._rows[key] = own, row.device, nbytes
+            self._nbytes += nbytes
             while self._over():
                 self._discard(next(iter(self._rows)))
 
@@ -91,4 +92,4 @@ class OutputCache:
     def _discard(self, key: Hashable) -> None:
         kept = self._rows.pop(key, None)
         if kept is not None:
-            self._nbytes -= kept[0].nbytes
+            self._nbytes -= kept[2]
