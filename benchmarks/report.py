@@ -10,6 +10,9 @@ from attrs import define, field
 
 from benchmarks.plots import draw
 
+#: A case that every workload has.
+PEAK = "peak memory of the process"
+
 
 @define
 class Case:
@@ -27,8 +30,9 @@ class Case:
         return statistics.median(map(statistics.median, rounds)) if rounds else None
 
     def spread(self, side: str) -> float:
-        """Half the range of the rounds' medians, as a share of their median."""
-        medians = [statistics.median(values) for values in self.values[side]]
+        """Half the range of the rounds' medians, or of the values of the only round, as a share of their median."""
+        rounds = self.values[side]
+        medians = rounds[0] if len(rounds) == 1 else [statistics.median(values) for values in rounds]
         middle = statistics.median(medians)
         return (max(medians) - min(medians)) / 2 / middle if middle else 0.0
 
@@ -46,13 +50,13 @@ def cases_of(result: dict[str, Any]) -> dict[str, list[Case]]:
     for run in result["runs"]:
         cases = [*run["cases"]]
         if "peak_mib" in run:
-            cases.append({"case": "peak memory of the process", "x": None, "unit": "MiB", "values": [run["peak_mib"]]})
+            cases.append({"case": PEAK, "x": None, "unit": "MiB", "values": [run["peak_mib"]]})
         for said in cases:
             key = (run["workload"], said["case"], said["x"])
             case = found.setdefault(key, Case(*key, said["unit"]))
             case.values.setdefault(run["side"], []).append(said["values"])
     by_workload: dict[str, list[Case]] = {}
-    for case in found.values():
+    for case in sorted(found.values(), key=lambda case: case.name == PEAK):
         by_workload.setdefault(case.workload, []).append(case)
     return by_workload
 
