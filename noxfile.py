@@ -94,6 +94,17 @@ def conformance(session: nox.Session, name: str) -> None:
     check_plugin(session, name, PLUGINS[name] / "tests" / "test_conformance.py")
 
 
+@nox.session(default=False)
+@each_plugin
+def costly(session: nox.Session, name: str) -> None:
+    """A plugin's tests that take long, such as several engine processes; each file in a process of its own."""
+    files = sorted((PLUGINS[name] / "tests").glob("costly_*.py"))
+    if not files:
+        session.skip(f"genlm-{name} has no costly tests")
+    for file in files:
+        check_plugin(session, name, file)
+
+
 def check_plugin(session: nox.Session, name: str, tests: Path) -> None:
     prepare(session)
     install_plugin(session, name)

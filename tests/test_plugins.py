@@ -17,6 +17,7 @@ from genlm.core import (
     BackendUnavailableError,
     InvalidOptionError,
     PluginError,
+    VocabularyError,
     hookimpl,
     load_model_by_name,
 )
@@ -200,6 +201,21 @@ def test_an_engine_that_evaluates_nothing():
 
     with pytest.raises(PluginError, match="implement one of genlm_next_token_logprobs, genlm_step"):
         AsyncLM(Idle, backend="x")
+
+
+def test_an_engine_that_is_refused_is_closed():
+    closed = []
+
+    class Lossy(Engine):
+        tokenizer = object()  # whose tokens have no bytes
+
+        @hookimpl
+        def genlm_close(self):
+            closed.append(self)
+
+    with pytest.raises(VocabularyError):
+        AsyncLM(Lossy, backend="x")
+    assert len(closed) == 1
 
 
 def test_an_engine_without_its_attributes():

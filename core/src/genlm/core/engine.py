@@ -46,7 +46,11 @@ class LoadedEngine:
         self.max_context = engine.max_context
         self.byte_vocab: list[Token]
         self.str_vocab: list[str]
-        self.byte_vocab, self.str_vocab = decode_vocab(engine.tokenizer)
+        try:
+            self.byte_vocab, self.str_vocab = decode_vocab(engine.tokenizer)
+        except BaseException:
+            self.close()  # the engine has been loaded, and nobody else will
+            raise
         if not any(self.supports(hook) for hook in EVALUATION_HOOKS):
             raise PluginError(f"{owner} has no hook that evaluates; implement one of {', '.join(EVALUATION_HOOKS)}")
         self.continuous = self.supports("genlm_step")

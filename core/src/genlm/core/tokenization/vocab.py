@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from genlm.core.errors import InvalidOptionError
+from genlm.core.errors import InvalidOptionError, VocabularyError
 from genlm.core.tokenization.fast import fast_token_bytes, is_fast
 from genlm.core.tokenization.libraries import library_token_bytes
 from genlm.core.tokenization.slow import slow_token_bytes
@@ -43,7 +43,14 @@ def _token_bytes(tokenizer: Any) -> Sequence[bytes]:
     if is_fast(tokenizer):
         return fast_token_bytes(tokenizer)
     token_bytes = library_token_bytes(tokenizer)
-    return slow_token_bytes(tokenizer) if token_bytes is None else token_bytes
+    if token_bytes is not None:
+        return token_bytes
+    if not hasattr(tokenizer, "get_vocab"):
+        raise VocabularyError(
+            f"{type(tokenizer).__name__} is no tokenizer of a known family: it has neither get_vocab nor token_bytes; "
+            "give it a method token_bytes() that returns the bytes of every token"
+        )
+    return slow_token_bytes(tokenizer)
 
 
 def _to_string(token_id: int, token: bytes, fallback: Callable[[int, bytes], str]) -> str:
