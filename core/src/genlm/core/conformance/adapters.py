@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import strategies as st
 
 from genlm.core.conformance.compare import Violation, check, difference
@@ -118,7 +119,7 @@ class AdapterClauses:
     def test_lora_without_support(self, live: Subject) -> None:
         """Where the engine has no LoRA, adding an adapter says so, and the model goes on."""
         if live.lm.supports("genlm_add_lora"):
-            return
+            pytest.skip("the engine has LoRA")
         context = live.contexts.stem[:4]
         try:
             live.lm.add_new_lora("nowhere", "x")

@@ -31,7 +31,12 @@ class Contexts:
         longest = min(5, self.limit - room_for)
         tails = st.lists(st.sampled_from(self.tokens), min_size=1, max_size=longest)
         stems = st.sampled_from([length for length in STEMS if length + longest + room_for <= self.limit])
-        return st.tuples(stems, tails).map(lambda drawn: (*self.stem[: drawn[0]], *drawn[1]))
+
+        @st.composite
+        def contexts(draw: st.DrawFn) -> TokenIds:  # a composite, because Hypothesis would show a `map` as a call of it
+            return (*self.stem[: draw(stems)], *draw(tails))
+
+        return contexts()
 
     def several(self, least: int = 2, most: int = 6) -> SearchStrategy[list[TokenIds]]:
         """Some contexts, perhaps with duplicates."""
@@ -43,4 +48,10 @@ class Contexts:
 
     def tails(self, least: int = 1, most: int = 3) -> SearchStrategy[TokenIds]:
         """A few tokens to follow a context."""
-        return st.lists(st.sampled_from(self.tokens), min_size=least, max_size=most).map(tuple)
+        tokens = st.lists(st.sampled_from(self.tokens), min_size=least, max_size=most)
+
+        @st.composite
+        def tails(draw: st.DrawFn) -> TokenIds:
+            return tuple(draw(tokens))
+
+        return tails()

@@ -50,11 +50,13 @@ class Subject:
         self.atol = atol
         self.effort = effort
         self.patience = patience
+        self._patience = patience
         self.probe = Probe(patience)
         self.contract_violations: list[PluginError] = []
         self._load = load
         self._lm: AsyncLM | None = None
         self._broken: Exception | None = None
+        self._runner = asyncio.Runner()  # of the main thread: a new loop for every question would take longer than it
         self._clean = False
         self._bound: dict[str, str] = {}
         #: What clauses keep for each other.
@@ -85,6 +87,7 @@ class Subject:
     def begin(self) -> Self:
         """Begin another clause."""
         self._clean = False
+        self._patience = self.patience
         return self
 
     @functools.cached_property
@@ -118,6 +121,7 @@ class Subject:
 
     def close(self) -> None:
         """Close the model if it is open."""
+        self._runner.close()
         self.probe.reset()
         if self._lm is not None:
             self._lm.close()
@@ -218,19 +222,21 @@ class Subject:
         return self.run(together())
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in an event loop of its own; that it hangs is a violation."""
+        """Run a coroutine in an event loop of this thread's; that it hangs is a violation."""
 
         async def bounded() -> T:
             return await self.soon(coroutine)
 
-        return asyncio.run(bounded())
+        if threading.current_thread() is not threading.main_thread():
+            return asyncio.run(bounded())
+        return self._runner.run(bounded())
 
     async def soon(self, awaitable: Awaitable[T]) -> T:
         """What ``awaitable`` gives; that it hangs is a violation."""
         try:
-            return await asyncio.wait_for(awaitable, self.patience)
+            return await asyncio.wait_for(awaitable, self._patience)
         except TimeoutError:
-            raise Violation(f"a caller got no answer within {self.patience:g} s: it hangs") from None
+            raise self._hang("a caller got no answer") from None
 
     def thread(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
         """Make a call in a thread of its own, which may hang without holding up the suite."""
@@ -248,9 +254,15 @@ class Subject:
     def outcome(self, future: concurrent.futures.Future[Any]) -> Outcome:
         """The result or the exception of a call in another thread; that it hangs is a violation."""
         try:
-            return future.exception(self.patience) or future.result()
+            return future.exception(self._patience) or future.result()
         except TimeoutError:
-            raise Violation(f"a call did not return within {self.patience:g} s: it hangs") from None
+            raise self._hang("a call did not return") from None
+
+    def _hang(self, what: str) -> Violation:
+        violation = Violation(f"{what} within {self._patience:g} s: it hangs")
+        # Shrinking would hang again and again: what has hung once is waited for no longer in this clause.
+        self._patience = self.patience / 20
+        return violation
 
 
 async def submitted() -> None:

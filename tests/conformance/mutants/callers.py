@@ -1,0 +1,147 @@
+"""Faults towards callers, and in what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import torch
+
+from genlm.core import AsyncLM
+from genlm.core.errors import EngineError, GenlmError, QueriesResetError
+
+from .registry import breaks
+
+
+class LMWithTasks(AsyncLM):
+    """A model that makes a task of each question of a context, which all who ask for it share."""
+
+    async def next_token_logprobs(self, token_ids: Any, **options: Any) -> torch.Tensor:
+        tasks = self.__dict__.setdefault("tasks", {})
+        key = asyncio.get_running_loop(), repr(token_ids), *options.items()
+        if key not in tasks:
+            tasks[key] = asyncio.ensure_future(super().next_token_logprobs(token_ids, **options))
+            tasks[key].add_done_callback(lambda _: tasks.pop(key))
+        return (await self.answer(tasks[key])).clone()
+
+    async def answer(self, task: asyncio.Task[torch.Tensor]) -> torch.Tensor:
+        raise NotImplementedError
+
+
+@breaks("cancelled_caller_leaves_others_alone")
+class CancelledNeighbour(LMWithTasks):
+    """Cancelling one caller cancels all who asked for the same context."""
+
+    async def answer(self, task: asyncio.Task[torch.Tensor]) -> torch.Tensor:
+        return await task
+
+
+@breaks("abandoned_question_is_dropped", also_in_state_machine=False)
+class AbandonedQuestionsEvaluated(LMWithTasks):
+    """A question lives on when all its callers have gone."""
+
+    async def answer(self, task: asyncio.Task[torch.Tensor]) -> torch.Tensor:
+        return await asyncio.shield(task)
+
+
+@breaks("failing_question_fails_alone")
+class SwallowedError(AsyncLM):
+    """A question that fails is answered with a flat row."""
+
+    async def next_token_logprobs(self, *args: Any, **options: Any) -> torch.Tensor:
+        try:
+            return await super().next_token_logprobs(*args, **options)
+        except EngineError:
+            return torch.zeros(len(self.byte_vocab)).log_softmax(dim=0)
+
+
+@breaks("reset_fails_what_is_pending")
+class ResetForgetsTheCallers(AsyncLM):
+    """A question that a reset drops is never answered."""
+
+    async def next_token_logprobs(self, *args: Any, **options: Any) -> torch.Tensor:
+        try:
+            return await super().next_token_logprobs(*args, **options)
+        except QueriesResetError:
+            return await asyncio.get_running_loop().create_future()
+
+
+@breaks("blocking_call_inside_a_running_loop", also_in_state_machine=False)
+class BlockingCallsRunALoop(AsyncLM):
+    """The blocking call runs the coroutine, which no thread with a running loop can."""
+
+    def next_token_logprobs_sync(self, *args: Any, **options: Any) -> torch.Tensor:
+        return asyncio.run(self.next_token_logprobs(*args, **options))
+
+
+@breaks("several_threads", "blocking_call_inside_a_running_loop")
+class ThreadsMixedUp(AsyncLM):
+    """What a thread is computing is kept where another one takes it for its own."""
+
+    def next_token_logprobs_sync(self, token_ids: Any, **options: Any) -> torch.Tensor:
+        main = threading.current_thread() is threading.main_thread()
+        row = super().next_token_logprobs_sync(token_ids, **options)
+        return row if main or "lora_name" in options else torch.roll(row, 1)
+
+
+@breaks("loops_one_after_the_other")
+class BoundToAnAbandonedLoop(AsyncLM):
+    """Nobody can ask while callers of a loop that was closed are counted as waiting."""
+
+    async def next_token_logprobs(self, *args: Any, **options: Any) -> torch.Tensor:
+        waiting = self.__dict__.setdefault("waiting", {})
+        if any(loop.is_closed() for loop in waiting.values()):
+            raise RuntimeError("bound to a different event loop")
+        caller = object()
+        waiting[caller] = asyncio.get_running_loop()
+        try:
+            return await super().next_token_logprobs(*args, **options)
+        finally:
+            del waiting[caller]
+
+
+class LenientLM(AsyncLM):
+    """A model that answers with something where the core refuses."""
+
+    lenient: tuple[type[Exception], str]
+
+    def _lenient(self, error: Exception) -> bool:
+        kind, text = self.lenient
+        return isinstance(error, kind) and text in str(error)
+
+    async def next_token_logprobs(self, token_ids: Any, **options: Any) -> torch.Tensor:
+        try:
+            return await super().next_token_logprobs(token_ids, **options)
+        except GenlmError as error:
+            if not self._lenient(error):
+                raise
+            return await super().next_token_logprobs([0])
+
+    async def sample(self, *args: Any, **options: Any) -> list[int]:
+        try:
+            return await super().sample(*args, **options)
+        except GenlmError as error:
+            if not self._lenient(error):
+                raise
+            return []
+
+
+@breaks("bad_context_is_refused", also_in_state_machine=False)
+class EmptyContextAnswered(LenientLM):
+    lenient = (ValueError, "is empty")
+
+
+@breaks("too_long_context_is_refused", also_in_state_machine=False)
+class LongContextCut(LenientLM):
+    lenient = (ValueError, "exceeds")
+
+
+@breaks("unknown_adapter_is_refused", "removed_adapter")
+class UnknownAdapterIsTheBaseModel(LenientLM):
+    lenient = (ValueError, "no LoRA adapter")
+
+
+@breaks("bad_sampling_option_is_refused", also_in_state_machine=False)
+class BadOptionIgnored(LenientLM):
+    lenient = (ValueError, "top_k")

@@ -1,0 +1,56 @@
+"""Faults that need an order of things, and faults in the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attrs import evolve
+
+from genlm.core import Answer, AsyncLM, Query, hookimpl
+from genlm.core.errors import ModelClosedError
+from genlm.core.mock import ContinuousMockEngine
+
+from .registry import ANYTHING, COMPANY, breaks
+
+
+@breaks(ANYTHING)
+class ResetForgetsTheDefaultAdapter(AsyncLM):
+    """Every operation is right by itself; only after one another are they not."""
+
+    def reset_async_queries(self) -> None:
+        super().reset_async_queries()
+        self.clear_lora()
+
+
+@breaks("close_fails_what_is_pending", "close_again_and_use_after_close", also_in_state_machine=False)
+class HangAfterClose(AsyncLM):
+    """Whoever waits when the model is closed waits for ever."""
+
+    async def next_token_logprobs(self, *args: Any, **options: Any) -> torch.Tensor:
+        try:
+            return await super().next_token_logprobs(*args, **options)
+        except ModelClosedError:
+            return await asyncio.get_running_loop().create_future()
+
+
+@breaks("close_again_and_use_after_close", also_in_state_machine=False)
+class ClosedTwiceFails(AsyncLM):
+    def close(self) -> None:
+        if self.__dict__.setdefault("closed", False):
+            raise RuntimeError("closed already")
+        self.closed = True
+        super().close()
+
+
+@breaks("same_tail_under_different_prefixes", *COMPANY, "pinned_prefix")
+class ContinuousDeduplicationBySuffix(ContinuousMockEngine):
+    """Queries in flight together whose last token is the same share a row."""
+
+    @hookimpl
+    def genlm_step(self, queries: Sequence[Query]) -> list[Answer]:
+        answers = super().genlm_step(queries)
+        by_tail: dict[int, Any] = {}
+        return [evolve(a, row=by_tail.setdefault(a.query.token_ids[-1], a.row)) for a in answers]

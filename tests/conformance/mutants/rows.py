@@ -1,0 +1,108 @@
+"""Faults in rows and whose memory they are."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from attrs import evolve
+
+from genlm.core import AsyncLM, Query, Token, hookimpl
+from genlm.core.mock import MockEngine
+
+from .registry import ALL, breaks
+
+
+class LMWith(AsyncLM):
+    """A model that changes the rows of the asynchronous single question."""
+
+    async def next_token_logprobs(self, *args: Any, **options: Any) -> torch.Tensor:
+        return self.changed(await super().next_token_logprobs(*args, **options))
+
+    def changed(self, row: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+@breaks("vocabulary_is_consistent", also_in_state_machine=False)
+class TokensInDisorder(AsyncLM):
+    @property
+    def byte_vocab(self) -> list[Token]:
+        first, second, *others = super().byte_vocab
+        return [second, first, *others]
+
+
+@breaks("row_has_shape_and_type", also_in_state_machine=False)
+class DoubleRows(LMWith):
+    def changed(self, row: torch.Tensor) -> torch.Tensor:
+        return row.double()
+
+
+@breaks("row_has_shape_and_type", "row_belongs_to_its_caller", also_in_state_machine=False)
+class RowsWithGraph(LMWith):
+    def changed(self, row: torch.Tensor) -> torch.Tensor:
+        return row.requires_grad_()
+
+
+@breaks("row_is_normalised", "engine_keeps_its_contract", also_in_state_machine=False)
+class UnnormalisedRows(MockEngine):
+    def row(self, query: Query) -> torch.Tensor:
+        return super().row(query) + 0.01
+
+
+@breaks("every_way_of_asking_agrees", also_in_state_machine=False)
+class BatchesAtAnotherTemperature(AsyncLM):
+    def batch_next_token_logprobs_sync(self, *args: Any, **options: Any) -> torch.Tensor:
+        return (super().batch_next_token_logprobs_sync(*args, **options) / 2).log_softmax(dim=-1)
+
+
+@breaks("cold_row_is_repeatable", *ALL)
+class ColdRowsThatReadState(MockEngine):
+    """A cold query reads the state that warm ones left, and that with a fault: the oracle itself is wrong."""
+
+    def row(self, query: Query) -> torch.Tensor:
+        known = self.__dict__.setdefault("known", set())
+        if query.cold and query.token_ids in known:
+            return super().row(evolve(query, token_ids=query.token_ids * 2))
+        if not query.cold:
+            known.add(query.token_ids)
+        return super().row(query)
+
+    @hookimpl
+    def genlm_clear_kv_cache(self) -> None:
+        super().genlm_clear_kv_cache()
+        self.__dict__.pop("known", None)
+
+
+@breaks("engine_keeps_its_contract", also_in_state_machine=False)
+class PrefixRefusedQuietly(MockEngine):
+    """A hook returns what its contract does not know."""
+
+    @hookimpl
+    def genlm_cache_prefix(self, query: Query) -> bool:
+        return not super().genlm_cache_prefix(query)
+
+
+@breaks("longest_context", also_in_state_machine=False)
+class LastPositionMissing(MockEngine):
+    """The longest context is cut by one token."""
+
+    def row(self, query: Query) -> torch.Tensor:
+        full = len(query.token_ids) == self.max_context and not query.cold
+        return super().row(evolve(query, token_ids=query.token_ids[1:]) if full else query)
+
+
+@breaks("row_belongs_to_its_caller", also_in_state_machine=False)
+class SharedRows(AsyncLM):
+    """Who asks for a context of which somebody has the row gets that very tensor."""
+
+    async def next_token_logprobs(self, token_ids: Any, **options: Any) -> torch.Tensor:
+        row = await super().next_token_logprobs(token_ids, **options)
+        rows = self.__dict__.setdefault("rows", weakref.WeakValueDictionary())
+        return rows.setdefault((tuple(token_ids), *options.items()), row)
+
+
+@breaks("row_does_not_keep_its_batch", also_in_state_machine=False)
+class RowsThatAreViews(LMWith):
+    def changed(self, row: torch.Tensor) -> torch.Tensor:
+        return torch.stack([row, row])[0]

@@ -1,0 +1,150 @@
+"""Faults in batches, and in state kept between questions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attrs import evolve
+
+from genlm.core import AsyncLM, Query, hookimpl
+from genlm.core.mock import MockEngine
+
+from .registry import COMPANY, DRAWS, breaks
+
+
+@breaks("gathered_questions_equal_single_ones", *COMPANY)
+class RowsInTheWrongOrder(MockEngine):
+    @hookimpl
+    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+        return super().genlm_next_token_logprobs(queries).flip(0)
+
+
+@breaks("batch_answers_in_order", also_in_state_machine=False)
+class BatchesSorted(AsyncLM):
+    """A batch comes back sorted by length, as it went to the engine."""
+
+    async def batch_next_token_logprobs(self, token_ids_list: Any, **options: Any) -> torch.Tensor:
+        rows = await super().batch_next_token_logprobs(token_ids_list, **options)
+        return rows[sorted(range(len(rows)), key=lambda i: len(token_ids_list[i]))]
+
+
+@breaks("large_batch", also_in_state_machine=False)
+class LargeBatchesCut(MockEngine):
+    """What is beyond the engine's own limit is answered with the last row that fits."""
+
+    @hookimpl
+    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+        rows = super().genlm_next_token_logprobs(queries[:16])
+        return torch.cat([rows, rows[-1:].expand(len(queries) - len(rows), -1)])
+
+
+@breaks("equal_questions_share_one_slot", also_in_state_machine=False)
+class NothingShared(AsyncLM):
+    """A question is evaluated again for a further caller."""
+
+    async def next_token_logprobs(self, *args: Any, **options: Any) -> torch.Tensor:
+        await super().next_token_logprobs(*args, **options)
+        self.clear_cache()
+        return await super().next_token_logprobs(*args, **options)
+
+
+@breaks("same_tail_under_different_prefixes", *COMPANY, "pinned_prefix")
+class DeduplicationBySuffix(MockEngine):
+    """Queries of one batch whose last token is the same share a row."""
+
+    @hookimpl
+    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+        by_tail: dict[int, Query] = {}
+        return super().genlm_next_token_logprobs([by_tail.setdefault(q.token_ids[-1], q) for q in queries])
+
+
+@breaks(
+    "warm_row_equals_cold_row",
+    "forked_contexts",
+    "every_way_of_asking_agrees",
+    "adapters_in_turn",
+    "rebound_adapter",
+    *DRAWS,
+)
+class WarmRowsOneTokenShort(MockEngine):
+    """A context that was evaluated before starts from its own state, and is evaluated without its last token."""
+
+    def row(self, query: Query) -> torch.Tensor:
+        known = self.__dict__.setdefault("known", set())
+        again = not query.cold and query in known and len(query.token_ids) > 1
+        known.add(query)
+        return super().row(evolve(query, token_ids=query.token_ids[:-1]) if again else query)
+
+    @hookimpl
+    def genlm_clear_kv_cache(self) -> None:
+        super().genlm_clear_kv_cache()
+        self.__dict__.pop("known", None)
+
+
+@breaks(
+    "extended_context", "forked_contexts", "warm_row_equals_cold_row", "adapters_in_turn", "dropped_state", *COMPANY, *DRAWS
+)
+class ExtensionsAtTheWrongPosition(MockEngine):
+    """A context that extends one evaluated just before is evaluated as if that were not there."""
+
+    def row(self, query: Query) -> torch.Tensor:
+        if query.cold:
+            return super().row(query)
+        extends = query.token_ids[:-1] == self.__dict__.get("last")
+        self.last = query.token_ids
+        return super().row(evolve(query, token_ids=query.token_ids[-1:]) if extends else query)
+
+    @hookimpl
+    def genlm_clear_kv_cache(self) -> None:
+        super().genlm_clear_kv_cache()
+        self.__dict__.pop("last", None)
+
+
+@breaks("forked_contexts", "warm_row_equals_cold_row", "dropped_state", "adapters_in_turn", *DRAWS)
+class StateChangedByItsReader(MockEngine):
+    """The state of a context grows with whoever extends it, so that later readers start from something else."""
+
+    def row(self, query: Query) -> torch.Tensor:
+        if query.cold:
+            return super().row(query)
+        states = self.__dict__.setdefault("states", {})
+        own = states.setdefault(query, query)
+        parent = evolve(query, token_ids=query.token_ids[:-1]) if len(query.token_ids) > 1 else None
+        if parent in states:
+            states[parent] = query
+        return super().row(own)
+
+    @hookimpl
+    def genlm_clear_kv_cache(self) -> None:
+        super().genlm_clear_kv_cache()
+        self.__dict__.pop("states", None)
+
+
+@breaks("pinned_prefix", "same_tail_under_different_prefixes", "adapters_in_turn", "dropped_state", "rebound_adapter")
+class PinnedPrefixCountedTwice(MockEngine):
+    """A context that begins with a pinned prefix is evaluated with the prefix twice."""
+
+    def row(self, query: Query) -> torch.Tensor:
+        for pinned in [] if query.cold else self.pinned:
+            n = len(pinned.token_ids)
+            if pinned.adapter == query.adapter and pinned.token_ids == query.token_ids[:n] != query.token_ids:
+                return super().row(evolve(query, token_ids=pinned.token_ids + query.token_ids))
+        return super().row(query)
+
+
+@breaks("dropped_state")
+class DroppedStateStillUsed(MockEngine):
+    """After the state was dropped, what was pinned is read as if it were nothing."""
+
+    def row(self, query: Query) -> torch.Tensor:
+        stale = self.__dict__.get("stale", set())
+        if not query.cold and query in stale:
+            return super().row(evolve(query, token_ids=query.token_ids * 2))
+        return super().row(query)
+
+    @hookimpl
+    def genlm_clear_kv_cache(self) -> None:
+        self.stale = set(self.pinned)
+        super().genlm_clear_kv_cache()

@@ -1,0 +1,30 @@
+"""The documentation of the suite agrees with the code."""
+
+from __future__ import annotations
+
+import inspect
+
+from genlm.core.conformance import ConformanceSuite
+
+from .kit import ROOT
+from .mutants import MUTANTS
+
+#: Faults that no engine can have: test_mutants.py plants them in other ways.
+PLANTED = {
+    "import_of_plugin_imports_no_engine": "a plugin module that imports torch",
+    "no_clause_is_missing": "a class that deletes a clause, one that overrides it",
+}
+
+
+def table() -> str:
+    lines = ["| clause | what holds | what the suite's own tests break |", "|---|---|---|"]
+    for name in ConformanceSuite.clauses:
+        clause = name.removeprefix("test_")
+        promise = " ".join((inspect.getdoc(getattr(ConformanceSuite, name)) or "").split()).replace("``", "`")
+        mutants = [f"`{mutant}`" for mutant, fault in MUTANTS.items() if fault.breaks == clause]
+        lines.append(f"| `{clause}` | {promise} | {', '.join(mutants) or PLANTED[clause]} |")
+    return "\n".join(lines)
+
+
+def test_the_table_of_clauses_is_that_of_the_code() -> None:
+    assert table() in (ROOT / "docs" / "conformance.md").read_text()
