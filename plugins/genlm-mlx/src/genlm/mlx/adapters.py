@@ -134,7 +134,7 @@ def _read_peft(folder: Path, config: Mapping[str, Any]) -> dict[str, Weights]:
 
 
 def _refuse_beyond_lora(folder: Path, config: Mapping[str, Any]) -> None:
-    plain = {
+    plain: dict[str, tuple[Any, ...]] = {
         "peft_type": ("LORA",),
         "bias": (None, "none"),
         "use_dora": (None, False),

@@ -19,7 +19,7 @@ class Block:
     Attributes:
         keys: Row by row, the adapter's version and the tokens whose state the cache holds.
         cache: One batch cache per layer.
-        logprobs: ``[rows, vocab_size]`` float32, what follows each row; ``None`` while the block is being built.
+        logits: ``[rows, vocab_size]`` float32, of what follows each row; ``None`` while the block is being built.
         costly: Row by row, whether its state took a long prefill that nothing else in the pool could repeat.
         used: When it was last of use, in the pool's ticks.
         pinned: Whether it stays until the pool is cleared.
@@ -28,7 +28,7 @@ class Block:
     def __init__(self, keys: Sequence[Key], cache: Cache) -> None:
         self.keys = list(keys)
         self.cache = cache
-        self.logprobs: mx.array | None = None
+        self.logits: Any = None
         self.costly = [False] * len(self.keys)
         self.used = 0
         self.pinned = False
@@ -46,7 +46,7 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.cache) + (0 if self.logprobs is None else int(self.logprobs.nbytes))
+        return sum(int(layer.nbytes) for layer in self.cache) + (0 if self.logits is None else int(self.logits.nbytes))
 
     @property
     def trimmable(self) -> bool:
@@ -64,7 +64,7 @@ class Block:
                 block.cache.append(copy.deepcopy(layer))  # copies handles: arrays stay shared until written to
                 block.cache[-1].filter(mx.array(part, mx.int32))
             del layer
-            mx.eval([block.cache[-1].state for block in blocks], [block.logprobs for block in blocks])
+            mx.eval([block.cache[-1].state for block in blocks], [block.logits for block in blocks])
         return blocks
 
     def trimmed(self, row: int, length: int) -> Block:
@@ -96,7 +96,7 @@ class Block:
 
     def step(self, runner: Runner, tokens: Sequence[int]) -> None:
         """Append one token to each row and compute what follows."""
-        self.logprobs = runner.step(self.cache, [key[0] for key in self.keys], tokens)
+        self.logits = runner.step(self.cache, [key[0] for key in self.keys], tokens)
         self._append([(token,) for token in tokens])
 
     def _append(self, tokens: Sequence[Key]) -> None:
@@ -105,7 +105,7 @@ class Block:
     def _with(self, rows: Sequence[int]) -> Block:
         block = Block([self.keys[row] for row in rows], [])
         block.costly = [self.costly[row] for row in rows]
-        block.logprobs = None if self.logprobs is None else self.logprobs[mx.array(rows, mx.int32)]
+        block.logits = None if self.logits is None else self.logits[mx.array(rows, mx.int32)]
         return block
 
     def _settle(self) -> None:

@@ -73,22 +73,22 @@ class Pool:
     def nbytes(self) -> int:
         return sum(block.nbytes for block in self._blocks)
 
-    def logprobs(self, keys: Sequence[Key]) -> mx.array:
-        """What follows each of the distinct ``keys``, ``[len(keys), vocab_size]`` float32."""
+    def logits(self, keys: Sequence[Key]) -> mx.array:
+        """The logits of what follows each of the distinct ``keys``, ``[len(keys), vocab_size]`` float32."""
         self._tick += 1
         self._ensure_shared(keys)
         known = {key: self._recalled(self._index[key]) for key in keys if key in self._index}
         computed = self._advance([key for key in keys if key not in known])
         self._evict()
         if [key for block in computed for key in block.keys] == list(keys) and len(computed) == 1:
-            return computed[0].logprobs
-        known.update((key, block.logprobs[row]) for block in computed for row, key in enumerate(block.keys))
+            return computed[0].logits
+        known.update((key, block.logits[row]) for block in computed for row, key in enumerate(block.keys))
         return mx.stack([known[key] for key in keys])
 
     def pin(self, key: Key) -> None:
         """Compute ``key`` if need be, and keep it until it is dropped."""
         if key not in self._index:
-            self.logprobs([key])
+            self.logits([key])
         place = self._index[key]
         if not place.block.pinned:
             rest = [row for row in range(len(place.block.keys)) if row != place.row]
@@ -235,7 +235,7 @@ class Pool:
 
     def _recalled(self, place: Place) -> mx.array:
         place.block.used = self._tick
-        return place.block.logprobs[place.row]
+        return place.block.logits[place.row]
 
     def _evict(self) -> None:
         excess = self.nbytes - self._max_bytes

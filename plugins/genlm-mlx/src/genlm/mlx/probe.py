@@ -29,12 +29,12 @@ def probe(runner: Runner) -> CacheSupport:
     if not all(hasattr(layer, "merge") for layer in runner.empty_cache()):
         return CacheSupport.NONE
     extended = [(*key, 7) for key in PROMPTS]
-    alone = mx.exp(mx.concatenate([runner.cold(key) for key in extended]))
+    alone = mx.softmax(mx.concatenate([runner.cold(key) for key in extended]), axis=-1)
     for support in (CacheSupport.RAGGED, CacheSupport.EQUAL):
         pool = Pool(runner, max_bytes=0, ragged=support is CacheSupport.RAGGED)
         try:
-            pool.logprobs(PROMPTS)
-            batched = mx.exp(pool.logprobs(extended))
+            pool.logits(PROMPTS)
+            batched = mx.softmax(pool.logits(extended), axis=-1)
         except (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError):
             continue  # models raise whatever comes of a cache they were not written for
         if mx.max(mx.sum(mx.abs(batched - alone), axis=-1)).item() / 2 <= _tolerance(runner):

@@ -58,15 +58,14 @@ class Runner:
             mx.eval([layer.state for layer in cache])
 
     def step(self, cache: Cache, versions: Sequence[int], tokens: Sequence[int]) -> mx.array:
-        """Append one token to each row; the log-probabilities of the next, ``[rows, vocab_size]`` float32."""
+        """Append one token to each row; the logits of the next, ``[rows, vocab_size]`` float32."""
         self._adapters.select(versions)
         logits = self.model(mx.array(tokens, mx.int32)[:, None], cache=cache)[:, -1, :].astype(mx.float32)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        mx.eval(logprobs, [layer.state for layer in cache])
-        return logprobs
+        mx.eval(logits, [layer.state for layer in cache])
+        return logits
 
     def cold(self, key: Key) -> mx.array:
-        """The log-probabilities after ``key``, ``[1, vocab_size]`` float32, by way of no batch and no kept state."""
+        """The logits after ``key``, ``[1, vocab_size]`` float32, by way of no batch and no kept state."""
         version, *tokens = key
         cache = self.empty_cache()
         if len(tokens) > 1:
