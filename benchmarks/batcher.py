@@ -29,10 +29,10 @@ FORWARD = 0.5
 Ask = Callable[[list[int]], Coroutine[Any, Any, Any]]
 
 
-def fresh(length: int) -> Iterator[list[int]]:
-    """Contexts of ``length`` tokens, no two alike."""
+def fresh(length: int, fill: int = 1) -> Iterator[list[int]]:
+    """Contexts of ``length`` tokens, no two alike, nor one like any of another ``fill``."""
     for number in itertools.count():
-        yield [number % 250, number // 250 % 250, number // 62_500, *[1] * (length - 3)]
+        yield [number % 250, number // 250 % 250, number // 62_500, *[fill] * (length - 3)]
 
 
 def together(bench: Bench, case: str, ask: Ask, runner: asyncio.Runner, most: int = 1000) -> None:
@@ -66,7 +66,7 @@ def held(bench: Bench, ask: Ask, runner: asyncio.Runner) -> None:
             worst = max(worst, time.perf_counter() - began - 0.001)
         return worst * 1e3
 
-    source = fresh(49)  # not asked before
+    source = fresh(50, fill=2)  # not asked before, nor a prefix of what was
     bench.record("event loop held, forward of 500 ms", [runner.run(latest()) for _ in range(5)], unit="ms")
 
 
