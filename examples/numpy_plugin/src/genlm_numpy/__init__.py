@@ -1,0 +1,1 @@
+"""The backend ``rnn`` of genlm-core: recurrent networks in NumPy."""

@@ -1,0 +1,25 @@
+"""What the backend is, and how it loads. Imports no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from genlm.core import BackendInfo, InvalidOptionError, hookimpl
+
+if TYPE_CHECKING:
+    from genlm_numpy.engine import RNNEngine
+
+
+@hookimpl
+def genlm_backend_info() -> BackendInfo:
+    return BackendInfo("recurrent networks in NumPy", engine="numpy", preference=-1)
+
+
+@hookimpl
+def genlm_load(model: str, options: Mapping[str, object]) -> RNNEngine:
+    from genlm_numpy.engine import RNNEngine
+
+    if options:
+        raise InvalidOptionError(f"backend 'rnn' has no option {', '.join(options)}; it has none")
+    return RNNEngine(model)
