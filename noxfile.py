@@ -215,7 +215,7 @@ def further_environment(session: nox.Session, name: str, steps: list[list[str]])
 def with_extras(folder: Path) -> str:
     """How pip names a distribution's folder together with all its optional dependencies."""
     extras = nox.project.load_toml(folder / "pyproject.toml")["project"].get("optional-dependencies", {})
-    return f"{folder.relative_to(ROOT)}[{','.join(extras)}]"
+    return str(folder.relative_to(ROOT)) + (f"[{','.join(extras)}]" if extras else "")
 
 
 def lowest_versions(*folders: Path) -> list[str]:
