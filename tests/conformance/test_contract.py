@@ -1,0 +1,117 @@
+"""With ``check=True`` every result of a live engine is held against the contract, and a violation names where it is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from genlm.core import AsyncLM, PluginError, hookimpl
+from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine
+
+BAD = (7, 7)  # the context whose row is wrong
+
+
+@pytest.fixture
+def load() -> Iterator[Callable[..., AsyncLM]]:
+    """Makes models over an engine class, and closes them."""
+    made: list[AsyncLM] = []
+
+    def load(engine: type[MockEngine], **options: Any) -> AsyncLM:
+        made.append(AsyncLM(lambda: engine(ByteTokenizer()), backend="faulty", **options))
+        return made[-1]
+
+    yield load
+    for lm in made:
+        lm.close()
+
+
+def with_rows(wrong: Callable[[torch.Tensor], torch.Tensor], base: type[MockEngine] = MockEngine) -> type[MockEngine]:
+    """An engine with one wrong row."""
+
+    class Engine(base):  # type: ignore[misc, valid-type]
+        def row(self, query: Any) -> torch.Tensor:
+            row = super().row(query)
+            return wrong(row) if query.token_ids == BAD else row
+
+    return Engine
+
+
+WRONG = {
+    "logsumexp": lambda row: row + 0.5,
+    "nan": lambda row: row.index_fill(0, torch.tensor([3]), float("nan")),
+    "or \\+inf": lambda row: row.index_fill(0, torch.tensor([3]), float("inf")),
+}
+
+
+@pytest.mark.parametrize("base", [MockEngine, ContinuousMockEngine])
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_row_is_named_and_fails_alone(load, what, base):
+    lm = load(with_rows(WRONG[what], base), check=True)
+
+    async def together():
+        return await asyncio.gather(*map(lm.next_token_logprobs, [[1], BAD, [2]]), return_exceptions=True)
+
+    first, error, last = asyncio.run(together())
+    hook = "genlm_step" if base is ContinuousMockEngine else "genlm_next_token_logprobs"
+    with pytest.raises(PluginError, match=f"backend 'faulty': {hook} returned .*{what}.*\\(7, 7\\)"):
+        raise error
+    assert isinstance(first, torch.Tensor)
+    assert isinstance(last, torch.Tensor)
+
+
+def test_rows_of_which_there_are_too_few(load):
+    class Engine(MockEngine):
+        @hookimpl
+        def genlm_next_token_logprobs(self, queries):
+            return super().genlm_next_token_logprobs(queries)[:0]
+
+    with pytest.raises(PluginError, match=r"genlm_next_token_logprobs returned shape \(0, 258\).* for 1 queries"):
+        load(Engine, check=True).next_token_logprobs_sync([1])
+
+
+@pytest.mark.parametrize(
+    ("drawn", "what"),
+    [([[9, 1, 2]], "3 tokens"), ([[5]], "the stop token 5"), ([[-1]], "the token id -1"), ([], "0 continuations")],
+)
+def test_a_wrong_draw(load, drawn, what):
+    class Engine(MockEngine):
+        @hookimpl
+        def genlm_sample(self, queries, params):
+            return drawn
+
+    with pytest.raises(PluginError, match=f"genlm_sample returned {what}"):
+        asyncio.run(load(Engine, check=True).sample([1], 2, [5]))
+
+
+@pytest.mark.parametrize("score", [torch.tensor([0.5]), torch.tensor([float("nan")])])
+def test_a_wrong_score(load, score):
+    class Engine(MockEngine):
+        @hookimpl
+        def genlm_sequence_logprobs(self, queries, continuations):
+            return [score]
+
+    with pytest.raises(PluginError, match="genlm_sequence_logprobs returned a score"):
+        asyncio.run(load(Engine, check=True).sequence_logprobs([1], [2]))
+
+
+def test_a_hook_that_returns_what_it_should_not(load):
+    class Engine(MockEngine):
+        @hookimpl
+        def genlm_add_lora(self, adapter):
+            return "loaded"
+
+    with pytest.raises(PluginError, match="genlm_add_lora returned 'loaded'; expected True, for Adapter"):
+        load(Engine, check=True).add_new_lora("path", "a")
+
+
+def test_the_environment_turns_it_on(load, monkeypatch):
+    unnormalised = with_rows(WRONG["logsumexp"])
+    load(unnormalised).next_token_logprobs_sync(BAD)
+    monkeypatch.setenv("GENLM_CHECK", "1")
+    with pytest.raises(PluginError, match="logsumexp"):
+        load(unnormalised).next_token_logprobs_sync(BAD)
+    load(unnormalised, check=False).next_token_logprobs_sync(BAD)
