@@ -30,9 +30,11 @@ class Case:
         return statistics.median(map(statistics.median, rounds)) if rounds else None
 
     def spread(self, side: str) -> float:
-        """Half the range of the rounds' medians, or of the values of the only round, as a share of their median."""
+        """Half the range of the rounds' medians, or of the middle half of an only round's values, by their median."""
         rounds = self.values[side]
-        medians = rounds[0] if len(rounds) == 1 else [statistics.median(values) for values in rounds]
+        medians = [statistics.median(values) for values in rounds]
+        if len(rounds) == 1 and len(rounds[0]) > 3:
+            medians = statistics.quantiles(rounds[0], n=4)
         middle = statistics.median(medians)
         return (max(medians) - min(medians)) / 2 / middle if middle else 0.0
 
@@ -87,7 +89,7 @@ def introduction(result: dict[str, Any]) -> list[str]:
         "",
         "*Ours* is this checkout, *theirs* genlm-backend 0.3.1, the *floor* the raw engine. Sides took turns, "
         f"{rounds} each, every time in a new process, with one thread. A figure is the median of the rounds' medians, "
-        "± half the range of these. *Times better* is theirs over ours for times and sizes, ours over theirs for rates; "
+        "± half the range of these, or of the middle half of the values where there was one round. *Times better* is theirs over ours for times and sizes, ours over theirs for rates; "
         "*above the floor* is what ours takes beyond the raw engine.",
         "",
         f"The machine was shared: its load average was {min(loads):.1f} to {max(loads):.1f} meanwhile: trust ratios "
