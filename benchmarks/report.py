@@ -89,8 +89,9 @@ def introduction(result: dict[str, Any]) -> list[str]:
         "",
         "*Ours* is this checkout, *theirs* genlm-backend 0.3.1, the *floor* the raw engine. Sides took turns, "
         f"{rounds} each, every time in a new process, with one thread. A figure is the median of the rounds' medians, "
-        "± half the range of these, or of the middle half of the values where there was one round. *Times better* is theirs over ours for times and sizes, ours over theirs for rates; "
-        "*above the floor* is what ours takes beyond the raw engine.",
+        "± half the range of these, or of the middle half of the values where there was one round. *Times better* is "
+        "theirs over ours for times and sizes, ours over theirs for rates; *above the floor* is what ours takes beyond "
+        "the raw engine.",
         "",
         f"The machine was shared: its load average was {min(loads):.1f} to {max(loads):.1f} meanwhile: trust ratios "
         "before times.",
