@@ -40,7 +40,7 @@ class LargeBatchesCut(MockEngine):
         return torch.cat([rows, rows[-1:].expand(len(queries) - len(rows), -1)])
 
 
-@breaks("equal_questions_share_one_slot", also_in_state_machine=False)
+@breaks("equal_questions_share_one_slot")
 class NothingShared(AsyncLM):
     """A question is evaluated again for a further caller."""
 

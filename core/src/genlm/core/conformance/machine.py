@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import functools
 import threading
 from collections.abc import Coroutine
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from genlm.core.adapters import UNSET, LoraName
-from genlm.core.conformance.compare import TOP_FACTOR, Violation, check
+from genlm.core.conformance.compare import TOP_FACTOR, check
 from genlm.core.conformance.sampling import ROUNDING
 from genlm.core.conformance.subject import Outcome, Subject, submitted
 from genlm.core.errors import EngineError, QueriesResetError, UnknownAdapterError
@@ -52,7 +51,7 @@ class MachineClauses:
 class Loop:
     """An event loop in a thread of its own."""
 
-    patience: float
+    live: Subject
     _loop: asyncio.AbstractEventLoop = field(init=False, factory=asyncio.new_event_loop)
     _thread: threading.Thread = field(init=False)
 
@@ -62,11 +61,7 @@ class Loop:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """What a coroutine gives that runs there; that it hangs is a violation."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result(self.patience)
-        except concurrent.futures.TimeoutError:
-            raise Violation(f"a caller got no answer within {self.patience:g} s: it hangs") from None
+        return self.live.wait(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -103,7 +98,7 @@ class Operations(RuleBasedStateMachine):
         self.rows = {(context, name): live.cold(context, name) for context in self.contexts for name in [None, *self.names]}
         self.seeded: dict[object, list[int]] = {}
         self.asked: list[Asked] = []
-        self.loops = [Loop(live.patience), Loop(live.patience)]
+        self.loops = [Loop(live), Loop(live)]
         self.stats = live.lm.stats
 
     def _tree(self) -> list[TokenIds]:

@@ -254,8 +254,19 @@ class Subject:
     def outcome(self, future: concurrent.futures.Future[Any]) -> Outcome:
         """The result or the exception of a call in another thread; that it hangs is a violation."""
         try:
-            return future.exception(self._patience) or future.result()
+            return self.wait(future)
+        except Exception as error:
+            if future.done():
+                return error
+            raise
+
+    def wait(self, future: concurrent.futures.Future[T]) -> T:
+        """The result of a call in another thread; that it hangs is a violation."""
+        try:
+            return future.result(self._patience)
         except TimeoutError:
+            if future.done():
+                raise
             raise self._hang("a call did not return") from None
 
     def _hang(self, what: str) -> Violation:
