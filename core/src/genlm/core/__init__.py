@@ -1,5 +1,6 @@
 """Next-token log-probabilities for probabilistic programs over language models, on any engine."""
 
+from genlm.core.context import Context
 from genlm.core.errors import (
     BackendImportError,
     BackendNotFoundError,
@@ -19,7 +20,8 @@ from genlm.core.errors import (
     VocabularyError,
 )
 from genlm.core.hookspecs import hookimpl
-from genlm.core.lm import AsyncLM, load_model_by_name
+from genlm.core.lm import AsyncLM
+from genlm.core.loading import load_model_by_name
 from genlm.core.mock import MockAsyncLM
 from genlm.core.tokenization import Token, decode_vocab
 from genlm.core.types import Adapter, Answer, BackendInfo, Engine, Query, SamplingParams, Stats
@@ -32,6 +34,7 @@ __all__ = [
     "BackendInfo",
     "BackendNotFoundError",
     "BackendUnavailableError",
+    "Context",
     "Engine",
     "EngineDeadError",
     "EngineError",

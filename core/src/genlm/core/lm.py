@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from attrs import evolve
@@ -17,7 +17,7 @@ from genlm.core.context import Context
 from genlm.core.engine import LoadedEngine
 from genlm.core.errors import InvalidQueryError
 from genlm.core.options import CoreOptions
-from genlm.core.plugins import choose_backend, find_backend, installed_wrappers
+from genlm.core.plugins import installed_wrappers
 from genlm.core.sampling import checked_params, sample_from_rows, seed_of
 from genlm.core.stepper import Draw, EngineCounters, EngineStepper, Request, Result, Score, describe, kind_of
 from genlm.core.timeline import Timeline
@@ -28,25 +28,6 @@ from genlm.core.validation import token_ids_of
 
 if TYPE_CHECKING:
     import torch
-
-
-def load_model_by_name(name: str, backend: str | None = None, llm_opts: Mapping[str, Any] | None = None) -> AsyncLM:
-    """Load a language model.
-
-    Args:
-        name: A local path or a hub name, as the backend takes it.
-        backend: An installed backend (``genlm backends`` lists them); ``None`` chooses the best for this machine: vLLM
-            where CUDA is, MLX on Apple silicon, else hf. The choice is logged.
-        llm_opts: Options of the backend, and of the core (:class:`~genlm.core.options.CoreOptions`).
-
-    Raises:
-        BackendNotFoundError, BackendImportError, BackendUnavailableError: there is no such backend, it is broken, or it
-            cannot run here.
-        InvalidOptionError: an option is not accepted.
-    """
-    core, engine_options = CoreOptions.split(llm_opts or {})
-    chosen = find_backend(backend if backend is not None else choose_backend())
-    return AsyncLM(lambda: chosen.load(name, engine_options), backend=chosen.name, options=core)
 
 
 class AsyncLM:
@@ -77,7 +58,7 @@ class AsyncLM:
         self, load: Callable[[], Engine], *, backend: str, options: CoreOptions | None = None, **core_options: Any
     ) -> None:
         options = options or CoreOptions.named(core_options, backend)
-        wrappers = [*installed_wrappers(), *options.wrappers, *_contract_check(options.check, backend)]
+        wrappers = [*installed_wrappers(), *options.wrappers, *options.contract_check(backend)]
         self._cache = cache = options.output_cache()
         self._adapters = adapters = AdapterRegistry()
         self._engine_counters = counters = EngineCounters()
@@ -412,13 +393,3 @@ class AsyncLM:
 def _copy(answer: Result) -> Result:
     """A further caller's own copy. Draws are never shared, so this is a row or scores, or ``None`` for no native score."""
     return None if answer is None else answer.clone()
-
-
-def _contract_check(check: bool | None, backend: str) -> list[object]:
-    if check is None:
-        check = os.environ.get("GENLM_CHECK", "0") not in ("", "0")
-    if not check:
-        return []
-    from genlm.core.contract import ContractCheck
-
-    return [ContractCheck(backend)]

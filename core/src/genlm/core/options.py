@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import fields, frozen
 
 from genlm.core.cache import OutputCache
+from genlm.core.contract import ContractCheck
 from genlm.core.errors import InvalidOptionError
 
 CACHE_OPTIONS = ("maxsize", "max_bytes", "move_to_cpu")
@@ -80,6 +82,11 @@ class CoreOptions:
         _check_count("cache_opts['maxsize']", given.get("maxsize"), least=0)
         _check_count("cache_opts['max_bytes']", given.get("max_bytes"), least=0)
         return OutputCache(**given)
+
+    def contract_check(self, backend: str) -> list[object]:
+        """The wrapper that checks every result, if the user or the environment wants it."""
+        wanted = os.environ.get("GENLM_CHECK", "0") not in ("", "0") if self.check is None else self.check
+        return [ContractCheck(backend)] if wanted else []
 
 
 def _check_count(name: str, value: Any, least: int) -> None:
