@@ -174,7 +174,7 @@ class Subject:
     def settings(self, examples: int, **more: Any) -> settings:
         """How Hypothesis runs: ``examples`` times the effort, always the same ones, no deadline."""
         return settings(
-            max_examples=max(3, round(examples * self.effort)),
+            max_examples=max(2, round(examples * self.effort)),
             derandomize=True,
             deadline=None,
             phases=(Phase.explicit, Phase.generate, Phase.shrink),
