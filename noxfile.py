@@ -96,6 +96,15 @@ def conformance(session: nox.Session, name: str) -> None:
 
 @nox.session(default=False)
 @each_plugin
+def lowest(session: nox.Session, name: str) -> None:
+    """A plugin's tests on the lowest version of its engine, by ``environment-lowest.txt`` in its folder."""
+    if not (PLUGINS[name] / "environment-lowest.txt").exists():
+        session.skip(f"genlm-{name} has no environment-lowest.txt; `minimums` runs hf on its lowest versions")
+    check_plugin(session, name, PLUGINS[name] / "tests", "environment-lowest.txt")
+
+
+@nox.session(default=False)
+@each_plugin
 def costly(session: nox.Session, name: str) -> None:
     """A plugin's tests that take long, such as several engine processes; each file in a process of its own."""
     files = sorted((PLUGINS[name] / "tests").glob("costly_*.py"))
@@ -105,9 +114,9 @@ def costly(session: nox.Session, name: str) -> None:
         check_plugin(session, name, file)
 
 
-def check_plugin(session: nox.Session, name: str, tests: Path) -> None:
+def check_plugin(session: nox.Session, name: str, tests: Path, recipe: str = "environment.txt") -> None:
     prepare(session)
-    install_plugin(session, name)
+    install_plugin(session, name, recipe)
     session.env["GENLM_TEST_MODEL"] = real_model(session)
     session.run("pytest", str(tests), *session.posargs)
 
@@ -182,21 +191,21 @@ def prepare(session: nox.Session, constraints: Path = ROOT / "constraints.txt") 
     session.env["OMP_NUM_THREADS"] = "1"
 
 
-def install_plugin(session: nox.Session, name: str) -> None:
+def install_plugin(session: nox.Session, name: str, recipe: str = "environment.txt") -> None:
     """Make the session's environment one for this plugin."""
-    for command in plugin_steps(name):
+    for command in plugin_steps(name, recipe):
         session.run_install("python", "-m", *command, silent=not session.interactive)
 
 
-def plugin_steps(name: str) -> list[list[str]]:
-    """The pip commands that install the core and a plugin with all its extras, or those of its ``environment.txt``.
+def plugin_steps(name: str, recipe: str = "environment.txt") -> list[list[str]]:
+    """The pip commands that install the core and a plugin with all its extras, or those of a recipe in its folder.
 
     Each line of that file is a pip command, as seen from the repository's root.
     """
-    recipe = PLUGINS[name] / "environment.txt"
-    if not recipe.exists():
+    file = PLUGINS[name] / recipe
+    if not file.exists():
         return [["pip", "install", "--editable", "core[conformance]", "--editable", with_extras(PLUGINS[name])]]
-    lines = [shlex.split(line, comments=True) for line in recipe.read_text().splitlines()]
+    lines = [shlex.split(line, comments=True) for line in file.read_text().splitlines()]
     return [["pip", *words] for words in lines if words]
 
 
