@@ -24,7 +24,7 @@ class Mutated(ConformanceSuite):
     backend = "mock"
     model = "mock"
     adapters = {"a": "first-adapter", "b": "second-adapter"}  # noqa: RUF012
-    patience = 10.0  # what hangs here hangs for ever
+    patience = 5.0  # what hangs here hangs for ever
 
     def __init__(self, mutant: Mutant, effort: float) -> None:
         self.mutant = mutant

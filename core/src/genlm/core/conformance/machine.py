@@ -113,10 +113,9 @@ class Operations(RuleBasedStateMachine):
         """Ask in one of the loops; the answer is looked at later."""
         self.last = context
         expected = self._expected(context, lora)
-        asking = self.live.lm.next_token_logprobs(context, lora_name=_given(lora))
 
         async def start() -> asyncio.Task[torch.Tensor]:
-            task = asyncio.ensure_future(asking)
+            task = asyncio.ensure_future(self.live.lm.next_token_logprobs(context, lora_name=_given(lora)))
             await submitted()
             return task
 
