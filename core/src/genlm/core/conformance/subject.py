@@ -93,7 +93,7 @@ class Subject:
     @functools.cached_property
     def contexts(self) -> Contexts:
         """Strategies for contexts that this model takes."""
-        return Contexts(len(self.lm.byte_vocab), self.lm.max_context)
+        return Contexts(self.lm.tokenizer, len(self.lm.byte_vocab), self.lm.max_context)
 
     def reset(self) -> None:
         """Bring the model to the state that every example begins in: caches empty, the given adapters bound."""
