@@ -226,9 +226,15 @@ class Scheduler:
 
     def flush(self) -> None:
         """Empty the radix cache and the key/value pool. Locks are gone too."""
-        self._scheduler.last_batch = None
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+        scheduler = self._scheduler
+        scheduler.last_batch = None
+        if all(request.finished() for request in scheduler.running_batch.reqs):
+            # Early releases keep those that have finished until their next step.
+            scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
         # Not the device's memory as well: the pool stays, and collecting garbage for nothing takes a second.
-        if not self._scheduler.flush_cache(empty_cache=False):
+        if not scheduler.flush_cache(empty_cache=False):
             raise EngineError("SGLang refused to flush its cache because it holds requests; close and reload the model")
 
     def lock(self, token_ids: Sequence[int], adapter: str | None) -> Any:
