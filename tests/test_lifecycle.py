@@ -183,7 +183,7 @@ def test_the_interpreter_exits_cleanly_in_the_middle_of_a_batch():
         def ask():
             with contextlib.suppress(ModelClosedError):
                 lm.next_token_logprobs_sync([1])
-        threading.Thread(target=ask, daemon=True).start()
+        threading.Thread(target=ask).start()
         entered.wait(30)
     """)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
