@@ -33,7 +33,7 @@ def test_a_new_plugin_conforms(environment: CleanEnvironment, tmp_path: Path) ->
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert "my-toy conforms" in checked.stdout
     where = environment.run("python", "-c", "import genlm.core; print(genlm.core.__file__)", cwd=tmp_path)
-    assert str(ROOT) not in where.stdout
+    assert str(ROOT / "core" / "src") not in where.stdout
 
     tested = environment.run("python", "-m", "pytest", "-q", "-k", "row or missing", str(plugin), cwd=tmp_path)
     assert tested.returncode == 0, tested.stdout + tested.stderr
