@@ -25,7 +25,7 @@ class AdapterSet:
         self._peft: Any = None
         self._alone: dict[int, bool] = {}  # by version: whether it cannot share a forward with others
         self._active: int | None = None  # the version that a forward without adapter names applies
-        self._enabled = True
+        self._enabled: bool | None = None  # None: not known, because PEFT has just wrapped or unwrapped modules
 
     def add(self, adapter: Adapter) -> None:
         """Load an adapter's weights.
@@ -52,15 +52,16 @@ class AdapterSet:
                 self.close()
             elif name in self._peft.peft_config:
                 self._peft.delete_adapter(name)
+            self._active = self._enabled = None
             raise
         self._model.eval()
-        self._active = None
+        self._active = self._enabled = None  # modules that PEFT wraps only now are on, whatever the others are
         self._alone[adapter.version] = config.use_dora or bool(config.modules_to_save) or self._adapts_head(name)
 
     def remove(self, adapter: Adapter) -> None:
         """Drop an adapter's weights."""
         del self._alone[adapter.version]
-        self._active = None
+        self._active = self._enabled = None
         if self._alone:
             self._peft.delete_adapter(_name(adapter))
         else:
@@ -71,7 +72,6 @@ class AdapterSet:
         if self._peft is not None:
             self._peft.unload()
             self._peft = None
-            self._enabled = True
 
     def groups(self, adapters: Sequence[Adapter | None]) -> list[list[int]]:
         """Which jobs may share a forward: all, but for adapters that PEFT cannot mix (DoRA, retrained modules)."""
