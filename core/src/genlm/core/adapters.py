@@ -77,9 +77,9 @@ class AdapterRegistry:
             )
         return self._bound[self._default]
 
-    def require_current(self, adapter: Adapter | None) -> None:
+    def require_current(self, adapter: Adapter) -> None:
         """Raises: UnknownAdapterError: the adapter has been removed or bound again since it was resolved."""
-        if adapter is not None and self._bound.get(adapter.name) is not adapter:
+        if self._bound.get(adapter.name) is not adapter:
             raise UnknownAdapterError(
                 f"LoRA adapter {adapter.name!r} was removed or bound again while the question was on its way; ask again"
             )

@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from genlm.core.errors import EngineDeadError, ModelClosedError, QueriesResetError, ReentrancyError
-from genlm.core.intake import Counters, Intake, Pending, Task, Ticket
+from genlm.core.intake import Counters, Intake, Pending, Task, Waiting
 from genlm.core.logs import get_logger
 from genlm.core.timeline import Timeline
 
@@ -78,7 +78,8 @@ class Batcher(Generic[R, A]):
         self._timeline = timeline or Timeline()
         self.counters = Counters()
         # Re-entrant, because a garbage collection may call stop() from any line, also one that holds it.
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._intake: Intake[R, A] = Intake(kind, batch_size, self._timeline, self.counters)
         self._running: Pending[R, A] = {}  # the engine thread's own
         self._refusal: Exception | None = None  # why nothing is accepted any more
@@ -104,9 +105,9 @@ class Batcher(Generic[R, A]):
         """Ask from a coroutine. Cancelling the future disturbs no other caller."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[A] = loop.create_future()
-        with self._changed:
+        with self._lock:
             self._check_open()
-            if self._intake.gather(request, Ticket(future, loop), loop):
+            if self._intake.gather(request, future, loop):
                 loop.call_soon(self._after_pass, loop)
             self.counters.questions += 1
             self._timeline.asked(request, future)
@@ -121,11 +122,11 @@ class Batcher(Generic[R, A]):
         futures: list[concurrent.futures.Future[A]] = [concurrent.futures.Future() for _ in requests]
         with self._changed:
             self._check_open()
-            self._intake.put([(r, Ticket(f, None)) for r, f in zip(requests, futures, strict=True)])
-            self._changed.notify_all()
-            self.counters.questions += len(futures)
             for request, future in zip(requests, futures, strict=True):
+                self._intake.put(request, future)
                 self._timeline.asked(request, future)
+            self.counters.questions += len(futures)
+            self._changed.notify_all()
         try:
             for future in futures:
                 future.exception()
@@ -249,13 +250,13 @@ class Batcher(Generic[R, A]):
             self._changed.wait(remaining)
 
     def _deliver(self, answers: Iterable[tuple[R, A | Exception]]) -> None:
-        outcomes: list[tuple[Ticket[A], A | Exception]] = []
+        outcomes: list[tuple[Waiting[A], A | Exception]] = []
         try:
             for request, answer in answers:
-                tickets = self._running.pop(request)
-                outcomes.append((tickets[0], answer))
-                if len(tickets) > 1:
-                    outcomes += [(ticket, self._copy(answer)) for ticket in tickets[1:]]
+                waiting = self._running.pop(request)
+                outcomes.append((waiting[0], answer))
+                if len(waiting) > 1:
+                    outcomes += [(other, self._copy(answer)) for other in waiting[1:]]
         finally:
             self._resolve(outcomes)
 
@@ -265,26 +266,28 @@ class Batcher(Generic[R, A]):
         except Exception as error:  # no memory for one more copy concerns this caller alone
             return error
 
-    def _fail(self, tickets: Iterable[Ticket[Any]], error: Exception) -> None:
-        self._resolve([(ticket, error) for ticket in tickets])
+    def _fail(self, futures: Iterable[Waiting[Any]], error: Exception) -> None:
+        self._resolve([(future, error) for future in futures])
 
     def _fail_running(self, error: Exception) -> None:
-        self._fail([ticket for waiting in self._running.values() for ticket in waiting], error)
+        self._fail([future for waiting in self._running.values() for future in waiting], error)
         self._running.clear()
 
-    def _resolve(self, outcomes: Iterable[tuple[Ticket[Any], Any]]) -> None:
+    def _resolve(self, outcomes: Iterable[tuple[Waiting[Any], Any]]) -> None:
         """Hand out answers and errors. Each event loop is woken once, however many of its futures are resolved."""
         began = self._timeline.clock()
-        by_loop: dict[asyncio.AbstractEventLoop | None, list[tuple[Any, Any]]] = {}
-        for ticket, outcome in outcomes:
-            by_loop.setdefault(ticket.loop, []).append((ticket.future, outcome))
-        for loop, resolved in by_loop.items():
-            self.counters.failed += sum(isinstance(outcome, Exception) for _, outcome in resolved)
+        by_loop: dict[asyncio.AbstractEventLoop | None, list[tuple[Waiting[Any], Any]]] = {}
+        for resolved in outcomes:
+            future, outcome = resolved
+            loop = None if isinstance(future, concurrent.futures.Future) else future.get_loop()
+            by_loop.setdefault(loop, []).append(resolved)
+            self.counters.failed += isinstance(outcome, Exception)
+        for loop, of_loop in by_loop.items():
             if loop is None:
-                resolve(resolved, self._timeline, began)
+                resolve(of_loop, self._timeline, began)
             else:
                 with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits
-                    loop.call_soon_threadsafe(resolve, resolved, self._timeline, began)
+                    loop.call_soon_threadsafe(resolve, of_loop, self._timeline, began)
 
     def _die(self, cause: BaseException) -> None:
         """The stepper cannot go on: fail everything, refuse everything."""
@@ -329,7 +332,7 @@ def closed_while_pending() -> ModelClosedError:
     return ModelClosedError("the model was closed before this question was answered")
 
 
-def resolve(resolved: Sequence[tuple[Any, Any]], timeline: Timeline, began: float) -> None:
+def resolve(resolved: Sequence[tuple[Waiting[Any], Any]], timeline: Timeline, began: float) -> None:
     """Give each future its answer or error, unless its caller has gone."""
     for future, answer in resolved:
         try:

@@ -47,7 +47,7 @@ class OutputCache:
 
     def get(self, key: Hashable) -> torch.Tensor | None:
         """A copy of the row of ``key``, now the most recently used; ``None`` if it is not here."""
-        if not self._rows:
+        if key not in self._rows:  # by far the most often; no other thread's change can harm this look
             return None
         with self._lock:
             kept = self._rows.get(key)
@@ -67,7 +67,8 @@ class OutputCache:
         with self._lock:
             if generation != self._generation:
                 return
-            self._discard(key)
+            if key in self._rows:
+                self._discard(key)
             self._rows[key] = own, row.device, nbytes
             self._nbytes += nbytes
             while self._over():

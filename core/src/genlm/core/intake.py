@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import itertools
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 from attrs import Factory, define
@@ -18,24 +19,21 @@ A = TypeVar("A")
 T = TypeVar("T")
 
 
-@define(eq=False)
-class Ticket(Generic[A]):
-    """One caller waiting for one answer."""
+#: One caller waiting for one answer: in a coroutine, or in a plain thread.
+Waiting = asyncio.Future[A] | concurrent.futures.Future[A]
 
-    future: asyncio.Future[A] | concurrent.futures.Future[A]
-    loop: asyncio.AbstractEventLoop | None  # None: the caller is a plain thread
 
-    def gone(self) -> bool:
-        """Whether nobody waits any more."""
-        return self.future.done() or (self.loop is not None and self.loop.is_closed())
+#: Requests, in the order asked, each with its callers.
+Pending = dict[R, list[Waiting[A]]]
 
 
 @define(eq=False)
 class Gathering(Generic[R, A]):
     """What one event loop has asked since its last quiet pass."""
 
-    tickets: list[tuple[R, Ticket[A]]] = Factory(list)
-    seen: int = 0  # how many there were one pass ago
+    pending: Pending[R, A] = Factory(dict)
+    asked: int = 0
+    seen: int = 0  # how many had been asked one pass ago
 
 
 @define(eq=False)
@@ -66,10 +64,6 @@ class Counters:
     failed: int = 0
 
 
-#: Requests, in the order asked, each with its callers.
-Pending = dict[R, list[Ticket[A]]]
-
-
 class Intake(Generic[R, A]):
     """Requests and tasks in the order asked; equal requests share a place. The batcher calls it under its lock.
 
@@ -95,46 +89,54 @@ class Intake(Generic[R, A]):
 
     # --- what comes in ------------------------------------------------------------------------------------------------
 
-    def gather(self, request: R, ticket: Ticket[A], loop: asyncio.AbstractEventLoop) -> bool:
+    def gather(self, request: R, future: asyncio.Future[A], loop: asyncio.AbstractEventLoop) -> bool:
         """Hold a request until a pass of its event loop adds no other. ``True`` if it is the first of its gathering."""
         gathering = self._gatherings.get(loop)
-        if gathering is not None:
-            gathering.tickets.append((request, ticket))
-            return False
-        for closed in [other for other in self._gatherings if other.is_closed()]:
-            self.release(closed)  # its passes are over
-        self._gatherings[loop] = Gathering([(request, ticket)])
-        return True
+        first = gathering is None
+        if gathering is None:
+            for closed in [other for other in self._gatherings if other.is_closed()]:
+                self.release(closed)  # its passes are over
+            gathering = self._gatherings[loop] = Gathering()
+        gathering.asked += 1
+        waiting = gathering.pending.get(request)
+        if waiting is None:
+            gathering.pending[request] = [future]
+        else:
+            waiting.append(future)
+            self._counters.dedup_hits += 1
+        return first
 
     def passed(self, loop: asyncio.AbstractEventLoop) -> bool:
         """A pass of the event loop is over. ``True`` if it added something, so that another one must be waited for."""
         gathering = self._gatherings.get(loop)
         if gathering is None:
             return False
-        if len(gathering.tickets) > gathering.seen:
-            gathering.seen = len(gathering.tickets)
+        if gathering.asked > gathering.seen:
+            gathering.seen = gathering.asked
             return True
         self.release(loop)
         return False
 
     def release(self, loop: asyncio.AbstractEventLoop) -> None:
         """Put what one event loop has gathered into the queue."""
-        self.put(self._gatherings.pop(loop).tickets)
+        self._put(self._gatherings.pop(loop).pending)
 
-    def put(self, asked: Iterable[tuple[R, Ticket[A]]]) -> None:
-        """Put requests into the queue."""
+    def put(self, request: R, future: concurrent.futures.Future[A]) -> None:
+        """Put a request into the queue."""
+        self._put({request: [future]})
+
+    def _put(self, asked: Pending[R, A]) -> None:
         if not self._queue:
             self._queued_since = self._timeline.clock()
         last = self._queue[-1] if self._queue else None
-        if isinstance(last, dict):
-            pending = last
-        else:
-            pending = {}
-            self._queue.append(pending)
-        for request, ticket in asked:
-            waiting = pending.setdefault(request, [])
-            self._counters.dedup_hits += bool(waiting)
-            waiting.append(ticket)
+        if not isinstance(last, dict):
+            self._queue.append(asked)
+            return
+        for request, futures in asked.items():
+            waiting = last.setdefault(request, futures)
+            if waiting is not futures:
+                waiting += futures
+                self._counters.dedup_hits += len(futures)
 
     def put_task(self, task: Task[Any]) -> None:
         """Put a task into the queue, behind everything asked so far."""
@@ -161,31 +163,31 @@ class Intake(Generic[R, A]):
         self._queue.popleft()
         return first
 
-    def withdraw(self, tasks: bool = True) -> list[Ticket[Any]]:
+    def withdraw(self, tasks: bool = True) -> list[Waiting[Any]]:
         """Take back all requests; with ``tasks`` the tasks too."""
         for loop in list(self._gatherings):
             self.release(loop)
         kept = [item for item in self._queue if isinstance(item, Task) and not tasks]
-        tickets: list[Ticket[Any]] = []
+        withdrawn: list[Waiting[Any]] = []
         for item in self._queue:
             if isinstance(item, dict):
-                tickets += [ticket for waiting in item.values() for ticket in waiting]
+                withdrawn += itertools.chain.from_iterable(item.values())
             elif tasks:
-                tickets.append(Ticket(item.future, None))
+                withdrawn.append(item.future)
         self._queue = deque(kept)
-        return tickets
+        return withdrawn
 
     def _admit(self, pending: Pending[R, A], running: Pending[R, A]) -> list[R]:
         """Move requests of one kind from ``pending`` into flight, as many as fit, and return those."""
         newcomers: list[R] = []
         taken = self._timeline.clock()
         kind = self._kind(next(iter(running))) if running else None
-        for request, tickets in list(pending.items()):
+        for request, asked in list(pending.items()):
             if self._limit is not None and len(running) >= self._limit:
                 break
-            waiting = [ticket for ticket in tickets if not ticket.gone()]
+            waiting = [future for future in asked if not future.done()]
             if not waiting:
-                self._counters.cancelled += len(tickets)
+                self._counters.cancelled += len(asked)
                 del pending[request]
                 continue
             own_kind = self._kind(request)
@@ -203,7 +205,7 @@ class Intake(Generic[R, A]):
             else:
                 running[request] = waiting
                 newcomers.append(request)
-            self._counters.cancelled += len(tickets) - len(waiting)
+            self._counters.cancelled += len(asked) - len(waiting)
             del pending[request]
         if newcomers:
             self._timeline.add("queue", self._queued_since, requests=len(newcomers))

@@ -107,8 +107,10 @@ class EngineStepper:
         outcomes: Outcomes[Request, Result] = []
         askable: list[Request] = []
         for request in newcomers:
+            adapter = query_of(request).adapter
             try:
-                self.adapters.require_current(query_of(request).adapter)
+                if adapter is not None:
+                    self.adapters.require_current(adapter)
                 askable.append(request)
             except GenlmError as error:
                 outcomes.append((request, error))
@@ -120,12 +122,13 @@ class EngineStepper:
         outcomes: Outcomes[Request, Result] = []
         asked: list[Query] = []
         with self.timeline.stage("caching"):
+            generation = self.cache.generation  # read first: what is dropped from here on must not be kept
             for query in queries:
                 # An equal question may have been answered since this one looked.
                 row = None if query.cold else self.cache.get(query)
                 if row is None:
                     asked.append(query)
-                    self._generation[query] = self.cache.generation
+                    self._generation[query] = generation
                 else:
                     outcomes.append((query, row))
         if self.engine.continuous:
