@@ -21,6 +21,15 @@ SMALL = {
 }
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _offline() -> Iterator[None]:
+    """No test asks a network: models are local folders. And vLLM sends usage statistics where it is not told not to."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("VLLM_NO_USAGE_STATS", "1")
+        yield
+
+
 @pytest.fixture(scope="session")
 def model_path() -> str:
     """The folder of a small real Llama; the environment names it."""
