@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 
 import nox
+from packaging.markers import Marker
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent
@@ -115,7 +116,11 @@ def costly(session: nox.Session, name: str) -> None:
 
 
 def check_plugin(session: nox.Session, name: str, tests: Path, recipe: str = "environment.txt") -> None:
+    """Run tests of a plugin, unless its ``pyproject.toml`` says that this machine is none for it."""
     prepare(session)
+    where = nox.project.load_toml(PLUGINS[name] / "pyproject.toml").get("tool", {}).get("genlm", {}).get("runs-on")
+    if where and not Marker(where).evaluate():
+        session.skip(f"genlm-{name} is tested where {where}, and this machine is not so")
     install_plugin(session, name, recipe)
     session.env["GENLM_TEST_MODEL"] = real_model(session)
     session.run("pytest", str(tests), *session.posargs)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from importlib import metadata
 
-from packaging.specifiers import SpecifierSet
-
 #: SGLang promises nothing of its scheduler between releases: both ends are tested, and what lies beyond is refused.
-SUPPORTED = SpecifierSet(">=0.5.17,<0.5.24")
+SUPPORTED = ">=0.5.17,<0.5.24"
 
 
 def why_unavailable() -> str | None:
@@ -16,7 +14,9 @@ def why_unavailable() -> str | None:
         installed = metadata.version("sglang")
     except metadata.PackageNotFoundError:
         return "sglang is not installed; pip install genlm-sgl"
-    if SUPPORTED.contains(installed, prereleases=True):
+    from packaging.specifiers import SpecifierSet  # wherever there is an engine, this is too
+
+    if SpecifierSet(SUPPORTED).contains(installed, prereleases=True):
         return None
     return (
         f"sglang {installed} is installed, but this genlm-sgl drives the scheduler of sglang {SUPPORTED} in process, "
