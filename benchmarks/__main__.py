@@ -18,7 +18,7 @@ from benchmarks.report import write_report
 
 FOLDER = Path(__file__).resolve().parent
 SIDES = ("floor", "ours", "theirs")
-NOT_WORKLOADS = {"__init__", "__main__", "protocol", "report", "plots"}
+NOT_WORKLOADS = {"__init__", "__main__", "protocol", "report", "plots", "steps"}
 
 
 def main() -> None:

@@ -12,106 +12,20 @@ of the last position, log-softmax. For ``newcomer`` that is a decode and a prefi
 from __future__ import annotations
 
 import asyncio
-import copy
 import functools
-import itertools
-import random
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from benchmarks.protocol import Bench, main
+from benchmarks.steps import asked_of, measure, programs, transformers_floor
 
 PLUGIN = "hf"
-
-LENGTHS = (20, 200)
-CONTEXTS = (1, 8, 32)
-
-Contexts = list[list[int]]
-
-
-class Program:
-    """Makes the contexts of each case: new ones for every step, so that nothing is answered from a cache of rows."""
-
-    def __init__(self, vocabulary: int, n: int, length: int) -> None:
-        self._source = random.Random(1000 * n + length)
-        self._vocabulary, self.n, self.length = vocabulary, n, length
-
-    def prompts(self, n: int | None = None) -> Contexts:
-        return [self._tokens(self.length) for _ in range(self.n if n is None else n)]
-
-    def extend(self, prompts: Contexts) -> Contexts:
-        return [prompt + self._tokens(1) for prompt in prompts]
-
-    def fork(self, prompts: Contexts) -> Contexts:
-        return [prompt + self._tokens(1) for prompt in prompts[: max(self.n // 2, 1)] for _ in range(2)][: max(self.n, 2)]
-
-    def newcomer(self, prompts: Contexts) -> Contexts:
-        return self.extend(prompts) + self.prompts(1)
-
-    def ragged(self, prompts: Contexts) -> Contexts:
-        return [prompt + self._tokens(1 + at % 5) for at, prompt in enumerate(prompts)]
-
-    def _tokens(self, count: int) -> list[int]:
-        return [self._source.randrange(self._vocabulary) for _ in range(count)]
-
-
-def programs(bench: Bench, vocabulary: int) -> Iterator[Program]:
-    for length in LENGTHS[:1] if bench.quick else LENGTHS:
-        for n in CONTEXTS:
-            yield Program(vocabulary, n, length)
-
-
-def measure(
-    bench: Bench, program: Program, ask: Callable[[Contexts], object], reset: Callable[[], object], repeat: int
-) -> None:
-    """Every case; ``ask`` answers contexts, ``reset`` forgets all."""
-    after = f" after {program.length} tokens"
-
-    def fresh() -> Contexts:
-        reset()
-        return program.prompts()
-
-    def known() -> Contexts:
-        prompts = fresh()
-        ask(prompts)
-        return prompts
-
-    bench.time("prefill" + after, ask, x=program.n, repeat=max(repeat // 3, 1), prepare=fresh)
-    current = known()
-
-    def grown() -> Contexts:
-        nonlocal current
-        current = program.extend(current)
-        return current
-
-    bench.time("extend" + after, ask, x=program.n, repeat=repeat, prepare=grown)
-    for case in ("fork", "newcomer", "ragged"):
-        if case == "fork" and program.n == 1:
-            continue
-        step = getattr(program, case)
-        bench.time(case + after, ask, x=program.n, repeat=max(repeat // 2, 1), prepare=lambda step=step: step(known()))
-    groups = [known(), program.prompts()]
-    ask(groups[1])
-    turns = itertools.cycle((0, 1))
-
-    def turn() -> Contexts:
-        at = next(turns)
-        groups[at] = program.extend(groups[at])
-        return groups[at]
-
-    bench.time("alternate" + after, ask, x=program.n, repeat=repeat, prepare=turn)
 
 
 def ours(bench: Bench) -> None:
     from genlm.hf import AsyncTransformer
 
     with AsyncTransformer.from_name(bench.model, cache_size=0) as lm, asyncio.Runner() as runner:
-
-        async def rows(contexts: Contexts) -> Sequence[object]:
-            return await asyncio.gather(*(lm.next_token_logprobs(context) for context in contexts))
-
         for program in programs(bench, len(lm.byte_vocab)):
-            measure(bench, program, lambda contexts: runner.run(rows(contexts)), lm.clear_kv_cache, repeat=12)
+            measure(bench, program, asked_of(lm, runner), lm.clear_kv_cache, repeat=12)
 
 
 def theirs(bench: Bench) -> None:
@@ -121,13 +35,7 @@ def theirs(bench: Bench) -> None:
 
     lm = AsyncTransformer.from_name(bench.model, hf_opts={"torch_dtype": torch.float32, "device_map": "cpu"})
     with asyncio.Runner() as runner:
-
-        async def rows(contexts: Contexts) -> Sequence[object]:
-            return await asyncio.gather(*(lm.next_token_logprobs(context) for context in contexts))
-
-        def ask(contexts: Contexts) -> object:
-            return runner.run(rows(contexts))
-
+        ask = asked_of(lm, runner)
         for program in programs(bench, len(lm.byte_vocab)):
             large = program.n * program.length > 1000
             if not large:
@@ -146,34 +54,7 @@ def theirs(bench: Bench) -> None:
 
 
 def floor(bench: Bench) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(bench.model, dtype=torch.float32).eval()
-
-    def run(contexts: Contexts, state: Any = None) -> Any:
-        output = model(torch.tensor(contexts), past_key_values=state, use_cache=True, logits_to_keep=1)
-        output.logits[:, -1].log_softmax(dim=-1)
-        return output.past_key_values
-
-    with torch.inference_mode():
-        for program in programs(bench, model.config.vocab_size):
-            after = f" after {program.length} tokens"
-            bench.time("prefill" + after, run, x=program.n, repeat=4, prepare=program.prompts)
-            state = run(program.prompts())
-            mine = functools.partial(copy.deepcopy, state)  # a decode writes into it
-            one, three = [[5]] * program.n, [[5, 6, 7]] * program.n
-            newcomer = program.prompts(1)
-
-            def with_newcomer(state: Any, one: Contexts = one, newcomer: Contexts = newcomer) -> None:
-                run(one, state)
-                run(newcomer)
-
-            for case in ("extend", "fork", "alternate"):
-                if case != "fork" or program.n > 1:
-                    bench.time(case + after, functools.partial(run, one), x=program.n, repeat=12, prepare=mine)
-            bench.time("newcomer" + after, with_newcomer, x=program.n, repeat=6, prepare=mine)
-            bench.time("ragged" + after, functools.partial(run, three), x=program.n, repeat=6, prepare=mine)
+    transformers_floor(bench)
 
 
 if __name__ == "__main__":

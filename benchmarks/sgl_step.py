@@ -1,22 +1,25 @@
-"""One step of n contexts through SGLang: each longer by one token than a context asked before.
+"""One step of n contexts through SGLang, whatever the program does with them.
 
-The floor is one decode of the same rows by transformers, the key/value state being there. The backend's step is also split
-into the model's forward pass, the rest of what SGLang's scheduler does, and what the core and the plugin add to both.
-``genlm-backend`` 0.3.1 does not run on the SGLang release that this environment has.
+``prefill``: n new contexts. ``extend``: each grows by a token. ``fork``: half of them, each continued twice.
+``newcomer``: all grow by a token, and a new one comes. ``ragged``: they grow by 1 to 5 tokens. ``alternate``: two groups of
+n take turns.
+
+The floor is what the same tokens cost in raw transformers. The backend's ``extend`` is also split into the model's forward
+pass, the rest of what SGLang's scheduler does, and what the core and the plugin add to both. ``genlm-backend`` 0.3.1 does
+not run on the SGLang release that this environment has.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.protocol import Bench, main
+from benchmarks.steps import Contexts, Program, asked_of, measure, programs, transformers_floor
 
 PLUGIN = "sgl"
-
-LENGTHS = (20, 200)
-CONTEXTS = (1, 8, 32)
 
 #: The steps of SGLang's own event loop.
 SCHEDULER_STEPS = ("process_input_requests", "get_next_batch_to_run", "run_batch", "process_batch_result")
@@ -39,20 +42,7 @@ class Stopwatch:
         return timed
 
 
-def workloads(bench: Bench, vocabulary: int) -> Iterator[tuple[str, int, int, list[list[int]]]]:
-    """The case, the number of contexts, how often to repeat, and random contexts with no common beginning."""
-    import torch
-
-    for length in LENGTHS[:1] if bench.quick else LENGTHS:
-        for n in CONTEXTS:
-            source = torch.Generator().manual_seed(1000 * n + length)
-            prompts = torch.randint(vocabulary, (n, length), generator=source).tolist()
-            yield f"step after {length} tokens", n, 2 if bench.quick else 15, prompts
-
-
 def ours(bench: Bench) -> None:
-    import asyncio
-
     from sglang.srt.managers.scheduler import Scheduler
 
     from genlm.sgl import AsyncSGLTransformer
@@ -60,49 +50,39 @@ def ours(bench: Bench) -> None:
     scheduler, forward = Stopwatch(), Stopwatch()
     for name in SCHEDULER_STEPS:
         setattr(Scheduler, name, scheduler.around(getattr(Scheduler, name)))
-    with AsyncSGLTransformer.from_name(bench.model, cache_size=0) as lm:
+    with AsyncSGLTransformer.from_name(bench.model, cache_size=0) as lm, asyncio.Runner() as runner:
         lm.underlying_model.forward = forward.around(lm.underlying_model.forward)
+        ask = asked_of(lm, runner)
+        for program in programs(bench, len(lm.byte_vocab)):
+            measure(bench, program, ask, lm.clear_kv_cache, repeat=12)
+            split(bench, program, ask, scheduler, forward)
 
-        async def step(contexts: list[list[int]]) -> tuple[float, float, float]:
-            began = time.perf_counter(), scheduler.seconds, forward.seconds
-            await asyncio.gather(*(lm.next_token_logprobs(context) for context in contexts))
-            ended = time.perf_counter(), scheduler.seconds, forward.seconds
-            wall, in_scheduler, in_forward = (end - begin for begin, end in zip(began, ended, strict=True))
-            return wall, in_scheduler, in_forward
 
-        async def steps(prompts: list[list[int]], repeat: int) -> list[tuple[float, float, float]]:
-            await step(prompts)
-            taken = [await step([[*prompt, token] for prompt in prompts]) for token in range(repeat + 1)]
-            return taken[1:]
-
-        for case, n, repeat, prompts in workloads(bench, len(lm.byte_vocab)):
-            taken = asyncio.run(steps(prompts, repeat))
-            bench.record(case, [1e3 * wall for wall, _, _ in taken], unit="ms", x=n)
-            bench.record(f"{case}: forward", [1e3 * model for _, _, model in taken], unit="ms", x=n)
-            bench.record(
-                f"{case}: SGLang without forward", [1e3 * (own - model) for _, own, model in taken], unit="ms", x=n
-            )
-            bench.record(f"{case}: core and plugin", [1e3 * (wall - own) for wall, own, _ in taken], unit="ms", x=n)
+def split(
+    bench: Bench, program: Program, ask: Callable[[Contexts], object], scheduler: Stopwatch, forward: Stopwatch
+) -> None:
+    """Where the time of an ``extend`` goes."""
+    contexts, taken = program.prompts(), []
+    for _ in range(3 if bench.quick else 15):
+        ask(contexts)
+        contexts = program.extend(contexts)
+        began = time.perf_counter(), scheduler.seconds, forward.seconds
+        ask(contexts)
+        ended = time.perf_counter(), scheduler.seconds, forward.seconds
+        taken.append([1e3 * (end - begin) for begin, end in zip(began, ended, strict=True)])
+    after = f" after {program.length} tokens"
+    parts = {
+        "extend: forward": [model for _, _, model in taken],
+        "extend: SGLang without forward": [own - model for _, own, model in taken],
+        "extend: core and plugin": [wall - own for wall, own, _ in taken],
+        "extend: core and plugin, of SGLang's step": [100 * (wall / own - 1) for wall, own, _ in taken],
+    }
+    for part, values in parts.items():
+        bench.record(part + after, values, unit="%" if part.endswith("step") else "ms", x=program.n)
 
 
 def floor(bench: Bench) -> None:
-    import copy
-    import functools
-
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(bench.model, dtype=torch.float32).eval()
-    with torch.inference_mode():
-        for case, n, repeat, prompts in workloads(bench, model.config.vocab_size):
-            state = model(torch.tensor(prompts), use_cache=True, logits_to_keep=1).past_key_values
-
-            def decode(state: Any, n: int = n) -> None:
-                logits = model(torch.zeros(n, 1, dtype=torch.long), past_key_values=state, logits_to_keep=1).logits
-                logits[:, -1].log_softmax(dim=-1)
-
-            mine = functools.partial(copy.deepcopy, state)  # a decode writes into it
-            bench.time(case, decode, unit="ms", x=n, repeat=repeat, prepare=mine)
+    transformers_floor(bench)
 
 
 if __name__ == "__main__":
