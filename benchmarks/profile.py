@@ -2,7 +2,8 @@
 
 Stages on the left of the engine are in the callers' threads and the queue, those on its right in the engine thread; what
 remains of the wall time is Python's event loop and the program itself. One engine answers at once, so that all the rest
-shows; on hf all that is a small part of the engine's time. With `--quick` this is a profile in a few seconds.
+shows; on hf all that is a small part of the engine's time. With `--quick` this is a profile in a few seconds. The counters
+are always on: what they cost a question is measured too, and is given as a share of a question's time on hf.
 """
 
 from __future__ import annotations
@@ -27,9 +28,33 @@ def ours(bench: Bench) -> None:
     from genlm.core import load_model_by_name
 
     with asyncio.Runner() as runner, load_model_by_name(bench.model, backend="hf") as lm:
-        spend(bench, "hf: ", lm, runner, rounds=2 if bench.quick else 5, together=(1, 32), length=20)
+        rounds = 2 if bench.quick else 5
+        question = spend(bench, "hf: ", lm, runner, rounds=rounds, together=(1, 32), length=20)
+    counters = count(bench)
+    bench.record("counters, of a question among 32 on hf", 100 * counters / question, unit="%")
     with asyncio.Runner() as runner:
         instant(bench, runner)
+
+
+def count(bench: Bench) -> float:
+    """Microseconds that the counters take for a question: in its caller's thread, and its share of those of its batch."""
+    from genlm.core.timeline import STAGES, Timeline
+
+    timeline = Timeline()
+
+    def batch(n: int = 32) -> None:
+        for _ in range(n):
+            if weight := timeline.sample():
+                for stage in STAGES[:3]:
+                    with timeline.stage(stage, weight):
+                        pass
+            timeline.asked(None, None)
+        for stage in STAGES[3:]:
+            with timeline.stage(stage):
+                pass
+        timeline.batch(timeline.clock(), n)
+
+    return bench.time("counters, a question among 32", batch, unit="us", per=32, repeat=1000)
 
 
 def instant(bench: Bench, runner: asyncio.Runner) -> None:
@@ -53,7 +78,8 @@ def instant(bench: Bench, runner: asyncio.Runner) -> None:
 
 def spend(
     bench: Bench, prefix: str, lm: Any, runner: asyncio.Runner, rounds: int, together: tuple[int, ...], length: int
-) -> None:
+) -> float:
+    """Record the stages; returns the microseconds of wall time that a question took, with the most together."""
     source = fresh(length)
 
     async def gathered(n: int) -> None:
@@ -73,6 +99,7 @@ def spend(
                 f"{prefix}{stage:24} {n:5} at once {seconds / (rounds * n) * 1e6:10.2f} us  {seconds / wall:6.1%}",
                 file=sys.stderr,
             )
+    return wall / (rounds * n) * 1e6
 
 
 if __name__ == "__main__":
