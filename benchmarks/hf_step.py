@@ -2,7 +2,7 @@
 
 ``prefill``: n new contexts. ``extend``: each grows by a token. ``fork``: half of them, each continued twice.
 ``newcomer``: all grow by a token, and a new one comes. ``ragged``: they grow by 1 to 5 tokens. ``alternate``: two groups of
-n take turns.
+n take turns. A last case extends a few contexts of several lengths.
 
 The floor is what the same tokens cost in raw transformers: one ``model(...)`` on a prepared cache of the same rows, logits
 of the last position, log-softmax. For ``newcomer`` that is a decode and a prefill; for ``ragged`` three tokens per row.
@@ -15,7 +15,7 @@ import asyncio
 import functools
 
 from benchmarks.protocol import Bench, main
-from benchmarks.steps import asked_of, measure, programs, transformers_floor
+from benchmarks.steps import asked_of, measure, measure_lengths, programs, transformers_floor
 
 PLUGIN = "hf"
 
@@ -26,6 +26,7 @@ def ours(bench: Bench) -> None:
     with AsyncTransformer.from_name(bench.model, cache_size=0) as lm, asyncio.Runner() as runner:
         for program in programs(bench, len(lm.byte_vocab)):
             measure(bench, program, asked_of(lm, runner), lm.clear_kv_cache, repeat=12)
+        measure_lengths(bench, len(lm.byte_vocab), asked_of(lm, runner), lm.clear_kv_cache, repeat=12)
 
 
 def theirs(bench: Bench) -> None:
@@ -51,6 +52,7 @@ def theirs(bench: Bench) -> None:
             extend = functools.partial(program.extend, prompts)
             bench.time("extend, prompts given to cache_kv," + after, ask, x=program.n, repeat=3, prepare=extend)
             lm.clear_cache()
+        measure_lengths(bench, len(lm.byte_vocab), ask, lm.clear_cache, repeat=1)
 
 
 def floor(bench: Bench) -> None:

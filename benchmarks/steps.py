@@ -20,6 +20,10 @@ from benchmarks.protocol import Bench
 LENGTHS = (20, 200)
 CONTEXTS = (1, 8, 32)
 
+#: For the curve of an ``extend`` against length.
+CURVE = (20, 100, 500)
+OF_CURVE = 4
+
 Contexts = list[list[int]]
 
 
@@ -96,6 +100,24 @@ def measure(
     bench.time("alternate" + after, ask, x=program.n, repeat=repeat, prepare=turn)
 
 
+def measure_lengths(
+    bench: Bench, vocabulary: int, ask: Callable[[Contexts], object], reset: Callable[[], object], repeat: int
+) -> None:
+    """An ``extend`` against the length of the contexts."""
+    for length in CURVE[:1] if bench.quick else CURVE:
+        program = Program(vocabulary, OF_CURVE, length)
+        reset()
+        current = program.prompts()
+        ask(current)
+
+        def grown(program: Program = program) -> Contexts:
+            nonlocal current
+            current = program.extend(current)
+            return current
+
+        bench.time(f"extend {OF_CURVE} contexts, by length", ask, x=length, repeat=repeat, prepare=grown)
+
+
 def asked_of(lm: Any, runner: asyncio.Runner) -> Callable[[Contexts], object]:
     """Asks a model for the rows of contexts, each by a coroutine of its own."""
 
@@ -135,3 +157,8 @@ def transformers_floor(bench: Bench) -> None:
                     bench.time(case + after, functools.partial(run, one), x=program.n, repeat=12, prepare=mine)
             bench.time("newcomer" + after, with_newcomer, x=program.n, repeat=6, prepare=mine)
             bench.time("ragged" + after, functools.partial(run, three), x=program.n, repeat=6, prepare=mine)
+        for length in CURVE[:1] if bench.quick else CURVE:
+            state = run(Program(model.config.vocab_size, OF_CURVE, length).prompts())
+            mine = functools.partial(copy.deepcopy, state)
+            decode = functools.partial(run, [[5]] * OF_CURVE)
+            bench.time(f"extend {OF_CURVE} contexts, by length", decode, x=length, repeat=12, prepare=mine)
