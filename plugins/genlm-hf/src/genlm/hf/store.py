@@ -171,15 +171,18 @@ class KVStore:
         return True
 
     def _grow(self, rows: int, columns: int, plan: _Plan) -> None:
+        """Make room for at least so many rows and columns, and for some more where the budget allows it.
+
+        Fresh memory is dear, so forks should find their rows there already, and growth by one token should seldom move all.
+        """
         pool = self._pool
         if rows <= pool.rows and columns <= pool.columns:
             return
-        rows = max(rows, pool.rows if rows <= pool.rows else pool.rows * 3 // 2)
-        if rows > self._limit(max(columns, pool.columns)):
-            rows = min(rows, self._limit(columns))
-        else:
-            columns = max(columns, pool.columns)
-        moved = self._resize(rows, columns)
+        spare_rows = pool.rows if rows <= pool.rows else rows + -(-rows // 2)
+        spare_columns = pool.columns if columns <= pool.columns else max(columns, _columns(pool.columns * 5 // 4))
+        if rows > self._limit(spare_columns):
+            spare_columns = columns
+        moved = self._resize(max(rows, min(spare_rows, self._limit(spare_columns))), spare_columns)
         plan.protected = {moved[slot] for slot in plan.protected}
 
     def _carry_out(self, plan: _Plan, jobs: Sequence[Job]) -> list[Placement]:
