@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
-import tracemalloc
+import subprocess
+import sys
 
 import pytest
 
@@ -72,11 +74,51 @@ def test_a_vocabulary_numbers_its_tokens() -> None:
 
 
 def test_tokens_are_small() -> None:
-    contents = [i.to_bytes(7, "big") for i in range(10_000)]
-    tracemalloc.start()
+    code = """
+import tracemalloc
+from genlm.core.tokenization import Token
+contents = [i.to_bytes(7, "big") for i in range(260_000)]
+tracemalloc.start()
+tokens = Token.vocabulary(contents)
+print(tracemalloc.get_traced_memory()[0])
+"""
+    # In a process of its own: what tokens share must not depend on those made before.
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(result.stdout) < 40 << 20
+
+
+@pytest.mark.parametrize("token_id", [0, 255, 256, 65_537, -1, 1 << 40])
+def test_any_id(token_id: int) -> None:
+    token = Token(token_id, b"a")
+    assert token.token_id == token_id
+    assert hash(token) == hash(token_id)
+
+
+def test_a_vocabulary_of_several_hundred_tokens_is_numbered_too() -> None:
+    tokens = Token.vocabulary([b"%d" % i for i in range(600)])
+    assert [token.token_id for token in tokens] == list(range(600))
+    assert [int(token) for token in tokens] == list(range(600))
+
+
+def test_a_token_takes_attributes() -> None:
+    token = Token(1, b"a")
+    token.note = "seen"  # type: ignore[attr-defined]
+    assert token.note == "seen"  # type: ignore[attr-defined]
+    assert token.token_id == 1
+
+
+def test_an_id_stays_what_it_is() -> None:
+    with pytest.raises(AttributeError):
+        A.token_id = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_garbage_is_collected_as_before(collecting: bool) -> None:
+    before = gc.isenabled()
     try:
-        tokens = Token.vocabulary(contents)
-        size, _ = tracemalloc.get_traced_memory()
+        (gc.enable if collecting else gc.disable)()
+        with pytest.raises(TypeError):
+            Token.vocabulary([object()])  # type: ignore[list-item]
+        assert gc.isenabled() is collecting
     finally:
-        tracemalloc.stop()
-    assert size / len(tokens) < 220  # bytes; 300 with a dictionary of its own for each token
+        (gc.enable if before else gc.disable)()

@@ -48,7 +48,7 @@ def decode_pieces(pieces: Sequence[str], definition: Definition) -> list[bytes]:
             change = _change_of_text(step) if joined else _change_of_piece(step)
             decoded = [change(piece) for piece in decoded]
         joined = joined or step["type"] in ("Fuse", "ByteLevel")
-    return [_encode(piece) for piece in decoded]
+    return [piece if isinstance(piece, bytes) else piece.encode() for piece in decoded]
 
 
 def _steps(definition: Definition) -> list[Definition]:

@@ -39,15 +39,13 @@ def fast_token_bytes(tokenizer: Any) -> list[bytes]:
 
 def _pieces(backend: Any) -> list[str]:
     """The model's pieces by id, up to the largest id of any token; ``""`` for an id that is not the model's."""
-    vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=False)
-    # A Unigram model may list a piece twice; the dictionary knows only one of its ids.
-    last = max(
-        backend.get_vocab_size(with_added_tokens=False) - 1, *vocabulary.values(), *backend.get_added_tokens_decoder()
-    )
-    pieces = [""] * (last + 1)
-    for piece, token_id in vocabulary.items():
-        pieces[token_id] = piece
-    return [piece or backend.model.id_to_token(token_id) or "" for token_id, piece in enumerate(pieces)]
+    piece_of = backend.model.id_to_token
+    pieces = list(map(piece_of, range(backend.get_vocab_size(with_added_tokens=False))))
+    if None in pieces:  # ids have gaps, so the last ones are larger than the number of pieces
+        ids = backend.get_vocab(with_added_tokens=False).values()
+        pieces = [piece_of(token_id) or "" for token_id in range(max(ids) + 1)]
+    beyond = max(backend.get_added_tokens_decoder(), default=-1) + 1 - len(pieces)
+    return pieces + [""] * beyond
 
 
 def _backend(tokenizer: Any) -> Any:
