@@ -1,77 +1,102 @@
 """One step of n contexts through vLLM: each longer by one token than a context asked before.
 
 With live sessions vLLM decodes one token per context. Without them every step is a new request, which finds the full blocks
-of its context in the prefix cache and computes the rest; the same requests through `LLM.generate`, which gives no row; with
-the rows captured; and with `logprobs=-1`, vLLM's own way to full rows. All five take turns step by step in one process.
+of its context in the prefix cache and computes the rest: 1 to 32 tokens, so the contexts grow from 68 tokens by one whole
+block, and no place in it is favoured. The same requests go through `LLM.generate`, which gives no row; with the rows
+captured; and with `logprobs=-1`, vLLM's own way to full rows. All five take turns step by step in one process, and ratios
+are of one step each.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.protocol import Bench, main
+
+if TYPE_CHECKING:
+    from genlm.core import AsyncLM
 
 PLUGIN = "vllm"
 
 LENGTH = 68
 CONTEXTS = (1, 8, 32)
+BLOCK = 32
 ENGINE = {"max_model_len": 512, "dtype": "float32", "kv_cache_memory_bytes": 512 << 20}
-RAW = {"block_size": 32, "enforce_eager": True, "max_logprobs": -1, "async_scheduling": False, "seed": 0}
+RAW = {"block_size": BLOCK, "enforce_eager": True, "max_logprobs": -1, "async_scheduling": False, "seed": 0}
+
+LIVE, FRESH = "live sessions", "a new request per step"
+PLAIN, CAPTURED, EVERY = "LLM.generate", "LLM.generate, rows captured", "LLM.generate, logprobs=-1"
 
 Contexts = list[list[int]]
+Way = Callable[[Contexts], object]
 
 
 def ours(bench: Bench) -> None:
-    from genlm.core import AsyncLM
+    import torch
+
     from genlm.vllm import AsyncVirtualLM
 
     with (
         AsyncVirtualLM.from_name(bench.model, ENGINE, cache_size=0) as live,
         AsyncVirtualLM.from_name(bench.model, ENGINE, live_sessions=False, cache_size=0) as fresh,
+        asyncio.Runner() as runner,
     ):
-        plain = generators(bench.model)
-
-        async def gathered(lm: AsyncLM, contexts: Contexts) -> None:
-            await asyncio.gather(*map(lm.next_token_logprobs, contexts))
-
-        ways: dict[str, Callable[[Contexts], object]] = {
-            "live sessions": lambda contexts: asyncio.run(gathered(live, contexts)),
-            "a new request per step": lambda contexts: asyncio.run(gathered(fresh, contexts)),
-            **plain,
-        }
+        ways = {LIVE: gathered(live, runner), FRESH: gathered(fresh, runner), **generators(bench.model)}
         for n in CONTEXTS:
-            measure(bench, ways, live, n, len(live.byte_vocab))
+            source = torch.Generator().manual_seed(n)
+            contexts = torch.randint(len(live.byte_vocab), (n, LENGTH), generator=source).tolist()
+            times, added = stepped(ways, live, contexts, steps=2 if bench.quick else BLOCK)
+            report(bench, n, times, added)
 
 
-def measure(bench: Bench, ways: dict[str, Callable[[Contexts], object]], live: Any, n: int, vocabulary: int) -> None:
-    """Step all ways in turn; of live sessions also what is not spent in vLLM."""
-    import torch
-
-    contexts = torch.randint(vocabulary, (n, LENGTH), generator=torch.Generator().manual_seed(n)).tolist()
-    taken: dict[str, list[float]] = {way: [] for way in ways}
+def stepped(
+    ways: dict[str, Way], live: AsyncLM, contexts: Contexts, steps: int
+) -> tuple[dict[str, list[float]], list[float]]:
+    """Milliseconds of each step, by way, after two that are not counted; and of live sessions those not spent in vLLM."""
+    times: dict[str, list[float]] = {way: [] for way in ways}
     added = []
-    for step in range(4 if bench.quick else 22):
+    for step in range(2 + steps):
         for way, ask in ways.items():
-            began, in_engine = time.perf_counter(), live.stats.engine_seconds
+            in_engine, began = live.stats.engine_seconds, time.perf_counter()
             ask(contexts)
-            wall = 1e3 * (time.perf_counter() - began)
-            taken[way].append(wall)
-            if way == "live sessions":
-                added.append(wall - 1e3 * (live.stats.engine_seconds - in_engine))
+            wall = time.perf_counter() - began
+            times[way].append(1e3 * wall)
+            if way == LIVE:
+                added.append(1e3 * (wall - (live.stats.engine_seconds - in_engine)))
         contexts = [[*context, 1000 + step] for context in contexts]
-    for way, times in taken.items():
-        bench.record(f"{LENGTH} tokens: {way}", times[2:], unit="ms", x=n)
-    bench.record(f"{LENGTH} tokens: live sessions, added by the core", added[2:], unit="ms", x=n)
+    return {way: values[2:] for way, values in times.items()}, added[2:]
 
 
-def generators(model: str) -> dict[str, Callable[[Contexts], object]]:
+def report(bench: Bench, n: int, times: dict[str, list[float]], added: Sequence[float]) -> None:
+    for way, values in times.items():
+        bench.record(way, values, unit="ms", x=n)
+    bench.record("live sessions, added by the core", added, unit="ms", x=n)
+    for way in (FRESH, EVERY):
+        bench.record(f"live sessions are faster than {way}", ratios(times[way], times[LIVE]), unit="times", x=n)
+    overhead = [100 * (ratio - 1) for ratio in ratios(times[CAPTURED], times[PLAIN])]
+    bench.record("capturing rows adds to LLM.generate", overhead, unit="%", x=n)
+
+
+def ratios(of: Sequence[float], to: Sequence[float]) -> list[float]:
+    return [one / other for one, other in zip(of, to, strict=True)]
+
+
+def gathered(lm: AsyncLM, runner: asyncio.Runner) -> Way:
+    """Ask for all rows at once, each by a coroutine of its own."""
+
+    async def gather(contexts: Contexts) -> None:
+        await asyncio.gather(*map(lm.next_token_logprobs, contexts))
+
+    return lambda contexts: runner.run(gather(contexts))
+
+
+def generators(model: str) -> dict[str, Way]:
     """Plain vLLM: the same requests without rows, with rows captured, and with rows by ``logprobs=-1``."""
-    import itertools
-    import os
-
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
@@ -94,9 +119,9 @@ def generators(model: str) -> dict[str, Callable[[Contexts], object]]:
         store.take(asked)
 
     return {
-        "LLM.generate": lambda contexts: generate(contexts, [params() for _ in contexts]),
-        "LLM.generate, rows captured": captured,
-        "LLM.generate, logprobs=-1": lambda contexts: generate(contexts, [params(logprobs=-1) for _ in contexts]),
+        PLAIN: lambda contexts: generate(contexts, [params() for _ in contexts]),
+        CAPTURED: captured,
+        EVERY: lambda contexts: generate(contexts, [params(logprobs=-1) for _ in contexts]),
     }
 
 
