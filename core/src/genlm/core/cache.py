@@ -60,19 +60,22 @@ class OutputCache:
 
     def put(self, key: Hashable, row: torch.Tensor, generation: int) -> None:
         """Keep a copy of ``row``, unless it was computed under an older generation or is larger than the whole cache."""
+        if self.maxsize == 0:
+            return
         nbytes = row.nbytes  # a tensor counts its bytes every time that it is asked
-        if self.maxsize == 0 or (self.max_bytes is not None and nbytes > self.max_bytes):
+        if self.max_bytes is not None and nbytes > self.max_bytes:
             return
         own = row.cpu() if self.move_to_cpu and row.device.type != "cpu" else row.clone()
         with self._lock:
             if generation != self._generation:
                 return
-            if key in self._rows:
-                self._discard(key)
+            if (old := self._rows.pop(key, None)) is not None:
+                self._nbytes -= old[2]
             self._rows[key] = own, row.device, nbytes
             self._nbytes += nbytes
             while self._over():
-                self._discard(next(iter(self._rows)))
+                _, (_, _, gone) = self._rows.popitem(last=False)
+                self._nbytes -= gone
 
     def clear(self) -> None:
         """Drop all rows."""
@@ -83,14 +86,9 @@ class OutputCache:
         with self._lock:
             self._generation += 1
             for key in [key for key in self._rows if condition(key)]:
-                self._discard(key)
+                self._nbytes -= self._rows.pop(key)[2]
 
     def _over(self) -> bool:
         return (self.maxsize is not None and len(self._rows) > self.maxsize) or (
             self.max_bytes is not None and self._nbytes > self.max_bytes
         )
-
-    def _discard(self, key: Hashable) -> None:
-        kept = self._rows.pop(key, None)
-        if kept is not None:
-            self._nbytes -= kept[2]

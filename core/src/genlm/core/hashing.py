@@ -40,4 +40,5 @@ NO_BLOCKS = HashedBlocks()
 
 def hash_of(token_ids: tuple[int, ...]) -> int:
     """The hash of ``token_ids``."""
-    return NO_BLOCKS.carried_on(token_ids).hash_of(token_ids)
+    blocks = NO_BLOCKS if len(token_ids) < BLOCK else NO_BLOCKS.carried_on(token_ids)
+    return blocks.hash_of(token_ids)
