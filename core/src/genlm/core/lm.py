@@ -373,11 +373,10 @@ class AsyncLM:
 
     def _query(self, token_ids: Iterable[int], lora_name: LoraName, room_for: int = 1) -> Query:
         """A checked query, with room for drawing or scoring ``room_for`` tokens after it."""
-        context = token_ids if isinstance(token_ids, Context) and token_ids.vocab_size <= self._engine.vocab_size else None
-        ids = token_ids_of("context", token_ids, self._engine.vocab_size) if context is None else context.token_ids
-        limit = self._engine.max_context
-        needed = len(ids) + max(room_for - 1, 0)
-        if limit is not None and needed > limit:
+        vocab_size, limit = self._engine.vocab_size, self._engine.max_context
+        context = token_ids if isinstance(token_ids, Context) and token_ids.vocab_size <= vocab_size else None
+        ids = token_ids_of("context", token_ids, vocab_size) if context is None else context.token_ids
+        if limit is not None and len(ids) + max(room_for - 1, 0) > limit:
             continued = f" and {room_for - 1} of the {room_for} tokens to follow" if room_for > 1 else ""
             raise InvalidQueryError(
                 f"the context of {len(ids)} tokens{continued} exceeds the {limit} tokens that the model takes; shorten it"
