@@ -69,6 +69,19 @@ def test_sums_and_maxima(trie_class, items, data):
     assert np.array_equal(trie.weight_max(ws), by_definition(trie, ws, max))
 
 
+@tries
+@given(seed=st.integers(0, 2**32 - 1), letters=st.sampled_from([1, 2, 4, 50]), longest=st.sampled_from([2, 9, 40]))
+@settings(deadline=None, max_examples=20)
+def test_sums_and_maxima_over_many_items(trie_class, seed, letters, longest):
+    generator = np.random.default_rng(seed)
+    lengths = generator.integers(0, longest, generator.integers(1, 1500))
+    trie = trie_class(Token.vocabulary([generator.integers(0, letters, n, np.uint8).tobytes() for n in lengths]))
+    ws = generator.normal(size=len(lengths))
+    below = [ws[trie.positions_under(node)] for node in range(len(trie))]
+    np.testing.assert_allclose(trie.weight_sum(ws), [*map(math.fsum, below)], rtol=0, atol=1e-14 * len(lengths))
+    assert np.array_equal(trie.weight_max(ws), [*map(max, below)])
+
+
 @given(items=MIXED)
 @settings(deadline=None)
 def test_the_shape(items):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from genlm.core.errors import InvalidOptionError
 from genlm.core.trie.operation import Operation
-from genlm.core.trie.plan import Plan
+from genlm.core.trie.plan import Indices, Plan, Rest
 from genlm.core.trie.weights import ResultType, check_shape, to_array
 
 if TYPE_CHECKING:
@@ -35,9 +37,10 @@ class DeviceKernel:
         self.plan = plan
         self.device = device
         self.dtype = torch.float32 if kind == "mps" else torch.float64
-        self._order = torch.from_numpy(plan.order).to(device)
+        self._first = torch.from_numpy(plan.first).to(device)
+        self._others = [torch.from_numpy(step.other).to(device) for step in plan.rounds]
+        self._rest = torch.from_numpy(_padded(plan.rest, plan.width)).to(device)
         self._place = torch.from_numpy(plan.place).to(device)
-        self._parts = [torch.from_numpy(part).to(device) for part in plan.parts]
 
     def rows(self, ws: Any, batch: bool) -> torch.Tensor:
         """Weights of any kind as ``[rows, words]`` on the device.
@@ -50,7 +53,7 @@ class DeviceKernel:
             return torch.cat([self.rows(row, batch=False) for row in ws])
         tensor = ws.detach() if isinstance(ws, torch.Tensor) else torch.from_numpy(to_array(ws))
         rows: torch.Tensor = tensor if batch else tensor[None]
-        check_shape(rows.shape[1:], len(self.plan.order))
+        check_shape(rows.shape[1:], self.plan.words)
         # MPS cannot even receive float64.
         return rows.to(self.dtype).to(self.device)
 
@@ -66,16 +69,21 @@ class DeviceKernel:
         import torch
 
         plan, combine = self.plan, operation.of(torch)
-        work = weights.new_full((len(weights), plan.width), operation.identity)
-        first, *larger = plan.levels
-        work[:, : first.blocks] = weights.index_select(1, self._order)
-        below = first
-        for level in larger:
-            pairs = work[:, below.start : below.stop]
-            work[:, level.start : level.start + level.blocks] = combine(pairs[:, ::2], pairs[:, 1::2])
-            below = level
-        for ordinal, part in enumerate(self._parts):
-            head = work[:, plan.ranges : plan.ranges + len(part)]
-            picked = work.index_select(1, part)
-            head.copy_(picked if ordinal == 0 else combine(head, picked))
+        # One element more than the plan needs: with it the rest is padded.
+        work = weights.new_full((len(weights), plan.width + 1), operation.identity)
+        work[:, : plan.words] = weights
+        if plan.rounds:
+            work[:, plan.rounds[0].new] = weights.index_select(1, self._first)
+        for step, other in zip(plan.rounds, self._others, strict=True):
+            work[:, step.results] = combine(work[:, step.new], work.index_select(1, other))
+        work[:, plan.rest.results] = getattr(work[:, self._rest], operation.reduction)(dim=2)
         return work
+
+
+def _padded(rest: Rest, padding: int) -> Indices:
+    """``[results, most values]`` The values of each result, followed by ``padding``."""
+    counts = np.diff(rest.starts, append=len(rest.values))
+    result = np.repeat(np.arange(len(counts)), counts)
+    padded = np.full((len(counts), int(counts.max(initial=1))), padding, np.intp)
+    padded[result, np.arange(len(rest.values)) - rest.starts[result]] = rest.values
+    return padded

@@ -14,10 +14,12 @@ class Operation:
 
     Attributes:
         name: Its name, which is the same in NumPy and PyTorch.
+        reduction: The name in PyTorch of combining all along a dimension.
         identity: Combining with it changes nothing.
     """
 
     name: str
+    reduction: str
     identity: float
 
     def of(self, library: Any) -> Any:
@@ -25,5 +27,5 @@ class Operation:
         return getattr(library, self.name)
 
 
-SUM = Operation("add", 0.0)
-MAX = Operation("maximum", -np.inf)
+SUM = Operation("add", "sum", 0.0)
+MAX = Operation("maximum", "amax", -np.inf)

@@ -1,55 +1,75 @@
-"""How to sum or maximise over every node's range of words in a few dozen array operations.
+"""How to sum or maximise over every node's words in a few dozen array operations.
 
-Differences of prefix sums would be one operation, but they lose small masses to cancellation. Instead, neighbours are
-combined to pairs, pairs to fours, and so on (a segment tree, bottom up), and every range is the disjoint union of a few
-such blocks, at most two of each size. The ranges of most blocks come first, so that one operation adds a second block to
-all ranges that have one, the next a third, and so on. As only disjoint parts are ever combined, results are exact up to
-rounding, for weights of any sign.
+Differences of prefix sums would be one operation, but they lose small masses to cancellation. Instead, the words below
+each node are combined pair by pair, in rounds, for all nodes at once (see :mod:`genlm.core.trie.pairing`). As only
+disjoint parts are ever combined, results are exact up to rounding, for weights of any sign.
+
+At least one value of each pair was made in the round before. So the results of a round are kept in the order in which the
+next one takes them, and only the other value of each pair must be looked up.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
+from genlm.core.trie.groups import Groups
 from genlm.core.trie.layout import Layout
+from genlm.core.trie.pairing import Pairing, Pairs
 from genlm.core.trie.words import Ints
 
 Indices = npt.NDArray[np.intp]
 
 
-@frozen
-class Level:
-    """The blocks of one size: a slice of the work row."""
+@frozen(eq=False)
+class Round:
+    """Pairs of values that are combined at once, in the work row.
 
-    start: int
-    blocks: int
+    Attributes:
+        new: Where the new values are, side by side.
+        other: ``[pairs]`` Where the other value of each pair is.
+        results: Where the results go; in the first round, where the new values are.
+    """
 
-    @property
-    def stop(self) -> int:
-        """The end of the slice, which has an even length: its last element may be padding."""
-        return self.start + self.blocks + self.blocks % 2
+    new: slice
+    other: Indices
+    results: slice
+
+
+@frozen(eq=False)
+class Rest:
+    """Results of more than two values each, in the work row.
+
+    Attributes:
+        values: Where the values are: those of the first result, then those of the second, and so on.
+        starts: ``[results]`` Where in ``values`` those of each result begin.
+        results: Where the results go.
+    """
+
+    values: Indices
+    starts: Indices
+    results: slice
 
 
 @frozen(eq=False)
 class Plan:
-    """What to combine with what. Indices are into a work row ``[width]``: all levels of blocks, then all ranges.
+    """What to combine with what, in a work row ``[width]``: the weights by position, then all results.
 
     Attributes:
-        order: ``[words]`` Position of the word of each rank.
-        levels: Blocks of 1 word, of 2, of 4, up to one that holds all.
-        parts: Element ``j`` holds the index of the ``j``-th block for each range that has more than ``j``.
-        ranges: Where the ranges begin in the work row.
-        width: The length of the work row.
+        words: The number of weights.
+        first: ``[pairs]`` The positions of the first round's new values: to be put where its results go.
+        rounds: What to combine, one after the other.
+        rest: What to combine after that.
         place: ``[nodes]`` Where in the work row each node's result is.
     """
 
-    order: Indices
-    levels: tuple[Level, ...]
-    parts: tuple[Indices, ...]
-    ranges: int
-    width: int
+    words: int
+    first: Indices
+    rounds: tuple[Round, ...]
+    rest: Rest
     place: Indices
 
     @property
@@ -57,49 +77,48 @@ class Plan:
         """The number of nodes that have a result."""
         return len(self.place)
 
+    @property
+    def width(self) -> int:
+        """The length of the work row."""
+        return int(self.rest.results.stop)
+
     @classmethod
     def of(cls, order: Ints, layout: Layout) -> Plan:
-        """Plan for the nodes of ``layout``; nodes with equal ranges are computed once."""
-        levels = _levels(len(order))
-        is_range = layout.end - layout.begin > 1
-        base = len(order) + 1
-        keys, range_of_node = np.unique(layout.begin[is_range] * base + layout.end[is_range], return_inverse=True)
-        part_of, block_of = _blocks(keys // base, keys % base, levels)
-        parts, rank_of_range = _parts(part_of, block_of, len(keys))
-        ranges = levels[-1].stop
-        place = layout.begin.astype(np.intp)  # the node of a single word: its block of one
-        place[is_range] = ranges + rank_of_range[range_of_node]
-        return cls(order.astype(np.intp), levels, parts, ranges, ranges + len(keys), place)
+        """Plan for the nodes of ``layout``; nodes with the same words below are computed once."""
+        groups = Groups.of(layout)
+        pairing = Pairing(order, groups)
+        values, group = pairing.rest()
+        made = len(order) + sum(len(pairs.new) for pairs in pairing.rounds)
+        starts = np.flatnonzero(np.append(True, group[1:] != group[:-1])) if len(group) else group
+        index = np.arange(made + len(starts))
+        first, rounds = _arrange(pairing.rounds, len(order), index)
+        rest = Rest(index[values].astype(np.intp), starts.astype(np.intp), slice(made, len(index)))
+        place = order[layout.begin]  # of a node with a single word
+        several = groups.of_node >= 0
+        place[several] = index[pairing.result[groups.of_node[several]]]
+        return cls(len(order), first, rounds, rest, place.astype(np.intp))
 
 
-def _levels(words: int) -> tuple[Level, ...]:
-    levels = [Level(0, words)]
-    while levels[-1].blocks > 1:
-        levels.append(Level(levels[-1].stop, (levels[-1].blocks + 1) // 2))
-    return tuple(levels)
+def _arrange(rounds: Sequence[Pairs], words: int, index: Ints) -> tuple[Indices, tuple[Round, ...]]:
+    """The rounds, each with its results in the order in which the next one takes them.
 
-
-def _blocks(begin: Ints, end: Ints, levels: tuple[Level, ...]) -> tuple[Ints, Ints]:
-    """Cut all ranges into blocks, from the small ones at their ends inwards: pairs (range, index of block)."""
-    ranges, blocks = [], []
-    for level in levels:
-        odd = np.flatnonzero((begin < end) & (begin % 2 == 1))
-        ranges.append(odd)
-        blocks.append(level.start + begin[odd])
-        begin = (begin + 1) // 2
-        odd = np.flatnonzero((begin * 2 < end) & (end % 2 == 1))
-        ranges.append(odd)
-        blocks.append(level.start + end[odd] - 1)
-        end = end // 2
-    return np.concatenate(ranges), np.concatenate(blocks)
-
-
-def _parts(range_of: Ints, block: Ints, ranges: int) -> tuple[tuple[Indices, ...], Ints]:
-    """The first blocks, the second blocks, ... by the rank of their range; and these ranks, most blocks first."""
-    count = np.bincount(range_of, minlength=ranges)
-    rank = np.empty(ranges, np.int64)
-    rank[np.argsort(-count, kind="stable")] = np.arange(ranges)
-    order = np.argsort(rank[range_of], kind="stable")
-    rank_of, block = rank[range_of][order], block[order]
-    ordinal = np.arange(len(order)) - np.searchsorted(rank_of, rank_of)
-    return tuple(block[ordinal == j].astype(np.intp) for j in range(int(count.max(initial=0)))), rank
+    :param index: where each value is in the work row: itself, until it is changed here.
+    """
+    taken = np.empty(0, np.int64)
+    stop = words + sum(len(pairs.new) for pairs in rounds)
+    arranged: list[tuple[slice, Ints]] = []
+    for pairs in reversed(rounds):
+        results = slice(stop - len(pairs.new), stop)
+        stop = results.start
+        is_taken = np.zeros(len(pairs.new), bool)
+        is_taken[taken - results.start] = True
+        order = np.append(taken - results.start, np.flatnonzero(~is_taken))
+        index[results.start + order] = np.arange(results.start, results.stop)
+        arranged.append((results, pairs.other[order]))
+        taken = pairs.new[order]
+    start = words
+    final = []
+    for results, other in reversed(arranged):
+        final.append(Round(slice(start, start + len(other)), index[other].astype(np.intp), results))
+        start = results.start
+    return taken.astype(np.intp), tuple(final)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import pairwise
+from itertools import compress, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -42,12 +43,12 @@ class Words:
             raise VocabularyError("a trie needs at least one item; the vocabulary given is empty")
         alphabet, spelled, dtype = _spell(items)
         order = sorted(range(len(spelled)), key=spelled.__getitem__)
-        joined = b"".join([spelled[position] for position in order])
-        lengths = np.array([len(spelled[position]) for position in order], np.int64) // dtype.itemsize
-        _refuse_duplicates(items, spelled, order)
+        in_order = [spelled[position] for position in order]
+        _refuse_duplicates(items, in_order, order)
         positions = np.array(order, np.int64)
         positions.flags.writeable = False  # users get it to read
-        return cls(positions, lengths, np.frombuffer(joined, dtype), alphabet)
+        lengths = np.fromiter(map(len, spelled), np.int64, len(spelled))[positions] // dtype.itemsize
+        return cls(positions, lengths, np.frombuffer(b"".join(in_order), dtype), alphabet)
 
 
 def key_of(item: Any) -> Any:
@@ -77,15 +78,13 @@ def _spell_letters(item: Iterable[Hashable], codes: dict[Hashable, int]) -> byte
         ) from error
 
 
-def _refuse_duplicates(items: Sequence[Any], spelled: Sequence[bytes], order: Sequence[int]) -> None:
+def _refuse_duplicates(items: Sequence[Any], in_order: Sequence[bytes], order: Sequence[int]) -> None:
     """Different tokens may share their bytes, but the same item twice would have two masses."""
-    equal: dict[Any, int] = {}
-    for before, position in pairwise(order):
-        if spelled[before] != spelled[position]:
-            equal.clear()
-            continue
-        equal.setdefault(key_of(items[before]), before)
-        first = equal.setdefault(key_of(items[position]), position)
+    seen: dict[Any, int] = {}
+    like_the_one_before = map(operator.eq, islice(in_order, 1, None), in_order)
+    for before, position in compress(pairwise(order), like_the_one_before):
+        seen.setdefault(key_of(items[before]), before)
+        first = seen.setdefault(key_of(items[position]), position)
         if first != position:
             raise VocabularyError(
                 f"item {items[position]!r} is at positions {first} and {position}: give every item once, or make them "
