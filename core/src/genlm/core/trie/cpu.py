@@ -66,8 +66,8 @@ class CpuKernel:
         nodes = self.plan.nodes
         work = np.empty(self.plan.width)
         for row, answer in left:
-            answer[nodes:] = row
             self._combine(operation, row, work)
+            answer[nodes:] = work[: self.plan.words]
             work.astype(answer.dtype, copy=False).take(self.plan.place, out=answer[:nodes], mode=_UNCHECKED)
 
     def _combine(self, operation: Operation, row: FloatArray, work: npt.NDArray[np.float64]) -> None:

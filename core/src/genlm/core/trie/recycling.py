@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Any
 
@@ -24,7 +25,7 @@ class Recycler:
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
         """As ``np.empty``. The memory is free again when the array, its views and all that shares it are gone."""
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        size = math.prod(shape) * np.dtype(dtype).itemsize
         if not _LEAST <= size <= _MOST:
             return np.empty(shape, dtype)
         try:

@@ -35,6 +35,8 @@ class ResultType:
 
         :raises InvalidOptionError: it is neither float64 nor float32.
         """
+        if dtype is None:
+            return cls("float64", tensor=False)
         library, _, torch_name = str(dtype).rpartition(".")
         wanted = cls(torch_name, tensor=True) if library == "torch" else cls(_numpy_name(dtype), tensor=False)
         if wanted.name not in ("float64", "float32"):
@@ -61,7 +63,7 @@ class ResultType:
 
 def _numpy_name(dtype: Any) -> str:
     try:
-        return str(np.dtype(dtype))  # np.dtype(None) is float64
+        return str(np.dtype(dtype))
     except TypeError:
         return str(dtype)
 
