@@ -5,6 +5,7 @@ Takes minutes, most of them for starting processes; collected only when it is na
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import signal
@@ -22,21 +23,23 @@ ATOL = 5e-4
 
 @pytest.fixture(scope="module")
 def expected(tiny_path):
-    """Rows of transformers: of the prompt, and of the prompt and a token."""
+    """The rows of transformers after every token of the prompt and one more."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.float32)
     with torch.no_grad():
-        logits = model(torch.tensor([[*PROMPT, 7]])).logits[0, -2:]
-    return logits.log_softmax(-1)
+        return model(torch.tensor([[*PROMPT, 7]])).logits[0].log_softmax(-1)
 
 
 def check(lm: AsyncLM, expected: torch.Tensor) -> None:
-    for ids, row in zip((PROMPT, [*PROMPT, 7]), expected, strict=True):
+    for ids, row in zip((PROMPT, [*PROMPT, 7]), expected[-2:], strict=True):
         torch.testing.assert_close(lm.next_token_logprobs_sync(ids), row, atol=ATOL, rtol=0)
         torch.testing.assert_close(lm.next_token_logprobs_uncached(ids), row, atol=ATOL, rtol=0)
     batch = lm.batch_next_token_logprobs_sync([[*PROMPT, 7], PROMPT[:30], PROMPT])
-    torch.testing.assert_close(batch[[2, 0]], expected, atol=ATOL, rtol=0)
+    torch.testing.assert_close(batch[[2, 0]], expected[-2:], atol=ATOL, rtol=0)
+    scores = asyncio.run(lm.sequence_logprobs(PROMPT[:10], PROMPT[10:]))
+    entries = expected[9:39].gather(1, torch.tensor(PROMPT[10:])[:, None])[:, 0]
+    torch.testing.assert_close(scores, entries, atol=ATOL, rtol=0)
 
 
 def dies_clearly(lm: AsyncLM, victim: int) -> None:

@@ -74,7 +74,6 @@ class TestVllmV2(ConformanceSuite):
     options = {  # noqa: RUF012
         "engine_opts": {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20}
     }
-    atol = 1e-3
     effort = 0.02
     patience = 900.0  # drawing takes the interpreter about a second a token
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from genlm.core.errors import EngineError, UnsupportedError
 from genlm.core.types import Query, SamplingParams
+from genlm.vllm.scoring import worth_scoring
 
 ATOL = 5e-4  # float32, on prompts computed in other chunks
 
@@ -290,6 +292,52 @@ def test_frequencies_agree_with_the_row(engine, rows_of):
 )
 def test_what_vllm_would_draw_wrongly_is_left_to_the_core(engine, length, params):
     assert engine.genlm_sample([Query(context(0, length))], [params]) is None
+
+
+# --- scoring ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (3, 20), (100, 155)], ids=["one token", "one chunk", "chunks to the limit"])
+def test_scores_are_the_entries_of_the_rows(engine, rows_of, lengths):
+    """Of two continuations in a batch. The last token of one may be just beyond the longest context."""
+    (ids, other), drawn = (context(seed, lengths[0]) for seed in (0, 1)), context(2, lengths[1] + 1)
+    scores = engine.genlm_sequence_logprobs([Query(ids), Query(other)], [drawn, drawn[:-1]])
+    assert [len(score) for score in scores] == [len(drawn), len(drawn) - 1]
+    for i in {0, len(drawn) // 2, len(drawn) - 1}:
+        (row,) = rows_of(engine, [Query(ids + drawn[:i], cold=True)])
+        assert float(scores[0][i]) == pytest.approx(float(row[drawn[i]]), abs=ATOL)
+    (row,) = rows_of(engine, [Query(other, cold=True)])
+    assert float(scores[1][0]) == pytest.approx(float(row[drawn[0]]), abs=ATOL)
+
+
+def test_scores_read_no_state_that_vllm_leaves_out_of_them(engine, rows_of):
+    """vLLM gives nothing for tokens whose key/value state it finds: here that of all of them."""
+    ids, drawn = context(0, 40), context(1, 40)
+    rows_of(engine, [Query(ids + drawn)])
+    (warm,) = engine.genlm_sequence_logprobs([Query(ids)], [drawn])
+    engine.genlm_clear_kv_cache()
+    (cold_scores,) = engine.genlm_sequence_logprobs([Query(ids)], [drawn])
+    torch.testing.assert_close(warm, cold_scores, atol=ATOL, rtol=0)
+
+
+def test_a_short_continuation_of_a_long_context_is_left_to_rows(engine):
+    """They find the context's key/value state, which vLLM would compute anew."""
+    assert engine.genlm_sequence_logprobs([Query(context(0, 200))], [(5, 6)]) is None
+
+
+@pytest.mark.parametrize(("mode", "worth"), [("raw_logprobs", True), ("raw_logits", False)])
+def test_an_engine_told_to_give_logits_scores_by_rows(mode, worth):
+    core = SimpleNamespace(block_size=32, logprobs_mode=mode)
+    assert worth_scoring([(1, 2)], [(3, 4, 5)], core) is worth
+
+
+def test_after_a_failed_score_the_next_one_is_right(engine):
+    ids, drawn = context(0, 20), context(1, 20)
+    with failing_forward(engine), pytest.raises(RuntimeError, match="broke"):
+        engine.genlm_sequence_logprobs([Query(ids)], [drawn])
+    (scores,) = engine.genlm_sequence_logprobs([Query(ids)], [drawn])
+    assert scores.shape == (20,)
+    assert scores.isfinite().all()
 
 
 # --- without live sessions, without prefix caching ----------------------------------------------------------------------

@@ -138,6 +138,10 @@ def test_draws_in_a_mixed_batch(engine, add, write_adapter):
     assert together[0] not in together[1:]
 
 
+def test_scores_are_left_to_rows(engine):
+    assert engine.genlm_sequence_logprobs([Query(IDS)], [IDS]) is None
+
+
 MIXED = """
 import json, sys
 from vllm import LLM, SamplingParams

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from genlm.core.errors import EngineDeadError, EngineError, UnsupportedError
 from genlm.core.hookspecs import hookimpl
 from genlm.core.logs import get_logger
@@ -15,6 +17,7 @@ from genlm.vllm.flights import Flight, Flights
 from genlm.vllm.internals import EngineCore
 from genlm.vllm.rows import Rows
 from genlm.vllm.sampling import Draw, batches, draw_params, row_params, vllm_draws
+from genlm.vllm.scoring import Score, scored, worth_scoring
 from genlm.vllm.sessions import Session, Sessions
 
 log = get_logger()
@@ -117,22 +120,38 @@ class VllmEngine:
             # The core then asks in smaller batches, so that who draws, and with it what a seed gives, is up to each alone.
             raise EngineError("vLLM draws some of these continuations and the core the others")
         draws = [Draw(self._flight(query, resumable=False), wish) for query, wish in zip(queries, params, strict=True)]
+        width = len(self.tokenizer)
         with self._all_or_nothing():
             for turn in self._turns(draws):
                 for batch in batches(turn, self._core):
-                    self._land(batch)
+                    self._land([(draw.flight, draw_params(draw.params, width)) for draw in batch])
         return [draw.result() for draw in draws]
 
     def _turns(self, draws: Sequence[Draw]) -> list[Sequence[Draw]]:
         """Which draws may share a batch: all."""
         return [draws]
 
-    def _land(self, draws: Sequence[Draw]) -> None:
-        for draw in draws:
-            wishes = draw_params(draw.params, width=len(self.tokenizer))
-            self._flights.launch(draw.flight, draw.flight.query.token_ids, wishes)
+    def _land(self, requests: Sequence[tuple[Flight, Any]]) -> None:
+        """Work on these requests, each with its parameters, to their end."""
+        for flight, params in requests:
+            self._flights.launch(flight, flight.query.token_ids, params)
         self._make_room()
         self._flights.land()
+
+    # --- scoring ------------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def genlm_sequence_logprobs(
+        self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor] | None:
+        if not worth_scoring([query.token_ids for query in queries], continuations, self._core):
+            return None
+        pairs = zip(queries, continuations, strict=True)
+        scores = [Score(self._flight(scored(query, ids), resumable=False), ids) for query, ids in pairs]
+        with self._all_or_nothing():
+            self._land([(score.flight, score.params) for score in scores])
+            answers = self._answers([score.flight for score in scores])
+        return [score.result(answer) for score, answer in zip(scores, answers, strict=True)]
 
     # --- key/value state ----------------------------------------------------------------------------------------------
 
@@ -154,9 +173,8 @@ class VllmEngine:
     def _pin(self, query: Query) -> None:
         """Hold ``query`` as a session that is never extended: its blocks stay in vLLM's prefix cache."""
         flight = self._flight(query, resumable=True)
-        self._flights.launch(flight, query.token_ids, row_params(flight.key))
-        self._make_room()
-        (answer,) = self._answers(self._flights.land())
+        self._land([(flight, row_params(flight.key))])
+        (answer,) = self._answers([flight])
         if isinstance(answer.row, Exception):
             raise answer.row
         self._sessions.pin(_session(flight))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from attrs import define, field
 
 from genlm.core.errors import EngineError
@@ -23,6 +24,7 @@ class Flight:
         resumable: Whether vLLM keeps it when it is over, for more tokens to come.
         drawn: The tokens drawn so far.
         failure: Why vLLM ended it without drawing anything.
+        prompt_logprobs: Those of its prompt's tokens from the second on, if it wants them and its prompt is computed.
     """
 
     request_id: str
@@ -31,10 +33,13 @@ class Flight:
     resumable: bool = False
     drawn: list[int] = field(factory=list)
     failure: str | None = None
+    prompt_logprobs: torch.Tensor | None = None
 
     def take(self, output: Output) -> bool:
         """Note what a step gave. ``True`` when the flight is over."""
         self.drawn += output.token_ids
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
         if output.finished is not None and not self.drawn:
             self.failure = output.finished
         return output.finished is not None or (self.resumable and bool(self.drawn))

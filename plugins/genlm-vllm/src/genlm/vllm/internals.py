@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from attrs import frozen
 
 from genlm.core.errors import BackendUnavailableError
@@ -39,6 +40,7 @@ REQUEST_FIELDS = (
     "request_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "arrival_time", "lora_request",
     "cache_salt", "data_parallel_rank", "resumable",
 )  # fmt: skip
+OUTPUT_FIELDS = ("request_id", "new_token_ids", "finish_reason", "new_prompt_logprobs_tensors")
 
 
 @frozen
@@ -49,11 +51,14 @@ class Output:
         request_id: The request.
         token_ids: The tokens drawn in this step; empty while a prompt is still being computed.
         finished: Why vLLM ended the request (``"stop"``, ``"length"``, ``"error"``, ...); ``None`` if it did not.
+        prompt_logprobs: ``[prompt - 1]`` float32, of every prompt token but the first given those before it; only of a
+            request that wants them, in the step that completes its prompt.
     """
 
     request_id: str
     token_ids: list[int]
     finished: str | None
+    prompt_logprobs: torch.Tensor | None = None
 
 
 def check_version() -> None:
@@ -93,7 +98,7 @@ class EngineCore:
     """
 
     def __init__(self, llm: Any) -> None:
-        from vllm.v1.engine import EngineCoreRequest
+        from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
         self._llm = llm
         self._client = _require(llm, "llm_engine.engine_core")
@@ -103,10 +108,12 @@ class EngineCore:
         self._in_process = hasattr(self._client, "engine_core")
         for part in IN_PROCESS_PARTS if self._in_process else PROCESS_PARTS:
             _require(self._client, part)
-        if missing := set(REQUEST_FIELDS) - set(EngineCoreRequest.__struct_fields__):
-            raise _unsupported(f"EngineCoreRequest has no {', '.join(sorted(missing))}")
+        for struct, names in ((EngineCoreRequest, REQUEST_FIELDS), (EngineCoreOutput, OUTPUT_FIELDS)):
+            if missing := set(names) - set(struct.__struct_fields__):
+                raise _unsupported(f"{struct.__name__} has no {', '.join(sorted(missing))}")
         config = _require(llm, "llm_engine.vllm_config")
         self.max_model_len: int = _require(config, "model_config.max_model_len")
+        self.logprobs_mode: str = _require(config, "model_config.logprobs_mode")
         self.vocab_size: int = _require(config, "model_config.get_vocab_size")()
         self.max_num_seqs: int = _require(config, "scheduler_config.max_num_seqs")
         self.max_num_batched_tokens: int = _require(config, "scheduler_config.max_num_batched_tokens")
@@ -156,14 +163,7 @@ class EngineCore:
 
     def step(self) -> list[Output]:
         """Advance by one step (in process), or wait for the next step of the engine's own process."""
-        return [
-            Output(
-                output.request_id,
-                output.new_token_ids,
-                None if output.finish_reason is None else str(output.finish_reason),
-            )
-            for output in self._step().outputs
-        ]
+        return [_output(raw) for raw in self._step().outputs]
 
     def _step(self) -> Any:
         if self._in_process:
@@ -225,6 +225,16 @@ class EngineCore:
         gc.unfreeze()  # vLLM froze what was alive after loading; without this its cycles would never be collected
         self._llm = self._client = None
         gc.collect()
+
+
+def _output(raw: Any) -> Output:
+    finished, scores = raw.finish_reason, raw.new_prompt_logprobs_tensors
+    return Output(
+        raw.request_id,
+        raw.new_token_ids,
+        None if finished is None else str(finished),
+        None if scores is None else scores.logprobs[:, 0],  # further columns would be those of likelier tokens
+    )
 
 
 def lora_request(adapter: Adapter | None) -> Any:

@@ -70,3 +70,7 @@ class LoraEngine(VllmEngine):
             return super()._turns(draws)
         kinds = [[draw for draw in draws if (draw.flight.query.adapter is not None) == kind] for kind in (False, True)]
         return [kind for kind in kinds if kind]
+
+    @hookimpl
+    def genlm_sequence_logprobs(self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]) -> None:
+        """Left to rows: vLLM (to 0.32) has its LoRA layers take a prompt's logits for those of a batch's last positions."""

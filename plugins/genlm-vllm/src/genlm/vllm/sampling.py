@@ -18,12 +18,21 @@ HIGHEST_TEMPERATURE = 2.0  # vLLM refuses higher ones
 SEEDS = 1 << 63
 
 
-def row_params(key: int) -> Any:
-    """One next-token row, captured under ``key``. vLLM must draw a token besides: the likeliest, which is the cheapest."""
+def row_params(key: int, *, scores: bool = False) -> Any:
+    """One next-token row, captured under ``key``, and, if wanted, the log-probabilities of the prompt's tokens.
+
+    vLLM must draw a token besides: the likeliest, which is the cheapest.
+    """
     from vllm import SamplingParams as VllmSamplingParams
 
     return VllmSamplingParams(
-        max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, skip_clone=True, extra_args={ROW_KEY: key}
+        max_tokens=1,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        skip_clone=True,
+        prompt_logprobs=0 if scores else None,
+        extra_args={ROW_KEY: key},
     )
 
 
