@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -103,6 +105,20 @@ def test_the_shape(items):
         assert trie.children[node][None, position] == leaf
     prefixes = [tuple(prefix) for node, prefix in trie.node2prefix.items() if node not in trie.leaf2word]
     assert len(set(prefixes)) == len(prefixes)
+
+
+def test_nothing_is_compiled_and_no_engine_imported():
+    """So the first call of a process is as fast as any."""
+    code = """
+import sys
+from genlm.core.trie import TokenCharacterTrie
+trie = TokenCharacterTrie([b"a", b"ab"])
+trie.weight_sum([0.5, 0.5])
+trie.batch_weight_max([[0.5, 0.5]])
+print({"llvmlite", "numba", "torch", "triton"} & {*sys.modules})
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"
 
 
 def test_small_masses_survive_beside_large_ones():

@@ -53,9 +53,9 @@ class Pairing:
             self._combine(pair)
 
     def rest(self) -> tuple[Ints, Ints]:
-        """What the groups that are not done yet consist of: values, and for each a group. Ends these groups too.
+        """End the groups that are not done yet: the values that they consist of, each with its group, sorted by group.
 
-        A value is there for each such group that holds it.
+        A value occurs once for each group that it belongs to, up to the one that holds all.
         """
         values, groups = [self._value], [self._group]
         while len(groups[-1]):
@@ -84,7 +84,7 @@ class Pairing:
         self._made += len(second)
 
         alone = ~is_second
-        alone[second - 1] = False
+        alone[second - 1] = False  # these are the first of two
         left = self._count(np.append(group, self._group[alone]))
         done = (left[group] == 1) & (self._awaited[group] == 0)
         self.result[group[done]] = made[done]
