@@ -31,3 +31,11 @@ def test_a_known_context_is_not_computed_again(llama: Any, contexts: Callable[..
     llama.forwards.clear()
     llama.engine.genlm_sequence_logprobs([Query(context)], [(1, 2, 3, 4)])
     assert llama.forwards == [4]  # the context's last token, and all but the last of the continuation
+
+
+def test_continuations_of_one_context(llama: Any, contexts: Callable[..., list[tuple[int, ...]]]) -> None:
+    context = contexts(1, 20)[0]
+    continuations = [(1, 2), (1, 3), (1, 2, 3), (4,), (1, 2)]
+    given = llama.engine.genlm_sequence_logprobs([Query(context)] * len(continuations), continuations)
+    for score, continuation in zip(given, continuations, strict=True):
+        torch.testing.assert_close(score, scores_of_rows(llama, context, continuation), atol=1e-4, rtol=0)

@@ -38,7 +38,7 @@ class AdapterSet:
             from peft import LoraConfig, PeftConfig, PeftModel
         except ImportError as error:
             raise UnsupportedError("LoRA adapters need PEFT: pip install 'genlm-hf[lora]'") from error
-        name = _name(adapter)
+        name = _name(adapter.version)
         config = PeftConfig.from_pretrained(adapter.path)
         config.inference_mode = True
         if not isinstance(config, LoraConfig):
@@ -51,7 +51,7 @@ class AdapterSet:
             if not self._alone:
                 self.close()
             elif name in self._peft.peft_config:
-                self._peft.delete_adapter(name)
+                self._delete(name)
             self._active = self._enabled = None
             raise
         self._model.eval()
@@ -63,7 +63,7 @@ class AdapterSet:
         del self._alone[adapter.version]
         self._active = self._enabled = None
         if self._alone:
-            self._peft.delete_adapter(_name(adapter))
+            self._delete(_name(adapter.version))
         else:
             self.close()  # PEFT cannot load another adapter where none is left
 
@@ -96,12 +96,17 @@ class AdapterSet:
             yield self._model, {}
         else:
             self._enable(True)
-            yield self._peft, {"adapter_names": [BASE if adapter is None else _name(adapter) for adapter in rows]}
+            yield self._peft, {"adapter_names": [BASE if adapter is None else _name(adapter.version) for adapter in rows]}
+
+    def _delete(self, name: str) -> None:
+        """Delete one adapter of several; another one is made active first, or PEFT would warn of every module."""
+        self._peft.set_adapter(_name(next(iter(self._alone))))
+        self._peft.delete_adapter(name)
 
     def _switch_to(self, adapter: Adapter | None) -> None:
         self._enable(adapter is not None)
         if adapter is not None and self._active != adapter.version:
-            self._peft.set_adapter(_name(adapter))
+            self._peft.set_adapter(_name(adapter.version))
             self._active = adapter.version
 
     def _enable(self, enabled: bool) -> None:
@@ -117,5 +122,5 @@ class AdapterSet:
         return head is not None and name in getattr(head, "lora_A", {})
 
 
-def _name(adapter: Adapter) -> str:
-    return f"v{adapter.version}"
+def _name(version: int) -> str:
+    return f"v{version}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ class HFEngine:
     def genlm_sequence_logprobs(
         self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
     ) -> Sequence[torch.Tensor]:
-        """One job per distinct pair: logits of the continuation's positions only, reduced as they come."""
+        """One job per pair: logits of the continuation's positions only, reduced as they come."""
         jobs = [
             Job((*query.token_ids, *continuation[:-1]), query.adapter, keep=len(continuation))
             for query, continuation in zip(queries, continuations, strict=True)
@@ -80,15 +81,12 @@ class HFEngine:
         scores = [torch.empty(len(continuation), device=self.device) for continuation in continuations]
         done = [0] * len(jobs)
         for result in self._evaluator.run(jobs):
-            targets = []
-            places = []
-            for owner in result.owners:
-                targets.append(continuations[owner][done[owner]])
-                places.append((owner, done[owner]))
-                done[owner] += 1
+            runs = [(owner, len(list(run))) for owner, run in groupby(result.owners)]
+            targets = [token for owner, n in runs for token in continuations[owner][done[owner] : done[owner] + n]]
             picked = _logprobs(result.logits).gather(1, torch.tensor(targets, device=result.logits.device)[:, None])
-            for (owner, place), value in zip(places, picked[:, 0], strict=True):
-                scores[owner][place] = value
+            for (owner, n), part in zip(runs, torch.split(picked[:, 0], [n for _, n in runs]), strict=True):
+                scores[owner][done[owner] : done[owner] + n] = part
+                done[owner] += n
         return scores
 
     @hookimpl

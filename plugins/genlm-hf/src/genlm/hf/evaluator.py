@@ -74,7 +74,7 @@ class Evaluator:
         self._reuse_limit = reuse_limit
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
-        """Compute ``jobs``, which are distinct; every wanted row comes exactly once.
+        """Compute ``jobs``; every wanted row comes exactly once, those of one job together and in order.
 
         Memory that runs out is met by dropping state, then by smaller forwards.
 
