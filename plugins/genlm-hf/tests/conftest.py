@@ -32,6 +32,10 @@ SHAPE = {
 }
 
 
+#: Widths that 4-bit quantisation can cut into its blocks.
+BLOCKS = {"hidden_size": 64, "intermediate_size": 128}
+
+
 @define
 class Pair:
     """An engine, and the same model beside it as transformers has it.
@@ -69,18 +73,47 @@ def build(config: PretrainedConfig, seed: int = 0, **arguments: Any) -> Any:
 def make_pair(config: PretrainedConfig, **options: Any) -> Pair:
     model = build(config)
     reference = copy.deepcopy(model)
-    engine = HFEngine(model, None, HFOptions.parse(options))
-    forwards: list[int] = []
+    pair = pair_of(model, reference, **options)
     model.register_forward_pre_hook(
-        lambda module, args, kwargs: forwards.append(kwargs["input_ids"].numel()), with_kwargs=True
+        lambda module, args, kwargs: pair.forwards.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
-    return Pair(engine, reference, forwards)
+    return pair
+
+
+def pair_of(model: Any, reference: Any, **options: Any) -> Pair:
+    return Pair(HFEngine(model, None, HFOptions.parse(options)), reference, [])
 
 
 @pytest.fixture
 def pair() -> Callable[..., Pair]:
     """Makes an engine from a configuration and the backend's options."""
     return make_pair
+
+
+@pytest.fixture
+def beside() -> Callable[..., Pair]:
+    """Makes an engine from a model, beside another one that its rows are compared with; ``forwards`` stays empty."""
+    return pair_of
+
+
+@pytest.fixture(scope="session")
+def interleave() -> Callable[..., None]:
+    """Asks an engine in random batches of known, cut, grown and forked contexts, and compares every row."""
+
+    def ask(model: Pair, seed: object, atol: float = 1e-4) -> None:
+        source = random.Random(str(seed))
+        known: list[tuple[int, ...]] = [(5, 6, 7)]
+        for _ in range(12):
+            batch = set()
+            for _ in range(source.randint(1, 5)):
+                context = source.choice(known)
+                cut = source.choice([len(context), len(context), source.randint(1, len(context))])
+                grown = source.choices(range(TOKENS), k=source.choice([0, 1, 1, 1, 3, 20]))
+                batch.add((*context[:cut], *grown)[:90])
+            model.check(*batch, atol=atol)
+            known.extend(batch)
+
+    return ask
 
 
 @pytest.fixture
@@ -116,7 +149,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytewise.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<end>").save_pretrained(folder)
-    build(LlamaConfig(**SHAPE)).save_pretrained(folder)
+    build(LlamaConfig(**{**SHAPE, **BLOCKS})).save_pretrained(folder)
     return folder
 
 

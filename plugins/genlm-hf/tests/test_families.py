@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import transformers
+from structlog.testing import capture_logs
 from transformers import PretrainedConfig
 
+from genlm.core import Query
 from genlm.hf.reuse import Reuse
 
 TOKENS = 257
@@ -97,21 +98,28 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_random_interleaving(family: str, pair: Callable[..., Any]) -> None:
+def test_a_random_interleaving(family: str, pair: Callable[..., Any], interleave: Callable[..., None]) -> None:
     make, reuse = FAMILIES[family]
-    model = pair(make(), max_batch_tokens=48)
+    with capture_logs() as events:
+        model = pair(make(), max_batch_tokens=48)
     assert model.engine.reuse is reuse
-    source = random.Random(family)
-    known = [(5, 6, 7)]
-    for _ in range(12):
-        batch = set()
-        for _ in range(source.randint(1, 5)):
-            context = source.choice(known)
-            cut = source.choice([len(context), len(context), source.randint(1, len(context))])
-            grown = source.choices(range(TOKENS), k=source.choice([0, 1, 1, 1, 3, 20]))
-            batch.add((*context[:cut], *grown)[:90])
-        model.check(*batch)
-        known.extend(batch)
+    (chosen,) = [event for event in events if event["event"] == "kv.reuse_chosen"]
+    assert chosen["reuse"] == reuse.value
+    better = list(Reuse)[: list(Reuse).index(reuse)]
+    assert [*chosen["rejected"]] == [way.value for way in better]  # and each with its reason
+    assert all(chosen["rejected"].values())
+    interleave(model, seed=family)
+
+
+@pytest.mark.parametrize("family", [family for family, (_, reuse) in FAMILIES.items() if reuse is Reuse.NONE])
+def test_state_that_cannot_be_cut_is_not_kept(family: str, pair: Callable[..., Any]) -> None:
+    model = pair(FAMILIES[family][0]())
+    context = tuple(range(20))
+    assert model.engine.genlm_cache_prefix(Query(context))  # no harm, no use
+    model.forwards.clear()
+    for grown in range(3):
+        model.check((*context, *range(grown)))
+    assert model.forwards == [20, 21, 22]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
-from genlm.core import EngineError
+from genlm.core import EngineError, Query
+from genlm.hf.pool import PoolLayer
 
 
 @contextmanager
@@ -32,6 +35,25 @@ def test_a_batch_is_split_until_it_fits(llama: Any, contexts: Callable[..., list
     with memory_for(llama, 45):
         llama.check(*prompts)
         llama.check(*[(*prompt, 1) for prompt in prompts])
+
+
+def test_a_pool_that_cannot_grow_is_emptied(
+    llama: Any, contexts: Callable[..., list[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, *others = contexts(9, 20)
+    llama.engine.genlm_cache_prefix(Query(prompt))
+    resize, layers = PoolLayer.resize, itertools.count()
+
+    def refuse(layer: PoolLayer, rows: int, columns: int, kept: Sequence[int]) -> None:
+        if rows > 4 and next(layers) % 2:  # the first layer has been moved already
+            raise torch.OutOfMemoryError("out of memory")
+        resize(layer, rows, columns, kept)
+
+    monkeypatch.setattr(PoolLayer, "resize", refuse)
+    with capture_logs() as events:
+        llama.check(*others, (*prompt, 1))
+    assert {"event": "kv.lost", "log_level": "warning", "rows": 1, "pinned": 1, "reason": "out of memory"} in events
+    llama.check(prompt, (*prompt, 1, 2), *[(*other, 1) for other in others])
 
 
 def test_one_that_cannot_fit_says_so(llama: Any, contexts: Callable[..., list[tuple[int, ...]]]) -> None:

@@ -143,13 +143,3 @@ def test_a_row_may_be_written_into(llama: Any, contexts: Contexts) -> None:
     prompt = contexts(1, 20)[0]
     llama.ask(prompt).zero_()
     llama.check(prompt)
-
-
-def test_half_precision_gives_float32_rows(pair: Make, llama_config: Make, contexts: Contexts) -> None:
-    model = pair(llama_config(dtype="bfloat16"))
-    prompts = contexts(3, 20)
-    assert model.engine.model.dtype == torch.bfloat16
-    rows = model.ask(*prompts)
-    assert rows.dtype == torch.float32
-    assert rows.logsumexp(-1).abs().max() < 1e-4
-    model.check(*[(*prompt, 1) for prompt in prompts], atol=0.2)

@@ -23,6 +23,7 @@ def register_row_attention() -> None:
     AttentionMaskInterface.register(ROW_ATTENTION, sdpa_mask)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes differ in every forward
 def row_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

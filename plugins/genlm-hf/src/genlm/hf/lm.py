@@ -9,7 +9,7 @@ from genlm.core import AsyncLM
 from genlm.core.types import Engine
 
 #: The options of :class:`~genlm.hf.options.HFOptions` that are no arguments of their own below.
-ENGINE_OPTIONS = ("device", "dtype", "kv_cache_bytes", "max_batch_tokens")
+ENGINE_OPTIONS = ("compile_opts", "device", "dtype", "kv_cache_bytes", "max_batch_tokens")
 
 
 class AsyncTransformer(AsyncLM):
@@ -51,7 +51,7 @@ class AsyncTransformer(AsyncLM):
             model_id: A folder, a folder with a GGUF file, or a hub name.
             bitsandbytes_opts: Arguments of ``transformers.BitsAndBytesConfig``, for instance ``{"load_in_4bit": True}``.
             hf_opts: Arguments of ``from_pretrained``: ``dtype``, ``device_map``, ...
-            **options: ``device``, ``dtype``, ``kv_cache_bytes``, ``max_batch_tokens`` (see
+            **options: ``compile_opts``, ``device``, ``dtype``, ``kv_cache_bytes``, ``max_batch_tokens`` (see
                 :class:`~genlm.hf.options.HFOptions`), and the options of every backend.
 
         Raises:

@@ -40,6 +40,8 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
     model = AutoModelForCausalLM.from_pretrained(name, **arguments)
     if device is not None:
         model = model.to(device)
+    if options.compile_opts is not None:
+        model.compile(**options.compile_opts)
     logger.info("model.loaded", backend="hf", model=name, device=str(model.device), dtype=str(model.dtype))
     return model.eval(), tokenizer
 

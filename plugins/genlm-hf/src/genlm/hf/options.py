@@ -27,6 +27,8 @@ class HFOptions:
         hf_opts: Passed to ``from_pretrained``: ``dtype``, ``device_map``, ``attn_implementation``, ``revision``,
             ``gguf_file``, ...; ``tokenizer`` may name another folder or hub name for the tokenizer.
         bitsandbytes_opts: Arguments of ``transformers.BitsAndBytesConfig``, for instance ``{"load_in_4bit": True}``.
+        compile_opts: Arguments of ``torch.compile``, for instance ``{"dynamic": True}``; ``None`` compiles nothing.
+            Attention and the row pool, whose shapes differ in every forward, are left out of it.
         device: Where the model goes, as PyTorch spells it; ``None`` is CUDA where it is, else the CPU.
             Not with ``device_map``.
         dtype: Of the weights: a ``torch.dtype``, its name, or ``"auto"``; ``None`` is float32 on the CPU, else ``"auto"``.
@@ -37,6 +39,7 @@ class HFOptions:
 
     hf_opts: Mapping[str, Any] = field(factory=dict, converter=_mapping)
     bitsandbytes_opts: Mapping[str, Any] | None = None
+    compile_opts: Mapping[str, Any] | None = None
     device: str | None = None
     dtype: Any = None
     kv_cache_bytes: int | None = field(default=None)

@@ -87,6 +87,8 @@ class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
         self.layout: Layout
         super().__init__(layers=[])
 
+    # Rows and columns differ in every forward: torch.compile would compile it again and again.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

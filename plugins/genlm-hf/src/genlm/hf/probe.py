@@ -20,8 +20,10 @@ logger = get_logger()
 LONGEST_PROBE = 512
 
 #: How far log-probabilities may be from those of plain forwards, by the type of the weights: rounding only.
-TOLERANCES = {torch.bfloat16: 0.5, torch.float16: 0.1}
-TOLERANCE = 5e-4
+TOLERANCES = {torch.float32: 5e-4, torch.float16: 0.1, torch.bfloat16: 0.5}
+
+#: The same for quantised weights: LLM.int8() rounds activations too, and which of them depends on the whole forward.
+QUANTISED_TOLERANCE = 3.0
 
 #: Attention implementations that row attention computes the same as.
 REPLACEABLE = ("sdpa", "eager")
@@ -42,11 +44,13 @@ def choose_reuse(model: Any, runner: Runner, vocab_size: int, max_context: int |
             if reuse is Reuse.PACKED:
                 _use_row_attention(model)
             rows = _logprobs(_WAYS[reuse](runner, contexts))
+            if reuse is not Reuse.NONE and not runner.pool.layers:
+                raise ValueError("its state is not in the cache's rows")
         except Exception as error:  # whatever this model's code says of a cache or an attention it does not expect
             reasons[reuse.value] = f"{type(error).__name__}: {error}"[:200]
         else:
             distance = float((rows - expected).abs().max())
-            if distance <= TOLERANCES.get(model.dtype, TOLERANCE):
+            if distance <= _tolerance(model):
                 logger.info("kv.reuse_chosen", reuse=reuse.value, rejected=reasons)
                 return reuse
             reasons[reuse.value] = f"rows differ by {distance:.3g}"
@@ -56,6 +60,12 @@ def choose_reuse(model: Any, runner: Runner, vocab_size: int, max_context: int |
             model.set_attn_implementation(original)
         runner.pool.layers.clear()
     raise EngineError(f"rows of this model depend on padding after them ({reasons}); load a causal language model")
+
+
+def _tolerance(model: Any) -> float:
+    if getattr(model, "hf_quantizer", None) is not None:
+        return QUANTISED_TOLERANCE
+    return TOLERANCES.get(model.dtype, TOLERANCES[torch.float32])
 
 
 def _use_row_attention(model: Any) -> None:

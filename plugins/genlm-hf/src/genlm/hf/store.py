@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from attrs import define, frozen
 
 from genlm.core.logs import get_logger
@@ -167,10 +168,10 @@ class KVStore:
         while len(staying) + plan.needed > self._limit(max(width, self._longest(staying))):
             self._evict(victims.pop())
             staying = self._index.rows()
-        self._grow(len(staying) + plan.needed, max(width, self._longest(staying)), plan)
+        self._grow(len(staying) + plan.needed, max(width, self._longest(staying)))
         return True
 
-    def _grow(self, rows: int, columns: int, plan: _Plan) -> None:
+    def _grow(self, rows: int, columns: int) -> None:
         """Make room for at least so many rows and columns, and for some more where the budget allows it.
 
         Fresh memory is dear, so forks should find their rows there already, and growth by one token should seldom move all.
@@ -182,8 +183,7 @@ class KVStore:
         spare_columns = pool.columns if columns <= pool.columns else max(columns, _columns(pool.columns * 5 // 4))
         if rows > self._limit(spare_columns):
             spare_columns = columns
-        moved = self._resize(max(rows, min(spare_rows, self._limit(spare_columns))), spare_columns)
-        plan.protected = {moved[slot] for slot in plan.protected}
+        self._resize(max(rows, min(spare_rows, self._limit(spare_columns))), spare_columns)
 
     def _carry_out(self, plan: _Plan, jobs: Sequence[Job]) -> list[Placement]:
         placements = []
@@ -226,16 +226,19 @@ class KVStore:
     def _release(self, slots: Iterable[int]) -> None:
         self._free = sorted([*self._free, *slots], reverse=True)
 
-    def _resize(self, rows: int, columns: int) -> dict[int, int]:
-        """Resize the pool, rows moved to its front; return old places to new ones."""
+    def _resize(self, rows: int, columns: int) -> None:
+        """Resize the pool, rows moved to its front."""
         kept = sorted(self._index.rows(), key=lambda row: row.slot)
-        moved = {row.slot: at for at, row in enumerate(kept)}
-        self._pool.resize(rows, columns, list(moved))
-        for row in kept:
-            row.slot = moved[row.slot]
+        try:
+            self._pool.resize(rows, columns, [row.slot for row in kept])
+        except torch.OutOfMemoryError:  # with some layers moved and others not, no row is whole
+            logger.warning("kv.lost", rows=len(kept), pinned=len(self._pinned()), reason="out of memory")
+            self.clear()
+            raise
+        for slot, row in enumerate(kept):
+            row.slot = slot
         self._free = list(range(rows - 1, len(kept) - 1, -1))
         logger.debug("kv.resized", rows=rows, columns=columns, kept=len(kept))
-        return moved
 
     def _pinned(self) -> list[Row]:
         return [row for row in self._index.rows() if row.pinned]

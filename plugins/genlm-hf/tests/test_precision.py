@@ -1,0 +1,61 @@
+"""Half precision, quantised weights and compiled models: rows are float32, and state is reused all the same."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from genlm.hf.loading import load_pretrained
+from genlm.hf.options import HFOptions
+from genlm.hf.reuse import Reuse
+
+Make = Callable[..., Any]
+
+
+def load(folder: str, **options: Any) -> Any:
+    return load_pretrained(folder, HFOptions.parse(options))[0]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(dtype: str, pair: Make, llama_config: Make, interleave: Make) -> None:
+    model = pair(llama_config(dtype=dtype), max_batch_tokens=48)
+    assert model.engine.model.dtype == getattr(torch, dtype)
+    assert model.engine.reuse is Reuse.PACKED
+    rows = model.ask((1, 2, 3), (1, 2, 3, 4))
+    assert rows.dtype == torch.float32
+    assert rows.logsumexp(-1).abs().max() < 1e-4
+    interleave(model, seed=dtype, atol=0.1)
+
+
+@pytest.mark.parametrize(("bits", "stored"), [(8, torch.int8), (4, torch.uint8)])
+def test_quantised(bits: int, stored: torch.dtype, tiny: str, beside: Make, interleave: Make) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install 'genlm-hf[bitsandbytes]'")
+    options = {f"load_in_{bits}bit": True}
+    model = beside(load(tiny, bitsandbytes_opts=options), load(tiny, bitsandbytes_opts=options))
+    assert stored in {weight.dtype for weight in model.engine.model.parameters()}
+    assert model.engine.reuse is Reuse.PACKED
+    assert model.ask((1, 2, 3)).dtype == torch.float32
+    interleave(model, seed=0, atol=0.1)
+
+
+def test_quantised_rows_are_other_than_plain_ones(tiny: str, beside: Make) -> None:
+    """Or the test above would not see that the options are lost."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install 'genlm-hf[bitsandbytes]'")
+    model = beside(load(tiny, bitsandbytes_opts={"load_in_4bit": True}), load(tiny))
+    assert (model.ask((1, 2, 3)) - model.expected((1, 2, 3))).abs().max() > 0.1
+
+
+def test_compiled(tiny: str, beside: Make) -> None:
+    if not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
+        pytest.skip("torch.compile needs a C++ compiler, and none is installed")
+    graphs = counters["stats"]["unique_graphs"]
+    model = beside(load(tiny, compile_opts={"dynamic": True}), load(tiny))
+    assert counters["stats"]["unique_graphs"] > graphs
+    assert model.engine.reuse is Reuse.PACKED
+    model.check((1, 2, 3, 4), (5, 6))
+    model.check((1, 2, 3, 4, 7), (1, 2, 3, 4, 8), (5, 6, 9, 10))
