@@ -45,6 +45,7 @@ def contents(tokenizer):
             ["<0x0A>", "<0x80>"],
             [b"|", b"\x80"],
         ),
+        (d.Sequence([d.ByteFallback(), d.ByteLevel()]), ["<0x80>", "Ġa", "<0x41>"], [b"\x80", b" a", b"A"]),
         (d.Sequence([d.Replace("▁", " "), d.Fuse(), d.Strip(" ", 1, 0)]), ["▁a", "a"], [b" a", b"a"]),
     ],
 )

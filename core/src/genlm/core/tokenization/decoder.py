@@ -92,8 +92,11 @@ def _change_of_text(step: Definition) -> Callable[[Piece], Piece]:
 
 def _spell(pieces: Sequence[Piece]) -> list[bytes]:
     """What the step ByteLevel makes of all pieces."""
-    spelled = spelled_bytes([piece if isinstance(piece, str) else "" for piece in pieces])
-    return [piece if isinstance(piece, bytes) else byte for piece, byte in zip(pieces, spelled, strict=True)]
+    spelled = spelled_bytes([piece for piece in pieces if isinstance(piece, str)])
+    if len(spelled) == len(pieces):
+        return spelled
+    next_spelled = iter(spelled)
+    return [piece if isinstance(piece, bytes) else next(next_spelled) for piece in pieces]
 
 
 def _encode(piece: Piece) -> bytes:
