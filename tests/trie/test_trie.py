@@ -148,7 +148,7 @@ def test_a_batch_is_its_rows(trie_class, vocabulary, weights):
         assert np.array_equal(batch(list(weights)), expected)
         assert np.array_equal(batch([torch.from_numpy(row) for row in weights]), expected)
         assert np.array_equal(batch(torch.from_numpy(weights)), expected)
-        assert np.array_equal(batch(weights[::-1][::-1]), expected)
+        assert np.array_equal(batch(weights[::-1]), expected[::-1])
 
 
 def test_a_batch_that_is_worth_several_threads_is_its_rows():
@@ -224,6 +224,13 @@ def test_results_belong_to_the_caller(trie_class, vocabulary, weights):
     first[:] = 0.0
     assert np.array_equal(trie.weight_sum(given_weights[0]), expected)
     assert np.array_equal(given_weights, weights)
+
+
+@tries
+def test_a_batch_may_be_empty(trie_class):
+    trie = trie_class([b"a", b"b"])
+    for none in ([], np.zeros((0, 2)), torch.zeros((0, 2))):
+        assert trie.batch_weight_sum(none).shape == (0, len(trie))
 
 
 @tries

@@ -49,9 +49,10 @@ class DeviceKernel:
         """
         import torch
 
-        if batch and not isinstance(ws, torch.Tensor):
-            return torch.cat([self.rows(row, batch=False) for row in ws])
-        tensor = ws.detach() if isinstance(ws, torch.Tensor) else torch.from_numpy(to_array(ws))
+        if batch and isinstance(ws, list | tuple):
+            none = torch.empty((0, self.plan.words), dtype=self.dtype, device=self.device)
+            return torch.cat([none, *(self.rows(row, batch=False) for row in ws)])
+        tensor = ws.detach() if isinstance(ws, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(to_array(ws)))
         rows: torch.Tensor = tensor if batch else tensor[None]
         check_shape(rows.shape[1:], self.plan.words)
         # MPS cannot even receive float64.
