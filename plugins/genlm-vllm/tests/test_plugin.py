@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import requires
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from genlm.core.errors import BackendUnavailableError, InvalidOptionError
 from genlm.vllm import plugin
+from genlm.vllm.internals import SUPPORTED, EngineCore
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -73,4 +78,17 @@ def test_other_versions_of_vllm_are_refused_by_name(monkeypatch, version):
     monkeypatch.setattr(vllm, "__version__", version)
     with pytest.raises(BackendUnavailableError, match=version) as refusal:
         plugin.genlm_load("no-such-model", {})
-    assert ">=0.28,<0.33" in str(refusal.value)
+    assert SUPPORTED in str(refusal.value)
+
+
+@needs_vllm
+def test_a_vllm_that_lacks_what_is_needed_is_refused_by_what_it_lacks():
+    client = SimpleNamespace(add_request=None, get_output=None)
+    with pytest.raises(BackendUnavailableError, match="abort_requests") as refusal:
+        EngineCore(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=client)))
+    assert SUPPORTED in str(refusal.value)
+
+
+def test_the_range_in_errors_is_the_one_that_pip_installs():
+    (declared,) = [one for one in map(Requirement, requires("genlm-vllm") or ()) if one.name == "vllm"]
+    assert declared.specifier == SpecifierSet(SUPPORTED)

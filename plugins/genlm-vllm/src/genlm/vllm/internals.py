@@ -34,13 +34,13 @@ CLIENT_METHODS = (
 )  # fmt: skip
 IN_PROCESS_PARTS = ("engine_core.model_executor.shutdown", "engine_core.scheduler.shutdown")
 PROCESS_PARTS = ("outputs_queue.get", "ensure_alive")
-
-LIVENESS = 1.0  # seconds between two looks whether an engine process that says nothing is alive
 REQUEST_FIELDS = (
     "request_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "arrival_time", "lora_request",
     "cache_salt", "data_parallel_rank", "resumable",
 )  # fmt: skip
 OUTPUT_FIELDS = ("request_id", "new_token_ids", "finish_reason", "new_prompt_logprobs_tensors")
+
+LIVENESS = 1.0  # seconds between two looks whether an engine process that says nothing is alive
 
 
 @frozen
