@@ -44,6 +44,19 @@ DEEPSEEK = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 12,
 }
+QWEN3_NEXT = {
+    **SHAPE,
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 LLAMA4 = {
     **SHAPE,
     "head_dim": 8,
@@ -90,6 +103,7 @@ FAMILIES = {
         config("Mamba", vocab_size=TOKENS, hidden_size=32, num_hidden_layers=2, state_size=4),
         Reuse.NONE,
     ),
+    "qwen3-next, linear attention between attention": (config("Qwen3Next", **QWEN3_NEXT), Reuse.NONE),
     "lfm2, convolutions between attention": (
         config("Lfm2", **SHAPE, layer_types=["conv", "full_attention"]),
         Reuse.NONE,

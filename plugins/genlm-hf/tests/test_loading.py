@@ -56,6 +56,12 @@ def test_options_that_are_not_accepted(tiny: str, options: dict[str, object], me
         load_model_by_name(tiny, backend="hf", llm_opts=options)
 
 
+def test_how_to_load_a_model_is_no_option_of_a_loaded_one(tiny: str) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
+    with pytest.raises(InvalidOptionError, match="device"):
+        AsyncTransformer(model, tokenizer, device="cpu")
+
+
 def test_a_folder_with_two_gguf_files_must_be_told_which(tmp_path: Path) -> None:
     for name in ("one.gguf", "two.gguf"):
         (tmp_path / name).touch()

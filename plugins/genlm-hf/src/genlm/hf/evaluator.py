@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from attrs import frozen
@@ -83,7 +84,7 @@ class Evaluator:
         """
         for group in self._adapters.groups([job.adapter for job in jobs]):
             kept = [at for at in group if self.keeps(jobs[at])]
-            yield from self._spared(jobs, [at for at in group if at not in set(kept)], kept=False)
+            yield from self._spared(jobs, sorted({*group} - {*kept}), kept=False)
             while kept:
                 now, kept = self._leaders(jobs, kept)
                 yield from self._spared(jobs, now, kept=True)
@@ -104,15 +105,13 @@ class Evaluator:
         """Split off the jobs that had better wait, because another one computes much of what they need."""
         if len(indices) == 1:
             return indices, []
-        now, later = [], set()
+        later = set()
         ordered = sorted(indices, key=lambda at: jobs[at].key)
-        for before, at in zip([None, *ordered], ordered, strict=False):
-            if before is not None:
-                shared = min(shared_tokens(jobs[before].key, jobs[at].key), jobs[at].latest_start)
-                if shared >= WORTH_WAITING and shared - self._store.known(jobs[at]) >= WORTH_WAITING:
-                    later.add(at)
-        now = [at for at in indices if at not in later]
-        return now, [at for at in indices if at in later]
+        for before, at in pairwise(ordered):
+            shared = min(shared_tokens(jobs[before].key, jobs[at].key), jobs[at].latest_start)
+            if shared >= WORTH_WAITING and shared - self._store.known(jobs[at]) >= WORTH_WAITING:
+                later.add(at)
+        return [at for at in indices if at not in later], [at for at in indices if at in later]
 
     def _spared(self, jobs: Sequence[Job], indices: list[int], kept: bool) -> Iterator[Result]:
         """Compute jobs; where memory runs out, drop state and try again in halves."""

@@ -42,9 +42,6 @@ class PrefixIndex:
     _rows: dict[bytes, Row] = field(factory=dict)
     _keys: list[bytes] = field(factory=list)
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def rows(self) -> list[Row]:
         """All rows."""
         return list(self._rows.values())

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from genlm.core import AsyncLM
 from genlm.core.types import Engine
 
-#: The options of :class:`~genlm.hf.options.HFOptions` that are no arguments of their own below.
-ENGINE_OPTIONS = ("compile_opts", "device", "dtype", "kv_cache_bytes", "max_batch_tokens")
+#: The options of :class:`~genlm.hf.options.HFOptions` for a model already loaded, and those that say how to load one.
+ENGINE_OPTIONS = ("kv_cache_bytes", "max_batch_tokens")
+LOAD_OPTIONS = ("compile_opts", "device", "dtype")
 
 
 class AsyncTransformer(AsyncLM):
@@ -27,7 +28,7 @@ class AsyncTransformer(AsyncLM):
     """
 
     def __init__(self, hf_model: Any, hf_tokenizer: Any, **options: Any) -> None:
-        ours, core = _split(options)
+        ours, core = _split(options, ENGINE_OPTIONS)
 
         def load() -> Engine:
             from genlm.hf.engine import HFEngine
@@ -58,7 +59,7 @@ class AsyncTransformer(AsyncLM):
             InvalidOptionError: an option is not accepted.
             OSError: there is no such model.
         """
-        ours, core = _split(options)
+        ours, core = _split(options, ENGINE_OPTIONS + LOAD_OPTIONS)
 
         def load() -> Engine:
             from genlm.hf.plugin import genlm_load
@@ -68,7 +69,7 @@ class AsyncTransformer(AsyncLM):
         return cls._open(load, backend="hf", **core)
 
 
-def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part the options into the engine's and the core's."""
-    ours = {name: value for name, value in options.items() if name in ENGINE_OPTIONS}
+def _split(options: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part the options into the named ones, which are the engine's, and the core's."""
+    ours = {name: value for name, value in options.items() if name in names}
     return ours, {name: value for name, value in options.items() if name not in ours}

@@ -62,12 +62,13 @@ class KVStore:
         self._pool = pool
         self._budget = budget
         self._index = PrefixIndex()
+        self._pinned: list[Row] = []
         self._free: list[int] = []  # descending, so that the lowest is taken first
         self._tick = 0
 
     def fits(self, length: int) -> bool:
         """Whether a context of this length can be kept beside the pinned ones."""
-        return self._limit(max(_columns(length), self._longest(self._pinned()))) > len(self._pinned())
+        return self._limit(max(_columns(length), self._longest(self._pinned))) > len(self._pinned)
 
     def known(self, job: Job) -> int:
         """How many leading tokens of a job need not be computed."""
@@ -100,11 +101,13 @@ class KVStore:
         row, shared = self._index.longest(job.key)
         if row is None or shared < job.length:
             raise LookupError(f"no row holds the {job.length} tokens to be pinned")
-        row.pinned = True
+        if not row.pinned:
+            row.pinned = True
+            self._pinned.append(row)
 
     def clear(self) -> None:
         """Drop everything and release the memory."""
-        self._index = PrefixIndex()
+        self._index, self._pinned = PrefixIndex(), []
         self._resize(0, 0)
 
     def drop_unpinned(self) -> None:
@@ -112,8 +115,7 @@ class KVStore:
         for row in self._index.rows():
             if not row.pinned:
                 self._index.remove(row)
-        pinned = self._pinned()
-        self._resize(len(pinned), self._longest(pinned))
+        self._resize(len(self._pinned), self._longest(self._pinned))
 
     def drop_adapter(self, adapter: Adapter) -> None:
         """Drop the rows computed with an adapter, pinned ones included."""
@@ -221,6 +223,8 @@ class KVStore:
 
     def _evict(self, row: Row) -> None:
         self._index.remove(row)
+        if row.pinned:
+            self._pinned.remove(row)
         self._release([row.slot])
 
     def _release(self, slots: Iterable[int]) -> None:
@@ -232,16 +236,13 @@ class KVStore:
         try:
             self._pool.resize(rows, columns, [row.slot for row in kept])
         except torch.OutOfMemoryError:  # with some layers moved and others not, no row is whole
-            logger.warning("kv.lost", rows=len(kept), pinned=len(self._pinned()), reason="out of memory")
+            logger.warning("kv.lost", rows=len(kept), pinned=len(self._pinned), reason="out of memory")
             self.clear()
             raise
         for slot, row in enumerate(kept):
             row.slot = slot
         self._free = list(range(rows - 1, len(kept) - 1, -1))
         logger.debug("kv.resized", rows=rows, columns=columns, kept=len(kept))
-
-    def _pinned(self) -> list[Row]:
-        return [row for row in self._index.rows() if row.pinned]
 
     def _longest(self, rows: Sequence[Row]) -> int:
         return max((_columns(row.length) for row in rows), default=0)
