@@ -28,7 +28,7 @@ def ours(bench: Bench) -> None:
 
     with AsyncTransformer.from_name(bench.model, cache_size=0) as lm, asyncio.Runner() as runner:
         for program in programs(bench, len(lm.byte_vocab)):
-            repeat = 4 if program.n * program.length > MANY else 12
+            repeat = 3 if program.n * program.length > MANY else 12
             measure(bench, program, asked_of(lm, runner), lm.clear_kv_cache, repeat=repeat)
         measure_lengths(bench, len(lm.byte_vocab), asked_of(lm, runner), lm.clear_kv_cache, repeat=12)
 
