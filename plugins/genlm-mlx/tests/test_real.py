@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
-import pytest
-
 from genlm.core import Query
 from genlm.mlx.loading import load
 
 
-def test_rows_of_a_real_model() -> None:
-    if "GENLM_TEST_MODEL" not in os.environ:
-        pytest.skip("GENLM_TEST_MODEL names no model folder; nox sets it")
-    engine = load(os.environ["GENLM_TEST_MODEL"], {})
+def test_rows_of_a_real_model(real_model: str) -> None:
+    engine = load(real_model, {})
     assert engine.model.args.rope_theta == 100000.0  # written by transformers 5, unseen by mlx-lm on its own
     for contexts in ([(7021,), (504, 1789, 28)], [(7021, 28), (504, 1789, 28, 253), (504, 1789, 30)]):
         rows = engine.genlm_next_token_logprobs([Query(context) for context in contexts])

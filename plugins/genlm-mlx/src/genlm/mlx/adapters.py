@@ -15,6 +15,21 @@ from genlm.core.errors import InvalidOptionError
 from genlm.core.types import Adapter
 from mlx.utils import tree_unflatten
 
+#: Settings of PEFT's LoRA by which an adapter is more than two matrices a layer, and the values at which it is not.
+BEYOND_LORA: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": (None, "none"),
+    "use_dora": (None, False),
+    "use_qalora": (None, False),
+    "lora_bias": (None, False),
+    "modules_to_save": (None, []),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "fan_in_fan_out": (None, False),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+}
+
 Weights = tuple[mx.array, mx.array]  # A [in, rank], and B [rank, out] with the scale multiplied in
 
 
@@ -118,39 +133,43 @@ def _read_mlx(folder: Path, config: Mapping[str, Any]) -> dict[str, Weights]:
     kind = config.get("fine_tune_type", "lora")
     if kind != "lora":
         raise InvalidOptionError(f"adapter {folder} has fine_tune_type={kind!r}; only 'lora' can be applied by row")
-    scale = config["lora_parameters"]["scale"]
-    return _paired(folder, mx.load(str(folder / "adapters.safetensors")), ".lora_a", ".lora_b", lambda a, b: (a, b * scale))
+    scale = _number(folder, "lora_parameters.scale", config.get("lora_parameters", {}).get("scale"))
+    pairs = _pairs(folder, _tensors(folder / "adapters.safetensors"), ".lora_a", ".lora_b")
+    return {layer: (a, b * scale) for layer, (a, b) in pairs.items()}
 
 
 def _read_peft(folder: Path, config: Mapping[str, Any]) -> dict[str, Weights]:
-    _refuse_beyond_lora(folder, config)
-    rank = config["r"]
-    scale = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
-    tensors = {
-        name.removeprefix("base_model.model."): tensor
-        for name, tensor in mx.load(str(folder / "adapter_model.safetensors")).items()
-    }
-    return _paired(folder, tensors, ".lora_A.weight", ".lora_B.weight", lambda a, b: (a.T, b.T * scale))
+    for name, value in config.items():
+        if name in BEYOND_LORA and value not in BEYOND_LORA[name]:
+            raise InvalidOptionError(f"adapter {folder} has {name}={value!r}; only plain LoRA can be applied by row")
+    rank, alpha = (_number(folder, name, config.get(name)) for name in ("r", "lora_alpha"))
+    scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
+    tensors = _tensors(folder / "adapter_model.safetensors")
+    named = {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items()}
+    pairs = _pairs(folder, named, ".lora_A.weight", ".lora_B.weight")
+    return {layer: (a.T, b.T * scale) for layer, (a, b) in pairs.items()}
 
 
-def _refuse_beyond_lora(folder: Path, config: Mapping[str, Any]) -> None:
-    plain: dict[str, tuple[Any, ...]] = {
-        "peft_type": ("LORA",),
-        "bias": (None, "none"),
-        "use_dora": (None, False),
-        "modules_to_save": (None, []),
-        "rank_pattern": (None, {}),
-        "alpha_pattern": (None, {}),
-        "fan_in_fan_out": (None, False),
-    }
-    for name, accepted in plain.items():
-        if config.get(name) not in accepted:
-            raise InvalidOptionError(f"adapter {folder} has {name}={config[name]!r}; only plain LoRA can be applied by row")
+def _number(folder: Path, name: str, value: Any) -> float:
+    if not isinstance(value, int | float):
+        raise InvalidOptionError(f"adapter {folder} has {name}={value!r} in adapter_config.json; it must be a number")
+    return value
 
 
-def _paired(folder: Path, tensors: Mapping[str, mx.array], a_suffix: str, b_suffix: str, pair: Any) -> dict[str, Weights]:
-    strange = [name for name in tensors if not name.endswith((a_suffix, b_suffix))]
+def _tensors(file: Path) -> Mapping[str, mx.array]:
+    if not file.exists():
+        raise FileNotFoundError(f"{file} does not exist; give the folder that mlx-lm or PEFT saved the adapter in")
+    tensors: Mapping[str, mx.array] = mx.load(str(file))
+    return tensors
+
+
+def _pairs(folder: Path, tensors: Mapping[str, mx.array], *suffixes: str) -> dict[str, Weights]:
+    """The two matrices of every layer that has them."""
+    strange = [name for name in tensors if not name.endswith(suffixes)]
     if strange or not tensors:
         raise InvalidOptionError(f"adapter {folder} has {strange[:1] or 'no tensors'} where LoRA weights were expected")
-    layers = [name.removesuffix(a_suffix) for name in tensors if name.endswith(a_suffix)]
-    return {layer: pair(tensors[layer + a_suffix], tensors[layer + b_suffix]) for layer in layers}
+    layers = sorted({name.removesuffix(suffix) for name in tensors for suffix in suffixes if name.endswith(suffix)})
+    for layer in layers:
+        if any(layer + suffix not in tensors for suffix in suffixes):
+            raise InvalidOptionError(f"adapter {folder} has only one of the two matrices of {layer}; save it again")
+    return {layer: (tensors[layer + suffixes[0]], tensors[layer + suffixes[1]]) for layer in layers}

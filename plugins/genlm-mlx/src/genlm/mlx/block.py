@@ -10,6 +10,9 @@ import mlx.core as mx
 from genlm.mlx.prefix_index import Key
 from genlm.mlx.runner import Cache, Runner
 
+#: Tokens by which a cache grows when it is full. With mlx-lm's 256 a batch of short contexts would be mostly room to grow.
+GROWTH = 32
+
 
 class Block:
     """Rows of a batch cache, and what they hold. Built on the public methods of mlx-lm's batch caches alone.
@@ -36,7 +39,7 @@ class Block:
     @classmethod
     def empty(cls, runner: Runner, versions: Sequence[int]) -> Block:
         """Rows without tokens."""
-        cache = [layer.merge([layer] * len(versions)) for layer in runner.empty_cache()]
+        cache = [_merged([layer] * len(versions)) for layer in runner.empty_cache()]
         return cls([(version,) for version in versions], cache)
 
     @property
@@ -67,13 +70,21 @@ class Block:
             mx.eval([block.cache[-1].state for block in blocks], [block.logits for block in blocks])
         return blocks
 
+    def copied(self, rows: Sequence[int]) -> Block:
+        """A new block of the given rows, in which a row may occur again. This block stays."""
+        cache = copy.deepcopy(self.cache)  # copies handles: arrays stay shared until written to
+        for layer in cache:
+            layer.filter(mx.array(rows, mx.int32))
+            mx.eval(layer.state)
+        return Block([self.keys[row] for row in rows], cache)
+
     def trimmed(self, row: int, length: int) -> Block:
         """A new block of the first ``length`` tokens of one row. This block stays."""
         cache = []
         for layer in self.cache:
             single = layer.extract(row)
             single.trim(len(self.keys[row]) - 1 - length)
-            cache.append(single.merge([single]))
+            cache.append(_merged([single]))
         mx.eval([layer.state for layer in cache])
         return Block([self.keys[row][: length + 1]], cache)
 
@@ -119,8 +130,17 @@ class Block:
         for i, layer in enumerate(self.cache):
             if not layer.empty():
                 singles = [layer.extract(row) for row in range(len(self.keys))]
-                self.cache[i] = singles[0].merge(singles)
+                self.cache[i] = _merged(singles)
                 mx.eval(self.cache[i].state)
+
+
+def _merged(singles: Sequence[Any]) -> Any:
+    """The batch cache of single rows of one layer."""
+    merged = singles[0].merge(singles)
+    for layer in getattr(merged, "caches", (merged,)):
+        if hasattr(layer, "step"):
+            layer.step = GROWTH
+    return merged
 
 
 def _rotates(layer: Any) -> bool:

@@ -18,7 +18,7 @@ from genlm.mlx.pool import Pool
 from genlm.mlx.probe import CacheSupport, probe
 from genlm.mlx.runner import Runner
 
-DEFAULTS: Mapping[str, Any] = {"prefill_step_size": 2048, "kv_cache_bytes": 1 << 30}
+DEFAULTS: Mapping[str, Any] = {"prefill_step_size": 2048, "kv_cache_bytes": None}
 
 #: What mlx-lm itself fetches of a repository.
 FILES = ("*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja")
@@ -95,6 +95,7 @@ def _checked(options: Mapping[str, object]) -> dict[str, Any]:
     chosen = {**DEFAULTS, **{name: value for name, value in options.items() if value is not None}}
     for name, least in (("prefill_step_size", 1), ("kv_cache_bytes", 0)):
         value = chosen[name]
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        accepted = value is DEFAULTS[name] or (type(value) is int and value >= least)
+        if not accepted:
             raise InvalidOptionError(f"{name}={value!r} is not accepted; give an integer of {least} or more")
     return chosen

@@ -17,6 +17,9 @@ from genlm.mlx.runner import Runner
 #: and state that cannot be trimmed is kept when a context goes beyond it.
 WORTHWHILE = 16
 
+#: Bytes that may be kept beside any batch, where no limit is given.
+LEAST_ASIDE = 512 << 20
+
 #: So many padded positions are no reason to evaluate rows apart.
 TOLERATED_PADDING = 4096
 
@@ -49,16 +52,17 @@ class Work:
 class Pool:
     """Evaluates contexts, each starting from the longest part of it that some row holds.
 
-    A row that a context extends moves on with it: its tokens stay findable as a prefix. In state that cannot be trimmed
-    (recurrent, or a window that has wrapped) a row whose prefill was long stays as well.
+    Rows that contexts extend move on with them: their tokens stay findable as a prefix. Rows whose state cannot be trimmed
+    (recurrent, or a window that has wrapped) and took a long prefill stay as well.
 
     Args:
         runner: The model.
-        max_bytes: The most bytes to keep beside the rows of the last call; least recently used blocks go first.
+        max_bytes: The most bytes to keep beside the rows of the last call; least recently used blocks go first. ``None`` is
+            as many as those rows take, so that two groups can take turns, and 512 MiB at least.
         ragged: Whether rows of unequal length can be fed together.
     """
 
-    def __init__(self, runner: Runner, max_bytes: int, ragged: bool = True) -> None:
+    def __init__(self, runner: Runner, max_bytes: int | None, ragged: bool = True) -> None:
         self._runner = runner
         self._max_bytes = max_bytes
         self._ragged = ragged
@@ -172,13 +176,19 @@ class Pool:
 
     def _moved_on(self, block: Block, items: Sequence[tuple[int, Key]]) -> Work:
         """Take the rows that are extended out of their block; leave the others."""
-        moving = {row for row, _ in items}
-        staying = [row for row in range(len(block.keys)) if row not in moving or block.pinned or self._stays(block, row)]
-        _, moved = self._replace(block, [staying, [row for row, _ in items]], kept=1)
-        return Work(moved, [key for _, key in items])
+        rows, targets = [row for row, _ in items], [key for _, key in items]
+        if self._stays(block):
+            return Work(block.copied(rows), targets)
+        staying = sorted(set(range(len(block.keys))) - set(rows))
+        self._forget(block)
+        moved, *left = block.split([rows, staying] if staying else [rows])
+        for rest in left:
+            self._keep(rest)
+            rest.used = block.used
+        return Work(moved, targets)
 
-    def _stays(self, block: Block, row: int) -> bool:
-        return block.costly[row] and not block.trimmable
+    def _stays(self, block: Block) -> bool:
+        return block.pinned or (any(block.costly) and not block.trimmable)
 
     # --- feeding --------------------------------------------------------------------------------------------------------
 
@@ -219,18 +229,13 @@ class Pool:
         for key in block.keys:
             self._index.remove(key)
 
-    def _replace(self, block: Block, parts: Sequence[Sequence[int]], kept: int | None = None) -> list[Block]:
-        """Split a block of the pool; the first ``kept`` parts, by default all, stay in the pool. Empty parts give none."""
+    def _replace(self, block: Block, parts: Sequence[Sequence[int]]) -> list[Block]:
+        """Split a block of the pool; empty parts give none."""
         self._forget(block)
-        used, pinned = block.used, block.pinned
-        made = iter(block.split([part for part in parts if part]))
-        blocks: list[Block] = []
-        for i, part in enumerate(parts):
-            split = next(made) if part else Block([], [])
-            blocks.append(split)
-            if part and (kept is None or i < kept):
-                self._keep(split)
-                split.used, split.pinned = used, pinned
+        blocks = block.split([part for part in parts if part])
+        for split in blocks:
+            self._keep(split)
+            split.used, split.pinned = block.used, block.pinned
         return blocks
 
     def _recalled(self, place: Place) -> mx.array:
@@ -238,11 +243,14 @@ class Pool:
         return place.block.logits[place.row]
 
     def _evict(self) -> None:
-        excess = self.nbytes - self._max_bytes
-        for block in sorted(self._blocks, key=lambda block: block.used):
+        aside = [block for block in self._blocks if block.used < self._tick]
+        in_hand = sum(block.nbytes for block in self._blocks) - sum(block.nbytes for block in aside)
+        limit = max(LEAST_ASIDE, in_hand) if self._max_bytes is None else self._max_bytes
+        excess = sum(block.nbytes for block in aside) - limit
+        for block in sorted(aside, key=lambda block: block.used):
             if excess <= 0:
                 return
-            if not block.pinned and block.used < self._tick:
+            if not block.pinned:
                 excess -= block.nbytes
                 self._forget(block)
 

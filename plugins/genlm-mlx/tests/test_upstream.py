@@ -1,0 +1,75 @@
+"""Where mlx-lm 0.32 and MLX 0.32 go wrong on their own. A test fails once that is mended: then its workaround can go.
+
+One fault has none, a race that no test meets every time: a thread on which MLX has compiled something, joined when Python
+ends, may abort the process. ``MlxEngine.genlm_close`` avoids it, and test_exit.py sees that it does.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
+
+from genlm.mlx.loading import amended
+
+Folders = Callable[[str], Path]
+
+FIXED = "fixed upstream: drop {} and this test"
+
+
+def test_rotary_settings_of_transformers_5_are_not_seen(folders: Folders) -> None:
+    model, _ = load_model(folders("llama"))
+    assert model.args.rope_theta != 500.0, FIXED.format("`amended` in loading.py")
+
+
+def test_gpt2_wants_a_name_that_transformers_5_does_not_write(folders: Folders) -> None:
+    with pytest.raises(TypeError, match="n_ctx"):  # else `amended` in loading.py need not say it
+        load_model(folders("gpt2"))
+
+
+def test_rotating_rows_padded_on_the_left_are_masked_wrongly_after_a_single_token(folders: Folders) -> None:
+    """What ``Block._settle`` avoids: rows of 3 and 15 tokens, then one token each, then a block of several."""
+    model = gemma3(folders)
+    rng = random.Random(0)
+    rows = [[rng.randrange(256) for _ in range(length)] for length in (3 + 1 + 4, 15 + 1 + 4)]
+    cache = [layer.merge([layer, layer]) for layer in make_prompt_cache(model)]
+    for layer in cache:
+        layer.prepare(lengths=[3, 15], right_padding=[12, 0])
+    model(mx.array([rows[0][:3] + [0] * 12, rows[1][:15]]), cache=cache)
+    for layer in cache:
+        layer.finalize()
+    model(mx.array([rows[0][3:4], rows[1][15:16]]), cache=cache)
+    batched = model(mx.array([rows[0][4:], rows[1][16:]]), cache=cache)[0, -1]
+    alone = model(mx.array(rows[:1]), cache=make_prompt_cache(model))[0, -1]
+    assert mx.abs(batched - alone).max().item() > 1e-2, FIXED.format("`_settle` in block.py")
+
+
+def test_a_ragged_block_of_one_token_is_beyond_rotating_caches(folders: Folders) -> None:
+    model = gemma3(folders)
+    cache = [layer.merge([layer, layer]) for layer in make_prompt_cache(model)]
+    for layer in cache:
+        layer.prepare(lengths=[1, 2], right_padding=[1, 0])
+    model(mx.array([[5, 6], [7, 8]]), cache=cache)  # the second of three columns comes alone when they are fed in twos
+    with pytest.raises(RuntimeError, match="finalize"):  # else `Runner.feed` may cut chunks of any length
+        model(mx.array([[0], [9]]), cache=cache)
+
+
+def test_the_sum_over_a_large_vocabulary_is_inexact_on_the_cpu() -> None:
+    logits = np.random.default_rng(0).normal(0, 3, size=200_000).astype(np.float32)
+    exact = np.log(np.exp(logits.astype(np.float64)).sum())
+    found = mx.logsumexp(mx.array(logits), stream=mx.cpu).item()
+    assert abs(found - exact) > 1e-4, FIXED.format("PyTorch's log_softmax in `_rows` of engine.py")
+
+
+def gemma3(folders: Folders) -> Any:
+    folder = folders("gemma3")
+    model, _ = load_model(folder, model_config=amended(json.loads((folder / "config.json").read_text())))
+    return model
