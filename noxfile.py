@@ -6,12 +6,14 @@ one whose engine needs other steps lists them in its own ``environment.txt``, so
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
 import sys
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import nox
 from packaging.markers import Marker
@@ -169,17 +171,27 @@ def bench(session: nox.Session) -> None:
     session.install(*GROUPS["bench"])
     environments = {"hf": str(Path(session.bin).resolve() / "python")}
     environments["theirs"] = further_environment(session, "theirs", [["pip", "install", "torch", PEER]])
-    for name in engines_of_workloads(session.posargs) - environments.keys():
-        environments[name] = further_environment(session, name, plugin_steps(name))
+    for said in constants_of_workloads(session.posargs):
+        name = said.get("PLUGIN", "hf")
+        if name not in environments:
+            environments[name] = further_environment(session, name, plugin_steps(name))
+        if "PEER" in said and f"theirs-{name}" not in environments:
+            steps = [["pip", "install", "torch"], ["pip", "install", *said["PEER"]]]
+            environments[f"theirs-{name}"] = further_environment(session, f"theirs-{name}", steps)
     pythons = [f"--python={name}={python}" for name, python in sorted(environments.items())]
     session.run("python", "-m", "benchmarks", "--model", real_model(session), *pythons, *session.posargs)
 
 
-def engines_of_workloads(names: list[str]) -> set[str]:
-    """The plugins that the named workloads say they need: ``PLUGIN = "hf"`` in their module."""
+def constants_of_workloads(names: list[str]) -> list[dict[str, Any]]:
+    """What the modules of the named workloads say of environments, one line each.
+
+    ``PLUGIN = "hf"`` is that of `ours` and `floor`; ``PEER = [...]`` what `theirs` needs beyond what it needs for hf.
+    """
     modules = [ROOT / "benchmarks" / f"{name}.py" for name in names]
-    texts = [module.read_text() for module in modules if module.exists()]
-    return {plugin for text in texts for plugin in re.findall(r'^PLUGIN = "(\w+)"', text, flags=re.MULTILINE)}
+    found = [
+        re.findall(r"^(PLUGIN|PEER) = (.+)$", module.read_text(), re.MULTILINE) for module in modules if module.exists()
+    ]
+    return [{name: ast.literal_eval(value) for name, value in constants} for constants in found]
 
 
 # -------------------------------------------------------------------------------------------------------------------

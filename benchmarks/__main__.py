@@ -59,11 +59,15 @@ def workloads() -> list[str]:
 
 
 def plugin_of(name: str) -> str:
-    """What the module says in ``PLUGIN``; read, not run."""
+    return str(says(name, "PLUGIN") or "hf")
+
+
+def says(name: str, constant: str) -> Any:
+    """The value of a constant of the module, if it has it; read, not run."""
     for statement in module(name).body:
-        if isinstance(statement, ast.Assign) and getattr(statement.targets[0], "id", None) == "PLUGIN":
-            return str(ast.literal_eval(statement.value))
-    return "hf"
+        if isinstance(statement, ast.Assign) and getattr(statement.targets[0], "id", None) == constant:
+            return ast.literal_eval(statement.value)
+    return None
 
 
 def sides_of(name: str) -> list[str]:
@@ -76,7 +80,9 @@ def module(name: str) -> ast.Module:
 
 
 def environment_of(name: str, side: str) -> str:
-    return "theirs" if side == "theirs" else plugin_of(name)
+    if side != "theirs":
+        return plugin_of(name)
+    return f"theirs-{plugin_of(name)}" if says(name, "PEER") else "theirs"
 
 
 def run(name: str, side: str, turn: int, pythons: dict[str, str], model: str, quick: bool) -> dict[str, Any]:

@@ -1,0 +1,160 @@
+"""One step of n contexts through mlx-lm, whatever the program does with them, in milliseconds of CPU time.
+
+``prefill``: n new contexts. ``extend``: each grows by a token. ``fork``: half of them, each continued twice.
+``newcomer``: all grow by a token, and a new one comes. ``ragged``: they grow by 1 to 5 tokens. ``alternate``: two groups of
+n take turns. Every step continues from the rows of the step before.
+
+The floor is what the same tokens cost in raw mlx-lm: one ``model(...)`` on a prepared batch cache of the same rows, and
+log-softmax. For ``newcomer`` that is a decode and a prefill; for ``ragged`` three tokens per row. ``genlm-backend`` 0.3.1
+runs on mlx-lm 0.31.3, the last with the functions that it imports. On Linux all sides multiply matrices by PyTorch's BLAS:
+the one in MLX's wheel is the reference implementation, some 20 times slower, and would hide all else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+import importlib.util
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.protocol import Bench, main
+from benchmarks.steps import Contexts, Program, asked_of, programs
+
+PLUGIN = "mlx"
+PEER = ["genlm-backend[mlx]==0.3.1", "mlx-lm[cpu]==0.31.3"]
+
+#: From so many tokens in a prefill on, as few steps as tell: genlm-backend takes many seconds for each.
+LARGE = 1000
+
+
+def prepare(bench: Bench) -> None:
+    """Measure CPU time; let MLX, which is not imported yet, find PyTorch's BLAS before its own."""
+    bench.clock = time.process_time
+    spec = importlib.util.find_spec("torch")
+    if sys.platform == "linux" and spec is not None and spec.origin is not None:
+        ctypes.CDLL(str(Path(spec.origin).with_name("lib") / "libtorch_cpu.so"), mode=ctypes.RTLD_GLOBAL)
+
+
+def measure(bench: Bench, lm: Any, program: Program, reset: Callable[[], object]) -> None:
+    """Every case of either library; ``reset`` forgets all."""
+    import mlx.core as mx
+
+    large = program.n * program.length > LARGE
+    repeat = 1 if large else 4
+    after = f" after {program.length} tokens"
+    current: Contexts = []
+    mx.reset_peak_memory()
+
+    def fresh() -> Contexts:
+        nonlocal current
+        reset()
+        current = program.prompts()
+        return current
+
+    def time_of(case: str, repeat: int, prepare: Callable[[], Contexts]) -> None:
+        if repeat > 1:
+            bench.time(case + after, ask, x=program.n, repeat=repeat, prepare=prepare)
+        else:  # a step that takes so long needs no other before it
+            contexts, began = prepare(), bench.clock()
+            ask(contexts)
+            bench.record(case + after, 1e3 * (bench.clock() - began), unit="ms", x=program.n)
+
+    def steps(case: str, grow: Callable[[Contexts], Contexts], repeat: int) -> None:
+        if not large:  # else it goes on from the case before
+            ask(fresh())
+
+        def step() -> Contexts:
+            nonlocal current
+            current = grow(current[: program.n])
+            return current
+
+        time_of(case, repeat, step)
+
+    with asyncio.Runner() as runner:
+        ask = asked_of(lm, runner)
+        time_of("prefill", repeat, fresh)
+        steps("extend", program.extend, 12)
+        if program.n > 1:
+            steps("fork", program.fork, 6)
+        steps("newcomer", program.newcomer, repeat)
+        steps("ragged", program.ragged, repeat)
+        groups = [current[: program.n], program.prompts()]
+        ask(groups[1])
+        turns = itertools.cycle((0, 1))
+
+        def turn() -> Contexts:
+            at = next(turns)
+            groups[at] = program.extend(groups[at])
+            return groups[at]
+
+        time_of("alternate", repeat, turn)
+    bench.record("peak of MLX's memory" + after, mx.get_peak_memory() / (1 << 20), unit="MiB", x=program.n)
+
+
+def ours(bench: Bench) -> None:
+    prepare(bench)
+    from genlm.mlx import AsyncMlxLM
+
+    with AsyncMlxLM.from_name(bench.model, cache_size=0) as lm:
+        for program in programs(bench, len(lm.byte_vocab)):
+            measure(bench, lm, program, lm.clear_kv_cache)
+
+
+def theirs(bench: Bench) -> None:
+    prepare(bench)
+    from genlm.backend.llm import AsyncMlxLM
+
+    lm = AsyncMlxLM.from_name(bench.model)
+    for program in programs(bench, len(lm.byte_vocab)):
+        measure(bench, lm, program, lm.clear_cache)
+
+
+def floor(bench: Bench) -> None:
+    prepare(bench)
+    import mlx.core as mx
+    from mlx_lm import load
+    from mlx_lm.models.cache import make_prompt_cache
+
+    model, tokenizer = load(bench.model)
+
+    def decode(cache: Any, contexts: Contexts) -> None:
+        logits = model(mx.array(contexts), cache=cache)[:, -1, :]
+        mx.eval(logits - mx.logsumexp(logits, axis=-1, keepdims=True), [layer.state for layer in cache])
+
+    def prefill(contexts: Contexts) -> Any:
+        """As mlx-lm's own generation does it: the last token apart, so that logits are computed of no other."""
+        cache = [layer.merge([layer] * len(contexts)) for layer in make_prompt_cache(model)]
+        model(mx.array([context[:-1] for context in contexts]), cache=cache)
+        mx.eval([layer.state for layer in cache])
+        decode(cache, [context[-1:] for context in contexts])
+        return cache
+
+    for program in programs(bench, tokenizer.vocab_size):
+        repeat = 1 if program.n * program.length > LARGE else 4
+        after = f" after {program.length} tokens"
+        mx.reset_peak_memory()
+        bench.time("prefill" + after, prefill, x=program.n, repeat=repeat, prepare=program.prompts)
+        cache = prefill(program.prompts())
+        one, three = [[5]] * program.n, [[5, 6, 7]] * program.n
+
+        def with_newcomer(newcomers: Contexts, cache: Any = cache, one: Contexts = one) -> None:
+            decode(cache, one)
+            prefill(newcomers)
+
+        for case in ("extend", "fork", "alternate"):
+            if case != "fork" or program.n > 1:
+                bench.time(case + after, functools.partial(decode, cache, one), x=program.n, repeat=12)
+        newcomer = functools.partial(program.prompts, 1)
+        bench.time("newcomer" + after, with_newcomer, x=program.n, repeat=repeat, prepare=newcomer)
+        bench.time("ragged" + after, functools.partial(decode, cache, three), x=program.n, repeat=repeat)
+        bench.record("peak of MLX's memory" + after, mx.get_peak_memory() / (1 << 20), unit="MiB", x=program.n)
+
+
+if __name__ == "__main__":
+    main(ours=ours, theirs=theirs, floor=floor)
