@@ -169,7 +169,7 @@ def test_refused(folders: Folders, tmp_path: Path, case: str) -> None:
 def test_kinds_of_mlx_lm_that_are_refused(folders: Folders, tmp_path: Path, kind: str) -> None:
     path = mlx_adapter(folders("llama"), tmp_path / "adapter")
     changed_config(fine_tune_type=kind)(path)
-    with pytest.raises(InvalidOptionError, match=f"fine_tune_type='{kind}'; only 'lora' can be applied"):
+    with pytest.raises(InvalidOptionError, match=f"fine_tune_type='{kind}'; only 'lora' is applied"):
         load(str(folders("llama")), {}).genlm_add_lora(Adapter("bad", str(path), 1))
 
 

@@ -30,6 +30,8 @@ BEYOND_LORA: Mapping[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None, []),
 }
 
+FUSE = "merge the adapter into the model's weights, or train plain LoRA"
+
 Weights = tuple[mx.array, mx.array]  # A [in, rank], and B [rank, out] with the scale multiplied in
 
 
@@ -106,7 +108,8 @@ class Adapters:
         if not isinstance(base, nn.Linear | nn.QuantizedLinear):
             found = "nothing" if base is None else type(base).__name__
             raise InvalidOptionError(
-                f"adapter {adapter.path} changes {name}, where the model has {found}; only linear layers can be adapted"
+                f"adapter {adapter.path} changes {name}, where the model has {found}; only linear layers can be adapted: "
+                "give an adapter of them, made for this model"
             )
         outputs, inputs = base.weight.shape
         if isinstance(base, nn.QuantizedLinear):
@@ -114,7 +117,7 @@ class Adapters:
         if (weights[0].shape[0], weights[1].shape[1]) != (inputs, outputs):
             raise InvalidOptionError(
                 f"adapter {adapter.path} is made for another model: at {name} it maps {weights[0].shape[0]} to "
-                f"{weights[1].shape[1]} features, the model {inputs} to {outputs}"
+                f"{weights[1].shape[1]} features, the model {inputs} to {outputs}; give one made for this model"
             )
 
 
@@ -132,7 +135,7 @@ def read_adapter(folder: Path) -> dict[str, Weights]:
 def _read_mlx(folder: Path, config: Mapping[str, Any]) -> dict[str, Weights]:
     kind = config.get("fine_tune_type", "lora")
     if kind != "lora":
-        raise InvalidOptionError(f"adapter {folder} has fine_tune_type={kind!r}; only 'lora' can be applied by row")
+        raise InvalidOptionError(f"adapter {folder} has fine_tune_type={kind!r}; only 'lora' is applied by row: {FUSE}")
     scale = _number(folder, "lora_parameters.scale", config.get("lora_parameters", {}).get("scale"))
     pairs = _pairs(folder, _tensors(folder / "adapters.safetensors"), ".lora_a", ".lora_b")
     return {layer: (a, b * scale) for layer, (a, b) in pairs.items()}
@@ -141,7 +144,9 @@ def _read_mlx(folder: Path, config: Mapping[str, Any]) -> dict[str, Weights]:
 def _read_peft(folder: Path, config: Mapping[str, Any]) -> dict[str, Weights]:
     for name, value in config.items():
         if name in BEYOND_LORA and value not in BEYOND_LORA[name]:
-            raise InvalidOptionError(f"adapter {folder} has {name}={value!r}; only plain LoRA can be applied by row")
+            raise InvalidOptionError(
+                f"adapter {folder} has {name}={value!r}; only plain LoRA can be applied by row: {FUSE}"
+            )
     rank, alpha = (_number(folder, name, config.get(name)) for name in ("r", "lora_alpha"))
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
     tensors = _tensors(folder / "adapter_model.safetensors")
@@ -167,7 +172,8 @@ def _pairs(folder: Path, tensors: Mapping[str, mx.array], *suffixes: str) -> dic
     """The two matrices of every layer that has them."""
     strange = [name for name in tensors if not name.endswith(suffixes)]
     if strange or not tensors:
-        raise InvalidOptionError(f"adapter {folder} has {strange[:1] or 'no tensors'} where LoRA weights were expected")
+        found = strange[0] if strange else "no tensors"
+        raise InvalidOptionError(f"adapter {folder} has {found} where LoRA weights were expected; {FUSE}")
     layers = sorted({name.removesuffix(suffix) for name in tensors for suffix in suffixes if name.endswith(suffix)})
     for layer in layers:
         if any(layer + suffix not in tensors for suffix in suffixes):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
 from attrs import frozen
 
@@ -169,7 +170,8 @@ class Pool:
             else:
                 extended[place.block].append((place.row, key))
         for block, items in extended.items():
-            works.append(self._moved_on(block, sorted(items)))
+            # By row alone, and so in the order asked where that is the order of the rows.
+            works.append(self._moved_on(block, sorted(items, key=itemgetter(0))))
         if fresh:
             works.append(Work(Block.empty(self._runner, [key[0] for key in fresh]), fresh))
         return works
