@@ -5,8 +5,9 @@
 n take turns. A last case extends a few contexts of several lengths.
 
 The floor is what the same tokens cost in raw transformers: one ``model(...)`` on a prepared cache of the same rows, logits
-of the last position, log-softmax. For ``newcomer`` that is a decode and a prefill; for ``ragged`` three tokens per row.
-``genlm-backend`` 0.3.1 is measured as shipped and, in the cases named so, after ``cache_kv`` of each prompt.
+of the last position, log-softmax. For ``newcomer`` that is a decode and a prefill; for ``ragged`` as many tokens for every
+row as on average. ``genlm-backend`` 0.3.1 is measured as shipped and, in the cases named so, after ``cache_kv`` of each
+prompt.
 """
 
 from __future__ import annotations

@@ -127,6 +127,11 @@ def asked_of(lm: Any, runner: asyncio.Runner) -> Callable[[Contexts], object]:
     return lambda contexts: runner.run(rows(contexts))
 
 
+def ragged_length(n: int) -> int:
+    """How many tokens ``ragged`` adds to each of n contexts on average."""
+    return round(sum(1 + at % 5 for at in range(n)) / n)
+
+
 def transformers_floor(bench: Bench) -> None:
     """What the same tokens cost in raw transformers."""
     import torch
@@ -145,7 +150,7 @@ def transformers_floor(bench: Bench) -> None:
             bench.time("prefill" + after, run, x=program.n, repeat=4, prepare=program.prompts)
             state = run(program.prompts())
             mine = functools.partial(copy.deepcopy, state)  # a decode writes into it
-            one, three = [[5]] * program.n, [[5, 6, 7]] * program.n
+            one, several = [[5]] * program.n, [[5] * ragged_length(program.n)] * program.n
             newcomer = program.prompts(1)
 
             def with_newcomer(state: Any, one: Contexts = one, newcomer: Contexts = newcomer) -> None:
@@ -156,7 +161,7 @@ def transformers_floor(bench: Bench) -> None:
                 if case != "fork" or program.n > 1:
                     bench.time(case + after, functools.partial(run, one), x=program.n, repeat=12, prepare=mine)
             bench.time("newcomer" + after, with_newcomer, x=program.n, repeat=6, prepare=mine)
-            bench.time("ragged" + after, functools.partial(run, three), x=program.n, repeat=6, prepare=mine)
+            bench.time("ragged" + after, functools.partial(run, several), x=program.n, repeat=6, prepare=mine)
         for length in CURVE[:1] if bench.quick else CURVE:
             state = run(Program(model.config.vocab_size, OF_CURVE, length).prompts())
             mine = functools.partial(copy.deepcopy, state)
