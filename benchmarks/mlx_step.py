@@ -5,9 +5,10 @@
 n take turns. Every step continues from the rows of the step before.
 
 The floor is what the same tokens cost in raw mlx-lm: one ``model(...)`` on a prepared batch cache of the same rows, and
-log-softmax. For ``newcomer`` that is a decode and a prefill; for ``ragged`` three tokens per row. ``genlm-backend`` 0.3.1
-runs on mlx-lm 0.31.3, the last with the functions that it imports. On Linux all sides multiply matrices by PyTorch's BLAS:
-the one in MLX's wheel is the reference implementation, some 20 times slower, and would hide all else.
+log-softmax. For ``newcomer`` that is a decode and a prefill; for ``ragged`` as many tokens for every row as on average.
+``genlm-backend`` 0.3.1 runs on mlx-lm 0.31.3, the last with the functions that it imports. On Linux all sides multiply
+matrices by PyTorch's BLAS: the one in MLX's wheel is the reference implementation, some 20 times slower, and would hide
+all else.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.protocol import Bench, main
-from benchmarks.steps import Contexts, Program, asked_of, programs
+from benchmarks.steps import Contexts, Program, asked_of, programs, ragged_length
 
 PLUGIN = "mlx"
 PEER = ["genlm-backend[mlx]==0.3.1", "mlx-lm[cpu]==0.31.3"]
@@ -141,7 +142,7 @@ def floor(bench: Bench) -> None:
         mx.reset_peak_memory()
         bench.time("prefill" + after, prefill, x=program.n, repeat=repeat, prepare=program.prompts)
         cache = prefill(program.prompts())
-        one, three = [[5]] * program.n, [[5, 6, 7]] * program.n
+        one, several = [[5]] * program.n, [[5] * ragged_length(program.n)] * program.n
 
         def with_newcomer(newcomers: Contexts, cache: Any = cache, one: Contexts = one) -> None:
             decode(cache, one)
@@ -152,7 +153,7 @@ def floor(bench: Bench) -> None:
                 bench.time(case + after, functools.partial(decode, cache, one), x=program.n, repeat=12)
         newcomer = functools.partial(program.prompts, 1)
         bench.time("newcomer" + after, with_newcomer, x=program.n, repeat=repeat, prepare=newcomer)
-        bench.time("ragged" + after, functools.partial(decode, cache, three), x=program.n, repeat=repeat)
+        bench.time("ragged" + after, functools.partial(decode, cache, several), x=program.n, repeat=repeat)
         bench.record("peak of MLX's memory" + after, mx.get_peak_memory() / (1 << 20), unit="MiB", x=program.n)
 
 
