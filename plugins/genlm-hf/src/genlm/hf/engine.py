@@ -22,6 +22,7 @@ from genlm.hf.pool import RowPool
 from genlm.hf.probe import choose_reuse
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
+from genlm.hf.snapshots import Snapshots
 from genlm.hf.store import KVStore
 
 GIB = 1 << 30
@@ -56,7 +57,7 @@ class HFEngine:
         window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
         self.reuse: Reuse = choose_reuse(model, self._runner, self.vocab_size, self.max_context, window)
         budget = options.kv_cache_bytes if options.kv_cache_bytes is not None else _default_budget(model.device)
-        self._store = KVStore(self._pool, budget)
+        self._store = Snapshots(budget) if self.reuse is Reuse.SNAPSHOTS else KVStore(self._pool, budget)
         self._evaluator = Evaluator(
             self._runner, self._store, self._adapters, self.reuse, options.max_batch_tokens, reuse_limit(config)
         )
@@ -95,15 +96,15 @@ class HFEngine:
         job = Job(query.token_ids, query.adapter)
         if self.reuse is Reuse.NONE:
             return True  # nothing can be kept of this model; it was logged at load
-        if not self._evaluator.keeps(job):
-            raise EngineError(
-                f"a prefix of {job.length} tokens cannot be pinned beside the others; "
-                "raise kv_cache_bytes or call clear_kv_cache()"
-            )
-        for _ in self._evaluator.run([job]):
-            pass
-        self._store.pin(job)
-        return True
+        if self._evaluator.keeps(job):
+            for _ in self._evaluator.run([job]):
+                pass
+            if self._store.pin(job):
+                return True
+        raise EngineError(
+            f"a prefix of {job.length} tokens cannot be pinned beside the others; "
+            "raise kv_cache_bytes or call clear_kv_cache()"
+        )
 
     @hookimpl
     def genlm_clear_kv_cache(self) -> None:

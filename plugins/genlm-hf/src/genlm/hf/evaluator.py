@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from attrs import frozen
@@ -14,6 +15,7 @@ from genlm.hf.job import Job, shared_tokens
 from genlm.hf.layout import Span
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
+from genlm.hf.snapshots import Place, Snapshots, joined
 from genlm.hf.store import KVStore, Placement
 
 #: Jobs that would share at least this many tokens with another one, not computed yet, wait for it and start from its state.
@@ -61,7 +63,7 @@ class Evaluator:
     def __init__(
         self,
         runner: Runner,
-        store: KVStore,
+        store: KVStore | Snapshots,
         adapters: AdapterSet,
         reuse: Reuse,
         max_tokens: int,
@@ -103,7 +105,7 @@ class Evaluator:
 
     def _leaders(self, jobs: Sequence[Job], indices: list[int]) -> tuple[list[int], list[int]]:
         """Split off the jobs that had better wait, because another one computes much of what they need."""
-        if len(indices) == 1:
+        if len(indices) == 1 or isinstance(self._store, Snapshots):
             return indices, []
         later = set()
         ordered = sorted(indices, key=lambda at: jobs[at].key)
@@ -153,9 +155,13 @@ class Evaluator:
 
     def _kept(self, jobs: Sequence[Job], indices: Sequence[int]) -> Iterator[Result]:
         """With state: as many at once as the store has room for."""
+        store = self._store
+        if isinstance(store, Snapshots):
+            yield from self._grown(store, jobs, indices)
+            return
         left = list(indices)
         while left:
-            placements = self._store.place([jobs[at] for at in left])
+            placements = store.place([jobs[at] for at in left])
             if not placements:
                 yield from self._plain(jobs, left)
                 return
@@ -167,8 +173,48 @@ class Evaluator:
                 finished = True
             finally:
                 if not finished:
-                    self._store.abandon(placements)
-            self._store.commit(placements)
+                    store.abandon(placements)
+            store.commit(placements)
+
+    def _grown(self, store: Snapshots, jobs: Sequence[Job], indices: Sequence[int]) -> Iterator[Result]:
+        """With snapshots: contexts that grow from equal length to equal length together."""
+        places: dict[int, Place] = {}
+        groups: dict[tuple[int, int, int], list[int]] = {}
+        for at in indices:
+            start, place = store.find(jobs[at])
+            if place is not None:
+                places[at] = place
+            groups.setdefault((start, jobs[at].length, jobs[at].keep), []).append(at)
+        for (start, length, _), group in groups.items():
+            count = max(self._max_tokens // (length - start), 1)
+            for first in range(0, len(group), count):
+                rows = group[first : first + count]
+                cache = joined([places[at] for at in rows]) if start else None
+                result, cache = self._steps(jobs, rows, start, cache)
+                store.keep([jobs[at].key for at in rows], cache)
+                yield result
+
+    def _steps(self, jobs: Sequence[Job], rows: Sequence[int], start: int, cache: Any) -> tuple[Result, Any]:
+        """Run the rest of some contexts, at once where it is all, else token by token.
+
+        Recurrent models may take several tokens as a beginning, whatever their cache holds.
+        """
+        chosen = [jobs[at] for at in rows]
+        length, latest_start = chosen[0].length, chosen[0].latest_start
+        owners: list[int] = []
+        parts = []
+        for stop in range(start + 1, length + 1) if start else [length]:
+            wanted = range(max(latest_start, start) - start, stop - start)
+            places = [row * (stop - start) + at for row in range(len(rows)) for at in wanted]
+            tokens = [job.tokens[start:stop] for job in chosen]
+            logits, cache = self._runner.stateful(cache, tokens, [job.adapter for job in chosen], places)
+            owners.extend(at for at in rows for _ in wanted)
+            parts.append(logits)
+            start = stop
+        if len(parts) == 1:
+            return Result(owners, parts[0]), cache
+        by_owner = sorted(range(len(owners)), key=owners.__getitem__)  # the steps of one job together, in order
+        return Result(sorted(owners), torch.cat(parts)[by_owner]), cache
 
     # --- the forwards of one placement --------------------------------------------------------------------------------
 

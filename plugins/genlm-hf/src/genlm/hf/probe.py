@@ -9,10 +9,12 @@ import torch
 
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
+from genlm.core.types import Adapter
 from genlm.hf.attention import ROW_ATTENTION
 from genlm.hf.layout import Span
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
+from genlm.hf.snapshots import Snapshot, joined
 
 logger = get_logger()
 
@@ -44,7 +46,7 @@ def choose_reuse(model: Any, runner: Runner, vocab_size: int, max_context: int |
             if reuse is Reuse.PACKED:
                 _use_row_attention(model)
             rows = _logprobs(_WAYS[reuse](runner, contexts))
-            if reuse is not Reuse.NONE and not runner.pool.layers:
+            if reuse in (Reuse.PACKED, Reuse.UNIFORM) and not runner.pool.layers:
                 raise ValueError("its state is not in the cache's rows")
         except Exception as error:  # whatever this model's code says of a cache or an attention it does not expect
             reasons[reuse.value] = f"{type(error).__name__}: {error}"[:200]
@@ -117,9 +119,31 @@ def _uniform(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Te
     return rows
 
 
+def _snapshots(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Each begun beside another one and continued token by token: by other tokens first, then again from the same snapshot,
+    as a fork beside those others, and for the last token beside one that was begun only then."""
+    pair: list[Adapter | None] = [None, None]
+    cuts = [max(len(context) // 2, len(context) - 6) for context in contexts]
+    begun = []
+    for context, cut in zip(contexts, cuts, strict=True):
+        cache = runner.stateful(None, [context[:cut], context[::-1][:cut]], pair, [cut - 1])[1]
+        begun.append(Snapshot(cache, [b"", b""]))
+    rows = []
+    for context, cut, snapshot in zip(contexts, cuts, begun, strict=True):
+        tail, other = context[cut:], context[::-1][cut:]
+        for tails in ([other, other], [tail, other]):
+            cache = joined([(snapshot, 0), (snapshot, 0)])
+            for at in range(len(tail) - 1):
+                cache = runner.stateful(cache, [[after[at]] for after in tails], pair, [0])[1]
+        fresh = runner.stateful(None, [context[:-1]], [None], [0])[1]
+        cache = joined([(Snapshot(fresh, [b""]), 0), (Snapshot(cache, [b"", b""]), 0)])
+        rows.append(runner.stateful(cache, [[context[-1]]] * 2, pair, [1])[0])
+    return rows
+
+
 def _plain(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Together, padded."""
     return [runner.plain(contexts, [None] * len(contexts), [1] * len(contexts))]
 
 
-_WAYS = {Reuse.PACKED: _packed, Reuse.UNIFORM: _uniform, Reuse.NONE: _plain}
+_WAYS = {Reuse.PACKED: _packed, Reuse.UNIFORM: _uniform, Reuse.SNAPSHOTS: _snapshots, Reuse.NONE: _plain}

@@ -14,5 +14,8 @@ class Reuse(Enum):
     UNIFORM = "uniform"
     """One forward for contexts that grow from equal length by equal length: for models with attention code of their own."""
 
+    SNAPSHOTS = "snapshots"
+    """Whole states after known contexts, extended token by token: for state that cannot be cut (recurrent and hybrid)."""
+
     NONE = "none"
-    """Every context is computed whole: state that cannot be cut at any length (recurrent and hybrid models)."""
+    """Every context is computed whole: the model returns no state, or goes on from it to other rows."""

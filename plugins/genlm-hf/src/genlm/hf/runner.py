@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,8 @@ class Runner:
         self.pool = pool
         self._patterns = patterns
         self._wanted: torch.Tensor | None = None
+        takes = inspect.signature(model.forward).parameters
+        self._cache_name = "cache_params" if "cache_params" in takes else "past_key_values"
         head = model.get_output_embeddings()
         self._hook = head.register_forward_pre_hook(self._select) if head is not None else None
 
@@ -105,16 +108,43 @@ class Runner:
             wanted.extend(range(end - count, end))
         return self._forward(adapters, wanted, input_ids=ids.to(self._model.device), use_cache=False)
 
+    def stateful(
+        self, cache: Any, tokens: Sequence[Sequence[int]], adapters: Sequence[Adapter | None], wanted: Sequence[int]
+    ) -> tuple[torch.Tensor, Any]:
+        """Run contexts of equal length, further by equal length, with transformers' own cache.
+
+        Args:
+            cache: What an earlier call returned, written to here; ``None`` begins the contexts.
+            tokens: The next ones of each context.
+            adapters: One per context.
+            wanted: Indices into all tokens, context by context.
+
+        Returns:
+            ``[len(wanted), vocab_size]`` logits, and the cache.
+
+        Raises:
+            ValueError: the model returns no cache.
+        """
+        ids = torch.tensor(tokens, device=self._model.device)
+        logits, outputs = self._outputs(adapters, wanted, input_ids=ids, **{self._cache_name: cache})
+        cache = getattr(outputs, self._cache_name, None)
+        if cache is None:
+            raise ValueError("it returns no cache")
+        return logits, cache
+
     def _forward(self, rows: Sequence[Adapter | None], wanted: Sequence[int], **inputs: Any) -> torch.Tensor:
+        return self._outputs(rows, wanted, **inputs)[0]
+
+    def _outputs(self, rows: Sequence[Adapter | None], wanted: Sequence[int], **inputs: Any) -> tuple[torch.Tensor, Any]:
         inputs.setdefault("use_cache", True)
         self._wanted = torch.tensor(wanted, dtype=torch.long)
         try:
             with torch.inference_mode(), self._adapters.applied(rows) as (model, arguments):
-                logits: torch.Tensor = model(**inputs, **arguments).logits
+                outputs = model(**inputs, **arguments)
         finally:
             self._wanted = None
-        flat = logits.flatten(0, -2)
-        return flat if len(flat) == len(wanted) else flat[torch.tensor(wanted, device=flat.device)]
+        flat: torch.Tensor = outputs.logits.flatten(0, -2)
+        return flat if len(flat) == len(wanted) else flat[torch.tensor(wanted, device=flat.device)], outputs
 
     def _select(self, head: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self._wanted is None:

@@ -96,14 +96,15 @@ class KVStore:
         """Give back the new rows of jobs that failed."""
         self._release(placement.slot for placement in placements if placement.continued is None)
 
-    def pin(self, job: Job) -> None:
-        """Keep a committed job's row until :meth:`clear`."""
+    def pin(self, job: Job) -> bool:
+        """Keep a committed job's row until :meth:`clear`; ``False`` if there is none."""
         row, shared = self._index.longest(job.key)
         if row is None or shared < job.length:
-            raise LookupError(f"no row holds the {job.length} tokens to be pinned")
+            return False
         if not row.pinned:
             row.pinned = True
             self._pinned.append(row)
+        return True
 
     def clear(self) -> None:
         """Drop everything and release the memory."""

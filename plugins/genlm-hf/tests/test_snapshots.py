@@ -1,0 +1,180 @@
+"""State that cannot be cut: whole snapshots of it, for recurrent and hybrid models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Lfm2Config, MambaConfig, PretrainedConfig
+
+from genlm.core import Adapter, EngineError, Query
+
+Contexts = Callable[..., list[tuple[int, ...]]]
+Make = Callable[..., Any]
+
+#: Bytes of one context: two layers of a convolution's 4 and a recurrence's 4 columns, for 64 channels of float32.
+MAMBA_BYTES = 2 * 64 * (4 + 4) * 4
+
+
+def mamba() -> PretrainedConfig:
+    return MambaConfig(vocab_size=257, hidden_size=32, num_hidden_layers=2, state_size=4)
+
+
+def lfm2() -> PretrainedConfig:
+    return Lfm2Config(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"],
+    )
+
+
+@pytest.fixture(params=[mamba, lfm2])
+def model(request: pytest.FixtureRequest, pair: Make) -> Any:
+    return pair(request.param())
+
+
+def test_an_extension_costs_its_tokens(model: Any, contexts: Contexts) -> None:
+    prompts = contexts(3, 40)
+    model.ask(*prompts)
+    model.forwards.clear()
+    for token in range(3):
+        prompts = [(*prompt, token) for prompt in prompts]
+        model.check(*prompts)
+    assert model.forwards == [3, 3, 3]
+    model.check((*prompts[1], 1, 2))
+    assert model.forwards[3:] == [1, 1]  # one at a time
+    model.check((*prompts[1], *range(20)))
+    assert model.forwards[5:] == [63]  # not worth it
+
+
+def test_a_fork_leaves_its_parent_as_it_was(model: Any, contexts: Contexts) -> None:
+    parent, other = contexts(2, 20)
+    model.ask(parent, other)
+    model.forwards.clear()
+    for token in range(0, 9, 3):
+        model.check((*parent, token), (*other, token), (*parent, token + 1), (*parent, token + 2))
+    assert model.forwards == [4] * 3
+
+
+def test_rows_of_different_forwards_go_together(model: Any, contexts: Contexts) -> None:
+    first, second, third = contexts(3, 20)
+    model.ask(first)
+    model.ask(second[:19])
+    model.ask(second, third)
+    model.forwards.clear()
+    model.check((*third, 1), (*first, 1), (*second, 1))
+    assert model.forwards == [3]
+
+
+def test_a_cold_query_reads_no_snapshot(model: Any, contexts: Contexts) -> None:
+    prompt = contexts(1, 20)[0]
+    model.ask(prompt)
+    model.forwards.clear()
+    row = model.engine.genlm_next_token_logprobs([Query((*prompt, 1), cold=True)])
+    assert model.forwards == [21]
+    torch.testing.assert_close(row, model.expected((*prompt, 1)), atol=1e-4, rtol=0)
+
+
+def test_scores_of_continuations(model: Any, contexts: Contexts) -> None:
+    context = contexts(1, 40)[0]
+    model.ask(context[:-1])
+    model.forwards.clear()
+    continuations = [(1, 2), (1, 3), (4,), tuple(range(9))]
+    given = model.engine.genlm_sequence_logprobs([Query(context)] * len(continuations), continuations)
+    assert model.forwards == [2, 2, 1, 48]  # two tokens each one at a time, together; one; a whole
+    for score, continuation in zip(given, continuations, strict=True):
+        rows = model.expected(*[context + continuation[:n] for n in range(len(continuation))])
+        wanted = rows.gather(1, torch.tensor(continuation)[:, None])[:, 0]
+        torch.testing.assert_close(score, wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("states", [0, 1, 2, 5])
+def test_rows_are_right_under_any_budget(states: int, pair: Make, contexts: Contexts) -> None:
+    model = pair(mamba(), kv_cache_bytes=states * MAMBA_BYTES)
+    prompts = contexts(3, 20)
+    for token in range(4):
+        model.check(*prompts, contexts(1, 30 + token)[0])
+        prompts = [(*prompts[token % 3], token), *[(*prompt, token) for prompt in prompts[:-1]]]
+
+
+def test_the_least_recently_used_goes_first(pair: Make, contexts: Contexts) -> None:
+    model = pair(mamba(), kv_cache_bytes=3 * MAMBA_BYTES)
+    first, second, third = contexts(3, 20)
+    for prompt in (first, second, third):
+        model.ask(prompt)
+    model.ask((*first, 1))  # the second goes
+    model.forwards.clear()
+    model.check((*first, 2))  # the third goes
+    model.check((*second, 1))
+    assert model.forwards == [1, 21]
+
+
+def test_a_pinned_prompt_outlives_pressure(pair: Make, contexts: Contexts) -> None:
+    model = pair(mamba(), kv_cache_bytes=2 * MAMBA_BYTES)
+    prompt, *others = contexts(9, 30)
+    model.engine.genlm_cache_prefix(Query(prompt))
+    for other in others:
+        model.check(other)
+    model.check(prompt)
+    model.forwards.clear()
+    model.check((*prompt, 1))
+    assert model.forwards == [1]
+    model.engine.genlm_clear_kv_cache()
+    model.check((*prompt, 1))
+    assert model.forwards == [1, 31]
+
+
+def test_a_prompt_that_cannot_be_pinned_is_refused(pair: Make, contexts: Contexts) -> None:
+    model = pair(mamba(), kv_cache_bytes=MAMBA_BYTES)
+    first, second = contexts(2, 30)
+    model.engine.genlm_cache_prefix(Query(first))
+    with pytest.raises(EngineError, match="kv_cache_bytes"):
+        model.engine.genlm_cache_prefix(Query(second))
+    model.check((*first, 1), second)
+
+
+def test_memory_that_runs_out(model: Any, contexts: Contexts) -> None:
+    pinned, *prompts = contexts(5, 20)
+    model.engine.genlm_cache_prefix(Query(pinned))
+    model.ask(*prompts)
+
+    def refuse(module: torch.nn.Module, args: object, kwargs: dict[str, torch.Tensor]) -> None:
+        if len(kwargs["input_ids"]) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+
+    hook = model.engine.model.register_forward_pre_hook(refuse, with_kwargs=True)
+    model.check(*[(*prompt, 1) for prompt in prompts])  # dropped, and computed again in halves
+    hook.remove()
+    model.forwards.clear()
+    model.check((*pinned, 1), *[(*prompt, 1, 2) for prompt in prompts])
+    assert sorted(model.forwards) == [1, 4]
+
+
+def test_adapters_do_not_share_snapshots(model: Any, contexts: Contexts, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="LoRA needs peft")
+    prompt = contexts(1, 20)[0]
+    adapted = peft.get_peft_model(model.reference, peft.LoraConfig(r=4, target_modules=["in_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, 0, 0.3)
+    adapted.eval().save_pretrained(tmp_path)
+    adapter = Adapter("a", str(tmp_path), 1)
+    model.engine.genlm_add_lora(adapter)
+    grown = prompt
+    for token in range(3):
+        given = model.engine.genlm_next_token_logprobs([Query(grown, adapter), Query(grown)])
+        torch.testing.assert_close(given[:1], model.expected(grown), atol=1e-4, rtol=0)
+        with adapted.disable_adapter():
+            torch.testing.assert_close(given[1:], model.expected(grown), atol=1e-4, rtol=0)
+        grown = (*grown, token)
+    assert model.forwards[-2:] == [2, 2]
+    model.engine.genlm_remove_lora(adapter)
+    with adapted.disable_adapter():
+        model.check(grown)
