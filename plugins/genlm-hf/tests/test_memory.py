@@ -60,3 +60,33 @@ def test_one_that_cannot_fit_says_so(llama: Any, contexts: Callable[..., list[tu
     with memory_for(llama, 45), pytest.raises(EngineError, match="50 tokens does not fit"):
         llama.ask(*contexts(1, 50))
     llama.check(*contexts(1, 50))
+
+
+def test_one_that_fits_once_the_others_are_dropped(llama: Any, contexts: Callable[..., list[tuple[int, ...]]]) -> None:
+    *others, prompt = contexts(4, 20)
+    llama.ask(*others)
+    failures = iter([True])
+
+    def refuse(module: torch.nn.Module, args: object) -> None:
+        if next(failures, False):
+            raise torch.OutOfMemoryError("out of memory")
+
+    llama.engine.model.register_forward_pre_hook(refuse)
+    llama.check(prompt)
+
+
+def test_rows_given_before_it_ran_out_are_not_asked_for_again(
+    pair: Callable[..., Any], llama_config: Callable[..., Any]
+) -> None:
+    model = pair(llama_config(), max_batch_tokens=32)
+    context, continuation = tuple(range(10)), tuple(range(60))
+    forwards = itertools.count()
+
+    def refuse(module: torch.nn.Module, args: object) -> None:
+        if next(forwards) == 1:
+            raise torch.OutOfMemoryError("out of memory")
+
+    model.engine.model.register_forward_pre_hook(refuse)
+    (scores,) = model.engine.genlm_sequence_logprobs([Query(context)], [continuation])
+    rows = model.expected(*[context + continuation[:n] for n in range(len(continuation))])
+    torch.testing.assert_close(scores, rows.gather(1, torch.tensor(continuation)[:, None])[:, 0], atol=1e-4, rtol=0)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from genlm.core.errors import EngineError
 from genlm.hf.adapters import AdapterSet
@@ -116,29 +117,30 @@ class Evaluator:
         return [at for at in indices if at not in later], [at for at in indices if at in later]
 
     def _spared(self, jobs: Sequence[Job], indices: list[int], kept: bool) -> Iterator[Result]:
-        """Compute jobs; where memory runs out, drop state and try again in halves."""
+        """Compute jobs; where memory runs out, drop state and try again in halves, one alone without keeping its state."""
         if not indices:
             return
         compute = self._kept if kept else self._plain
-        results: list[Result] = []
-        answered: set[int] = set()
+        given: Counter[int] = Counter()
         try:
             for result in compute(jobs, indices):
-                results.append(result)
                 yield result
-                answered.update(result.owners)
+                given.update(result.owners)
         except torch.OutOfMemoryError as error:
             self._store.drop_unpinned()
-            left = [at for at in indices if at not in answered]
-            if len(left) == 1:
+            left = [at for at in indices if given[at] < jobs[at].keep]
+            if len(left) == 1 and not kept:
                 raise EngineError(
                     f"a context of {jobs[left[0]].length} tokens does not fit into the device's memory; "
                     f"lower max_batch_tokens (now {self._max_tokens}), kv_cache_bytes, or the precision of the weights"
                 ) from error
         else:
             return
+        rest = list(jobs)
+        for at in left:  # what it has rows of already is not wanted again
+            rest[at] = evolve(jobs[at], keep=jobs[at].keep - given[at])
         for half in (left[: len(left) // 2], left[len(left) // 2 :]):
-            yield from self._spared(jobs, half, kept)
+            yield from self._spared(rest, half, kept and len(left) > 1)
 
     def _plain(self, jobs: Sequence[Job], indices: Sequence[int]) -> Iterator[Result]:
         """Without state: padded batches of similar length."""
