@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import define
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MambaConfig, PretrainedConfig
 
 from genlm.core import Query
 from genlm.hf.engine import HFEngine
@@ -150,6 +150,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     bytewise.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<end>").save_pretrained(folder)
     build(LlamaConfig(**{**SHAPE, **BLOCKS})).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def recurrent(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a random Mamba and the same tokenizer."""
+    folder = str(tmp_path_factory.mktemp("recurrent"))
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+    config = MambaConfig(vocab_size=TOKENS, hidden_size=32, num_hidden_layers=2, state_size=4)
+    build(config).save_pretrained(folder)
     return folder
 
 

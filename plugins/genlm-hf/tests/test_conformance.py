@@ -17,6 +17,18 @@ class TestTiny(ConformanceSuite):
         cls.adapters = lora_folders
 
 
+class TestRecurrent(ConformanceSuite):
+    """State in snapshots."""
+
+    backend = "hf"
+    effort = 0.3
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _given(cls, recurrent: str) -> None:
+        cls.model = recurrent
+
+
 class TestReal(ConformanceSuite):
     backend = "hf"
     effort = 0.3
