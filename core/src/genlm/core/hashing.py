@@ -40,5 +40,6 @@ NO_BLOCKS = HashedBlocks()
 
 def hash_of(token_ids: tuple[int, ...]) -> int:
     """The hash of ``token_ids``."""
-    blocks = NO_BLOCKS if len(token_ids) < BLOCK else NO_BLOCKS.carried_on(token_ids)
-    return blocks.hash_of(token_ids)
+    if len(token_ids) < BLOCK:
+        return hash((0, token_ids))  # which is NO_BLOCKS.hash_of(token_ids), and the case that must be quick
+    return NO_BLOCKS.carried_on(token_ids).hash_of(token_ids)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 STAGES = ("validation", "hashing", "lookup", "queue", "engine", "alignment", "caching", "delivery")
 
 #: One question in so many is timed in its caller's thread. A prime, so as not to march in step with particles.
-SAMPLED = 17
+SAMPLED = 61
 
 
 class Timeline:

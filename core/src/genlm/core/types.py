@@ -117,7 +117,7 @@ class Stats:
         rows: Rows that the engine computed.
         largest_batch: The most queries in one call.
         validation_seconds: Spent checking token ids and adapters. These and all below are of wall time; this and the next
-            two are spent in the callers' threads, and estimated from one question in 17.
+            two are spent in the callers' threads, and estimated from one question in 61.
         hashing_seconds: Spent hashing questions.
         lookup_seconds: Spent looking in the output cache, and copying the rows found there.
         queue_seconds: From when questions were released to the engine thread until it took them.
