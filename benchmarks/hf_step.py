@@ -20,17 +20,13 @@ from benchmarks.steps import asked_of, measure, measure_lengths, programs, trans
 
 PLUGIN = "hf"
 
-#: More tokens than this make a case a long one, which is repeated less often: its time is in making the contexts known.
-MANY = 1000
-
 
 def ours(bench: Bench) -> None:
     from genlm.hf import AsyncTransformer
 
     with AsyncTransformer.from_name(bench.model, cache_size=0) as lm, asyncio.Runner() as runner:
         for program in programs(bench, len(lm.byte_vocab)):
-            repeat = 3 if program.n * program.length > MANY else 12
-            measure(bench, program, asked_of(lm, runner), lm.clear_kv_cache, repeat=repeat)
+            measure(bench, program, asked_of(lm, runner), lm.clear_kv_cache, repeat=program.repeats)
         measure_lengths(bench, len(lm.byte_vocab), asked_of(lm, runner), lm.clear_kv_cache, repeat=12)
 
 
@@ -43,13 +39,12 @@ def theirs(bench: Bench) -> None:
     with asyncio.Runner() as runner:
         ask = asked_of(lm, runner)
         for program in programs(bench, len(lm.byte_vocab)):
-            large = program.n * program.length > MANY
-            if not large:
+            if not program.long:
                 measure(bench, program, ask, lm.clear_cache, repeat=3)
                 lm.clear_cache()
             prompts = program.prompts()
             after = f" after {program.length} tokens"
-            if large:  # many seconds a step: the one figure that matters, and as few as tell
+            if program.long:  # many seconds a step: the one figure that matters, and as few as tell
                 bench.time("extend" + after, ask, x=program.n, repeat=1, prepare=functools.partial(program.extend, prompts))
             lm.clear_cache()
             for prompt in prompts:

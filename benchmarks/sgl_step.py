@@ -54,7 +54,7 @@ def ours(bench: Bench) -> None:
         lm.underlying_model.forward = forward.around(lm.underlying_model.forward)
         ask = asked_of(lm, runner)
         for program in programs(bench, len(lm.byte_vocab)):
-            measure(bench, program, ask, lm.clear_kv_cache, repeat=12)
+            measure(bench, program, ask, lm.clear_kv_cache, repeat=program.repeats)
             split(bench, program, ask, scheduler, forward)
 
 
@@ -63,7 +63,7 @@ def split(
 ) -> None:
     """Where the time of an ``extend`` goes."""
     contexts, taken = program.prompts(), []
-    for _ in range(3 if bench.quick else 15):
+    for _ in range(3 if bench.quick else program.repeats):
         ask(contexts)
         contexts = program.extend(contexts)
         began = time.perf_counter(), scheduler.seconds, forward.seconds

@@ -20,6 +20,9 @@ from benchmarks.protocol import Bench
 LENGTHS = (20, 200)
 CONTEXTS = (1, 8, 32)
 
+#: More tokens than this make a program a long one.
+MANY = 1000
+
 #: For the curve of an ``extend`` against length.
 CURVE = (20, 100, 500)
 OF_CURVE = 4
@@ -33,6 +36,16 @@ class Program:
     def __init__(self, vocabulary: int, n: int, length: int) -> None:
         self._source = random.Random(1000 * n + length)
         self._vocabulary, self.n, self.length = vocabulary, n, length
+
+    @property
+    def long(self) -> bool:
+        """Whether it takes long to make its contexts known."""
+        return self.n * self.length > MANY
+
+    @property
+    def repeats(self) -> int:
+        """How often to repeat a case: a long one is repeated less often."""
+        return 3 if self.long else 12
 
     def prompts(self, n: int | None = None) -> Contexts:
         return [self._tokens(self.length) for _ in range(self.n if n is None else n)]

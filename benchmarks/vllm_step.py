@@ -26,7 +26,7 @@ def ours(bench: Bench) -> None:
 
     with AsyncVirtualLM.from_name(bench.model, ENGINE, cache_size=0) as lm, asyncio.Runner() as runner:
         for program in programs(bench, len(lm.byte_vocab)):
-            measure(bench, program, asked_of(lm, runner), lm.clear_kv_cache, repeat=12)
+            measure(bench, program, asked_of(lm, runner), lm.clear_kv_cache, repeat=program.repeats)
 
 
 def floor(bench: Bench) -> None:
@@ -41,7 +41,7 @@ def floor(bench: Bench) -> None:
         llm.generate(prompts, one, use_tqdm=False)
 
     for program in programs(bench, len(llm.get_tokenizer())):
-        measure(bench, program, generate, llm.reset_prefix_cache, repeat=12)
+        measure(bench, program, generate, llm.reset_prefix_cache, repeat=program.repeats)
 
 
 if __name__ == "__main__":
