@@ -17,7 +17,6 @@ import asyncio
 import ctypes
 import functools
 import importlib.util
-import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -25,13 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.protocol import Bench, main
-from benchmarks.steps import Contexts, Program, asked_of, programs, ragged_length
+from benchmarks.steps import Contexts, Program, asked_of, programs, ragged_length, turns
 
 PLUGIN = "mlx"
 PEER = ["genlm-backend[mlx]==0.3.1", "mlx-lm[cpu]==0.31.3"]
-
-#: From so many tokens in a prefill on, as few steps as tell: genlm-backend takes many seconds for each.
-LARGE = 1000
 
 
 def prepare(bench: Bench) -> None:
@@ -42,12 +38,16 @@ def prepare(bench: Bench) -> None:
         ctypes.CDLL(str(Path(spec.origin).with_name("lib") / "libtorch_cpu.so"), mode=ctypes.RTLD_GLOBAL)
 
 
+def repeats(program: Program) -> int:
+    """As few steps of a long program as tell: genlm-backend takes many seconds for each."""
+    return 1 if program.long else 4
+
+
 def measure(bench: Bench, lm: Any, program: Program, reset: Callable[[], object]) -> None:
     """Every case of either library; ``reset`` forgets all."""
     import mlx.core as mx
 
-    large = program.n * program.length > LARGE
-    repeat = 1 if large else 4
+    repeat = repeats(program)
     after = f" after {program.length} tokens"
     current: Contexts = []
     mx.reset_peak_memory()
@@ -67,7 +67,7 @@ def measure(bench: Bench, lm: Any, program: Program, reset: Callable[[], object]
             bench.record(case + after, 1e3 * (bench.clock() - began), unit="ms", x=program.n)
 
     def steps(case: str, grow: Callable[[Contexts], Contexts], repeat: int) -> None:
-        if not large:  # else it goes on from the case before
+        if not program.long:  # else it goes on from the case before
             ask(fresh())
 
         def step() -> Contexts:
@@ -87,14 +87,7 @@ def measure(bench: Bench, lm: Any, program: Program, reset: Callable[[], object]
         steps("ragged", program.ragged, repeat)
         groups = [current[: program.n], program.prompts()]
         ask(groups[1])
-        turns = itertools.cycle((0, 1))
-
-        def turn() -> Contexts:
-            at = next(turns)
-            groups[at] = program.extend(groups[at])
-            return groups[at]
-
-        time_of("alternate", repeat, turn)
+        time_of("alternate", repeat, turns(program, groups))
     bench.record("peak of MLX's memory" + after, mx.get_peak_memory() / (1 << 20), unit="MiB", x=program.n)
 
 
@@ -137,7 +130,7 @@ def floor(bench: Bench) -> None:
         return cache
 
     for program in programs(bench, tokenizer.vocab_size):
-        repeat = 1 if program.n * program.length > LARGE else 4
+        repeat = repeats(program)
         after = f" after {program.length} tokens"
         mx.reset_peak_memory()
         bench.time("prefill" + after, prefill, x=program.n, repeat=repeat, prepare=program.prompts)

@@ -103,14 +103,19 @@ def measure(
         bench.time(case + after, ask, x=program.n, repeat=max(repeat // 2, 1), prepare=lambda step=step: step(known()))
     groups = [known(), program.prompts()]
     ask(groups[1])
-    turns = itertools.cycle((0, 1))
+    bench.time("alternate" + after, ask, x=program.n, repeat=repeat, prepare=turns(program, groups))
+
+
+def turns(program: Program, groups: list[Contexts]) -> Callable[[], Contexts]:
+    """Extends one group after the other, and gives the one whose turn it is."""
+    order = itertools.cycle(range(len(groups)))
 
     def turn() -> Contexts:
-        at = next(turns)
+        at = next(order)
         groups[at] = program.extend(groups[at])
         return groups[at]
 
-    bench.time("alternate" + after, ask, x=program.n, repeat=repeat, prepare=turn)
+    return turn
 
 
 def measure_lengths(
