@@ -58,15 +58,15 @@ def save_tiny(folder: str, width: int) -> str:
 
 
 @pytest.fixture(scope="session")
-def make_adapter(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], str]:
+def make_adapter(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """Makes the folder of a random PEFT adapter of the tiny model from a seed and the layers it changes."""
 
-    def make(seed: int, layers: str) -> str:
+    def make(seed: int, layers: str, rank: int = 4) -> str:
         from peft import LoraConfig, get_peft_model
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(seed)
-        settings = LoraConfig(r=4, lora_alpha=16, target_modules=layers.split(), init_lora_weights=False)
+        settings = LoraConfig(r=rank, lora_alpha=16, target_modules=layers.split(), init_lora_weights=False)
         folder = str(tmp_path_factory.mktemp(f"adapter{seed}"))
         get_peft_model(AutoModelForCausalLM.from_pretrained(tiny), settings).save_pretrained(folder)
         return folder

@@ -1,21 +1,33 @@
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import random
+import tempfile
+import weakref
 
 import numpy as np
 import pytest
 import torch
 
-from genlm.core import BackendUnavailableError, InvalidOptionError, ModelClosedError, load_model_by_name
+from genlm.core import BackendUnavailableError, InvalidOptionError, ModelClosedError, Query, load_model_by_name
 from genlm.sgl import AsyncSGLTransformer
-from genlm.sgl.plugin import genlm_backend_info
+from genlm.sgl.options import gpu_index
+from genlm.sgl.plugin import genlm_backend_info, genlm_load
 
 SMALL = {"max_total_tokens": 1024}
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("tp_size", 2), ("speculative_algorithm", "EAGLE"), ("skip_tokenizer_init", True)]
+    ("name", "value"),
+    [
+        ("tp_size", 2),
+        ("speculative_algorithm", "EAGLE"),
+        ("skip_tokenizer_init", True),
+        ("disable_overlap_schedule", False),
+        ("enable_metrics", True),
+        ("watchdog_timeout", 300),
+    ],
 )
 def test_what_cannot_run_in_process_is_refused(tiny, name, value):
     with pytest.raises(InvalidOptionError, match=f"{name}={value!r}"):
@@ -25,6 +37,26 @@ def test_what_cannot_run_in_process_is_refused(tiny, name, value):
 def test_a_misspelt_server_argument(tiny):
     with pytest.raises(InvalidOptionError, match="'mem_fraction_statik'; did you mean 'mem_fraction_static'"):
         AsyncSGLTransformer.from_name(tiny, {"mem_fraction_statik": 0.5})
+
+
+@pytest.mark.parametrize("option", [{"max_total_tokens": 4}, {"context_length": 4}])
+def test_no_room_for_a_prompt(tiny, option):
+    with pytest.raises(
+        InvalidOptionError, match=r"no room for a prompt in a pool of \d+ tokens and a context length of \d+"
+    ):
+        AsyncSGLTransformer.from_name(tiny, {**SMALL, **option})
+
+
+def test_the_gpu_is_ignored_on_the_cpu(tiny):
+    with AsyncSGLTransformer.from_name(tiny, {**SMALL, "device": "cpu"}, gpu_id=7) as lm:
+        assert lm.next_token_logprobs_sync([1]).device.type == "cpu"
+
+
+def test_there_must_be_such_a_gpu(tiny, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert gpu_index("cuda", 1) == 1
+    with pytest.raises(InvalidOptionError, match=r"gpu_id=2 .* sees 2 GPUs"):
+        AsyncSGLTransformer.from_name(tiny, {"device": "cuda"}, gpu_id=2)
 
 
 def test_an_unknown_option(tiny):
@@ -62,6 +94,40 @@ def test_a_load_that_fails_leaves_room_for_the_next(tiny):
         AsyncSGLTransformer.from_name(tiny, {**SMALL, "attention_backend": "no_such_backend"})
     with AsyncSGLTransformer.from_name(tiny, SMALL) as lm:
         assert lm.next_token_logprobs_sync([1]).shape == (len(lm.byte_vocab),)
+
+
+def test_closing_releases_the_model(tiny):
+    """Also SGLang's watchdog, a thread that never ends, lets go of it."""
+    engine = genlm_load(tiny, {"engine_opts": SMALL})
+    model = weakref.ref(engine.model)
+    engine.genlm_close()
+    gc.collect()
+    assert model() is None
+
+
+def test_the_watchdog_sleeps_while_a_step_takes_its_time(tiny, monkeypatch):
+    """A watchdog that is not active counts no time and so signals nobody."""
+    engine = genlm_load(tiny, {"engine_opts": SMALL})
+    forward, active = engine.model.forward, []
+
+    def look(*args, **kwargs):
+        watchdogs = [each for each in gc.get_objects() if type(each).__name__ == "WatchdogRaw"]
+        active.extend(each.is_active() for each in watchdogs)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(engine.model, "forward", look)
+    engine.genlm_step([Query((1, 2, 3))])
+    monkeypatch.undo()
+    engine.genlm_close()
+    assert active
+    assert not any(active)
+
+
+def test_loading_leaves_no_files(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with AsyncSGLTransformer.from_name(tiny, SMALL) as lm:
+        lm.next_token_logprobs_sync([1, 2, 3])
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_loading_leaves_the_random_generators_alone(tiny):

@@ -16,7 +16,17 @@ def folders(make_adapter):
 
 
 @pytest.fixture(scope="module")
-def hooks(load_tiny, expected):  # which comes first: the block below stops transformers from loading
+def unsuitable(make_adapter, tmp_path_factory):
+    """Adapters that SGLang refuses, by what its error says of them: it reads the last one's layers only to compute."""
+    return {
+        "give a PEFT folder": str(tmp_path_factory.getbasetemp() / "nowhere"),
+        r"rank 128 is incompatible .* rank 64 or less \(engine option max_lora_rank\)": make_adapter(3, "o_proj", rank=128),
+        r"k_proj.* made for this model": make_adapter(4, "k_proj"),
+    }
+
+
+@pytest.fixture(scope="module")
+def hooks(load_tiny, expected, unsuitable):  # which come first: the block below stops transformers from loading
     with without_pinned_memory():
         yield load_tiny(enable_lora=True, max_loras_per_batch=2)
 
@@ -65,18 +75,19 @@ def test_a_name_bound_again(hooks, expected, adapters, contexts, folders):
     hooks.engine.genlm_remove_lora(new)
 
 
-def test_an_adapter_that_cannot_be_loaded_leaves_nothing(hooks, expected, adapters, contexts, folders, tmp_path):
-    bad = Adapter("bad", str(tmp_path / "nowhere"), version=8)
-    with pytest.raises(EngineError, match="nowhere"):
-        hooks.engine.genlm_add_lora(bad)
-    hooks.engine.genlm_add_lora(Adapter("bad", folders["attention"], version=8))
-    rows = hooks.rows(contexts(6, 10, 30), adapter=Adapter("bad", folders["attention"], version=8))
-    torch.testing.assert_close(rows, expected[folders["attention"]], atol=1e-4, rtol=0)
-    hooks.engine.genlm_remove_lora(Adapter("bad", folders["attention"], version=8))
+def test_an_adapter_that_cannot_be_loaded_leaves_nothing(hooks, expected, adapters, contexts, folders, unsuitable):
+    for version, (reason, path) in enumerate(unsuitable.items(), start=8):
+        with pytest.raises(EngineError, match=f"(?s){path}.*{reason}"):
+            hooks.engine.genlm_add_lora(Adapter("bad", path, version))
+        good = Adapter("good", folders["attention"], version)
+        hooks.engine.genlm_add_lora(good)
+        rows = hooks.rows(contexts(6, 10, 30), adapter=good)
+        torch.testing.assert_close(rows, expected[good.path], atol=1e-4, rtol=0)
+        hooks.engine.genlm_remove_lora(good)
 
 
 def test_removing_an_adapter_unpins_its_prefixes(hooks, folders, contexts):
-    adapter = Adapter("brief", folders["attention"], version=9)
+    adapter = Adapter("brief", folders["attention"], version=20)
     hooks.engine.genlm_add_lora(adapter)
     hooks.engine.genlm_cache_prefix(Query(contexts(1, 20, 20)[0], adapter))
     hooks.engine.genlm_cache_prefix(Query(contexts(1, 30, 30)[0]))

@@ -88,6 +88,21 @@ def test_a_pinned_prefix_outlives_pressure(hooks, contexts):
     assert hooks.tokens([(*prefix, 1)]) == 101
 
 
+def test_rows_are_read_before_anything_can_change_them(hooks, contexts, reference, monkeypatch):
+    scheduler = hooks.engine.scheduler._scheduler
+    process = scheduler.process_batch_result
+
+    def spoil(batch, result):
+        result.logits_output.next_token_logits.fill_(float("nan"))
+        process(batch, result)
+
+    asked = contexts(4, 10, 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, "process_batch_result", spoil)
+        rows = hooks.rows(asked)
+    torch.testing.assert_close(rows, reference(asked), atol=1e-4, rtol=0)
+
+
 def test_rows_may_be_written(hooks):
     row = hooks.rows([(1, 2, 3)])[0]
     assert not row.requires_grad

@@ -6,22 +6,30 @@ from collections import Counter
 
 import pytest
 import torch
+from sgl_torch_cpu import without_pinned_memory
 
-from genlm.core import Query, SamplingParams
+from genlm.core import Adapter, EngineError, Query, SamplingParams
 from genlm.sgl.engine import load
 
 END = 256
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_without_padding):
-    engine = load(tiny_without_padding, {"engine_opts": {"max_total_tokens": 600, "max_running_requests": 16}})
-    yield engine
-    engine.genlm_close()
+def folders(make_adapter):
+    return [make_adapter(1, "q_proj v_proj"), make_adapter(2, "o_proj gate_proj up_proj")]
 
 
-def ask(engine, context):
-    (answer,) = engine.genlm_step([Query(tuple(context))])
+@pytest.fixture(scope="module")
+def engine(tiny_without_padding, folders):
+    options = {"max_total_tokens": 600, "max_running_requests": 16, "enable_lora": True}
+    with without_pinned_memory():
+        engine = load(tiny_without_padding, {"engine_opts": options})
+        yield engine
+        engine.genlm_close()
+
+
+def ask(engine, context, adapter=None):
+    (answer,) = engine.genlm_step([Query(tuple(context), adapter)])
     return answer.row
 
 
@@ -29,13 +37,43 @@ def draw(engine, contexts, **params):
     return engine.genlm_sample([Query(context) for context in contexts], [SamplingParams(**params)] * len(contexts))
 
 
+def assert_most_likely(engine, query, drawn):
+    for i, token in enumerate(drawn):
+        row = ask(engine, [*query.token_ids, *drawn[:i]], query.adapter)
+        assert row[token] >= row.max() - 1e-4
+
+
 def test_temperature_zero_is_argmax(engine, contexts):
     asked = contexts(6, 3, 20)
     for context, drawn in zip(asked, draw(engine, asked, max_tokens=8, temperature=0.0), strict=True):
         assert len(drawn) == 8
-        for i, token in enumerate(drawn):
-            row = ask(engine, [*context, *drawn[:i]])
-            assert row[token] >= row.max() - 1e-4
+        assert_most_likely(engine, Query(context), drawn)
+
+
+def test_draws_of_several_adapters_in_one_batch(engine, contexts, folders):
+    adapters = [Adapter(path, path, version) for version, path in enumerate(folders, start=1)]
+    for adapter in adapters:
+        engine.genlm_add_lora(adapter)
+    (context,) = contexts(1, 20, 20)
+    queries = [Query(context, adapter) for adapter in (None, *adapters)]
+    drawn = engine.genlm_sample(queries, [SamplingParams(max_tokens=8, temperature=0.0)] * 3)
+    assert len(set(map(tuple, drawn))) == 3
+    for query, ids in zip(queries, drawn, strict=True):
+        assert_most_likely(engine, query, ids)
+    for adapter in adapters:
+        engine.genlm_remove_lora(adapter)
+
+
+def test_draws_of_several_kinds_in_one_batch(engine, contexts):
+    (context,) = contexts(1, 20, 20)
+    best = int(ask(engine, context).argmax())
+    kinds = [
+        SamplingParams(max_tokens=1, temperature=0.0),
+        SamplingParams(max_tokens=5, top_k=1 << 40),
+        SamplingParams(max_tokens=9, temperature=0.0, stop_token_ids=frozenset({END, best})),
+    ]
+    greedy, free, stopped = engine.genlm_sample([Query(context)] * 3, kinds)
+    assert (greedy, len(free), stopped) == ([best], 5, [])
 
 
 @pytest.mark.parametrize("cut", [{}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.5, "temperature": 0.5}])
@@ -78,6 +116,41 @@ def test_more_draws_than_the_pool_holds(engine, contexts):
     asked = contexts(40, 60, 80)
     drawn = draw(engine, asked, max_tokens=60)
     assert [len(ids) for ids in drawn] == [60] * 40
+
+
+def test_a_draw_that_cannot_fit_says_so(engine, contexts, monkeypatch):
+    (pinned,), (context,) = contexts(1, 400, 400), contexts(1, 100, 100, seed=1)
+    engine.genlm_cache_prefix(Query(pinned))
+    with pytest.raises(
+        EngineError, match=r"250 tokens, do not fit .* pool of 600 tokens, .* hold 400; call clear_kv_cache"
+    ):
+        draw(engine, [context], max_tokens=150)
+    with monkeypatch.context() as patch:
+        # Of longer draws SGLang reserves room for so many tokens only, and finds out in the middle.
+        patch.setattr("sglang.srt.managers.schedule_policy.CLIP_MAX_NEW_TOKENS", 10)
+        with pytest.raises(EngineError, match=r"half way: its pool of 600 tokens is full, .* ask for fewer max_tokens"):
+            draw(engine, [context], max_tokens=150)
+    assert [len(ids) for ids in draw(engine, [context], max_tokens=90)] == [90]
+    engine.genlm_clear_kv_cache()
+
+
+def test_a_draw_that_fails_leaves_nothing_in_flight(engine, contexts, monkeypatch):
+    asked = contexts(4, 10, 20)
+    before = [ask(engine, context) for context in asked]
+    forward, failures = engine.model.forward, iter([RuntimeError("out of order")])
+
+    def fail_once(*args, **kwargs):
+        for failure in failures:
+            raise failure
+        return forward(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.model, "forward", fail_once)
+        with pytest.raises(RuntimeError, match="out of order"):
+            draw(engine, asked, max_tokens=5)
+    for row, context in zip(before, asked, strict=True):
+        torch.testing.assert_close(ask(engine, context), row, atol=1e-4, rtol=0)
+    assert [len(ids) for ids in draw(engine, asked, max_tokens=5)] == [5] * 4
 
 
 def test_questions_after_draws_are_right(engine, contexts):

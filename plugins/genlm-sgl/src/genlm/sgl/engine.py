@@ -17,7 +17,7 @@ from genlm.core import (
 )
 from genlm.core.logs import get_logger
 from genlm.sgl.internals import Finished, Scheduler
-from genlm.sgl.options import server_options
+from genlm.sgl.options import gpu_index, server_options
 from genlm.sgl.sampling import native_draw
 from genlm.sgl.versions import why_unavailable
 
@@ -36,7 +36,7 @@ def load(model: str, options: Mapping[str, Any]) -> SglEngine:
             f"backend 'sgl' has no option {', '.join(unknown)}; it has engine_opts (SGLang's server arguments) and gpu_id"
         )
     arguments = server_options(model, options.get("engine_opts") or {})
-    scheduler = Scheduler(arguments, gpu_id=options.get("gpu_id", 0))
+    scheduler = Scheduler(arguments, gpu_index(arguments["device"], options.get("gpu_id", 0)))
     if arguments.get("enable_lora"):
         from genlm.sgl.lora import SglLoraEngine
 
@@ -101,13 +101,13 @@ class SglEngine:
         """One step: how what it ended has ended."""
         finished = self.scheduler.step()
         if finished is None:  # nothing runs and nothing can start, so the first in the queue never will
-            query = self._in_flight.pop(self.scheduler.refuse_next())
-            return [(query, self._does_not_fit(query))]
+            key, needed = self.scheduler.refuse_next()
+            return [(self._in_flight.pop(key), self._does_not_fit(needed))]
         return [(self._in_flight.pop(each.key), _unless_aborted(each)) for each in finished]
 
-    def _does_not_fit(self, query: Query) -> EngineError:
+    def _does_not_fit(self, needed: int) -> EngineError:
         return EngineError(
-            f"a context of {len(query.token_ids)} tokens does not fit into SGLang's pool of "
+            f"a context and what is to be drawn after it, {needed} tokens, do not fit into SGLang's pool of "
             f"{self.scheduler.pool_tokens} tokens, of which pinned prefixes hold {self.scheduler.locked_tokens}; "
             "call clear_kv_cache(), or load the model with a larger engine option max_total_tokens"
         )
@@ -142,13 +142,14 @@ class SglEngine:
         log.warning("engine.recovering", backend="sgl", dropped=len(self._in_flight), pinned=len(pinned))
         try:
             self._restart()
-            for query in [PROBE, *pinned]:
+            self._probe(PROBE)
+            for query in pinned:
                 self._probe(query)
+                self._pinned[query] = self.scheduler.lock(query.token_ids, adapter_id(query))
         except Exception as error:
             raise EngineDeadError(
                 f"SGLang's scheduler does not work after a failed step ({type(error).__name__}: {error}); reload the model"
             ) from error
-        self._pinned = {query: self.scheduler.lock(query.token_ids, adapter_id(query)) for query in pinned}
 
     def _restart(self) -> None:
         self._in_flight.clear()

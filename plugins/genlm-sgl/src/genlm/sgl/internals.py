@@ -14,6 +14,7 @@ import inspect
 import random
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ class Scheduler:
 
     Raises:
         BackendUnavailableError: this process already has an SGLang model or a process group.
-        InvalidOptionError: SGLang has no such argument.
+        InvalidOptionError: SGLang has no such argument, or would take no prompt.
     """
 
     def __init__(self, options: Mapping[str, Any], gpu_id: int) -> None:
@@ -72,6 +73,7 @@ class Scheduler:
         try:
             with preserved_random_state():
                 self._scheduler = _construct(options, gpu_id)
+            self._require_room()
         except BaseException:
             _release_globals()
             raise
@@ -82,6 +84,14 @@ class Scheduler:
         self._question.normalize(None)
         #: How many tokens have been run through the model.
         self.computed_tokens = 0
+
+    def _require_room(self) -> None:
+        if self.longest_prompt < 1:
+            raise InvalidOptionError(
+                f"SGLang, which keeps some tokens for itself, has no room for a prompt in a pool of {self.pool_tokens} "
+                f"tokens and a context length of {self._scheduler.model_config.context_len}; give larger engine options "
+                "max_total_tokens and context_length"
+            )
 
     # --- what was loaded ----------------------------------------------------------------------------------------------
 
@@ -179,13 +189,26 @@ class Scheduler:
         self._hand_over(rows)
         return [_finished(request, rows[i]) for i, request in enumerate(batch.reqs) if request.finished()]
 
-    def refuse_next(self) -> str:
-        """Drop the request that the scheduler would have taken first, and return its key."""
+    def refuse_next(self) -> tuple[str, int]:
+        """Drop the request that the scheduler would have taken first.
+
+        Returns:
+            Its key, and how many tokens of the pool it asks for, with those to be drawn.
+
+        Raises:
+            EngineError: none waits: the pool was exhausted in the middle of a draw, and SGLang has dropped that already.
+        """
         from sglang.srt.managers.io_struct import AbortReq
 
-        key = str(self._scheduler.waiting_queue[0].rid)
-        self._scheduler.abort_request(AbortReq(rid=key))
-        return key
+        if not self._scheduler.waiting_queue:
+            raise EngineError(
+                f"SGLang gave up a draw half way: its pool of {self.pool_tokens} tokens is full, of which pinned prefixes "
+                f"hold {self.locked_tokens}; ask for fewer max_tokens, call clear_kv_cache(), or load the model with a larger "
+                "engine option max_total_tokens"
+            )
+        request = self._scheduler.waiting_queue[0]
+        self._scheduler.abort_request(AbortReq(rid=request.rid))
+        return str(request.rid), len(request.origin_input_ids) + request.sampling_params.max_new_tokens
 
     def drop_everything(self) -> None:
         """Forget all requests, whatever state an exception left them in, and empty the caches.
@@ -266,15 +289,25 @@ class Scheduler:
         """
         from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput
 
-        result = self._scheduler.load_lora_adapter(
-            LoadLoRAAdapterReqInput(lora_name=adapter, lora_path=path, lora_id=adapter)
-        )
-        if not result.success:
-            # SGLang keeps the configuration of an adapter whose weights it could not load.
-            manager = self._scheduler.tp_worker.model_runner.lora_manager
+        scheduler = self._scheduler
+        manager = scheduler.tp_worker.model_runner.lora_manager
+        try:
+            result = scheduler.load_lora_adapter(
+                LoadLoRAAdapterReqInput(lora_name=adapter, lora_path=path, lora_id=adapter)
+            )
+            if not result.success:
+                raise ValueError(result.error_message)
+            # SGLang compares layers and shapes with the model's when it first computes with an adapter: do it now.
+            with scheduler.device_module.StreamContext(scheduler.schedule_stream):
+                manager.fetch_new_loras({adapter})
+        except Exception as error:
+            # SGLang keeps what it had of an adapter when it failed.
             for remains in (manager.configs, manager.loras, manager.lora_refs):
                 remains.pop(adapter, None)
-            raise EngineError(f"SGLang cannot load the adapter at {path}: {result.error_message}")
+            raise EngineError(
+                f"SGLang cannot load the adapter at {path}: {str(error).rstrip('.')}; give a PEFT folder, or its name on "
+                f"the hub, made for this model, of rank {manager.max_lora_rank} or less (engine option max_lora_rank)"
+            ) from error
 
     def unload_adapter(self, adapter: str) -> None:
         from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
@@ -303,11 +336,10 @@ def _construct(options: Mapping[str, Any], gpu_id: int) -> Any:
     from sglang.srt.managers.scheduler import Scheduler as SglScheduler
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import publish
-    from sglang.srt.server_args import PortArgs
 
     load_plugins()
     arguments = _server_args(options)
-    ports = PortArgs.init_new(arguments)
+    ports = _ports(arguments)
     if "gpu_id" in inspect.signature(SglScheduler.__init__).parameters:  # early releases take the ranks here
         publish(arguments, role="scheduler")
         ranks = {"tp_rank": 0, "moe_ep_rank": 0, "pp_rank": 0, "attn_cp_rank": 0, "moe_dp_rank": 0, "dp_rank": None}
@@ -343,6 +375,17 @@ def _server_args(options: Mapping[str, Any]) -> Any:
     return arguments
 
 
+def _ports(arguments: Any) -> Any:
+    """Addresses of the other processes, which are not there; and not the files that SGLang makes to reserve their names."""
+    from sglang.srt.server_args import PortArgs
+
+    ports = PortArgs.init_new(arguments)
+    for address in vars(ports).values():
+        if str(address).startswith("ipc://"):
+            Path(address.removeprefix("ipc://")).unlink()
+    return ports
+
+
 def _disarm_watchdog(scheduler: Any) -> None:
     """Make sure that SGLang never signals a process, and that its thread, which never ends, does not hold the model."""
     watchdog = scheduler.watchdog
@@ -354,14 +397,9 @@ def _disarm_watchdog(scheduler: Any) -> None:
 def _close_channels(scheduler: Any) -> None:
     """Close the sockets to the tokenizer and detokenizer processes, which are not there: what is sent would pile up."""
     channels = scheduler.ipc_channels
-    senders = [channels.send_to_tokenizer, channels.send_to_detokenizer]
-    sockets = [channels.recv_from_tokenizer, channels.recv_from_rpc, *(sender.socket for sender in senders)]
-    for sender in senders:
+    for sender in (channels.send_to_tokenizer, channels.send_to_detokenizer):
         sender.socket = None  # SGLang's own way to say that nobody listens
-    context = sockets[0].context
-    for socket in sockets:
-        socket.close(linger=0)
-    context.term()
+    channels.recv_from_tokenizer.context.destroy(linger=0)  # and all of its sockets, of which options add some
 
 
 def _release_globals() -> None:

@@ -15,6 +15,7 @@ REQUIRED: Mapping[str, Any] = {
     "allow_auto_truncate": False,
     "disable_overlap_schedule": True,  # rows are read before the next batch is planned
     "dp_size": 1,
+    "enable_metrics": False,  # their registry is the process's, where a second model would find its names taken
     "is_embedding": False,
     "max_queued_requests": None,
     "pp_size": 1,
@@ -33,7 +34,6 @@ DEFAULTS: Mapping[str, Any] = {
 #: On the CPU, rows in full precision, through plain PyTorch, and a pool that leaves room for others.
 CPU_DEFAULTS: Mapping[str, Any] = {
     "attention_backend": "torch_native",
-    "device": "cpu",
     "dtype": "float32",
     "max_running_requests": 256,
     "max_total_tokens": 32768,
@@ -57,8 +57,25 @@ def server_options(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidOptionError(
                 f"engine option {name}={value!r} is not possible in process, where it is {REQUIRED[name]!r}; leave it out"
             )
-    on_cpu = given.get("device", "cuda" if torch.cuda.is_available() else "cpu") == "cpu"
+    device = given.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+    on_cpu = device == "cpu"
     defaults = {**DEFAULTS, **(CPU_DEFAULTS if on_cpu else {})}
     if given.get("enable_lora"):
         defaults |= {**LORA_DEFAULTS, **(CPU_LORA_DEFAULTS if on_cpu else {})}
-    return {**defaults, **given, **REQUIRED, "model_path": model}
+    return {**defaults, **given, **REQUIRED, "model_path": model, "device": device}
+
+
+def gpu_index(device: str, gpu_id: int) -> int:
+    """The GPU to take; 0 on the CPU, where SGLang would read another number as a NUMA node.
+
+    Raises:
+        InvalidOptionError: there is no such GPU.
+    """
+    if device == "cpu":
+        return 0
+    if device == "cuda" and gpu_id not in range(torch.cuda.device_count()):
+        raise InvalidOptionError(
+            f"gpu_id={gpu_id!r} on the device 'cuda', where PyTorch sees {torch.cuda.device_count()} GPUs; give one of "
+            "those, counted from 0, or the engine option device='cpu'"
+        )
+    return gpu_id

@@ -7,6 +7,9 @@ from typing import Any
 
 from genlm.core import SamplingParams
 
+#: More than any model has tokens; SGLang keeps the number in 32 bits.
+GREATEST_TOP_K = 1 << 30
+
 
 def native_draw(params: SamplingParams, always_stop: Set[int]) -> dict[str, Any] | None:
     """SGLang's sampling parameters for a draw, or ``None`` where it would draw something else.
@@ -24,7 +27,7 @@ def native_draw(params: SamplingParams, always_stop: Set[int]) -> dict[str, Any]
         return None
     draw: dict[str, Any] = {"max_new_tokens": params.max_tokens, "temperature": params.temperature}
     if params.top_k is not None:
-        draw["top_k"] = params.top_k
+        draw["top_k"] = min(params.top_k, GREATEST_TOP_K)
     if params.top_p is not None:
         draw["top_p"] = params.top_p
     if params.stop_token_ids:
