@@ -82,7 +82,7 @@ def measure(bench: Bench, lm: Any, program: Program, reset: Callable[[], object]
         time_of("prefill", repeat, fresh)
         steps("extend", program.extend, 12)
         if program.n > 1:
-            steps("fork", program.fork, 6)
+            steps("fork", program.fork, 12)
         steps("newcomer", program.newcomer, repeat)
         steps("ragged", program.ragged, repeat)
         groups = [current[: program.n], program.prompts()]

@@ -1,21 +1,22 @@
-"""Where mlx-lm 0.32 and MLX 0.32 go wrong on their own. A test fails once that is mended: then its workaround can go.
-
-One fault has none, a race that no test meets every time: a thread on which MLX has compiled something, joined when Python
-ends, may abort the process. ``MlxEngine.genlm_close`` avoids it, and test_exit.py sees that it does.
-"""
+"""Where mlx-lm 0.32 and MLX 0.32 go wrong on their own. A test fails once that is mended: then its workaround can go."""
 
 from __future__ import annotations
 
 import json
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
 from genlm.mlx.loading import amended
@@ -23,6 +24,36 @@ from genlm.mlx.loading import amended
 Folders = Callable[[str], Path]
 
 FIXED = "fixed upstream: drop {} and this test"
+
+#: A thread that has drawn numbers ends while the interpreter is taken down. Its thread-local destructors want the GIL;
+#: Python then refuses it by unwinding the thread, and a destructor must not be unwound.
+THREAD_THAT_ENDS_LATE = """
+import os, sys, threading
+import __main__  # held by itself, or its objects would not be deleted
+import mlx.core as mx
+
+waiting, drawn = threading.Lock(), threading.Event()
+waiting.acquire()
+
+def work():
+    mx.eval(mx.random.normal((3,)))
+    if sys.argv[1] == "clear":
+        mx.clear_streams()
+    drawn.set()
+    waiting.acquire()
+
+thread = threading.Thread(target=work, daemon=True)
+thread.start()
+drawn.wait()
+
+class Last:
+    def __del__(self, end=waiting.release, exists=os.access, thread=f"/proc/self/task/{thread.native_id}"):
+        end()
+        while exists(thread, 0):
+            pass
+
+last = Last()
+"""
 
 
 def test_rotary_settings_of_transformers_5_are_not_seen(folders: Folders) -> None:
@@ -67,6 +98,28 @@ def test_the_sum_over_a_large_vocabulary_is_inexact_on_the_cpu() -> None:
     exact = np.log(np.exp(logits.astype(np.float64)).sum())
     found = mx.logsumexp(mx.array(logits), stream=mx.cpu).item()
     assert abs(found - exact) > 1e-4, FIXED.format("PyTorch's log_softmax in `_rows` of engine.py")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="how the thread is seen to end needs Linux's /proc")
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python 3.14 no longer unwinds threads that come too late")
+def test_a_thread_that_ends_late_aborts_the_process_unless_it_clears_its_streams() -> None:
+    def exit_code(end: str) -> int:
+        command = [sys.executable, "-c", THREAD_THAT_ENDS_LATE, end]
+        return subprocess.run(command, capture_output=True, timeout=300).returncode
+
+    assert exit_code("clear") == 0
+    assert exit_code("leave") == -signal.SIGABRT, FIXED.format("`mx.clear_streams` in `MlxEngine.genlm_close`")
+
+
+def test_load_adapters_leaves_dropout_on(folders: Folders, tmp_path: Path) -> None:
+    settings = {"num_layers": 1, "lora_parameters": {"rank": 2, "scale": 1.0, "dropout": 0.5}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), {})
+    model, _ = load_model(folders("llama"))
+    model.eval()
+    load_adapters(model, str(tmp_path))
+    on = [layer for layer in model.modules() if isinstance(layer, nn.Dropout) and layer.training]
+    assert on, FIXED.format("`eval` in `mlx_row` of test_lora.py")  # the plugin applies adapters itself, without dropout
 
 
 def gemma3(folders: Folders) -> Any:

@@ -24,6 +24,7 @@ class Block:
         cache: One batch cache per layer.
         logits: ``[rows, vocab_size]`` float32, of what follows each row; ``None`` while the block is being built.
         costly: Row by row, whether its state took a long prefill that nothing else in the pool could repeat.
+        living: The rows that the pool can find. Others have moved on to another block.
         used: When it was last of use, in the pool's ticks.
         pinned: Whether it stays until the pool is cleared.
     """
@@ -33,6 +34,7 @@ class Block:
         self.cache = cache
         self.logits: Any = None
         self.costly = [False] * len(self.keys)
+        self.living: set[int] = set()
         self.used = 0
         self.pinned = False
 
@@ -70,10 +72,15 @@ class Block:
             mx.eval([block.cache[-1].state for block in blocks], [block.logits for block in blocks])
         return blocks
 
-    def copied(self, rows: Sequence[int]) -> Block:
-        """A new block of the given rows, in which a row may occur again. This block stays."""
+    def copied(self, rows: Sequence[int], spent: Sequence[Block] = ()) -> Block:
+        """A new block of the given rows, in which a row may occur again. This block stays.
+
+        The ``spent`` blocks are used up, layer by layer: the copy gets their memory, which no page fault holds up.
+        """
         cache = copy.deepcopy(self.cache)  # copies handles: arrays stay shared until written to
         for layer in cache:
+            for block in spent:
+                block.cache.pop(0)
             layer.filter(mx.array(rows, mx.int32))
             mx.eval(layer.state)
         return Block([self.keys[row] for row in rows], cache)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from operator import itemgetter
+from collections.abc import Collection, Iterable, Sequence
+from operator import attrgetter, itemgetter
 
 from attrs import frozen
 
@@ -19,7 +19,10 @@ from genlm.mlx.runner import Runner
 WORTHWHILE = 16
 
 #: Bytes that may be kept beside any batch, where no limit is given.
-LEAST_ASIDE = 512 << 20
+LEAST_ASIDE = 256 << 20
+
+#: Where at least so much of a block stays when rows move on, it stays as it is: a copy costs more than the room.
+STAYS_WHOLE = 1 / 4
 
 #: So many padded positions are no reason to evaluate rows apart.
 TOLERATED_PADDING = 4096
@@ -53,13 +56,14 @@ class Work:
 class Pool:
     """Evaluates contexts, each starting from the longest part of it that some row holds.
 
-    Rows that contexts extend move on with them: their tokens stay findable as a prefix. Rows whose state cannot be trimmed
+    Rows that contexts extend move on with them: their tokens stay findable as a prefix. What they leave behind in their
+    block is room, until the block goes or little else of it is left. Rows whose state cannot be trimmed
     (recurrent, or a window that has wrapped) and took a long prefill stay as well.
 
     Args:
         runner: The model.
         max_bytes: The most bytes to keep beside the rows of the last call; least recently used blocks go first. ``None`` is
-            as many as those rows take, so that two groups can take turns, and 512 MiB at least.
+            as many as those rows take, so that two groups can take turns, and 256 MiB at least.
         ragged: Whether rows of unequal length can be fed together.
     """
 
@@ -76,7 +80,7 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        return sum(block.nbytes for block in self._blocks)
+        return _nbytes(self._blocks)
 
     def logits(self, keys: Sequence[Key]) -> mx.array:
         """The logits of what follows each of the distinct ``keys``, ``[len(keys), vocab_size]`` float32."""
@@ -96,14 +100,13 @@ class Pool:
             self.logits([key])
         place = self._index[key]
         if not place.block.pinned:
-            rest = [row for row in range(len(place.block.keys)) if row != place.row]
-            pinned, *_ = self._replace(place.block, [[place.row], rest])
+            pinned, *_ = self._replace(place.block, [[place.row], sorted(place.block.living - {place.row})])
             pinned.pinned = True
 
     def drop(self, version: int) -> None:
         """Drop every row of an adapter."""
         for block in [block for block in self._blocks if any(key[0] == version for key in block.keys)]:
-            self._replace(block, [[row for row, key in enumerate(block.keys) if key[0] != version]])
+            self._replace(block, [[row for row in sorted(block.living) if block.keys[row][0] != version]])
 
     def clear(self) -> None:
         """Drop all rows."""
@@ -171,17 +174,22 @@ class Pool:
                 extended[place.block].append((place.row, key))
         for block, items in extended.items():
             # By row alone, and so in the order asked where that is the order of the rows.
-            works.append(self._moved_on(block, sorted(items, key=itemgetter(0))))
+            works.append(self._moved_on(block, sorted(items, key=itemgetter(0)), needed=extended))
         if fresh:
             works.append(Work(Block.empty(self._runner, [key[0] for key in fresh]), fresh))
         return works
 
-    def _moved_on(self, block: Block, items: Sequence[tuple[int, Key]]) -> Work:
-        """Take the rows that are extended out of their block; leave the others."""
+    def _moved_on(self, block: Block, items: Sequence[tuple[int, Key]], needed: Collection[Block]) -> Work:
+        """Take the rows that are extended out of their block, one of those ``needed`` in this call; leave the others."""
         rows, targets = [row for row, _ in items], [key for _, key in items]
         if self._stays(block):
             return Work(block.copied(rows), targets)
-        staying = sorted(set(range(len(block.keys))) - set(rows))
+        staying = sorted(block.living.difference(rows))
+        if len(staying) >= STAYS_WHOLE * len(block.keys):
+            for row in block.living.intersection(rows):
+                self._index.remove(block.keys[row])
+            block.living = set(staying)
+            return Work(block.copied(rows, self._evict(needed, left=block)), targets)
         self._forget(block)
         moved, *left = block.split([rows, staying] if staying else [rows])
         for rest in left:
@@ -222,14 +230,15 @@ class Pool:
 
     def _keep(self, block: Block) -> None:
         block.used = self._tick
+        block.living = set(range(len(block.keys)))
         self._blocks.append(block)
         for row, key in enumerate(block.keys):
             self._index.add(key, Place(block, row))
 
     def _forget(self, block: Block) -> None:
         self._blocks.remove(block)
-        for key in block.keys:
-            self._index.remove(key)
+        for row in block.living:
+            self._index.remove(block.keys[row])
 
     def _replace(self, block: Block, parts: Sequence[Sequence[int]]) -> list[Block]:
         """Split a block of the pool; empty parts give none."""
@@ -244,17 +253,27 @@ class Pool:
         place.block.used = self._tick
         return place.block.logits[place.row]
 
-    def _evict(self) -> None:
-        aside = [block for block in self._blocks if block.used < self._tick]
-        in_hand = sum(block.nbytes for block in self._blocks) - sum(block.nbytes for block in aside)
-        limit = max(LEAST_ASIDE, in_hand) if self._max_bytes is None else self._max_bytes
-        excess = sum(block.nbytes for block in aside) - limit
-        for block in sorted(aside, key=lambda block: block.used):
-            if excess <= 0:
-                return
-            if not block.pinned:
+    def _evict(self, needed: Collection[Block] = (), left: Block | None = None) -> list[Block]:
+        """Forget the least recently used blocks beyond the limit; gives them.
+
+        Args:
+            needed: Blocks whose rows this call still takes.
+            left: One of them that will be aside once its rows are copied.
+        """
+        in_hand = [block for block in self._blocks if block.used == self._tick or block in needed]
+        aside = [block for block in self._blocks if block is left or block not in in_hand]
+        limit = max(LEAST_ASIDE, _nbytes(in_hand)) if self._max_bytes is None else self._max_bytes
+        excess, gone = _nbytes(aside) - limit, []
+        for block in sorted(aside, key=attrgetter("used")):
+            if excess > 0 and not block.pinned:
                 excess -= block.nbytes
                 self._forget(block)
+                gone.append(block)
+        return gone
+
+
+def _nbytes(blocks: Iterable[Block]) -> int:
+    return sum(block.nbytes for block in blocks)
 
 
 def _packed(works: Sequence[Work]) -> list[Work]:
