@@ -24,8 +24,8 @@ LONGEST_PROBE = 512
 #: How far log-probabilities may be from those of plain forwards, by the type of the weights: rounding only.
 TOLERANCES = {torch.float32: 5e-4, torch.float16: 0.1, torch.bfloat16: 0.5}
 
-#: The same for quantised weights: LLM.int8() rounds activations too, and which of them depends on the whole forward.
-QUANTISED_TOLERANCE = 3.0
+#: The same under LLM.int8(), which rounds activations too; which of them depends on the whole forward.
+INT8_TOLERANCE = 3.0
 
 #: Attention implementations that row attention computes the same as.
 REPLACEABLE = ("sdpa", "eager")
@@ -65,8 +65,8 @@ def choose_reuse(model: Any, runner: Runner, vocab_size: int, max_context: int |
 
 
 def _tolerance(model: Any) -> float:
-    if getattr(model, "hf_quantizer", None) is not None:
-        return QUANTISED_TOLERANCE
+    if getattr(model, "is_loaded_in_8bit", False):
+        return INT8_TOLERANCE
     return TOLERANCES.get(model.dtype, TOLERANCES[torch.float32])
 
 
