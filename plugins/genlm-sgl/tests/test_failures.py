@@ -41,9 +41,9 @@ def test_the_longest_prompt_is_answered(hooks, contexts, reference):
 
 
 def test_a_failing_step_drops_what_is_in_flight(hooks, contexts, reference):
-    asked = contexts(8, 10, 20)
+    asked = contexts(30, 10, 20)  # 16 run at once: the others wait
     with pytest.raises(IndexError):
-        hooks.engine.genlm_step([Query(context) for context in [*asked, (UNKNOWN_TOKEN,)]])
+        hooks.engine.genlm_step([Query(context) for context in [(UNKNOWN_TOKEN,), *asked]])
     torch.testing.assert_close(hooks.rows(asked), reference(asked), atol=1e-4, rtol=0)
 
 
@@ -52,6 +52,7 @@ def test_failing_steps_leave_the_pool_whole(hooks, contexts):
         with pytest.raises(IndexError):
             hooks.engine.genlm_step([Query((*context, UNKNOWN_TOKEN)) for context in contexts(4, 80, 100, seed)])
     assert hooks.tokens(contexts(1, 400, 400)) == 400
+    assert not hooks.engine._in_flight
 
 
 def test_pinned_prefixes_outlive_a_failing_step(hooks, contexts):
@@ -71,6 +72,9 @@ def test_a_full_pool_refuses_what_does_not_fit_and_only_that(hooks, contexts, re
     with pytest.raises(EngineError, match=r"300 tokens, do not .* pool of 600 tokens, .* hold 400; call clear_kv_cache"):
         raise refused
     torch.testing.assert_close(row, reference([short])[0], atol=1e-4, rtol=0)
+    with pytest.raises(EngineError, match=r"300 tokens, do not"):
+        hooks.engine.genlm_cache_prefix(Query(long))
+    assert hooks.engine.scheduler.locked_tokens == 400
     hooks.engine.genlm_clear_kv_cache()
     torch.testing.assert_close(hooks.rows([long]), reference([long]), atol=1e-4, rtol=0)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import random
+import shutil
 import tempfile
 import weakref
 
@@ -26,6 +27,8 @@ SMALL = {"max_total_tokens": 1024}
         ("skip_tokenizer_init", True),
         ("disable_overlap_schedule", False),
         ("enable_metrics", True),
+        ("disaggregation_mode", "prefill"),
+        ("lora_paths", ["a"]),
         ("watchdog_timeout", 300),
     ],
 )
@@ -47,8 +50,10 @@ def test_no_room_for_a_prompt(tiny, option):
         AsyncSGLTransformer.from_name(tiny, {**SMALL, **option})
 
 
-def test_the_gpu_is_ignored_on_the_cpu(tiny):
-    with AsyncSGLTransformer.from_name(tiny, {**SMALL, "device": "cpu"}, gpu_id=7) as lm:
+@pytest.mark.parametrize("device", ["cpu", None])
+def test_the_gpu_is_ignored_on_the_cpu(tiny, device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with AsyncSGLTransformer.from_name(tiny, {**SMALL, "device": device}, gpu_id=7) as lm:
         assert lm.next_token_logprobs_sync([1]).device.type == "cpu"
 
 
@@ -89,9 +94,12 @@ def test_one_model_at_a_time(tiny):
         torch.testing.assert_close(again.next_token_logprobs_sync([1, 2, 3]), row)
 
 
-def test_a_load_that_fails_leaves_room_for_the_next(tiny):
+def test_a_load_that_fails_leaves_room_for_the_next(tiny, tmp_path):
     with pytest.raises(Exception, match="no_such_backend"):
         AsyncSGLTransformer.from_name(tiny, {**SMALL, "attention_backend": "no_such_backend"})
+    without_weights = shutil.copytree(tiny, tmp_path / "tiny", ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(RuntimeError, match="Cannot find any model weights"):
+        AsyncSGLTransformer.from_name(str(without_weights), SMALL)
     with AsyncSGLTransformer.from_name(tiny, SMALL) as lm:
         assert lm.next_token_logprobs_sync([1]).shape == (len(lm.byte_vocab),)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -137,15 +138,15 @@ def test_a_draw_that_cannot_fit_says_so(engine, contexts, monkeypatch):
 def test_a_draw_that_fails_leaves_nothing_in_flight(engine, contexts, monkeypatch):
     asked = contexts(4, 10, 20)
     before = [ask(engine, context) for context in asked]
-    forward, failures = engine.model.forward, iter([RuntimeError("out of order")])
+    forward, steps = engine.model.forward, itertools.count()
 
-    def fail_once(*args, **kwargs):
-        for failure in failures:
-            raise failure
+    def fail_in_the_middle(*args, **kwargs):
+        if next(steps) == 2:
+            raise RuntimeError("out of order")
         return forward(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.model, "forward", fail_once)
+        patch.setattr(engine.model, "forward", fail_in_the_middle)
         with pytest.raises(RuntimeError, match="out of order"):
             draw(engine, asked, max_tokens=5)
     for row, context in zip(before, asked, strict=True):

@@ -203,8 +203,8 @@ class Scheduler:
         if not self._scheduler.waiting_queue:
             raise EngineError(
                 f"SGLang gave up a draw half way: its pool of {self.pool_tokens} tokens is full, of which pinned prefixes "
-                f"hold {self.locked_tokens}; ask for fewer max_tokens, call clear_kv_cache(), or load the model with a larger "
-                "engine option max_total_tokens"
+                f"hold {self.locked_tokens}; ask for fewer max_tokens, call clear_kv_cache(), or load the model with a "
+                "larger engine option max_total_tokens"
             )
         request = self._scheduler.waiting_queue[0]
         self._scheduler.abort_request(AbortReq(rid=request.rid))

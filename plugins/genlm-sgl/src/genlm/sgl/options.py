@@ -14,9 +14,11 @@ from genlm.sgl.internals import NEVER
 REQUIRED: Mapping[str, Any] = {
     "allow_auto_truncate": False,
     "disable_overlap_schedule": True,  # rows are read before the next batch is planned
+    "disaggregation_mode": "null",
     "dp_size": 1,
     "enable_metrics": False,  # their registry is the process's, where a second model would find its names taken
     "is_embedding": False,
+    "lora_paths": None,  # adapters come by add_new_lora, which gives them names that questions know
     "max_queued_requests": None,
     "pp_size": 1,
     "skip_tokenizer_init": False,
