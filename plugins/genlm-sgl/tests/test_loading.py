@@ -3,16 +3,18 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import random
+import re
 import shutil
 import tempfile
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from genlm.core import BackendUnavailableError, InvalidOptionError, ModelClosedError, Query, load_model_by_name
-from genlm.sgl import AsyncSGLTransformer
+from genlm.sgl import AsyncSGLTransformer, plugin
 from genlm.sgl.options import gpu_index
 from genlm.sgl.plugin import genlm_backend_info, genlm_load
 
@@ -28,7 +30,7 @@ SMALL = {"max_total_tokens": 1024}
         ("disable_overlap_schedule", False),
         ("enable_metrics", True),
         ("disaggregation_mode", "prefill"),
-        ("lora_paths", ["a"]),
+        ("lora_paths", "a"),
         ("watchdog_timeout", 300),
     ],
 )
@@ -81,6 +83,13 @@ def test_another_sglang_is_refused_with_the_reason(tiny, version, monkeypatch):
 
 def test_the_installed_sglang_is_supported():
     assert genlm_backend_info().available
+
+
+def test_one_file_touches_sglang():
+    sources = Path(plugin.__file__).parent.glob("*.py")
+    assert [file.name for file in sources if re.search(r"^\s*(from|import) sglang\b", file.read_text(), re.M)] == [
+        "internals.py"
+    ]
 
 
 def test_one_model_at_a_time(tiny):
