@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
-import types
+import tomllib
 from pathlib import Path
-
-from genlm.core import AsyncLM
-from genlm.core.plugins import plugin_manager
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
-def block(marker: str) -> str:
-    """The code block that follows a marker."""
-    found = re.search(rf"<!-- {re.escape(marker)} -->\n```python\n(.*?)```", README, re.DOTALL)
-    assert found, f"the README has no block marked {marker!r}"
+def block(before: str, language: str) -> str:
+    """The first code block after a text."""
+    found = re.search(rf"{re.escape(before)}.*?```{language}\n(.*?)```", README, re.DOTALL)
+    assert found, f"the README has no {language} block after {before!r}"
     return found[1]
 
 
-def test_the_backend_of_the_readme_loads_and_answers(monkeypatch):
-    module = types.ModuleType("genlm_uniform.plugin")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(block("file: genlm_uniform/plugin.py"), module.__dict__)
-    hook = plugin_manager("uniform", module).hook
-    assert hook.genlm_backend_info().available
-    with AsyncLM(lambda: hook.genlm_load(model="any", options={}), backend="uniform", check=True) as lm:
-        row = lm.next_token_logprobs_sync([1, 2, 3])
-    assert row.shape == (258,)
-    assert (row == row[0]).all()
+def test_the_backend_of_the_readme_conforms(tmp_path: Path) -> None:
+    project = tomllib.loads(block("Its `pyproject.toml` names the module", "toml"))["project"]
+    ((name, module),) = project["entry-points"]["genlm.backends"].items()
+    package, file = module.split(".")
+    (tmp_path / package).mkdir()
+    (tmp_path / package / f"{file}.py").write_text(block(f"file: {package}/{file}.py", "python"))
+    metadata = tmp_path / f"{package}-{project['version']}.dist-info"  # as installed
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    (metadata / "entry_points.txt").write_text(f"[genlm.backends]\n{name} = {module}\n")
+    command = "import sys; from genlm.core.cli import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", command, "conformance", name, "--model", "any", "--quick"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{name} conforms" in done.stdout

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from genlm.core import MockAsyncLM, SamplingParams
+from genlm.core import EngineError, MockAsyncLM, SamplingParams
 from genlm.core.mock import MockEngine
 from genlm.core.sampling import TokenDrawer, seed_of
 
@@ -104,6 +104,31 @@ def test_a_token_without_mass_is_never_drawn():
 
 def test_a_tie_at_temperature_zero_goes_to_the_lowest_id():
     assert TokenDrawer(SamplingParams(max_tokens=1, temperature=0)).draw(torch.tensor([-2.0, -1.0, -1.0])) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("row", [torch.full((3,), -float("inf")), torch.tensor([0.0, float("nan"), -1.0])])
+def test_a_row_without_mass_is_an_error(row, temperature):
+    with pytest.raises(EngineError, match="no mass, or a NaN"):
+        TokenDrawer(SamplingParams(max_tokens=1, temperature=temperature, seed=0)).draw(row)
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_least_temperature_is_argmax(few):
+    assert draw(few, [1], 3, [], temperature=5e-324) == [10] * 3
+
+
+def test_a_failed_prompt_ends_the_draws_of_the_others(mock, monkeypatch, gate):
+    monkeypatch.delattr(MockEngine, "genlm_sample")
+    lm = mock(fail_on=lambda query: query.token_ids[0] == 13)
+
+    async def ask():
+        with pytest.raises(EngineError):
+            await lm.batch_sample([[1], [13]], 1000, [])
+        await asyncio.sleep(0)
+        return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+    assert asyncio.run(ask()) == []
 
 
 def test_sequence_logprobs(few):

@@ -258,11 +258,26 @@ def test_a_vocabulary_that_makes_no_trie_is_refused():
         TokenCharacterTrie([Token(3, b"x"), Token(3, b"x")])
     with pytest.raises(VocabularyError, match="iterables of hashable letters"):
         TokenCharacterTrie([b"a", 7])
+    with pytest.raises(VocabularyError, match="hashable iterables of hashable letters"):
+        TokenCharacterTrie([[1, 2], [3]])
+
+
+def test_the_vocabulary_may_be_any_iterable_and_is_the_tries_own():
+    words = [b"a", b"ab"]
+    trie = TokenCharacterTrie(words)
+    words.append(b"b")
+    assert trie.decode == TokenCharacterTrie(iter([b"a", b"ab"])).decode == [b"a", b"ab"]
 
 
 def test_an_unknown_device_is_refused():
     with pytest.raises(InvalidOptionError, match="'abacus'"):
         ParallelTokenCharacterTrie([b"a"], device="abacus")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(InvalidOptionError, match="'cuda', which this PyTorch cannot use here"):
+        ParallelTokenCharacterTrie([b"a"], device="cuda")
 
 
 def test_a_trie_can_be_pickled(vocabulary, weights):

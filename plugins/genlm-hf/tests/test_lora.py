@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from genlm.core import Adapter, Query
+from genlm.core import Adapter, Query, UnsupportedError
 from genlm.hf.engine import HFEngine
 
 Contexts = Callable[..., list[tuple[int, ...]]]
@@ -33,6 +33,17 @@ def reference(tiny: str, folder: str | None) -> Callable[[tuple[int, ...]], torc
         return model(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1].log_softmax(-1)
 
     return row
+
+
+def test_adapters_that_the_model_had_before_are_left_alone(tiny: str, lora_folders: dict[str, str]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    model.load_adapter(lora_folders["a"], "mine")
+    before = model(torch.tensor([[1, 2, 3]])).logits
+    engine = HFEngine(model, None)
+    with pytest.raises(UnsupportedError, match="merge_and_unload"):
+        engine.genlm_add_lora(Adapter("b", lora_folders["b"], 1))
+    engine.genlm_close()
+    assert torch.equal(model(torch.tensor([[1, 2, 3]])).logits, before)
 
 
 def test_a_mixed_batch_is_one_forward(

@@ -6,8 +6,8 @@ import asyncio
 import concurrent.futures
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Self, cast
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from attrs import evolve
 
@@ -28,6 +28,8 @@ from genlm.core.validation import token_ids_of
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 
 class AsyncLM:
@@ -198,7 +200,7 @@ class AsyncLM:
         params = checked_params(max_tokens, eos_token_ids, temperature, seed, top_k, top_p)
         queries = [self._query(prompt, lora_name, room_for=params.max_tokens) for prompt in prompt_token_ids_list]
         own = [evolve(params, seed=seed_of(params.seed, i)) for i in range(len(queries))]
-        return await asyncio.gather(*map(self._draw, queries, own))
+        return await all_of(map(self._draw, queries, own))
 
     async def _draw(self, query: Query, params: SamplingParams) -> list[int]:
         if params.max_tokens == 0:
@@ -226,7 +228,7 @@ class AsyncLM:
                 return scores
         ids = query.token_ids + continuation
         contexts = [evolve(query, token_ids=ids[:end]) for end in range(len(query.token_ids), len(ids))]
-        rows = await asyncio.gather(*map(self._row, contexts))
+        rows = await all_of(map(self._row, contexts))
         return self._stack([row[token_id] for row, token_id in zip(rows, continuation, strict=True)])
 
     # --- adapters -----------------------------------------------------------------------------------------------------
@@ -275,11 +277,17 @@ class AsyncLM:
 
     # --- caches -------------------------------------------------------------------------------------------------------
 
-    def cache_kv(self, prompt_token_ids: Iterable[int], lora_name: LoraName = UNSET) -> None:
+    def cache_kv(self, prompt_tokens: Iterable[int], lora_name: LoraName = UNSET) -> None:
         """Compute and pin the key/value state of a prompt, so that contexts which begin with it start from there. Blocks.
         Does nothing where the engine keeps no such state."""
-        query = self._query(prompt_token_ids, lora_name)
-        self._batcher.run(lambda: self._engine.cache_prefix(query))
+        query = self._query(prompt_tokens, lora_name)
+
+        def pin() -> None:
+            if query.adapter is not None:
+                self._adapters.require_current(query.adapter)  # it may have been removed while this was queueing
+            self._engine.cache_prefix(query)
+
+        self._batcher.run(pin)
 
     def clear_cache(self) -> None:
         """Drop all cached rows."""
@@ -387,6 +395,17 @@ class AsyncLM:
         import torch
 
         return torch.stack(list(rows)) if rows else torch.empty(0, len(self.byte_vocab))
+
+
+async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all; when one fails, the others are cancelled, for nobody waits for them any more."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        raise
 
 
 def _copy(answer: Result) -> Result:

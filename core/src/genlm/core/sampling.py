@@ -11,7 +11,7 @@ import numpy as np
 from attrs import evolve
 from numpy.typing import NDArray
 
-from genlm.core.errors import InvalidOptionError
+from genlm.core.errors import EngineError, InvalidOptionError
 from genlm.core.types import Query, SamplingParams
 
 if TYPE_CHECKING:
@@ -29,8 +29,17 @@ class TokenDrawer:
         self._random = np.random.Generator(np.random.PCG64(params.seed))
 
     def draw(self, row: torch.Tensor) -> int:
-        """Draw one token id from ``row``, ``[vocab_size]`` float32 log-probabilities."""
+        """Draw one token id from ``row``, ``[vocab_size]`` float32 log-probabilities.
+
+        Raises:
+            EngineError: the row has no mass, or is not a number somewhere.
+        """
         logprobs = row.detach().cpu().numpy().astype(np.float64)
+        if not logprobs.max() > -math.inf:
+            raise EngineError(
+                "the row to draw from has no mass, or a NaN; look at next_token_logprobs() of the context, and at wrappers "
+                "that mask tokens"
+            )
         if self._params.temperature == 0:
             return int(np.argmax(logprobs))
         mass = np.cumsum(self._weights(logprobs))
@@ -39,7 +48,8 @@ class TokenDrawer:
         return min(int(np.searchsorted(mass, point, side="right")), int(np.searchsorted(mass, mass[-1], side="left")))
 
     def _weights(self, logprobs: NDArray[np.float64]) -> NDArray[np.float64]:
-        scaled = (logprobs - logprobs.max()) / self._params.temperature
+        with np.errstate(over="ignore"):  # next to no temperature: -inf is what is meant
+            scaled = (logprobs - logprobs.max()) / self._params.temperature
         weights: NDArray[np.float64] = np.exp(scaled)
         if self._params.top_k is None and self._params.top_p is None:
             return weights
@@ -119,7 +129,7 @@ def _integer(name: str, value: Any, least: int) -> int:
 def _number(name: str, value: Any, accepted: str, accepts: Callable[[float], bool]) -> float:
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InvalidOptionError(f"{name}={value!r} is no number; give {accepted}") from None
     if not math.isfinite(number) or not accepts(number):
         raise InvalidOptionError(f"{name}={value!r} is out of range; give {accepted}")

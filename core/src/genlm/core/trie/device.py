@@ -24,7 +24,7 @@ class DeviceKernel:
     def __init__(self, plan: Plan, device: str) -> None:
         """Move the plan to the device.
 
-        :raises InvalidOptionError: PyTorch knows no device of that name.
+        :raises InvalidOptionError: PyTorch knows no device of that name, or cannot use it here.
         """
         import torch
 
@@ -37,7 +37,10 @@ class DeviceKernel:
         self.plan = plan
         self.device = device
         self.dtype = torch.float32 if kind == "mps" else torch.float64
-        self._first = torch.from_numpy(plan.first).to(device)
+        try:
+            self._first = torch.from_numpy(plan.first).to(device)
+        except (AssertionError, RuntimeError) as error:  # PyTorch raises either, by device
+            raise InvalidOptionError(f"device is {device!r}, which this PyTorch cannot use here: {error}") from error
         self._others = [torch.from_numpy(step.other).to(device) for step in plan.rounds]
         self._rest = torch.from_numpy(_padded(plan.rest, plan.width)).to(device)
         self._place = torch.from_numpy(plan.place).to(device)

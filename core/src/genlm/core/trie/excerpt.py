@@ -12,6 +12,7 @@ import numpy.typing as npt
 from attrs import frozen
 
 from genlm.core.errors import InvalidInputError, InvalidOptionError
+from genlm.core.trie.weights import to_array
 
 if TYPE_CHECKING:
     from genlm.core.trie.trie import TokenCharacterTrie
@@ -53,7 +54,7 @@ def excerpt(trie: TokenCharacterTrie, ws: Any, max_nodes: int) -> list[Drawn]:
     """
     if max_nodes < 1:
         raise InvalidOptionError(f"max_nodes is {max_nodes}: it must be at least 1")
-    weights = np.asarray(trie.weight_sum(np.ones(len(trie.decode))) if ws is None else ws, np.float64)
+    weights = to_array(trie.weight_sum(np.ones(len(trie.decode))) if ws is None else ws).astype(np.float64)
     if weights.shape != (len(trie),):
         raise InvalidInputError(
             f"ws has the shape {list(weights.shape)}, but the trie has {len(trie)} nodes: give weights by node, such as "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from genlm.core.trie.trie import TokenCharacterTrie
@@ -16,7 +16,7 @@ class ParallelTokenCharacterTrie(TokenCharacterTrie):
     :raises InvalidOptionError: PyTorch knows no such device.
     """
 
-    def __init__(self, decode: Sequence[Any], device: str | None = None) -> None:
+    def __init__(self, decode: Iterable[Any], device: str | None = None) -> None:
         super().__init__(decode, device or best_device())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from functools import cached_property
 from typing import Any
 
@@ -30,18 +30,18 @@ class TokenCharacterTrie:
     Nodes are ``0..len(trie)-1``. Every item has a leaf of its own below the node of its last letter, so items with the same
     letters have different leaves. Weights are given by position: ``ws[i]`` belongs to ``decode[i]``.
 
-    :param decode: the vocabulary: tokens, bytes, str or any iterables of hashable letters, mixed as you like; an
+    :param decode: the vocabulary: tokens, bytes, str or any hashable iterables of hashable letters, mixed as you like; an
         end-of-sequence object may yield itself. The letters of bytes are ints.
     :param device: the PyTorch device that computes, for instance ``"cuda"``. On the CPU, the default, NumPy computes.
     :raises VocabularyError: ``decode`` is empty, or an item occurs twice.
     :raises InvalidOptionError: PyTorch knows no such device.
     """
 
-    def __init__(self, decode: Sequence[Any], device: str | None = None) -> None:
-        self.decode = decode
+    def __init__(self, decode: Iterable[Any], device: str | None = None) -> None:
+        self.decode = list(decode)  # a list of its own, which nobody lengthens
         self.device = str(device or "cpu")
         self.root = 0
-        self._words = Words.of(decode)
+        self._words = Words.of(self.decode)
         self._layout = Layout.of(self._words)
         self._walker = Walker(self._words, self._layout)
         self._kernel = self._make_kernel(Plan.of(self._words.order, self._layout))

@@ -71,10 +71,12 @@ def _spell(items: Sequence[Any]) -> tuple[Sequence[Hashable], list[bytes], np.dt
 
 def _spell_letters(item: Iterable[Hashable], codes: dict[Hashable, int]) -> bytes:
     try:
+        hash(item)  # it is looked up in `word2leaf`
         return np.array([codes.setdefault(letter, len(codes)) for letter in item], ">u4").tobytes()
     except TypeError as error:
         raise VocabularyError(
-            f"{item!r} cannot be a word of a trie: items must be Tokens, bytes, str or iterables of hashable letters"
+            f"{item!r} cannot be a word of a trie: items must be Tokens, bytes, str or hashable iterables of hashable "
+            "letters"
         ) from error
 
 

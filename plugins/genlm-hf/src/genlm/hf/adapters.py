@@ -31,13 +31,19 @@ class AdapterSet:
         """Load an adapter's weights.
 
         Raises:
-            UnsupportedError: PEFT is not installed.
+            UnsupportedError: PEFT is not installed, or had its layers in the model before: they would go with ours.
             Exception: whatever PEFT says of the folder; nothing of the adapter remains.
         """
         try:
             from peft import LoraConfig, PeftConfig, PeftModel
+            from peft.tuners.tuners_utils import BaseTunerLayer
         except ImportError as error:
             raise UnsupportedError("LoRA adapters need PEFT: pip install 'genlm-hf[lora]'") from error
+        if self._peft is None and any(isinstance(module, BaseTunerLayer) for module in self._model.modules()):
+            raise UnsupportedError(
+                "the model had adapters of PEFT's before it was given to AsyncTransformer: they are part of the base model; "
+                "merge them (merge_and_unload), or give the plain model and add every adapter by add_new_lora"
+            )
         name = _name(adapter.version)
         config = PeftConfig.from_pretrained(adapter.path)
         config.inference_mode = True

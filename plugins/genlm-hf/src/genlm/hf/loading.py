@@ -60,7 +60,7 @@ def _place(arguments: dict[str, Any], options: HFOptions) -> str | None:
         arguments["dtype"] = options.dtype
     elif "torch_dtype" not in arguments:
         arguments.setdefault("dtype", torch.float32 if torch.device(device).type == "cpu" else "auto")
-    if options.bitsandbytes_opts is not None:
+    if options.bitsandbytes_opts:
         if "quantization_config" in arguments:
             raise InvalidOptionError("bitsandbytes_opts and hf_opts['quantization_config'] contradict; give one of them")
         arguments["quantization_config"] = BitsAndBytesConfig(**options.bitsandbytes_opts)
