@@ -7,7 +7,7 @@ n take turns. Every step continues from the rows of the step before.
 The floor is what the same tokens cost in raw mlx-lm: one ``model(...)`` on a prepared batch cache of the same rows, and
 log-softmax. For ``newcomer`` that is a decode and a prefill; for ``ragged`` as many tokens for every row as on average.
 ``genlm-backend`` 0.3.1 runs on mlx-lm 0.31.3, the last with the functions that it imports. On Linux all sides multiply
-matrices by PyTorch's BLAS: the one in MLX's wheel is the reference implementation, some 20 times slower, and would hide
+matrices by PyTorch's BLAS: the one in MLX's wheel is the reference implementation, far slower, and would hide
 all else.
 """
 

@@ -94,6 +94,8 @@ def spend(
         spent = {name.removesuffix(SUFFIX): after[name] - before[name] for name in after if name.endswith(SUFFIX)}
         spent["event loop and program"] = max(wall - sum(spent.values()), 0.0)
         for stage, seconds in spent.items():
+            if not seconds:
+                continue  # timed for one question in many, and these were too few
             bench.record(prefix + stage, seconds / (rounds * n) * 1e6, unit="us", x=n)
             print(
                 f"{prefix}{stage:24} {n:5} at once {seconds / (rounds * n) * 1e6:10.2f} us  {seconds / wall:6.1%}",

@@ -108,8 +108,8 @@ class Bench:
         self._say(python=platform.python_version(), versions=named)
 
     def peak(self) -> None:
-        """Say the most memory that this process has had."""
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        """Say the most memory that this process has had, or one that it started."""
+        most = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         self._say(peak_mib=round(most / (1 << 20 if sys.platform == "darwin" else 1 << 10), 1))
 
     def _say(self, **said: Any) -> None:

@@ -30,13 +30,12 @@ class Case:
         return statistics.median(map(statistics.median, rounds)) if rounds else None
 
     def spread(self, side: str) -> float:
-        """Half the range of the rounds' medians, or of the middle half of an only round's values, by their median."""
+        """Half the range of the rounds' medians, or of the middle half of an only round's values."""
         rounds = self.values[side]
         medians = [statistics.median(values) for values in rounds]
         if len(rounds) == 1 and len(rounds[0]) > 3:
             medians = statistics.quantiles(rounds[0], n=4)
-        middle = statistics.median(medians)
-        return (max(medians) - min(medians)) / 2 / middle if middle else 0.0
+        return (max(medians) - min(medians)) / 2
 
     def ratio(self, side: str) -> float | None:
         """How many times better ours is than a side: above 1 it is better."""
@@ -70,6 +69,7 @@ def write_report(result: dict[str, Any], folder: Path) -> Path:
         runs = [run for run in result["runs"] if run["workload"] == workload]
         title, _, text = runs[0]["title"].partition("\n")
         lines += [f"## {workload}: {title.rstrip('.')}", "", *([text.strip(), ""] if text.strip() else [])]
+        lines += [origin(workload, runs), ""]
         lines += [*table(cases), ""]
         for plot in draw(workload, cases, folder / "plots"):
             lines += [f"![{workload}: {plot.stem}](plots/{plot.name})", ""]
@@ -82,21 +82,26 @@ def write_report(result: dict[str, Any], folder: Path) -> Path:
 
 
 def introduction(result: dict[str, Any]) -> list[str]:
-    rounds = max(run["round"] for run in result["runs"]) + 1
-    loads = [run["load"] for run in result["runs"]]
     return [
         f"{result['date']}, {result['machine']}; made by `nox -s bench`.",
         "",
         "*Ours* is this checkout, *theirs* genlm-backend 0.3.1, the *floor* the raw engine. Sides took turns, "
-        f"{rounds} each, every time in a new process, with one thread. A figure is the median of the rounds' medians, "
+        "every time in a new process, with one thread. A figure is the median of the rounds' medians, "
         "± half the range of these, or of the middle half of the values where there was one round. *Times better* is "
         "theirs over ours for times and sizes, ours over theirs for rates; *above the floor* is what ours takes beyond "
         "the raw engine.",
         "",
-        f"The machine was shared: its load average was {min(loads):.1f} to {max(loads):.1f} meanwhile: trust ratios "
-        "before times.",
+        "The machine was shared: trust ratios before times.",
         *(["", "**Made with `--quick`: this shows that the workloads run, the figures mean little.**"] * result["quick"]),
     ]
+
+
+def origin(workload: str, runs: list[dict[str, Any]]) -> str:
+    """How these figures are made again, and how they were made."""
+    rounds = max(run["round"] for run in runs) + 1
+    loads = [run["load"] for run in runs]
+    turns = "1 round" if rounds == 1 else f"{rounds} rounds"
+    return f"`nox -s bench -- {workload} --rounds {rounds}`: {turns}, load average {min(loads):.1f} to {max(loads):.1f}."
 
 
 def table(cases: list[Case]) -> list[str]:
@@ -120,7 +125,11 @@ def table(cases: list[Case]) -> list[str]:
 
 def cell(case: Case, side: str) -> str:
     median = case.median(side)
-    return "" if median is None else f"{median:.4g} {case.unit} ± {100 * case.spread(side):.0f} %"
+    if median is None:
+        return ""
+    spread = case.spread(side)
+    about = f"{spread:.2g}" if case.unit == "%" or not median else f"{100 * spread / median:.0f} %"
+    return f"{median:.4g} {case.unit} ± {about}"
 
 
 def versions(runs: list[dict[str, Any]]) -> str:

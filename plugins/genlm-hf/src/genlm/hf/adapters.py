@@ -41,7 +41,7 @@ class AdapterSet:
             raise UnsupportedError("LoRA adapters need PEFT: pip install 'genlm-hf[lora]'") from error
         if self._peft is None and any(isinstance(module, BaseTunerLayer) for module in self._model.modules()):
             raise UnsupportedError(
-                "the model had adapters of PEFT's before it was given to AsyncTransformer: they are part of the base model; "
+                "the model had adapters of PEFT's before AsyncTransformer got it, and they are part of the base model; "
                 "merge them (merge_and_unload), or give the plain model and add every adapter by add_new_lora"
             )
         name = _name(adapter.version)
