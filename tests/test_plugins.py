@@ -102,10 +102,56 @@ def test_a_broken_plugin_breaks_no_other(install, capsys):
     assert lines["mine"].endswith("yes")
 
 
+INFO = """
+from genlm.core import BackendInfo, hookimpl
+
+@hookimpl
+def genlm_backend_info():
+    {body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "said"),
+    [
+        (None, "plugin-bad.plugin", "no: backend 'bad' is installed (bad 1.2), but importing plugin-bad.plugin failed"),
+        ("import sys; sys.exit('needs Linux')", None, "importing plugin_bad failed: SystemExit: needs Linux; mend"),
+        (
+            INFO.format(body="raise RuntimeError('no driver')"),
+            None,
+            "genlm_backend_info raised RuntimeError: no driver",
+        ),
+        (INFO.format(body="return BackendInfo('nameless', engine='')"), None, "yes"),
+    ],
+)
+def test_whatever_a_plugin_does_is_reported_for_it_alone(install, monkeypatch, capsys, source, target, said):
+    from genlm.core import plugins
+
+    install("bad", source, target=target)
+    install("mine")
+    assert main(["backends"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert said in lines["bad"]
+    assert lines["mine"].endswith("yes")
+    monkeypatch.setattr(plugins, "backend_names", lambda: ["bad", "mine"])
+    assert choose_backend() == "mine"
+
+
+def test_a_name_that_is_no_name():
+    with pytest.raises(BackendNotFoundError, match=r"5 is no name of a backend; give one of those installed: .*mock"):
+        load_model_by_name("any", backend=5)
+
+
+def test_two_entry_points_of_one_distribution_that_claim_one_name(install):
+    install("mine", target="plugin_mine\nmine = another_module")
+    with pytest.raises(BackendImportError, match=r"once: another_module of mine 1\.2, plugin_mine of mine 1\.2; keep only"):
+        find_backend("mine")
+
+
 def test_two_distributions_that_claim_one_name(install):
     install("mine", distribution="first")
     install("mine", distribution="second")
-    with pytest.raises(BackendImportError, match=r"several distributions: first 1\.2, second 1\.2; uninstall all but one"):
+    with pytest.raises(BackendImportError, match=r"more than once: plugin_mine of first 1\.2, plugin_mine of second 1\.2;"):
         find_backend("mine")
 
 
@@ -131,7 +177,17 @@ def test_the_mock_is_never_chosen(monkeypatch):
     from genlm.core import plugins
 
     monkeypatch.setattr(plugins, "backend_names", lambda: ["mock"])
-    with pytest.raises(BackendNotFoundError, match="no backend for a real model can run here; installed: mock"):
+    with pytest.raises(BackendNotFoundError, match=r"no backend that is chosen unasked can run here; .*: mock;"):
+        choose_backend()
+
+
+def test_a_plugin_that_says_nothing_of_its_preference_is_never_chosen(install, monkeypatch):
+    from genlm.core import plugins
+
+    install("quiet", PLUGIN.replace(", preference={preference}", "").format(unavailable=None))
+    assert find_backend("quiet").info().available
+    monkeypatch.setattr(plugins, "backend_names", lambda: ["quiet"])
+    with pytest.raises(BackendNotFoundError, match="no backend that is chosen unasked"):
         choose_backend()
 
 
@@ -324,6 +380,17 @@ def test_a_wrapper_of_an_installed_distribution(install):
     )
     with load_model_by_name("mock", backend="mock") as lm:
         assert lm.next_token_logprobs_sync([1])[9] == -float("inf")
+
+
+def test_an_installed_wrapper_that_cannot_be_made_is_named(install):
+    source = """
+        class Demanding:
+            def __init__(self):
+                raise RuntimeError("no configuration")
+    """
+    install("demanding", source, group="genlm.wrappers", target="plugin_demanding:Demanding")
+    with pytest.raises(BackendImportError, match=r"wrapper 'demanding' is installed \(demanding 1\.2\).*no configuration"):
+        load_model_by_name("mock", backend="mock")
 
 
 def test_a_wrapper_that_would_shadow_the_engine():

@@ -242,7 +242,7 @@ def hashed_row(token_ids: Sequence[int], adapter: Adapter | None, vocab_size: in
 
 @hookimpl
 def genlm_backend_info() -> BackendInfo:
-    return BackendInfo("rows from a hash, for tests and first steps", engine="genlm-core", preference=-1)
+    return BackendInfo("rows from a hash, for tests and first steps", engine="genlm-core")
 
 
 @hookimpl

@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import pluggy
 from attrs import frozen
@@ -19,6 +19,8 @@ from genlm.core.logs import get_logger
 from genlm.core.types import BackendInfo, Engine
 
 log = get_logger()
+
+T = TypeVar("T")
 
 BACKENDS = "genlm.backends"
 WRAPPERS = "genlm.wrappers"
@@ -44,7 +46,13 @@ class Backend:
 
     def info(self) -> BackendInfo:
         """What the backend says of itself. Imports no engine."""
-        info = self._hook("genlm_backend_info")()
+        hook = self._hook("genlm_backend_info")
+        try:
+            info = hook()
+        except (Exception, SystemExit) as error:
+            raise PluginError(
+                f"backend {self.name!r} ({self.distribution}): genlm_backend_info raised {type(error).__name__}: {error}"
+            ) from error
         if not isinstance(info, BackendInfo):
             raise PluginError(f"backend {self.name!r} ({self.distribution}): genlm_backend_info returned {info!r}")
         return info
@@ -84,16 +92,10 @@ def find_backend(name: str) -> Backend:
     if not found:
         raise BackendNotFoundError(_not_found(name))
     if len(found) > 1:
-        claims = ", ".join(sorted(distribution(e) for e in found))
-        raise BackendImportError(f"backend {name!r} is provided by several distributions: {claims}; uninstall all but one")
+        claims = ", ".join(sorted(f"{e.value} of {distribution(e)}" for e in found))
+        raise BackendImportError(f"backend {name!r} is provided more than once: {claims}; keep only one of them")
     entry_point = found[0]
-    try:
-        module = importlib.import_module(entry_point.module)
-    except Exception as error:
-        raise BackendImportError(
-            f"backend {name!r} is installed ({distribution(entry_point)}), but importing {entry_point.module} failed: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    module = _attributed("backend", entry_point, lambda found: importlib.import_module(found.module))
     return Backend(name, entry_point, module)
 
 
@@ -114,8 +116,8 @@ def choose_backend() -> str:
             candidates.append((info.preference, name))
     if not candidates:
         raise BackendNotFoundError(
-            f"no backend for a real model can run here; installed: {', '.join(backend_names()) or 'none'}; "
-            "pip install genlm-hf, or see `genlm backends` for why another cannot run"
+            "no backend that is chosen unasked can run here; installed, to be asked for by name: "
+            f"{', '.join(backend_names()) or 'none'}; pip install genlm-hf, or see `genlm backends` for why one cannot run"
         )
     _, name = max(candidates)
     log.info("backend.chosen", backend=name, available=[name for _, name in sorted(candidates, reverse=True)])
@@ -144,17 +146,12 @@ def plugin_manager(owner: str, plugin: object, wrappers: Iterable[object] = ()) 
 
 def installed_wrappers() -> list[object]:
     """The wrappers that installed distributions bring along (entry-point group ``genlm.wrappers``)."""
-    wrappers = []
-    for entry_point in entry_points(group=WRAPPERS):
-        try:
-            wrapper = entry_point.load()
-        except Exception as error:
-            raise BackendImportError(
-                f"wrapper {entry_point.name!r} is installed ({distribution(entry_point)}), but importing "
-                f"{entry_point.value} failed: {type(error).__name__}: {error}; mend or uninstall it"
-            ) from error
-        wrappers.append(wrapper() if inspect.isclass(wrapper) else wrapper)
-    return wrappers
+    return [_attributed("wrapper", entry_point, _wrapper) for entry_point in entry_points(group=WRAPPERS)]
+
+
+def _wrapper(entry_point: EntryPoint) -> object:
+    wrapper = entry_point.load()
+    return wrapper() if inspect.isclass(wrapper) else wrapper
 
 
 def check_engine(engine: object, owner: str) -> None:
@@ -175,8 +172,21 @@ def distribution(entry_point: EntryPoint) -> str:
     return f"{entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist else "unknown distribution"
 
 
+def _attributed(kind: str, entry_point: EntryPoint, load: Callable[[EntryPoint], T]) -> T:
+    """What ``load`` makes of an entry point; if it fails, the error names the distribution to blame."""
+    try:
+        return load(entry_point)
+    except (Exception, SystemExit) as error:  # a module that exits must not end the whole program
+        raise BackendImportError(
+            f"{kind} {entry_point.name!r} is installed ({distribution(entry_point)}), but importing {entry_point.value} "
+            f"failed: {type(error).__name__}: {error}; mend or uninstall it"
+        ) from error
+
+
 def _not_found(name: str) -> str:
     installed = backend_names()
+    if not isinstance(name, str):
+        return f"{name!r} is no name of a backend; give one of those installed: {', '.join(installed) or 'none'}"
     message = f"no backend {name!r}; installed: {', '.join(installed) or 'none'}"
     if name in KNOWN:
         return f"{message}; pip install {KNOWN[name]}"

@@ -89,13 +89,14 @@ class BackendInfo:
         summary: One line for ``genlm backends``.
         engine: The distribution that provides the engine, for instance ``"transformers"``.
         unavailable: Why the backend cannot run on this machine, with the remedy; ``None`` when it can.
-        preference: Where no backend is named, the available one with the highest preference on this machine is chosen.
+        preference: Where no backend is named, the available one with the highest preference on this machine is chosen;
+            one below 0 never unasked.
     """
 
     summary: str
     engine: str
     unavailable: str | None = None
-    preference: int = 0
+    preference: int = -1
 
     @property
     def available(self) -> bool:

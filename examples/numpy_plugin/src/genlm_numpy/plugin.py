@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def genlm_backend_info() -> BackendInfo:
-    return BackendInfo("recurrent networks in NumPy", engine="numpy", preference=-1)
+    return BackendInfo("recurrent networks in NumPy", engine="numpy")
 
 
 @hookimpl
