@@ -114,6 +114,22 @@ def test_a_dead_engine_fails_everything_and_refuses_new_work(mock, gate, continu
     lm.close()
 
 
+@pytest.mark.parametrize(
+    "failure", [{"fail_on": lambda query: True}, {"die_on": lambda query: True}], ids=["error", "death"]
+)
+def test_callers_of_one_question_get_errors_of_their_own_with_one_cause(mock, failure):
+    lm = mock(**failure)
+
+    async def ask():
+        return await asyncio.gather(*(lm.next_token_logprobs([1]) for _ in range(3)), return_exceptions=True)
+
+    errors = asyncio.run(ask())
+    assert len({id(error) for error in errors}) == 3
+    assert len({str(error) for error in errors}) == 1
+    assert len({id(error.__cause__) for error in errors}) == 1
+    assert "told to" in str(errors[2].__cause__)
+
+
 def test_an_interrupt_on_the_engine_thread_is_its_death(mock):
     def interrupt(queries):
         raise KeyboardInterrupt

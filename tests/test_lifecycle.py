@@ -160,6 +160,36 @@ def test_a_collected_model_leaves_no_thread():
     assert not thread.is_alive()
 
 
+def kill(lm: MockAsyncLM) -> None:
+    with pytest.raises(EngineDeadError):
+        lm.next_token_logprobs_sync([13])
+
+
+@pytest.mark.parametrize("end", [MockAsyncLM.close, kill])
+def test_a_model_that_refused_questions_is_collected(end):
+    lm = MockAsyncLM(die_on=lambda query: query.token_ids == (13,))
+    end(lm)
+    for _ in range(2):
+        with pytest.raises((ModelClosedError, EngineDeadError)):
+            lm.next_token_logprobs_sync([1])
+    gone = weakref.ref(lm)
+    del lm
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_refusal_shows_the_frames_of_one_question(mock):
+    lm = mock()
+    lm.close()
+
+    def depth():
+        with pytest.raises(ModelClosedError) as refusal:
+            lm.next_token_logprobs_sync([1])
+        return len(refusal.traceback)
+
+    assert depth() == depth()
+
+
 def test_the_interpreter_exits_cleanly_with_a_model_open():
     result = run_python("""
         import asyncio

@@ -12,6 +12,8 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
+import copy
+import functools
 import os
 import threading
 import time
@@ -82,7 +84,9 @@ class Batcher(Generic[R, A]):
         self._changed = threading.Condition(self._lock)
         self._intake: Intake[R, A] = Intake(kind, batch_size, self._timeline, self.counters)
         self._running: Pending[R, A] = {}  # the engine thread's own
-        self._refusal: Exception | None = None  # why nothing is accepted any more
+        # Makes the error for whoever asks from now on. An error that is raised keeps its callers' frames, and with them the
+        # model: one that was kept here and raised each time would keep the model for as long as the model keeps this.
+        self._refusal: Callable[[], Exception] | None = None
         self._stopping = False
         self._exiting = False
         self._pid = os.getpid()
@@ -153,7 +157,7 @@ class Batcher(Generic[R, A]):
         """Fail every request that the engine has not taken yet with :class:`QueriesResetError`."""
         with self._changed:
             dropped = self._intake.withdraw(tasks=False)
-        self._fail(dropped, QueriesResetError("reset_async_queries() dropped this question before the engine took it"))
+        self._fail(dropped, dropped_by_reset)
 
     def stop(self) -> None:
         """Ask the engine thread to end, without waiting for it. Safe in a finalizer."""
@@ -162,7 +166,7 @@ class Batcher(Generic[R, A]):
         with self._changed:
             self._stopping = True
             if self._refusal is None:
-                self._refusal = ModelClosedError("the model is closed; load it again to ask further questions")
+                self._refusal = closed
             self._changed.notify_all()
 
     def close(self, patience: float | None = None) -> None:
@@ -176,7 +180,7 @@ class Batcher(Generic[R, A]):
         self.stop()
         with self._changed:
             dropped = self._intake.withdraw()
-        self._fail(dropped, closed_while_pending())
+        self._fail(dropped, closed_while_pending)
         if threading.current_thread() is not self._thread:
             self._thread.join(patience)
 
@@ -184,7 +188,7 @@ class Batcher(Generic[R, A]):
         if os.getpid() != self._pid:
             raise EngineDeadError("this process was forked from the one that loaded the model; load it again here")
         if self._refusal is not None:  # asked first: a new thread may have the identity of an engine thread that has ended
-            raise self._refusal
+            raise self._refusal()
         if threading.get_ident() == self._thread.ident:
             raise ReentrancyError(
                 "a hook or wrapper asked its own model a question on the engine thread, which could never be answered; "
@@ -262,14 +266,14 @@ class Batcher(Generic[R, A]):
 
     def _copy(self, answer: A | Exception) -> A | Exception:
         try:
-            return answer if isinstance(answer, Exception) else self._share(answer)
+            return another(answer) if isinstance(answer, Exception) else self._share(answer)
         except Exception as error:  # no memory for one more copy concerns this caller alone
             return error
 
-    def _fail(self, futures: Iterable[Waiting[Any]], error: Exception) -> None:
-        self._resolve([(future, error) for future in futures])
+    def _fail(self, futures: Iterable[Waiting[Any]], error: Callable[[], Exception]) -> None:
+        self._resolve([(future, error()) for future in futures])
 
-    def _fail_running(self, error: Exception) -> None:
+    def _fail_running(self, error: Callable[[], Exception]) -> None:
         self._fail([future for waiting in self._running.values() for future in waiting], error)
         self._running.clear()
 
@@ -291,22 +295,21 @@ class Batcher(Generic[R, A]):
 
     def _die(self, cause: BaseException) -> None:
         """The stepper cannot go on: fail everything, refuse everything."""
-        error = cause if isinstance(cause, EngineDeadError) else EngineDeadError(f"the engine died: {cause!r}")
-        if error is not cause:
-            error.__cause__ = cause
+        message = str(cause) if isinstance(cause, EngineDeadError) else f"the engine died: {cause!r}"
         log.error("engine.died", error=repr(cause))
         with self._changed:
-            self._refusal = error
+            self._refusal = functools.partial(EngineDeadError, message)  # without the cause, which has frames too
             dropped = self._intake.withdraw()
-        self._fail(dropped, error)
-        self._fail_running(error)
+        died = functools.partial(caused, EngineDeadError, message, cause)
+        self._fail(dropped, died)
+        self._fail_running(died)
 
     def _end(self, stepper: Stepper[R, A]) -> None:
         self.stop()
         with self._changed:
             dropped = self._intake.withdraw()
-        self._fail(dropped, closed_while_pending())
-        self._fail_running(closed_while_pending())
+        self._fail(dropped, closed_while_pending)
+        self._fail_running(closed_while_pending)
         try:
             stepper.close()
         except Exception:
@@ -328,8 +331,33 @@ class Batcher(Generic[R, A]):
             atexit.unregister(self._at_exit)
 
 
+def closed() -> ModelClosedError:
+    return ModelClosedError("the model is closed; load it again to ask further questions")
+
+
 def closed_while_pending() -> ModelClosedError:
     return ModelClosedError("the model was closed before this question was answered")
+
+
+def dropped_by_reset() -> QueriesResetError:
+    return QueriesResetError("reset_async_queries() dropped this question before the engine took it")
+
+
+def caused(kind: type[Exception], message: str, cause: BaseException) -> Exception:
+    """An error with its cause, as ``raise ... from cause`` would make it."""
+    error = kind(message)
+    error.__cause__ = cause
+    return error
+
+
+def another(error: Exception) -> Exception:
+    """The same error for a further caller: an object that several tasks raise shows each the frames of the others."""
+    try:
+        own = copy.copy(error)
+    except Exception:  # some classes are not made from their ``args``
+        return error
+    own.__cause__ = error.__cause__
+    return own if str(own) == str(error) else error
 
 
 def resolve(resolved: Sequence[tuple[Waiting[Any], Any]], timeline: Timeline, began: float) -> None:
