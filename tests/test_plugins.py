@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import textwrap
+import weakref
 
 import pytest
 import structlog
@@ -15,14 +17,17 @@ from genlm.core import (
     BackendImportError,
     BackendNotFoundError,
     BackendUnavailableError,
+    EngineDeadError,
+    InvalidInputError,
     InvalidOptionError,
+    ModelClosedError,
     PluginError,
     VocabularyError,
     hookimpl,
     load_model_by_name,
 )
 from genlm.core.cli import main
-from genlm.core.mock import ByteTokenizer, MockEngine
+from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine
 from genlm.core.plugins import backend_names, choose_backend, find_backend
 
 PLUGIN = """
@@ -259,19 +264,68 @@ def test_an_engine_that_evaluates_nothing():
         AsyncLM(Idle, backend="x")
 
 
-def test_an_engine_that_is_refused_is_closed():
+class Misspelt:
+    @hookimpl(wrapper=True)
+    def genlm_next_token_logprob(self, queries):
+        return (yield)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "wrappers", "refusal"),
+    [
+        ({"tokenizer": object()}, [], VocabularyError),  # whose tokens have no bytes
+        ({}, [Misspelt()], PluginError),
+        ({"genlm_next_token_logprobs": None}, [], PluginError),  # nothing evaluates
+        ({"genlm_clear_kv_cache": lambda self: None}, [], PluginError),  # without its mark
+    ],
+)
+def test_an_engine_that_is_refused_is_closed(attributes, wrappers, refusal):
     closed = []
 
-    class Lossy(Engine):
-        tokenizer = object()  # whose tokens have no bytes
+    @hookimpl
+    def genlm_close(self):
+        closed.append(self)
 
+    refused = type("Refused", (Engine,), {"genlm_close": genlm_close, **attributes})
+    with pytest.raises(refusal):
+        AsyncLM(refused, backend="x", wrappers=wrappers)
+    assert len(closed) == 1
+
+
+def test_an_engine_without_attributes_is_closed_and_a_failure_of_that_is_logged_alone():
+    class Bare:
         @hookimpl
         def genlm_close(self):
-            closed.append(self)
+            raise OSError("closed already")
 
-    with pytest.raises(VocabularyError):
-        AsyncLM(Lossy, backend="x")
-    assert len(closed) == 1
+    with structlog.testing.capture_logs() as logs, pytest.raises(PluginError, match="lacks tokenizer"):
+        AsyncLM(Bare, backend="x")
+    assert {"event": "engine.close_failed", "backend": "x"}.items() <= logs[-1].items()
+
+
+def test_a_closed_model_lets_go_of_its_engine():
+    class Weights: ...
+
+    class Heavy(Engine):
+        def __init__(self):
+            self.model = Weights()
+
+    lm = AsyncLM(Heavy, backend="x")
+    weights = weakref.ref(lm.underlying_model)
+    lm.close()
+    assert weights() is None  # at once, and though the model is still held
+    with pytest.raises(ModelClosedError, match="model of backend 'x' has been closed"):
+        _ = lm.underlying_model
+    assert lm.supports("genlm_next_token_logprobs")
+    assert not lm.supports("genlm_sample")
+
+
+def test_supports_knows_the_hooks():
+    with AsyncLM(Engine, backend="x") as lm:
+        with pytest.raises(InvalidInputError, match=r"there is no hook 'genlm_ad_lora'; did you mean 'genlm_add_lora'\?"):
+            lm.supports("genlm_ad_lora")
+        with pytest.raises(InvalidInputError, match=r"there is no hook 'LoRA'; there are .*genlm_step"):
+            lm.supports("LoRA")
 
 
 def test_an_engine_without_its_attributes():
@@ -319,6 +373,29 @@ def test_rows_are_brought_to_the_width_of_the_byte_vocabulary(width):
         assert torch.isinf(row[200:]).all() == (width == 200)
         with pytest.raises(ValueError, match="out of range"):
             lm.next_token_logprobs_sync([width])
+
+
+@pytest.mark.parametrize("change", [lambda vocab: vocab.append(b"EOS"), list.clear])
+def test_a_changed_byte_vocabulary_changes_no_row(mock, change):
+    lm = mock()
+    change(lm.byte_vocab)
+    assert lm.next_token_logprobs_sync([1]).shape == (258,)
+
+
+def test_a_wrong_row_of_a_continuous_engine_is_an_error_of_its_question_alone():
+    class Wrong(ContinuousMockEngine):
+        def row(self, query):
+            row = super().row(query)
+            return row[:10] if query.token_ids == (13,) else row
+
+    async def ask(lm):
+        return await asyncio.gather(*(lm.next_token_logprobs([i]) for i in (1, 13, 2)), return_exceptions=True)
+
+    with AsyncLM(lambda: Wrong(ByteTokenizer()), backend="x") as lm:
+        one, wrong, two = asyncio.run(ask(lm))
+        assert isinstance(wrong, PluginError)
+        assert "genlm_step returned shape (10,)" in str(wrong)
+        assert one.shape == two.shape == lm.next_token_logprobs_sync([3]).shape
 
 
 def test_rows_of_an_inference_mode_engine_may_be_written_into():
@@ -400,6 +477,23 @@ def test_a_wrapper_that_would_shadow_the_engine():
 
     with pytest.raises(PluginError, match="would shadow"):
         AsyncLM(Engine, backend="x", wrappers=[Shadow()])
+
+
+def test_a_wrapper_that_loses_the_answers_of_a_continuous_engine_is_told_of():
+    class Once:
+        raised = False
+
+        @hookimpl(wrapper=True)
+        def genlm_step(self, queries):
+            answers = yield
+            if not self.raised:
+                self.raised = True
+                raise RuntimeError("the wrapper's own bug")
+            return answers
+
+    lm = AsyncLM(lambda: ContinuousMockEngine(ByteTokenizer()), backend="x", wrappers=[Once()])
+    with lm, pytest.raises(EngineDeadError, match=r"a wrapper around it, raised \(it did: RuntimeError: the wrapper's own"):
+        lm.batch_next_token_logprobs_sync([[1], [2]])
 
 
 def test_one_plugin_manager_per_model():

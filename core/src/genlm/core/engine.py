@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from genlm.core.errors import PluginError, UnsupportedError
-from genlm.core.plugins import check_engine, plugin_manager
+from genlm.core.errors import InvalidInputError, ModelClosedError, PluginError, UnsupportedError
+from genlm.core.logs import get_logger
+from genlm.core.plugins import check_engine, implemented_hooks, plugin_manager
 from genlm.core.timeline import Timeline
 from genlm.core.tokenization import Token, decode_vocab
 from genlm.core.types import Adapter, Answer, Engine, Query, SamplingParams
 
 if TYPE_CHECKING:
     import torch
+
+log = get_logger()
 
 EVALUATION_HOOKS = ("genlm_next_token_logprobs", "genlm_step")
 
@@ -34,37 +38,69 @@ class LoadedEngine:
     def __init__(
         self, engine: Engine, backend: str, wrappers: Iterable[object] = (), timeline: Timeline | None = None
     ) -> None:
-        owner = f"engine {type(engine).__name__} of backend {backend!r}"
-        check_engine(engine, owner)
-        self._hooks: Any = plugin_manager(owner, engine, wrappers).hook
-        self._owner = owner
-        self._timeline = timeline or Timeline()
         self.backend = backend
+        self._owner = f"engine {type(engine).__name__} of backend {backend!r}"
+        self._timeline = timeline or Timeline()
+        try:
+            self._adopt(engine, wrappers)
+        except BaseException:
+            self._close_refused(engine)
+            raise
+
+    def _adopt(self, engine: Engine, wrappers: Iterable[object]) -> None:
+        check_engine(engine, self._owner)
+        self._manager = plugin_manager(self._owner, engine, wrappers)
+        self._hooks: Any = self._manager.hook
+        self._implemented = implemented_hooks(self._manager)
+        if not any(self.supports(hook) for hook in EVALUATION_HOOKS):
+            raise PluginError(f"{self._owner} has no hook that evaluates; implement one of {', '.join(EVALUATION_HOOKS)}")
+        self.continuous = self.supports("genlm_step")
         self.tokenizer = engine.tokenizer
-        self.model = engine.model
         self.vocab_size = engine.vocab_size
         self.max_context = engine.max_context
+        self._model = engine.model
+        self._closed = False
         self.byte_vocab: list[Token]
         self.str_vocab: list[str]
+        self.byte_vocab, self.str_vocab = decode_vocab(engine.tokenizer)
+        self.width = len(self.byte_vocab)  # of rows; kept, because users have the list itself
+
+    def _close_refused(self, engine: object) -> None:
+        """The engine has been loaded, and nobody else will close it. The error to report is the one that refused it."""
         try:
-            self.byte_vocab, self.str_vocab = decode_vocab(engine.tokenizer)
-        except BaseException:
-            self.close()  # the engine has been loaded, and nobody else will
-            raise
-        if not any(self.supports(hook) for hook in EVALUATION_HOOKS):
-            raise PluginError(f"{owner} has no hook that evaluates; implement one of {', '.join(EVALUATION_HOOKS)}")
-        self.continuous = self.supports("genlm_step")
+            getattr(engine, "genlm_close", lambda: None)()
+        except Exception:
+            log.exception("engine.close_failed", backend=self.backend)
+
+    @property
+    def model(self) -> Any:
+        """Raises: ModelClosedError: the engine has been let go."""
+        model = self._model
+        if self._closed:
+            raise ModelClosedError(f"the model of backend {self.backend!r} has been closed; load it again")
+        return model
 
     # --- capabilities -------------------------------------------------------------------------------------------------
 
     def supports(self, hook: str) -> bool:
-        """Whether the engine itself implements ``hook``."""
-        return any(not impl.wrapper for impl in getattr(self._hooks, hook).get_hookimpls())
+        """Whether the engine itself implements ``hook``; told after closing too.
+
+        Raises:
+            InvalidInputError: there is no such hook.
+        """
+        if hook not in self._implemented:
+            near = difflib.get_close_matches(str(hook), self._implemented, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(self._implemented)}"
+            raise InvalidInputError(f"there is no hook {hook!r}; {hint}")
+        return self._implemented[hook]
 
     def require(self, hook: str, feature: str) -> None:
         """Raises: UnsupportedError: the engine does not implement ``hook``."""
         if not self.supports(hook):
-            raise UnsupportedError(f"backend {self.backend!r} has no {feature}: its engine does not implement {hook}")
+            raise UnsupportedError(
+                f"backend {self.backend!r} has no {feature}: its engine does not implement {hook}, or was loaded without "
+                f"{feature}; see the backend's options"
+            )
 
     # --- evaluation -----------------------------------------------------------------------------------------------------
 
@@ -123,15 +159,25 @@ class LoadedEngine:
         self._hooks.genlm_remove_lora(adapter=adapter)
 
     def close(self) -> None:
-        self._hooks.genlm_close()
+        """End the engine and let go of it, so that its memory is free however long this object is kept."""
+        try:
+            self._hooks.genlm_close()
+        finally:
+            self._closed = True
+            self._model = None
+            for plugin in self._manager.get_plugins():
+                self._manager.unregister(plugin)
 
     # --- rows -------------------------------------------------------------------------------------------------------------
 
     def _own(self, row: torch.Tensor | Exception) -> torch.Tensor | Exception:
         if isinstance(row, Exception):
             return row
-        self._check_shape(row, (self.vocab_size,), "genlm_step")
-        return self._align(row.unsqueeze(0))[0].clone()
+        try:
+            self._check_shape(row, (self.vocab_size,), "genlm_step")
+            return self._align(row.unsqueeze(0))[0].clone()
+        except Exception as error:  # concerns this query alone: the others are in order
+            return error
 
     def _check_shape(self, rows: Any, shape: tuple[int, ...], hook: str) -> None:
         import torch
@@ -146,12 +192,12 @@ class LoadedEngine:
 
     def _align(self, rows: torch.Tensor) -> torch.Tensor:
         """Bring rows to the width of the tokenizer's vocabulary: drop padding and renormalise, or fill up with ``-inf``."""
-        surplus = self.vocab_size - len(self.byte_vocab)
+        surplus = self.vocab_size - self.width
         if surplus > 0:
             rows = rows[:, :-surplus]
             return rows - rows.logsumexp(dim=-1, keepdim=True)
         if surplus < 0:
-            aligned = rows.new_full((rows.shape[0], len(self.byte_vocab)), -float("inf"))
+            aligned = rows.new_full((rows.shape[0], self.width), -float("inf"))
             aligned[:, : self.vocab_size] = rows
             return aligned
         return rows

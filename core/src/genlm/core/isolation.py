@@ -41,6 +41,7 @@ class IsolatedSteps(Generic[R, A]):
     def __init__(self, advance: Callable[[Sequence[R]], Iterable[tuple[R, A | Exception]]]) -> None:
         self._advance = advance
         self._in_flight: dict[R, None] = {}
+        self._failure: Exception | None = None  # the last one
 
     def step(self, newcomers: Sequence[R]) -> Outcomes[R, A]:
         self._in_flight.update(dict.fromkeys(newcomers))
@@ -49,6 +50,7 @@ class IsolatedSteps(Generic[R, A]):
         except (EngineDeadError, PluginError):
             raise
         except Exception as error:
+            self._failure = error
             suspects, self._in_flight = list(self._in_flight), {}
             if len(suspects) == 1:
                 return [(suspects[0], error)]
@@ -58,9 +60,15 @@ class IsolatedSteps(Generic[R, A]):
         answers = list(answers)
         for request, _ in answers:
             if request not in self._in_flight:
-                raise PluginError(f"genlm_step answered {request!r}, which is not in flight; answer every query once")
+                raise PluginError(
+                    f"genlm_step answered {request!r}, which is not in flight; answer every query once, and none admitted "
+                    f"before genlm_step, or a wrapper around it, raised{self._when_it_raised()}"
+                ) from self._failure
             del self._in_flight[request]
         return answers
+
+    def _when_it_raised(self) -> str:
+        return "" if self._failure is None else f" (it did: {type(self._failure).__name__}: {self._failure})"
 
     def _alone(self, request: R) -> Outcomes[R, A]:
         answers = self.step([request])

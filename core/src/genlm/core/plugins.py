@@ -144,6 +144,15 @@ def plugin_manager(owner: str, plugin: object, wrappers: Iterable[object] = ()) 
     return manager
 
 
+def implemented_hooks(manager: pluggy.PluginManager) -> dict[str, bool]:
+    """Every hook there is, and whether anything but wrappers implements it."""
+    return {hook.name: any(not i.wrapper for i in hook.get_hookimpls()) for hook in _hooks(manager)}
+
+
+def _hooks(manager: pluggy.PluginManager) -> list[pluggy.HookCaller]:
+    return [hook for hook in vars(manager.hook).values() if isinstance(hook, pluggy.HookCaller)]
+
+
 def installed_wrappers() -> list[object]:
     """The wrappers that installed distributions bring along (entry-point group ``genlm.wrappers``)."""
     return [_attributed("wrapper", entry_point, _wrapper) for entry_point in entry_points(group=WRAPPERS)]
@@ -207,9 +216,7 @@ def _check_marks(owner: str, plugin: object) -> None:
 
 
 def _check_wrappers(manager: pluggy.PluginManager, owner: str) -> None:
-    for hook in vars(manager.hook).values():
-        if not isinstance(hook, pluggy.HookCaller):
-            continue
+    for hook in _hooks(manager):
         for implementation in hook.get_hookimpls():
             if implementation.plugin_name != owner and not implementation.wrapper:
                 raise PluginError(
