@@ -24,8 +24,8 @@ class AsyncMlxLM(AsyncLM):
         Args:
             model_name: A local folder or a hub name; checkpoints of transformers and of mlx-lm, quantized ones too.
             prefill_step_size: The most tokens in one forward pass, over all rows of a batch.
-            kv_cache_bytes: The most bytes of key/value state to keep beside that of the batch in hand; ``None`` is as many
-                as the batch takes, 256 MiB at least.
+            kv_cache_bytes: The most bytes of key/value state to keep beside that of the batch in hand; ``None`` is half
+                as many again as the batch takes, 256 MiB at least.
             **core_options: Those of every backend: ``batch_size``, ``timeout``, ``cache_size``, ``cache_opts``, ...
 
         Raises:

@@ -18,7 +18,9 @@ from genlm.mlx.runner import Runner
 #: and state that cannot be trimmed is kept when a context goes beyond it.
 WORTHWHILE = 16
 
-#: Bytes that may be kept beside any batch, where no limit is given.
+#: Where no limit is given, so much of what a batch takes may be kept beside it: two groups of contexts can take turns, also
+#: when one has the longer contexts. So many bytes may be kept beside any batch.
+ASIDE = 3 / 2
 LEAST_ASIDE = 256 << 20
 
 #: Where at least so much of a block stays when rows move on, it stays as it is: a copy costs more than the room.
@@ -63,7 +65,7 @@ class Pool:
     Args:
         runner: The model.
         max_bytes: The most bytes to keep beside the rows of the last call; least recently used blocks go first. ``None`` is
-            as many as those rows take, so that two groups can take turns, and 256 MiB at least.
+            half as many again as those rows take, and 256 MiB at least.
         ragged: Whether rows of unequal length can be fed together.
     """
 
@@ -262,7 +264,7 @@ class Pool:
         """
         in_hand = [block for block in self._blocks if block.used == self._tick or block in needed]
         aside = [block for block in self._blocks if block is left or block not in in_hand]
-        limit = max(LEAST_ASIDE, _nbytes(in_hand)) if self._max_bytes is None else self._max_bytes
+        limit = max(LEAST_ASIDE, ASIDE * _nbytes(in_hand)) if self._max_bytes is None else self._max_bytes
         excess, gone = _nbytes(aside) - limit, []
         for block in sorted(aside, key=attrgetter("used")):
             if excess > 0 and not block.pinned:
