@@ -58,7 +58,7 @@ def test_options_out_of_range(options: dict[str, object]) -> None:
 
 
 def test_unknown_option() -> None:
-    with pytest.raises(InvalidOptionError, match="no option prefil; it has prefill_step_size, kv_cache_bytes"):
+    with pytest.raises(InvalidOptionError, match="no option prefil; it has prefill_step_size, kv_cache_bytes;"):
         load("nowhere", {"prefil": 1})
 
 

@@ -12,6 +12,7 @@ from mlx_lm.utils import load_model, snapshot_download
 from transformers import AutoTokenizer
 
 from genlm.core.errors import InvalidOptionError
+from genlm.core.options import refuse_unknown
 from genlm.mlx.adapters import Adapters
 from genlm.mlx.engine import MlxEngine
 from genlm.mlx.pool import Pool
@@ -89,9 +90,7 @@ def max_context(config: Mapping[str, Any]) -> int | None:
 
 
 def _checked(options: Mapping[str, object]) -> dict[str, Any]:
-    unknown = sorted(set(options) - set(DEFAULTS))
-    if unknown:
-        raise InvalidOptionError(f"backend mlx has no option {', '.join(unknown)}; it has {', '.join(DEFAULTS)}")
+    refuse_unknown("mlx", options, DEFAULTS)
     chosen = {**DEFAULTS, **{name: value for name, value in options.items() if value is not None}}
     for name, least in (("prefill_step_size", 1), ("kv_cache_bytes", 0)):
         value = chosen[name]
