@@ -5,8 +5,8 @@ import asyncio
 import pytest
 import torch
 
-from genlm.core import EngineError, MockAsyncLM, SamplingParams
-from genlm.core.mock import MockEngine
+from genlm.core import AsyncLM, EngineError, InvalidQueryError, MockAsyncLM, SamplingParams
+from genlm.core.mock import ByteTokenizer, MockEngine
 from genlm.core.sampling import TokenDrawer, seed_of
 
 
@@ -136,6 +136,16 @@ def test_sequence_logprobs(few):
     assert torch.allclose(scores, torch.tensor([0.5, 0.15]).log())
     with pytest.raises(ValueError, match="the continuation is empty"):
         asyncio.run(few.sequence_logprobs([1], []))
+
+
+def test_a_token_that_rows_have_no_place_for_is_no_continuation():
+    class Padded(MockEngine):
+        def __init__(self):
+            super().__init__(ByteTokenizer())
+            self.vocab_size = 264
+
+    with AsyncLM(Padded, backend="padded") as lm, pytest.raises(InvalidQueryError, match="260"):
+        asyncio.run(lm.sequence_logprobs([1], [260]))
 
 
 def test_scores_by_rows_and_native_scores_agree(mock, monkeypatch):

@@ -219,10 +219,12 @@ class AsyncLM:
         Raises:
             InvalidQueryError: the continuation is empty or has an invalid token id.
         """
-        continuation = token_ids_of("continuation", continuation_token_ids, self._engine.vocab_size)
+        # Rows have no place for what the tokenizer lacks, nor for what the model lacks.
+        scored = min(self._engine.vocab_size, self._engine.width)
+        continuation = token_ids_of("continuation", continuation_token_ids, scored)
         query = self._query(prompt_token_ids, lora_name, room_for=len(continuation))
         # A native score is normalised over the engine's rows, which is right unless those have padding to drop.
-        if self._engine.supports("genlm_sequence_logprobs") and self._engine.vocab_size <= len(self.byte_vocab):
+        if self._engine.supports("genlm_sequence_logprobs") and self._engine.vocab_size <= self._engine.width:
             scores: torch.Tensor | None = await self._batcher.submit(Score(query, continuation))
             if scores is not None:
                 return scores
@@ -394,7 +396,7 @@ class AsyncLM:
     def _stack(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         import torch
 
-        return torch.stack(list(rows)) if rows else torch.empty(0, len(self.byte_vocab))
+        return torch.stack(list(rows)) if rows else torch.empty(0, self._engine.width)
 
 
 async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
