@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -81,6 +82,47 @@ def test_drop_by_condition():
     cache.drop(lambda key: key == "a")
     assert cache.get("a") is None
     assert cache.get("b") is not None
+
+
+class Interrupted:
+    """All are equal. One runs a signal handler, so to speak, when it is hashed or compared for the ``at``-th time."""
+
+    def __init__(self) -> None:
+        self.call(lambda: None, at=0)
+
+    def call(self, handler: Callable[[], None], at: int) -> None:
+        self._handler, self._left = handler, at
+
+    def __hash__(self) -> int:
+        self._look()
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        self._look()
+        return isinstance(other, Interrupted)
+
+    def _look(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._handler()
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+@pytest.mark.parametrize("use", ["get", "drop"])
+def test_a_signal_handler_may_clear_the_cache_while_it_is_used(at, use):
+    cache = OutputCache()
+    kept = Interrupted()
+    put(cache, kept, 1)
+    key = kept if use == "drop" else Interrupted()
+    key.call(cache.clear, at)
+    if use == "get":
+        cache.get(key)
+    else:
+        cache.drop(lambda kept: True)
+    assert cache.nbytes == 16 * len(cache)
+    cache.clear()
+    put(cache, Interrupted(), 3)
+    assert torch.equal(cache.get(Interrupted()), row(3))
 
 
 def test_a_hit_asks_the_engine_nothing(mock, gate):

@@ -44,6 +44,20 @@ def test_a_stage_counts_when_it_fails():
     assert timeline.spent()["engine"] == 1.0
 
 
+def test_a_signal_handler_may_ask_for_the_times_while_one_is_added():
+    timeline = Timeline(clock=Clock())
+
+    class Interrupted(int):
+        """Runs a signal handler, so to speak, in the middle of the addition."""
+
+        def __mul__(self, seconds):
+            timeline.add("queue", timeline.clock())
+            return timeline.spent()["queue"] * seconds
+
+    timeline.add("engine", timeline.clock(), Interrupted(1))
+    assert timeline.spent() == {**dict.fromkeys(STAGES, 0.0), "queue": 1.0, "engine": 1.0}
+
+
 def test_a_sample_stands_for_the_questions_since_the_last_one():
     timeline = Timeline()
     weights = [timeline.sample() for _ in range(1 + 3 * SAMPLED)]

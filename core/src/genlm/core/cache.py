@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 class OutputCache:
     """Rows by key, bounded by number and by bytes. Safe to use from any thread.
 
-    What goes in and what comes out are copies: no caller can change what another one gets.
+    What goes in and what comes out are copies: no caller can change what another one gets. A forked child finds nothing.
 
     Args:
         maxsize: The most rows kept; 0 keeps none, ``None`` is no limit.
@@ -30,7 +31,10 @@ class OutputCache:
         self._rows: OrderedDict[Hashable, tuple[torch.Tensor, torch.device, int]] = OrderedDict()  # row, from, bytes
         self._nbytes = 0
         self._generation = 0
-        self._lock = threading.Lock()
+        # Re-entrant, because comparing keys runs Python code, and between any two lines of that a signal handler may look
+        # or drop rows: get() and drop() allow for it. Signal handlers run on the main thread, put() on the engine's.
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -47,15 +51,15 @@ class OutputCache:
 
     def get(self, key: Hashable) -> torch.Tensor | None:
         """A copy of the row of ``key``, now the most recently used; ``None`` if it is not here."""
-        if key not in self._rows:  # by far the most often; no other thread's change can harm this look
+        if key not in self._rows or self._forked():  # by far the most often; no other thread's change can harm this look
             return None
         with self._lock:
-            kept = self._rows.get(key)
-            if kept is None:
+            try:
+                row, device, _ = self._rows[key]
+                self._rows.move_to_end(key)
+            except KeyError:  # dropped since, perhaps between these two
                 return None
-            self._rows.move_to_end(key)
             self.hits += 1
-        row, device, _ = kept
         return row.clone() if row.device == device else row.to(device)
 
     def put(self, key: Hashable, row: torch.Tensor, generation: int) -> None:
@@ -69,8 +73,7 @@ class OutputCache:
         with self._lock:
             if generation != self._generation:
                 return
-            if (old := self._rows.pop(key, None)) is not None:
-                self._nbytes -= old[2]
+            self._remove(key)
             self._rows[key] = own, row.device, nbytes
             self._nbytes += nbytes
             while self._over():
@@ -83,10 +86,21 @@ class OutputCache:
 
     def drop(self, condition: Callable[[Hashable], bool]) -> None:
         """Drop the rows whose key meets ``condition``, and any such row that is being computed."""
+        if self._forked():
+            return
         with self._lock:
             self._generation += 1
-            for key in [key for key in self._rows if condition(key)]:
-                self._nbytes -= self._rows.pop(key)[2]
+            for key in list(dict.__iter__(self._rows)):  # the ordered one hashes every key
+                if condition(key):
+                    self._remove(key)
+
+    def _remove(self, key: Hashable) -> None:
+        if (kept := self._rows.pop(key, None)) is not None:
+            self._nbytes -= kept[2]
+
+    def _forked(self) -> bool:
+        """Whether this is a forked child: it has no use for rows, and perhaps a lock that nobody will release."""
+        return os.getpid() != self._pid
 
     def _over(self) -> bool:
         return (self.maxsize is not None and len(self._rows) > self.maxsize) or (

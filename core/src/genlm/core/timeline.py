@@ -35,15 +35,18 @@ class Timeline:
         self.clock = clock
         self.trace: Trace | None = None
         self._describe = describe
-        self._spent = dict.fromkeys(STAGES, 0.0)
+        # By thread too, so that each writes its own alone and needs no lock: a signal handler would wait for ever for one
+        # that the code under it holds, and a forked child for one that a thread of its parent held.
+        self._spent: dict[tuple[int, str], float] = {}
         self._untimed = 0  # without a lock: to lose one now and then changes no estimate
         self._next = 1  # how many more to the next that is timed; the first one is
-        self._lock = threading.Lock()
 
     def spent(self) -> dict[str, float]:
         """The seconds that each stage has taken so far."""
-        with self._lock:
-            return dict(self._spent)
+        spent = dict.fromkeys(STAGES, 0.0)
+        for (_, stage), seconds in list(self._spent.items()):
+            spent[stage] += seconds
+        return spent
 
     def sample(self) -> int:
         """For how many questions, up to this one, its stages in its caller's thread are to stand; 0: do not time it."""
@@ -60,8 +63,8 @@ class Timeline:
     def add(self, stage: str, began: float, weight: int = 1, **about: Any) -> None:
         """A stage that began then has ended now."""
         ended = self.clock()
-        with self._lock:
-            self._spent[stage] += weight * (ended - began)
+        mine = threading.get_ident(), stage
+        self._spent[mine] = self._spent.get(mine, 0.0) + weight * (ended - began)
         if (trace := self.trace) is not None:
             trace.span(stage, began, ended, about)
 
