@@ -251,6 +251,61 @@ def test_a_forked_child_is_told_and_its_exit_is_clean():
     assert result.stdout == "7\ntorch.Size([258])\n", result.stderr
 
 
+def test_a_forked_child_waits_for_no_lock_that_a_thread_of_its_parent_held():
+    result = run_python("""
+        import asyncio, os, signal, sys, threading
+        import torch
+        from genlm.core import EngineDeadError
+        from genlm.core.batcher import Batcher
+        from genlm.core.cache import OutputCache
+
+        class Blocking:
+            \"\"\"Holds whoever hashes it for the ``at``-th time.\"\"\"
+            def __init__(self, at):
+                self.left, self.reached, self.go_on = at, threading.Event(), threading.Event()
+            def __hash__(self):
+                self.left -= 1
+                if self.left == 0:
+                    self.reached.set()
+                    self.go_on.wait()
+                return 0
+
+        class Echo:
+            def step(self, newcomers):
+                return [(request, request) for request in newcomers]
+            def close(self):
+                pass
+
+        async def submit():
+            return await batcher.submit(1)
+
+        batcher, cache = Batcher(Echo), OutputCache()
+        cache.put("known", torch.zeros(1), cache.generation)
+        cache.put(in_cache := Blocking(at=0), torch.zeros(1), cache.generation)
+        in_cache.left = 2  # the second time is under the lock
+        in_batcher = Blocking(at=1)
+        for held, use in ((in_batcher, lambda: batcher.ask([in_batcher])), (in_cache, lambda: cache.get(in_cache))):
+            threading.Thread(target=use).start()
+            held.reached.wait()
+        child = os.fork()
+        if not child:
+            signal.alarm(60)
+            told = 0
+            for ask in (lambda: batcher.ask([1]), lambda: asyncio.run(submit()), lambda: batcher.run(int), batcher.reset):
+                try:
+                    ask()
+                except EngineDeadError:
+                    told += 1
+            batcher.close()
+            cache.clear()
+            os._exit(told if cache.get("known") is None else 99)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        in_batcher.go_on.set()
+        in_cache.go_on.set()
+    """)
+    assert (result.stdout, result.stderr) == ("4\n", "")
+
+
 def test_a_model_may_be_dropped_from_its_own_engine_thread(gate):
     """The last reference goes while the engine thread collects garbage: it must not wait for itself."""
     held: list[MockAsyncLM] = []

@@ -109,6 +109,7 @@ class Batcher(Generic[R, A]):
         """Ask from a coroutine. Cancelling the future disturbs no other caller."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[A] = loop.create_future()
+        self._check_process()
         with self._lock:
             self._check_open()
             if self._intake.gather(request, future, loop):
@@ -124,6 +125,7 @@ class Batcher(Generic[R, A]):
             Exception: the first error among the answers, once all are there.
         """
         futures: list[concurrent.futures.Future[A]] = [concurrent.futures.Future() for _ in requests]
+        self._check_process()
         with self._changed:
             self._check_open()
             for request, future in zip(requests, futures, strict=True):
@@ -143,6 +145,7 @@ class Batcher(Generic[R, A]):
     def run(self, call: Callable[[], T]) -> T:
         """Make a call on the engine thread, after everything asked before it has been answered, and wait for it."""
         task = Task(call)
+        self._check_process()
         with self._changed:
             self._check_open()
             self._intake.put_task(task)
@@ -155,13 +158,14 @@ class Batcher(Generic[R, A]):
 
     def reset(self) -> None:
         """Fail every request that the engine has not taken yet with :class:`QueriesResetError`."""
+        self._check_process()
         with self._changed:
             dropped = self._intake.withdraw(tasks=False)
         self._fail(dropped, dropped_by_reset)
 
     def stop(self) -> None:
         """Ask the engine thread to end, without waiting for it. Safe in a finalizer."""
-        if os.getpid() != self._pid:  # a forked child has no engine thread, and perhaps a lock that nobody will release
+        if self.forked():
             return
         with self._changed:
             self._stopping = True
@@ -175,7 +179,7 @@ class Batcher(Generic[R, A]):
         Args:
             patience: The most seconds to wait for the engine thread to end; ``None`` waits for as long as it takes.
         """
-        if os.getpid() != self._pid:
+        if self.forked():
             return
         self.stop()
         with self._changed:
@@ -184,9 +188,16 @@ class Batcher(Generic[R, A]):
         if threading.current_thread() is not self._thread:
             self._thread.join(patience)
 
-    def _check_open(self) -> None:
-        if os.getpid() != self._pid:
+    def forked(self) -> bool:
+        """Whether this is a forked child, which has no engine thread, and perhaps a lock that nobody will release."""
+        return os.getpid() != self._pid
+
+    def _check_process(self) -> None:
+        """Comes before the lock."""
+        if self.forked():
             raise EngineDeadError("this process was forked from the one that loaded the model; load it again here")
+
+    def _check_open(self) -> None:
         if self._refusal is not None:  # asked first: a new thread may have the identity of an engine thread that has ended
             raise self._refusal()
         if threading.get_ident() == self._thread.ident:
@@ -319,7 +330,7 @@ class Batcher(Generic[R, A]):
     # --- the end of the interpreter -----------------------------------------------------------------------------------
 
     def _at_exit(self) -> None:
-        if os.getpid() != self._pid:
+        if self.forked():
             return
         self._exiting = True
         self.close(EXIT_PATIENCE)
