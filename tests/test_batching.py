@@ -40,6 +40,21 @@ def test_coroutines_that_ask_a_few_passes_apart_share_a_batch(mock, gate):
     assert [len(batch) for batch in gate.batches] == [5]
 
 
+@pytest.mark.parametrize(("options", "passes"), [({"batch_size": 8}, 9), ({}, 200)])
+def test_a_loop_that_asks_something_new_in_every_pass_gets_batches(mock, gate, options, passes):
+    lm = mock(**options)
+
+    async def ask():
+        asked = []
+        for i in range(passes):
+            asked.append(asyncio.ensure_future(lm.next_token_logprobs([i])))
+            await asyncio.sleep(0)
+        gate.wait_entered()  # without another pass
+        await asyncio.gather(*asked)
+
+    asyncio.run(ask())
+
+
 def test_a_lone_question_waits_for_nobody(mock, gate):
     """Nothing else happens on the loop, and no timer is set: the question alone must start the engine."""
     lm = mock()

@@ -195,6 +195,39 @@ def test_a_hook_that_asks_its_own_model_gets_an_error_instead_of_a_deadlock(mock
     assert len(asked) == 1
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupted_question_does_not_stop_those_that_its_loop_asks_later(mock, when):
+    """The interrupt comes while the question's pass of the loop is being scheduled."""
+    lm = mock()
+
+    class Interrupt(BaseException):
+        pass
+
+    class InterruptedLoop(asyncio.SelectorEventLoop):
+        armed = False
+
+        def call_soon(self, callback, *args, context=None):
+            if when == "before":
+                self.interrupt()
+            handle = super().call_soon(callback, *args, context=context)
+            self.interrupt()
+            return handle
+
+        def interrupt(self):
+            armed, self.armed = self.armed, False
+            if armed:
+                raise Interrupt
+
+    async def ask():
+        asyncio.get_running_loop().armed = True
+        with pytest.raises(Interrupt):
+            await lm.next_token_logprobs([1])
+        return await asyncio.wait_for(lm.next_token_logprobs([2]), PATIENCE)
+
+    with asyncio.Runner(loop_factory=InterruptedLoop) as runner:
+        assert runner.run(ask()).shape == (258,)
+
+
 def test_an_interrupted_synchronous_caller_lets_go(mock, gate):
     """A thread's question that nobody waits for any more is dropped like a coroutine's."""
     lm = mock()

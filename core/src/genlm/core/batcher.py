@@ -2,8 +2,8 @@
 
 A :class:`Batcher` knows nothing of language models. It owns one thread, on which it calls a :class:`Stepper` with whatever
 has been asked since it last looked. Nothing waits by default: while the stepper works, requests queue; when it is free it
-takes all of them. A request from a coroutine is held until one pass of its event loop adds no other, so that requests
-gathered together make one batch and a lone one waits for nobody.
+takes all of them. A request from a coroutine is held until one pass of its event loop adds no other, a batch is full, or a
+hundred passes are over, so that requests gathered together make one batch and a lone one waits for nobody.
 """
 
 from __future__ import annotations
@@ -112,8 +112,9 @@ class Batcher(Generic[R, A]):
         self._check_process()
         with self._lock:
             self._check_open()
-            if self._intake.gather(request, future, loop):
-                loop.call_soon(self._after_pass, loop)
+            if not self._intake.gathering(loop):
+                loop.call_soon(self._after_pass, loop)  # before there is a gathering: an interrupt must leave none without
+            self._intake.gather(request, future, loop)
             self.counters.questions += 1
             self._timeline.asked(request, future)
         return future

@@ -26,6 +26,10 @@ Waiting = asyncio.Future[A] | concurrent.futures.Future[A]
 #: Requests, in the order asked, each with its callers.
 Pending = dict[R, list[Waiting[A]]]
 
+#: The most passes of an event loop that a gathering lasts while each adds something. Particles that start together, or in
+#: waves a pass apart, are all there after a few tens; a loop that asks something new in every pass is never done.
+PASSES = 100
+
 
 @define(eq=False)
 class Gathering(Generic[R, A]):
@@ -34,6 +38,7 @@ class Gathering(Generic[R, A]):
     pending: Pending[R, A] = Factory(dict)
     asked: int = 0
     seen: int = 0  # how many had been asked one pass ago
+    passes: int = 0
 
 
 @define(eq=False)
@@ -89,10 +94,13 @@ class Intake(Generic[R, A]):
 
     # --- what comes in ------------------------------------------------------------------------------------------------
 
-    def gather(self, request: R, future: asyncio.Future[A], loop: asyncio.AbstractEventLoop) -> bool:
-        """Hold a request until a pass of its event loop adds no other. ``True`` if it is the first of its gathering."""
+    def gathering(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether requests of this event loop are being held."""
+        return loop in self._gatherings
+
+    def gather(self, request: R, future: asyncio.Future[A], loop: asyncio.AbstractEventLoop) -> None:
+        """Hold a request until a pass of its event loop adds no other."""
         gathering = self._gatherings.get(loop)
-        first = gathering is None
         if gathering is None:
             for closed in [other for other in self._gatherings if other.is_closed()]:
                 self.release(closed)  # its passes are over
@@ -104,15 +112,16 @@ class Intake(Generic[R, A]):
         else:
             waiting.append(future)
             self._counters.dedup_hits += 1
-        return first
 
     def passed(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """A pass of the event loop is over. ``True`` if it added something, so that another one must be waited for."""
+        """A pass of the event loop is over. ``True`` if another one must be waited for, because this one added something to
+        what does not fill a batch yet."""
         gathering = self._gatherings.get(loop)
         if gathering is None:
             return False
-        if gathering.asked > gathering.seen:
-            gathering.seen = gathering.asked
+        grown, gathering.seen = gathering.asked > gathering.seen, gathering.asked
+        gathering.passes += 1
+        if grown and gathering.passes < PASSES and not self._fills(gathering.pending):
             return True
         self.release(loop)
         return False
@@ -151,7 +160,7 @@ class Intake(Generic[R, A]):
         first = self._queue[0] if self._queue else None
         if len(self._queue) != 1 or not isinstance(first, dict):
             return True
-        return self._limit is not None and len(first) >= self._limit
+        return self._fills(first)
 
     def take(self, running: Pending[R, A]) -> Task[Any] | list[R]:
         """A task, alone and when nothing is running; or requests, now in ``running``, that may join what is."""
@@ -177,13 +186,16 @@ class Intake(Generic[R, A]):
         self._queue = deque(kept)
         return withdrawn
 
+    def _fills(self, requests: Pending[R, A]) -> bool:
+        return self._limit is not None and len(requests) >= self._limit
+
     def _admit(self, pending: Pending[R, A], running: Pending[R, A]) -> list[R]:
         """Move requests of one kind from ``pending`` into flight, as many as fit, and return those."""
         newcomers: list[R] = []
         taken = self._timeline.clock()
         kind = self._kind(next(iter(running))) if running else None
         for request, asked in list(pending.items()):
-            if self._limit is not None and len(running) >= self._limit:
+            if self._fills(running):
                 break
             waiting = [future for future in asked if not future.done()]
             if not waiting:
