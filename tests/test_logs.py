@@ -3,8 +3,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 import structlog
 
+from genlm.core import EngineDeadError
 from genlm.core.logs import get_logger
 
 
@@ -32,3 +34,23 @@ def test_events_carry_their_fields():
     assert [event["event"] for event in events] == ["backend.chosen", "engine.close_failed"]
     assert events[0]["backend"] == "hf"
     assert events[1]["exc_info"]
+
+
+@pytest.fixture
+def failing_logger():
+    def fail(logger, method, event):
+        raise OSError("the log is full")
+
+    structlog.configure(processors=[fail])
+    yield
+    structlog.reset_defaults()
+
+
+def test_a_logger_that_fails_harms_no_question(mock, failing_logger, capsys):
+    lm = mock(die_on=lambda query: query.token_ids == (13,))
+    assert lm.next_token_logprobs_sync([1]).shape == (258,)
+    with pytest.raises(EngineDeadError, match="told to die"):
+        lm.next_token_logprobs_sync([13])
+    said = capsys.readouterr().err
+    assert "'batch.evaluated' could not be logged" in said
+    assert "OSError: the log is full" in said

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+import traceback
 from typing import Any
 
 import structlog
@@ -11,7 +14,8 @@ class Logger:
     """structlog's logger, silent below warnings until the application has configured structlog.
 
     Unconfigured, structlog prints every event to the standard output, where a library's progress has no place. Which
-    processors, levels and outputs there are stays the application's affair.
+    processors, levels and outputs there are stays the application's affair. An error in one of those is printed, as the
+    standard library's :mod:`logging` does it, and is not raised: it must not become the error of a question.
     """
 
     def __init__(self) -> None:
@@ -19,21 +23,29 @@ class Logger:
 
     def debug(self, event: str, **fields: Any) -> None:
         if structlog.is_configured():
-            self._log.debug(event, **fields)
+            self._say("debug", event, fields)
 
     def info(self, event: str, **fields: Any) -> None:
         if structlog.is_configured():
-            self._log.info(event, **fields)
+            self._say("info", event, fields)
 
     def warning(self, event: str, **fields: Any) -> None:
-        self._log.warning(event, **fields)
+        self._say("warning", event, fields)
 
     def error(self, event: str, **fields: Any) -> None:
-        self._log.error(event, **fields)
+        self._say("error", event, fields)
 
     def exception(self, event: str, **fields: Any) -> None:
         """An error, with the exception that is being handled."""
-        self._log.exception(event, **fields)
+        self._say("exception", event, fields)
+
+    def _say(self, level: str, event: str, fields: dict[str, Any]) -> None:
+        try:
+            getattr(self._log, level)(event, **fields)
+        except Exception:
+            if logging.raiseExceptions and sys.stderr is not None:
+                print(f"--- the event {event!r} could not be logged ---", file=sys.stderr)
+                traceback.print_exc()
 
 
 def get_logger() -> Logger:
