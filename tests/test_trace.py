@@ -127,6 +127,16 @@ def test_one_trace_at_a_time(mock, path, tmp_path):
     assert len(named(recorded(path), "question", "b")) == 1
 
 
+def test_a_second_block_holds_what_happened_in_it(mock, path):
+    lm = mock()
+    trace = lm.trace(path)
+    for context in ([1], [2, 3]):
+        with trace:
+            lm.next_token_logprobs_sync(context)
+            lm.clear_kv_cache()
+    assert [question["args"]["tokens"] for question in named(recorded(path), "question", "b")] == [2]
+
+
 def test_a_bad_path_is_known_at_once(mock, tmp_path):
     lm = mock()
     with pytest.raises(OSError, match="missing"), lm.trace(tmp_path / "missing" / "trace.json"):

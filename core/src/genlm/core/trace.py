@@ -49,6 +49,7 @@ class Trace:
         if self._timeline.trace is not None:
             raise InvalidInputError(f"this model is being traced into {self._timeline.trace._path!r}; end that trace first")
         self._file = self._written.enter_context(open(self._path, "w", encoding="utf-8"))
+        self._events, self._threads = [], {}  # those of an earlier block are in its file
         self._timeline.trace = self
         return self
 
