@@ -232,6 +232,22 @@ def test_the_interpreter_exits_cleanly_with_an_uncaught_error():
     assert (result.returncode, result.stderr) == (3, "")
 
 
+def test_the_interpreter_exits_cleanly_when_no_thread_could_be_started():
+    result = run_python("""
+        import threading
+        from genlm.core import MockAsyncLM
+        def refuse(thread):
+            raise RuntimeError("can't start new thread")
+        start, threading.Thread.start = threading.Thread.start, refuse
+        try:
+            MockAsyncLM()
+        except RuntimeError as error:
+            print(error)
+        threading.Thread.start = start
+    """)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "can't start new thread\n", "")
+
+
 def test_a_forked_child_is_told_and_its_exit_is_clean():
     result = run_python("""
         import os, sys

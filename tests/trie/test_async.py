@@ -94,6 +94,21 @@ def test_an_error_reaches_only_its_caller(trie, weights):
     assert np.array_equal(also_good, trie.trie.weight_max(weights[1]))
 
 
+def test_an_error_that_no_future_takes_reaches_its_caller_and_stops_no_other(trie, weights):
+    class Ended:
+        def __array__(self, *args, **kwargs):
+            raise StopIteration("no more weights")
+
+    async def ask():
+        calls = [trie.weight_sum(weights[0]), trie.weight_sum(Ended()), trie.weight_sum(weights[1])]
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), PATIENCE)
+
+    good, ended, also_good = asyncio.run(ask())
+    assert isinstance(ended, TypeError | RuntimeError)
+    assert isinstance(ended.__cause__, StopIteration)
+    assert np.array_equal([good, also_good], trie.trie.batch_weight_sum(weights[:2]))
+
+
 def test_cancelling_a_caller_leaves_the_others_alone(trie, watched, weights):
     async def ask():
         watched.go_on.clear()
@@ -174,6 +189,23 @@ def test_one_that_nobody_holds_any_more_ends_its_thread(vocabulary, weights):
     assert not worker.is_alive()
     gc.collect()
     assert held() is None
+
+
+def test_a_forked_child_has_a_worker_of_its_own():
+    program = """
+import asyncio, os, signal
+from genlm.core.trie import AsyncTokenCharacterTrie
+trie = AsyncTokenCharacterTrie.from_vocab([b"a", b"ab"], backend="sequential")
+trie.start()
+if child := os.fork():
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+else:
+    signal.alarm(60)
+    assert asyncio.run(trie.weight_sum([0.25, 0.75]))[trie.trie.root] == 1.0
+    trie.shutdown()
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert (result.stdout, result.stderr) == ("0\n", "")
 
 
 def test_the_interpreter_ends_quietly_with_a_trie_in_use():

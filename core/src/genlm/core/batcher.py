@@ -95,7 +95,6 @@ class Batcher(Generic[R, A]):
         # ``start`` travels in a list that the thread empties: a thread keeps its arguments for as long as it runs, and
         # what ``start`` refers to must be free to be collected.
         self._thread = threading.Thread(target=self._main, args=([start], started), name=name, daemon=True)
-        atexit.register(self._at_exit)
         self._thread.start()
         try:
             started.result()
@@ -217,6 +216,7 @@ class Batcher(Generic[R, A]):
     # --- the engine thread --------------------------------------------------------------------------------------------
 
     def _main(self, start: list[Callable[[], Stepper[R, A]]], started: concurrent.futures.Future[None]) -> None:
+        atexit.register(self._at_exit)  # here, so that there is none where no thread could be started
         try:
             stepper = start.pop()()
         except BaseException as error:
@@ -382,4 +382,7 @@ def resolve(resolved: Sequence[tuple[Waiting[Any], Any]], timeline: Timeline, be
                 future.set_result(answer)
         except (asyncio.InvalidStateError, concurrent.futures.InvalidStateError):
             continue
+        except TypeError as refused:  # an asyncio future takes no StopIteration; those behind it must not wait for ever
+            refused.__cause__ = answer
+            future.set_exception(refused)
     timeline.add("delivery", began, answers=len(resolved))

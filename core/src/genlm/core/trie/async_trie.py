@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import operator
+import os
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -64,8 +65,9 @@ class AsyncTokenCharacterTrie:
 
     def __init__(self, trie: TokenCharacterTrie) -> None:
         self.trie = trie
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # re-entrant, for a signal handler may call shutdown() at any line
         self._batcher: Batcher[Request, Any] | None = None
+        self._pid = os.getpid()
 
     @classmethod
     def from_vocab(cls, vocab: Sequence[Any], backend: str = "parallel", **options: Any) -> AsyncTokenCharacterTrie:
@@ -100,6 +102,7 @@ class AsyncTokenCharacterTrie:
 
         A call that still waits meets :class:`~genlm.core.errors.ModelClosedError`.
         """
+        self._leave_parent()
         with self._lock:
             batcher, self._batcher = self._batcher, None
         if batcher is not None:
@@ -110,10 +113,18 @@ class AsyncTokenCharacterTrie:
         await asyncio.to_thread(self.shutdown)
 
     def _running(self) -> Batcher[Request, Any]:
+        self._leave_parent()
         with self._lock:
-            if self._batcher is None:
+            batcher = self._batcher
+            if batcher is None:
                 stepper = TrieStepper(self.trie)
-                self._batcher = Batcher(lambda: stepper, name="genlm-trie", kind=operator.attrgetter("operation"))
+                batcher = Batcher(lambda: stepper, name="genlm-trie", kind=operator.attrgetter("operation"))
                 # The interpreter's exit is the batcher's own affair.
-                weakref.finalize(self, self._batcher.stop).atexit = False
-            return self._batcher
+                weakref.finalize(self, batcher.stop).atexit = False
+                self._batcher = batcher
+            return batcher
+
+    def _leave_parent(self) -> None:
+        """Begin anew in a forked child, which has no worker thread, and perhaps a lock that nobody will release."""
+        if os.getpid() != self._pid:
+            self._pid, self._lock, self._batcher = os.getpid(), threading.RLock(), None
