@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from genlm.core import InvalidOptionError
+from genlm.core import InvalidOptionError, Query
 from genlm.core.cache import OutputCache
 
 
@@ -59,6 +59,13 @@ def test_bytes_are_bounded_and_counted():
     assert len(cache) == 3
     cache.clear()
     assert (len(cache), cache.nbytes) == (0, 0)
+
+
+def test_the_ids_of_long_contexts_are_bytes_too():
+    cache = OutputCache(maxsize=None, max_bytes=2 * (16 + 8 * 1000))
+    for i in range(3):
+        cache.put(Query((i,) * 1000), row(float(i)), cache.generation)
+    assert (len(cache), cache.nbytes) == (2, 2 * (16 + 8 * 1000))
 
 
 def test_maxsize_zero_keeps_nothing():

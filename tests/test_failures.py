@@ -34,6 +34,7 @@ def test_cancelling_one_of_two_callers_leaves_the_other(mock, gate, continuous):
         return two.result()
 
     assert torch.equal(asyncio.run(ask()), lm.next_token_logprobs_uncached([1, 2]))
+    assert lm.stats.cancelled == 1
 
 
 @both

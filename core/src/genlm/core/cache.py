@@ -8,8 +8,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
+from genlm.core.types import Query
+
 if TYPE_CHECKING:
     import torch
+
+#: What a tuple takes for each token id.
+ID_BYTES = 8
 
 
 class OutputCache:
@@ -19,7 +24,7 @@ class OutputCache:
 
     Args:
         maxsize: The most rows kept; 0 keeps none, ``None`` is no limit.
-        max_bytes: The most bytes kept; ``None`` is no limit.
+        max_bytes: The most bytes kept, of rows and of their contexts' ids (8 bytes each); ``None`` is no limit.
         move_to_cpu: Keep rows in main memory; they come back on the device they were computed on.
     """
 
@@ -41,7 +46,7 @@ class OutputCache:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the rows take."""
+        """The bytes that the rows take, and their contexts' ids."""
         return self._nbytes
 
     @property
@@ -49,8 +54,9 @@ class OutputCache:
         """Changes whenever rows are dropped on purpose: a row computed under an older one must not be kept."""
         return self._generation
 
-    def get(self, key: Hashable) -> torch.Tensor | None:
-        """A copy of the row of ``key``, now the most recently used; ``None`` if it is not here."""
+    def get(self, key: Hashable, *, counted: bool = True) -> torch.Tensor | None:
+        """A copy of the row of ``key``, now the most recently used; ``None`` if it is not here. If ``counted``, a
+        row that is found is one of the hits."""
         if key not in self._rows or self._forked():  # by far the most often; no other thread's change can harm this look
             return None
         with self._lock:
@@ -59,14 +65,14 @@ class OutputCache:
                 self._rows.move_to_end(key)
             except KeyError:  # dropped since, perhaps between these two
                 return None
-            self.hits += 1
+            self.hits += counted
         return row.clone() if row.device == device else row.to(device)
 
     def put(self, key: Hashable, row: torch.Tensor, generation: int) -> None:
         """Keep a copy of ``row``, unless it was computed under an older generation or is larger than the whole cache."""
         if self.maxsize == 0:
             return
-        nbytes = row.nbytes  # a tensor counts its bytes every time that it is asked
+        nbytes = row.nbytes + (ID_BYTES * len(key.token_ids) if isinstance(key, Query) else 0)
         if self.max_bytes is not None and nbytes > self.max_bytes:
             return
         own = row.cpu() if self.move_to_cpu and row.device.type != "cpu" else row.clone()

@@ -76,7 +76,7 @@ class Intake(Generic[R, A]):
         kind: Requests may be in flight together only if their kinds are equal.
         limit: The most requests in flight; ``None`` is no limit.
         timeline: Told of the time spent queueing.
-        counters: Told of equal requests, and of those that nobody waits for any more.
+        counters: Told of equal requests, and of callers that do not wait any more.
     """
 
     def __init__(self, kind: Callable[[R], Hashable], limit: int | None, timeline: Timeline, counters: Counters) -> None:

@@ -64,6 +64,7 @@ def describe(request: Request) -> dict[str, Any]:
 class EngineCounters:
     """Written by the engine thread alone."""
 
+    cache_hits: int = 0  # of questions that the batcher has counted already
     batches: int = 0
     rows: int = 0
     largest_batch: int = 0
@@ -125,11 +126,12 @@ class EngineStepper:
             generation = self.cache.generation  # read first: what is dropped from here on must not be kept
             for query in queries:
                 # An equal question may have been answered since this one looked.
-                row = None if query.cold else self.cache.get(query)
+                row = None if query.cold else self.cache.get(query, counted=False)
                 if row is None:
                     asked.append(query)
                     self._generation[query] = generation
                 else:
+                    self.counters.cache_hits += 1
                     outcomes.append((query, row))
         if self.engine.continuous:
             answered = self._steps.step(asked) if asked or self._generation else []

@@ -112,7 +112,7 @@ class Stats:
         questions: Rows asked for, by any method.
         cache_hits: Questions answered from the output cache.
         dedup_hits: Questions that shared the slot of an equal pending one.
-        cancelled: Questions all of whose callers had gone before the engine saw them.
+        cancelled: Questions whose callers had gone before the engine took them.
         failed: Questions that ended in an error.
         batches: Calls of the engine's evaluation hook.
         rows: Rows that the engine computed.
