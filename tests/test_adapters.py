@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 import torch
 
-from genlm.core import AsyncLM, UnknownAdapterError, UnsupportedError, hookimpl
+from genlm.core import AsyncLM, InvalidOptionError, UnknownAdapterError, UnsupportedError, hookimpl
+from genlm.core.adapters import AdapterRegistry
 from genlm.core.mock import ByteTokenizer, MockEngine, hashed_row
 from genlm.core.types import Adapter
 
@@ -110,6 +112,24 @@ def test_unknown_adapters(mock, gate):
     assert gate.batches == []
 
 
+@pytest.mark.parametrize("name", [None, 5, ["a"], "", b"a"])
+def test_what_cannot_be_the_name_of_an_adapter(mock, name):
+    lm = mock()
+    with pytest.raises(InvalidOptionError, match="cannot be the name of a LoRA adapter"):
+        lm.add_new_lora("path", name)
+    lm.add_new_lora("path/a", "a")
+    with pytest.raises(UnknownAdapterError, match="registered: a;"):
+        lm.set_lora("b")
+
+
+def test_the_path_of_an_adapter():
+    registry = AdapterRegistry()
+    for path in ("path/a", b"path/a", Path("path/a")):
+        assert registry.new("a", path).path == "path/a"
+    with pytest.raises(InvalidOptionError, match="None is no path of a LoRA adapter; give"):
+        registry.new("a", None)
+
+
 def test_a_removed_adapter_leaves_the_engine():
     engine = MockEngine(ByteTokenizer())
     with AsyncLM(lambda: engine, backend="mock") as lm:
@@ -129,7 +149,7 @@ def test_a_backend_without_lora_says_so():
             return torch.stack([hashed_row(query.token_ids, None, 258) for query in queries])
 
     with AsyncLM(Plain, backend="plain") as lm:
-        with pytest.raises(UnsupportedError, match="backend 'plain' has no LoRA"):
+        with pytest.raises(UnsupportedError, match=r"backend 'plain' has no LoRA: .* or was loaded without LoRA; see"):
             lm.add_new_lora("path", "a")
         lm.cache_kv([1, 2])
         lm.clear_kv_cache()

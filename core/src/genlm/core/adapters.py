@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from enum import Enum
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
-from genlm.core.errors import UnknownAdapterError
+from genlm.core.errors import InvalidOptionError, UnknownAdapterError
 from genlm.core.types import Adapter
 
 
@@ -30,9 +31,18 @@ class AdapterRegistry:
         self._versions = itertools.count(1)
         self._lock = threading.Lock()
 
-    def new(self, name: str, path: str) -> Adapter:
-        """An adapter with a version of its own, not bound yet."""
-        return Adapter(name, path, next(self._versions))
+    def new(self, name: str, path: str | bytes | os.PathLike[Any]) -> Adapter:
+        """An adapter with a version of its own, not bound yet.
+
+        Raises:
+            InvalidOptionError: the name is no text or empty, or the path is no path.
+        """
+        if not isinstance(name, str) or not name:
+            raise InvalidOptionError(f"{name!r} cannot be the name of a LoRA adapter; give a string that is not empty")
+        try:
+            return Adapter(name, os.fsdecode(path), next(self._versions))
+        except TypeError:
+            raise InvalidOptionError(f"{path!r} is no path of a LoRA adapter; give a string or a pathlib.Path") from None
 
     def bind(self, adapter: Adapter) -> Adapter | None:
         """Bind an adapter to its name; returns the one that was bound before."""
