@@ -43,7 +43,8 @@ def test_the_type_is_the_users(tiny: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_bytes": 3}, "no option kv_bytes"),
+        ({"kv_cache_byte": 3}, r"no option kv_cache_byte \(did you mean kv_cache_bytes\?\)"),
+        ({"batchsize": 3}, r"no option batchsize \(did you mean batch_size\?\)"),
         ({"max_batch_tokens": 0}, "max_batch_tokens=0"),
         ({"kv_cache_bytes": -1}, "kv_cache_bytes=-1"),
         ({"device": "cpu", "hf_opts": {"device_map": "cpu"}}, "device_map"),
@@ -60,6 +61,8 @@ def test_how_to_load_a_model_is_no_option_of_a_loaded_one(tiny: str) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
     with pytest.raises(InvalidOptionError, match="device"):
         AsyncTransformer(model, tokenizer, device="cpu")
+    with pytest.raises(InvalidOptionError, match=r"no option kv_cache_byte \(did you mean kv_cache_bytes\?\)"):
+        AsyncTransformer(model, tokenizer, kv_cache_byte=1)
 
 
 def test_a_folder_with_two_gguf_files_must_be_told_which(tmp_path: Path) -> None:

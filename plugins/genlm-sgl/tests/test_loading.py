@@ -67,7 +67,9 @@ def test_there_must_be_such_a_gpu(tiny, monkeypatch):
 
 
 def test_an_unknown_option(tiny):
-    with pytest.raises(InvalidOptionError, match="no option engine_options; it has engine_opts"):
+    with pytest.raises(
+        InvalidOptionError, match=r"no option engine_options \(did you mean engine_opts\?\); it has engine_opts"
+    ):
         load_model_by_name(tiny, backend="sgl", llm_opts={"engine_options": SMALL})
 
 

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from attrs import evolve
 
-from genlm.core.errors import EngineDeadError, InvalidOptionError
+from genlm.core.errors import EngineDeadError
 from genlm.core.hookspecs import hookimpl
 from genlm.core.lm import AsyncLM
+from genlm.core.options import CoreOptions, refuse_unknown
 from genlm.core.sampling import TokenDrawer
 from genlm.core.types import Adapter, Answer, BackendInfo, Engine, Query, SamplingParams
 
@@ -210,8 +211,8 @@ class MockAsyncLM(AsyncLM):
                 raise EngineDeadError("the model has been collected")
             return get_logprobs(token_ids)
 
-        engine_options, core_options = _split(options)
-        super().__init__(lambda: _engine(tokenizer, {"row": row, **engine_options}), backend="mock", **core_options)
+        core, engine_options = CoreOptions.split(options)
+        super().__init__(lambda: _engine(tokenizer, engine_options, row=row), backend="mock", options=core)
 
     @classmethod
     def from_name(cls, model_name: str = BUILT_IN, **options: Any) -> Self:
@@ -253,18 +254,11 @@ def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
 ENGINE_OPTIONS = ("delay", "fail_on", "die_on", "on_batch", "max_context", "continuous", "steps")
 
 
-def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    ours = {name: value for name, value in options.items() if name in ENGINE_OPTIONS}
-    return ours, {name: value for name, value in options.items() if name not in ENGINE_OPTIONS}
-
-
-def _engine(tokenizer: Any, options: dict[str, Any]) -> MockEngine:
+def _engine(tokenizer: Any, options: dict[str, Any], row: Callable[[Sequence[int]], Any] | None = None) -> MockEngine:
     tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
+    refuse_unknown("mock", options, ENGINE_OPTIONS)
     continuous = options.pop("continuous", False)
-    unknown = sorted(set(options) - {*ENGINE_OPTIONS, "row"})
-    if unknown:
-        raise InvalidOptionError(f"backend 'mock' has no option {', '.join(unknown)}; it has {', '.join(ENGINE_OPTIONS)}")
-    return ContinuousMockEngine(tokenizer, **options) if continuous else MockEngine(tokenizer, **options)
+    return (ContinuousMockEngine if continuous else MockEngine)(tokenizer, row=row, **options)
 
 
 def _tokenizer(model: str) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import difflib
 import operator
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from attrs import fields, frozen
@@ -15,6 +17,9 @@ from genlm.core.contract import ContractCheck
 from genlm.core.errors import InvalidOptionError
 
 CACHE_OPTIONS = ("maxsize", "max_bytes", "move_to_cpu")
+
+#: What turns off an option in the environment.
+OFF = ("", "0", "false", "no", "off")
 
 
 @frozen
@@ -51,48 +56,95 @@ class CoreOptions:
         Raises:
             InvalidOptionError: it names those that are not the core's.
         """
-        core, unknown = cls.split(options)
-        if unknown:
-            known = ", ".join(attribute.name for attribute in fields(cls))
-            raise InvalidOptionError(
-                f"backend {backend!r} has no option {', '.join(sorted(unknown))}; the core has {known}"
-            )
+        core, others = cls.split(options)
+        refuse_unknown(backend, others)
         return core
 
     def __attrs_post_init__(self) -> None:
         _check_count("batch_size", self.batch_size, least=1)
         _check_count("cache_size", self.cache_size, least=0)
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float):
+        _check_flag("check", self.check)
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, Real):
             raise InvalidOptionError(f"timeout={self.timeout!r} is no number; give seconds, 0 or more")
-        if not (math.isfinite(self.timeout) and self.timeout >= 0):
-            raise InvalidOptionError(f"timeout={self.timeout!r} is out of range; give seconds, 0 or more")
+        if not 0 <= self.timeout <= threading.TIMEOUT_MAX:
+            raise InvalidOptionError(
+                f"timeout={self.timeout!r} is out of range; give seconds, 0 or more and at most {threading.TIMEOUT_MAX:.0f}"
+            )
+        self._check_wrappers()
+        self._check_cache_opts()
+
+    def _check_wrappers(self) -> None:
+        if not isinstance(self.wrappers, Sequence) or isinstance(self.wrappers, str | bytes):
+            raise InvalidOptionError(f"wrappers={self.wrappers!r} is no list; give a list of objects, [] for none")
+        for wrapper in self.wrappers:
+            if isinstance(wrapper, type):
+                raise InvalidOptionError(f"the wrapper {wrapper.__name__} is a class; give an instance of it")
+
+    def _check_cache_opts(self) -> None:
+        given = self.cache_opts
+        if given is None:
+            return
+        if not isinstance(given, Mapping):
+            raise InvalidOptionError(f"cache_opts={given!r} is no mapping; give a dict of {', '.join(CACHE_OPTIONS)}")
+        unknown = [str(name) for name in given if name not in CACHE_OPTIONS]
+        if unknown:
+            raise InvalidOptionError(f"cache_opts has no {', '.join(unknown)}; it has {', '.join(CACHE_OPTIONS)}")
+        _check_count("cache_opts['maxsize']", given.get("maxsize"), least=0)
+        _check_count("cache_opts['max_bytes']", given.get("max_bytes"), least=0)
+        _check_flag("cache_opts['move_to_cpu']", given.get("move_to_cpu"))
+        if self.cache_size is not None and given.get("maxsize", self.cache_size) != self.cache_size:
+            raise InvalidOptionError(
+                f"cache_size={self.cache_size} contradicts cache_opts['maxsize']={given['maxsize']}; give one of them"
+            )
 
     def output_cache(self) -> OutputCache:
         """Build the output cache."""
         given = dict(self.cache_opts or {})
-        unknown = sorted(set(given) - set(CACHE_OPTIONS))
-        if unknown:
-            raise InvalidOptionError(f"cache_opts has no {', '.join(unknown)}; it has {', '.join(CACHE_OPTIONS)}")
         if self.cache_size is not None:
-            if given.get("maxsize", self.cache_size) != self.cache_size:
-                raise InvalidOptionError(
-                    f"cache_size={self.cache_size} contradicts cache_opts['maxsize']={given['maxsize']}; give one of them"
-                )
             given["maxsize"] = self.cache_size
-        _check_count("cache_opts['maxsize']", given.get("maxsize"), least=0)
-        _check_count("cache_opts['max_bytes']", given.get("max_bytes"), least=0)
         return OutputCache(**given)
 
     def contract_check(self, backend: str) -> list[object]:
         """The wrapper that checks every result, if the user or the environment wants it."""
-        wanted = os.environ.get("GENLM_CHECK", "0") not in ("", "0") if self.check is None else self.check
+        environment = os.environ.get("GENLM_CHECK", "")
+        wanted = environment.lower() not in OFF if self.check is None else self.check
         return [ContractCheck(backend)] if wanted else []
+
+
+def refuse_unknown(backend: str, options: Iterable[str], own: Iterable[str] = ()) -> None:
+    """Refuse options that a backend does not have.
+
+    Args:
+        backend: The backend's name.
+        options: The names that it was given, without the core's.
+        own: The names of its own options, besides those of every backend.
+
+    Raises:
+        InvalidOptionError: it names the unknown ones, what may have been meant, and all that there are.
+    """
+    own, every = list(own), [attribute.name for attribute in fields(CoreOptions)]
+    unknown = [str(name) for name in options if name not in own]
+    if not unknown:
+        return
+    meant = [near for name in unknown for near in difflib.get_close_matches(name, [*own, *every], n=1)]
+    hint = f" (did you mean {', '.join(meant)}?)" if meant else ""
+    ours = f"it has {', '.join(own)}; " if own else ""
+    raise InvalidOptionError(
+        f"backend {backend!r} has no option {', '.join(unknown)}{hint}; {ours}every backend has {', '.join(every)}"
+    )
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if value not in (None, True, False):
+        raise InvalidOptionError(f"{name}={value!r} is neither true nor false; give True, False or None")
 
 
 def _check_count(name: str, value: Any, least: int) -> None:
     if value is None:
         return
     try:
+        if isinstance(value, bool):
+            raise TypeError
         number = operator.index(value)
     except TypeError:
         raise InvalidOptionError(f"{name}={value!r} is no integer; give {least} or more, or None") from None

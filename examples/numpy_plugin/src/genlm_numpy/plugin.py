@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from genlm.core import BackendInfo, InvalidOptionError, hookimpl
+from genlm.core import BackendInfo, hookimpl
+from genlm.core.options import refuse_unknown
 
 if TYPE_CHECKING:
     from genlm_numpy.engine import RNNEngine
@@ -20,6 +21,5 @@ def genlm_backend_info() -> BackendInfo:
 def genlm_load(model: str, options: Mapping[str, object]) -> RNNEngine:
     from genlm_numpy.engine import RNNEngine
 
-    if options:
-        raise InvalidOptionError(f"backend 'rnn' has no option {', '.join(options)}; it has none")
+    refuse_unknown("rnn", options)
     return RNNEngine(model)

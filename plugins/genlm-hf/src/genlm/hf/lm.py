@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Self
 
 from genlm.core import AsyncLM
+from genlm.core.options import CoreOptions, refuse_unknown
 from genlm.core.types import Engine
 
-#: The options of :class:`~genlm.hf.options.HFOptions` for a model already loaded, and those that say how to load one.
+#: The options of :class:`~genlm.hf.options.HFOptions` for a model already loaded; the others say how to load one.
 ENGINE_OPTIONS = ("kv_cache_bytes", "max_batch_tokens")
-LOAD_OPTIONS = ("compile_opts", "device", "dtype")
 
 
 class AsyncTransformer(AsyncLM):
@@ -28,7 +28,8 @@ class AsyncTransformer(AsyncLM):
     """
 
     def __init__(self, hf_model: Any, hf_tokenizer: Any, **options: Any) -> None:
-        ours, core = _split(options, ENGINE_OPTIONS)
+        core, ours = CoreOptions.split(options)
+        refuse_unknown("hf", ours, ENGINE_OPTIONS)
 
         def load() -> Engine:
             from genlm.hf.engine import HFEngine
@@ -36,7 +37,7 @@ class AsyncTransformer(AsyncLM):
 
             return HFEngine(hf_model, hf_tokenizer, HFOptions.parse(ours))
 
-        super().__init__(load, backend="hf", **core)
+        super().__init__(load, backend="hf", options=core)
 
     @classmethod
     def from_name(
@@ -59,17 +60,11 @@ class AsyncTransformer(AsyncLM):
             InvalidOptionError: an option is not accepted.
             OSError: there is no such model.
         """
-        ours, core = _split(options, ENGINE_OPTIONS + LOAD_OPTIONS)
+        core, ours = CoreOptions.split(options)
 
         def load() -> Engine:
             from genlm.hf.plugin import genlm_load
 
             return genlm_load(model_id, {"bitsandbytes_opts": bitsandbytes_opts, "hf_opts": hf_opts, **ours})
 
-        return cls._open(load, backend="hf", **core)
-
-
-def _split(options: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part the options into the named ones, which are the engine's, and the core's."""
-    ours = {name: value for name, value in options.items() if name in names}
-    return ours, {name: value for name, value in options.items() if name not in ours}
+        return cls._open(load, backend="hf", options=core)

@@ -8,6 +8,7 @@ from typing import Any
 from attrs import field, fields, frozen
 
 from genlm.core.errors import InvalidOptionError
+from genlm.core.options import refuse_unknown
 
 
 def _mapping(given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -53,8 +54,5 @@ class HFOptions:
     @classmethod
     def parse(cls, options: Mapping[str, object]) -> HFOptions:
         """Raises: InvalidOptionError: an option is unknown or has a value that is not accepted."""
-        known = [attribute.name for attribute in fields(cls)]
-        unknown = sorted(set(options) - set(known))
-        if unknown:
-            raise InvalidOptionError(f"backend 'hf' has no option {', '.join(unknown)}; it has {', '.join(known)}")
+        refuse_unknown("hf", options, [attribute.name for attribute in fields(cls)])
         return cls(**options)  # type: ignore[arg-type]  # each field checks its own value

@@ -10,12 +10,12 @@ from genlm.core import (
     BackendUnavailableError,
     EngineDeadError,
     EngineError,
-    InvalidOptionError,
     Query,
     SamplingParams,
     hookimpl,
 )
 from genlm.core.logs import get_logger
+from genlm.core.options import refuse_unknown
 from genlm.sgl.internals import Finished, Scheduler
 from genlm.sgl.options import gpu_index, server_options
 from genlm.sgl.sampling import native_draw
@@ -28,13 +28,10 @@ PROBE = Query(token_ids=(0,), cold=True)
 
 
 def load(model: str, options: Mapping[str, Any]) -> SglEngine:
-    """Load a model; the options are ``engine_opts`` and ``gpu_id``."""
+    """Load a model; the options are ``engine_opts`` (SGLang's server arguments) and ``gpu_id``."""
     if reason := why_unavailable():
         raise BackendUnavailableError(reason)
-    if unknown := sorted(set(options) - {"engine_opts", "gpu_id"}):
-        raise InvalidOptionError(
-            f"backend 'sgl' has no option {', '.join(unknown)}; it has engine_opts (SGLang's server arguments) and gpu_id"
-        )
+    refuse_unknown("sgl", options, ("engine_opts", "gpu_id"))
     arguments = server_options(model, options.get("engine_opts") or {})
     scheduler = Scheduler(arguments, gpu_index(arguments["device"], options.get("gpu_id", 0)))
     if arguments.get("enable_lora"):
