@@ -248,6 +248,36 @@ def test_the_interpreter_exits_cleanly_when_no_thread_could_be_started():
     assert (result.returncode, result.stdout, result.stderr) == (0, "can't start new thread\n", "")
 
 
+@pytest.mark.parametrize("ask", ["batcher.ask([Interrupted()])", "asyncio.run(submit(Interrupted()))"])
+def test_a_signal_handler_may_close_the_model_while_a_question_is_being_put(ask):
+    result = run_python(f"""
+        import asyncio
+        from genlm.core import ModelClosedError
+        from genlm.core.batcher import Batcher
+
+        class Interrupted:
+            def __hash__(self):
+                batcher.close()
+                return 0
+
+        class Echo:
+            def step(self, newcomers):
+                return [(request, request) for request in newcomers]
+            def close(self):
+                print("released")
+
+        async def submit(request):
+            return await batcher.submit(request)
+
+        batcher = Batcher(Echo)
+        try:
+            {ask}
+        except ModelClosedError:
+            print("told")
+    """)
+    assert (result.stdout, result.stderr) == ("released\ntold\n", "")
+
+
 def test_a_forked_child_is_told_and_its_exit_is_clean():
     result = run_python("""
         import os, sys

@@ -79,7 +79,8 @@ class Batcher(Generic[R, A]):
         self._share = share
         self._timeline = timeline or Timeline()
         self.counters = Counters()
-        # Re-entrant, because a garbage collection may call stop() from any line, also one that holds it.
+        # Re-entrant, because a garbage collection may call stop(), and a signal handler close(), from any line, also from
+        # one that holds it.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._intake: Intake[R, A] = Intake(kind, batch_size, self._timeline, self.counters)
@@ -88,6 +89,7 @@ class Batcher(Generic[R, A]):
         # model: one that was kept here and raised each time would keep the model for as long as the model keeps this.
         self._refusal: Callable[[], Exception] | None = None
         self._stopping = False
+        self._ended = False
         self._exiting = False
         self._pid = os.getpid()
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -114,6 +116,7 @@ class Batcher(Generic[R, A]):
             if not self._intake.gathering(loop):
                 loop.call_soon(self._after_pass, loop)  # before there is a gathering: an interrupt must leave none without
             self._intake.gather(request, future, loop)
+            self._check_open()  # again: a signal handler may have closed the model since, and nobody will answer
             self.counters.questions += 1
             self._timeline.asked(request, future)
         return future
@@ -131,6 +134,7 @@ class Batcher(Generic[R, A]):
             for request, future in zip(requests, futures, strict=True):
                 self._intake.put(request, future)
                 self._timeline.asked(request, future)
+            self._check_open()
             self.counters.questions += len(futures)
             self._changed.notify_all()
         try:
@@ -149,6 +153,7 @@ class Batcher(Generic[R, A]):
         with self._changed:
             self._check_open()
             self._intake.put_task(task)
+            self._check_open()
             self._changed.notify_all()
         try:
             return task.future.result()
@@ -186,7 +191,10 @@ class Batcher(Generic[R, A]):
             dropped = self._intake.withdraw()
         self._fail(dropped, closed_while_pending)
         if threading.current_thread() is not self._thread:
-            self._thread.join(patience)
+            with self._changed:  # to wait releases the lock, also of the code under a signal handler
+                ended = self._changed.wait_for(lambda: self._ended, patience)
+            if ended:
+                self._thread.join()
 
     def forked(self) -> bool:
         """Whether this is a forked child, which has no engine thread, and perhaps a lock that nobody will release."""
@@ -216,6 +224,14 @@ class Batcher(Generic[R, A]):
     # --- the engine thread --------------------------------------------------------------------------------------------
 
     def _main(self, start: list[Callable[[], Stepper[R, A]]], started: concurrent.futures.Future[None]) -> None:
+        try:
+            self._serve(start, started)
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _serve(self, start: list[Callable[[], Stepper[R, A]]], started: concurrent.futures.Future[None]) -> None:
         atexit.register(self._at_exit)  # here, so that there is none where no thread could be started
         try:
             stepper = start.pop()()
