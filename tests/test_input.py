@@ -20,6 +20,10 @@ BAD_CONTEXTS = [
     ([[1, 2]], "at position 0"),
     ("text", "is text"),
     (b"text", "is text"),
+    (bytearray(b"text"), "is text"),
+    ({1, 2}, "the context is a set, which has no order"),
+    ({1: 2}, "the context is a dict, which has no order"),
+    ([10**5000], "token id of 16610 bits at position 0 of the context is out of range"),
     (7, "the context is 7"),
     (None, "the context is None"),
     (np.array([1.5]), "1.5 at position 0"),
@@ -50,6 +54,12 @@ def test_bad_contexts(mock, gate, context, message):
         assert isinstance(caught.value, GenlmError)
     assert gate.batches == []
     assert lm.next_token_logprobs_sync([1]).shape == (258,)
+
+
+def test_an_error_of_the_callers_own_generator_is_not_hidden(mock):
+    with pytest.raises(InvalidQueryError) as caught:
+        mock().next_token_logprobs_sync(len(text) for text in ["a", None])
+    assert "object of type 'NoneType' has no len()" in str(caught.value.__cause__)
 
 
 @pytest.mark.parametrize(

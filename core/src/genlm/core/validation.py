@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping, Set
 from typing import Any
 
 from genlm.core.errors import InvalidQueryError
@@ -26,22 +27,27 @@ def token_ids_of(what: str, token_ids: Any, vocab_size: int) -> TokenIds:
     if min(ids) < 0 or max(ids) >= vocab_size:
         position, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
         raise InvalidQueryError(
-            f"token id {bad} at position {position} of the {what} is out of range; the model has ids 0 to {vocab_size - 1}"
+            f"token id {_shown(bad)} at position {position} of the {what} is out of range; "
+            f"the model has ids 0 to {vocab_size - 1}"
         )
     return ids
 
 
 def _as_ints(what: str, token_ids: Any) -> TokenIds:
-    if isinstance(token_ids, str | bytes):
+    if isinstance(token_ids, str | bytes | bytearray):
         raise InvalidQueryError(
             f"the {what} is text ({token_ids!r:.40}); give token ids, as lm.tokenizer.encode(text) does"
         )
     if hasattr(token_ids, "tolist"):
         token_ids = token_ids.tolist()  # NumPy and torch: one call instead of one for each id
+    if isinstance(token_ids, Set | Mapping):
+        raise InvalidQueryError(
+            f"the {what} is a {type(token_ids).__name__}, which has no order; give a sequence of token ids"
+        )
     try:
         ids = tuple(token_ids)
-    except TypeError:
-        raise InvalidQueryError(f"the {what} is {token_ids!r:.40}; give a sequence of token ids") from None
+    except TypeError as error:  # chained: it may be of the caller's own generator
+        raise InvalidQueryError(f"the {what} is {token_ids!r:.40}; give a sequence of token ids") from error
     if {int}.issuperset(map(type, ids)):
         return ids
     return tuple(_as_int(what, token_id, position) for position, token_id in enumerate(ids))
@@ -56,3 +62,8 @@ def _as_int(what: str, token_id: Any, position: int) -> int:
         raise InvalidQueryError(
             f"{token_id!r} at position {position} of the {what} is no token id; give integers"
         ) from None
+
+
+def _shown(token_id: int) -> str:
+    """Python refuses to spell out an int of thousands of digits."""
+    return str(token_id) if token_id.bit_length() <= 64 else f"of {token_id.bit_length()} bits"
