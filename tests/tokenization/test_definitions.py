@@ -157,6 +157,25 @@ def test_an_unknown_fallback_is_refused():
         decode_vocab(Own(), byte2str_fallback="ascii")
 
 
+@pytest.mark.parametrize("token", [3, "a", None])
+def test_token_bytes_that_are_no_bytes_are_named(token):
+    class Wrong:
+        def token_bytes(self):
+            return [b"a", token]
+
+    with pytest.raises(VocabularyError, match=f"gave {token!r} for token 1; give its bytes"):
+        decode_vocab(Wrong())
+
+
+def test_an_empty_vocabulary_is_refused():
+    class Empty:
+        def token_bytes(self):
+            return []
+
+    with pytest.raises(VocabularyError, match="the vocabulary of Empty is empty"):
+        decode_vocab(Empty())
+
+
 def test_reading_a_vocabulary_imports_no_engine():
     code = "import sys, genlm.core.tokenization, genlm.core.trie; print({'torch', 'tokenizers'} & {*sys.modules})"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

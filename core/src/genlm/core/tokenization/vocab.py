@@ -30,16 +30,19 @@ def decode_vocab(tokenizer: Any, byte2str_fallback: str = "tokenizer") -> tuple[
         U+FFFD.
     :returns: ``(byte_vocab, str_vocab)``; ``byte_vocab[i].token_id == i``.
     :raises InvalidOptionError: ``byte2str_fallback`` is none of these.
-    :raises VocabularyError: the tokenizer loses bytes of the text (WordPiece, for one), or is of no known family.
+    :raises VocabularyError: the tokenizer loses bytes of the text (WordPiece, for one), or is of no known family, or has
+        no token at all; or its ``token_bytes()`` gives something else than bytes.
     """
     fallback = _fallback(tokenizer, byte2str_fallback)
     token_bytes = _token_bytes(tokenizer)
+    if not token_bytes:
+        raise VocabularyError(f"the vocabulary of {type(tokenizer).__name__} is empty; give a tokenizer that has tokens")
     return Token.vocabulary(token_bytes), [_to_string(i, token, fallback) for i, token in enumerate(token_bytes)]
 
 
 def _token_bytes(tokenizer: Any) -> Sequence[bytes]:
     if hasattr(tokenizer, "token_bytes"):
-        return [bytes(token) for token in tokenizer.token_bytes()]
+        return [_checked(i, token) for i, token in enumerate(tokenizer.token_bytes())]
     if is_fast(tokenizer):
         return fast_token_bytes(tokenizer)
     token_bytes = library_token_bytes(tokenizer)
@@ -51,6 +54,12 @@ def _token_bytes(tokenizer: Any) -> Sequence[bytes]:
             "give it a method token_bytes() that returns the bytes of every token"
         )
     return slow_token_bytes(tokenizer)
+
+
+def _checked(token_id: int, token: Any) -> bytes:
+    if not isinstance(token, bytes | bytearray | memoryview):
+        raise VocabularyError(f"token_bytes() gave {token!r:.40} for token {token_id}; give its bytes, b'' if it has none")
+    return bytes(token)
 
 
 def _to_string(token_id: int, token: bytes, fallback: Callable[[int, bytes], str]) -> str:
