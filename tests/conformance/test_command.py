@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from genlm.core.cli import main
+from genlm.core.cli import _parser, main
 from genlm.core.conformance import ConformanceSuite
+from genlm.core.conformance.command import suite_of
+from genlm.core.conformance.compare import ATOL
 
 from .installed import pretend_installed
 
@@ -77,6 +79,13 @@ def test_the_result_as_json(unnormalised: str, capsys: pytest.CaptureFixture[str
 def test_what_cannot_be_run(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["conformance", *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_the_dtype_sets_the_tolerance_and_is_no_option() -> None:
+    arguments = _parser().parse_args(["conformance", "mock", "--model", "m", "--dtype", "bfloat16", "--option", "steps=2"])
+    suite = suite_of(arguments)
+    assert suite.atol == ATOL["bfloat16"]
+    assert suite.options == {"steps": 2}
 
 
 def test_a_model_that_does_not_load_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:

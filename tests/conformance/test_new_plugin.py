@@ -55,3 +55,15 @@ def test_a_name_that_no_backend_can_have(name: str, tmp_path: Path) -> None:
 def test_a_name_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new-plugin", "mock", "--folder", str(tmp_path / "x")]) == 1
     assert "installed already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["core", "bytes", "backend", "control", "hf", "vllm"])
+def test_a_name_whose_distribution_would_clash(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidOptionError, match=f"the distribution genlm-{name} exists already; choose another"):
+        write_plugin(name, tmp_path)
+
+
+def test_a_folder_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert main(["new-plugin", "toy", "--folder", str(tmp_path / "file")]) == 1
+    assert capsys.readouterr().err.startswith("genlm: [Errno")

@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))
-    except GenlmError as error:
+    except (GenlmError, OSError) as error:
         print(f"genlm: {error}", file=sys.stderr)
         return 1
 
@@ -36,7 +36,9 @@ def _parser() -> argparse.ArgumentParser:
     conformance.add_argument(
         "--adapter", action="append", default=[], metavar="NAME=PATH", help="a LoRA adapter of the model; give two or more"
     )
-    conformance.add_argument("--dtype", help="passed to the backend; sets the tolerance")
+    conformance.add_argument(
+        "--dtype", help="what the model computes in: sets the tolerance alone; --option dtype=... tells the backend"
+    )
     conformance.add_argument("--atol", type=float, help="the tolerance of probabilities")
     conformance.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="a further option of the backend, as JSON"

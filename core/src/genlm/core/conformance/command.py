@@ -41,15 +41,12 @@ def run_command(options: argparse.Namespace) -> int:
 
 def suite_of(options: argparse.Namespace) -> ConformanceSuite:
     """The suite that the arguments describe."""
-    model_options = dict(_parsed("--option", given) for given in options.option)
-    if options.dtype is not None:
-        model_options["dtype"] = options.dtype
     suite = ConformanceSuite()
     suite.backend = options.backend
     suite.model = options.model
     suite.adapters = dict(_named("--adapter", given) for given in options.adapter)
     suite.atol = options.atol if options.atol is not None else ATOL.get(options.dtype or "float32", ATOL["float32"])
-    suite.options = model_options
+    suite.options = dict(_parsed("--option", given) for given in options.option)
     suite.effort = QUICK if options.quick else 1.0
     return suite
 

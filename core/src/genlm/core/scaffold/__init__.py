@@ -9,7 +9,10 @@ from pathlib import Path
 from string import Template
 
 from genlm.core.errors import InvalidOptionError
-from genlm.core.plugins import backend_names
+from genlm.core.plugins import KNOWN, backend_names
+
+#: Of what there are distributions genlm-NAME, besides the known plugins.
+TAKEN = ("backend", "bytes", "control", "core")
 
 #: Where each template goes.
 FILES = {
@@ -35,6 +38,8 @@ def write_plugin(name: str, folder: Path | None = None) -> Path:
     """
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         raise InvalidOptionError(f"{name!r} cannot be a backend's name; use lower-case letters, digits and dashes")
+    if name in TAKEN or name in KNOWN:
+        raise InvalidOptionError(f"the distribution genlm-{name} exists already; choose another name")
     if name in backend_names():
         raise InvalidOptionError(f"a backend {name!r} is installed already; choose another name")
     folder = Path(f"genlm-{name}") if folder is None else folder
