@@ -340,7 +340,7 @@ class AsyncLM:
         asked, engine, hits = self._batcher.counters, self._engine_counters, self._cache.hits
         return Stats(
             questions=asked.questions + hits,
-            cache_hits=hits,
+            cache_hits=hits + engine.cache_hits,
             dedup_hits=asked.dedup_hits,
             cancelled=asked.cancelled,
             failed=asked.failed,

@@ -44,7 +44,7 @@ class Timeline:
     def spent(self) -> dict[str, float]:
         """The seconds that each stage has taken so far."""
         spent = dict.fromkeys(STAGES, 0.0)
-        for (_, stage), seconds in list(self._spent.items()):
+        for (_, stage), seconds in self._spent.copy().items():  # threads may add to it meanwhile
             spent[stage] += seconds
         return spent
 
