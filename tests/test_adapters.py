@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 
 from genlm.core import AsyncLM, InvalidOptionError, UnknownAdapterError, UnsupportedError, hookimpl
 from genlm.core.adapters import AdapterRegistry
+from genlm.core.intake import Intake
 from genlm.core.mock import ByteTokenizer, MockEngine, hashed_row
 from genlm.core.types import Adapter
 
@@ -128,6 +131,39 @@ def test_the_path_of_an_adapter():
         assert registry.new("a", path).path == "path/a"
     with pytest.raises(InvalidOptionError, match="None is no path of a LoRA adapter; give"):
         registry.new("a", None)
+
+
+def test_no_prefix_of_an_adapter_removed_meanwhile_is_pinned(gate, monkeypatch):
+    pinned = []
+    queued = threading.Semaphore(0)
+    put_task = Intake.put_task
+
+    def put(intake, task):
+        put_task(intake, task)
+        queued.release()
+
+    class Pinning(MockEngine):
+        @hookimpl
+        def genlm_cache_prefix(self, query):
+            pinned.append(query)
+            return True
+
+    with AsyncLM(lambda: Pinning(ByteTokenizer(), on_batch=gate), backend="mock") as lm, ThreadPoolExecutor(3) as threads:
+        lm.add_new_lora("path/a", "a")
+        monkeypatch.setattr(Intake, "put_task", put)
+        gate.shut()
+        asked = threads.submit(lm.next_token_logprobs_sync, [1])
+        gate.wait_entered()
+        removed = threads.submit(lm.remove_lora, "a")
+        assert queued.acquire(timeout=30)
+        pinning = threads.submit(lm.cache_kv, [1, 2], lora_name="a")
+        assert queued.acquire(timeout=30)
+        gate.open()
+        removed.result()
+        asked.result()
+        with pytest.raises(UnknownAdapterError):
+            pinning.result()
+    assert pinned == []
 
 
 def test_a_removed_adapter_leaves_the_engine():

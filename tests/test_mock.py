@@ -50,6 +50,25 @@ def test_a_distribution_of_ones_own():
         assert asyncio.run(lm.sample([1], 3, [], temperature=0)) == [1, 2, 4]
 
 
+def test_a_distribution_that_changes_is_asked_every_time():
+    class Changing(MockAsyncLM):
+        best = 3
+
+        def _get_logprobs(self, token_ids):
+            row = torch.full((258,), -9.0)
+            row[self.best] = 0.0
+            return row.log_softmax(-1)
+
+    with Changing() as lm:
+        assert int(lm.next_token_logprobs_sync([1]).argmax()) == 3
+        lm.best = 9
+        assert int(lm.next_token_logprobs_sync([1]).argmax()) == 9
+    with Changing(cache_size=10) as lm:
+        lm.next_token_logprobs_sync([1])
+        lm.best = 9
+        assert int(lm.next_token_logprobs_sync([1]).argmax()) == 3
+
+
 def test_a_hugging_face_tokenizer(tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")

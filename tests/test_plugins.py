@@ -439,6 +439,23 @@ def test_a_wrapper_transforms_rows():
         assert abs(row.logsumexp(0)) < 1e-5
 
 
+def test_draws_and_scores_are_of_the_rows_that_a_wrapper_has_changed():
+    class Both(Silencer):
+        @hookimpl(wrapper=True)
+        def genlm_sample(self, queries, params):
+            yield
+            return [[7]] * len(queries)
+
+    with AsyncLM(lambda: MockEngine(ByteTokenizer()), backend="mock") as lm:
+        (best,) = asyncio.run(lm.sample([1], 1, [], temperature=0))
+    for wrapper, drawn in ((Silencer(best), None), (Both(best), [7])):
+        with AsyncLM(lambda: MockEngine(ByteTokenizer()), backend="mock", wrappers=[wrapper]) as lm:
+            second = int(lm.next_token_logprobs_sync([1]).argmax())
+            assert second != best
+            assert asyncio.run(lm.sample([1], 1, [], temperature=0)) == (drawn or [second])
+            assert asyncio.run(lm.sequence_logprobs([1], [best])).item() == -float("inf")
+
+
 def test_a_wrapper_of_an_installed_distribution(install):
     install(
         "silencer",

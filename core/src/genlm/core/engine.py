@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from genlm.core.errors import InvalidInputError, ModelClosedError, PluginError, UnsupportedError
 from genlm.core.logs import get_logger
-from genlm.core.plugins import check_engine, implemented_hooks, plugin_manager
+from genlm.core.plugins import check_engine, implemented_hooks, plugin_manager, wrappers_of
 from genlm.core.timeline import Timeline
 from genlm.core.tokenization import Token, decode_vocab
 from genlm.core.types import Adapter, Answer, Engine, Query, SamplingParams
@@ -52,6 +52,9 @@ class LoadedEngine:
         self._manager = plugin_manager(self._owner, engine, wrappers)
         self._hooks: Any = self._manager.hook
         self._implemented = implemented_hooks(self._manager)
+        around_rows = set[int]().union(*(wrappers_of(self._manager, hook) for hook in EVALUATION_HOOKS))
+        own = filter(self.supports, self._implemented)
+        self._native = {hook for hook in own if around_rows <= wrappers_of(self._manager, hook)}
         if not any(self.supports(hook) for hook in EVALUATION_HOOKS):
             raise PluginError(f"{self._owner} has no hook that evaluates; implement one of {', '.join(EVALUATION_HOOKS)}")
         self.continuous = self.supports("genlm_step")
@@ -93,6 +96,11 @@ class LoadedEngine:
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(self._implemented)}"
             raise InvalidInputError(f"there is no hook {hook!r}; {hint}")
         return self._implemented[hook]
+
+    def native(self, hook: str) -> bool:
+        """Whether ``hook`` may answer in place of rows: the engine implements it, and every wrapper around the rows, which
+        may change them, is around it too."""
+        return hook in self._native
 
     def require(self, hook: str, feature: str) -> None:
         """Raises: UnsupportedError: the engine does not implement ``hook``."""

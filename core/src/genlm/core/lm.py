@@ -205,7 +205,7 @@ class AsyncLM:
     async def _draw(self, query: Query, params: SamplingParams) -> list[int]:
         if params.max_tokens == 0:
             return []
-        if self._engine.supports("genlm_sample"):
+        if self._engine.native("genlm_sample"):
             drawn: list[int] | None = await self._batcher.submit(Draw(query, params))
             if drawn is not None:
                 return drawn
@@ -224,7 +224,7 @@ class AsyncLM:
         continuation = token_ids_of("continuation", continuation_token_ids, scored)
         query = self._query(prompt_token_ids, lora_name, room_for=len(continuation))
         # A native score is normalised over the engine's rows, which is right unless those have padding to drop.
-        if self._engine.supports("genlm_sequence_logprobs") and self._engine.vocab_size <= self._engine.width:
+        if self._engine.native("genlm_sequence_logprobs") and self._engine.vocab_size <= self._engine.width:
             scores: torch.Tensor | None = await self._batcher.submit(Score(query, continuation))
             if scores is not None:
                 return scores
@@ -240,10 +240,11 @@ class AsyncLM:
         anew, and what was cached under it is dropped. On an error the old binding stands.
 
         Raises:
+            InvalidOptionError: the name or the path is none.
             UnsupportedError: the backend has no LoRA.
         """
         self._engine.require("genlm_add_lora", "LoRA")
-        adapter = self._adapters.new(lora_name, os.fspath(lora_path))
+        adapter = self._adapters.new(lora_name, lora_path)
         self._batcher.run(lambda: self._bind(adapter))
 
     def _bind(self, adapter: Adapter) -> None:
@@ -326,12 +327,20 @@ class AsyncLM:
         return self._engine.max_context
 
     def supports(self, hook: str) -> bool:
-        """Whether the engine implements a hook of :mod:`genlm.core.hookspecs`, for instance ``"genlm_add_lora"``."""
+        """Whether the engine implements a hook of :mod:`genlm.core.hookspecs`, for instance ``"genlm_add_lora"``.
+
+        Raises:
+            InvalidInputError: there is no such hook.
+        """
         return self._engine.supports(hook)
 
     @property
     def underlying_model(self) -> Any:
-        """The engine's own model object. It belongs to the engine thread while questions are pending."""
+        """The engine's own model object. It belongs to the engine thread while questions are pending.
+
+        Raises:
+            ModelClosedError: the model has been closed.
+        """
         return self._engine.model
 
     @property

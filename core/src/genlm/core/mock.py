@@ -198,7 +198,7 @@ class MockAsyncLM(AsyncLM):
 
     Args:
         tokenizer: A Hugging Face tokenizer, or an object with the methods of :class:`~genlm.core.types.Tokenizer`.
-        options: Those of :class:`MockEngine` and of the core.
+        options: Those of :class:`MockEngine` and of the core; ``cache_size`` is 0 where :meth:`_get_logprobs` is one's own.
     """
 
     def __init__(self, tokenizer: Any = None, **options: Any) -> None:
@@ -211,6 +211,9 @@ class MockAsyncLM(AsyncLM):
                 raise EngineDeadError("the model has been collected")
             return get_logprobs(token_ids)
 
+        overridden = type(self)._get_logprobs is not MockAsyncLM._get_logprobs
+        if overridden and "cache_opts" not in options:
+            options.setdefault("cache_size", 0)  # its answers may change
         core, engine_options = CoreOptions.split(options)
         super().__init__(lambda: _engine(tokenizer, engine_options, row=row), backend="mock", options=core)
 

@@ -33,6 +33,7 @@ class CoreOptions:
         cache_opts: ``maxsize`` (rows, default 1000), ``max_bytes`` (default 512 MiB), ``move_to_cpu`` (default false).
         check: Check every result of the engine against the contract; ``None`` asks the environment (``GENLM_CHECK=1``).
         wrappers: Objects with ``@hookimpl(wrapper=True)`` methods, to observe or transform what the hooks return.
+            One around rows alone makes draws and scores come from rows too, and not from the engine's own hooks.
     """
 
     batch_size: int | None = None

@@ -149,6 +149,11 @@ def implemented_hooks(manager: pluggy.PluginManager) -> dict[str, bool]:
     return {hook.name: any(not i.wrapper for i in hook.get_hookimpls()) for hook in _hooks(manager)}
 
 
+def wrappers_of(manager: pluggy.PluginManager, hook: str) -> set[int]:
+    """The identities of the wrappers around a hook."""
+    return {id(impl.plugin) for impl in getattr(manager.hook, hook).get_hookimpls() if impl.wrapper}
+
+
 def _hooks(manager: pluggy.PluginManager) -> list[pluggy.HookCaller]:
     return [hook for hook in vars(manager.hook).values() if isinstance(hook, pluggy.HookCaller)]
 
