@@ -36,8 +36,10 @@ def reference(tiny: str, folder: str | None) -> Callable[[tuple[int, ...]], torc
 
 
 def test_adapters_that_the_model_had_before_are_left_alone(tiny: str, lora_folders: dict[str, str]) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny)
-    model.load_adapter(lora_folders["a"], "mine")
+    from peft import PeftModel
+
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny)
+    PeftModel.from_pretrained(model, lora_folders["a"]).eval()  # puts its layers into the model
     before = model(torch.tensor([[1, 2, 3]])).logits
     engine = HFEngine(model, None)
     with pytest.raises(UnsupportedError, match="merge_and_unload"):
