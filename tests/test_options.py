@@ -10,7 +10,7 @@ import pytest
 from genlm.core import AsyncLM, InvalidOptionError, hookimpl, load_model_by_name
 from genlm.core.contract import ContractCheck
 from genlm.core.mock import ByteTokenizer, MockEngine
-from genlm.core.options import CoreOptions, refuse_unknown
+from genlm.core.options import CoreOptions, refuse_unknown, unknown_argument
 
 
 class Watcher:
@@ -94,3 +94,9 @@ def test_a_misspelt_option_of_the_engine(mock):
         InvalidOptionError, match=r"'mock' has no option max_contxt \(did you mean max_context\?\); it has delay"
     ):
         mock(max_contxt=5)
+
+
+@pytest.mark.parametrize(("name", "remedy"), [("dytpe", "did you mean 'dtype'?"), ("xyzzy", "see its documentation")])
+def test_an_argument_that_the_engine_lacks(name, remedy):
+    error = unknown_argument("SGLang", "server argument", name, {"dtype", "device"})
+    assert str(error).startswith(f"SGLang has no server argument {name!r}; {remedy}")

@@ -170,7 +170,7 @@ class Batcher(Generic[R, A]):
 
     def stop(self) -> None:
         """Ask the engine thread to end, without waiting for it. Safe in a finalizer."""
-        if self.forked():
+        if self._forked():
             return
         with self._changed:
             self._stopping = True
@@ -184,7 +184,7 @@ class Batcher(Generic[R, A]):
         Args:
             patience: The most seconds to wait for the engine thread to end; ``None`` waits for as long as it takes.
         """
-        if self.forked():
+        if self._forked():
             return
         self.stop()
         with self._changed:
@@ -196,13 +196,13 @@ class Batcher(Generic[R, A]):
             if ended:
                 self._thread.join()
 
-    def forked(self) -> bool:
+    def _forked(self) -> bool:
         """Whether this is a forked child, which has no engine thread, and perhaps a lock that nobody will release."""
         return os.getpid() != self._pid
 
     def _check_process(self) -> None:
         """Comes before the lock."""
-        if self.forked():
+        if self._forked():
             raise EngineDeadError("this process was forked from the one that loaded the model; load it again here")
 
     def _check_open(self) -> None:
@@ -328,9 +328,9 @@ class Batcher(Generic[R, A]):
         with self._changed:
             self._refusal = functools.partial(EngineDeadError, message)  # without the cause, which has frames too
             dropped = self._intake.withdraw()
-        died = functools.partial(caused, EngineDeadError, message, cause)
-        self._fail(dropped, died)
-        self._fail_running(died)
+        dead = functools.partial(died, message, cause)
+        self._fail(dropped, dead)
+        self._fail_running(dead)
 
     def _end(self, stepper: Stepper[R, A]) -> None:
         self.stop()
@@ -347,7 +347,7 @@ class Batcher(Generic[R, A]):
     # --- the end of the interpreter -----------------------------------------------------------------------------------
 
     def _at_exit(self) -> None:
-        if self.forked():
+        if self._forked():
             return
         self._exiting = True
         self.close(EXIT_PATIENCE)
@@ -371,9 +371,8 @@ def dropped_by_reset() -> QueriesResetError:
     return QueriesResetError("reset_async_queries() dropped this question before the engine took it")
 
 
-def caused(kind: type[Exception], message: str, cause: BaseException) -> Exception:
-    """An error with its cause, as ``raise ... from cause`` would make it."""
-    error = kind(message)
+def died(message: str, cause: BaseException) -> EngineDeadError:
+    error = EngineDeadError(message)
     error.__cause__ = cause
     return error
 

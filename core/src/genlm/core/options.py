@@ -135,6 +135,13 @@ def refuse_unknown(backend: str, options: Iterable[str], own: Iterable[str] = ()
     )
 
 
+def unknown_argument(engine: str, what: str, name: str, known: Iterable[str]) -> InvalidOptionError:
+    """The error for an argument that is passed on to an engine, and which that does not have."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    remedy = f"did you mean {near[0]!r}?" if near else "see its documentation for those of the installed version"
+    return InvalidOptionError(f"{engine} has no {what} {name!r}; {remedy}")
+
+
 def _check_flag(name: str, value: Any) -> None:
     if value not in (None, True, False):
         raise InvalidOptionError(f"{name}={value!r} is neither true nor false; give True, False or None")

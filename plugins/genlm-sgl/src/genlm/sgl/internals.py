@@ -8,7 +8,6 @@ comment says how. Nothing else in this package may import ``sglang``.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import gc
 import inspect
 import random
@@ -22,6 +21,7 @@ import torch
 from attrs import frozen
 
 from genlm.core.errors import BackendUnavailableError, EngineError, InvalidOptionError
+from genlm.core.options import unknown_argument
 
 #: SGLang's watchdog sends SIGQUIT to the parent process when a step takes longer than this. It is also disarmed at load;
 #: this keeps it asleep until then. Seconds.
@@ -365,9 +365,7 @@ def _server_args(options: Mapping[str, Any]) -> Any:
     known = set(inspect.signature(ServerArgs).parameters)
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise InvalidOptionError(f"SGLang has no server argument {name!r}{hint}")
+            raise unknown_argument("SGLang", "server argument", name, known)
     arguments = ServerArgs(**options)
     if hasattr(arguments, "resolve_once"):  # early releases resolve in the constructor
         arguments.resolve_once()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any
 
 from attrs import frozen
 
 from genlm.core.errors import InvalidOptionError
 from genlm.core.logs import get_logger
+from genlm.core.options import unknown_argument
 from genlm.vllm.capture import RowStore, capture_into
 from genlm.vllm.engine import VllmEngine
 from genlm.vllm.internals import EngineCore, check_version, engine_core_here
@@ -102,9 +102,7 @@ def _check(engine_opts: Mapping[str, Any]) -> None:
     known = {option.name for option in fields(EngineArgs)} - {"model"}
     for name, value in engine_opts.items():
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise InvalidOptionError(f"vLLM has no option {name!r}{hint}")
+            raise unknown_argument("vLLM", "option", name, known)
         if name in REFUSED and value not in (None, 1):
             raise InvalidOptionError(f"engine_opts[{name!r}] = {value!r} is not supported: {REFUSED[name]}")
 
