@@ -38,7 +38,7 @@ def ours(bench: Bench) -> None:
 
 def count(bench: Bench) -> float:
     """Microseconds that the counters take for a question: in its caller's thread, and its share of those of its batch."""
-    from genlm.core.timeline import STAGES, Timeline
+    from genlm.core.runtime.timeline import STAGES, Timeline
 
     timeline = Timeline()
 

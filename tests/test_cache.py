@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from genlm.core import InvalidOptionError, Query
-from genlm.core.cache import OutputCache
+from genlm.core.runtime.cache import OutputCache
 
 
 def row(value: float, width: int = 4) -> torch.Tensor:

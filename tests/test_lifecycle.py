@@ -253,7 +253,7 @@ def test_a_signal_handler_may_close_the_model_while_a_question_is_being_put(ask)
     result = run_python(f"""
         import asyncio
         from genlm.core import ModelClosedError
-        from genlm.core.batcher import Batcher
+        from genlm.core.runtime.batcher import Batcher
 
         class Interrupted:
             def __hash__(self):
@@ -302,8 +302,8 @@ def test_a_forked_child_waits_for_no_lock_that_a_thread_of_its_parent_held():
         import asyncio, os, signal, sys, threading
         import torch
         from genlm.core import EngineDeadError
-        from genlm.core.batcher import Batcher
-        from genlm.core.cache import OutputCache
+        from genlm.core.runtime.batcher import Batcher
+        from genlm.core.runtime.cache import OutputCache
 
         class Blocking:
             \"\"\"Holds whoever hashes it for the ``at``-th time.\"\"\"

@@ -8,7 +8,7 @@ import pytest
 from attrs import asdict
 
 from genlm.core import Stats
-from genlm.core.timeline import SAMPLED, STAGES, Timeline
+from genlm.core.runtime.timeline import SAMPLED, STAGES, Timeline
 
 #: How long a test waits for what must happen, seconds.
 PATIENCE = 30.0

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 from attrs import evolve
 
 from genlm.core.adapters import UNSET, AdapterRegistry, LoraName
-from genlm.core.batcher import Batcher
+from genlm.core.runtime.batcher import Batcher
 from genlm.core.context import Context
-from genlm.core.engine import LoadedEngine
+from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.errors import InvalidQueryError
 from genlm.core.options import CoreOptions
 from genlm.core.plugins import installed_wrappers
 from genlm.core.sampling import checked_params, sample_from_rows, seed_of
-from genlm.core.stepper import Draw, EngineCounters, EngineStepper, Request, Result, Score, describe, kind_of
-from genlm.core.timeline import Timeline
+from genlm.core.runtime.executor import Draw, EngineCounters, EngineStepper, Request, Result, Score, describe, kind_of
+from genlm.core.runtime.timeline import Timeline
 from genlm.core.tokenization import Token
-from genlm.core.trace import Trace
+from genlm.core.runtime.trace import Trace
 from genlm.core.types import Adapter, Engine, Query, SamplingParams, Stats
 from genlm.core.validation import token_ids_of
 

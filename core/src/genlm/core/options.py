@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import fields, frozen
 
-from genlm.core.cache import OutputCache
+from genlm.core.runtime.cache import OutputCache
 from genlm.core.contract import ContractCheck
 from genlm.core.errors import InvalidOptionError
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 
-from genlm.core.cache import OutputCache
+from genlm.core.runtime.cache import OutputCache
 from genlm.core.conformance.compare import Violation, check, difference
 from genlm.core.conformance.contexts import Contexts
 from genlm.core.conformance.probe import Probe

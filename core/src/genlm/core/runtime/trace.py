@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from genlm.core.errors import InvalidInputError
-from genlm.core.timeline import Timeline
+from genlm.core.runtime.timeline import Timeline
 
 Future = asyncio.Future[Any] | concurrent.futures.Future[Any]
 

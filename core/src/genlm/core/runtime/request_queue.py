@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from attrs import Factory, define
 
 from genlm.core.errors import EngineDeadError
-from genlm.core.timeline import Timeline
+from genlm.core.runtime.timeline import Timeline
 
 R = TypeVar("R", bound=Hashable)
 A = TypeVar("A")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from genlm.core.errors import InvalidInputError, ModelClosedError, PluginError, UnsupportedError
 from genlm.core.logs import get_logger
 from genlm.core.plugins import check_engine, implemented_hooks, plugin_manager, wrappers_of
-from genlm.core.timeline import Timeline
+from genlm.core.runtime.timeline import Timeline
 from genlm.core.tokenization import Token, decode_vocab
 from genlm.core.types import Adapter, Answer, Engine, Query, SamplingParams
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import define
 
 if TYPE_CHECKING:
-    from genlm.core.trace import Future, Trace
+    from genlm.core.runtime.trace import Future, Trace
 
 #: The stages of a question's way, in order; each is a ``..._seconds`` of :class:`~genlm.core.types.Stats`.
 STAGES = ("validation", "hashing", "lookup", "queue", "engine", "alignment", "caching", "delivery")

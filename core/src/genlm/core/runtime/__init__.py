@@ -1,0 +1,1 @@
+"""What runs behind AsyncLM. Private: nothing here is imported from outside the core."""
