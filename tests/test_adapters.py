@@ -10,8 +10,8 @@ import torch
 
 from genlm.core import AsyncLM, InvalidOptionError, UnknownAdapterError, UnsupportedError, hookimpl
 from genlm.core.adapters import AdapterRegistry
-from genlm.core.runtime.request_queue import Intake
 from genlm.core.mock import ByteTokenizer, MockEngine, hashed_row
+from genlm.core.runtime.request_queue import Intake
 from genlm.core.types import Adapter
 
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genlm.core import InvalidQueryError, Query
-from genlm.core.context import Context
-from genlm.core.hashing import BLOCK
+from genlm.core.context import BLOCK, Context
 
 LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5]
 

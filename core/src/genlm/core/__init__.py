@@ -20,8 +20,7 @@ from genlm.core.errors import (
     VocabularyError,
 )
 from genlm.core.hookspecs import hookimpl
-from genlm.core.lm import AsyncLM
-from genlm.core.loading import load_model_by_name
+from genlm.core.lm import AsyncLM, load_model_by_name
 from genlm.core.mock import MockAsyncLM
 from genlm.core.tokenization import Token, decode_vocab
 from genlm.core.types import Adapter, Answer, BackendInfo, Engine, Query, SamplingParams, Stats

@@ -6,30 +6,47 @@ import asyncio
 import concurrent.futures
 import os
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from attrs import evolve
 
 from genlm.core.adapters import UNSET, AdapterRegistry, LoraName
-from genlm.core.runtime.batcher import Batcher
-from genlm.core.context import Context
-from genlm.core.runtime.loaded_engine import LoadedEngine
+from genlm.core.context import Context, token_ids_of
 from genlm.core.errors import InvalidQueryError
 from genlm.core.options import CoreOptions
-from genlm.core.plugins import installed_wrappers
-from genlm.core.sampling import checked_params, sample_from_rows, seed_of
+from genlm.core.plugins import choose_backend, find_backend, installed_wrappers
+from genlm.core.runtime.batcher import Batcher
 from genlm.core.runtime.executor import Draw, EngineCounters, EngineStepper, Request, Result, Score, describe, kind_of
-from genlm.core.runtime.timeline import Timeline
+from genlm.core.runtime.loaded_engine import LoadedEngine
+from genlm.core.runtime.timeline import Timeline, Trace
+from genlm.core.sampling import checked_params, sample_from_rows, seed_of
 from genlm.core.tokenization import Token
-from genlm.core.runtime.trace import Trace
 from genlm.core.types import Adapter, Engine, Query, SamplingParams, Stats
-from genlm.core.validation import token_ids_of
 
 if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+
+
+def load_model_by_name(name: str, backend: str | None = None, llm_opts: Mapping[str, Any] | None = None) -> AsyncLM:
+    """Load a language model.
+
+    Args:
+        name: A local path or a hub name, as the backend takes it.
+        backend: An installed backend (``genlm backends`` lists them); ``None`` chooses the best for this machine: vLLM
+            where CUDA is, MLX on Apple silicon, else hf. The choice is logged.
+        llm_opts: Options of the backend, and of the core (:class:`~genlm.core.options.CoreOptions`).
+
+    Raises:
+        BackendNotFoundError, BackendImportError, BackendUnavailableError: there is no such backend, it is broken, or it
+            cannot run here.
+        InvalidOptionError: an option is not accepted.
+    """
+    core, engine_options = CoreOptions.split(llm_opts or {})
+    chosen = find_backend(backend if backend is not None else choose_backend())
+    return AsyncLM(lambda: chosen.load(name, engine_options), backend=chosen.name, options=core)
 
 
 class AsyncLM:

@@ -12,9 +12,9 @@ from typing import Any
 
 from attrs import fields, frozen
 
-from genlm.core.runtime.cache import OutputCache
 from genlm.core.contract import ContractCheck
 from genlm.core.errors import InvalidOptionError
+from genlm.core.runtime.cache import OutputCache
 
 CACHE_OPTIONS = ("maxsize", "max_bytes", "move_to_cpu")
 

@@ -7,14 +7,10 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from attrs import field, frozen
 
-from genlm.core.hashing import hash_of
+from genlm.core.context import Context, TokenIds, hash_of
 
 if TYPE_CHECKING:
     import torch
-
-    from genlm.core.context import Context
-
-TokenIds = tuple[int, ...]
 
 
 @frozen

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 
-from genlm.core.runtime.cache import OutputCache
 from genlm.core.conformance.compare import Violation, check, difference
 from genlm.core.conformance.contexts import Contexts
 from genlm.core.conformance.probe import Probe
 from genlm.core.errors import PluginError
 from genlm.core.lm import AsyncLM
+from genlm.core.runtime.cache import OutputCache
 
 if TYPE_CHECKING:
     import torch

@@ -18,8 +18,7 @@ from genlm.core.conformance.rows import OwnershipClauses, RowClauses
 from genlm.core.conformance.sampling import SamplingClauses
 from genlm.core.conformance.state import BatchClauses, StateClauses
 from genlm.core.conformance.subject import Subject
-from genlm.core.lm import AsyncLM
-from genlm.core.loading import load_model_by_name
+from genlm.core.lm import AsyncLM, load_model_by_name
 
 SUBJECT = pytest.StashKey[Subject]()
 

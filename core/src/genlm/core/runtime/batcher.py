@@ -21,8 +21,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from genlm.core.errors import EngineDeadError, ModelClosedError, QueriesResetError, ReentrancyError
-from genlm.core.runtime.request_queue import Counters, Intake, Pending, Task, Waiting
 from genlm.core.logs import get_logger
+from genlm.core.runtime.request_queue import Counters, Intake, Pending, Task, Waiting
 from genlm.core.runtime.timeline import Timeline
 
 log = get_logger()

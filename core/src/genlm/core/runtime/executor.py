@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from attrs import define, field, frozen
 
 from genlm.core.adapters import AdapterRegistry
-from genlm.core.runtime.cache import OutputCache
-from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.errors import EngineError, GenlmError
-from genlm.core.runtime.isolation import IsolatedSteps, Outcomes, evaluate_isolated
 from genlm.core.logs import get_logger
+from genlm.core.runtime.cache import OutputCache
+from genlm.core.runtime.isolation import IsolatedSteps, Outcomes, evaluate_isolated
+from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.runtime.timeline import Timeline
 from genlm.core.types import Query, SamplingParams, TokenIds
 

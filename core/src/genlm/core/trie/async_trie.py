@@ -12,8 +12,8 @@ from typing import Any
 
 from attrs import frozen
 
-from genlm.core.runtime.batcher import Batcher
 from genlm.core.errors import InvalidOptionError
+from genlm.core.runtime.batcher import Batcher
 from genlm.core.trie.operation import MAX, SUM, Operation
 from genlm.core.trie.parallel import ParallelTokenCharacterTrie
 from genlm.core.trie.trie import TokenCharacterTrie
