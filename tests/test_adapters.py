@@ -11,7 +11,7 @@ import torch
 from genlm.core import AsyncLM, InvalidOptionError, UnknownAdapterError, UnsupportedError, hookimpl
 from genlm.core.adapters import AdapterRegistry
 from genlm.core.mock import ByteTokenizer, MockEngine, hashed_row
-from genlm.core.runtime.request_queue import Intake
+from genlm.core.runtime.request_queue import RequestQueue
 from genlm.core.types import Adapter
 
 
@@ -136,7 +136,7 @@ def test_the_path_of_an_adapter():
 def test_no_prefix_of_an_adapter_removed_meanwhile_is_pinned(gate, monkeypatch):
     pinned = []
     queued = threading.Semaphore(0)
-    put_task = Intake.put_task
+    put_task = RequestQueue.put_task
 
     def put(intake, task):
         put_task(intake, task)
@@ -150,7 +150,7 @@ def test_no_prefix_of_an_adapter_removed_meanwhile_is_pinned(gate, monkeypatch):
 
     with AsyncLM(lambda: Pinning(ByteTokenizer(), on_batch=gate), backend="mock") as lm, ThreadPoolExecutor(3) as threads:
         lm.add_new_lora("path/a", "a")
-        monkeypatch.setattr(Intake, "put_task", put)
+        monkeypatch.setattr(RequestQueue, "put_task", put)
         gate.shut()
         asked = threads.submit(lm.next_token_logprobs_sync, [1])
         gate.wait_entered()

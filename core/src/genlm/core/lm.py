@@ -17,12 +17,12 @@ from genlm.core.errors import InvalidQueryError
 from genlm.core.options import CoreOptions
 from genlm.core.plugins import choose_backend, find_backend, installed_wrappers
 from genlm.core.runtime.batcher import Batcher
-from genlm.core.runtime.executor import Draw, EngineCounters, EngineStepper, Request, Result, Score, describe, kind_of
+from genlm.core.runtime.executor import EngineCounters, EngineExecutor, Result, describe, kind_of
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.runtime.timeline import Timeline, Trace
 from genlm.core.sampling import checked_params, sample_from_rows, seed_of
 from genlm.core.tokenization import Token
-from genlm.core.types import Adapter, Engine, Query, SamplingParams, Stats
+from genlm.core.types import Adapter, Engine, Query, Request, SampleRequest, SamplingParams, ScoreRequest, Stats
 
 if TYPE_CHECKING:
     import torch
@@ -85,9 +85,9 @@ class AsyncLM:
 
         loaded: concurrent.futures.Future[LoadedEngine] = concurrent.futures.Future()
 
-        def start() -> EngineStepper:
+        def start() -> EngineExecutor:
             loaded.set_result(LoadedEngine(load(), backend, wrappers, timeline))
-            return EngineStepper(loaded.result(), cache, adapters, counters, timeline)
+            return EngineExecutor(loaded.result(), cache, adapters, counters, timeline)
 
         self._batcher: Batcher[Request, Result] = Batcher(
             start,
@@ -223,7 +223,7 @@ class AsyncLM:
         if params.max_tokens == 0:
             return []
         if self._engine.native("genlm_sample"):
-            drawn: list[int] | None = await self._batcher.submit(Draw(query, params))
+            drawn: list[int] | None = await self._batcher.submit(SampleRequest(query, params))
             if drawn is not None:
                 return drawn
         return await sample_from_rows(self._row, query, params)
@@ -242,7 +242,7 @@ class AsyncLM:
         query = self._query(prompt_token_ids, lora_name, room_for=len(continuation))
         # A native score is normalised over the engine's rows, which is right unless those have padding to drop.
         if self._engine.native("genlm_sequence_logprobs") and self._engine.vocab_size <= self._engine.width:
-            scores: torch.Tensor | None = await self._batcher.submit(Score(query, continuation))
+            scores: torch.Tensor | None = await self._batcher.submit(ScoreRequest(query, continuation))
             if scores is not None:
                 return scores
         ids = query.token_ids + continuation

@@ -77,6 +77,25 @@ class SamplingParams:
     top_p: float | None = None
 
 
+@frozen(eq=False)
+class SampleRequest:
+    """A request for one continuation. No two are equal: each is a draw of its own."""
+
+    query: Query
+    params: SamplingParams
+
+
+@frozen
+class ScoreRequest:
+    """A request for the log-probability of each token of a continuation."""
+
+    query: Query
+    continuation: TokenIds
+
+
+Request = Query | SampleRequest | ScoreRequest
+
+
 @frozen
 class BackendInfo:
     """What a backend says of itself without importing its engine.

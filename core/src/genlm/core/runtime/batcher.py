@@ -1,7 +1,7 @@
 """The engine thread: gathers questions, deduplicates them, batches them, and delivers the answers.
 
-A :class:`Batcher` knows nothing of language models. It owns one thread, on which it calls a :class:`Stepper` with whatever
-has been asked since it last looked. Nothing waits by default: while the stepper works, requests queue; when it is free it
+A :class:`Batcher` knows nothing of language models. It owns one thread, on which it calls a :class:`Executor` with whatever
+has been asked since it last looked. Nothing waits by default: while the executor works, requests queue; when it is free it
 takes all of them. A request from a coroutine is held until one pass of its event loop adds no other, a batch is full, or a
 hundred passes are over, so that requests gathered together make one batch and a lone one waits for nobody.
 """
@@ -22,7 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from genlm.core.errors import EngineDeadError, ModelClosedError, QueriesResetError, ReentrancyError
 from genlm.core.logs import get_logger
-from genlm.core.runtime.request_queue import Counters, Intake, Pending, Task, Waiting
+from genlm.core.runtime.request_queue import Counters, Pending, RequestQueue, Task, Waiting
 from genlm.core.runtime.timeline import Timeline
 
 log = get_logger()
@@ -36,7 +36,7 @@ A_co = TypeVar("A_co", covariant=True)
 EXIT_PATIENCE = 60.0
 
 
-class Stepper(Protocol[R, A_co]):
+class Executor(Protocol[R, A_co]):
     """What the engine thread drives. All methods are called on that thread."""
 
     def step(self, newcomers: Sequence[R]) -> Iterable[tuple[R, A_co | Exception]]:
@@ -55,7 +55,7 @@ class Batcher(Generic[R, A]):
     """Batches requests from any number of event loops and threads onto one engine thread.
 
     Args:
-        start: Builds the stepper, on the engine thread. Its exception is raised here.
+        start: Builds the executor, on the engine thread. Its exception is raised here.
         name: The engine thread's name.
         batch_size: The most requests in flight at once; ``None`` is no limit.
         timeout: Seconds to hold a batch open for latecomers after its first request.
@@ -66,7 +66,7 @@ class Batcher(Generic[R, A]):
 
     def __init__(
         self,
-        start: Callable[[], Stepper[R, A]],
+        start: Callable[[], Executor[R, A]],
         *,
         name: str = "genlm-engine",
         batch_size: int | None = None,
@@ -83,7 +83,7 @@ class Batcher(Generic[R, A]):
         # one that holds it.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._intake: Intake[R, A] = Intake(kind, batch_size, self._timeline, self.counters)
+        self._queue: RequestQueue[R, A] = RequestQueue(kind, batch_size, self._timeline, self.counters)
         self._running: Pending[R, A] = {}  # the engine thread's own
         # Makes the error for whoever asks from now on. An error that is raised keeps its callers' frames, and with them the
         # model: one that was kept here and raised each time would keep the model for as long as the model keeps this.
@@ -113,9 +113,9 @@ class Batcher(Generic[R, A]):
         self._check_process()
         with self._lock:
             self._check_open()
-            if not self._intake.gathering(loop):
+            if not self._queue.gathering(loop):
                 loop.call_soon(self._after_pass, loop)  # before there is a gathering: an interrupt must leave none without
-            self._intake.gather(request, future, loop)
+            self._queue.gather(request, future, loop)
             self._check_open()  # again: a signal handler may have closed the model since, and nobody will answer
             self.counters.questions += 1
             self._timeline.asked(request, future)
@@ -132,7 +132,7 @@ class Batcher(Generic[R, A]):
         with self._changed:
             self._check_open()
             for request, future in zip(requests, futures, strict=True):
-                self._intake.put(request, future)
+                self._queue.put(request, future)
                 self._timeline.asked(request, future)
             self._check_open()
             self.counters.questions += len(futures)
@@ -152,7 +152,7 @@ class Batcher(Generic[R, A]):
         self._check_process()
         with self._changed:
             self._check_open()
-            self._intake.put_task(task)
+            self._queue.put_task(task)
             self._check_open()
             self._changed.notify_all()
         try:
@@ -165,7 +165,7 @@ class Batcher(Generic[R, A]):
         """Fail every request that the engine has not taken yet with :class:`QueriesResetError`."""
         self._check_process()
         with self._changed:
-            dropped = self._intake.withdraw(tasks=False)
+            dropped = self._queue.withdraw(tasks=False)
         self._fail(dropped, dropped_by_reset)
 
     def stop(self) -> None:
@@ -188,7 +188,7 @@ class Batcher(Generic[R, A]):
             return
         self.stop()
         with self._changed:
-            dropped = self._intake.withdraw()
+            dropped = self._queue.withdraw()
         self._fail(dropped, closed_while_pending)
         if threading.current_thread() is not self._thread:
             with self._changed:  # to wait releases the lock, also of the code under a signal handler
@@ -216,14 +216,14 @@ class Batcher(Generic[R, A]):
 
     def _after_pass(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._changed:
-            if self._intake.passed(loop):
+            if self._queue.passed(loop):
                 loop.call_soon(self._after_pass, loop)
             else:
                 self._changed.notify_all()
 
     # --- the engine thread --------------------------------------------------------------------------------------------
 
-    def _main(self, start: list[Callable[[], Stepper[R, A]]], started: concurrent.futures.Future[None]) -> None:
+    def _main(self, start: list[Callable[[], Executor[R, A]]], started: concurrent.futures.Future[None]) -> None:
         try:
             self._serve(start, started)
         finally:
@@ -231,10 +231,10 @@ class Batcher(Generic[R, A]):
                 self._ended = True
                 self._changed.notify_all()
 
-    def _serve(self, start: list[Callable[[], Stepper[R, A]]], started: concurrent.futures.Future[None]) -> None:
+    def _serve(self, start: list[Callable[[], Executor[R, A]]], started: concurrent.futures.Future[None]) -> None:
         atexit.register(self._at_exit)  # here, so that there is none where no thread could be started
         try:
-            stepper = start.pop()()
+            executor = start.pop()()
         except BaseException as error:
             self.stop()
             self._forget_exit_hook()
@@ -243,39 +243,39 @@ class Batcher(Generic[R, A]):
         started.set_result(None)
         try:
             while (work := self._take()) is not None:
-                self._do(stepper, work)
+                self._do(executor, work)
                 del work  # a task refers to who asked for it, who must be free to be collected while this waits
         except BaseException as error:
             self._die(error)
         finally:
-            self._end(stepper)
+            self._end(executor)
 
-    def _do(self, stepper: Stepper[R, A], work: Task[Any] | Sequence[R]) -> None:
+    def _do(self, executor: Executor[R, A], work: Task[Any] | Sequence[R]) -> None:
         if isinstance(work, Task):
             work.run()
         else:
             began = self._timeline.clock()
-            self._deliver(list(stepper.step(work)))
+            self._deliver(list(executor.step(work)))
             self._timeline.batch(began, len(work))
 
     def _take(self) -> Task[Any] | list[R] | None:
         """Wait for work. A task comes alone; an empty list means that requests are in flight and none joins them."""
         with self._changed:
             while True:
-                while not (self._stopping or self._running or self._intake):
+                while not (self._stopping or self._running or self._queue):
                     self._changed.wait()
                 if self._timeout and not (self._stopping or self._running):
                     self._hold_open()
                 if self._stopping:
                     return None
-                work = self._intake.take(self._running)
+                work = self._queue.take(self._running)
                 if work or self._running:
                     return work
 
     def _hold_open(self) -> None:
         """Wait up to ``timeout`` for the batch to fill. A task or the end of the model cuts it short."""
         deadline = time.monotonic() + self._timeout
-        while not (self._stopping or self._intake.full()):
+        while not (self._stopping or self._queue.full()):
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return
@@ -322,24 +322,24 @@ class Batcher(Generic[R, A]):
                     loop.call_soon_threadsafe(resolve, of_loop, self._timeline, began)
 
     def _die(self, cause: BaseException) -> None:
-        """The stepper cannot go on: fail everything, refuse everything."""
+        """The executor cannot go on: fail everything, refuse everything."""
         message = str(cause) if isinstance(cause, EngineDeadError) else f"the engine died: {cause!r}"
         log.error("engine.died", error=repr(cause))
         with self._changed:
             self._refusal = functools.partial(EngineDeadError, message)  # without the cause, which has frames too
-            dropped = self._intake.withdraw()
+            dropped = self._queue.withdraw()
         dead = functools.partial(died, message, cause)
         self._fail(dropped, dead)
         self._fail_running(dead)
 
-    def _end(self, stepper: Stepper[R, A]) -> None:
+    def _end(self, executor: Executor[R, A]) -> None:
         self.stop()
         with self._changed:
-            dropped = self._intake.withdraw()
+            dropped = self._queue.withdraw()
         self._fail(dropped, closed_while_pending)
         self._fail_running(closed_while_pending)
         try:
-            stepper.close()
+            executor.close()
         except Exception:
             log.exception("engine.close_failed")
         self._forget_exit_hook()

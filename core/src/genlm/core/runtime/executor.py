@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from attrs import define, field, frozen
+from attrs import define, field
 
 from genlm.core.adapters import AdapterRegistry
 from genlm.core.errors import EngineError, GenlmError
@@ -14,7 +14,7 @@ from genlm.core.runtime.cache import OutputCache
 from genlm.core.runtime.isolation import IsolatedSteps, Outcomes, evaluate_isolated
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.runtime.timeline import Timeline
-from genlm.core.types import Query, SamplingParams, TokenIds
+from genlm.core.types import Query, Request, SampleRequest, ScoreRequest
 
 if TYPE_CHECKING:
     import torch
@@ -24,24 +24,7 @@ log = get_logger()
 T = TypeVar("T")
 
 
-@frozen(eq=False)
-class Draw:
-    """A request for one continuation. No two are equal: each is a draw of its own."""
-
-    query: Query
-    params: SamplingParams
-
-
-@frozen
-class Score:
-    """A request for the log-probability of each token of a continuation."""
-
-    query: Query
-    continuation: TokenIds
-
-
-Request = Query | Draw | Score
-Result = Any  # a row for a Query; ids, or None, for a Draw; scores, or None, for a Score
+Result = Any  # a row for a Query; ids, or None, for a SampleRequest; scores, or None, for a ScoreRequest
 
 
 def kind_of(request: Request) -> Hashable:
@@ -76,7 +59,7 @@ class EngineCounters:
 
 
 @define(eq=False)
-class EngineStepper:
+class EngineExecutor:
     """Drives one engine for the batcher. Everything here happens on the engine thread."""
 
     engine: LoadedEngine
@@ -93,9 +76,9 @@ class EngineStepper:
     def step(self, newcomers: Sequence[Request]) -> Outcomes[Request, Result]:
         """Answer what can be answered now. The newcomers are of one kind."""
         outcomes, askable = self._refuse_stale(newcomers)
-        if askable and isinstance(askable[0], Draw):
+        if askable and isinstance(askable[0], SampleRequest):
             outcomes += self._evaluate(self._sample, askable)
-        elif askable and isinstance(askable[0], Score):
+        elif askable and isinstance(askable[0], ScoreRequest):
             outcomes += self._evaluate(self._score, askable)
         else:
             outcomes += self._rows(cast("Sequence[Query]", askable))
@@ -164,12 +147,12 @@ class EngineStepper:
             for request, outcome in evaluate_isolated(evaluate, requests)
         ]
 
-    def _sample(self, draws: Sequence[Draw]) -> Sequence[Result]:
+    def _sample(self, draws: Sequence[SampleRequest]) -> Sequence[Result]:
         queries, params = [draw.query for draw in draws], [draw.params for draw in draws]
         drawn = self._counted(len(draws), 0, lambda: self.engine.sample(queries, params))
         return [None] * len(draws) if drawn is None else drawn
 
-    def _score(self, requests: Sequence[Score]) -> Sequence[Result]:
+    def _score(self, requests: Sequence[ScoreRequest]) -> Sequence[Result]:
         queries, continuations = [r.query for r in requests], [r.continuation for r in requests]
         scores = self._counted(len(requests), 0, lambda: self.engine.sequence_logprobs(queries, continuations))
         return [None] * len(requests) if scores is None else scores

@@ -69,7 +69,7 @@ class Counters:
     failed: int = 0
 
 
-class Intake(Generic[R, A]):
+class RequestQueue(Generic[R, A]):
     """Requests and tasks in the order asked; equal requests share a place. The batcher calls it under its lock.
 
     Args:
