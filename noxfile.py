@@ -1,7 +1,9 @@
-"""All that is done to this repository, each task in an environment of its own: ``nox --list`` shows them.
+"""All that is done to this repository, each task in an environment of its own: ``nox --list`` shows
+them.
 
-Only nox is needed outside (``python -m pip install nox``). A plugin's environment follows from its ``pyproject.toml``;
-one whose engine needs other steps lists them in its own ``environment.txt``, so that this file knows no engine's ways.
+Only nox is needed outside (``python -m pip install nox``). A plugin's environment follows from its
+``pyproject.toml``; one whose engine needs other steps lists them in its own ``environment.txt``, so
+that this file knows no engine's ways.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ sys.path.insert(0, str(ROOT))
 from tools import smollm2  # noqa: E402
 
 CORE = ROOT / "core"
-PLUGINS = {folder.parent.name.removeprefix("genlm-"): folder.parent for folder in ROOT.glob("plugins/*/pyproject.toml")}
+PLUGINS = {
+    folder.parent.name.removeprefix("genlm-"): folder.parent
+    for folder in ROOT.glob("plugins/*/pyproject.toml")
+}
 GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
 PEER = "genlm-backend==0.3.1"
 
@@ -36,23 +41,24 @@ nox.options.error_on_external_run = True
 each_plugin = nox.parametrize("name", [nox.param(name, id=name) for name in sorted(PLUGINS)])
 
 
-# -------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What a newcomer runs
-# -------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @nox.session(default=False)
 def demo(session: nox.Session) -> None:
-    """Sequential Monte Carlo on a real model: nox -s demo -- --prompt "Once upon a time" --particles 64."""
+    """Sequential Monte Carlo on a real model: nox -s demo -- --prompt "Once upon a time"
+    --particles 64."""
     prepare(session)
     install_plugin(session, "hf")
     model = [] if "mock" in session.posargs else ["--model", real_model(session)]
     session.run("python", "examples/smc.py", *model, *session.posargs)
 
 
-# -------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What every change must pass: plain `nox`. Arguments after `--` go to the tool.
-# -------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @nox.session
@@ -100,16 +106,20 @@ def conformance(session: nox.Session, name: str) -> None:
 @nox.session(default=False)
 @each_plugin
 def lowest(session: nox.Session, name: str) -> None:
-    """A plugin's tests on the lowest version of its engine, by ``environment-lowest.txt`` in its folder."""
+    """A plugin's tests on the lowest version of its engine, by ``environment-lowest.txt`` in its
+    folder."""
     if not (PLUGINS[name] / "environment-lowest.txt").exists():
-        session.skip(f"genlm-{name} has no environment-lowest.txt; `minimums` runs hf on its lowest versions")
+        session.skip(
+            f"genlm-{name} has no environment-lowest.txt; `minimums` runs hf on its lowest versions"
+        )
     check_plugin(session, name, PLUGINS[name] / "tests", "environment-lowest.txt")
 
 
 @nox.session(default=False)
 @each_plugin
 def costly(session: nox.Session, name: str) -> None:
-    """A plugin's tests that take long, such as several engine processes; each file in a process of its own."""
+    """A plugin's tests that take long, such as several engine processes; each file in a process of
+    its own."""
     files = sorted((PLUGINS[name] / "tests").glob("costly_*.py"))
     if not files:
         session.skip(f"genlm-{name} has no costly tests")
@@ -117,10 +127,18 @@ def costly(session: nox.Session, name: str) -> None:
         check_plugin(session, name, file)
 
 
-def check_plugin(session: nox.Session, name: str, tests: Path, recipe: str = "environment.txt") -> None:
-    """Run tests of a plugin, unless its ``pyproject.toml`` says that this machine is none for it."""
+def check_plugin(
+    session: nox.Session, name: str, tests: Path, recipe: str = "environment.txt"
+) -> None:
+    """Run tests of a plugin, unless its ``pyproject.toml`` says that this machine is none for
+    it."""
     prepare(session)
-    where = nox.project.load_toml(PLUGINS[name] / "pyproject.toml").get("tool", {}).get("genlm", {}).get("runs-on")
+    where = (
+        nox.project.load_toml(PLUGINS[name] / "pyproject.toml")
+        .get("tool", {})
+        .get("genlm", {})
+        .get("runs-on")
+    )
     if where and not Marker(where).evaluate():
         session.skip(f"genlm-{name} is tested where {where}, and this machine is not so")
     install_plugin(session, name, recipe)
@@ -137,40 +155,57 @@ def minimums(session: nox.Session) -> None:
     constraints = Path(session.create_tmp()).resolve() / "lowest.txt"
     constraints.write_text("\n".join(lowest_versions(CORE, PLUGINS["hf"])))
     prepare(session, constraints)
-    session.install("--editable", with_extras(CORE), "--editable", with_extras(PLUGINS["hf"]), *GROUPS["test"])
+    session.install(
+        "--editable", with_extras(CORE), "--editable", with_extras(PLUGINS["hf"]), *GROUPS["test"]
+    )
     session.env["GENLM_TEST_MODEL"] = real_model(session)
     session.run("pytest", "tests", str(PLUGINS["hf"] / "tests"), *session.posargs)
 
 
 @nox.session(reuse_venv=False)
 def wheels(session: nox.Session) -> None:
-    """Build every wheel, install them where nothing else is, and run the demo on the mock from there."""
+    """Build every wheel, install them where nothing else is, and run the demo on the mock from
+    there."""
     prepare(session)
     built = Path(session.create_tmp())
     for old in built.glob("*.whl"):
         old.unlink()
     folders = [str(folder) for folder in (CORE, *PLUGINS.values())]
-    session.run("python", "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(built), *folders, silent=True)
+    session.run(
+        "python",
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--wheel-dir",
+        str(built),
+        *folders,
+        silent=True,
+    )
     core, *others = (str(wheel) for wheel in sorted(built.glob("*.whl")))
     session.install(core)
-    session.install("--no-deps", *others)  # without their engines: listing the backends must not need them
+    # Without their engines: listing the backends must not need them.
+    session.install("--no-deps", *others)
     session.run("genlm", "backends")
     session.run("python", "examples/smc.py", "--backend", "mock", *session.posargs)
 
 
-# -------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Figures
-# -------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Ours beside genlm-backend, on one model, in turn: nox -s bench -- --quick, or by name: nox -s bench -- trie."""
+    """Ours beside genlm-backend, on one model, in turn: nox -s bench -- --quick, or by name: nox -s
+    bench -- trie."""
     prepare(session)
     install_plugin(session, "hf")
     session.install(*GROUPS["bench"])
     environments = {"hf": str(Path(session.bin).resolve() / "python")}
-    environments["theirs"] = further_environment(session, "theirs", [["pip", "install", "torch", PEER]])
+    environments["theirs"] = further_environment(
+        session, "theirs", [["pip", "install", "torch", PEER]]
+    )
     for said in constants_of_workloads(session.posargs):
         name = said.get("PLUGIN", "hf")
         if name not in environments:
@@ -179,30 +214,36 @@ def bench(session: nox.Session) -> None:
             steps = [["pip", "install", "torch"], ["pip", "install", *said["PEER"]]]
             environments[f"theirs-{name}"] = further_environment(session, f"theirs-{name}", steps)
     pythons = [f"--python={name}={python}" for name, python in sorted(environments.items())]
-    session.run("python", "-m", "benchmarks", "--model", real_model(session), *pythons, *session.posargs)
+    session.run(
+        "python", "-m", "benchmarks", "--model", real_model(session), *pythons, *session.posargs
+    )
 
 
 def constants_of_workloads(names: list[str]) -> list[dict[str, Any]]:
     """What the modules of the named workloads say of environments, one line each.
 
-    ``PLUGIN = "hf"`` is that of `ours` and `floor`; ``PEER = [...]`` what `theirs` needs beyond what it needs for hf.
+    ``PLUGIN = "hf"`` is that of `ours` and `floor`; ``PEER = [...]`` what `theirs` needs beyond
+    what it needs for hf.
     """
     modules = [ROOT / "benchmarks" / f"{name}.py" for name in names]
     found = [
-        re.findall(r"^(PLUGIN|PEER) = (.+)$", module.read_text(), re.MULTILINE) for module in modules if module.exists()
+        re.findall(r"^(PLUGIN|PEER) = (.+)$", module.read_text(), re.MULTILINE)
+        for module in modules
+        if module.exists()
     ]
     return [{name: ast.literal_eval(value) for name, value in constants} for constants in found]
 
 
-# -------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Environments
-# -------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def prepare(session: nox.Session, constraints: Path = ROOT / "constraints.txt") -> None:
     """Fix the versions that pip may install, and the number of threads.
 
-    One thread, because two on a small shared machine wait for each other: up to twenty times slower, never twice alike.
+    One thread, because two on a small shared machine wait for each other: up to twenty times
+    slower, never twice alike.
     """
     session.env["PIP_CONSTRAINT"] = constraints.as_uri()
     session.env["OMP_NUM_THREADS"] = "1"
@@ -215,13 +256,23 @@ def install_plugin(session: nox.Session, name: str, recipe: str = "environment.t
 
 
 def plugin_steps(name: str, recipe: str = "environment.txt") -> list[list[str]]:
-    """The pip commands that install the core and a plugin with all its extras, or those of a recipe in its folder.
+    """The pip commands that install the core and a plugin with all its extras, or those of a recipe
+    in its folder.
 
     Each line of that file is a pip command, as seen from the repository's root.
     """
     file = PLUGINS[name] / recipe
     if not file.exists():
-        return [["pip", "install", "--editable", "core[conformance]", "--editable", with_extras(PLUGINS[name])]]
+        return [
+            [
+                "pip",
+                "install",
+                "--editable",
+                "core[conformance]",
+                "--editable",
+                with_extras(PLUGINS[name]),
+            ]
+        ]
     lines = [shlex.split(line, comments=True) for line in file.read_text().splitlines()]
     return [["pip", *words] for words in lines if words]
 
@@ -233,27 +284,36 @@ def further_environment(session: nox.Session, name: str, steps: list[list[str]])
     if not (folder / "complete").exists():
         session.run_install("python", "-m", "venv", "--clear", str(folder))
         for command in steps:
-            session.run_install(python, "-m", *command, external=True, silent=not session.interactive)
+            session.run_install(
+                python, "-m", *command, external=True, silent=not session.interactive
+            )
         (folder / "complete").touch()
     return python
 
 
 def with_extras(folder: Path) -> str:
     """How pip names a distribution's folder together with all its optional dependencies."""
-    extras = nox.project.load_toml(folder / "pyproject.toml")["project"].get("optional-dependencies", {})
+    extras = nox.project.load_toml(folder / "pyproject.toml")["project"].get(
+        "optional-dependencies", {}
+    )
     return str(folder.relative_to(ROOT)) + (f"[{','.join(extras)}]" if extras else "")
 
 
 def lowest_versions(*folders: Path) -> list[str]:
-    """The constraints of constraints.txt, and the lowest version of every other dependency of the distributions."""
+    """The constraints of constraints.txt, and the lowest version of every other dependency of the
+    distributions."""
     fixed = (ROOT / "constraints.txt").read_text().splitlines()
     names = {Requirement(line).name for line in fixed if line and not line.startswith("#")}
     lowest = {}
     for folder in folders:
         project = nox.project.load_toml(folder / "pyproject.toml")["project"]
-        for line in chain(project["dependencies"], *project.get("optional-dependencies", {}).values()):
+        for line in chain(
+            project["dependencies"], *project.get("optional-dependencies", {}).values()
+        ):
             requirement = Requirement(line)
-            (version,) = (limit.version for limit in requirement.specifier if limit.operator == ">=")
+            (version,) = (
+                limit.version for limit in requirement.specifier if limit.operator == ">="
+            )
             if requirement.name not in names and not requirement.name.startswith("genlm-"):
                 lowest[requirement.name] = version
     return [*fixed, *(f"{name}=={version}" for name, version in lowest.items())]

@@ -1,4 +1,5 @@
-"""Runs workloads, their sides in turn, and writes what they measured: ``python -m benchmarks --help``."""
+"""Runs workloads, their sides in turn, and writes what they measured: ``python -m benchmarks
+--help``."""
 
 from __future__ import annotations
 
@@ -23,11 +24,19 @@ NOT_WORKLOADS = {"__init__", "__main__", "protocol", "report", "plots", "steps"}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="workloads; without any, all of the core and of hf")
+    parser.add_argument(
+        "names", nargs="*", help="workloads; without any, all of the core and of hf"
+    )
     parser.add_argument("--quick", action="store_true", help="only see that they run")
     parser.add_argument("--rounds", type=int, help="how often each side's turn comes")
     parser.add_argument("--model", required=True, help="the folder of a small real model")
-    parser.add_argument("--python", action="append", default=[], metavar="ENVIRONMENT=PYTHON", help="hf=..., theirs=...")
+    parser.add_argument(
+        "--python",
+        action="append",
+        default=[],
+        metavar="ENVIRONMENT=PYTHON",
+        help="hf=..., theirs=...",
+    )
     parser.add_argument("--results", type=Path, default=FOLDER, help="where to write")
     options = parser.parse_args()
     pythons = dict(given.split("=", 1) for given in options.python)
@@ -42,9 +51,16 @@ def main() -> None:
         for side in sides_of(name)
         if environment_of(name, side) in pythons
     ]
-    result = {"date": str(datetime.date.today()), "machine": machine(), "quick": options.quick, "runs": runs}
+    result = {
+        "date": str(datetime.date.today()),
+        "machine": machine(),
+        "quick": options.quick,
+        "runs": runs,
+    }
     file = (
-        options.results / "results" / f"{result['date']}-{slug(result['machine'])}{'-quick' if options.quick else ''}.json"
+        options.results
+        / "results"
+        / f"{result['date']}-{slug(result['machine'])}{'-quick' if options.quick else ''}.json"
     )
     file.parent.mkdir(parents=True, exist_ok=True)
     known = json.loads(file.read_text())["runs"] if file.exists() else []
@@ -65,13 +81,18 @@ def plugin_of(name: str) -> str:
 def says(name: str, constant: str) -> Any:
     """The value of a constant of the module, if it has it; read, not run."""
     for statement in module(name).body:
-        if isinstance(statement, ast.Assign) and getattr(statement.targets[0], "id", None) == constant:
+        if (
+            isinstance(statement, ast.Assign)
+            and getattr(statement.targets[0], "id", None) == constant
+        ):
             return ast.literal_eval(statement.value)
     return None
 
 
 def sides_of(name: str) -> list[str]:
-    functions = {statement.name for statement in module(name).body if isinstance(statement, ast.FunctionDef)}
+    functions = {
+        statement.name for statement in module(name).body if isinstance(statement, ast.FunctionDef)
+    }
     return [side for side in SIDES if side in functions]
 
 
@@ -85,11 +106,25 @@ def environment_of(name: str, side: str) -> str:
     return f"theirs-{plugin_of(name)}" if says(name, "PEER") else "theirs"
 
 
-def run(name: str, side: str, turn: int, pythons: dict[str, str], model: str, quick: bool) -> dict[str, Any]:
+def run(
+    name: str, side: str, turn: int, pythons: dict[str, str], model: str, quick: bool
+) -> dict[str, Any]:
     """One side of a workload, once, in a process of its own."""
     print(f"{name}: {side}, round {turn + 1}", file=sys.stderr, flush=True)
-    command = [pythons[environment_of(name, side)], "-m", f"benchmarks.{name}", side, "--model", model]
-    done = subprocess.run([*command, *(["--quick"] if quick else [])], cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True)
+    command = [
+        pythons[environment_of(name, side)],
+        "-m",
+        f"benchmarks.{name}",
+        side,
+        "--model",
+        model,
+    ]
+    done = subprocess.run(
+        [*command, *(["--quick"] if quick else [])],
+        cwd=FOLDER.parent,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     found: dict[str, Any] = {
         "workload": name,
@@ -104,7 +139,9 @@ def run(name: str, side: str, turn: int, pythons: dict[str, str], model: str, qu
         found |= {key: one[key] for key in ("python", "versions", "peak_mib") if key in one}
     if done.returncode:
         found["failed"] = done.returncode
-        print(f"{name}: {side} FAILED with exit status {done.returncode}", file=sys.stderr, flush=True)
+        print(
+            f"{name}: {side} FAILED with exit status {done.returncode}", file=sys.stderr, flush=True
+        )
     return found
 
 

@@ -1,10 +1,12 @@
 """The batcher's own cost: an engine that answers at once, and one that takes half a second
 
-Questions are asked together, each with a context of 50 tokens never asked before. A held event loop is how late a
-coroutine that wants to run every millisecond is at worst, while a forward pass of 500 ms is under way.
+Questions are asked together, each with a context of 50 tokens never asked before. A held event loop
+is how late a coroutine that wants to run every millisecond is at worst, while a forward pass of 500
+ms is under way.
 
-genlm-backend does its batching in each backend; here it is that of its hf backend, over a model that answers at once. The
-floor is Python's own: coroutines gathered, whose futures one other thread resolves together.
+genlm-backend does its batching in each backend; here it is that of its hf backend, over a model
+that answers at once. The floor is Python's own: coroutines gathered, whose futures one other thread
+resolves together.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ def held(bench: Bench, ask: Ask, runner: asyncio.Runner) -> None:
         return worst * 1e3
 
     source = fresh(50, fill=2)  # not asked before, nor a prefix of what was
-    bench.record("event loop held, forward of 500 ms", [runner.run(latest()) for _ in range(5)], unit="ms")
+    bench.record(
+        "event loop held, forward of 500 ms", [runner.run(latest()) for _ in range(5)], unit="ms"
+    )
 
 
 def ours(bench: Bench) -> None:
@@ -79,7 +83,13 @@ def ours(bench: Bench) -> None:
     class Instant:
         """Answers at once, or after a while."""
 
-        tokenizer, vocab_size, max_context, device, model = ByteTokenizer(), VOCABULARY, None, "cpu", None
+        tokenizer, vocab_size, max_context, device, model = (
+            ByteTokenizer(),
+            VOCABULARY,
+            None,
+            "cpu",
+            None,
+        )
 
         def __init__(self, seconds: float = 0.0) -> None:
             self._rows = torch.log_softmax(torch.randn(max(TOGETHER), VOCABULARY), dim=-1)
@@ -106,10 +116,22 @@ def ours(bench: Bench) -> None:
                 lists = list(itertools.islice(fresh(length), 32))
                 known = [lm.context(ids) for ids in lists]
                 for case, extended in (
-                    ("extend a list, cache off, length", lambda lists=lists: [[*ids, 5] for ids in lists]),
-                    ("extend a Context, cache off, length", lambda known=known: [context.extend(5) for context in known]),
+                    (
+                        "extend a list, cache off, length",
+                        lambda lists=lists: [[*ids, 5] for ids in lists],
+                    ),
+                    (
+                        "extend a Context, cache off, length",
+                        lambda known=known: [context.extend(5) for context in known],
+                    ),
                 ):
-                    bench.time(case, lambda make=extended: runner.run(many(make())), unit="us", x=length, per=32)
+                    bench.time(
+                        case,
+                        lambda make=extended: runner.run(many(make())),
+                        unit="us",
+                        x=length,
+                        per=32,
+                    )
 
 
 def theirs(bench: Bench) -> None:
@@ -128,7 +150,11 @@ def theirs(bench: Bench) -> None:
         def __call__(self, ids: Any, **more: Any) -> Any:
             if self.seconds:
                 time.sleep(self.seconds)
-            return type("Output", (), {"logits": rows[:1].expand(len(ids), ids.shape[1], -1), "past_key_values": None})
+            return type(
+                "Output",
+                (),
+                {"logits": rows[:1].expand(len(ids), ids.shape[1], -1), "past_key_values": None},
+            )
 
     from transformers import AutoTokenizer
 
@@ -141,7 +167,8 @@ def theirs(bench: Bench) -> None:
         model.seconds = FORWARD
         held(bench, lm.next_token_logprobs, runner)
     bench.note(
-        "genlm-backend's hf backend waits 20 ms for others before it answers a lone question; it takes 20 in a batch."
+        "genlm-backend's hf backend waits 20 ms for others before it answers a lone question; it "
+        "takes 20 in a batch."
     )
 
 
@@ -175,7 +202,14 @@ def floor(bench: Bench) -> None:
                 await asyncio.gather(*(ask() for _ in range(n)))
 
             for case in ("question, cache off", "question, cache on"):
-                bench.time(case, lambda: runner.run(gathered()), unit="us", x=n, per=n, repeat=100 if n < 1000 else 30)
+                bench.time(
+                    case,
+                    lambda: runner.run(gathered()),
+                    unit="us",
+                    x=n,
+                    per=n,
+                    repeat=100 if n < 1000 else 30,
+                )
     asked.put(None)
     thread.join()
 

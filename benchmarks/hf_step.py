@@ -1,13 +1,14 @@
 """One step of n contexts through transformers, whatever the program does with them.
 
-``prefill``: n new contexts. ``extend``: each grows by a token. ``fork``: half of them, each continued twice.
-``newcomer``: all grow by a token, and a new one comes. ``ragged``: they grow by 1 to 5 tokens. ``alternate``: two groups of
-n take turns. A last case extends a few contexts of several lengths.
+``prefill``: n new contexts. ``extend``: each grows by a token. ``fork``: half of them, each
+continued twice.
+``newcomer``: all grow by a token, and a new one comes. ``ragged``: they grow by 1 to 5 tokens.
+``alternate``: two groups of n take turns. A last case extends a few contexts of several lengths.
 
-The floor is what the same tokens cost in raw transformers: one ``model(...)`` on a prepared cache of the same rows, logits
-of the last position, log-softmax. For ``newcomer`` that is a decode and a prefill; for ``ragged`` as many tokens for every
-row as on average. ``genlm-backend`` 0.3.1 is measured as shipped and, in the cases named so, after ``cache_kv`` of each
-prompt.
+The floor is what the same tokens cost in raw transformers: one ``model(...)`` on a prepared cache
+of the same rows, logits of the last position, log-softmax. For ``newcomer`` that is a decode and a
+prefill; for ``ragged`` as many tokens for every row as on average. ``genlm-backend`` 0.3.1 is
+measured as shipped and, in the cases named so, after ``cache_kv`` of each prompt.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def ours(bench: Bench) -> None:
     with AsyncTransformer.from_name(bench.model, cache_size=0) as lm, asyncio.Runner() as runner:
         for program in programs(bench, len(lm.byte_vocab)):
             measure(bench, program, asked_of(lm, runner), lm.clear_kv_cache, repeat=program.repeats)
-        measure_lengths(bench, len(lm.byte_vocab), asked_of(lm, runner), lm.clear_kv_cache, repeat=12)
+        measure_lengths(
+            bench, len(lm.byte_vocab), asked_of(lm, runner), lm.clear_kv_cache, repeat=12
+        )
 
 
 def theirs(bench: Bench) -> None:
@@ -35,7 +38,9 @@ def theirs(bench: Bench) -> None:
 
     from genlm.backend.llm import AsyncTransformer
 
-    lm = AsyncTransformer.from_name(bench.model, hf_opts={"torch_dtype": torch.float32, "device_map": "cpu"})
+    lm = AsyncTransformer.from_name(
+        bench.model, hf_opts={"torch_dtype": torch.float32, "device_map": "cpu"}
+    )
     with asyncio.Runner() as runner:
         ask = asked_of(lm, runner)
         for program in programs(bench, len(lm.byte_vocab)):
@@ -45,12 +50,24 @@ def theirs(bench: Bench) -> None:
             prompts = program.prompts()
             after = f" after {program.length} tokens"
             if program.long:  # many seconds a step: the one figure that matters, and as few as tell
-                bench.time("extend" + after, ask, x=program.n, repeat=1, prepare=functools.partial(program.extend, prompts))
+                bench.time(
+                    "extend" + after,
+                    ask,
+                    x=program.n,
+                    repeat=1,
+                    prepare=functools.partial(program.extend, prompts),
+                )
             lm.clear_cache()
             for prompt in prompts:
                 lm.cache_kv(prompt)
             extend = functools.partial(program.extend, prompts)
-            bench.time("extend, prompts given to cache_kv," + after, ask, x=program.n, repeat=3, prepare=extend)
+            bench.time(
+                "extend, prompts given to cache_kv," + after,
+                ask,
+                x=program.n,
+                repeat=3,
+                prepare=extend,
+            )
             lm.clear_cache()
         measure_lengths(bench, len(lm.byte_vocab), ask, lm.clear_cache, repeat=1)
 

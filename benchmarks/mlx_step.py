@@ -1,14 +1,16 @@
-"""One step of n contexts through mlx-lm, whatever the program does with them, in milliseconds of CPU time.
+"""One step of n contexts through mlx-lm, whatever the program does with them, in milliseconds of
+CPU time.
 
-``prefill``: n new contexts. ``extend``: each grows by a token. ``fork``: half of them, each continued twice.
-``newcomer``: all grow by a token, and a new one comes. ``ragged``: they grow by 1 to 5 tokens. ``alternate``: two groups of
-n take turns. Every step continues from the rows of the step before.
+``prefill``: n new contexts. ``extend``: each grows by a token. ``fork``: half of them, each
+continued twice.
+``newcomer``: all grow by a token, and a new one comes. ``ragged``: they grow by 1 to 5 tokens.
+``alternate``: two groups of n take turns. Every step continues from the rows of the step before.
 
-The floor is what the same tokens cost in raw mlx-lm: one ``model(...)`` on a prepared batch cache of the same rows, and
-log-softmax. For ``newcomer`` that is a decode and a prefill; for ``ragged`` as many tokens for every row as on average.
-``genlm-backend`` 0.3.1 runs on mlx-lm 0.31.3, the last with the functions that it imports. On Linux all sides multiply
-matrices by PyTorch's BLAS: the one in MLX's wheel is the reference implementation, far slower, and would hide
-all else.
+The floor is what the same tokens cost in raw mlx-lm: one ``model(...)`` on a prepared batch cache
+of the same rows, and log-softmax. For ``newcomer`` that is a decode and a prefill; for ``ragged``
+as many tokens for every row as on average. ``genlm-backend`` 0.3.1 runs on mlx-lm 0.31.3, the last
+with the functions that it imports. On Linux all sides multiply matrices by PyTorch's BLAS: the one
+in MLX's wheel is the reference implementation, far slower, and would hide all else.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def prepare(bench: Bench) -> None:
     bench.clock = time.process_time
     spec = importlib.util.find_spec("torch")
     if sys.platform == "linux" and spec is not None and spec.origin is not None:
-        ctypes.CDLL(str(Path(spec.origin).with_name("lib") / "libtorch_cpu.so"), mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(
+            str(Path(spec.origin).with_name("lib") / "libtorch_cpu.so"), mode=ctypes.RTLD_GLOBAL
+        )
 
 
 def repeats(program: Program) -> int:
@@ -88,7 +92,9 @@ def measure(bench: Bench, lm: Any, program: Program, reset: Callable[[], object]
         groups = [current[: program.n], program.prompts()]
         ask(groups[1])
         time_of("alternate", repeat, turns(program, groups))
-    bench.record("peak of MLX's memory" + after, mx.get_peak_memory() / (1 << 20), unit="MiB", x=program.n)
+    bench.record(
+        "peak of MLX's memory" + after, mx.get_peak_memory() / (1 << 20), unit="MiB", x=program.n
+    )
 
 
 def ours(bench: Bench) -> None:
@@ -119,10 +125,13 @@ def floor(bench: Bench) -> None:
 
     def decode(cache: Any, contexts: Contexts) -> None:
         logits = model(mx.array(contexts), cache=cache)[:, -1, :]
-        mx.eval(logits - mx.logsumexp(logits, axis=-1, keepdims=True), [layer.state for layer in cache])
+        mx.eval(
+            logits - mx.logsumexp(logits, axis=-1, keepdims=True), [layer.state for layer in cache]
+        )
 
     def prefill(contexts: Contexts) -> Any:
-        """As mlx-lm's own generation does it: the last token apart, so that logits are computed of no other."""
+        """As mlx-lm's own generation does it: the last token apart, so that logits are computed of
+        no other."""
         cache = [layer.merge([layer] * len(contexts)) for layer in make_prompt_cache(model)]
         model(mx.array([context[:-1] for context in contexts]), cache=cache)
         mx.eval([layer.state for layer in cache])
@@ -143,11 +152,20 @@ def floor(bench: Bench) -> None:
 
         for case in ("extend", "fork", "alternate"):
             if case != "fork" or program.n > 1:
-                bench.time(case + after, functools.partial(decode, cache, one), x=program.n, repeat=12)
+                bench.time(
+                    case + after, functools.partial(decode, cache, one), x=program.n, repeat=12
+                )
         newcomer = functools.partial(program.prompts, 1)
         bench.time("newcomer" + after, with_newcomer, x=program.n, repeat=repeat, prepare=newcomer)
-        bench.time("ragged" + after, functools.partial(decode, cache, several), x=program.n, repeat=repeat)
-        bench.record("peak of MLX's memory" + after, mx.get_peak_memory() / (1 << 20), unit="MiB", x=program.n)
+        bench.time(
+            "ragged" + after, functools.partial(decode, cache, several), x=program.n, repeat=repeat
+        )
+        bench.record(
+            "peak of MLX's memory" + after,
+            mx.get_peak_memory() / (1 << 20),
+            unit="MiB",
+            x=program.n,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Plots that read well on their own: one SVG for each curve of a workload, and bars of where the time goes."""
+"""Plots that read well on their own: one SVG for each curve of a workload, and bars of where the
+time goes."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def draw(workload: str, cases: list[Case], folder: Path) -> list[Path]:
         elif case.x is not None:
             curves.setdefault(case.name, []).append(case)
     drawn = [
-        curve(workload, name, points, folder) for name, points in curves.items() if len({point.x for point in points}) > 2
+        curve(workload, name, points, folder)
+        for name, points in curves.items()
+        if len({point.x for point in points}) > 2
     ]
     return drawn + ([bars(workload, stages, folder)] if stages else [])
 
@@ -57,10 +60,18 @@ def bars(workload: str, stages: list[Case], folder: Path) -> Path:
     groups = sorted({case.x for case in stages if case.x is not None})
     left = dict.fromkeys(groups, 0.0)
     for name in dict.fromkeys(case.name for case in stages):
-        own = {case.x: case.median("ours") or 0.0 for case in stages if case.name == name and case.x is not None}
+        own = {
+            case.x: case.median("ours") or 0.0
+            for case in stages
+            if case.name == name and case.x is not None
+        }
         label = name.removeprefix(STAGE)
         axes.barh(
-            [f"{x:g}" for x in groups], [own.get(x, 0) for x in groups], left=list(left.values()), label=label, height=0.6
+            [f"{x:g}" for x in groups],
+            [own.get(x, 0) for x in groups],
+            left=list(left.values()),
+            label=label,
+            height=0.6,
         )
         left = {x: left[x] + own.get(x, 0.0) for x in groups}
     axes.set_xlabel(f"{stages[0].unit} a question")

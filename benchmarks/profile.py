@@ -1,9 +1,11 @@
-"""Where a step's time goes: microseconds a question, by the counters that every model keeps in `lm.stats`
+"""Where a step's time goes: microseconds a question, by the counters that every model keeps in
+`lm.stats`
 
-Stages on the left of the engine are in the callers' threads and the queue, those on its right in the engine thread; what
-remains of the wall time is Python's event loop and the program itself. One engine answers at once, so that all the rest
-shows; on hf all that is a small part of the engine's time. With `--quick` this is a profile in a few seconds. The counters
-are always on: what they cost a question is measured too, and is given as a share of a question's time on hf.
+Stages on the left of the engine are in the callers' threads and the queue, those on its right in
+the engine thread; what remains of the wall time is Python's event loop and the program itself. One
+engine answers at once, so that all the rest shows; on hf all that is a small part of the engine's
+time. With `--quick` this is a profile in a few seconds. The counters are always on: what they cost
+a question is measured too, and is given as a share of a question's time on hf.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ def ours(bench: Bench) -> None:
 
 
 def count(bench: Bench) -> float:
-    """Microseconds that the counters take for a question: in its caller's thread, and its share of those of its batch."""
+    """Microseconds that the counters take for a question: in its caller's thread, and its share of
+    those of its batch."""
     from genlm.core.runtime.timeline import STAGES, Timeline
 
     timeline = Timeline()
@@ -73,13 +76,28 @@ def instant(bench: Bench, runner: asyncio.Runner) -> None:
             return rows[: len(queries)]
 
     with AsyncLM(Instant, backend="instant") as lm:
-        spend(bench, "stage: ", lm, runner, rounds=5 if bench.quick else 50, together=TOGETHER, length=50)
+        spend(
+            bench,
+            "stage: ",
+            lm,
+            runner,
+            rounds=5 if bench.quick else 50,
+            together=TOGETHER,
+            length=50,
+        )
 
 
 def spend(
-    bench: Bench, prefix: str, lm: Any, runner: asyncio.Runner, rounds: int, together: tuple[int, ...], length: int
+    bench: Bench,
+    prefix: str,
+    lm: Any,
+    runner: asyncio.Runner,
+    rounds: int,
+    together: tuple[int, ...],
+    length: int,
 ) -> float:
-    """Record the stages; returns the microseconds of wall time that a question took, with the most together."""
+    """Record the stages; returns the microseconds of wall time that a question took, with the most
+    together."""
     source = fresh(length)
 
     async def gathered(n: int) -> None:
@@ -91,14 +109,19 @@ def spend(
         for _ in range(rounds):
             runner.run(gathered(n))
         wall, after = time.perf_counter() - began, asdict(lm.stats)
-        spent = {name.removesuffix(SUFFIX): after[name] - before[name] for name in after if name.endswith(SUFFIX)}
+        spent = {
+            name.removesuffix(SUFFIX): after[name] - before[name]
+            for name in after
+            if name.endswith(SUFFIX)
+        }
         spent["event loop and program"] = max(wall - sum(spent.values()), 0.0)
         for stage, seconds in spent.items():
             if not seconds:
                 continue  # timed for one question in many, and these were too few
             bench.record(prefix + stage, seconds / (rounds * n) * 1e6, unit="us", x=n)
             print(
-                f"{prefix}{stage:24} {n:5} at once {seconds / (rounds * n) * 1e6:10.2f} us  {seconds / wall:6.1%}",
+                f"{prefix}{stage:24} {n:5} at once {seconds / (rounds * n) * 1e6:10.2f} us  "
+                f"{seconds / wall:6.1%}",
                 file=sys.stderr,
             )
     return wall / (rounds * n) * 1e6

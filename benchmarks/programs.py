@@ -1,9 +1,10 @@
 """Two whole programs: sequential Monte Carlo in a regular language, and importance sampling
 
-*Sequential Monte Carlo*: 64 particles of 50 tokens, each of whose tokens must match the regular expression
-`[a-z ,.]*` of bytes; particles are resampled when their effective number falls below half. *Importance sampling*: 256
-continuations of 8 tokens, drawn from the model at temperature 1.3 and weighed by the model itself. The code is the same on
-both sides and asks as the library's users do, one coroutine for each particle.
+*Sequential Monte Carlo*: 64 particles of 50 tokens, each of whose tokens must match the regular
+expression `[a-z ,.]*` of bytes; particles are resampled when their effective number falls below
+half. *Importance sampling*: 256 continuations of 8 tokens, drawn from the model at temperature 1.3
+and weighed by the model itself. The code is the same on both sides and asks as the library's users
+do, one coroutine for each particle.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def theirs(bench: Bench) -> None:
 
 def measure(bench: Bench, lm: Any, *resets: Any) -> None:
     prompt = lm.tokenizer.encode(PROMPT)
-    # One program of each a round; with genlm-backend, which has no key/value state by itself, it takes minutes.
+    # One program of each a round; with genlm-backend, which has no key/value state by itself, it
+    # takes minutes.
     particles, tokens, samples = (8, 5, 16) if bench.quick else (64, 50, 256)
     for case, program in (
         (f"sequential Monte Carlo, {particles} x {tokens}", smc(lm, prompt, particles, tokens)),

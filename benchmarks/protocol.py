@@ -1,4 +1,5 @@
-"""What a workload says, and how: one JSON object a line on standard output. Standard library only, for all environments.
+"""What a workload says, and how: one JSON object a line on standard output. Standard library only,
+for all environments.
 
 A workload is a module with one function per side, each of which takes a :class:`Bench`::
 
@@ -52,7 +53,8 @@ class Bench:
         side: ``"ours"``, ``"theirs"`` or ``"floor"``.
         quick: Whether to do as little as shows that the workload runs.
         model: The folder of a small real model.
-        clock: What times are read from, in seconds: wall time, unless a workload sets ``time.process_time``.
+        clock: What times are read from, in seconds: wall time, unless a workload sets
+            ``time.process_time``.
     """
 
     def __init__(self, side: str, quick: bool, model: str) -> None:
@@ -72,7 +74,8 @@ class Bench:
         per: int = 1,
         prepare: Callable[[], object] | None = None,
     ) -> float:
-        """Time a call ``repeat`` times (3 with ``--quick``) after one that is not counted; return the median, in ``unit``.
+        """Time a call ``repeat`` times (3 with ``--quick``) after one that is not counted; return
+        the median, in ``unit``.
 
         Args:
             case: What is measured; equal on every side.
@@ -92,7 +95,9 @@ class Bench:
         self.record(case, values[1:], unit=unit, x=x)
         return statistics.median(values[1:])
 
-    def record(self, case: str, values: Sequence[float] | float, *, unit: str, x: float | None = None) -> None:
+    def record(
+        self, case: str, values: Sequence[float] | float, *, unit: str, x: float | None = None
+    ) -> None:
         """Say what was measured in another way: the values of all repetitions, or one value."""
         values = [values] if isinstance(values, int | float) else list(values)
         self._say(case=case, x=x, unit=unit, values=[round(value, 6) for value in values])
@@ -109,7 +114,10 @@ class Bench:
 
     def peak(self) -> None:
         """Say the most memory that this process has had, or one that it started."""
-        most = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        most = max(
+            resource.getrusage(who).ru_maxrss
+            for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        )
         self._say(peak_mib=round(most / (1 << 20 if sys.platform == "darwin" else 1 << 10), 1))
 
     def _say(self, **said: Any) -> None:
@@ -117,10 +125,13 @@ class Bench:
 
 
 def main(**sides: Callable[[Bench], None]) -> None:
-    """Run one side of a workload: ``python -m benchmarks.<workload> ours --model FOLDER --quick``."""
+    """Run one side of a workload: ``python -m benchmarks.<workload> ours --model FOLDER
+    --quick``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("side", choices=sorted(sides))
-    parser.add_argument("--model", default=str(Path.home() / ".cache" / "genlm" / "smollm2-135m-instruct"))
+    parser.add_argument(
+        "--model", default=str(Path.home() / ".cache" / "genlm" / "smollm2-135m-instruct")
+    )
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     bench = Bench(options.side, options.quick, options.model)

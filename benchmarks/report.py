@@ -30,7 +30,8 @@ class Case:
         return statistics.median(map(statistics.median, rounds)) if rounds else None
 
     def spread(self, side: str) -> float:
-        """Half the range of the rounds' medians, or of the middle half of an only round's values."""
+        """Half the range of the rounds' medians, or of the middle half of an only round's
+        values."""
         rounds = self.values[side]
         medians = [statistics.median(values) for values in rounds]
         if len(rounds) == 1 and len(rounds[0]) > 3:
@@ -68,13 +69,23 @@ def write_report(result: dict[str, Any], folder: Path) -> Path:
     for workload, cases in cases_of(result).items():
         runs = [run for run in result["runs"] if run["workload"] == workload]
         title, _, text = runs[0]["title"].partition("\n")
-        lines += [f"## {workload}: {title.rstrip('.')}", "", *([text.strip(), ""] if text.strip() else [])]
+        lines += [
+            f"## {workload}: {title.rstrip('.')}",
+            "",
+            *([text.strip(), ""] if text.strip() else []),
+        ]
         lines += [origin(workload, runs), ""]
         lines += [*table(cases), ""]
         for plot in draw(workload, cases, folder / "plots"):
             lines += [f"![{workload}: {plot.stem}](plots/{plot.name})", ""]
-        lines += [f"- {note}" for note in dict.fromkeys(note for run in runs for note in run["notes"])]
-        lines += [f"- **{run['side']} failed** in round {run['round'] + 1}." for run in runs if "failed" in run]
+        lines += [
+            f"- {note}" for note in dict.fromkeys(note for run in runs for note in run["notes"])
+        ]
+        lines += [
+            f"- **{run['side']} failed** in round {run['round'] + 1}."
+            for run in runs
+            if "failed" in run
+        ]
         lines += ["", f"<sub>{versions(runs)}</sub>", ""]
     path = folder / "RESULTS.md"
     path.write_text("\n".join(lines).replace("\n\n\n", "\n\n"))
@@ -85,14 +96,25 @@ def introduction(result: dict[str, Any]) -> list[str]:
     return [
         f"{result['date']}, {result['machine']}; made by `nox -s bench`.",
         "",
-        "*Ours* is this checkout, *theirs* genlm-backend 0.3.1, the *floor* the raw engine. Sides took turns, "
-        "every time in a new process, with one thread. A figure is the median of the rounds' medians, "
-        "± half the range of these, or of the middle half of the values where there was one round. *Times better* is "
-        "theirs over ours for times and sizes, ours over theirs for rates; *above the floor* is what ours takes beyond "
+        "*Ours* is this checkout, *theirs* genlm-backend 0.3.1, the *floor* the raw engine. Sides "
+        "took turns, "
+        "every time in a new process, with one thread. A figure is the median of the rounds' "
+        "medians, "
+        "± half the range of these, or of the middle half of the values where there was one round. "
+        "*Times better* is "
+        "theirs over ours for times and sizes, ours over theirs for rates; *above the floor* is "
+        "what ours takes beyond "
         "the raw engine.",
         "",
         "The machine was shared: trust ratios before times.",
-        *(["", "**Made with `--quick`: this shows that the workloads run, the figures mean little.**"] * result["quick"]),
+        *(
+            [
+                "",
+                "**Made with `--quick`: this shows that the workloads run, the figures mean "
+                "little.**",
+            ]
+            * result["quick"]
+        ),
     ]
 
 
@@ -101,11 +123,14 @@ def origin(workload: str, runs: list[dict[str, Any]]) -> str:
     rounds = max(run["round"] for run in runs) + 1
     loads = [run["load"] for run in runs]
     turns = "1 round" if rounds == 1 else f"{rounds} rounds"
-    return f"`nox -s bench -- {workload} --rounds {rounds}`: {turns}, load average {min(loads):.1f} to {max(loads):.1f}."
+    load = f"load average {min(loads):.1f} to {max(loads):.1f}"
+    return f"`nox -s bench -- {workload} --rounds {rounds}`: {turns}, {load}."
 
 
 def table(cases: list[Case]) -> list[str]:
-    sides = [side for side in ("ours", "theirs", "floor") if any(side in case.values for case in cases)]
+    sides = [
+        side for side in ("ours", "theirs", "floor") if any(side in case.values for case in cases)
+    ]
     curves = any(case.x is not None for case in cases)
     head = ["case", *(["x"] if curves else []), *sides]
     head += ["times better"] * ("theirs" in sides) + ["above the floor"] * ("floor" in sides)
@@ -135,6 +160,7 @@ def cell(case: Case, side: str) -> str:
 def versions(runs: list[dict[str, Any]]) -> str:
     sides = {run["side"]: run for run in runs if "versions" in run}
     return "; ".join(
-        f"{side}: Python {run['python']}, " + ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+        f"{side}: Python {run['python']}, "
+        + ", ".join(f"{name} {version}" for name, version in run["versions"].items())
         for side, run in sides.items()
     )

@@ -1,12 +1,14 @@
 """One step of n contexts through SGLang, whatever the program does with them.
 
-``prefill``: n new contexts. ``extend``: each grows by a token. ``fork``: half of them, each continued twice.
-``newcomer``: all grow by a token, and a new one comes. ``ragged``: they grow by 1 to 5 tokens. ``alternate``: two groups of
-n take turns.
+``prefill``: n new contexts. ``extend``: each grows by a token. ``fork``: half of them, each
+continued twice.
+``newcomer``: all grow by a token, and a new one comes. ``ragged``: they grow by 1 to 5 tokens.
+``alternate``: two groups of n take turns.
 
-The floor is what the same tokens cost in raw transformers. The backend's ``extend`` is also split into the model's forward
-pass, the rest of what SGLang's scheduler does, and what the core and the plugin add to both. ``genlm-backend`` 0.3.1 does
-not run on the SGLang release that this environment has.
+The floor is what the same tokens cost in raw transformers. The backend's ``extend`` is also split
+into the model's forward pass, the rest of what SGLang's scheduler does, and what the core and the
+plugin add to both. ``genlm-backend`` 0.3.1 does not run on the SGLang release that this environment
+has.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from benchmarks.steps import Contexts, Program, asked_of, measure, programs, tra
 PLUGIN = "sgl"
 
 #: The steps of SGLang's own event loop.
-SCHEDULER_STEPS = ("process_input_requests", "get_next_batch_to_run", "run_batch", "process_batch_result")
+SCHEDULER_STEPS = (
+    "process_input_requests",
+    "get_next_batch_to_run",
+    "run_batch",
+    "process_batch_result",
+)
 
 
 class Stopwatch:
@@ -59,7 +66,11 @@ def ours(bench: Bench) -> None:
 
 
 def split(
-    bench: Bench, program: Program, ask: Callable[[Contexts], object], scheduler: Stopwatch, forward: Stopwatch
+    bench: Bench,
+    program: Program,
+    ask: Callable[[Contexts], object],
+    scheduler: Stopwatch,
+    forward: Stopwatch,
 ) -> None:
     """Where the time of an ``extend`` goes."""
     contexts, taken = program.prompts(), []
@@ -75,7 +86,9 @@ def split(
         "extend: forward": [model for _, _, model in taken],
         "extend: SGLang without forward": [own - model for _, own, model in taken],
         "extend: core and plugin": [wall - own for wall, own, _ in taken],
-        "extend: core and plugin, of SGLang's step": [100 * (wall / own - 1) for wall, own, _ in taken],
+        "extend: core and plugin, of SGLang's step": [
+            100 * (wall / own - 1) for wall, own, _ in taken
+        ],
     }
     for part, values in parts.items():
         bench.record(part + after, values, unit="%" if part.endswith("step") else "ms", x=program.n)

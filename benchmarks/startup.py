@@ -15,7 +15,10 @@ PLUGIN = "hf"
 
 def measure(bench: Bench, case: str, code: str) -> None:
     bench.time(
-        case, lambda: subprocess.run([sys.executable, "-c", code], check=True, capture_output=True), unit="s", repeat=5
+        case,
+        lambda: subprocess.run([sys.executable, "-c", code], check=True, capture_output=True),
+        unit="s",
+        repeat=5,
     )
 
 
@@ -24,9 +27,17 @@ def ours(bench: Bench) -> None:
     measure(bench, "list the backends", "from genlm.core.cli import main; main(['backends'])")
     measure(bench, "import the trie", "import genlm.core.trie")
     measure(bench, "import the library, load hf", load("genlm.core", bench.model))
-    code = "import sys, genlm.core; print([m for m in ('torch', 'transformers', 'vllm') if m in sys.modules])"
-    heavy = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
-    bench.note(f"Engines and tensor libraries imported by `import genlm.core`: {heavy.strip('[]') or 'none'}.")
+    code = (
+        "import sys, genlm.core; "
+        "print([m for m in ('torch', 'transformers', 'vllm') if m in sys.modules])"
+    )
+    heavy = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    bench.note(
+        "Engines and tensor libraries imported by `import genlm.core`: "
+        f"{heavy.strip('[]') or 'none'}."
+    )
 
 
 def theirs(bench: Bench) -> None:

@@ -1,8 +1,10 @@
-"""The steps of a program over n contexts, whatever it does with them: shared by the workloads of the engines.
+"""The steps of a program over n contexts, whatever it does with them: shared by the workloads of
+the engines.
 
-``prefill``: n new contexts. ``extend``: each grows by a token. ``fork``: half of them, each continued twice.
-``newcomer``: all grow by a token, and a new one comes. ``ragged``: they grow by 1 to 5 tokens. ``alternate``: two groups of
-n take turns.
+``prefill``: n new contexts. ``extend``: each grows by a token. ``fork``: half of them, each
+continued twice.
+``newcomer``: all grow by a token, and a new one comes. ``ragged``: they grow by 1 to 5 tokens.
+``alternate``: two groups of n take turns.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ Contexts = list[list[int]]
 
 
 class Program:
-    """Makes the contexts of each case: new ones for every step, so that nothing is answered from a cache of rows."""
+    """Makes the contexts of each case: new ones for every step, so that nothing is answered from a
+    cache of rows."""
 
     def __init__(self, vocabulary: int, n: int, length: int) -> None:
         self._source = random.Random(1000 * n + length)
@@ -54,7 +57,9 @@ class Program:
         return [prompt + self._tokens(1) for prompt in prompts]
 
     def fork(self, prompts: Contexts) -> Contexts:
-        return [prompt + self._tokens(1) for prompt in prompts[: max(self.n // 2, 1)] for _ in range(2)][: max(self.n, 2)]
+        return [
+            prompt + self._tokens(1) for prompt in prompts[: max(self.n // 2, 1)] for _ in range(2)
+        ][: max(self.n, 2)]
 
     def newcomer(self, prompts: Contexts) -> Contexts:
         return self.extend(prompts) + self.prompts(1)
@@ -73,7 +78,11 @@ def programs(bench: Bench, vocabulary: int) -> Iterator[Program]:
 
 
 def measure(
-    bench: Bench, program: Program, ask: Callable[[Contexts], object], reset: Callable[[], object], repeat: int
+    bench: Bench,
+    program: Program,
+    ask: Callable[[Contexts], object],
+    reset: Callable[[], object],
+    repeat: int,
 ) -> None:
     """Every case; ``ask`` answers contexts, ``reset`` forgets all."""
     after = f" after {program.length} tokens"
@@ -100,7 +109,13 @@ def measure(
         if case == "fork" and program.n == 1:
             continue
         step = getattr(program, case)
-        bench.time(case + after, ask, x=program.n, repeat=max(repeat // 2, 1), prepare=lambda step=step: step(known()))
+        bench.time(
+            case + after,
+            ask,
+            x=program.n,
+            repeat=max(repeat // 2, 1),
+            prepare=lambda step=step: step(known()),
+        )
     groups = [known(), program.prompts()]
     ask(groups[1])
     bench.time("alternate" + after, ask, x=program.n, repeat=repeat, prepare=turns(program, groups))
@@ -119,7 +134,11 @@ def turns(program: Program, groups: list[Contexts]) -> Callable[[], Contexts]:
 
 
 def measure_lengths(
-    bench: Bench, vocabulary: int, ask: Callable[[Contexts], object], reset: Callable[[], object], repeat: int
+    bench: Bench,
+    vocabulary: int,
+    ask: Callable[[Contexts], object],
+    reset: Callable[[], object],
+    repeat: int,
 ) -> None:
     """An ``extend`` against the length of the contexts."""
     for length in CURVE[:1] if bench.quick else CURVE:
@@ -133,7 +152,9 @@ def measure_lengths(
             current = program.extend(current)
             return current
 
-        bench.time(f"extend {OF_CURVE} contexts, by length", ask, x=length, repeat=repeat, prepare=grown)
+        bench.time(
+            f"extend {OF_CURVE} contexts, by length", ask, x=length, repeat=repeat, prepare=grown
+        )
 
 
 def asked_of(lm: Any, runner: asyncio.Runner) -> Callable[[Contexts], object]:
@@ -158,7 +179,9 @@ def transformers_floor(bench: Bench) -> None:
     model = AutoModelForCausalLM.from_pretrained(bench.model, dtype=torch.float32).eval()
 
     def run(contexts: Contexts, state: Any = None) -> Any:
-        output = model(torch.tensor(contexts), past_key_values=state, use_cache=True, logits_to_keep=1)
+        output = model(
+            torch.tensor(contexts), past_key_values=state, use_cache=True, logits_to_keep=1
+        )
         output.logits[:, -1].log_softmax(dim=-1)
         return output.past_key_values
 
@@ -171,17 +194,33 @@ def transformers_floor(bench: Bench) -> None:
             one, several = [[5]] * program.n, [[5] * ragged_length(program.n)] * program.n
             newcomer = program.prompts(1)
 
-            def with_newcomer(state: Any, one: Contexts = one, newcomer: Contexts = newcomer) -> None:
+            def with_newcomer(
+                state: Any, one: Contexts = one, newcomer: Contexts = newcomer
+            ) -> None:
                 run(one, state)
                 run(newcomer)
 
             for case in ("extend", "fork", "alternate"):
                 if case != "fork" or program.n > 1:
-                    bench.time(case + after, functools.partial(run, one), x=program.n, repeat=12, prepare=mine)
+                    bench.time(
+                        case + after,
+                        functools.partial(run, one),
+                        x=program.n,
+                        repeat=12,
+                        prepare=mine,
+                    )
             bench.time("newcomer" + after, with_newcomer, x=program.n, repeat=6, prepare=mine)
-            bench.time("ragged" + after, functools.partial(run, several), x=program.n, repeat=6, prepare=mine)
+            bench.time(
+                "ragged" + after,
+                functools.partial(run, several),
+                x=program.n,
+                repeat=6,
+                prepare=mine,
+            )
         for length in CURVE[:1] if bench.quick else CURVE:
             state = run(Program(model.config.vocab_size, OF_CURVE, length).prompts())
             mine = functools.partial(copy.deepcopy, state)
             decode = functools.partial(run, [[5]] * OF_CURVE)
-            bench.time(f"extend {OF_CURVE} contexts, by length", decode, x=length, repeat=12, prepare=mine)
+            bench.time(
+                f"extend {OF_CURVE} contexts, by length", decode, x=length, repeat=12, prepare=mine
+            )

@@ -1,8 +1,9 @@
 """The trie: build it, and sum or maximise weights over all of its nodes
 
-The vocabulary is SmolLM2's, and for larger sizes joins of its tokens besides. Weights are float32 rows as a model gives
-them. genlm-backend has two implementations of the trie: at each point stands the one that is faster there. Its sums are
-float32 where that is the parallel one; ours are float64 throughout.
+The vocabulary is SmolLM2's, and for larger sizes joins of its tokens besides. Weights are float32
+rows as a model gives them. genlm-backend has two implementations of the trie: at each point stands
+the one that is faster there. Its sums are float32 where that is the parallel one; ours are float64
+throughout.
 """
 
 from __future__ import annotations
@@ -34,10 +35,17 @@ def theirs(bench: Bench) -> None:
     from genlm.backend.tokenization import Token, decode_vocab
     from genlm.backend.trie import ParallelTokenCharacterTrie, TokenCharacterTrie
 
-    measure(bench, decode_vocab, lambda i, word: Token(i, word), [TokenCharacterTrie, ParallelTokenCharacterTrie])
+    measure(
+        bench,
+        decode_vocab,
+        lambda i, word: Token(i, word),
+        [TokenCharacterTrie, ParallelTokenCharacterTrie],
+    )
 
 
-def measure(bench: Bench, decode_vocab: Any, token: Callable[[int, bytes], Any], kinds: list[Any]) -> None:
+def measure(
+    bench: Bench, decode_vocab: Any, token: Callable[[int, bytes], Any], kinds: list[Any]
+) -> None:
     """Both sides do the same; only the libraries differ."""
     import torch
     from transformers import AutoTokenizer
@@ -48,13 +56,21 @@ def measure(bench: Bench, decode_vocab: Any, token: Callable[[int, bytes], Any],
         tries = build(bench, vocabulary, kinds)
         if size == SIZES[-1]:
             return  # for the build alone
-        rows = torch.softmax(torch.randn(max(BATCHES), size, generator=torch.Generator().manual_seed(0)) * 3, dim=1)
+        rows = torch.softmax(
+            torch.randn(max(BATCHES), size, generator=torch.Generator().manual_seed(0)) * 3, dim=1
+        )
         if size == SIZES[0]:
             best(bench, "first call", reductions(tries, "sum", rows[:1]), x=1, repeat=1)
         for operation in OPERATIONS:
             for batch in BATCHES:
                 calls = reductions(tries, operation, rows[:batch])
-                best(bench, f"{operation} over {size:,} tokens, rows", calls, x=batch, repeat=30 if batch < 128 else 7)
+                best(
+                    bench,
+                    f"{operation} over {size:,} tokens, rows",
+                    calls,
+                    x=batch,
+                    repeat=30 if batch < 128 else 7,
+                )
 
 
 def enlarged(words: list[bytes], size: int) -> list[bytes]:
@@ -86,7 +102,9 @@ def reductions(tries: list[Any], operation: str, rows: Any) -> list[Callable[[],
 def best(bench: Bench, case: str, calls: list[Callable[[], object]], x: float, repeat: int) -> None:
     """Record the times of whichever call is fastest."""
     repeat = min(repeat, 3) if bench.quick else repeat
-    bench.record(case, min((times(call, repeat) for call in calls), key=statistics.median), unit="ms", x=x)
+    bench.record(
+        case, min((times(call, repeat) for call in calls), key=statistics.median), unit="ms", x=x
+    )
 
 
 def times(call: Callable[[], object], repeat: int) -> list[float]:

@@ -1,10 +1,12 @@
-"""Live sessions of vLLM against its other ways: n contexts, each longer by one token than one asked before.
+"""Live sessions of vLLM against its other ways: n contexts, each longer by one token than one asked
+before.
 
-With live sessions vLLM decodes one token per context. Without them every step is a new request, which finds the full blocks
-of its context in the prefix cache and computes the rest: 1 to 32 tokens, so the contexts grow from 68 tokens by one whole
-block, and no place in it is favoured. The same requests go through `LLM.generate`, which gives no row; with the rows
-captured; and with `logprobs=-1`, vLLM's own way to full rows. All five take turns step by step in one process, and ratios
-are of one step each.
+With live sessions vLLM decodes one token per context. Without them every step is a new request,
+which finds the full blocks of its context in the prefix cache and computes the rest: 1 to 32
+tokens, so the contexts grow from 68 tokens by one whole block, and no place in it is favoured. The
+same requests go through `LLM.generate`, which gives no row; with the rows captured; and with
+`logprobs=-1`, vLLM's own way to full rows. All five take turns step by step in one process, and
+ratios are of one step each.
 """
 
 from __future__ import annotations
@@ -27,7 +29,13 @@ LENGTH = 68
 CONTEXTS = (1, 8, 32)
 BLOCK = 32
 ENGINE = {"max_model_len": 512, "dtype": "float32", "kv_cache_memory_bytes": 512 << 20}
-RAW = {"block_size": BLOCK, "enforce_eager": True, "max_logprobs": -1, "async_scheduling": False, "seed": 0}
+RAW = {
+    "block_size": BLOCK,
+    "enforce_eager": True,
+    "max_logprobs": -1,
+    "async_scheduling": False,
+    "seed": 0,
+}
 
 LIVE, FRESH = "live sessions", "a new request per step"
 PLAIN, CAPTURED, EVERY = "LLM.generate", "LLM.generate, rows captured", "LLM.generate, logprobs=-1"
@@ -46,7 +54,11 @@ def ours(bench: Bench) -> None:
         AsyncVirtualLM.from_name(bench.model, ENGINE, live_sessions=False, cache_size=0) as fresh,
         asyncio.Runner() as runner,
     ):
-        ways = {LIVE: gathered(live, runner), FRESH: gathered(fresh, runner), **generators(bench.model)}
+        ways = {
+            LIVE: gathered(live, runner),
+            FRESH: gathered(fresh, runner),
+            **generators(bench.model),
+        }
         for n in CONTEXTS:
             source = torch.Generator().manual_seed(n)
             contexts = torch.randint(len(live.byte_vocab), (n, LENGTH), generator=source).tolist()
@@ -57,7 +69,8 @@ def ours(bench: Bench) -> None:
 def stepped(
     ways: dict[str, Way], live: AsyncLM, contexts: Contexts, steps: int
 ) -> tuple[dict[str, list[float]], list[float]]:
-    """Milliseconds of each step, by way, after two that are not counted; and of live sessions those not spent in vLLM."""
+    """Milliseconds of each step, by way, after two that are not counted; and of live sessions those
+    not spent in vLLM."""
     times: dict[str, list[float]] = {way: [] for way in ways}
     added = []
     for step in range(2 + steps):
@@ -77,7 +90,12 @@ def report(bench: Bench, n: int, times: dict[str, list[float]], added: Sequence[
         bench.record(way, values, unit="ms", x=n)
     bench.record("live sessions, added by the core", added, unit="ms", x=n)
     for way in (FRESH, EVERY):
-        bench.record(f"live sessions are faster than {way}", ratios(times[way], times[LIVE]), unit="times", x=n)
+        bench.record(
+            f"live sessions are faster than {way}",
+            ratios(times[way], times[LIVE]),
+            unit="times",
+            x=n,
+        )
     overhead = [100 * (ratio - 1) for ratio in ratios(times[CAPTURED], times[PLAIN])]
     bench.record("capturing rows adds to LLM.generate", overhead, unit="%", x=n)
 
@@ -96,7 +114,8 @@ def gathered(lm: AsyncLM, runner: asyncio.Runner) -> Way:
 
 
 def generators(model: str) -> dict[str, Way]:
-    """Plain vLLM: the same requests without rows, with rows captured, and with rows by ``logprobs=-1``."""
+    """Plain vLLM: the same requests without rows, with rows captured, and with rows by
+    ``logprobs=-1``."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
@@ -107,7 +126,9 @@ def generators(model: str) -> dict[str, Way]:
     keys = itertools.count()
 
     def params(**more: Any) -> SamplingParams:
-        return SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True, **more)
+        return SamplingParams(
+            max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True, **more
+        )
 
     def generate(contexts: Contexts, wishes: list[SamplingParams]) -> None:
         prompts: Any = [{"prompt_token_ids": context} for context in contexts]

@@ -1,11 +1,13 @@
 """One step of n contexts through vLLM, whatever the program does with them.
 
-``prefill``: n new contexts. ``extend``: each grows by a token. ``fork``: half of them, each continued twice.
-``newcomer``: all grow by a token, and a new one comes. ``ragged``: they grow by 1 to 5 tokens. ``alternate``: two groups of
-n take turns.
+``prefill``: n new contexts. ``extend``: each grows by a token. ``fork``: half of them, each
+continued twice.
+``newcomer``: all grow by a token, and a new one comes. ``ragged``: they grow by 1 to 5 tokens.
+``alternate``: two groups of n take turns.
 
-The floor is vLLM itself, which gives no row: the same contexts through ``LLM.generate``, one token each, with its prefix
-cache. ``genlm-backend`` 0.3.1 does not run on the vLLM release that this environment has.
+The floor is vLLM itself, which gives no row: the same contexts through ``LLM.generate``, one token
+each, with its prefix cache. ``genlm-backend`` 0.3.1 does not run on the vLLM release that this
+environment has.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ PLUGIN = "vllm"
 def ours(bench: Bench) -> None:
     from genlm.vllm import AsyncVirtualLM
 
-    with AsyncVirtualLM.from_name(bench.model, ENGINE, cache_size=0) as lm, asyncio.Runner() as runner:
+    with (
+        AsyncVirtualLM.from_name(bench.model, ENGINE, cache_size=0) as lm,
+        asyncio.Runner() as runner,
+    ):
         for program in programs(bench, len(lm.byte_vocab)):
             measure(bench, program, asked_of(lm, runner), lm.clear_kv_cache, repeat=program.repeats)
 

@@ -1,8 +1,10 @@
-"""Sequential Monte Carlo over a language model: continue a prompt without ever writing some letters.
+"""Sequential Monte Carlo over a language model: continue a prompt without ever writing some
+letters.
 
-Every particle is a coroutine that asks for one row of log-probabilities at a time, as if it were alone; the library
-turns their questions into batches. The target is the model's own distribution over continuations, restricted to plain
-text without those letters; its normalising constant is the probability that the model would keep to that by itself.
+Every particle is a coroutine that asks for one row of log-probabilities at a time, as if it were
+alone; the library turns their questions into batches. The target is the model's own distribution
+over continuations, restricted to plain text without those letters; its normalising constant is the
+probability that the model would keep to that by itself.
 """
 
 from __future__ import annotations
@@ -33,25 +35,38 @@ class Particle:
 
 
 async def smc(
-    lm: AsyncLM, prompt: list[int], allowed: torch.Tensor, n: int, max_tokens: int, rng: random.Random
+    lm: AsyncLM,
+    prompt: list[int],
+    allowed: torch.Tensor,
+    n: int,
+    max_tokens: int,
+    rng: random.Random,
 ) -> tuple[list[Particle], float]:
     """Run ``n`` particles; return them and the estimate of the log normalising constant."""
     particles = [Particle() for _ in range(n)]
     log_constant = 0.0
     for _ in range(max_tokens):
-        # Each draws its random number before it waits: the result does not depend on who is answered first.
-        await asyncio.gather(*(extend(p, lm, prompt, allowed, rng.random()) for p in particles if not p.finished))
+        # Each draws its random number before it waits: the result does not depend on who is
+        # answered first.
+        await asyncio.gather(
+            *(extend(p, lm, prompt, allowed, rng.random()) for p in particles if not p.finished)
+        )
         if effective_size(particles) < n / 2:
             log_constant += log_mean_weight(particles)
             particles = resample(particles, rng.random())
     return particles, log_constant + log_mean_weight(particles)
 
 
-async def extend(particle: Particle, lm: AsyncLM, prompt: list[int], allowed: torch.Tensor, uniform: float) -> None:
-    """Draw the next token from the model's distribution over the allowed ones, and weigh it by their mass."""
+async def extend(
+    particle: Particle, lm: AsyncLM, prompt: list[int], allowed: torch.Tensor, uniform: float
+) -> None:
+    """Draw the next token from the model's distribution over the allowed ones, and weigh it by
+    their mass."""
     row = (await lm.next_token_logprobs([*prompt, *particle.token_ids])).cpu()[allowed].double()
     cumulative = row.softmax(0).cumsum(0)
-    token_id = int(allowed[torch.searchsorted(cumulative, uniform * cumulative[-1].item(), right=True)])
+    token_id = int(
+        allowed[torch.searchsorted(cumulative, uniform * cumulative[-1].item(), right=True)]
+    )
     particle.log_weight += row.logsumexp(0).item()
     particle.finished = token_id == lm.tokenizer.eos_token_id
     if not particle.finished:
@@ -59,7 +74,8 @@ async def extend(particle: Particle, lm: AsyncLM, prompt: list[int], allowed: to
 
 
 def resample(particles: list[Particle], uniform: float) -> list[Particle]:
-    """Systematic resampling: a particle of normalised weight w goes on ``n * w`` times, rounded up or down."""
+    """Systematic resampling: a particle of normalised weight w goes on ``n * w`` times, rounded up
+    or down."""
     n = len(particles)
     points = (torch.arange(n, dtype=torch.float64) + uniform) / n
     chosen = torch.searchsorted(weights(particles).cumsum(0), points, right=True).clamp(max=n - 1)
@@ -83,30 +99,48 @@ def effective_size(particles: list[Particle]) -> float:
 
 
 def allowed_tokens(lm: AsyncLM, avoid: str) -> torch.Tensor:
-    """The ids of the tokens whose bytes are all plain text and not to be avoided, and of the end of the sequence."""
+    """The ids of the tokens whose bytes are all plain text and not to be avoided, and of the end of
+    the sequence."""
     text = string.ascii_letters + string.digits + " .,;:!?'-"
     alphabet = set(text.encode()) - set((avoid.lower() + avoid.upper()).encode())
-    plain = [token.token_id for token in lm.byte_vocab if token.byte_string and alphabet.issuperset(token.byte_string)]
+    plain = [
+        token.token_id
+        for token in lm.byte_vocab
+        if token.byte_string and alphabet.issuperset(token.byte_string)
+    ]
     return torch.tensor([*plain, lm.tokenizer.eos_token_id])
 
 
 def report(lm: AsyncLM, particles: list[Particle], log_constant: float, seconds: float) -> None:
     strings: Counter[str] = Counter()
     for particle, weight in zip(particles, weights(particles).tolist(), strict=True):
-        strings[b"".join(lm.byte_vocab[i].byte_string for i in particle.token_ids).decode()] += weight
+        strings[b"".join(lm.byte_vocab[i].byte_string for i in particle.token_ids).decode()] += (
+            weight
+        )
     for text, weight in strings.most_common(10):
         print(f"{weight:7.3f}  {text!r}")
     size = effective_size(particles)
-    print(f"log normalising constant {log_constant:.3f}, effective sample size {size:.1f} of {len(particles)}")
+    print(
+        f"log normalising constant {log_constant:.3f}, effective sample size {size:.1f} of "
+        f"{len(particles)}"
+    )
     did = lm.stats
-    print(f"{did.questions} questions: {did.rows} rows in {did.batches} batches, the largest of {did.largest_batch};")
-    print(f"  {did.cache_hits} answered from the cache, {did.dedup_hits} shared with an equal question")
+    print(
+        f"{did.questions} questions: {did.rows} rows in {did.batches} batches, the largest of "
+        f"{did.largest_batch};"
+    )
+    print(
+        f"  {did.cache_hits} answered from the cache, {did.dedup_hits} shared with an equal "
+        "question"
+    )
     print(f"{did.questions / seconds:.0f} tokens per second")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--backend", default="hf", help="hf, mock, or any other that `genlm backends` lists")
+    parser.add_argument(
+        "--backend", default="hf", help="hf, mock, or any other that `genlm backends` lists"
+    )
     parser.add_argument("--model", help="a folder or a hub name")
     parser.add_argument("--prompt", default="The best thing about a walk in the hills is")
     parser.add_argument("--avoid", default="e", metavar="LETTERS")

@@ -13,7 +13,8 @@ PATIENCE = 30.0
 
 
 class Gate:
-    """Given to the mock as ``on_batch``: records every batch, and holds the engine while it is shut."""
+    """Given to the mock as ``on_batch``: records every batch, and holds the engine while it is
+    shut."""
 
     def __init__(self) -> None:
         self.batches: list[list[tuple[int, ...]]] = []

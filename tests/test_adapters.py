@@ -25,7 +25,9 @@ def test_adapters_never_mix_in_a_batch(mock, gate):
     lm.add_new_lora("path/b", "b")
 
     async def ask():
-        return await asyncio.gather(*(lm.next_token_logprobs([1, 2], lora_name=name) for name in (None, "a", "b", "a")))
+        return await asyncio.gather(
+            *(lm.next_token_logprobs([1, 2], lora_name=name) for name in (None, "a", "b", "a"))
+        )
 
     base, a, b, again = asyncio.run(ask())
     assert torch.equal(base, expected([1, 2]))
@@ -92,7 +94,9 @@ def test_a_removed_default_is_an_error_not_the_base_model(mock):
     lm.add_new_lora("path/a", "a")
     lm.set_lora("a")
     lm.remove_lora("a")
-    with pytest.raises(UnknownAdapterError, match=r"default LoRA adapter 'a' has been removed; call clear_lora\(\)"):
+    with pytest.raises(
+        UnknownAdapterError, match=r"default LoRA adapter 'a' has been removed; call clear_lora\(\)"
+    ):
         lm.next_token_logprobs_sync([1])
     lm.clear_lora()
     assert torch.equal(lm.next_token_logprobs_sync([1]), expected([1]))
@@ -148,7 +152,10 @@ def test_no_prefix_of_an_adapter_removed_meanwhile_is_pinned(gate, monkeypatch):
             pinned.append(query)
             return True
 
-    with AsyncLM(lambda: Pinning(ByteTokenizer(), on_batch=gate), backend="mock") as lm, ThreadPoolExecutor(3) as threads:
+    with (
+        AsyncLM(lambda: Pinning(ByteTokenizer(), on_batch=gate), backend="mock") as lm,
+        ThreadPoolExecutor(3) as threads,
+    ):
         lm.add_new_lora("path/a", "a")
         monkeypatch.setattr(RequestQueue, "put_task", put)
         gate.shut()
@@ -185,7 +192,10 @@ def test_a_backend_without_lora_says_so():
             return torch.stack([hashed_row(query.token_ids, None, 258) for query in queries])
 
     with AsyncLM(Plain, backend="plain") as lm:
-        with pytest.raises(UnsupportedError, match=r"backend 'plain' has no LoRA: .* or was loaded without LoRA; see"):
+        with pytest.raises(
+            UnsupportedError,
+            match=r"backend 'plain' has no LoRA: .* or was loaded without LoRA; see",
+        ):
             lm.add_new_lora("path", "a")
         lm.cache_kv([1, 2])
         lm.clear_kv_cache()

@@ -27,7 +27,11 @@ def test_coroutines_that_ask_a_few_passes_apart_share_a_batch(mock, gate):
     lm = mock()
 
     async def relay(depth):
-        return await lm.next_token_logprobs([depth]) if depth == 0 else await asyncio.create_task(relay(depth - 1))
+        return (
+            await lm.next_token_logprobs([depth])
+            if depth == 0
+            else await asyncio.create_task(relay(depth - 1))
+        )
 
     async def ask():  # each pass of the loop adds a question, so the batch stays open
         asked = []
@@ -56,7 +60,8 @@ def test_a_loop_that_asks_something_new_in_every_pass_gets_batches(mock, gate, o
 
 
 def test_a_lone_question_waits_for_nobody(mock, gate):
-    """Nothing else happens on the loop, and no timer is set: the question alone must start the engine."""
+    """Nothing else happens on the loop, and no timer is set: the question alone must start the
+    engine."""
     lm = mock()
 
     class NoTimers(asyncio.SelectorEventLoop):
@@ -215,7 +220,8 @@ def test_synchronous_questions_work_inside_a_running_loop(mock):
 
 
 def test_the_event_loop_runs_while_the_engine_works(mock, gate):
-    """The engine is held in the middle of a batch, and only the loop's own progress lets it go on."""
+    """The engine is held in the middle of a batch, and only the loop's own progress lets it go
+    on."""
     lm = mock()
 
     async def ask():

@@ -92,7 +92,8 @@ def test_drop_by_condition():
 
 
 class Interrupted:
-    """All are equal. One runs a signal handler, so to speak, when it is hashed or compared for the ``at``-th time."""
+    """All are equal. One runs a signal handler, so to speak, when it is hashed or compared for the
+    ``at``-th time."""
 
     def __init__(self) -> None:
         self.call(lambda: None, at=0)
@@ -181,7 +182,10 @@ def test_the_uncached_question_bypasses_the_cache_both_ways(mock, gate):
         ({"cache_size": -1}, "cache_size=-1 is too small"),
         ({"cache_size": "many"}, "cache_size='many' is no integer"),
         ({"cache_size": 2, "cache_opts": {"maxsize": 3}}, "contradicts"),
-        ({"cache_opts": {"max_size": 3}}, "cache_opts has no max_size; it has maxsize, max_bytes, move_to_cpu"),
+        (
+            {"cache_opts": {"max_size": 3}},
+            "cache_opts has no max_size; it has maxsize, max_bytes, move_to_cpu",
+        ),
         ({"cache_opts": {"max_bytes": -5}}, "max_bytes"),
         ({"batch_size": 0}, "batch_size=0 is too small; give 1 or more"),
         ({"timeout": -1}, "timeout=-1"),

@@ -53,7 +53,9 @@ def test_it_goes_wherever_token_ids_go(mock):
     assert torch.equal(lm.next_token_logprobs_uncached(context), row)
     assert torch.equal(lm.batch_next_token_logprobs_sync([context])[0], row)
     assert torch.equal(asyncio.run(lm.next_token_logprobs(context)), row)
-    assert asyncio.run(lm.sample(context, 3, [], seed=1)) == asyncio.run(lm.sample([1, 2], 3, [], seed=1))
+    assert asyncio.run(lm.sample(context, 3, [], seed=1)) == asyncio.run(
+        lm.sample([1, 2], 3, [], seed=1)
+    )
     scores = asyncio.run(lm.sequence_logprobs(context, [3, 4]))
     assert torch.equal(scores, asyncio.run(lm.sequence_logprobs([1, 2], [3, 4])))
     lm.cache_kv(context)
@@ -69,7 +71,9 @@ def test_it_shares_rows_with_plain_ids(mock, gate):
 
 def test_what_is_new_is_checked(mock):
     context = mock().context([1])
-    with pytest.raises(InvalidQueryError, match="token id 258 at position 1 of the extension is out of range"):
+    with pytest.raises(
+        InvalidQueryError, match="token id 258 at position 1 of the extension is out of range"
+    ):
         context.extend(2, 258)
     with pytest.raises(InvalidQueryError, match="the extension is empty"):
         context.extend()

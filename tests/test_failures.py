@@ -81,7 +81,9 @@ def test_a_poison_query_fails_alone(mock, continuous, poison):
     lm = mock(fail_on=lambda query: query.token_ids == (poison, 1), continuous=continuous)
 
     async def ask():
-        return await asyncio.gather(*(lm.next_token_logprobs([i, 1]) for i in range(8)), return_exceptions=True)
+        return await asyncio.gather(
+            *(lm.next_token_logprobs([i, 1]) for i in range(8)), return_exceptions=True
+        )
 
     answers = asyncio.run(ask())
     error = answers.pop(poison)
@@ -116,13 +118,17 @@ def test_a_dead_engine_fails_everything_and_refuses_new_work(mock, gate, continu
 
 
 @pytest.mark.parametrize(
-    "failure", [{"fail_on": lambda query: True}, {"die_on": lambda query: True}], ids=["error", "death"]
+    "failure",
+    [{"fail_on": lambda query: True}, {"die_on": lambda query: True}],
+    ids=["error", "death"],
 )
 def test_callers_of_one_question_get_errors_of_their_own_with_one_cause(mock, failure):
     lm = mock(**failure)
 
     async def ask():
-        return await asyncio.gather(*(lm.next_token_logprobs([1]) for _ in range(3)), return_exceptions=True)
+        return await asyncio.gather(
+            *(lm.next_token_logprobs([1]) for _ in range(3)), return_exceptions=True
+        )
 
     errors = asyncio.run(ask())
     assert len({id(error) for error in errors}) == 3
@@ -173,7 +179,9 @@ def test_reset_drops_what_is_queued_and_nothing_hangs(mock, gate, continuous):
         just_asked = asyncio.ensure_future(lm.next_token_logprobs([4]))
         await asyncio.sleep(0)
         lm.reset_async_queries()
-        dropped = await asyncio.wait_for(asyncio.gather(*queued, just_asked, return_exceptions=True), PATIENCE)
+        dropped = await asyncio.wait_for(
+            asyncio.gather(*queued, just_asked, return_exceptions=True), PATIENCE
+        )
         gate.open()
         return dropped, await taken, await lm.next_token_logprobs([5])
 

@@ -1,4 +1,5 @@
-"""Bad input is refused before the engine sees it, with a message that helps, and the model works after it."""
+"""Bad input is refused before the engine sees it, with a message that helps, and the model works
+after it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from genlm.core import GenlmError, InvalidOptionError, InvalidQueryError
 
 BAD_CONTEXTS = [
     ([], "the context is empty"),
-    ([258], "token id 258 at position 0 of the context is out of range; the model has ids 0 to 257"),
+    (
+        [258],
+        "token id 258 at position 0 of the context is out of range; the model has ids 0 to 257",
+    ),
     ([1, -1], "token id -1 at position 1"),
     ([1, 2.0], "2.0 at position 1 of the context is no token id"),
     ([True], "True at position 0"),
@@ -76,14 +80,19 @@ def test_an_error_of_the_callers_own_generator_is_not_hidden(mock):
 )
 def test_good_contexts(mock, context):
     lm = mock()
-    assert torch.equal(lm.next_token_logprobs_sync(context), lm.next_token_logprobs_uncached([1, 2]))
+    assert torch.equal(
+        lm.next_token_logprobs_sync(context), lm.next_token_logprobs_uncached([1, 2])
+    )
 
 
 def test_a_context_of_the_greatest_length(mock):
     lm = mock(max_context=10)
     assert lm.next_token_logprobs_sync([0] * 10).shape == (258,)
     assert len(asyncio.run(lm.sample([0] * 8, 3, [], seed=0))) == 3
-    with pytest.raises(InvalidQueryError, match="the context of 8 tokens and 3 of the 4 tokens to follow exceeds the 10"):
+    with pytest.raises(
+        InvalidQueryError,
+        match="the context of 8 tokens and 3 of the 4 tokens to follow exceeds the 10",
+    ):
         asyncio.run(lm.sample([0] * 8, 4, []))
 
 

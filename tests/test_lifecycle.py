@@ -21,7 +21,11 @@ both = pytest.mark.parametrize("continuous", [False, True])
 def run_python(program: str) -> subprocess.CompletedProcess[str]:
     """Run a program in a fresh interpreter; a hang is a failure."""
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
@@ -34,7 +38,9 @@ def test_every_hook_runs_on_one_thread_that_is_not_the_callers():
 
     class Recording(MockEngine):
         def __init__(self):
-            super().__init__(ByteTokenizer(), on_batch=lambda queries: threads.append(threading.get_ident()))
+            super().__init__(
+                ByteTokenizer(), on_batch=lambda queries: threads.append(threading.get_ident())
+            )
             threads.append(threading.get_ident())
 
         @hookimpl
@@ -60,7 +66,9 @@ def test_an_error_while_loading_reaches_the_caller_and_leaves_no_thread():
 
     with pytest.raises(OSError, match="no such model"):
         AsyncLM(load, backend="broken")
-    assert not [thread for thread in engine_threads() if thread.name == "genlm-broken" and thread.join(30)]
+    assert not [
+        thread for thread in engine_threads() if thread.name == "genlm-broken" and thread.join(30)
+    ]
 
 
 @both
@@ -248,7 +256,9 @@ def test_the_interpreter_exits_cleanly_when_no_thread_could_be_started():
     assert (result.returncode, result.stdout, result.stderr) == (0, "can't start new thread\n", "")
 
 
-@pytest.mark.parametrize("ask", ["batcher.ask([Interrupted()])", "asyncio.run(submit(Interrupted()))"])
+@pytest.mark.parametrize(
+    "ask", ["batcher.ask([Interrupted()])", "asyncio.run(submit(Interrupted()))"]
+)
 def test_a_signal_handler_may_close_the_model_while_a_question_is_being_put(ask):
     result = run_python(f"""
         import asyncio
@@ -330,14 +340,22 @@ def test_a_forked_child_waits_for_no_lock_that_a_thread_of_its_parent_held():
         cache.put(in_cache := Blocking(at=0), torch.zeros(1), cache.generation)
         in_cache.left = 2  # the second time is under the lock
         in_batcher = Blocking(at=1)
-        for held, use in ((in_batcher, lambda: batcher.ask([in_batcher])), (in_cache, lambda: cache.get(in_cache))):
+        for held, use in (
+            (in_batcher, lambda: batcher.ask([in_batcher])),
+            (in_cache, lambda: cache.get(in_cache)),
+        ):
             threading.Thread(target=use).start()
             held.reached.wait()
         child = os.fork()
         if not child:
             signal.alarm(60)
             told = 0
-            for ask in (lambda: batcher.ask([1]), lambda: asyncio.run(submit()), lambda: batcher.run(int), batcher.reset):
+            for ask in (
+                lambda: batcher.ask([1]),
+                lambda: asyncio.run(submit()),
+                lambda: batcher.run(int),
+                batcher.reset,
+            ):
                 try:
                     ask()
                 except EngineDeadError:
@@ -353,7 +371,8 @@ def test_a_forked_child_waits_for_no_lock_that_a_thread_of_its_parent_held():
 
 
 def test_a_model_may_be_dropped_from_its_own_engine_thread(gate):
-    """The last reference goes while the engine thread collects garbage: it must not wait for itself."""
+    """The last reference goes while the engine thread collects garbage: it must not wait for
+    itself."""
     held: list[MockAsyncLM] = []
 
     def drop(queries):

@@ -19,8 +19,15 @@ import structlog
 structlog.configure()
 log.info("four")
 """
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert [word in run.stdout for word in ("one", "two", "three", "four")] == [False, False, True, True]
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert [word in run.stdout for word in ("one", "two", "three", "four")] == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_events_carry_their_fields():

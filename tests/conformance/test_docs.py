@@ -20,7 +20,9 @@ def table() -> str:
     lines = ["| clause | what holds | what the suite's own tests break |", "|---|---|---|"]
     for name in ConformanceSuite.clauses:
         clause = name.removeprefix("test_")
-        promise = " ".join((inspect.getdoc(getattr(ConformanceSuite, name)) or "").split()).replace("``", "`")
+        promise = " ".join((inspect.getdoc(getattr(ConformanceSuite, name)) or "").split()).replace(
+            "``", "`"
+        )
         mutants = [f"`{mutant}`" for mutant, fault in MUTANTS.items() if fault.breaks == clause]
         lines.append(f"| `{clause}` | {promise} | {', '.join(mutants) or PLANTED[clause]} |")
     return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""The reference backend keeps the whole contract, one batch at a time and as a continuous engine."""
+"""The reference backend keeps the whole contract, one batch at a time and as a continuous
+engine."""
 
 from __future__ import annotations
 

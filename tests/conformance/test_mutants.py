@@ -1,4 +1,5 @@
-"""The suite bites: every clause fails on a model that breaks it, and on no model that breaks something else."""
+"""The suite bites: every clause fails on a model that breaks it, and on no model that breaks
+something else."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ class Mutated(ConformanceSuite):
 def failures(mutant: Mutant) -> dict[str, str]:
     """The counterexamples by clause: its own clause in full, all others quickly."""
     own = run(Mutated(mutant, effort=1.0), only=lambda clause: clause == mutant.breaks)
-    others = run(Mutated(mutant, effort=0.1), only=lambda clause: clause not in {mutant.breaks, *ELSEWHERE})
+    others = run(
+        Mutated(mutant, effort=0.1), only=lambda clause: clause not in {mutant.breaks, *ELSEWHERE}
+    )
     return {verdict.clause: verdict.detail for verdict in own.failed + others.failed}
 
 
@@ -61,13 +64,17 @@ from genlm.core.mock import genlm_backend_info, genlm_load
 """
 
 
-def test_import_of_an_engine_with_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_of_an_engine_with_the_plugin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pretend_installed(tmp_path, "impatient", "genlm_impatient", IMPATIENT)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     suite = Mutated(MUTANTS["TokensInDisorder"], effort=0.1)
     suite.backend = "impatient"
-    (clause,) = run(suite, only=lambda clause: clause == "import_of_plugin_imports_no_engine").failed
+    (clause,) = run(
+        suite, only=lambda clause: clause == "import_of_plugin_imports_no_engine"
+    ).failed
     assert "imports torch" in clause.detail
 
 
@@ -99,8 +106,20 @@ class TestExcused(Mine):
 
 def test_a_clause_that_was_deleted_or_overridden(tmp_path: Path) -> None:
     (tmp_path / "test_defective.py").write_text(DEFECTIVE)
-    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-k", "no_clause_is_missing or large_batch", "--rootdir", "."]
-    output = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-rA",
+        "-k",
+        "no_clause_is_missing or large_batch",
+        "--rootdir",
+        ".",
+    ]
+    output = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False
+    ).stdout
     for line in (
         "FAILED test_defective.py::TestDeleted::test_no_clause_is_missing",
         "FAILED test_defective.py::TestOverridden::test_no_clause_is_missing",

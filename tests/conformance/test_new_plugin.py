@@ -1,4 +1,5 @@
-"""A plugin that `genlm new-plugin` writes is complete: built, installed beside the core's wheel, it conforms."""
+"""A plugin that `genlm new-plugin` writes is complete: built, installed beside the core's wheel, it
+conforms."""
 
 from __future__ import annotations
 
@@ -29,13 +30,19 @@ def test_a_new_plugin_conforms(environment: CleanEnvironment, tmp_path: Path) ->
     listed = environment.run("genlm", "backends", cwd=tmp_path)
     assert "genlm-my-toy 0.1.0" in listed.stdout, listed.stderr
 
-    checked = environment.run("genlm", "conformance", "my-toy", "--model", "toy", "--quick", cwd=tmp_path)
+    checked = environment.run(
+        "genlm", "conformance", "my-toy", "--model", "toy", "--quick", cwd=tmp_path
+    )
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert "my-toy conforms" in checked.stdout
-    where = environment.run("python", "-c", "import genlm.core; print(genlm.core.__file__)", cwd=tmp_path)
+    where = environment.run(
+        "python", "-c", "import genlm.core; print(genlm.core.__file__)", cwd=tmp_path
+    )
     assert str(ROOT / "core" / "src") not in where.stdout
 
-    tested = environment.run("python", "-m", "pytest", "-q", "-k", "row or missing", str(plugin), cwd=tmp_path)
+    tested = environment.run(
+        "python", "-m", "pytest", "-q", "-k", "row or missing", str(plugin), cwd=tmp_path
+    )
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
@@ -59,7 +66,9 @@ def test_a_name_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("name", ["core", "bytes", "backend", "control", "hf", "vllm"])
 def test_a_name_whose_distribution_would_clash(name: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidOptionError, match=f"the distribution genlm-{name} exists already; choose another"):
+    with pytest.raises(
+        InvalidOptionError, match=f"the distribution genlm-{name} exists already; choose another"
+    ):
         write_plugin(name, tmp_path)
 
 

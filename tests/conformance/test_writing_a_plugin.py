@@ -1,4 +1,5 @@
-"""The plugin that the documentation walks through conforms, and what the page shows of it is what it is."""
+"""The plugin that the documentation walks through conforms, and what the page shows of it is what
+it is."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ SNIPPETS = re.findall(r"```(?:python|toml)\n(.*?)```", PAGE, flags=re.DOTALL)
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
 def test_a_snippet_is_the_plugins_own_code(snippet: str) -> None:
-    sources = [path.read_text() for pattern in ("*.toml", "**/*.py") for path in PLUGIN.glob(pattern)]
+    sources = [
+        path.read_text() for pattern in ("*.toml", "**/*.py") for path in PLUGIN.glob(pattern)
+    ]
     assert any(snippet.rstrip() in source for source in sources)
 
 
@@ -24,6 +27,8 @@ def test_the_plugin_conforms_in_a_clean_environment(tmp_path: Path) -> None:
     environment = CleanEnvironment(tmp_path)
     environment.install(ROOT / "core")
     environment.install(PLUGIN)
-    tested = environment.run("python", "-m", "pytest", "-q", "--rootdir", ".", str(PLUGIN / "tests"), cwd=tmp_path)
+    tested = environment.run(
+        "python", "-m", "pytest", "-q", "--rootdir", ".", str(PLUGIN / "tests"), cwd=tmp_path
+    )
     assert tested.returncode == 0, tested.stdout + tested.stderr
     assert "error" not in tested.stdout

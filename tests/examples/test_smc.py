@@ -45,8 +45,11 @@ def allowed(lm: AsyncLM) -> torch.Tensor:
     return torch.tensor([*range(0, 256, 64), lm.tokenizer.eos_token_id])
 
 
-def exact_constant(lm: AsyncLM, allowed: torch.Tensor, context: list[int], max_tokens: int) -> float:
-    """The probability that the model draws allowed tokens only, until it ends or has drawn ``max_tokens``."""
+def exact_constant(
+    lm: AsyncLM, allowed: torch.Tensor, context: list[int], max_tokens: int
+) -> float:
+    """The probability that the model draws allowed tokens only, until it ends or has drawn
+    ``max_tokens``."""
     if max_tokens == 0:
         return 1.0
     row = lm.next_token_logprobs_sync(context).double().exp()
@@ -55,14 +58,20 @@ def exact_constant(lm: AsyncLM, allowed: torch.Tensor, context: list[int], max_t
         1.0 if token == end else exact_constant(lm, allowed, [*context, token], max_tokens - 1)
         for token in allowed.tolist()
     )
-    return sum(row[token].item() * rest for token, rest in zip(allowed.tolist(), onward, strict=True))
+    return sum(
+        row[token].item() * rest for token, rest in zip(allowed.tolist(), onward, strict=True)
+    )
 
 
-def run(program: ModuleType, lm: AsyncLM, allowed: torch.Tensor, seed: int, particles: int = 20) -> tuple[list, float]:
+def run(
+    program: ModuleType, lm: AsyncLM, allowed: torch.Tensor, seed: int, particles: int = 20
+) -> tuple[list, float]:
     return asyncio.run(program.smc(lm, PROMPT, allowed, particles, MAX_TOKENS, random.Random(seed)))
 
 
-def test_the_constant_is_estimated_without_bias(program: ModuleType, lm: AsyncLM, allowed: torch.Tensor) -> None:
+def test_the_constant_is_estimated_without_bias(
+    program: ModuleType, lm: AsyncLM, allowed: torch.Tensor
+) -> None:
     exact = exact_constant(lm, allowed, PROMPT, MAX_TOKENS)
     estimates = [math.exp(run(program, lm, allowed, seed)[1]) / exact for seed in range(400)]
     error = statistics.stdev(estimates) / math.sqrt(len(estimates))
@@ -73,9 +82,12 @@ def test_the_constant_is_estimated_without_bias(program: ModuleType, lm: AsyncLM
 def test_weighted_particles_follow_the_restricted_distribution(
     program: ModuleType, lm: AsyncLM, allowed: torch.Tensor
 ) -> None:
-    """The probability of stopping at once, by the particles of many runs, each weighed by its constant."""
+    """The probability of stopping at once, by the particles of many runs, each weighed by its
+    constant."""
     exact = exact_constant(lm, allowed, PROMPT, MAX_TOKENS)
-    ends = lm.next_token_logprobs_sync(PROMPT)[lm.tokenizer.eos_token_id].double().exp().item() / exact
+    ends = (
+        lm.next_token_logprobs_sync(PROMPT)[lm.tokenizer.eos_token_id].double().exp().item() / exact
+    )
     estimates = []
     for seed in range(400):
         particles, log_constant = run(program, lm, allowed, seed)
@@ -110,7 +122,16 @@ def test_only_plain_text_without_the_letters_is_allowed(program: ModuleType, lm:
 
 
 def test_the_program_runs_on_the_mock() -> None:
-    command = [sys.executable, PROGRAM, "--backend", "mock", "--particles", "8", "--max-tokens", "4"]
+    command = [
+        sys.executable,
+        PROGRAM,
+        "--backend",
+        "mock",
+        "--particles",
+        "8",
+        "--max-tokens",
+        "4",
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "log normalising constant" in ran.stdout
     assert ran.stderr == ""

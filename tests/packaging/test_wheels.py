@@ -1,4 +1,5 @@
-"""What the distributions hold when they are built: other distributions share the ``genlm`` namespace with them."""
+"""What the distributions hold when they are built: other distributions share the ``genlm``
+namespace with them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DISTRIBUTIONS = [ROOT / "core", *sorted(project.parent for project in ROOT.glob("plugins/*/pyproject.toml"))]
+DISTRIBUTIONS = [
+    ROOT / "core",
+    *sorted(project.parent for project in ROOT.glob("plugins/*/pyproject.toml")),
+]
 
 
 @pytest.fixture(scope="module", params=DISTRIBUTIONS, ids=lambda folder: folder.name)
@@ -33,7 +37,9 @@ def wheel(distribution: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfi
 
 
 def hatch(source: Path, target: str, to: Path) -> None:
-    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", target, "-d", to], cwd=source, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", to], cwd=source, check=True
+    )
 
 
 def test_the_namespace_belongs_to_nobody(wheel: zipfile.ZipFile) -> None:
@@ -72,7 +78,8 @@ def test_the_command_belongs_to_the_core(wheel: zipfile.ZipFile, distribution: P
 
 def test_every_plugin_asks_for_this_core(distribution: Path) -> None:
     core, plugin = (
-        tomllib.loads((folder / "pyproject.toml").read_text())["project"] for folder in (ROOT / "core", distribution)
+        tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        for folder in (ROOT / "core", distribution)
     )
     if distribution.name == "core":
         assert not [line for line in plugin["dependencies"] if line.startswith("genlm")]

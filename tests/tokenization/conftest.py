@@ -57,26 +57,35 @@ def byte_fallback(normalizer: Any, decoders: list[Any]) -> Any:
 
 
 def without_added(tokenizer: Any, names: list[str]) -> Any:
-    """The byte names were special only to get them into the vocabulary; they are ordinary pieces."""
+    """The byte names were special only to get them into the vocabulary; they are ordinary
+    pieces."""
     tok = pytest.importorskip("tokenizers")
     definition = json.loads(tokenizer.to_str())
-    definition["added_tokens"] = [token for token in definition["added_tokens"] if token["content"] not in names]
+    definition["added_tokens"] = [
+        token for token in definition["added_tokens"] if token["content"] not in names
+    ]
     return tok.Tokenizer.from_str(json.dumps(definition))
 
 
 def llama() -> Any:
     """Llama 2, Mistral, Yi, Phi-3."""
     tok = pytest.importorskip("tokenizers", reason="trains a tokenizer of the library tokenizers")
-    normalizer = tok.normalizers.Sequence([tok.normalizers.Prepend("▁"), tok.normalizers.Replace(" ", "▁")])
+    normalizer = tok.normalizers.Sequence(
+        [tok.normalizers.Prepend("▁"), tok.normalizers.Replace(" ", "▁")]
+    )
     d = tok.decoders
-    return byte_fallback(normalizer, [d.Replace("▁", " "), d.ByteFallback(), d.Fuse(), d.Strip(" ", 1, 0)])
+    return byte_fallback(
+        normalizer, [d.Replace("▁", " "), d.ByteFallback(), d.Fuse(), d.Strip(" ", 1, 0)]
+    )
 
 
 def gemma() -> Any:
     """Gemma: no leading space, and runs of spaces that are pieces and added tokens at once."""
     tok = pytest.importorskip("tokenizers", reason="trains a tokenizer of the library tokenizers")
     d = tok.decoders
-    tokenizer = byte_fallback(tok.normalizers.Replace(" ", "▁"), [d.Replace("▁", " "), d.ByteFallback(), d.Fuse()])
+    tokenizer = byte_fallback(
+        tok.normalizers.Replace(" ", "▁"), [d.Replace("▁", " "), d.ByteFallback(), d.Fuse()]
+    )
     assert tokenizer.token_to_id("▁▁") is not None
     tokenizer.add_tokens([tok.AddedToken("▁▁", normalized=False)])
     return tokenizer
@@ -88,7 +97,9 @@ def unigram() -> Any:
     tokenizer = tok.Tokenizer(tok.models.Unigram())
     tokenizer.pre_tokenizer = tok.pre_tokenizers.Metaspace()
     tokenizer.decoder = tok.decoders.Metaspace()
-    trainer = tok.trainers.UnigramTrainer(vocab_size=300, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False)
+    trainer = tok.trainers.UnigramTrainer(
+        vocab_size=300, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
+    )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
 

@@ -15,7 +15,9 @@ d = tok.decoders
 
 
 def tokenizer_of(pieces, decoder):
-    tokenizer = tok.Tokenizer(tok.models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
+    tokenizer = tok.Tokenizer(
+        tok.models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[])
+    )
     if decoder is not None:
         tokenizer.decoder = decoder
     return tokenizer
@@ -35,7 +37,11 @@ def contents(tokenizer):
         ),
         (d.Metaspace(), ["▁a", "a▁b", "<0x41>"], [b" a", b"a b", b"<0x41>"]),
         (d.Metaspace(replacement="_"), ["_a", "▁"], [b" a", "▁".encode()]),
-        (d.ByteFallback(), ["<0x0A>", "<0xff>", "<0x1>", "x<0x0A>"], [b"\n", b"\xff", b"<0x1>", b"x<0x0A>"]),
+        (
+            d.ByteFallback(),
+            ["<0x0A>", "<0xff>", "<0x1>", "x<0x0A>"],
+            [b"\n", b"\xff", b"<0x1>", b"x<0x0A>"],
+        ),
         (d.Fuse(), ["▁a"], ["▁a".encode()]),
         (d.Strip("_", 1, 2), ["__a___", "a"], [b"_a_", b"a"]),
         (d.Replace(tok.Regex("[xy]+"), "-"), ["axyb", "b"], [b"a-b", b"b"]),
@@ -45,8 +51,16 @@ def contents(tokenizer):
             ["<0x0A>", "<0x80>"],
             [b"|", b"\x80"],
         ),
-        (d.Sequence([d.ByteFallback(), d.ByteLevel()]), ["<0x80>", "Ġa", "<0x41>"], [b"\x80", b" a", b"A"]),
-        (d.Sequence([d.Replace("▁", " "), d.Fuse(), d.Strip(" ", 1, 0)]), ["▁a", "a"], [b" a", b"a"]),
+        (
+            d.Sequence([d.ByteFallback(), d.ByteLevel()]),
+            ["<0x80>", "Ġa", "<0x41>"],
+            [b"\x80", b" a", b"A"],
+        ),
+        (
+            d.Sequence([d.Replace("▁", " "), d.Fuse(), d.Strip(" ", 1, 0)]),
+            ["▁a", "a"],
+            [b" a", b"a"],
+        ),
     ],
 )
 def test_decoders(decoder, pieces, expected):
@@ -76,8 +90,14 @@ def test_a_decoder_that_looks_at_neighbours_is_refused(decoder, reason):
     ("model", "reason"),
     [
         (tok.models.WordPiece({"a": 0}, unk_token="a"), "WordPiece does not keep the white space"),
-        (tok.models.BPE(vocab={"a": 0}, merges=[], end_of_word_suffix="</w>"), "end_of_word_suffix '</w>'"),
-        (tok.models.BPE(vocab={"a": 0}, merges=[], continuing_subword_prefix="##"), "continuing_subword_prefix '##'"),
+        (
+            tok.models.BPE(vocab={"a": 0}, merges=[], end_of_word_suffix="</w>"),
+            "end_of_word_suffix '</w>'",
+        ),
+        (
+            tok.models.BPE(vocab={"a": 0}, merges=[], continuing_subword_prefix="##"),
+            "continuing_subword_prefix '##'",
+        ),
     ],
 )
 def test_a_model_that_drops_spaces_is_refused(model, reason):
@@ -111,7 +131,9 @@ def test_an_id_without_a_token_is_empty():
 
 
 def test_a_piece_may_be_listed_twice():
-    tokenizer = tok.Tokenizer(tok.models.Unigram([("a", -1.0), ("b", -1.0), ("a", -2.0), ("b", -2.0)], 0, False))
+    tokenizer = tok.Tokenizer(
+        tok.models.Unigram([("a", -1.0), ("b", -1.0), ("a", -2.0), ("b", -2.0)], 0, False)
+    )
     tokenizer.decoder = d.Fuse()
     assert contents(tokenizer) == [b"a", b"b", b"a", b"b"]
 
@@ -177,6 +199,11 @@ def test_an_empty_vocabulary_is_refused():
 
 
 def test_reading_a_vocabulary_imports_no_engine():
-    code = "import sys, genlm.core.tokenization, genlm.core.trie; print({'torch', 'tokenizers'} & {*sys.modules})"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = (
+        "import sys, genlm.core.tokenization, genlm.core.trie; "
+        "print({'torch', 'tokenizers'} & {*sys.modules})"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "set()"

@@ -1,4 +1,5 @@
-"""decode_vocab on a tokenizer of every family: texts come back, and each token is what its decoder makes of it."""
+"""decode_vocab on a tokenizer of every family: texts come back, and each token is what its decoder
+makes of it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ from genlm.core import VocabularyError
 from genlm.core.tokenization import Token, decode_vocab
 
 # SentencePiece writes spaces as U+2581, so that a text's own cannot come back.
-TEXTS = st.text(st.one_of(st.sampled_from(" \n\tabcqué1234'.狐😀"), st.characters(exclude_characters="▁", codec="utf-8")))
+TEXTS = st.text(
+    st.one_of(
+        st.sampled_from(" \n\tabcqué1234'.狐😀"),
+        st.characters(exclude_characters="▁", codec="utf-8"),
+    )
+)
 # What the Unigram model has seen: it has no bytes for the rest.
 KNOWN = st.text(st.sampled_from(" \n\tabcdefghi.,:;éüß狐😀1234"))
 
@@ -22,7 +28,9 @@ def test_the_tokens_of_a_text_are_its_bytes(family, data):
     byte_vocab, _ = decode_vocab(tokenizer)
     text = data.draw(KNOWN if name == "unigram" else TEXTS)
     joined = b"".join(byte_vocab[i] for i in tokenizer.encode(text).ids)
-    assert joined in ([b" " + text.encode(), text.encode()] if name in ("llama", "unigram") else [text.encode()])
+    assert joined in (
+        [b" " + text.encode(), text.encode()] if name in ("llama", "unigram") else [text.encode()]
+    )
 
 
 def test_each_token_is_what_the_decoder_makes_of_it(family):
@@ -43,7 +51,9 @@ def test_the_list_reaches_to_the_largest_id(family):
 
 
 def test_a_hugging_face_tokenizer_is_read_like_what_it_is_made_of(family):
-    transformers = pytest.importorskip("transformers", reason="wraps a tokenizer as transformers does")
+    transformers = pytest.importorskip(
+        "transformers", reason="wraps a tokenizer as transformers does"
+    )
     _, tokenizer = family
     wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     assert contents(wrapped) == contents(tokenizer)
@@ -60,7 +70,12 @@ def test_added_tokens_are_verbatim(family):
     before = tokenizer.get_vocab_size()
     tokenizer.add_special_tokens(["<｜begin▁of▁text｜>", "<0x41>x"])
     tokenizer.add_tokens(["foo▁bar", "Ġé"])
-    assert contents(tokenizer)[before:] == ["<｜begin▁of▁text｜>".encode(), b"<0x41>x", "foo▁bar".encode(), "Ġé".encode()]
+    assert contents(tokenizer)[before:] == [
+        "<｜begin▁of▁text｜>".encode(),
+        b"<0x41>x",
+        "foo▁bar".encode(),
+        "Ġé".encode(),
+    ]
 
 
 def test_byt5():
@@ -68,7 +83,10 @@ def test_byt5():
     tokenizer = transformers.ByT5Tokenizer()
     byte_vocab, _ = decode_vocab(tokenizer)
     text = "naïve 狐 😀 ▁\n"
-    assert b"".join(byte_vocab[i] for i in tokenizer.encode(text, add_special_tokens=False)) == text.encode()
+    assert (
+        b"".join(byte_vocab[i] for i in tokenizer.encode(text, add_special_tokens=False))
+        == text.encode()
+    )
     assert byte_vocab[0] == b"<pad>"
     assert byte_vocab[259] == b"<extra_id_0>"
     assert byte_vocab[3 + 0xFF] == b"\xff"
@@ -85,7 +103,9 @@ def test_sentencepiece(sentencepiece_model, text):
 
 
 def test_a_slow_sentencepiece_tokenizer(sentencepiece_model, tmp_path):
-    transformers = pytest.importorskip("transformers", reason="has tokenizers that wrap SentencePiece")
+    transformers = pytest.importorskip(
+        "transformers", reason="has tokenizers that wrap SentencePiece"
+    )
     file = tmp_path / "spiece.model"
     file.write_bytes(sentencepiece_model.serialized_model_proto())
     slow = transformers.BertGenerationTokenizer(str(file))
@@ -95,7 +115,9 @@ def test_a_slow_sentencepiece_tokenizer(sentencepiece_model, tmp_path):
 def test_tiktoken():
     tiktoken = pytest.importorskip("tiktoken", reason="makes an encoding of the library tiktoken")
     ranks = {bytes([byte]): byte for byte in range(256)} | {b"th": 256, b"the": 257}
-    encoding = tiktoken.Encoding("small", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|end|>": 300})
+    encoding = tiktoken.Encoding(
+        "small", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|end|>": 300}
+    )
     byte_vocab, _ = decode_vocab(encoding)
     assert len(byte_vocab) == 301
     assert (byte_vocab[257], byte_vocab[258], byte_vocab[300]) == (b"the", b"", b"<|end|>")
@@ -119,7 +141,13 @@ class Slow:
 
 def test_slow_byte_level():
     byte_decoder = {"a": ord("a"), "Ġ": 0x20, "Ã": 0xC3}
-    assert contents(Slow({"Ġa": 0, "Ã": 2}, byte_decoder=byte_decoder)) == [b" a", b"", b"\xc3", b"", b"<|end|>"]
+    assert contents(Slow({"Ġa": 0, "Ã": 2}, byte_decoder=byte_decoder)) == [
+        b" a",
+        b"",
+        b"\xc3",
+        b"",
+        b"<|end|>",
+    ]
 
 
 def test_slow_with_tokens_that_are_bytes():

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 from genlm.core.tokenization import decode_vocab
 
-TEXTS = st.text(st.one_of(st.sampled_from(" \n\tabcqué1234'.狐😀"), st.characters(exclude_characters="▁\0", codec="utf-8")))
+TEXTS = st.text(
+    st.one_of(
+        st.sampled_from(" \n\tabcqué1234'.狐😀"),
+        st.characters(exclude_characters="▁\0", codec="utf-8"),
+    )
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +37,23 @@ def smollm2_bytes(smollm2):
 @given(text=TEXTS)
 @settings(deadline=None)
 def test_smollm2_texts(smollm2, smollm2_bytes, text):
-    assume(set(text.encode()) <= {token[0] for token in smollm2_bytes if len(token) == 1})  # it lacks some bytes
-    assert b"".join(smollm2_bytes[i] for i in smollm2.encode(text, add_special_tokens=False)) == text.encode()
+    # It lacks some bytes.
+    assume(set(text.encode()) <= {token[0] for token in smollm2_bytes if len(token) == 1})
+    assert (
+        b"".join(smollm2_bytes[i] for i in smollm2.encode(text, add_special_tokens=False))
+        == text.encode()
+    )
 
 
 def test_smollm2_tokens(smollm2, smollm2_bytes):
     assert len(smollm2_bytes) == 49_152
     pieces = smollm2.convert_ids_to_tokens(range(len(smollm2_bytes)))
     decode = smollm2.backend_tokenizer.decoder.decode
-    wrong = [t for t, piece in zip(smollm2_bytes, pieces, strict=True) if decode([piece]) != t.decode(errors="replace")]
+    wrong = [
+        t
+        for t, piece in zip(smollm2_bytes, pieces, strict=True)
+        if decode([piece]) != t.decode(errors="replace")
+    ]
     assert wrong == []
 
 
@@ -72,7 +85,10 @@ def test_mistral_texts(mistral, mistral_bytes, text):
 def test_mistral_tokens(mistral, mistral_bytes):
     assert len(mistral_bytes) == mistral.n_words
     assert mistral_bytes[1] == b"<s>"
-    assert len({bytes(token) for token in mistral_bytes} & {bytes([byte]) for byte in range(256)}) == 256
+    assert (
+        len({bytes(token) for token in mistral_bytes} & {bytes([byte]) for byte in range(256)})
+        == 256
+    )
 
 
 @pytest.mark.parametrize("file", MISTRAL[:2])

@@ -29,7 +29,11 @@ def test_tokens_are_compared_by_id() -> None:
     assert A != OTHER_A
     assert Token(1, b"b") == A
     assert len({A, OTHER_A, Token(1, b"a")}) == 2
-    assert sorted([Token(3, b"a"), Token(1, b"c"), Token(2, b"b")]) == [Token(1, b""), Token(2, b""), Token(3, b"")]
+    assert sorted([Token(3, b"a"), Token(1, b"c"), Token(2, b"b")]) == [
+        Token(1, b""),
+        Token(2, b""),
+        Token(3, b""),
+    ]
     assert A < OTHER_A
     assert A <= OTHER_A
     assert OTHER_A > A
@@ -55,7 +59,9 @@ def test_bytes_and_tokens_are_told_apart() -> None:
     assert Token.as_bytes("a") == "a"
 
 
-@pytest.mark.parametrize("again", [lambda t: pickle.loads(pickle.dumps(t)), copy.copy, copy.deepcopy])
+@pytest.mark.parametrize(
+    "again", [lambda t: pickle.loads(pickle.dumps(t)), copy.copy, copy.deepcopy]
+)
 def test_a_copy_keeps_its_id(again) -> None:
     token = again(Token(5, b"x\x00"))
     assert (type(token), token.token_id, token.byte_string) == (Token, 5, b"x\x00")
@@ -70,7 +76,11 @@ def test_wrong_types_are_refused() -> None:
 
 def test_a_vocabulary_numbers_its_tokens() -> None:
     tokens = Token.vocabulary([b"a", b"", b"a"])
-    assert [(token.token_id, token.byte_string) for token in tokens] == [(0, b"a"), (1, b""), (2, b"a")]
+    assert [(token.token_id, token.byte_string) for token in tokens] == [
+        (0, b"a"),
+        (1, b""),
+        (2, b"a"),
+    ]
 
 
 def test_tokens_are_small() -> None:
@@ -83,7 +93,9 @@ tokens = Token.vocabulary(contents)
 print(tracemalloc.get_traced_memory()[0])
 """
     # In a process of its own: what tokens share must not depend on those made before.
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert int(result.stdout) < 40 << 20
 
 

@@ -12,7 +12,9 @@ from genlm.core.tokenization import Token
 def vocabulary():
     """A few thousand tokens with long shared prefixes, some of them with equal bytes."""
     generator = np.random.default_rng(0)
-    words = [bytes(generator.integers(97, 101, generator.integers(0, 9)).tolist()) for _ in range(3000)]
+    words = [
+        bytes(generator.integers(97, 101, generator.integers(0, 9)).tolist()) for _ in range(3000)
+    ]
     return Token.vocabulary([*words, *(b" " * n for n in range(40))])
 
 

@@ -84,7 +84,12 @@ def test_what_is_asked_while_the_kernel_works_makes_the_next_batch(trie, watched
 
 def test_an_error_reaches_only_its_caller(trie, weights):
     async def ask():
-        calls = [trie.weight_sum(weights[0]), trie.weight_sum([1.0]), trie.weight_max("x"), trie.weight_max(weights[1])]
+        calls = [
+            trie.weight_sum(weights[0]),
+            trie.weight_sum([1.0]),
+            trie.weight_max("x"),
+            trie.weight_max(weights[1]),
+        ]
         return await asyncio.gather(*calls, return_exceptions=True)
 
     good, wrong, nonsense, also_good = asyncio.run(ask())
@@ -125,7 +130,9 @@ def test_cancelling_a_caller_leaves_the_others_alone(trie, watched, weights):
 
 def test_it_works_in_one_event_loop_after_another(trie, weights):
     for _ in range(3):
-        assert np.array_equal(asyncio.run(trie.weight_sum(weights[0])), trie.trie.weight_sum(weights[0]))
+        assert np.array_equal(
+            asyncio.run(trie.weight_sum(weights[0])), trie.trie.weight_sum(weights[0])
+        )
 
 
 def test_it_works_in_several_event_loops_at_once(trie, weights):
@@ -204,7 +211,9 @@ else:
     assert asyncio.run(trie.weight_sum([0.25, 0.75]))[trie.trie.root] == 1.0
     trie.shutdown()
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
     assert (result.stdout, result.stderr) == ("0\n", "")
 
 
@@ -215,12 +224,20 @@ from genlm.core.trie import AsyncTokenCharacterTrie
 trie = AsyncTokenCharacterTrie.from_vocab([b"a", b"ab"], backend="sequential")
 print(asyncio.run(trie.weight_sum([0.25, 0.75]))[trie.trie.root])
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
     assert (result.stdout, result.stderr) == ("1.0\n", "")
 
 
 def test_backends(vocabulary):
-    assert type(AsyncTokenCharacterTrie.from_vocab(vocabulary, backend="sequential").trie) is TokenCharacterTrie
-    assert type(AsyncTokenCharacterTrie.from_vocab(vocabulary, device="cpu").trie) is ParallelTokenCharacterTrie
+    assert (
+        type(AsyncTokenCharacterTrie.from_vocab(vocabulary, backend="sequential").trie)
+        is TokenCharacterTrie
+    )
+    assert (
+        type(AsyncTokenCharacterTrie.from_vocab(vocabulary, device="cpu").trie)
+        is ParallelTokenCharacterTrie
+    )
     with pytest.raises(InvalidOptionError, match="'parallel' or 'sequential'"):
         AsyncTokenCharacterTrie.from_vocab(vocabulary, backend="serial")

@@ -29,7 +29,7 @@ def sums(trie):
     return trie.weight_sum(WEIGHTS)
 
 
-# --- Graphviz ---------------------------------------------------------------------------------------------------------
+# --- Graphviz -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -89,25 +89,40 @@ def test_options_are_checked(trie):
         trie.visualize(format="html", max_nodes=0)
 
 
-# --- in a browser -----------------------------------------------------------------------------------------------------
+# --- in a browser ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def show(tmp_path_factory):
     """Opens a page in Chromium and gives the document as it is after its scripts have run."""
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    chromium = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if chromium is None:
-        pytest.skip("no Chromium is installed: no program chromium, chromium-browser or google-chrome")
+        pytest.skip(
+            "no Chromium is installed: no program chromium, chromium-browser or google-chrome"
+        )
     folder = tmp_path_factory.mktemp("browser")
 
     def show(page, address=""):
         file = folder / "trie.html"
         file.write_text(page, encoding="utf-8")
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
-        command = [chromium, *flags, "--virtual-time-budget=5000", "--dump-dom", file.as_uri() + address]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.partition("<main>")[
-            2
+        flags = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={folder / 'profile'}",
         ]
+        command = [
+            chromium,
+            *flags,
+            "--virtual-time-budget=5000",
+            "--dump-dom",
+            file.as_uri() + address,
+        ]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=120
+        ).stdout.partition("<main>")[2]
 
     return show
 

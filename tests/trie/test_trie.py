@@ -37,10 +37,13 @@ class OnTorch(TokenCharacterTrie):
 
 
 EOS = EndOfSequence()
-WORDS = st.lists(st.lists(st.integers(0, 2), max_size=6).map(bytes), min_size=1, max_size=40)  # few letters, much shared
+# Few letters, much shared.
+WORDS = st.lists(st.lists(st.integers(0, 2), max_size=6).map(bytes), min_size=1, max_size=40)
 TOKENS = WORDS.map(Token.vocabulary)
 STRINGS = st.lists(st.text("ab", max_size=3), unique=True)
-TUPLES = st.lists(st.tuples(st.sampled_from([0, 1, "a", None]), st.sampled_from([0, "b"])), unique=True)
+TUPLES = st.lists(
+    st.tuples(st.sampled_from([0, 1, "a", None]), st.sampled_from([0, "b"])), unique=True
+)
 MIXED = st.tuples(TOKENS, STRINGS, TUPLES).map(lambda kinds: [*kinds[0], *kinds[1], *kinds[2], EOS])
 WEIGHTS = st.floats(-1e6, 1e6) | st.just(-math.inf)
 
@@ -48,11 +51,16 @@ tries = pytest.mark.parametrize("trie_class", [TokenCharacterTrie, OnTorch])
 
 
 def by_definition(trie, ws, combine):
-    """For each node, what ``combine`` makes of the weights of the items that begin with its letters, or of its item."""
+    """For each node, what ``combine`` makes of the weights of the items that begin with its
+    letters, or of its item."""
     expected = np.empty(len(trie))
     for node in range(len(trie)):
         prefix = trie.node2prefix[node]
-        below = [weight for item, weight in zip(trie.decode, ws, strict=True) if list(item)[: len(prefix)] == prefix]
+        below = [
+            weight
+            for item, weight in zip(trie.decode, ws, strict=True)
+            if list(item)[: len(prefix)] == prefix
+        ]
         expected[node] = combine(below)
     for position, leaf in enumerate(trie.word2leaf.values()):
         expected[leaf] = ws[position]
@@ -67,20 +75,30 @@ def test_sums_and_maxima(trie_class, items, data):
     ws = np.array(data.draw(st.lists(WEIGHTS, min_size=len(items), max_size=len(items))))
     # The rounding of a sum is relative to what was added, not to what is left of it.
     scale = np.abs(ws[np.isfinite(ws)]).sum()
-    np.testing.assert_allclose(trie.weight_sum(ws), by_definition(trie, ws, math.fsum), rtol=0, atol=1e-15 * scale)
+    np.testing.assert_allclose(
+        trie.weight_sum(ws), by_definition(trie, ws, math.fsum), rtol=0, atol=1e-15 * scale
+    )
     assert np.array_equal(trie.weight_max(ws), by_definition(trie, ws, max))
 
 
 @tries
-@given(seed=st.integers(0, 2**32 - 1), letters=st.sampled_from([1, 2, 4, 50]), longest=st.sampled_from([2, 9, 40]))
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    letters=st.sampled_from([1, 2, 4, 50]),
+    longest=st.sampled_from([2, 9, 40]),
+)
 @settings(deadline=None, max_examples=20)
 def test_sums_and_maxima_over_many_items(trie_class, seed, letters, longest):
     generator = np.random.default_rng(seed)
     lengths = generator.integers(0, longest, generator.integers(1, 1500))
-    trie = trie_class(Token.vocabulary([generator.integers(0, letters, n, np.uint8).tobytes() for n in lengths]))
+    trie = trie_class(
+        Token.vocabulary([generator.integers(0, letters, n, np.uint8).tobytes() for n in lengths])
+    )
     ws = generator.normal(size=len(lengths))
     below = [ws[trie.positions_under(node)] for node in range(len(trie))]
-    np.testing.assert_allclose(trie.weight_sum(ws), [*map(math.fsum, below)], rtol=0, atol=1e-14 * len(lengths))
+    np.testing.assert_allclose(
+        trie.weight_sum(ws), [*map(math.fsum, below)], rtol=0, atol=1e-14 * len(lengths)
+    )
     assert np.array_equal(trie.weight_max(ws), [*map(max, below)])
 
 
@@ -97,13 +115,17 @@ def test_the_shape(items):
             seen.append(child)
     assert sorted(seen) == list(range(len(trie))) == list(range(len(trie.children)))
     assert len(trie.leaf2word) == len(items)
-    for position, (item, (word, leaf)) in enumerate(zip(items, trie.word2leaf.items(), strict=True)):
+    for position, (item, (word, leaf)) in enumerate(
+        zip(items, trie.word2leaf.items(), strict=True)
+    ):
         assert word == ((bytes(item), item.token_id) if isinstance(item, Token) else item)
         assert trie.leaf2word[leaf] == word
         assert trie.node2prefix[leaf] == list(item)
         node = trie.find(item)
         assert trie.children[node][None, position] == leaf
-    prefixes = [tuple(prefix) for node, prefix in trie.node2prefix.items() if node not in trie.leaf2word]
+    prefixes = [
+        tuple(prefix) for node, prefix in trie.node2prefix.items() if node not in trie.leaf2word
+    ]
     assert len(set(prefixes)) == len(prefixes)
 
 
@@ -117,7 +139,9 @@ trie.weight_sum([0.5, 0.5])
 trie.batch_weight_max([[0.5, 0.5]])
 print({"llvmlite", "numba", "torch", "triton"} & {*sys.modules})
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "set()"
 
 
@@ -142,7 +166,10 @@ def test_log_weights(trie_class):
 @tries
 def test_a_batch_is_its_rows(trie_class, vocabulary, weights):
     trie = trie_class(vocabulary)
-    for batch, single in ((trie.batch_weight_sum, trie.weight_sum), (trie.batch_weight_max, trie.weight_max)):
+    for batch, single in (
+        (trie.batch_weight_sum, trie.weight_sum),
+        (trie.batch_weight_max, trie.weight_max),
+    ):
         expected = np.stack([single(row) for row in weights])
         assert np.array_equal(batch(weights), expected)
         assert np.array_equal(batch(list(weights)), expected)
@@ -282,14 +309,18 @@ def test_a_device_that_is_not_there_is_refused():
 
 def test_a_trie_can_be_pickled(vocabulary, weights):
     trie = TokenCharacterTrie(vocabulary)
-    assert np.array_equal(pickle.loads(pickle.dumps(trie)).weight_sum(weights[0]), trie.weight_sum(weights[0]))
+    assert np.array_equal(
+        pickle.loads(pickle.dumps(trie)).weight_sum(weights[0]), trie.weight_sum(weights[0])
+    )
 
 
 def test_the_parallel_trie_is_the_same_trie(vocabulary, weights):
     parallel = ParallelTokenCharacterTrie(vocabulary)
     assert isinstance(parallel, TokenCharacterTrie)
     sums = TokenCharacterTrie(vocabulary).batch_weight_sum(weights)
-    np.testing.assert_allclose(parallel.batch_weight_sum(weights), sums, rtol=1e-5 if parallel.device == "mps" else 1e-14)
+    np.testing.assert_allclose(
+        parallel.batch_weight_sum(weights), sums, rtol=1e-5 if parallel.device == "mps" else 1e-14
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -298,4 +329,6 @@ def test_on_cuda(vocabulary, weights):
     ws = torch.from_numpy(weights).cuda()
     sums = trie.batch_weight_sum(ws, dtype=torch.float64)
     assert sums.is_cuda
-    np.testing.assert_allclose(sums.cpu().numpy(), TokenCharacterTrie(vocabulary).batch_weight_sum(weights), rtol=1e-14)
+    np.testing.assert_allclose(
+        sums.cpu().numpy(), TokenCharacterTrie(vocabulary).batch_weight_sum(weights), rtol=1e-14
+    )

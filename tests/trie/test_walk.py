@@ -32,9 +32,13 @@ def test_the_items_below_a_node_are_a_slice_of_one_array(trie, vocabulary):
     for node, prefix in list(trie.node2prefix.items())[::11]:
         below = trie.positions_under(node)
         if node in trie.leaf2word:
-            assert [trie.leaf2word[node]] == [(vocabulary[p].byte_string, vocabulary[p].token_id) for p in below]
+            assert [trie.leaf2word[node]] == [
+                (vocabulary[p].byte_string, vocabulary[p].token_id) for p in below
+            ]
         else:
-            assert {*below.tolist()} == {i for i, token in enumerate(vocabulary) if token.startswith(bytes(prefix))}
+            assert {*below.tolist()} == {
+                i for i, token in enumerate(vocabulary) if token.startswith(bytes(prefix))
+            }
             assert np.shares_memory(below, trie.positions)
 
 
@@ -43,15 +47,28 @@ def test_children_of_each_node_have_what_the_whole_array_says(trie, weights):
     for node, children in enumerate(trie.children):
         found = trie.children_sum(node, weights[0])
         assert found.keys() == children.keys()
-        assert [*found.values()] == pytest.approx([sums[children[edge]] for edge in found], rel=1e-14)
-        assert trie.children_max(node, weights[0]) == {edge: maxima[child] for edge, child in children.items()}
+        assert [*found.values()] == pytest.approx(
+            [sums[children[edge]] for edge in found], rel=1e-14
+        )
+        assert trie.children_max(node, weights[0]) == {
+            edge: maxima[child] for edge, child in children.items()
+        }
 
 
 def test_the_heaviest_children_come_first():
-    trie = TokenCharacterTrie([Token(0, b"ab"), Token(1, b"ac"), Token(2, b"b"), Token(3, b"a"), Token(4, b"")])
+    trie = TokenCharacterTrie(
+        [Token(0, b"ab"), Token(1, b"ac"), Token(2, b"b"), Token(3, b"a"), Token(4, b"")]
+    )
     ws = [0.1, 0.3, 0.2, 0.25, 0.15]
-    assert trie.heaviest_children(trie.root, ws, 2) == [(ord("a"), pytest.approx(0.65)), (ord("b"), 0.2)]
-    assert trie.heaviest_children(trie.find(b"a"), ws, 9) == [(ord("c"), 0.3), ((None, 3), 0.25), (ord("b"), 0.1)]
+    assert trie.heaviest_children(trie.root, ws, 2) == [
+        (ord("a"), pytest.approx(0.65)),
+        (ord("b"), 0.2),
+    ]
+    assert trie.heaviest_children(trie.find(b"a"), ws, 9) == [
+        (ord("c"), 0.3),
+        ((None, 3), 0.25),
+        (ord("b"), 0.1),
+    ]
     assert trie.heaviest_children(trie.root, ws, 0) == []
     assert trie.heaviest_children(trie.word2leaf[b"b", 2], ws, 1) == []
 

@@ -17,7 +17,9 @@ class TestRNN(ConformanceSuite):
     def given(cls, tmp_path_factory: pytest.TempPathFactory) -> None:
         folder = tmp_path_factory.mktemp("rnn")
         cls.model = write_model(folder / "model.npz")
-        cls.adapters = {name: write_adapter(folder / f"{name}.npz", seed=ord(name)) for name in "ab"}
+        cls.adapters = {
+            name: write_adapter(folder / f"{name}.npz", seed=ord(name)) for name in "ab"
+        }
 
 
 def write_model(path: Path) -> str:

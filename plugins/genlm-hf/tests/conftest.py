@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 from attrs import define
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MambaConfig, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    MambaConfig,
+    PretrainedConfig,
+)
 
 from genlm.core import Query
 from genlm.hf.engine import HFEngine
@@ -48,11 +54,16 @@ class Pair:
     forwards: list[int]
 
     def ask(self, *contexts: Sequence[int]) -> torch.Tensor:
-        return self.engine.genlm_next_token_logprobs([Query(tuple(context)) for context in contexts])
+        return self.engine.genlm_next_token_logprobs(
+            [Query(tuple(context)) for context in contexts]
+        )
 
     @torch.no_grad()
     def expected(self, *contexts: Sequence[int]) -> torch.Tensor:
-        rows = [self.reference(torch.tensor([list(c)]), use_cache=False).logits[0, -1].float() for c in contexts]
+        rows = [
+            self.reference(torch.tensor([list(c)]), use_cache=False).logits[0, -1].float()
+            for c in contexts
+        ]
         return torch.stack(rows).log_softmax(-1)
 
     def check(self, *contexts: Sequence[int], atol: float = 1e-4) -> None:
@@ -75,7 +86,8 @@ def make_pair(config: PretrainedConfig, **options: Any) -> Pair:
     reference = copy.deepcopy(model)
     pair = pair_of(model, reference, **options)
     model.register_forward_pre_hook(
-        lambda module, args, kwargs: pair.forwards.append(kwargs["input_ids"].numel()), with_kwargs=True
+        lambda module, args, kwargs: pair.forwards.append(kwargs["input_ids"].numel()),
+        with_kwargs=True,
     )
     return pair
 
@@ -92,13 +104,15 @@ def pair() -> Callable[..., Pair]:
 
 @pytest.fixture
 def beside() -> Callable[..., Pair]:
-    """Makes an engine from a model, beside another one that its rows are compared with; ``forwards`` stays empty."""
+    """Makes an engine from a model, beside another one that its rows are compared with;
+    ``forwards`` stays empty."""
     return pair_of
 
 
 @pytest.fixture(scope="session")
 def interleave() -> Callable[..., None]:
-    """Asks an engine in random batches of known, cut, grown and forked contexts, and compares every row."""
+    """Asks an engine in random batches of known, cut, grown and forked contexts, and compares every
+    row."""
 
     def ask(model: Pair, seed: object, atol: float = 1e-4) -> None:
         source = random.Random(str(seed))
@@ -145,7 +159,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     folder = str(tmp_path_factory.mktemp("tiny"))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytewise = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate([*alphabet, "<end>"])}, []))
+    bytewise = Tokenizer(
+        models.BPE({symbol: i for i, symbol in enumerate([*alphabet, "<end>"])}, [])
+    )
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytewise.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<end>").save_pretrained(folder)
@@ -168,10 +184,15 @@ def lora_folders(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     """Two LoRA adapters of different rank and layers."""
     peft = pytest.importorskip("peft", reason="LoRA needs peft")
     folders = {}
-    for name, rank, targets in (("a", 4, ["q_proj", "v_proj"]), ("b", 8, ["q_proj", "k_proj", "down_proj"])):
+    for name, rank, targets in (
+        ("a", 4, ["q_proj", "v_proj"]),
+        ("b", 8, ["q_proj", "k_proj", "down_proj"]),
+    ):
         torch.manual_seed(rank)
         model = AutoModelForCausalLM.from_pretrained(tiny)
-        adapted = peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
+        adapted = peft.get_peft_model(
+            model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets)
+        )
         with torch.no_grad():
             for parameter_name, parameter in adapted.named_parameters():
                 if "lora_" in parameter_name:

@@ -1,4 +1,5 @@
-"""What every backend must do, on a small real model where there is one, and on a tiny one with adapters."""
+"""What every backend must do, on a small real model where there is one, and on a tiny one with
+adapters."""
 
 from __future__ import annotations
 

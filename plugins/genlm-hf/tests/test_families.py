@@ -27,7 +27,14 @@ SHAPE = {
     "pad_token_id": 256,
 }
 MIXED = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8}
-GPT2 = {"vocab_size": TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "eos_token_id": 256}
+GPT2 = {
+    "vocab_size": TOKENS,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 256,
+    "eos_token_id": 256,
+}
 OLD = {"vocab_size": TOKENS, "hidden_size": 32, "n_layer": 2, "n_head": 4, "eos_token_id": 256}
 DEEPSEEK = {
     **SHAPE,
@@ -85,7 +92,10 @@ def config(name: str, **arguments: Any) -> Callable[[], PretrainedConfig]:
 FAMILIES = {
     "llama, grouped heads": (config("Llama", **SHAPE), Reuse.PACKED),
     "gpt2, learned positions": (config("GPT2", **GPT2), Reuse.PACKED),
-    "mistral, a window in every layer": (config("Mistral", **SHAPE, sliding_window=7), Reuse.PACKED),
+    "mistral, a window in every layer": (
+        config("Mistral", **SHAPE, sliding_window=7),
+        Reuse.PACKED,
+    ),
     "gemma2, window in some layers, capped": (config("Gemma2", **SHAPE, **MIXED), Reuse.PACKED),
     "gemma3, window in some layers": (config("Gemma3Text", **SHAPE, **MIXED), Reuse.PACKED),
     "gpt-oss, sinks": (config("GptOss", **SHAPE, **MIXED, num_local_experts=4), Reuse.PACKED),
@@ -111,21 +121,28 @@ FAMILIES = {
         config("Mamba", vocab_size=TOKENS, hidden_size=32, num_hidden_layers=2, state_size=4),
         Reuse.SNAPSHOTS,
     ),
-    "qwen3-next, linear attention between attention": (config("Qwen3Next", **QWEN3_NEXT), Reuse.SNAPSHOTS),
+    "qwen3-next, linear attention between attention": (
+        config("Qwen3Next", **QWEN3_NEXT),
+        Reuse.SNAPSHOTS,
+    ),
     "lfm2, convolutions between attention": (
         config("Lfm2", **SHAPE, layer_types=["conv", "full_attention"]),
         Reuse.SNAPSHOTS,
     ),
     "jamba, recurrent between attention": (config("Jamba", **JAMBA), Reuse.SNAPSHOTS),
     "rwkv, its state under a name of its own": (
-        config("Rwkv", vocab_size=TOKENS, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32),
+        config(
+            "Rwkv", vocab_size=TOKENS, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32
+        ),
         Reuse.NONE,
     ),
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_random_interleaving(family: str, pair: Callable[..., Any], interleave: Callable[..., None]) -> None:
+def test_a_random_interleaving(
+    family: str, pair: Callable[..., Any], interleave: Callable[..., None]
+) -> None:
     make, reuse = FAMILIES[family]
     with capture_logs() as events:
         model = pair(make(), max_batch_tokens=48)
@@ -138,7 +155,9 @@ def test_a_random_interleaving(family: str, pair: Callable[..., Any], interleave
     interleave(model, seed=family)
 
 
-@pytest.mark.parametrize("family", [family for family, (_, reuse) in FAMILIES.items() if reuse is Reuse.NONE])
+@pytest.mark.parametrize(
+    "family", [family for family, (_, reuse) in FAMILIES.items() if reuse is Reuse.NONE]
+)
 def test_state_that_is_not_returned_is_not_kept(family: str, pair: Callable[..., Any]) -> None:
     model = pair(FAMILIES[family][0]())
     context = tuple(range(20))
@@ -150,7 +169,9 @@ def test_state_that_is_not_returned_is_not_kept(family: str, pair: Callable[...,
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_attention_that_was_asked_for_is_replaced_and_restored(attention: str, pair: Callable[..., Any]) -> None:
+def test_the_attention_that_was_asked_for_is_replaced_and_restored(
+    attention: str, pair: Callable[..., Any]
+) -> None:
     model = pair(transformers.LlamaConfig(**SHAPE, attn_implementation=attention))
     model.check((1, 2, 3), (1, 2, 3, 4, 5))
     model.check((1, 2, 3, 9), (4,))
@@ -158,8 +179,15 @@ def test_the_attention_that_was_asked_for_is_replaced_and_restored(attention: st
     assert model.engine.model.config._attn_implementation == attention
 
 
-def test_rotary_embeddings_that_change_with_the_length_are_not_mixed(pair: Callable[..., Any]) -> None:
-    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+def test_rotary_embeddings_that_change_with_the_length_are_not_mixed(
+    pair: Callable[..., Any],
+) -> None:
+    scaling = {
+        "rope_type": "dynamic",
+        "factor": 2.0,
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 16,
+    }
     shape = {**SHAPE, "max_position_embeddings": 16}
     model = pair(transformers.LlamaConfig(**shape, rope_parameters=scaling))
     short, long = tuple(range(10)), tuple(range(30))

@@ -23,15 +23,24 @@ def expected(folder: str) -> torch.Tensor:
 
 
 def test_by_name_by_class_and_already_loaded(tiny: str) -> None:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(tiny),
+        AutoTokenizer.from_pretrained(tiny),
+    )
     ways = (
-        lambda: load_model_by_name(tiny, backend="hf", llm_opts={"max_batch_tokens": 7, "cache_size": 10}),
-        lambda: AsyncTransformer.from_name(tiny, hf_opts={"attn_implementation": "eager"}, batch_size=3),
+        lambda: load_model_by_name(
+            tiny, backend="hf", llm_opts={"max_batch_tokens": 7, "cache_size": 10}
+        ),
+        lambda: AsyncTransformer.from_name(
+            tiny, hf_opts={"attn_implementation": "eager"}, batch_size=3
+        ),
         lambda: AsyncTransformer(model, tokenizer, kv_cache_bytes=1 << 20),
     )
     for way in ways:
         with way() as lm:
-            torch.testing.assert_close(lm.next_token_logprobs_sync(CONTEXT), expected(tiny), atol=1e-4, rtol=0)
+            torch.testing.assert_close(
+                lm.next_token_logprobs_sync(CONTEXT), expected(tiny), atol=1e-4, rtol=0
+            )
 
 
 def test_the_type_is_the_users(tiny: str) -> None:
@@ -49,7 +58,10 @@ def test_the_type_is_the_users(tiny: str) -> None:
         ({"kv_cache_bytes": -1}, "kv_cache_bytes=-1"),
         ({"device": "cpu", "hf_opts": {"device_map": "cpu"}}, "device_map"),
         ({"dtype": "float32", "hf_opts": {"dtype": "float32"}}, "dtype"),
-        ({"bitsandbytes_opts": {"load_in_4bit": True}, "hf_opts": {"quantization_config": None}}, "contradict"),
+        (
+            {"bitsandbytes_opts": {"load_in_4bit": True}, "hf_opts": {"quantization_config": None}},
+            "contradict",
+        ),
     ],
 )
 def test_options_that_are_not_accepted(tiny: str, options: dict[str, object], message: str) -> None:
@@ -58,10 +70,15 @@ def test_options_that_are_not_accepted(tiny: str, options: dict[str, object], me
 
 
 def test_how_to_load_a_model_is_no_option_of_a_loaded_one(tiny: str) -> None:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(tiny),
+        AutoTokenizer.from_pretrained(tiny),
+    )
     with pytest.raises(InvalidOptionError, match="device"):
         AsyncTransformer(model, tokenizer, device="cpu")
-    with pytest.raises(InvalidOptionError, match=r"no option kv_cache_byte \(did you mean kv_cache_bytes\?\)"):
+    with pytest.raises(
+        InvalidOptionError, match=r"no option kv_cache_byte \(did you mean kv_cache_bytes\?\)"
+    ):
         AsyncTransformer(model, tokenizer, kv_cache_byte=1)
 
 
@@ -73,7 +90,10 @@ def test_a_folder_with_two_gguf_files_must_be_told_which(tmp_path: Path) -> None
 
 
 def test_a_model_that_was_wrapped_works_by_itself_again(tiny: str) -> None:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(tiny),
+        AutoTokenizer.from_pretrained(tiny),
+    )
     lm = AsyncTransformer(model, tokenizer)
     lm.next_token_logprobs_sync(CONTEXT)
     with torch.no_grad():
@@ -85,7 +105,10 @@ def test_a_model_that_was_wrapped_works_by_itself_again(tiny: str) -> None:
 
 
 def test_the_plugin_module_imports_no_engine() -> None:
-    code = "import sys, genlm.hf.plugin as p; p.genlm_backend_info(); print({'torch', 'transformers'} & {*sys.modules})"
+    code = (
+        "import sys, genlm.hf.plugin as p; p.genlm_backend_info(); "
+        "print({'torch', 'transformers'} & {*sys.modules})"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

@@ -30,12 +30,16 @@ def reference(tiny: str, folder: str | None) -> Callable[[tuple[int, ...]], torc
 
     @torch.no_grad()
     def row(context: tuple[int, ...]) -> torch.Tensor:
-        return model(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1].log_softmax(-1)
+        return (
+            model(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1].log_softmax(-1)
+        )
 
     return row
 
 
-def test_adapters_that_the_model_had_before_are_left_alone(tiny: str, lora_folders: dict[str, str]) -> None:
+def test_adapters_that_the_model_had_before_are_left_alone(
+    tiny: str, lora_folders: dict[str, str]
+) -> None:
     from peft import PeftModel
 
     model: Any = AutoModelForCausalLM.from_pretrained(tiny)
@@ -52,7 +56,11 @@ def test_a_mixed_batch_is_one_forward(
     engine: HFEngine, tiny: str, lora_folders: dict[str, str], contexts: Contexts
 ) -> None:
     adapters = [None, Adapter("a", lora_folders["a"], 1), Adapter("b", lora_folders["b"], 2)]
-    rows_of = [reference(tiny, None), reference(tiny, lora_folders["a"]), reference(tiny, lora_folders["b"])]
+    rows_of = [
+        reference(tiny, None),
+        reference(tiny, lora_folders["a"]),
+        reference(tiny, lora_folders["b"]),
+    ]
     for adapter in adapters[1:]:
         assert engine.genlm_add_lora(adapter)
     forwards: list[int] = []
@@ -61,7 +69,9 @@ def test_a_mixed_batch_is_one_forward(
     )
     prompts = contexts(2, 12)
     for grown in range(3):
-        queries = [Query(prompt + (7,) * grown, adapter) for prompt in prompts for adapter in adapters]
+        queries = [
+            Query(prompt + (7,) * grown, adapter) for prompt in prompts for adapter in adapters
+        ]
         rows = engine.genlm_next_token_logprobs(queries)
         for query, row in zip(queries, rows, strict=True):
             expected = rows_of[adapters.index(query.adapter)](query.token_ids)
@@ -80,10 +90,14 @@ def test_binding_a_name_again(engine: HFEngine, tiny: str, lora_folders: dict[st
     engine.genlm_add_lora(new)
     engine.genlm_remove_lora(old)
     row = engine.genlm_next_token_logprobs([Query((*context, 5), new)])[0]
-    torch.testing.assert_close(row, reference(tiny, lora_folders["b"])((*context, 5)), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        row, reference(tiny, lora_folders["b"])((*context, 5)), atol=1e-4, rtol=0
+    )
 
 
-def test_the_base_model_after_the_last_adapter(engine: HFEngine, tiny: str, lora_folders: dict[str, str]) -> None:
+def test_the_base_model_after_the_last_adapter(
+    engine: HFEngine, tiny: str, lora_folders: dict[str, str]
+) -> None:
     adapter = Adapter("a", lora_folders["a"], 1)
     for version in (1, 2):
         adapter = Adapter("a", lora_folders["a"], version)
@@ -102,4 +116,6 @@ def test_a_folder_without_an_adapter_leaves_nothing(
     good = Adapter("x", lora_folders["a"], 2)
     engine.genlm_add_lora(good)
     row = engine.genlm_next_token_logprobs([Query((1, 2, 3), good)])[0]
-    torch.testing.assert_close(row, reference(tiny, lora_folders["a"])((1, 2, 3)), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        row, reference(tiny, lora_folders["a"])((1, 2, 3)), atol=1e-4, rtol=0
+    )

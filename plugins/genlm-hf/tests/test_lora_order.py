@@ -1,4 +1,5 @@
-"""The base model stays itself, whatever adapters are added, asked and removed, in whatever order."""
+"""The base model stays itself, whatever adapters are added, asked and removed, in whatever
+order."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from genlm.hf import AsyncTransformer
 CONTEXT = [2, 8, 14, 36]
 
 
-@pytest.mark.filterwarnings("error:Adapter .* was active")  # PEFT says so of every module where the active one is removed
+# PEFT says so of every module where the active one is removed.
+@pytest.mark.filterwarnings("error:Adapter .* was active")
 @pytest.mark.parametrize("order", list(itertools.permutations("ab")))
 @pytest.mark.parametrize("asked_between", [None, "a", "b"])
 def test_the_base_model_stays_itself(
@@ -22,7 +24,9 @@ def test_the_base_model_stays_itself(
         base = lm.next_token_logprobs_uncached(CONTEXT)
 
         def check() -> None:
-            torch.testing.assert_close(lm.next_token_logprobs_uncached(CONTEXT), base, atol=1e-4, rtol=0)
+            torch.testing.assert_close(
+                lm.next_token_logprobs_uncached(CONTEXT), base, atol=1e-4, rtol=0
+            )
 
         for name in order:  # they adapt different modules: PEFT wraps some of them only now
             lm.add_new_lora(lora_folders[name], name)

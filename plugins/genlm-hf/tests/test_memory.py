@@ -19,7 +19,9 @@ from genlm.hf.pool import PoolLayer
 def memory_for(model: Any, tokens: int) -> Iterator[None]:
     """Forwards of more tokens than this run out of memory."""
 
-    def refuse(module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, torch.Tensor]) -> None:
+    def refuse(
+        module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, torch.Tensor]
+    ) -> None:
         if kwargs["input_ids"].numel() > tokens:
             raise torch.OutOfMemoryError("out of memory")
 
@@ -30,7 +32,9 @@ def memory_for(model: Any, tokens: int) -> Iterator[None]:
         hook.remove()
 
 
-def test_a_batch_is_split_until_it_fits(llama: Any, contexts: Callable[..., list[tuple[int, ...]]]) -> None:
+def test_a_batch_is_split_until_it_fits(
+    llama: Any, contexts: Callable[..., list[tuple[int, ...]]]
+) -> None:
     prompts = contexts(7, 20)
     with memory_for(llama, 45):
         llama.check(*prompts)
@@ -52,17 +56,27 @@ def test_a_pool_that_cannot_grow_is_emptied(
     monkeypatch.setattr(PoolLayer, "resize", refuse)
     with capture_logs() as events:
         llama.check(*others, (*prompt, 1))
-    assert {"event": "kv.lost", "log_level": "warning", "rows": 1, "pinned": 1, "reason": "out of memory"} in events
+    assert {
+        "event": "kv.lost",
+        "log_level": "warning",
+        "rows": 1,
+        "pinned": 1,
+        "reason": "out of memory",
+    } in events
     llama.check(prompt, (*prompt, 1, 2), *[(*other, 1) for other in others])
 
 
-def test_one_that_cannot_fit_says_so(llama: Any, contexts: Callable[..., list[tuple[int, ...]]]) -> None:
+def test_one_that_cannot_fit_says_so(
+    llama: Any, contexts: Callable[..., list[tuple[int, ...]]]
+) -> None:
     with memory_for(llama, 45), pytest.raises(EngineError, match="50 tokens does not fit"):
         llama.ask(*contexts(1, 50))
     llama.check(*contexts(1, 50))
 
 
-def test_one_that_fits_once_the_others_are_dropped(llama: Any, contexts: Callable[..., list[tuple[int, ...]]]) -> None:
+def test_one_that_fits_once_the_others_are_dropped(
+    llama: Any, contexts: Callable[..., list[tuple[int, ...]]]
+) -> None:
     *others, prompt = contexts(4, 20)
     llama.ask(*others)
     failures = iter([True])
@@ -89,4 +103,6 @@ def test_rows_given_before_it_ran_out_are_not_asked_for_again(
     model.engine.model.register_forward_pre_hook(refuse)
     (scores,) = model.engine.genlm_sequence_logprobs([Query(context)], [continuation])
     rows = model.expected(*[context + continuation[:n] for n in range(len(continuation))])
-    torch.testing.assert_close(scores, rows.gather(1, torch.tensor(continuation)[:, None])[:, 0], atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        scores, rows.gather(1, torch.tensor(continuation)[:, None])[:, 0], atol=1e-4, rtol=0
+    )

@@ -1,4 +1,5 @@
-"""Half precision, quantised weights and compiled models: rows are float32, and state is reused all the same."""
+"""Half precision, quantised weights and compiled models: rows are float32, and state is reused all
+the same."""
 
 from __future__ import annotations
 
@@ -33,8 +34,12 @@ def test_half_precision(dtype: str, pair: Make, llama_config: Make, interleave: 
 
 
 @pytest.mark.parametrize(("bits", "stored"), [(8, torch.int8), (4, torch.uint8)])
-def test_quantised(bits: int, stored: torch.dtype, tiny: str, beside: Make, interleave: Make) -> None:
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install 'genlm-hf[bitsandbytes]'")
+def test_quantised(
+    bits: int, stored: torch.dtype, tiny: str, beside: Make, interleave: Make
+) -> None:
+    pytest.importorskip(
+        "bitsandbytes", reason="bitsandbytes is not installed: pip install 'genlm-hf[bitsandbytes]'"
+    )
     options = {f"load_in_{bits}bit": True}
     model = beside(load(tiny, bitsandbytes_opts=options), load(tiny, bitsandbytes_opts=options))
     assert stored in {weight.dtype for weight in model.engine.model.parameters()}
@@ -45,7 +50,9 @@ def test_quantised(bits: int, stored: torch.dtype, tiny: str, beside: Make, inte
 
 def test_quantised_rows_are_other_than_plain_ones(tiny: str, beside: Make) -> None:
     """Or the test above would not see that the options are lost."""
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install 'genlm-hf[bitsandbytes]'")
+    pytest.importorskip(
+        "bitsandbytes", reason="bitsandbytes is not installed: pip install 'genlm-hf[bitsandbytes]'"
+    )
     model = beside(load(tiny, bitsandbytes_opts={"load_in_4bit": True}), load(tiny))
     assert (model.ask((1, 2, 3)) - model.expected((1, 2, 3))).abs().max() > 0.1
 

@@ -75,7 +75,9 @@ def test_a_shorter_context_is_found_within_a_longer_one(llama: Any, contexts: Co
     assert llama.forwards == [1, 1]
 
 
-def test_a_pinned_prompt_outlives_pressure(pair: Make, llama_config: Make, contexts: Contexts) -> None:
+def test_a_pinned_prompt_outlives_pressure(
+    pair: Make, llama_config: Make, contexts: Contexts
+) -> None:
     model = pair(llama_config(), kv_cache_bytes=4 * 64 * 256)  # four rows of 64 columns
     prompt, *others = contexts(9, 30)
     model.engine.genlm_cache_prefix(Query(prompt))
@@ -90,7 +92,9 @@ def test_a_pinned_prompt_outlives_pressure(pair: Make, llama_config: Make, conte
     assert model.forwards == [31]
 
 
-def test_a_prompt_that_cannot_be_pinned_is_refused(pair: Make, llama_config: Make, contexts: Contexts) -> None:
+def test_a_prompt_that_cannot_be_pinned_is_refused(
+    pair: Make, llama_config: Make, contexts: Contexts
+) -> None:
     model = pair(llama_config(), kv_cache_bytes=64 * 256)
     first, second = contexts(2, 30)
     model.engine.genlm_cache_prefix(Query(first))
@@ -100,7 +104,9 @@ def test_a_prompt_that_cannot_be_pinned_is_refused(pair: Make, llama_config: Mak
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 5])
-def test_rows_are_right_under_any_budget(rows: int, pair: Make, llama_config: Make, contexts: Contexts) -> None:
+def test_rows_are_right_under_any_budget(
+    rows: int, pair: Make, llama_config: Make, contexts: Contexts
+) -> None:
     model = pair(llama_config(), kv_cache_bytes=rows * 64 * 256)
     prompts = contexts(6, 20)
     for token in range(4):
@@ -108,7 +114,9 @@ def test_rows_are_right_under_any_budget(rows: int, pair: Make, llama_config: Ma
         prompts = [(*prompts[token], token), *[(*prompt, token) for prompt in prompts[:-1]]]
 
 
-def test_long_prompts_are_computed_in_chunks(pair: Make, llama_config: Make, contexts: Contexts) -> None:
+def test_long_prompts_are_computed_in_chunks(
+    pair: Make, llama_config: Make, contexts: Contexts
+) -> None:
     model = pair(llama_config(), max_batch_tokens=32)
     model.check(*contexts(3, 50))
     assert model.forwards == [32] * 4 + [22]

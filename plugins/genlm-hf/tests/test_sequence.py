@@ -10,32 +10,47 @@ import torch
 from genlm.core import Query
 
 
-def scores_of_rows(model: Any, context: tuple[int, ...], continuation: tuple[int, ...]) -> torch.Tensor:
+def scores_of_rows(
+    model: Any, context: tuple[int, ...], continuation: tuple[int, ...]
+) -> torch.Tensor:
     rows = model.expected(*[context + continuation[:n] for n in range(len(continuation))])
     return rows.gather(1, torch.tensor(continuation)[:, None])[:, 0]
 
 
-def test_scores_are_those_of_single_rows(llama: Any, contexts: Callable[..., list[tuple[int, ...]]]) -> None:
+def test_scores_are_those_of_single_rows(
+    llama: Any, contexts: Callable[..., list[tuple[int, ...]]]
+) -> None:
     queries = [*contexts(3, 20), contexts(1, 20)[0]]
     continuations = [(1, 2, 3), (4,), tuple(range(30)), (9, 8)]
     llama.ask(queries[1])
     llama.forwards.clear()
     given = llama.engine.genlm_sequence_logprobs([Query(query) for query in queries], continuations)
     for score, query, continuation in zip(given, queries, continuations, strict=True):
-        torch.testing.assert_close(score, scores_of_rows(llama, query, continuation), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            score, scores_of_rows(llama, query, continuation), atol=1e-4, rtol=0
+        )
 
 
-def test_a_known_context_is_not_computed_again(llama: Any, contexts: Callable[..., list[tuple[int, ...]]]) -> None:
+def test_a_known_context_is_not_computed_again(
+    llama: Any, contexts: Callable[..., list[tuple[int, ...]]]
+) -> None:
     context = contexts(1, 20)[0]
     llama.ask(context)
     llama.forwards.clear()
     llama.engine.genlm_sequence_logprobs([Query(context)], [(1, 2, 3, 4)])
-    assert llama.forwards == [4]  # the context's last token, and all but the last of the continuation
+    # The context's last token, and all but the last of the continuation.
+    assert llama.forwards == [4]
 
 
-def test_continuations_of_one_context(llama: Any, contexts: Callable[..., list[tuple[int, ...]]]) -> None:
+def test_continuations_of_one_context(
+    llama: Any, contexts: Callable[..., list[tuple[int, ...]]]
+) -> None:
     context = contexts(1, 20)[0]
     continuations = [(1, 2), (1, 3), (1, 2, 3), (4,), (1, 2)]
-    given = llama.engine.genlm_sequence_logprobs([Query(context)] * len(continuations), continuations)
+    given = llama.engine.genlm_sequence_logprobs(
+        [Query(context)] * len(continuations), continuations
+    )
     for score, continuation in zip(given, continuations, strict=True):
-        torch.testing.assert_close(score, scores_of_rows(llama, context, continuation), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            score, scores_of_rows(llama, context, continuation), atol=1e-4, rtol=0
+        )

@@ -15,7 +15,8 @@ from genlm.core import Adapter, EngineError, Query
 Contexts = Callable[..., list[tuple[int, ...]]]
 Make = Callable[..., Any]
 
-#: Bytes of one context: two layers of a convolution's 4 and a recurrence's 4 columns, for 64 channels of float32.
+#: Bytes of one context: two layers of a convolution's 4 and a recurrence's 4 columns, for 64
+#: channels of float32.
 MAMBA_BYTES = 2 * 64 * (4 + 4) * 4
 
 
@@ -87,7 +88,9 @@ def test_scores_of_continuations(model: Any, contexts: Contexts) -> None:
     model.ask(context[:-1])
     model.forwards.clear()
     continuations = [(1, 2), (1, 3), (4,), tuple(range(9))]
-    given = model.engine.genlm_sequence_logprobs([Query(context)] * len(continuations), continuations)
+    given = model.engine.genlm_sequence_logprobs(
+        [Query(context)] * len(continuations), continuations
+    )
     assert model.forwards == [2, 2, 1, 48]  # two tokens each one at a time, together; one; a whole
     for score, continuation in zip(given, continuations, strict=True):
         rows = model.expected(*[context + continuation[:n] for n in range(len(continuation))])

@@ -1,4 +1,5 @@
-"""The store keeps rows whole: what it says is in a row is there, under any budget and after any failure.
+"""The store keeps rows whole: what it says is in a row is there, under any budget and after any
+failure.
 
 The tokens themselves stand in for key/value state, so that every row can be read.
 """
@@ -31,7 +32,9 @@ def batches(draw: Any) -> list[list[Job]]:
         for _ in range(size):
             context = draw(st.sampled_from(known))
             cut = draw(st.integers(1, len(context)) | st.just(len(context)))
-            grown = draw(st.lists(st.integers(1, 3), max_size=3)) * draw(st.sampled_from([1, 1, 1, 40]))
+            grown = draw(st.lists(st.integers(1, 3), max_size=3)) * draw(
+                st.sampled_from([1, 1, 1, 40])
+            )
             job = Job((*context[:cut], *grown)[:150], draw(st.sampled_from(ADAPTERS)))
             jobs[job.key] = job
         made.append(list(jobs.values()))
@@ -76,14 +79,19 @@ def test_rows_are_whole(asked: list[list[Job]], rows: int, data: st.DataObject) 
             assert len({placement.slot for placement in placements}) == len(placements)
             for placement in placements:
                 assert placement.start <= placement.job.latest_start
-                assert state.read(placement.slot, placement.start) == list(placement.job.tokens[: placement.start])
+                assert state.read(placement.slot, placement.start) == list(
+                    placement.job.tokens[: placement.start]
+                )
             for placement in placements:
                 state.write(placement)
             if data.draw(st.integers(0, 4), "fails") == 0:
                 store.abandon(placements)
             else:
                 store.commit(placements)
-                assert all(store.known(placement.job) == placement.job.latest_start for placement in placements)
+                assert all(
+                    store.known(placement.job) == placement.job.latest_start
+                    for placement in placements
+                )
                 if pinned is None and data.draw(st.booleans(), "pins"):
                     pinned = placements[0].job
                     store.pin(pinned)

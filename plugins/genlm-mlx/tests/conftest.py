@@ -20,23 +20,34 @@ from transformers.models.mamba import MambaConfig
 from transformers.models.phi3 import Phi3Config
 
 if sys.platform == "linux":
-    # MLX, imported after this, finds PyTorch's BLAS before the slow one in its own wheel: the real model needs it.
-    ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"), mode=ctypes.RTLD_GLOBAL)
+    # MLX, imported after this, finds PyTorch's BLAS before the slow one in its own wheel: the real
+    # model needs it.
+    ctypes.CDLL(
+        str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"), mode=ctypes.RTLD_GLOBAL
+    )
 
 SIZES = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 3}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}
 
-LFM2 = {"block_dim": 32, "block_ff_dim": 48, "block_multiple_of": 8, "block_auto_adjust_ff_dim": False, "conv_bias": False}
+LFM2 = {
+    "block_dim": 32,
+    "block_ff_dim": 48,
+    "block_multiple_of": 8,
+    "block_auto_adjust_ff_dim": False,
+    "conv_bias": False,
+}
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def llama(rope_type: str, **rope: Any) -> LlamaConfig:
-    return LlamaConfig(**SIZES, **HEADS, rope_parameters={"rope_type": rope_type, "rope_theta": 500.0, **rope})
+    return LlamaConfig(
+        **SIZES, **HEADS, rope_parameters={"rope_type": rope_type, "rope_theta": 500.0, **rope}
+    )
 
 
-#: One tiny model for each way of keeping state: plain, with absolute positions, rotating, recurrent, and a hybrid. Then
-#: plain ones with other rotary embeddings.
+#: One tiny model for each way of keeping state: plain, with absolute positions, rotating,
+#: recurrent, and a hybrid. Then plain ones with other rotary embeddings.
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: llama("default"),
     "gpt2": lambda: GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=4, n_positions=256),
@@ -44,7 +55,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **{**SIZES, "num_hidden_layers": 6}, **HEADS, sliding_window=12, query_pre_attn_scalar=8
     ),
     "mamba": lambda: MambaConfig(**SIZES, state_size=8, intermediate_size=64, time_step_rank=4),
-    "lfm2": lambda: Lfm2Config(**SIZES, **HEADS, **LFM2, layer_types=["conv", "full_attention", "conv"]),
+    "lfm2": lambda: Lfm2Config(
+        **SIZES, **HEADS, **LFM2, layer_types=["conv", "full_attention", "conv"]
+    ),
     "linear": lambda: llama("linear", factor=2.0),
     "llama3": lambda: llama("llama3", factor=8.0, original_max_position_embeddings=32, **LLAMA3),
     "yarn": lambda: llama("yarn", factor=4.0, original_max_position_embeddings=32),
@@ -90,7 +103,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def lora_folders(folders: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def lora_folders(
+    folders: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
     """PEFT adapters of the tiny llama, of unlike ranks and layers."""
     from peft import LoraConfig, get_peft_model
 
@@ -99,7 +114,9 @@ def lora_folders(folders: Callable[[str], Path], tmp_path_factory: pytest.TempPa
         torch.manual_seed(rank)
         config = LoraConfig(r=rank, lora_alpha=8, target_modules=targets, init_lora_weights=False)
         path = tmp_path_factory.mktemp("lora") / name
-        get_peft_model(AutoModelForCausalLM.from_pretrained(folders("llama")), config).save_pretrained(path)
+        get_peft_model(
+            AutoModelForCausalLM.from_pretrained(folders("llama")), config
+        ).save_pretrained(path)
         made[name] = str(path)
     return made
 

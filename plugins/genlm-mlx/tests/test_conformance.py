@@ -1,4 +1,5 @@
-"""What every backend must do: tiny models of five cache families, one of them with adapters, and a small real model."""
+"""What every backend must do: tiny models of five cache families, one of them with adapters, and a
+small real model."""
 
 from __future__ import annotations
 

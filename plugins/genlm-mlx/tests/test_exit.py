@@ -1,4 +1,5 @@
-"""A process ends cleanly, whether its model was closed or not: MLX's streams are gone before their thread is."""
+"""A process ends cleanly, whether its model was closed or not: MLX's streams are gone before their
+thread is."""
 
 from __future__ import annotations
 
@@ -20,7 +21,12 @@ if sys.argv[2] == "close":
 
 
 def exit_code(folder: Path, end: str) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(folder), end], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder), end],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     return done.returncode, done.stderr[-2000:]
 
 

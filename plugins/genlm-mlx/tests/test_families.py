@@ -1,4 +1,5 @@
-"""Every way of keeping state gives the rows that the same context has alone, and that transformers computes."""
+"""Every way of keeping state gives the rows that the same context has alone, and that transformers
+computes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ Folders = Callable[[str], Path]
 
 def rows_of(engine, contexts, cold=False):
     if cold:
-        return torch.cat([engine.genlm_next_token_logprobs([Query(tuple(c), cold=True)]) for c in contexts])
+        return torch.cat(
+            [engine.genlm_next_token_logprobs([Query(tuple(c), cold=True)]) for c in contexts]
+        )
     return engine.genlm_next_token_logprobs([Query(tuple(c)) for c in contexts])
 
 
@@ -39,7 +42,9 @@ def test_cold_rows_are_those_of_transformers(folders: Folders, family: str) -> N
 
 @pytest.mark.parametrize("ragged", [True, False], ids=["ragged", "equal"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_from_the_pool_are_those_of_cold_contexts(folders: Folders, family: str, ragged: bool) -> None:
+def test_rows_from_the_pool_are_those_of_cold_contexts(
+    folders: Folders, family: str, ragged: bool
+) -> None:
     engine = load(str(folders(family)), {"prefill_step_size": 40})
     assert isinstance(engine.pool, Pool), "these families can all be batched"
     if not ragged:
@@ -57,7 +62,10 @@ def test_rows_from_the_pool_are_those_of_cold_contexts(folders: Folders, family:
         kept = rng.sample(contexts, k=3)
         grown = [c + tokens(rng.choice([1, 1, 1, 2, 9])) for c in kept]
         forked = [kept[0] + tokens(1), kept[1][: rng.randrange(1, len(kept[1]) + 1)] + tokens(1)]
-        contexts = [list(c) for c in dict.fromkeys(map(tuple, [*grown, *forked, prompt + tokens(1), tokens(5)]))]
+        contexts = [
+            list(c)
+            for c in dict.fromkeys(map(tuple, [*grown, *forked, prompt + tokens(1), tokens(5)]))
+        ]
 
 
 def test_a_pinned_prefix_stays_and_is_dropped_by_clear(folders: Folders) -> None:

@@ -23,11 +23,15 @@ CACHES = {"ChunkedKVCache": lambda: ChunkedKVCache(64), "ConcatenateKVCache": Co
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_caches_that_cannot_be_batched_are_warned_of(folders: Folders, monkeypatch: Any, name: str) -> None:
+def test_caches_that_cannot_be_batched_are_warned_of(
+    folders: Folders, monkeypatch: Any, name: str
+) -> None:
     folder = str(folders("llama"))
     queries = [Query((1, 2, 3)), Query((1, 2, 4, 5))]
     expected = load(folder, {}).genlm_next_token_logprobs(queries)
-    monkeypatch.setattr(llama.Model, "make_cache", lambda model: [CACHES[name]() for _ in model.layers])
+    monkeypatch.setattr(
+        llama.Model, "make_cache", lambda model: [CACHES[name]() for _ in model.layers]
+    )
     with capture_logs() as logs:
         engine = load(folder, {})
     (warning,) = [log for log in logs if log["event"] == "kv.unbatchable"]
@@ -45,20 +49,32 @@ def test_a_quantized_checkpoint(folders: Folders, tmp_path: Path) -> None:
     assert any(isinstance(module, nn.QuantizedLinear) for module in engine.model.modules())
     queries = [Query((1, 2, 3)), Query((1, 2, 4, 5))]
     rows = engine.genlm_next_token_logprobs(queries)
-    assert (rows - load(str(folders("llama")), {}).genlm_next_token_logprobs(queries)).abs().max() < 0.5
+    assert (
+        rows - load(str(folders("llama")), {}).genlm_next_token_logprobs(queries)
+    ).abs().max() < 0.5
 
 
 @pytest.mark.parametrize(
-    "options", [{"prefill_step_size": 0}, {"prefill_step_size": 2.0}, {"kv_cache_bytes": -1}, {"kv_cache_bytes": True}]
+    "options",
+    [
+        {"prefill_step_size": 0},
+        {"prefill_step_size": 2.0},
+        {"kv_cache_bytes": -1},
+        {"kv_cache_bytes": True},
+    ],
 )
 def test_options_out_of_range(options: dict[str, object]) -> None:
     (name,) = options
-    with pytest.raises(InvalidOptionError, match=f"{name}={options[name]!r} is not accepted; give an integer of"):
+    with pytest.raises(
+        InvalidOptionError, match=f"{name}={options[name]!r} is not accepted; give an integer of"
+    ):
         load("nowhere", options)
 
 
 def test_unknown_option() -> None:
-    with pytest.raises(InvalidOptionError, match="no option prefil; it has prefill_step_size, kv_cache_bytes;"):
+    with pytest.raises(
+        InvalidOptionError, match="no option prefil; it has prefill_step_size, kv_cache_bytes;"
+    ):
         load("nowhere", {"prefil": 1})
 
 
@@ -75,5 +91,9 @@ def test_rotary_settings_by_kind_of_layer_and_within_a_text_model() -> None:
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
     text = {"hidden_size": 8, "rope_parameters": kinds}
-    lifted = {"rope_theta": 1e6, "rope_scaling": kinds["full_attention"], "rope_local_base_freq": 1e4}
+    lifted = {
+        "rope_theta": 1e6,
+        "rope_scaling": kinds["full_attention"],
+        "rope_local_base_freq": 1e4,
+    }
     assert amended({"text_config": text}) == {"text_config": {**text, **lifted}}

@@ -1,4 +1,5 @@
-"""LoRA: folders of mlx-lm and of PEFT give the rows that mlx-lm and PEFT give, each in its row of a batch."""
+"""LoRA: folders of mlx-lm and of PEFT give the rows that mlx-lm and PEFT give, each in its row of a
+batch."""
 
 from __future__ import annotations
 
@@ -28,13 +29,23 @@ CONTEXT = (5, 6, 7, 8)
 
 
 def mlx_model(folder: Path) -> Any:
-    return load_model(folder, model_config=amended(json.loads((folder / "config.json").read_text())))[0]
+    return load_model(
+        folder, model_config=amended(json.loads((folder / "config.json").read_text()))
+    )[0]
 
 
 def peft_adapter(model: Path, folder: Path, **changes: Any) -> Path:
     torch.manual_seed(3)
-    config = {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **changes}
-    get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(**config)).save_pretrained(folder)
+    config = {
+        "r": 2,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "v_proj"],
+        "init_lora_weights": False,
+        **changes,
+    }
+    get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model), LoraConfig(**config)
+    ).save_pretrained(folder)
     return folder
 
 
@@ -45,7 +56,10 @@ def mlx_adapter(model: Path, folder: Path, kind: str = "lora") -> Path:
     adapted.freeze()
     linear_to_lora_layers(adapted, 2, config, use_dora=kind == "dora")
     mx.random.seed(1)
-    weights = {name: mx.random.normal(one.shape) * 0.3 for name, one in tree_flatten(adapted.trainable_parameters())}
+    weights = {
+        name: mx.random.normal(one.shape) * 0.3
+        for name, one in tree_flatten(adapted.trainable_parameters())
+    }
     folder.mkdir()
     mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
     settings = {"fine_tune_type": kind, "num_layers": 2, "lora_parameters": config}
@@ -70,20 +84,38 @@ def test_adapters_of_both_kinds_mix_in_one_batch(folders: Folders, tmp_path: Pat
     paths = [
         peft_adapter(folder, tmp_path / "peft"),
         mlx_adapter(folder, tmp_path / "mlx"),
-        peft_adapter(folder, tmp_path / "rslora", r=4, use_rslora=True, target_modules=["k_proj", "down_proj"]),
+        peft_adapter(
+            folder,
+            tmp_path / "rslora",
+            r=4,
+            use_rslora=True,
+            target_modules=["k_proj", "down_proj"],
+        ),
     ]
     references = [peft_row(folder, paths[0]), mlx_row(folder, paths[1]), peft_row(folder, paths[2])]
     engine = load(str(folder), {})
     (base,) = engine.genlm_next_token_logprobs([Query(CONTEXT)])
-    adapters = [Adapter(path.name, str(path), version) for version, path in enumerate(paths, start=1)]
+    adapters = [
+        Adapter(path.name, str(path), version) for version, path in enumerate(paths, start=1)
+    ]
     for adapter in adapters:
         assert engine.genlm_add_lora(adapter)
-    queries = [Query(CONTEXT, adapters[1]), Query(CONTEXT), Query(CONTEXT, adapters[0]), Query(CONTEXT, adapters[2])]
+    queries = [
+        Query(CONTEXT, adapters[1]),
+        Query(CONTEXT),
+        Query(CONTEXT, adapters[0]),
+        Query(CONTEXT, adapters[2]),
+    ]
     rows = engine.genlm_next_token_logprobs(queries)
-    for row, expected in zip(rows, [references[1], base, references[0], references[2]], strict=True):
+    for row, expected in zip(
+        rows, [references[1], base, references[0], references[2]], strict=True
+    ):
         assert torch.allclose(row, expected, atol=1e-3)
     assert all((rows[at] - base).abs().max() > 1e-2 for at in (0, 2, 3))
-    colds = [engine.genlm_next_token_logprobs([Query(CONTEXT, each.adapter, cold=True)])[0] for each in queries]
+    colds = [
+        engine.genlm_next_token_logprobs([Query(CONTEXT, each.adapter, cold=True)])[0]
+        for each in queries
+    ]
     assert torch.allclose(rows, torch.stack(colds), atol=1e-4)
 
     engine.genlm_remove_lora(adapters[0])
@@ -102,7 +134,9 @@ def test_adapters_of_a_quantized_model(folders: Folders, tmp_path: Path) -> None
     adapter = Adapter("mlx", str(path), 1)
     engine.genlm_add_lora(adapter)
     assert torch.allclose(
-        engine.genlm_next_token_logprobs([Query(CONTEXT, adapter)])[0], mlx_row(quantized, path), atol=1e-3
+        engine.genlm_next_token_logprobs([Query(CONTEXT, adapter)])[0],
+        mlx_row(quantized, path),
+        atol=1e-3,
     )
 
 
@@ -114,7 +148,9 @@ def changed_config(**changes: Any) -> Callable[[Path], None]:
     return change
 
 
-def changed_weights(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
+def changed_weights(
+    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         file = folder / "adapter_model.safetensors"
         save_file(change(load_file(file)), file)
@@ -132,15 +168,24 @@ REFUSED = {
     "that waits for tokens": (changed_config(alora_invocation_tokens=[1]), "only plain LoRA"),
     "without a rank": (changed_config(r=None), "has r=None"),
     "for a wider model": (
-        changed_weights(lambda tensors: {name: torch.cat([one, one], 1) for name, one in tensors.items()}),
-        "made for another model: at model.layers.0.self_attn.[qv]_proj it maps 64 to 32 features, the model 32 to",
+        changed_weights(
+            lambda tensors: {name: torch.cat([one, one], 1) for name, one in tensors.items()}
+        ),
+        "made for another model: at model.layers.0.self_attn.[qv]_proj it maps 64 to 32 features, "
+        "the model 32 to",
     ),
     "of other layers": (
-        changed_weights(lambda tensors: {name.replace("self_attn", "cross"): one for name, one in tensors.items()}),
+        changed_weights(
+            lambda tensors: {
+                name.replace("self_attn", "cross"): one for name, one in tensors.items()
+            }
+        ),
         "where the model has nothing; only linear layers",
     ),
     "with half a pair": (
-        changed_weights(lambda tensors: {name: one for name, one in tensors.items() if "lora_A" in name}),
+        changed_weights(
+            lambda tensors: {name: one for name, one in tensors.items() if "lora_A" in name}
+        ),
         "has only one of the two matrices",
     ),
     "with other tensors": (
@@ -169,7 +214,9 @@ def test_refused(folders: Folders, tmp_path: Path, case: str) -> None:
 def test_kinds_of_mlx_lm_that_are_refused(folders: Folders, tmp_path: Path, kind: str) -> None:
     path = mlx_adapter(folders("llama"), tmp_path / "adapter")
     changed_config(fine_tune_type=kind)(path)
-    with pytest.raises(InvalidOptionError, match=f"fine_tune_type='{kind}'; only 'lora' is applied"):
+    with pytest.raises(
+        InvalidOptionError, match=f"fine_tune_type='{kind}'; only 'lora' is applied"
+    ):
         load(str(folders("llama")), {}).genlm_add_lora(Adapter("bad", str(path), 1))
 
 

@@ -46,7 +46,8 @@ class Tried:
         self.pool = Pool(Runner(self.model, Adapters(model), 2048), max_bytes)
 
     def ask(self, *keys: Key) -> list[int]:
-        """The positions of each forward pass that the rows of ``keys`` took; they are those of the keys alone."""
+        """The positions of each forward pass that the rows of ``keys`` took; they are those of the
+        keys alone."""
         self.model.forwards.clear()
         logits = self.pool.logits(keys)
         alone = mx.concatenate([self._runner.cold(key) for key in keys])

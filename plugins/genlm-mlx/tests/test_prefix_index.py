@@ -65,7 +65,9 @@ def test_lookups_do_not_scan() -> None:
 
 
 @given(st.lists(KEYS, min_size=1, unique=True), st.data())
-def test_what_is_removed_is_not_found_again(stored: list[tuple[int, ...]], data: st.DataObject) -> None:
+def test_what_is_removed_is_not_found_again(
+    stored: list[tuple[int, ...]], data: st.DataObject
+) -> None:
     index: PrefixIndex[int] = PrefixIndex()
     for at, key in enumerate(stored):
         index.add(key, at)

@@ -1,4 +1,5 @@
-"""Where mlx-lm 0.32 and MLX 0.32 go wrong on their own. A test fails once that is mended: then its workaround can go."""
+"""Where mlx-lm 0.32 and MLX 0.32 go wrong on their own. A test fails once that is mended: then its
+workaround can go."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ Folders = Callable[[str], Path]
 
 FIXED = "fixed upstream: drop {} and this test"
 
-#: A thread that has drawn numbers ends while the interpreter is taken down. Its thread-local destructors want the GIL;
-#: Python then refuses it by unwinding the thread, and a destructor must not be unwound.
+#: A thread that has drawn numbers ends while the interpreter is taken down. Its thread-local
+#: destructors want the GIL; Python then refuses it by unwinding the thread, and a destructor must
+#: not be unwound.
 THREAD_THAT_ENDS_LATE = """
 import os, sys, threading
 import __main__  # held by itself, or its objects would not be deleted
@@ -47,7 +49,9 @@ thread.start()
 drawn.wait()
 
 class Last:
-    def __del__(self, end=waiting.release, exists=os.access, thread=f"/proc/self/task/{thread.native_id}"):
+    def __del__(
+        self, end=waiting.release, exists=os.access, thread=f"/proc/self/task/{thread.native_id}"
+    ):
         end()
         while exists(thread, 0):
             pass
@@ -66,8 +70,11 @@ def test_gpt2_wants_a_name_that_transformers_5_does_not_write(folders: Folders) 
         load_model(folders("gpt2"))
 
 
-def test_rotating_rows_padded_on_the_left_are_masked_wrongly_after_a_single_token(folders: Folders) -> None:
-    """What ``Block._settle`` avoids: rows of 3 and 15 tokens, then one token each, then a block of several."""
+def test_rotating_rows_padded_on_the_left_are_masked_wrongly_after_a_single_token(
+    folders: Folders,
+) -> None:
+    """What ``Block._settle`` avoids: rows of 3 and 15 tokens, then one token each, then a block of
+    several."""
     model = gemma3(folders)
     rng = random.Random(0)
     rows = [[rng.randrange(256) for _ in range(length)] for length in (3 + 1 + 4, 15 + 1 + 4)]
@@ -88,8 +95,10 @@ def test_a_ragged_block_of_one_token_is_beyond_rotating_caches(folders: Folders)
     cache = [layer.merge([layer, layer]) for layer in make_prompt_cache(model)]
     for layer in cache:
         layer.prepare(lengths=[1, 2], right_padding=[1, 0])
-    model(mx.array([[5, 6], [7, 8]]), cache=cache)  # the second of three columns comes alone when they are fed in twos
-    with pytest.raises(RuntimeError, match="finalize"):  # else `Runner.feed` may cut chunks of any length
+    # The second of three columns comes alone when they are fed in twos.
+    model(mx.array([[5, 6], [7, 8]]), cache=cache)
+    # Else `Runner.feed` may cut chunks of any length.
+    with pytest.raises(RuntimeError, match="finalize"):
         model(mx.array([[0], [9]]), cache=cache)
 
 
@@ -100,15 +109,21 @@ def test_the_sum_over_a_large_vocabulary_is_inexact_on_the_cpu() -> None:
     assert abs(found - exact) > 1e-4, FIXED.format("PyTorch's log_softmax in `_rows` of engine.py")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="how the thread is seen to end needs Linux's /proc")
-@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python 3.14 no longer unwinds threads that come too late")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="how the thread is seen to end needs Linux's /proc"
+)
+@pytest.mark.skipif(
+    sys.version_info >= (3, 14), reason="Python 3.14 no longer unwinds threads that come too late"
+)
 def test_a_thread_that_ends_late_aborts_the_process_unless_it_clears_its_streams() -> None:
     def exit_code(end: str) -> int:
         command = [sys.executable, "-c", THREAD_THAT_ENDS_LATE, end]
         return subprocess.run(command, capture_output=True, timeout=300).returncode
 
     assert exit_code("clear") == 0
-    assert exit_code("leave") == -signal.SIGABRT, FIXED.format("`mx.clear_streams` in `MlxEngine.genlm_close`")
+    assert exit_code("leave") == -signal.SIGABRT, FIXED.format(
+        "`mx.clear_streams` in `MlxEngine.genlm_close`"
+    )
 
 
 def test_load_adapters_leaves_dropout_on(folders: Folders, tmp_path: Path) -> None:
@@ -119,10 +134,13 @@ def test_load_adapters_leaves_dropout_on(folders: Folders, tmp_path: Path) -> No
     model.eval()
     load_adapters(model, str(tmp_path))
     on = [layer for layer in model.modules() if isinstance(layer, nn.Dropout) and layer.training]
-    assert on, FIXED.format("`eval` in `mlx_row` of test_lora.py")  # the plugin applies adapters itself, without dropout
+    # The plugin applies adapters itself, without dropout.
+    assert on, FIXED.format("`eval` in `mlx_row` of test_lora.py")
 
 
 def gemma3(folders: Folders) -> Any:
     folder = folders("gemma3")
-    model, _ = load_model(folder, model_config=amended(json.loads((folder / "config.json").read_text())))
+    model, _ = load_model(
+        folder, model_config=amended(json.loads((folder / "config.json").read_text()))
+    )
     return model

@@ -20,14 +20,17 @@ def contexts() -> Callable[..., list[tuple[int, ...]]]:
 
     def draw(n: int, least: int, most: int, seed: int = 0) -> list[tuple[int, ...]]:
         source = random.Random(seed)
-        return [tuple(source.choices(range(TOKENS), k=source.randint(least, most))) for _ in range(n)]
+        return [
+            tuple(source.choices(range(TOKENS), k=source.randint(least, most))) for _ in range(n)
+        ]
 
     return draw
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a random Llama of two layers and a byte tokenizer, whose rows are wider than its vocabulary."""
+    """A folder with a random Llama of two layers and a byte tokenizer, whose rows are wider than
+    its vocabulary."""
     return save_tiny(str(tmp_path_factory.mktemp("tiny")), WIDTH)
 
 
@@ -42,13 +45,22 @@ def save_tiny(folder: str, width: int) -> str:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytewise = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate([*alphabet, "<end>"])}, []))
+    bytewise = Tokenizer(
+        models.BPE({symbol: i for i, symbol in enumerate([*alphabet, "<end>"])}, [])
+    )
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytewise.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<end>").save_pretrained(folder)
     torch.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=width, max_position_embeddings=512, eos_token_id=TOKENS - 1, **shape)
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = LlamaConfig(
+        vocab_size=width, max_position_embeddings=512, eos_token_id=TOKENS - 1, **shape
+    )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -59,14 +71,17 @@ def save_tiny(folder: str, width: int) -> str:
 
 @pytest.fixture(scope="session")
 def make_adapter(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Makes the folder of a random PEFT adapter of the tiny model from a seed and the layers it changes."""
+    """Makes the folder of a random PEFT adapter of the tiny model from a seed and the layers it
+    changes."""
 
     def make(seed: int, layers: str, rank: int = 4) -> str:
         from peft import LoraConfig, get_peft_model
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(seed)
-        settings = LoraConfig(r=rank, lora_alpha=16, target_modules=layers.split(), init_lora_weights=False)
+        settings = LoraConfig(
+            r=rank, lora_alpha=16, target_modules=layers.split(), init_lora_weights=False
+        )
         folder = str(tmp_path_factory.mktemp(f"adapter{seed}"))
         get_peft_model(AutoModelForCausalLM.from_pretrained(tiny), settings).save_pretrained(folder)
         return folder
@@ -76,7 +91,8 @@ def make_adapter(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
 @pytest.fixture(scope="session")
 def reference(tiny: str) -> Callable[..., torch.Tensor]:
-    """Rows of the tiny model as transformers computes them, with an adapter's folder or without, ``[n, WIDTH]``."""
+    """Rows of the tiny model as transformers computes them, with an adapter's folder or without,
+    ``[n, WIDTH]``."""
 
     def rows(contexts: Iterable[Iterable[int]], adapter: str | None = None) -> torch.Tensor:
         from peft import PeftModel
@@ -86,7 +102,9 @@ def reference(tiny: str) -> Callable[..., torch.Tensor]:
         if adapter is not None:
             model = PeftModel.from_pretrained(model, adapter)
         with torch.no_grad():
-            logits = [model.eval()(torch.tensor([list(context)])).logits[0, -1] for context in contexts]
+            logits = [
+                model.eval()(torch.tensor([list(context)])).logits[0, -1] for context in contexts
+            ]
         return torch.stack(logits).log_softmax(dim=-1)
 
     return rows
@@ -97,7 +115,9 @@ def real_model() -> str:
     """The folder of a small real model."""
     folder = os.environ.get("GENLM_TEST_MODEL")
     if not folder or not Path(folder).is_dir():
-        pytest.skip("GENLM_TEST_MODEL names no folder of a real model; `python tools/smollm2.py` makes one")
+        pytest.skip(
+            "GENLM_TEST_MODEL names no folder of a real model; `python tools/smollm2.py` makes one"
+        )
     return folder
 
 
@@ -127,7 +147,8 @@ class Hooks:
 
 @pytest.fixture(scope="module")
 def load_tiny(tiny: str) -> Iterator[Callable[..., Hooks]]:
-    """Loads the tiny model with given engine options; a process holds one, so the one before is closed first."""
+    """Loads the tiny model with given engine options; a process holds one, so the one before is
+    closed first."""
     from genlm.sgl.engine import load
 
     loaded: list[Hooks] = []

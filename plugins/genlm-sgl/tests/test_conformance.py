@@ -1,4 +1,5 @@
-"""What every backend must do, on the real engine: a small real model, then adapters of a tiny one in mixed batches."""
+"""What every backend must do, on the real engine: a small real model, then adapters of a tiny one
+in mixed batches."""
 
 from __future__ import annotations
 
@@ -27,6 +28,9 @@ class TestSglLora(ConformanceSuite):
     @classmethod
     def given(cls, tiny, make_adapter):
         cls.model = tiny
-        cls.adapters = {"a": make_adapter(1, "q_proj v_proj"), "b": make_adapter(2, "o_proj gate_proj up_proj")}
+        cls.adapters = {
+            "a": make_adapter(1, "q_proj v_proj"),
+            "b": make_adapter(2, "o_proj gate_proj up_proj"),
+        }
         with without_pinned_memory():
             yield

@@ -50,7 +50,9 @@ def test_a_failing_step_drops_what_is_in_flight(hooks, contexts, reference):
 def test_failing_steps_leave_the_pool_whole(hooks, contexts):
     for seed in range(20):
         with pytest.raises(IndexError):
-            hooks.engine.genlm_step([Query((*context, UNKNOWN_TOKEN)) for context in contexts(4, 80, 100, seed)])
+            hooks.engine.genlm_step(
+                [Query((*context, UNKNOWN_TOKEN)) for context in contexts(4, 80, 100, seed)]
+            )
     assert hooks.tokens(contexts(1, 400, 400)) == 400
     assert not hooks.engine._in_flight
 
@@ -69,7 +71,10 @@ def test_a_full_pool_refuses_what_does_not_fit_and_only_that(hooks, contexts, re
     hooks.engine.genlm_cache_prefix(Query(prefix))
     (long,), (short,) = contexts(1, 300, 300, seed=1), contexts(1, 50, 50, seed=2)
     refused, row = hooks.outcomes([Query(long), Query(short)])
-    with pytest.raises(EngineError, match=r"300 tokens, do not .* pool of 600 tokens, .* hold 400; call clear_kv_cache"):
+    with pytest.raises(
+        EngineError,
+        match=r"300 tokens, do not .* pool of 600 tokens, .* hold 400; call clear_kv_cache",
+    ):
         raise refused
     torch.testing.assert_close(row, reference([short])[0], atol=1e-4, rtol=0)
     with pytest.raises(EngineError, match=r"300 tokens, do not"):
@@ -131,7 +136,8 @@ SAID = {"failed", "handlers kept", "handlers changed"}
 
 @pytest.fixture
 def received():
-    """Filled with the SIGQUITs that reach this process: SGLang would signal the parent of the one with the engine."""
+    """Filled with the SIGQUITs that reach this process: SGLang would signal the parent of the one
+    with the engine."""
     received: list[int] = []
     original = signal.signal(signal.SIGQUIT, lambda number, frame: received.append(number))
     yield received
@@ -139,13 +145,23 @@ def received():
 
 
 def live(program, model):
-    done = subprocess.run([sys.executable, "-c", program, model], capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", program, model],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.splitlines()
 
 
 def test_no_process_is_signalled(tiny, received):
-    assert [line for line in live(LIFE, tiny) if line in SAID] == ["failed", "failed", "handlers kept"]
+    assert [line for line in live(LIFE, tiny) if line in SAID] == [
+        "failed",
+        "failed",
+        "handlers kept",
+    ]
     assert received == []
 
 

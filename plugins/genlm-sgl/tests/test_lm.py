@@ -28,7 +28,9 @@ def test_a_question_that_fails_fails_alone(tiny, monkeypatch):
             asked = [several.submit(lm.next_token_logprobs_sync, context) for context in contexts]
     for context, row, answer in zip(contexts, rows, asked, strict=True):
         if 13 in context:
-            with pytest.raises(EngineError, match=r"\[1, 2, 13\] of 3 tokens: RuntimeError: unlucky"):
+            with pytest.raises(
+                EngineError, match=r"\[1, 2, 13\] of 3 tokens: RuntimeError: unlucky"
+            ):
                 answer.result()
         else:
             torch.testing.assert_close(answer.result(), row, atol=1e-4, rtol=0)
@@ -36,7 +38,9 @@ def test_a_question_that_fails_fails_alone(tiny, monkeypatch):
 
 def test_a_prompt_that_fails_in_the_middle_can_be_asked_again(tiny, contexts, monkeypatch):
     (context,) = contexts(1, 80, 80)
-    with AsyncSGLTransformer.from_name(tiny, {"max_total_tokens": 1024, "chunked_prefill_size": 16}) as lm:
+    with AsyncSGLTransformer.from_name(
+        tiny, {"max_total_tokens": 1024, "chunked_prefill_size": 16}
+    ) as lm:
         row = lm.next_token_logprobs_uncached(context)
         forward, chunks = lm.underlying_model.forward, itertools.count()
 

@@ -13,7 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from genlm.core import BackendUnavailableError, InvalidOptionError, ModelClosedError, Query, load_model_by_name
+from genlm.core import (
+    BackendUnavailableError,
+    InvalidOptionError,
+    ModelClosedError,
+    Query,
+    load_model_by_name,
+)
 from genlm.sgl import AsyncSGLTransformer, plugin
 from genlm.sgl.options import gpu_index
 from genlm.sgl.plugin import genlm_backend_info, genlm_load
@@ -40,14 +46,17 @@ def test_what_cannot_run_in_process_is_refused(tiny, name, value):
 
 
 def test_a_misspelt_server_argument(tiny):
-    with pytest.raises(InvalidOptionError, match="'mem_fraction_statik'; did you mean 'mem_fraction_static'"):
+    with pytest.raises(
+        InvalidOptionError, match="'mem_fraction_statik'; did you mean 'mem_fraction_static'"
+    ):
         AsyncSGLTransformer.from_name(tiny, {"mem_fraction_statik": 0.5})
 
 
 @pytest.mark.parametrize("option", [{"max_total_tokens": 4}, {"context_length": 4}])
 def test_no_room_for_a_prompt(tiny, option):
     with pytest.raises(
-        InvalidOptionError, match=r"no room for a prompt in a pool of \d+ tokens and a context length of \d+"
+        InvalidOptionError,
+        match=r"no room for a prompt in a pool of \d+ tokens and a context length of \d+",
     ):
         AsyncSGLTransformer.from_name(tiny, {**SMALL, **option})
 
@@ -68,7 +77,8 @@ def test_there_must_be_such_a_gpu(tiny, monkeypatch):
 
 def test_an_unknown_option(tiny):
     with pytest.raises(
-        InvalidOptionError, match=r"no option engine_options \(did you mean engine_opts\?\); it has engine_opts"
+        InvalidOptionError,
+        match=r"no option engine_options \(did you mean engine_opts\?\); it has engine_opts",
     ):
         load_model_by_name(tiny, backend="sgl", llm_opts={"engine_options": SMALL})
 
@@ -76,10 +86,17 @@ def test_an_unknown_option(tiny):
 @pytest.mark.parametrize("version", ["0.5.8", "0.5.24"])
 def test_another_sglang_is_refused_with_the_reason(tiny, version, monkeypatch):
     installed = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == "sglang" else installed(name))
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: version if name == "sglang" else installed(name)
+    )
     assert not genlm_backend_info().available
-    for load in (AsyncSGLTransformer.from_name, lambda model: load_model_by_name(model, backend="sgl")):
-        with pytest.raises(BackendUnavailableError, match=rf"sglang {version} is installed, .*0\.5\.17"):
+    for load in (
+        AsyncSGLTransformer.from_name,
+        lambda model: load_model_by_name(model, backend="sgl"),
+    ):
+        with pytest.raises(
+            BackendUnavailableError, match=rf"sglang {version} is installed, .*0\.5\.17"
+        ):
             load(tiny)
 
 
@@ -89,7 +106,11 @@ def test_the_installed_sglang_is_supported():
 
 def test_one_file_touches_sglang():
     sources = Path(plugin.__file__).parent.glob("*.py")
-    touching = [file.name for file in sources if re.search(r"^\s*(from|import) sglang\b", file.read_text(), re.M)]
+    touching = [
+        file.name
+        for file in sources
+        if re.search(r"^\s*(from|import) sglang\b", file.read_text(), re.M)
+    ]
     assert touching == ["internals.py"]
 
 
@@ -107,7 +128,9 @@ def test_one_model_at_a_time(tiny):
 def test_a_load_that_fails_leaves_room_for_the_next(tiny, tmp_path):
     with pytest.raises(Exception, match="no_such_backend"):
         AsyncSGLTransformer.from_name(tiny, {**SMALL, "attention_backend": "no_such_backend"})
-    without_weights = shutil.copytree(tiny, tmp_path / "tiny", ignore=shutil.ignore_patterns("*.safetensors"))
+    without_weights = shutil.copytree(
+        tiny, tmp_path / "tiny", ignore=shutil.ignore_patterns("*.safetensors")
+    )
     with pytest.raises(RuntimeError, match="Cannot find any model weights"):
         AsyncSGLTransformer.from_name(str(without_weights), SMALL)
     with AsyncSGLTransformer.from_name(tiny, SMALL) as lm:
@@ -163,7 +186,8 @@ def test_prompts_run_in_chunks(tiny, contexts, reference):
     asked = contexts(12, 1, 90)
     with AsyncSGLTransformer.from_name(tiny, {**SMALL, "chunked_prefill_size": 16}) as lm:
         rows = lm.batch_next_token_logprobs_sync(asked)
-    expected = reference(asked)[:, : rows.shape[1]].log_softmax(dim=-1)  # the vocabulary is narrower than the model
+    # The vocabulary is narrower than the model.
+    expected = reference(asked)[:, : rows.shape[1]].log_softmax(dim=-1)
     torch.testing.assert_close(rows, expected, atol=1e-4, rtol=0)
 
 
@@ -172,9 +196,14 @@ def test_a_real_model(real_model):
 
     reference = AutoModelForCausalLM.from_pretrained(real_model, dtype=torch.float32)
     with AsyncSGLTransformer.from_name(real_model, {"max_total_tokens": 4096}) as lm:
-        asked = [lm.tokenizer.encode(text) for text in ("The capital of France is", "def f(x):\n", "Once upon a time")]
+        asked = [
+            lm.tokenizer.encode(text)
+            for text in ("The capital of France is", "def f(x):\n", "Once upon a time")
+        ]
         rows = lm.batch_next_token_logprobs_sync(asked)
         assert type(lm.underlying_model).__name__ == "LlamaForCausalLM"
     with torch.no_grad():
-        logits = torch.stack([reference(torch.tensor([context])).logits[0, -1] for context in asked])
+        logits = torch.stack(
+            [reference(torch.tensor([context])).logits[0, -1] for context in asked]
+        )
     torch.testing.assert_close(rows, logits.log_softmax(dim=-1), atol=1e-3, rtol=0)

@@ -17,16 +17,19 @@ def folders(make_adapter):
 
 @pytest.fixture(scope="module")
 def unsuitable(make_adapter, tmp_path_factory):
-    """Adapters that SGLang refuses, by what its error says of them: it reads the last one's layers only to compute."""
+    """Adapters that SGLang refuses, by what its error says of them: it reads the last one's layers
+    only to compute."""
     return {
         "give a PEFT folder": str(tmp_path_factory.getbasetemp() / "nowhere"),
-        r"rank 128 is incompatible .* rank 64 or less \(engine option max_lora_rank\)": make_adapter(3, "o_proj", rank=128),
+        r"rank 128 is incompatible .* rank 64 or less "
+        r"\(engine option max_lora_rank\)": make_adapter(3, "o_proj", rank=128),
         r"k_proj.* made for this model": make_adapter(4, "k_proj"),
     }
 
 
 @pytest.fixture(scope="module")
-def hooks(load_tiny, expected, unsuitable):  # which come first: the block below stops transformers from loading
+# Which come first: the block below stops transformers from loading.
+def hooks(load_tiny, expected, unsuitable):
     with without_pinned_memory():
         yield load_tiny(enable_lora=True, max_loras_per_batch=2)
 
@@ -34,7 +37,10 @@ def hooks(load_tiny, expected, unsuitable):  # which come first: the block below
 @pytest.fixture
 def adapters(hooks, folders):
     """Two adapters, loaded."""
-    made = [Adapter(name, path, version) for version, (name, path) in enumerate(folders.items(), start=1)]
+    made = [
+        Adapter(name, path, version)
+        for version, (name, path) in enumerate(folders.items(), start=1)
+    ]
     for adapter in made:
         assert hooks.engine.genlm_add_lora(adapter) is True
     yield made
@@ -51,9 +57,14 @@ def expected(folders, reference, contexts):
 
 def test_one_batch_of_several_adapters(hooks, expected, adapters, contexts):
     chosen = [None, *adapters] * 2  # more kinds than max_loras_per_batch
-    asked = [Query(context, adapter) for context, adapter in zip(contexts(6, 10, 30), chosen, strict=True)]
+    asked = [
+        Query(context, adapter)
+        for context, adapter in zip(contexts(6, 10, 30), chosen, strict=True)
+    ]
     wanted = [expected[adapter and adapter.path][i] for i, adapter in enumerate(chosen)]
-    torch.testing.assert_close(torch.stack(hooks.outcomes(asked)), torch.stack(wanted), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        torch.stack(hooks.outcomes(asked)), torch.stack(wanted), atol=1e-4, rtol=0
+    )
 
 
 def test_each_adapter_has_a_cache_of_its_own(hooks, expected, adapters, contexts):
@@ -71,11 +82,15 @@ def test_a_name_bound_again(hooks, expected, adapters, contexts, folders):
     hooks.rows(asked, adapter=old)
     new = Adapter(old.name, other.path, version=7)
     hooks.engine.genlm_add_lora(new)
-    torch.testing.assert_close(hooks.rows(asked, adapter=new), expected[other.path], atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        hooks.rows(asked, adapter=new), expected[other.path], atol=1e-4, rtol=0
+    )
     hooks.engine.genlm_remove_lora(new)
 
 
-def test_an_adapter_that_cannot_be_loaded_leaves_nothing(hooks, expected, adapters, contexts, folders, unsuitable):
+def test_an_adapter_that_cannot_be_loaded_leaves_nothing(
+    hooks, expected, adapters, contexts, folders, unsuitable
+):
     for version, (reason, path) in enumerate(unsuitable.items(), start=8):
         with pytest.raises(EngineError, match=f"(?s){path}.*{reason}"):
             hooks.engine.genlm_add_lora(Adapter("bad", path, version))

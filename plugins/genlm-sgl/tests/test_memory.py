@@ -6,7 +6,8 @@ import psutil
 
 #: Questions asked before the first look, while caches and pools fill up, and between the two looks.
 WARM_UP, QUESTIONS, TOGETHER = 3000, 10_000, 100
-#: Bytes. Measured: 0.05 MiB; with messages to a detokenizer that is not there 1.7 MiB, with every row kept 18 MiB.
+#: Bytes. Measured: 0.05 MiB; with messages to a detokenizer that is not there 1.7 MiB, with every
+#: row kept 18 MiB.
 BOUND = 1 << 20
 
 

@@ -58,7 +58,12 @@ def test_warm_equals_cold(hooks, contexts):
 
 def test_a_cold_query_reads_nothing_kept(hooks, contexts):
     (context,) = contexts(1, 40, 40)
-    assert [hooks.tokens([context], cold=cold) for cold in (False, True, True, False)] == [40, 40, 40, 1]
+    assert [hooks.tokens([context], cold=cold) for cold in (False, True, True, False)] == [
+        40,
+        40,
+        40,
+        1,
+    ]
 
 
 def test_clearing_forgets(hooks, contexts):
@@ -75,7 +80,9 @@ def test_newcomers_join_between_steps(hooks, contexts, reference):
     answers += hooks.engine.genlm_step([Query(context) for context in asked[18:]])
     assert {answer.query.token_ids for answer in answers} == set(asked)
     rows = torch.stack([answer.row for answer in answers])
-    torch.testing.assert_close(rows, reference([answer.query.token_ids for answer in answers]), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        rows, reference([answer.query.token_ids for answer in answers]), atol=1e-4, rtol=0
+    )
 
 
 def test_a_pinned_prefix_outlives_pressure(hooks, contexts):

@@ -1,4 +1,5 @@
-"""What SGLang draws itself is what the core would draw from its rows; what it cannot draw so, it leaves to the core."""
+"""What SGLang draws itself is what the core would draw from its rows; what it cannot draw so, it
+leaves to the core."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def ask(engine, context, adapter=None):
 
 
 def draw(engine, contexts, **params):
-    return engine.genlm_sample([Query(context) for context in contexts], [SamplingParams(**params)] * len(contexts))
+    return engine.genlm_sample(
+        [Query(context) for context in contexts], [SamplingParams(**params)] * len(contexts)
+    )
 
 
 def assert_most_likely(engine, query, drawn):
@@ -46,7 +49,9 @@ def assert_most_likely(engine, query, drawn):
 
 def test_temperature_zero_is_argmax(engine, contexts):
     asked = contexts(6, 3, 20)
-    for context, drawn in zip(asked, draw(engine, asked, max_tokens=8, temperature=0.0), strict=True):
+    for context, drawn in zip(
+        asked, draw(engine, asked, max_tokens=8, temperature=0.0), strict=True
+    ):
         assert len(drawn) == 8
         assert_most_likely(engine, Query(context), drawn)
 
@@ -77,7 +82,9 @@ def test_draws_of_several_kinds_in_one_batch(engine, contexts):
     assert (greedy, len(free), stopped) == ([best], 5, [])
 
 
-@pytest.mark.parametrize("cut", [{}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.5, "temperature": 0.5}])
+@pytest.mark.parametrize(
+    "cut", [{}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.5, "temperature": 0.5}]
+)
 def test_frequencies_are_those_of_the_row(engine, contexts, cut):
     (context,), draws = contexts(1, 10, 10), 3000
     mass = (ask(engine, context).double() / cut.get("temperature", 1.0)).softmax(dim=0)
@@ -123,13 +130,17 @@ def test_a_draw_that_cannot_fit_says_so(engine, contexts, monkeypatch):
     (pinned,), (context,) = contexts(1, 400, 400), contexts(1, 100, 100, seed=1)
     engine.genlm_cache_prefix(Query(pinned))
     with pytest.raises(
-        EngineError, match=r"250 tokens, do not fit .* pool of 600 tokens, .* hold 400; call clear_kv_cache"
+        EngineError,
+        match=r"250 tokens, do not fit .* pool of 600 tokens, .* hold 400; call clear_kv_cache",
     ):
         draw(engine, [context], max_tokens=150)
     with monkeypatch.context() as patch:
         # Of longer draws SGLang reserves room for so many tokens only, and finds out in the middle.
         patch.setattr("sglang.srt.managers.schedule_policy.CLIP_MAX_NEW_TOKENS", 10)
-        with pytest.raises(EngineError, match=r"half way: its pool of 600 tokens is full, .* ask for fewer max_tokens"):
+        with pytest.raises(
+            EngineError,
+            match=r"half way: its pool of 600 tokens is full, .* ask for fewer max_tokens",
+        ):
             draw(engine, [context], max_tokens=150)
     assert [len(ids) for ids in draw(engine, [context], max_tokens=90)] == [90]
     engine.genlm_clear_kv_cache()

@@ -11,7 +11,8 @@ from genlm.core.types import Query
 
 MiB = 1 << 20
 
-# Small enough that prompts are computed in chunks, sessions give way to each other, and the length limit is near.
+# Small enough that prompts are computed in chunks, sessions give way to each other, and the length
+# limit is near.
 SMALL = {
     "dtype": "float32",
     "max_model_len": 256,
@@ -23,7 +24,8 @@ SMALL = {
 
 @pytest.fixture(scope="session", autouse=True)
 def _offline() -> Iterator[None]:
-    """No test asks a network: models are local folders. And vLLM sends usage statistics where it is not told not to."""
+    """No test asks a network: models are local folders. And vLLM sends usage statistics where it is
+    not told not to."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("VLLM_NO_USAGE_STATS", "1")
@@ -69,13 +71,16 @@ def tiny_path(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def load_engine(model_path: str) -> Iterator[Callable[..., Any]]:
-    """Engines that are closed at the end of the module: ``load_engine(live_sessions=..., **engine_opts)``."""
+    """Engines that are closed at the end of the module: ``load_engine(live_sessions=...,
+    **engine_opts)``."""
     from genlm.vllm.loading import load
 
     opened = []
 
     def open_engine(live_sessions: bool | int = True, **engine_opts: Any) -> Any:
-        engine = load(model_path, {"engine_opts": SMALL | engine_opts, "live_sessions": live_sessions})
+        engine = load(
+            model_path, {"engine_opts": SMALL | engine_opts, "live_sessions": live_sessions}
+        )
         opened.append(engine)
         return engine
 
@@ -86,7 +91,8 @@ def load_engine(model_path: str) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(scope="session")
 def rows_of() -> Callable[..., list[Any]]:
-    """Ask an engine through its step hook, as the core does: ``rows_of(engine, queries)``, in the order of the queries."""
+    """Ask an engine through its step hook, as the core does: ``rows_of(engine, queries)``, in the
+    order of the queries."""
 
     def ask(engine: Any, queries: list[Query]) -> list[Any]:
         answers = {answer.query: answer.row for answer in engine.genlm_step(queries)}
@@ -99,14 +105,19 @@ def rows_of() -> Callable[..., list[Any]]:
 
 @pytest.fixture(scope="session")
 def write_adapter(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> Callable[..., str]:
-    """Write a random LoRA adapter in PEFT's format: ``write_adapter(name, seed)`` gives its folder, new or written over."""
+    """Write a random LoRA adapter in PEFT's format: ``write_adapter(name, seed)`` gives its folder,
+    new or written over."""
     import json
 
     import torch
     from safetensors.torch import save_file
 
     config = json.loads((Path(model_path) / "config.json").read_text())
-    hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
+    hidden, heads, kv_heads = (
+        config["hidden_size"],
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+    )
     outs = {"q_proj": hidden, "v_proj": hidden // heads * kv_heads}
 
     def write(name: str, seed: int, rank: int = 4) -> str:
@@ -115,8 +126,12 @@ def write_adapter(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> 
         for layer in range(config["num_hidden_layers"]):
             for module, out in outs.items():
                 prefix = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-                weights[f"{prefix}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator) / hidden**0.5
-                weights[f"{prefix}.lora_B.weight"] = torch.randn(out, rank, generator=generator) * 0.2
+                weights[f"{prefix}.lora_A.weight"] = (
+                    torch.randn(rank, hidden, generator=generator) / hidden**0.5
+                )
+                weights[f"{prefix}.lora_B.weight"] = (
+                    torch.randn(out, rank, generator=generator) * 0.2
+                )
         folder = tmp_path_factory.getbasetemp() / "adapters" / name
         folder.mkdir(parents=True, exist_ok=True)
         save_file(weights, folder / "adapter_model.safetensors")

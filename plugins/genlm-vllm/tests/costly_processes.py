@@ -1,4 +1,5 @@
-"""Workers in processes of their own: tensor parallelism, and the engine core in a process of its own.
+"""Workers in processes of their own: tensor parallelism, and the engine core in a process of its
+own.
 
 Takes minutes, most of them for starting processes; collected only when it is named.
 """
@@ -53,8 +54,12 @@ def dies_clearly(lm: AsyncLM, victim: int) -> None:
 def test_two_tensor_parallel_workers(tiny_path, small_opts, expected, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     before = {child.pid for child in multiprocessing.active_children()}
-    with AsyncVirtualLM.from_name(tiny_path, engine_opts=small_opts | {"tensor_parallel_size": 2}) as lm:
-        workers = [child.pid for child in multiprocessing.active_children() if child.pid not in before]
+    with AsyncVirtualLM.from_name(
+        tiny_path, engine_opts=small_opts | {"tensor_parallel_size": 2}
+    ) as lm:
+        workers = [
+            child.pid for child in multiprocessing.active_children() if child.pid not in before
+        ]
         assert len(workers) == 2
         check(lm, expected)
         dies_clearly(lm, workers[1])
@@ -63,6 +68,10 @@ def test_two_tensor_parallel_workers(tiny_path, small_opts, expected, monkeypatc
 def test_an_engine_core_in_a_process_of_its_own(tiny_path, small_opts, expected, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with AsyncVirtualLM.from_name(tiny_path, engine_opts=small_opts) as lm:
-        (core,) = [child.pid for child in psutil.Process().children() if "EngineCore" in " ".join(child.cmdline())]
+        (core,) = [
+            child.pid
+            for child in psutil.Process().children()
+            if "EngineCore" in " ".join(child.cmdline())
+        ]
         check(lm, expected)
         dies_clearly(lm, core)

@@ -1,10 +1,13 @@
-"""The model runner that vLLM prefers on GPUs ("V2"), on a CPU: its kernels run in Triton's interpreter.
+"""The model runner that vLLM prefers on GPUs ("V2"), on a CPU: its kernels run in Triton's
+interpreter.
 
-Slow, and in a process where no other test has imported vLLM or Triton; collected only when it is named. Triton must be told
-of a backend for CPUs, which its wheels do not have and the interpreter does not use.
+Slow, and in a process where no other test has imported vLLM or Triton; collected only when it is
+named. Triton must be told of a backend for CPUs, which its wheels do not have and the interpreter
+does not use.
 
-One kernel is not run: in the interpreter a kernel's loop variables are plain integers, and vLLM's for top-k and top-p calls
-a method of one (Triton 3.9, vLLM 0.32). vLLM's own version of it in PyTorch takes its place.
+One kernel is not run: in the interpreter a kernel's loop variables are plain integers, and vLLM's
+for top-k and top-p calls a method of one (Triton 3.9, vLLM 0.32). vLLM's own version of it in
+PyTorch takes its place.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from genlm.core.conformance import ConformanceSuite
 from genlm.core.types import Query
 
 
-# Of the session, or fixtures of the session that import transformers, and with it Triton, would come before.
+# Of the session, or fixtures of the session that import transformers, and with it Triton, would
+# come before.
 @pytest.fixture(scope="session", autouse=True)
 def _interpreted():
     if imported := sorted({"vllm", "triton"} & sys.modules.keys()):
@@ -30,7 +34,11 @@ def _interpreted():
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
         import triton.backends
 
-        patch.setitem(triton.backends.backends, "cpu", SimpleNamespace(driver=SimpleNamespace(is_active=lambda: False)))
+        patch.setitem(
+            triton.backends.backends,
+            "cpu",
+            SimpleNamespace(driver=SimpleNamespace(is_active=lambda: False)),
+        )
         import vllm.v1.sample.ops.topk_topp_sampler as topk_topp
 
         patch.setattr(topk_topp, "HAS_TRITON", False)
@@ -47,14 +55,18 @@ def test_it_is_the_v2_runner(engine):
 
 
 def test_rows_of_sessions_forks_and_chunks_are_the_cold_ones(engine, rows_of):
-    """Contexts longer than a step's 64 tokens, extended by one token and by several, forked, and repeated."""
+    """Contexts longer than a step's 64 tokens, extended by one token and by several, forked, and
+    repeated."""
     dice = random.Random(3)
     known = [tuple(dice.choices(range(1000, 40000), k=length)) for length in (10, 70, 100)]
     asked = dict.fromkeys(map(Query, known))
     for _ in range(4):
         batch = list(
             dict.fromkeys(
-                Query(dice.choice(known) + tuple(dice.choices(range(1000, 1004), k=dice.choice([1, 1, 5]))))
+                Query(
+                    dice.choice(known)
+                    + tuple(dice.choices(range(1000, 1004), k=dice.choice([1, 1, 5])))
+                )
                 for _ in range(5)
             )
         )
@@ -72,7 +84,12 @@ class TestVllmV2(ConformanceSuite):
 
     backend = "vllm"
     options = {  # noqa: RUF012
-        "engine_opts": {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20}
+        "engine_opts": {
+            "dtype": "float32",
+            "max_model_len": 256,
+            "max_num_seqs": 16,
+            "kv_cache_memory_bytes": 64 << 20,
+        }
     }
     effort = 0.02
     patience = 900.0  # drawing takes the interpreter about a second a token

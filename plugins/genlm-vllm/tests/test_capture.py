@@ -1,4 +1,5 @@
-"""The logits processor, driven as each of vLLM's two runners drives it, against rows computed here."""
+"""The logits processor, driven as each of vLLM's two runners drives it, against rows computed
+here."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def key(number):
 
 
 def update(removed=(), added=(), moved=()):
-    return SimpleNamespace(removed=removed, added=[(i, params, None, []) for i, params in added], moved=moved)
+    return SimpleNamespace(
+        removed=removed, added=[(i, params, None, []) for i, params in added], moved=moved
+    )
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""What every backend must do, on a real vLLM: with live sessions, without them, and with adapters."""
+"""What every backend must do, on a real vLLM: with live sessions, without them, and with
+adapters."""
 
 from __future__ import annotations
 

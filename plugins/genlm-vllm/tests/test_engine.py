@@ -57,7 +57,10 @@ def test_rows_are_those_of_transformers(engine, rows_of, model_path):
     queries = [Query(context(seed, length)) for seed, length in enumerate([1, 7, 64, 65, 200])]
     rows = rows_of(engine, queries)
     with torch.no_grad():
-        expected = [reference(torch.tensor([query.token_ids])).logits[0, -1].log_softmax(-1) for query in queries]
+        expected = [
+            reference(torch.tensor([query.token_ids])).logits[0, -1].log_softmax(-1)
+            for query in queries
+        ]
     assert_rows_close(rows, expected)
     assert all(row.shape == (engine.vocab_size,) and row.dtype == torch.float32 for row in rows)
 
@@ -75,7 +78,10 @@ def test_extending_a_context_by_a_token_computes_one_token(engine, rows_of):
 def test_ragged_extensions_append_what_is_new(engine, rows_of):
     queries = [Query(context(seed, 40 + seed)) for seed in range(3)]
     rows_of(engine, queries)
-    longer = [Query(query.token_ids + context(9, 1 + extra)) for query, extra in zip(queries, [0, 4, 11], strict=True)]
+    longer = [
+        Query(query.token_ids + context(9, 1 + extra))
+        for query, extra in zip(queries, [0, 4, 11], strict=True)
+    ]
     with computed_tokens(engine) as counts:
         rows = rows_of(engine, longer)
     assert sum(counts) == 1 + 5 + 12
@@ -88,7 +94,9 @@ def test_siblings_of_a_fork_share_the_full_blocks(engine, rows_of):
     siblings = [Query((*parent.token_ids, token)) for token in (5, 6, 7)]
     with computed_tokens(engine) as counts:
         rows = rows_of(engine, siblings)
-    assert sum(counts) == 1 + 2 * (71 - 64), "one goes on with the session; two recompute a partial block of 32"
+    assert sum(counts) == 1 + 2 * (71 - 64), (
+        "one goes on with the session; two recompute a partial block of 32"
+    )
     assert_rows_close(rows, [rows_of(engine, [cold(query)])[0] for query in siblings])
 
 
@@ -101,7 +109,8 @@ def test_a_cold_query_computes_everything(engine, rows_of):
 
 
 def test_newcomers_join_at_the_next_step(engine):
-    """A long prompt takes several steps of 64 tokens; what is asked meanwhile does not wait for its end."""
+    """A long prompt takes several steps of 64 tokens; what is asked meanwhile does not wait for its
+    end."""
     long, short = Query(context(0, 200)), Query(context(1, 5))
     assert engine.genlm_step([long]) == []
     seen, steps = [answer.query for answer in engine.genlm_step([short])], 1
@@ -118,15 +127,19 @@ def test_the_longest_context(engine, rows_of):
 
 
 def test_a_full_cache_and_more_questions_than_places(engine, rows_of):
-    """Forty contexts of about 100 tokens where the cache holds about 900 tokens and a batch 16 requests."""
+    """Forty contexts of about 100 tokens where the cache holds about 900 tokens and a batch 16
+    requests."""
     queries = [Query(context(seed, 90 + seed % 20)) for seed in range(40)]
     rows = rows_of(engine, queries)
     picked = range(0, 40, 7)
-    assert_rows_close([rows[i] for i in picked], [rows_of(engine, [cold(queries[i])])[0] for i in picked])
+    assert_rows_close(
+        [rows[i] for i in picked], [rows_of(engine, [cold(queries[i])])[0] for i in picked]
+    )
 
 
 def test_any_interleaving_gives_the_cold_rows(engine, rows_of):
-    """A tree of contexts, extended, forked, repeated and left, under pressure; every row against its cold one."""
+    """A tree of contexts, extended, forked, repeated and left, under pressure; every row against
+    its cold one."""
     dice = random.Random(7)
     known = [context(seed, 30) for seed in range(3)]
     asked = {}
@@ -134,15 +147,19 @@ def test_any_interleaving_gives_the_cold_rows(engine, rows_of):
         batch = []
         for _ in range(dice.randint(1, 8)):
             parent = dice.choice(known[-12:])
-            batch.append(Query((parent + context(dice.randrange(6), dice.choice([1, 1, 1, 3, 40])))[:255]))
+            batch.append(
+                Query((parent + context(dice.randrange(6), dice.choice([1, 1, 1, 3, 40])))[:255])
+            )
         batch = list(dict.fromkeys(batch))
         asked |= dict(zip(batch, rows_of(engine, batch), strict=True))
         known += [query.token_ids for query in batch if len(query.token_ids) < 200]
     sample = dice.sample(list(asked), 25)
-    assert_rows_close([asked[query] for query in sample], [rows_of(engine, [cold(query)])[0] for query in sample])
+    assert_rows_close(
+        [asked[query] for query in sample], [rows_of(engine, [cold(query)])[0] for query in sample]
+    )
 
 
-# --- pinned prefixes --------------------------------------------------------------------------------------------------
+# --- pinned prefixes ------------------------------------------------------------------------------
 
 
 def test_a_pinned_prefix_survives_pressure(engine, rows_of):
@@ -175,7 +192,7 @@ def test_pins_that_would_fill_the_cache_are_refused(engine, rows_of):
     assert_rows_close(rows_of(engine, [query]), rows_of(engine, [cold(query)]))
 
 
-# --- failures ---------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -194,13 +211,17 @@ def failing_forward(engine, times: int = 1):
 
 
 def test_after_a_failed_step_every_answer_is_right(engine, rows_of):
-    """vLLM enters blocks in its prefix cache before it computes them: those of a failed step must not be found again."""
+    """vLLM enters blocks in its prefix cache before it computes them: those of a failed step must
+    not be found again."""
     live, fresh = Query(context(0, 50)), Query(context(1, 60))
     rows_of(engine, [live])
     longer = Query((*live.token_ids, 5))
     with failing_forward(engine), pytest.raises(RuntimeError, match="broke"):
         engine.genlm_step([longer, fresh])
-    assert_rows_close(rows_of(engine, [longer, fresh]), [rows_of(engine, [cold(query)])[0] for query in (longer, fresh)])
+    assert_rows_close(
+        rows_of(engine, [longer, fresh]),
+        [rows_of(engine, [cold(query)])[0] for query in (longer, fresh)],
+    )
 
 
 def test_a_pinned_prefix_is_restored_after_a_failure(engine, rows_of):
@@ -223,14 +244,16 @@ def test_a_pinned_prefix_that_cannot_be_restored_harms_nobody(engine, rows_of):
         assert_rows_close(rows_of(engine, [query]), rows_of(engine, [cold(query)]))
 
 
-# --- sampling ---------------------------------------------------------------------------------------------------------
+# --- sampling -------------------------------------------------------------------------------------
 
 
 def test_seeded_draws_do_not_depend_on_the_batch(engine):
     queries = [Query(context(seed, 10)) for seed in range(4)]
     params = [SamplingParams(max_tokens=6, seed=seed) for seed in (3, 2**64 - 1, -1, 0)]
     together = engine.genlm_sample(queries, params)
-    assert together == [engine.genlm_sample([q], [p])[0] for q, p in zip(queries, params, strict=True)]
+    assert together == [
+        engine.genlm_sample([q], [p])[0] for q, p in zip(queries, params, strict=True)
+    ]
     assert together != engine.genlm_sample(queries, [SamplingParams(max_tokens=6, seed=9)] * 4)
 
 
@@ -258,22 +281,31 @@ def test_stop_tokens_end_a_draw_and_are_left_out(engine):
 
 def test_the_models_own_end_of_sequence_does_not_stop_unless_listed(engine):
     end = engine.tokenizer.eos_token_id
-    prompt = tuple(engine.tokenizer.encode("<|im_start|>user\nSay hi.<|im_end|>\n<|im_start|>assistant\n"))
-    (drawn,) = engine.genlm_sample([Query(prompt)], [SamplingParams(max_tokens=60, temperature=0.0)])
+    prompt = tuple(
+        engine.tokenizer.encode("<|im_start|>user\nSay hi.<|im_end|>\n<|im_start|>assistant\n")
+    )
+    (drawn,) = engine.genlm_sample(
+        [Query(prompt)], [SamplingParams(max_tokens=60, temperature=0.0)]
+    )
     assert len(drawn) == 60
     assert end in drawn
 
 
 def test_top_k_of_one_is_greedy(engine):
     query = Query(context(0, 10))
-    wishes = [SamplingParams(max_tokens=5, top_k=1, seed=1), SamplingParams(max_tokens=5, temperature=0.0)]
+    wishes = [
+        SamplingParams(max_tokens=5, top_k=1, seed=1),
+        SamplingParams(max_tokens=5, temperature=0.0),
+    ]
     first, second = engine.genlm_sample([query, query], wishes)
     assert first == second
 
 
 def test_frequencies_agree_with_the_row(engine, rows_of):
     query, n = Query(tuple(engine.tokenizer.encode("The sky is"))), 400
-    draws = engine.genlm_sample([query] * n, [SamplingParams(max_tokens=1, seed=seed) for seed in range(n)])
+    draws = engine.genlm_sample(
+        [query] * n, [SamplingParams(max_tokens=1, seed=seed) for seed in range(n)]
+    )
     probabilities = rows_of(engine, [query])[0].exp()
     for token in probabilities.topk(3).indices.tolist():
         p = float(probabilities[token])
@@ -294,12 +326,15 @@ def test_what_vllm_would_draw_wrongly_is_left_to_the_core(engine, length, params
     assert engine.genlm_sample([Query(context(0, length))], [params]) is None
 
 
-# --- scoring ----------------------------------------------------------------------------------------------------------
+# --- scoring --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lengths", [(1, 1), (3, 20), (100, 155)], ids=["one token", "one chunk", "chunks to the limit"])
+@pytest.mark.parametrize(
+    "lengths", [(1, 1), (3, 20), (100, 155)], ids=["one token", "one chunk", "chunks to the limit"]
+)
 def test_scores_are_the_entries_of_the_rows(engine, rows_of, lengths):
-    """Of two continuations in a batch. The last token of one may be just beyond the longest context."""
+    """Of two continuations in a batch. The last token of one may be just beyond the longest
+    context."""
     (ids, other), drawn = (context(seed, lengths[0]) for seed in (0, 1)), context(2, lengths[1] + 1)
     scores = engine.genlm_sequence_logprobs([Query(ids), Query(other)], [drawn, drawn[:-1]])
     assert [len(score) for score in scores] == [len(drawn), len(drawn) - 1]
@@ -340,7 +375,7 @@ def test_after_a_failed_score_the_next_one_is_right(engine):
     assert scores.isfinite().all()
 
 
-# --- without live sessions, without prefix caching ----------------------------------------------------------------------
+# --- without live sessions, without prefix caching ------------------------------------------------
 
 
 def test_without_live_sessions(load_engine, rows_of):

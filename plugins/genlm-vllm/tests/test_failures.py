@@ -1,4 +1,5 @@
-"""What the engine does when vLLM fails in ways that a healthy one cannot be made to: over a stand-in for its core."""
+"""What the engine does when vLLM fails in ways that a healthy one cannot be made to: over a
+stand-in for its core."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Core:
     def __init__(self) -> None:
         self.store = RowStore()
         self.held: set[str] = set()  # requests that it works on or holds
-        self.pending: dict[str, int | None] = {}  # what it works on, with the key of the row that is wanted
+        # What it works on, with the key of the row that is wanted.
+        self.pending: dict[str, int | None] = {}
         self.trouble: Exception | None = None  # raised by the next step
         self.cannot_abort: Exception | None = None
         self.dead = self.stuck = False

@@ -26,7 +26,8 @@ def engine(load_engine):
 
 @pytest.fixture
 def add(engine):
-    """Add an adapter to the engine: ``add(version, path, name="a")``; all are removed at the end."""
+    """Add an adapter to the engine: ``add(version, path, name="a")``; all are removed at the
+    end."""
     added = []
 
     def add_adapter(version, path, name="a"):
@@ -56,7 +57,9 @@ def close(row, expected):
     return torch.allclose(row, expected, atol=ATOL, rtol=0)
 
 
-def test_adapters_and_the_base_model_in_one_batch_and_as_live_sessions(engine, add, rows_of, write_adapter, model_path):
+def test_adapters_and_the_base_model_in_one_batch_and_as_live_sessions(
+    engine, add, rows_of, write_adapter, model_path
+):
     paths = [None, write_adapter("a", 1), write_adapter("b", 2)]
     adapters = [None, add(1, paths[1]), add(2, paths[2], "b")]
     for ids in (IDS, LONGER):
@@ -67,8 +70,11 @@ def test_adapters_and_the_base_model_in_one_batch_and_as_live_sessions(engine, a
         assert not any(close(expected[i], expected[j]) for i, j in [(0, 1), (0, 2), (1, 2)])
 
 
-def test_binding_a_name_again_meets_nothing_of_its_predecessor(engine, add, rows_of, write_adapter, model_path):
-    """Same name, same folder, other weights: neither the old weights nor the old key/value state may answer."""
+def test_binding_a_name_again_meets_nothing_of_its_predecessor(
+    engine, add, rows_of, write_adapter, model_path
+):
+    """Same name, same folder, other weights: neither the old weights nor the old key/value state
+    may answer."""
     path = write_adapter("a", 1)
     old = add(11, path)
     rows_of(engine, [Query(IDS, old)])
@@ -130,8 +136,13 @@ def test_newcomers_of_the_other_kind_wait_their_turn_and_are_answered(engine, ad
 
 
 def test_draws_in_a_mixed_batch(engine, add, write_adapter):
-    """Of as many adapters as there are slots, since vLLM's mistake shows only where the last slot is taken."""
-    queries = [Query(IDS), Query(IDS, add(81, write_adapter("a", 1))), Query(IDS, add(82, write_adapter("b", 2), "b"))]
+    """Of as many adapters as there are slots, since vLLM's mistake shows only where the last slot
+    is taken."""
+    queries = [
+        Query(IDS),
+        Query(IDS, add(81, write_adapter("a", 1))),
+        Query(IDS, add(82, write_adapter("b", 2), "b")),
+    ]
     params = [SamplingParams(max_tokens=4, temperature=0.0)] * 3
     together = engine.genlm_sample(queries, params)
     assert together == [engine.genlm_sample([query], params[:1])[0] for query in queries]
@@ -151,27 +162,33 @@ from vllm.platforms import current_platform
 model, adapter, options, ids = json.loads(sys.argv[1])
 assert current_platform.is_cpu(), "the bug is the CPU build's"
 llm = LLM(model, enforce_eager=True, enable_lora=True, **options)
-prompts, params = [{"prompt_token_ids": ids}] * 2, SamplingParams(max_tokens=1, temperature=0.0, logprobs=1)
+prompts = [{"prompt_token_ids": ids}] * 2
+params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=1)
 alone = llm.generate(prompts[:1], params, use_tqdm=False)[0].outputs[0].cumulative_logprob
 lora_requests = [None, LoRARequest("a", 1, adapter)]
-mixed = llm.generate(prompts, params, lora_request=lora_requests, use_tqdm=False)[0].outputs[0].cumulative_logprob
+both = llm.generate(prompts, params, lora_request=lora_requests, use_tqdm=False)
+mixed = both[0].outputs[0].cumulative_logprob
 print(json.dumps([alone, mixed]))
 """
 
 
 @pytest.mark.xfail(
-    reason="vLLM on CPU gives a request without adapter the last slot's, if a request with one shares its batch",
+    reason="vLLM on CPU gives a request without adapter the last slot's, "
+    "if a request with one shares its batch",
     raises=AssertionError,
     strict=True,
 )
 def test_vllm_itself_mixes_base_and_lora_rightly_on_cpu(model_path, small_opts, write_adapter):
     """Not ours, and expected to fail: when it passes, the two kinds need not take turns any more.
 
-    In a process of its own, because a vLLM that goes takes the process groups of all others with it.
+    In a process of its own, because a vLLM that goes takes the process groups of all others with
+    it.
     """
     argument = json.dumps([model_path, write_adapter("a", 1), small_opts, IDS])
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = subprocess.run([sys.executable, "-c", MIXED, argument], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", MIXED, argument], capture_output=True, text=True, env=environment
+    )
     if done.returncode:
         pytest.fail(done.stderr[-3000:])
     alone, mixed = json.loads(done.stdout.splitlines()[-1])

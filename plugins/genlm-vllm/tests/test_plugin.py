@@ -1,4 +1,5 @@
-"""The plugin before any model is loaded: what it says of itself, what it refuses, what it imports."""
+"""The plugin before any model is loaded: what it says of itself, what it refuses, what it
+imports."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def test_importing_the_plugin_imports_no_engine():
         "plugin.genlm_backend_info()\n"
         "print(sorted({'vllm', 'torch', 'transformers'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -90,5 +93,7 @@ def test_a_vllm_that_lacks_what_is_needed_is_refused_by_what_it_lacks():
 
 
 def test_the_range_in_errors_is_the_one_that_pip_installs():
-    (declared,) = [one for one in map(Requirement, requires("genlm-vllm") or ()) if one.name == "vllm"]
+    (declared,) = [
+        one for one in map(Requirement, requires("genlm-vllm") or ()) if one.name == "vllm"
+    ]
     assert declared.specifier == SpecifierSet(SUPPORTED)

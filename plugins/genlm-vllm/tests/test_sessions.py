@@ -19,7 +19,9 @@ def footprint(length: int) -> int:
 
 
 def books(limit: int = 4, capacity: int = 1000, longest: int = 40, reach: int = BLOCK) -> Sessions:
-    return Sessions(limit=limit, capacity=capacity, footprint=footprint, longest=longest, reach=reach)
+    return Sessions(
+        limit=limit, capacity=capacity, footprint=footprint, longest=longest, reach=reach
+    )
 
 
 def session(*ids: int, adapter: Adapter | None = None, request_id: str = "") -> Session:
@@ -38,7 +40,9 @@ def test_the_longest_prefix_within_reach_is_taken():
     for ids in [(1,), (1, 2), (1, 2, 3, 9)]:
         sessions.park(session(*ids))
     assert sessions.take(Query((1, 2, 3, 4, 5))) == session(1, 2)
-    assert sessions.take(Query((1, 7, 7, 7, 7, 7))) is None, "five new tokens are beyond the reach of four"
+    assert sessions.take(Query((1, 7, 7, 7, 7, 7))) is None, (
+        "five new tokens are beyond the reach of four"
+    )
 
 
 def test_a_context_does_not_extend_itself_or_another_adapters():
@@ -106,14 +110,19 @@ def test_dropping_an_adapter_leaves_the_others():
 
 contexts = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
 deeds = st.lists(
-    st.tuples(st.sampled_from(["park", "take", "trim", "pin", "drop", "clear"]), contexts, st.sampled_from([None, A])),
+    st.tuples(
+        st.sampled_from(["park", "take", "trim", "pin", "drop", "clear"]),
+        contexts,
+        st.sampled_from([None, A]),
+    ),
     max_size=60,
 )
 
 
 @given(deeds, st.integers(0, 5))
 def test_every_session_is_either_held_or_given_up_once(deeds, limit):
-    """Against a plain set of request ids: none is lost, none given up twice, and the limits hold after a trim."""
+    """Against a plain set of request ids: none is lost, none given up twice, and the limits hold
+    after a trim."""
     sessions, held = books(limit=limit, capacity=80), set()
 
     def given_up(released):

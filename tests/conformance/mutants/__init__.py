@@ -1,7 +1,8 @@
-"""Faulty models: for every clause of the suite at least one that breaks it, and as little else as can be.
+"""Faulty models: for every clause of the suite at least one that breaks it, and as little else as
+can be.
 
-Most faults sit in the engine, as a plugin's would; those of what the core does (futures, caches, refusals) in a subclass
-of :class:`~genlm.core.AsyncLM`.
+Most faults sit in the engine, as a plugin's would; those of what the core does (futures, caches,
+refusals) in a subclass of :class:`~genlm.core.AsyncLM`.
 """
 
 from . import rows, state, callers, adapters, sampling, endings  # noqa: F401, I001  (each registers its own)

@@ -26,7 +26,9 @@ class AdapterBleedsIntoTheBatch(MockEngine):
 
     @hookimpl
     def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
-        return super().genlm_next_token_logprobs([evolve(query, adapter=queries[0].adapter) for query in queries])
+        return super().genlm_next_token_logprobs(
+            [evolve(query, adapter=queries[0].adapter) for query in queries]
+        )
 
 
 @breaks("adapters_in_turn", *ADAPTERS)
@@ -61,7 +63,9 @@ class ReboundNameKeepsItsWeights(MockEngine):
     def row(self, query: Query) -> torch.Tensor:
         if query.adapter is None:
             return super().row(query)
-        path = self.__dict__.setdefault("paths", {}).setdefault(query.adapter.name, query.adapter.path)
+        path = self.__dict__.setdefault("paths", {}).setdefault(
+            query.adapter.name, query.adapter.path
+        )
         return super().row(evolve(query, adapter=evolve(query.adapter, path=path)))
 
 

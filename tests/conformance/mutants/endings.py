@@ -25,7 +25,9 @@ class ResetForgetsTheDefaultAdapter(AsyncLM):
         self.clear_lora()
 
 
-@breaks("close_fails_what_is_pending", "close_again_and_use_after_close", also_in_state_machine=False)
+@breaks(
+    "close_fails_what_is_pending", "close_again_and_use_after_close", also_in_state_machine=False
+)
 class HangAfterClose(AsyncLM):
     """Whoever waits when the model is closed waits for ever."""
 

@@ -77,7 +77,9 @@ ADAPTERS = (
 )
 
 
-def breaks(clause: str, *may_break: str, also_in_state_machine: bool = True) -> Callable[[type], type]:
+def breaks(
+    clause: str, *may_break: str, also_in_state_machine: bool = True
+) -> Callable[[type], type]:
     """Register a faulty engine or a faulty ``AsyncLM``."""
 
     def register(faulty: type) -> type:
@@ -93,4 +95,6 @@ def _load(faulty: type, wrappers: Sequence[object]) -> AsyncLM:
     if issubclass(faulty, AsyncLM):
         engine = functools.partial(MockEngine, ByteTokenizer(), max_context=64)
         return faulty(engine, backend="mock", wrappers=wrappers)
-    return AsyncLM(lambda: faulty(ByteTokenizer(), max_context=64), backend="mock", wrappers=wrappers)
+    return AsyncLM(
+        lambda: faulty(ByteTokenizer(), max_context=64), backend="mock", wrappers=wrappers
+    )

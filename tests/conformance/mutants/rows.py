@@ -58,7 +58,8 @@ class BatchesAtAnotherTemperature(AsyncLM):
 
 @breaks("cold_row_is_repeatable", *ALL)
 class ColdRowsThatReadState(MockEngine):
-    """A cold query reads the state that warm ones left, and that with a fault: the oracle itself is wrong."""
+    """A cold query reads the state that warm ones left, and that with a fault: the oracle itself is
+    wrong."""
 
     def row(self, query: Query) -> torch.Tensor:
         known = self.__dict__.setdefault("known", set())

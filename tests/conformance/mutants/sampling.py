@@ -20,8 +20,12 @@ class SamplingMutant(MockEngine):
         raise NotImplementedError
 
     @hookimpl
-    def genlm_sample(self, queries: Sequence[Query], params: Sequence[SamplingParams]) -> list[list[int]]:
-        return super().genlm_sample(queries, [self.faulty(p, i, len(params)) for i, p in enumerate(params)])
+    def genlm_sample(
+        self, queries: Sequence[Query], params: Sequence[SamplingParams]
+    ) -> list[list[int]]:
+        return super().genlm_sample(
+            queries, [self.faulty(p, i, len(params)) for i, p in enumerate(params)]
+        )
 
 
 @breaks("seed_fixes_the_draw", "draws_are_separate")
@@ -57,17 +61,27 @@ class TopKIgnored(SamplingMutant):
 @breaks("stop_token_ends_the_draw", "engine_keeps_its_contract", also_in_state_machine=False)
 class StopTokenLeftIn(MockEngine):
     @hookimpl
-    def genlm_sample(self, queries: Sequence[Query], params: Sequence[SamplingParams]) -> list[list[int]]:
-        free = super().genlm_sample(queries, [evolve(p, stop_token_ids=frozenset()) for p in params])
+    def genlm_sample(
+        self, queries: Sequence[Query], params: Sequence[SamplingParams]
+    ) -> list[list[int]]:
+        free = super().genlm_sample(
+            queries, [evolve(p, stop_token_ids=frozenset()) for p in params]
+        )
         ends = [
-            next((i + 1 for i, token_id in enumerate(ids) if token_id in p.stop_token_ids), len(ids))
+            next(
+                (i + 1 for i, token_id in enumerate(ids) if token_id in p.stop_token_ids), len(ids)
+            )
             for ids, p in zip(free, params, strict=True)
         ]
         return [ids[:end] for ids, end in zip(free, ends, strict=True)]
 
 
 @breaks(
-    "max_tokens", "engine_keeps_its_contract", "stop_token_ends_the_draw", "top_k_and_top_p", "frequencies_agree_with_rows"
+    "max_tokens",
+    "engine_keeps_its_contract",
+    "stop_token_ends_the_draw",
+    "top_k_and_top_p",
+    "frequencies_agree_with_rows",
 )
 class OneTokenTooMany(SamplingMutant):
     def faulty(self, params: SamplingParams, place: int, together: int) -> SamplingParams:
@@ -83,7 +97,9 @@ class TemperatureIgnored(SamplingMutant):
 @breaks("adapter_in_sampling")
 class DrawsFromTheBaseModel(MockEngine):
     @hookimpl
-    def genlm_sample(self, queries: Sequence[Query], params: Sequence[SamplingParams]) -> list[list[int]]:
+    def genlm_sample(
+        self, queries: Sequence[Query], params: Sequence[SamplingParams]
+    ) -> list[list[int]]:
         return super().genlm_sample([evolve(query, adapter=None) for query in queries], params)
 
 
@@ -92,6 +108,10 @@ class ScoresOffByOne(MockEngine):
     """Each token is scored by the row of the token before it."""
 
     @hookimpl
-    def genlm_sequence_logprobs(self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]) -> Any:
-        shorter = [evolve(query, token_ids=query.token_ids[:-1] or query.token_ids) for query in queries]
+    def genlm_sequence_logprobs(
+        self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
+    ) -> Any:
+        shorter = [
+            evolve(query, token_ids=query.token_ids[:-1] or query.token_ids) for query in queries
+        ]
         return super().genlm_sequence_logprobs(shorter, continuations)

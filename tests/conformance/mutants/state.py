@@ -57,7 +57,9 @@ class DeduplicationBySuffix(MockEngine):
     @hookimpl
     def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
         by_tail: dict[int, Query] = {}
-        return super().genlm_next_token_logprobs([by_tail.setdefault(q.token_ids[-1], q) for q in queries])
+        return super().genlm_next_token_logprobs(
+            [by_tail.setdefault(q.token_ids[-1], q) for q in queries]
+        )
 
 
 @breaks(
@@ -69,7 +71,8 @@ class DeduplicationBySuffix(MockEngine):
     *DRAWS,
 )
 class WarmRowsOneTokenShort(MockEngine):
-    """A context that was evaluated before starts from its own state, and is evaluated without its last token."""
+    """A context that was evaluated before starts from its own state, and is evaluated without its
+    last token."""
 
     def row(self, query: Query) -> torch.Tensor:
         known = self.__dict__.setdefault("known", set())
@@ -84,7 +87,13 @@ class WarmRowsOneTokenShort(MockEngine):
 
 
 @breaks(
-    "extended_context", "forked_contexts", "warm_row_equals_cold_row", "adapters_in_turn", "dropped_state", *COMPANY, *DRAWS
+    "extended_context",
+    "forked_contexts",
+    "warm_row_equals_cold_row",
+    "adapters_in_turn",
+    "dropped_state",
+    *COMPANY,
+    *DRAWS,
 )
 class ExtensionsAtTheWrongPosition(MockEngine):
     """A context that extends one evaluated just before is evaluated as if that were not there."""
@@ -104,7 +113,8 @@ class ExtensionsAtTheWrongPosition(MockEngine):
 
 @breaks("forked_contexts", "warm_row_equals_cold_row", "dropped_state", "adapters_in_turn", *DRAWS)
 class StateChangedByItsReader(MockEngine):
-    """The state of a context grows with whoever extends it, so that later readers start from something else."""
+    """The state of a context grows with whoever extends it, so that later readers start from
+    something else."""
 
     def row(self, query: Query) -> torch.Tensor:
         if query.cold:
@@ -122,14 +132,23 @@ class StateChangedByItsReader(MockEngine):
         self.__dict__.pop("states", None)
 
 
-@breaks("pinned_prefix", "same_tail_under_different_prefixes", "adapters_in_turn", "dropped_state", "rebound_adapter")
+@breaks(
+    "pinned_prefix",
+    "same_tail_under_different_prefixes",
+    "adapters_in_turn",
+    "dropped_state",
+    "rebound_adapter",
+)
 class PinnedPrefixCountedTwice(MockEngine):
     """A context that begins with a pinned prefix is evaluated with the prefix twice."""
 
     def row(self, query: Query) -> torch.Tensor:
         for pinned in [] if query.cold else self.pinned:
             n = len(pinned.token_ids)
-            if pinned.adapter == query.adapter and pinned.token_ids == query.token_ids[:n] != query.token_ids:
+            if (
+                pinned.adapter == query.adapter
+                and pinned.token_ids == query.token_ids[:n] != query.token_ids
+            ):
                 return super().row(evolve(query, token_ids=pinned.token_ids + query.token_ids))
         return super().row(query)
 

@@ -38,11 +38,15 @@ class AdapterRegistry:
             InvalidOptionError: the name is no text or empty, or the path is no path.
         """
         if not isinstance(name, str) or not name:
-            raise InvalidOptionError(f"{name!r} cannot be the name of a LoRA adapter; give a string that is not empty")
+            raise InvalidOptionError(
+                f"{name!r} cannot be the name of a LoRA adapter; give a string that is not empty"
+            )
         try:
             return Adapter(name, os.fsdecode(path), next(self._versions))
         except TypeError:
-            raise InvalidOptionError(f"{path!r} is no path of a LoRA adapter; give a string or a pathlib.Path") from None
+            raise InvalidOptionError(
+                f"{path!r} is no path of a LoRA adapter; give a string or a pathlib.Path"
+            ) from None
 
     def bind(self, adapter: Adapter) -> Adapter | None:
         """Bind an adapter to its name; returns the one that was bound before."""
@@ -63,13 +67,15 @@ class AdapterRegistry:
         adapter = self._bound.get(name) if isinstance(name, str) else None
         if adapter is None:
             raise UnknownAdapterError(
-                f"no LoRA adapter {name!r}; registered: {', '.join(sorted(self._bound)) or 'none'}; "
+                f"no LoRA adapter {name!r}; registered: "
+                f"{', '.join(sorted(self._bound)) or 'none'}; "
                 "register it with add_new_lora(path, name)"
             )
         return adapter
 
     def resolve(self, name: LoraName) -> Adapter | None:
-        """The adapter that a call means: the one it names, or the default's; ``None`` is the base model.
+        """The adapter that a call means: the one it names, or the default's; ``None`` is the base
+        model.
 
         Raises:
             UnknownAdapterError: the name is not bound, or the default has been removed.
@@ -82,16 +88,19 @@ class AdapterRegistry:
             return None
         if self._default not in self._bound:
             raise UnknownAdapterError(
-                f"the default LoRA adapter {self._default!r} has been removed; call clear_lora() to go back to the base "
+                f"the default LoRA adapter {self._default!r} has been removed; call clear_lora() "
+                "to go back to the base "
                 "model, or set_lora(name) to choose another"
             )
         return self._bound[self._default]
 
     def require_current(self, adapter: Adapter) -> None:
-        """Raises: UnknownAdapterError: the adapter has been removed or bound again since it was resolved."""
+        """Raises: UnknownAdapterError: the adapter has been removed or bound again since it was
+        resolved."""
         if self._bound.get(adapter.name) is not adapter:
             raise UnknownAdapterError(
-                f"LoRA adapter {adapter.name!r} was removed or bound again while the question was on its way; ask again"
+                f"LoRA adapter {adapter.name!r} was removed or bound again while the question was "
+                "on its way; ask again"
             )
 
     def set_default(self, name: str) -> None:

@@ -24,24 +24,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="genlm", description="Next-token log-probabilities on any engine.")
+    parser = argparse.ArgumentParser(
+        prog="genlm", description="Next-token log-probabilities on any engine."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    backends = commands.add_parser("backends", help="list what is installed, what can run here, and why not")
+    backends = commands.add_parser(
+        "backends", help="list what is installed, what can run here, and why not"
+    )
     backends.set_defaults(run=lambda options: print_backends())
 
-    conformance = commands.add_parser("conformance", help="check a backend against every clause of the contract")
+    conformance = commands.add_parser(
+        "conformance", help="check a backend against every clause of the contract"
+    )
     conformance.add_argument("backend", help="the name of an installed backend")
-    conformance.add_argument("--model", required=True, help="a path or hub name, as the backend takes it")
     conformance.add_argument(
-        "--adapter", action="append", default=[], metavar="NAME=PATH", help="a LoRA adapter of the model; give two or more"
+        "--model", required=True, help="a path or hub name, as the backend takes it"
     )
     conformance.add_argument(
-        "--dtype", help="what the model computes in: sets the tolerance alone; --option dtype=... tells the backend"
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="a LoRA adapter of the model; give two or more",
+    )
+    conformance.add_argument(
+        "--dtype",
+        help="what the model computes in; it sets the tolerance only (the backend is told by "
+        "--option dtype=...)",
     )
     conformance.add_argument("--atol", type=float, help="the tolerance of probabilities")
     conformance.add_argument(
-        "--option", action="append", default=[], metavar="NAME=VALUE", help="a further option of the backend, as JSON"
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a further option of the backend, as JSON",
     )
     conformance.add_argument("--quick", action="store_true", help="a tenth of the examples")
     conformance.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -60,7 +78,9 @@ def print_backends() -> int:
     rows += [_backend_row(name) for name in backend_names()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
     return 0
 
 
@@ -71,7 +91,12 @@ def _backend_row(name: str) -> tuple[str, str, str, str]:
     except (BackendImportError, PluginError) as error:
         return name, "?", "?", f"no: {error}"
     engine = f"{info.engine} {_version(info.engine)}".rstrip()
-    return name, backend.distribution, engine, "yes" if info.available else f"no: {info.unavailable}"
+    return (
+        name,
+        backend.distribution,
+        engine,
+        "yes" if info.available else f"no: {info.unavailable}",
+    )
 
 
 def _version(name: str) -> str:
@@ -85,7 +110,11 @@ def run_conformance(options: argparse.Namespace) -> int:
     """Run the conformance suite, which needs packages that the core does not."""
     missing = [name for name in ("hypothesis", "pytest") if find_spec(name) is None]
     if missing:
-        print(f"genlm: the suite needs {' and '.join(missing)}; pip install 'genlm-core[conformance]'", file=sys.stderr)
+        print(
+            f"genlm: the suite needs {' and '.join(missing)}; pip install "
+            "'genlm-core[conformance]'",
+            file=sys.stderr,
+        )
         return 1
     from genlm.core.conformance.command import run_command
 

@@ -49,15 +49,18 @@ NO_BLOCKS = HashedBlocks()
 def hash_of(token_ids: tuple[int, ...]) -> int:
     """The hash of ``token_ids``."""
     if len(token_ids) < BLOCK:
-        return hash((0, token_ids))  # which is NO_BLOCKS.hash_of(token_ids), and the case that must be quick
+        # Which is NO_BLOCKS.hash_of(token_ids), and the case that must be quick.
+        return hash((0, token_ids))
     return NO_BLOCKS.carried_on(token_ids).hash_of(token_ids)
 
 
 class Context(Sequence[int]):
-    """Checked token ids, immutable, for every method that takes a context. Made by :meth:`AsyncLM.context`.
+    """Checked token ids, immutable, for every method that takes a context. Made by
+    :meth:`AsyncLM.context`.
 
-    A list of token ids is checked and hashed whole for every question. A context has been already, and one that extends it
-    checks and hashes the new tokens alone; what still grows with the length is the copying of the ids.
+    A list of token ids is checked and hashed whole for every question. A context has been already,
+    and one that extends it checks and hashes the new tokens alone; what still grows with the length
+    is the copying of the ids.
 
     Attributes:
         token_ids: The ids.
@@ -66,7 +69,9 @@ class Context(Sequence[int]):
 
     __slots__ = ("_blocks", "hash_value", "token_ids", "vocab_size")
 
-    def __init__(self, token_ids: TokenIds, vocab_size: int, blocks: HashedBlocks = NO_BLOCKS) -> None:
+    def __init__(
+        self, token_ids: TokenIds, vocab_size: int, blocks: HashedBlocks = NO_BLOCKS
+    ) -> None:
         self.token_ids = token_ids
         self.vocab_size = vocab_size
         self._blocks = blocks.carried_on(token_ids)
@@ -120,7 +125,9 @@ def token_ids_of(what: str, token_ids: Any, vocab_size: int) -> TokenIds:
     """
     ids = _as_ints(what, token_ids)
     if not ids:
-        raise InvalidQueryError(f"the {what} is empty; give at least one token id (a beginning-of-sequence token, say)")
+        raise InvalidQueryError(
+            f"the {what} is empty; give at least one token id (a beginning-of-sequence token, say)"
+        )
     if min(ids) < 0 or max(ids) >= vocab_size:
         position, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
         raise InvalidQueryError(
@@ -133,18 +140,22 @@ def token_ids_of(what: str, token_ids: Any, vocab_size: int) -> TokenIds:
 def _as_ints(what: str, token_ids: Any) -> TokenIds:
     if isinstance(token_ids, str | bytes | bytearray):
         raise InvalidQueryError(
-            f"the {what} is text ({token_ids!r:.40}); give token ids, as lm.tokenizer.encode(text) does"
+            f"the {what} is text ({token_ids!r:.40}); give token ids, as lm.tokenizer.encode(text) "
+            "does"
         )
     if hasattr(token_ids, "tolist"):
         token_ids = token_ids.tolist()  # NumPy and torch: one call instead of one for each id
     if isinstance(token_ids, Set | Mapping):
         raise InvalidQueryError(
-            f"the {what} is a {type(token_ids).__name__}, which has no order; give a sequence of token ids"
+            f"the {what} is a {type(token_ids).__name__}, which has no order; give a sequence of "
+            "token ids"
         )
     try:
         ids = tuple(token_ids)
     except TypeError as error:  # chained: it may be of the caller's own generator
-        raise InvalidQueryError(f"the {what} is {token_ids!r:.40}; give a sequence of token ids") from error
+        raise InvalidQueryError(
+            f"the {what} is {token_ids!r:.40}; give a sequence of token ids"
+        ) from error
     if {int}.issuperset(map(type, ids)):
         return ids
     return tuple(_as_int(what, token_id, position) for position, token_id in enumerate(ids))

@@ -27,28 +27,35 @@ class ContractCheck:
 
     Args:
         backend: The backend's name, for messages.
-        report: Called with every violation, on the engine thread; without it the violation is raised.
+        report: Called with every violation, on the engine thread; without it the violation is
+            raised.
     """
 
     def __init__(self, backend: str, report: Callable[[PluginError], None] = _raise) -> None:
         self._backend = backend
         self._report = report
 
-    # --- evaluation ---------------------------------------------------------------------------------------------------
+    # --- evaluation -------------------------------------------------------------------------------
 
     @hookimpl(wrapper=True)
-    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> Generator[None, torch.Tensor, torch.Tensor]:
+    def genlm_next_token_logprobs(
+        self, queries: Sequence[Query]
+    ) -> Generator[None, torch.Tensor, torch.Tensor]:
         rows = yield
         hook = "genlm_next_token_logprobs"
         if getattr(rows, "ndim", None) != 2 or len(rows) != len(queries):
-            self._report(self._violation(hook, f"{_shape(rows)} for {len(queries)} queries", queries[0]))
+            self._report(
+                self._violation(hook, f"{_shape(rows)} for {len(queries)} queries", queries[0])
+            )
             return rows
         for query, row in zip(queries, rows, strict=True):
             self._check(hook, query, _wrong_row(row))
         return rows
 
     @hookimpl(wrapper=True)
-    def genlm_step(self, queries: Sequence[Query]) -> Generator[None, Sequence[Answer], Sequence[Answer]]:
+    def genlm_step(
+        self, queries: Sequence[Query]
+    ) -> Generator[None, Sequence[Answer], Sequence[Answer]]:
         answers = yield
         return [self._checked(answer) for answer in answers]
 
@@ -85,7 +92,7 @@ class ContractCheck:
             self._check("genlm_sequence_logprobs", query, _wrong_score(score, len(continuation)))
         return scores
 
-    # --- state --------------------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     @hookimpl(wrapper=True)
     def genlm_cache_prefix(self, query: Query) -> Generator[None, bool | None, bool | None]:
@@ -103,18 +110,26 @@ class ContractCheck:
         self._check(hook, subject, None if result in (True, None) else f"{result!r}; expected True")
         return result
 
-    # --- violations ---------------------------------------------------------------------------------------------------
+    # --- violations -------------------------------------------------------------------------------
 
-    def _check_count(self, hook: str, queries: Sequence[Query], results: Sequence[object], what: str) -> None:
+    def _check_count(
+        self, hook: str, queries: Sequence[Query], results: Sequence[object], what: str
+    ) -> None:
         if len(results) != len(queries):
-            self._report(self._violation(hook, f"{len(results)} {what} for {len(queries)} queries", queries[0]))
+            self._report(
+                self._violation(
+                    hook, f"{len(results)} {what} for {len(queries)} queries", queries[0]
+                )
+            )
 
     def _check(self, hook: str, subject: object, wrong: str | None) -> None:
         if wrong is not None:
             self._report(self._violation(hook, wrong, subject))
 
     def _violation(self, hook: str, what: str, subject: object) -> PluginError:
-        return PluginError(f"backend {self._backend!r}: {hook} returned {what}, for {subject!r:.200}")
+        return PluginError(
+            f"backend {self._backend!r}: {hook} returned {what}, for {subject!r:.200}"
+        )
 
 
 def _wrong_row(row: Any) -> str | None:
@@ -145,7 +160,11 @@ def _wrong_draw(ids: Sequence[int], params: SamplingParams) -> str | None:
 def _wrong_score(score: Any, length: int) -> str | None:
     import torch
 
-    if not isinstance(score, torch.Tensor) or tuple(score.shape) != (length,) or score.dtype != torch.float32:
+    if (
+        not isinstance(score, torch.Tensor)
+        or tuple(score.shape) != (length,)
+        or score.dtype != torch.float32
+    ):
         return f"{_shape(score)}; expected shape ({length},), torch.float32"
     if torch.isnan(score).any() or (score > NORMALISATION).any():
         return "a score that is nan or above 0; scores are log-probabilities"
@@ -153,4 +172,8 @@ def _wrong_score(score: Any, length: int) -> str | None:
 
 
 def _shape(rows: Any) -> str:
-    return f"shape {tuple(rows.shape)}, {rows.dtype}" if hasattr(rows, "shape") else type(rows).__name__
+    return (
+        f"shape {tuple(rows.shape)}, {rows.dtype}"
+        if hasattr(rows, "shape")
+        else type(rows).__name__
+    )

@@ -7,7 +7,7 @@ class GenlmError(Exception):
     """The root of all errors raised by the core."""
 
 
-# --- what the caller gave ------------------------------------------------------------------------------------------
+# --- what the caller gave -------------------------------------------------------------------------
 
 
 class InvalidInputError(GenlmError, ValueError):
@@ -34,7 +34,7 @@ class UnsupportedError(GenlmError, NotImplementedError):
     """The backend does not implement the hook that the call needs."""
 
 
-# --- finding and loading a backend ---------------------------------------------------------------------------------
+# --- finding and loading a backend ----------------------------------------------------------------
 
 
 class BackendNotFoundError(GenlmError, ValueError):
@@ -50,18 +50,21 @@ class BackendUnavailableError(GenlmError, RuntimeError):
 
 
 class PluginError(GenlmError):
-    """A plugin breaks the contract: a misspelt hook, a missing attribute, a result of the wrong shape."""
+    """A plugin breaks the contract: a misspelt hook, a missing attribute, a result of the wrong
+    shape."""
 
 
-# --- while the model lives -----------------------------------------------------------------------------------------
+# --- while the model lives ------------------------------------------------------------------------
 
 
 class EngineError(GenlmError, RuntimeError):
-    """The engine failed on this very query. The engine's own error is chained; the model still works."""
+    """The engine failed on this very query. The engine's own error is chained; the model still
+    works."""
 
 
 class EngineDeadError(GenlmError, RuntimeError):
-    """The engine cannot answer any more. An engine raises it from a hook; from then on the core refuses every question."""
+    """The engine cannot answer any more. An engine raises it from a hook; from then on the core
+    refuses every question."""
 
 
 class ModelClosedError(GenlmError, RuntimeError):

@@ -22,7 +22,16 @@ from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.runtime.timeline import Timeline, Trace
 from genlm.core.sampling import checked_params, sample_from_rows, seed_of
 from genlm.core.tokenization import Token
-from genlm.core.types import Adapter, Engine, Query, Request, SampleRequest, SamplingParams, ScoreRequest, Stats
+from genlm.core.types import (
+    Adapter,
+    Engine,
+    Query,
+    Request,
+    SampleRequest,
+    SamplingParams,
+    ScoreRequest,
+    Stats,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -30,18 +39,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def load_model_by_name(name: str, backend: str | None = None, llm_opts: Mapping[str, Any] | None = None) -> AsyncLM:
+def load_model_by_name(
+    name: str, backend: str | None = None, llm_opts: Mapping[str, Any] | None = None
+) -> AsyncLM:
     """Load a language model.
 
     Args:
         name: A local path or a hub name, as the backend takes it.
-        backend: An installed backend (``genlm backends`` lists them); ``None`` chooses the best for this machine: vLLM
-            where CUDA is, MLX on Apple silicon, else hf. The choice is logged.
-        llm_opts: Options of the backend, and of the core (:class:`~genlm.core.options.CoreOptions`).
+        backend: An installed backend (``genlm backends`` lists them); ``None`` chooses the best for
+            this machine: vLLM where CUDA is, MLX on Apple silicon, else hf. The choice is logged.
+        llm_opts: Options of the backend, and of the core
+            (:class:`~genlm.core.options.CoreOptions`).
 
     Raises:
-        BackendNotFoundError, BackendImportError, BackendUnavailableError: there is no such backend, it is broken, or it
-            cannot run here.
+        BackendNotFoundError, BackendImportError, BackendUnavailableError: there is no such backend,
+            it is broken, or it cannot run here.
         InvalidOptionError: an option is not accepted.
     """
     core, engine_options = CoreOptions.split(llm_opts or {})
@@ -50,18 +62,21 @@ def load_model_by_name(name: str, backend: str | None = None, llm_opts: Mapping[
 
 
 class AsyncLM:
-    """A language model that any number of coroutines and threads may ask for next-token log-probabilities.
+    """A language model that any number of coroutines and threads may ask for next-token
+    log-probabilities.
 
-    Concurrent questions are batched, repeated ones answered from a cache. All methods may be called from any thread and
-    from any event loop; the blocking ones also inside a running loop.
+    Concurrent questions are batched, repeated ones answered from a cache. All methods may be called
+    from any thread and from any event loop; the blocking ones also inside a running loop.
 
-    A context is a non-empty sequence of token ids in ``range(vocab_size)``: ints, or a NumPy array or tensor of integers.
-    A row is a float32 tensor ``[len(lm.byte_vocab)]`` of log-probabilities on the engine's device, which belongs to the
-    caller. Where a method takes ``lora_name``, a name selects that adapter, ``None`` the base model, and leaving it out
-    the default that :meth:`set_lora` has set.
+    A context is a non-empty sequence of token ids in ``range(vocab_size)``: ints, or a NumPy array
+    or tensor of integers. A row is a float32 tensor ``[len(lm.byte_vocab)]`` of log-probabilities
+    on the engine's device, which belongs to the caller. Where a method takes ``lora_name``, a name
+    selects that adapter, ``None`` the base model, and leaving it out the default that
+    :meth:`set_lora` has set.
 
     Every question may raise:
-        InvalidQueryError: the context is empty, too long, or not of valid token ids (a ``ValueError``).
+        InvalidQueryError: the context is empty, too long, or not of valid token ids (a
+            ``ValueError``).
         UnknownAdapterError: no adapter of that name is registered (a ``ValueError``).
         EngineError: the engine failed on this question; the model still works.
         EngineDeadError: the engine is beyond help.
@@ -74,7 +89,12 @@ class AsyncLM:
     """
 
     def __init__(
-        self, load: Callable[[], Engine], *, backend: str, options: CoreOptions | None = None, **core_options: Any
+        self,
+        load: Callable[[], Engine],
+        *,
+        backend: str,
+        options: CoreOptions | None = None,
+        **core_options: Any,
     ) -> None:
         options = options or CoreOptions.named(core_options, backend)
         wrappers = [*installed_wrappers(), *options.wrappers, *options.contract_check(backend)]
@@ -99,23 +119,29 @@ class AsyncLM:
             timeline=timeline,
         )
         self._engine = loaded.result()
-        weakref.finalize(self, self._batcher.stop).atexit = False  # at exit the batcher ends itself, and waits
+        # At exit the batcher ends itself, and waits.
+        weakref.finalize(self, self._batcher.stop).atexit = False
 
     @classmethod
     def _open(cls, load: Callable[[], Engine], *, backend: str, **core_options: Any) -> Self:
-        """Build an instance from an engine still to be loaded, past the constructor of the subclass."""
+        """Build an instance from an engine still to be loaded, past the constructor of the
+        subclass."""
         lm = cls.__new__(cls)
         AsyncLM.__init__(lm, load, backend=backend, **core_options)
         return lm
 
-    # --- rows ---------------------------------------------------------------------------------------------------------
+    # --- rows -------------------------------------------------------------------------------------
 
     def context(self, token_ids: Iterable[int]) -> Context:
-        """A context to be extended token by token. It goes wherever token ids go, and costs less where it is long:
-        ``context.extend(token_id)`` checks and hashes the new token alone."""
-        return Context(token_ids_of("context", token_ids, self._engine.vocab_size), self._engine.vocab_size)
+        """A context to be extended token by token. It goes wherever token ids go, and costs less
+        where it is long: ``context.extend(token_id)`` checks and hashes the new token alone."""
+        return Context(
+            token_ids_of("context", token_ids, self._engine.vocab_size), self._engine.vocab_size
+        )
 
-    async def next_token_logprobs(self, token_ids: Iterable[int], lora_name: LoraName = UNSET) -> torch.Tensor:
+    async def next_token_logprobs(
+        self, token_ids: Iterable[int], lora_name: LoraName = UNSET
+    ) -> torch.Tensor:
         """The row of one context."""
         query, row = self._look_up(token_ids, lora_name)
         return await self._batcher.submit(query) if row is None else row
@@ -125,10 +151,16 @@ class AsyncLM:
     ) -> torch.Tensor:
         """The rows of several contexts, ``[len(token_ids_list), len(lm.byte_vocab)]``."""
         found = [self._look_up(token_ids, lora_name) for token_ids in token_ids_list]
-        answers = iter(await asyncio.gather(*(self._batcher.submit(query) for query, row in found if row is None)))
+        answers = iter(
+            await asyncio.gather(
+                *(self._batcher.submit(query) for query, row in found if row is None)
+            )
+        )
         return self._stack([next(answers) if row is None else row for _, row in found])
 
-    def next_token_logprobs_sync(self, token_ids: Iterable[int], lora_name: LoraName = UNSET) -> torch.Tensor:
+    def next_token_logprobs_sync(
+        self, token_ids: Iterable[int], lora_name: LoraName = UNSET
+    ) -> torch.Tensor:
         """The row of one context, blocking."""
         query, row = self._look_up(token_ids, lora_name)
         return self._batcher.ask([query])[0] if row is None else row
@@ -141,15 +173,23 @@ class AsyncLM:
         answers = iter(self._batcher.ask([query for query, row in found if row is None]))
         return self._stack([next(answers) if row is None else row for _, row in found])
 
-    def next_token_logprobs_uncached(self, token_ids: Iterable[int], lora_name: LoraName = UNSET) -> torch.Tensor:
-        """The row of one context, blocking, computed alone and past every cache: of rows and of key/value state."""
-        return cast("torch.Tensor", self._batcher.ask([evolve(self._query(token_ids, lora_name), cold=True)])[0])
+    def next_token_logprobs_uncached(
+        self, token_ids: Iterable[int], lora_name: LoraName = UNSET
+    ) -> torch.Tensor:
+        """The row of one context, blocking, computed alone and past every cache: of rows and of
+        key/value state."""
+        return cast(
+            "torch.Tensor",
+            self._batcher.ask([evolve(self._query(token_ids, lora_name), cold=True)])[0],
+        )
 
     async def _row(self, query: Query) -> torch.Tensor:
         row = self._kept(query)
         return await self._batcher.submit(query) if row is None else row
 
-    def _look_up(self, token_ids: Iterable[int], lora_name: LoraName) -> tuple[Query, torch.Tensor | None]:
+    def _look_up(
+        self, token_ids: Iterable[int], lora_name: LoraName
+    ) -> tuple[Query, torch.Tensor | None]:
         """A checked question, and its row if the output cache has it."""
         weight = self._timeline.sample()
         if not weight:
@@ -168,7 +208,7 @@ class AsyncLM:
             self._timeline.hit(query)
         return row
 
-    # --- sampling and scoring -------------------------------------------------------------------------------------------
+    # --- sampling and scoring ---------------------------------------------------------------------
 
     async def sample(
         self,
@@ -198,7 +238,9 @@ class AsyncLM:
             InvalidOptionError: an argument is out of range (a ``ValueError``).
         """
         params = checked_params(max_tokens, eos_token_ids, temperature, seed, top_k, top_p)
-        return await self._draw(self._query(prompt_token_ids, lora_name, room_for=params.max_tokens), params)
+        return await self._draw(
+            self._query(prompt_token_ids, lora_name, room_for=params.max_tokens), params
+        )
 
     async def batch_sample(
         self,
@@ -212,10 +254,13 @@ class AsyncLM:
         top_k: int | None = None,
         top_p: float | None = None,
     ) -> list[list[int]]:
-        """Draw one continuation for each prompt. With a ``seed`` each prompt has a stream of its own, by its position; the
-        first one's is that of :meth:`sample`."""
+        """Draw one continuation for each prompt. With a ``seed`` each prompt has a stream of its
+        own, by its position; the first one's is that of :meth:`sample`."""
         params = checked_params(max_tokens, eos_token_ids, temperature, seed, top_k, top_p)
-        queries = [self._query(prompt, lora_name, room_for=params.max_tokens) for prompt in prompt_token_ids_list]
+        queries = [
+            self._query(prompt, lora_name, room_for=params.max_tokens)
+            for prompt in prompt_token_ids_list
+        ]
         own = [evolve(params, seed=seed_of(params.seed, i)) for i in range(len(queries))]
         return await all_of(map(self._draw, queries, own))
 
@@ -229,9 +274,13 @@ class AsyncLM:
         return await sample_from_rows(self._row, query, params)
 
     async def sequence_logprobs(
-        self, prompt_token_ids: Iterable[int], continuation_token_ids: Iterable[int], lora_name: LoraName = UNSET
+        self,
+        prompt_token_ids: Iterable[int],
+        continuation_token_ids: Iterable[int],
+        lora_name: LoraName = UNSET,
     ) -> torch.Tensor:
-        """The log-probability of each token of a continuation given all before it, ``[len(continuation)]`` float32.
+        """The log-probability of each token of a continuation given all before it,
+        ``[len(continuation)]`` float32.
 
         Raises:
             InvalidQueryError: the continuation is empty or has an invalid token id.
@@ -240,21 +289,32 @@ class AsyncLM:
         scored = min(self._engine.vocab_size, self._engine.width)
         continuation = token_ids_of("continuation", continuation_token_ids, scored)
         query = self._query(prompt_token_ids, lora_name, room_for=len(continuation))
-        # A native score is normalised over the engine's rows, which is right unless those have padding to drop.
-        if self._engine.native("genlm_sequence_logprobs") and self._engine.vocab_size <= self._engine.width:
-            scores: torch.Tensor | None = await self._batcher.submit(ScoreRequest(query, continuation))
+        # A native score is normalised over the engine's rows, which is right unless those have
+        # padding to drop.
+        if (
+            self._engine.native("genlm_sequence_logprobs")
+            and self._engine.vocab_size <= self._engine.width
+        ):
+            scores: torch.Tensor | None = await self._batcher.submit(
+                ScoreRequest(query, continuation)
+            )
             if scores is not None:
                 return scores
         ids = query.token_ids + continuation
-        contexts = [evolve(query, token_ids=ids[:end]) for end in range(len(query.token_ids), len(ids))]
+        contexts = [
+            evolve(query, token_ids=ids[:end]) for end in range(len(query.token_ids), len(ids))
+        ]
         rows = await all_of(map(self._row, contexts))
-        return self._stack([row[token_id] for row, token_id in zip(rows, continuation, strict=True)])
+        return self._stack(
+            [row[token_id] for row, token_id in zip(rows, continuation, strict=True)]
+        )
 
-    # --- adapters -----------------------------------------------------------------------------------------------------
+    # --- adapters ---------------------------------------------------------------------------------
 
     def add_new_lora(self, lora_path: str | os.PathLike[str], lora_name: str = "lora_1") -> None:
-        """Load a LoRA adapter and bind it to a name; blocks until it is loaded. A name that is bound already is bound
-        anew, and what was cached under it is dropped. On an error the old binding stands.
+        """Load a LoRA adapter and bind it to a name; blocks until it is loaded. A name that is
+        bound already is bound anew, and what was cached under it is dropped. On an error the old
+        binding stands.
 
         Raises:
             InvalidOptionError: the name or the path is none.
@@ -295,16 +355,17 @@ class AsyncLM:
         """Make the base model the default again."""
         self._adapters.clear_default()
 
-    # --- caches -------------------------------------------------------------------------------------------------------
+    # --- caches -----------------------------------------------------------------------------------
 
     def cache_kv(self, prompt_tokens: Iterable[int], lora_name: LoraName = UNSET) -> None:
-        """Compute and pin the key/value state of a prompt, so that contexts which begin with it start from there. Blocks.
-        Does nothing where the engine keeps no such state."""
+        """Compute and pin the key/value state of a prompt, so that contexts which begin with it
+        start from there. Blocks. Does nothing where the engine keeps no such state."""
         query = self._query(prompt_tokens, lora_name)
 
         def pin() -> None:
             if query.adapter is not None:
-                self._adapters.require_current(query.adapter)  # it may have been removed while this was queueing
+                # It may have been removed while this was queueing.
+                self._adapters.require_current(query.adapter)
             self._engine.cache_prefix(query)
 
         self._batcher.run(pin)
@@ -318,10 +379,11 @@ class AsyncLM:
         self._batcher.run(self._engine.clear_kv_cache)
 
     def reset_async_queries(self) -> None:
-        """Drop the questions that the engine has not taken; their callers get :class:`QueriesResetError`."""
+        """Drop the questions that the engine has not taken; their callers get
+        :class:`QueriesResetError`."""
         self._batcher.reset()
 
-    # --- the model ----------------------------------------------------------------------------------------------------
+    # --- the model --------------------------------------------------------------------------------
 
     @property
     def byte_vocab(self) -> list[Token]:
@@ -344,7 +406,8 @@ class AsyncLM:
         return self._engine.max_context
 
     def supports(self, hook: str) -> bool:
-        """Whether the engine implements a hook of :mod:`genlm.core.hookspecs`, for instance ``"genlm_add_lora"``.
+        """Whether the engine implements a hook of :mod:`genlm.core.hookspecs`, for instance
+        ``"genlm_add_lora"``.
 
         Raises:
             InvalidInputError: there is no such hook.
@@ -353,7 +416,8 @@ class AsyncLM:
 
     @property
     def underlying_model(self) -> Any:
-        """The engine's own model object. It belongs to the engine thread while questions are pending.
+        """The engine's own model object. It belongs to the engine thread while questions are
+        pending.
 
         Raises:
             ModelClosedError: the model has been closed.
@@ -377,8 +441,9 @@ class AsyncLM:
         )
 
     def trace(self, path: str | os.PathLike[str]) -> Trace:
-        """Record what happens inside a ``with`` block, in any thread, for https://ui.perfetto.dev: questions, batches, the
-        engine's time, cache hits. The file is written at the end of the block.
+        """Record what happens inside a ``with`` block, in any thread, for https://ui.perfetto.dev:
+        questions, batches, the engine's time, cache hits. The file is written at the end of the
+        block.
 
         Raises:
             InvalidInputError: a trace is being recorded already.
@@ -405,17 +470,26 @@ class AsyncLM:
     async def __aexit__(self, *exc_info: object) -> None:
         await asyncio.to_thread(self.close)
 
-    # --- checks -------------------------------------------------------------------------------------------------------
+    # --- checks -----------------------------------------------------------------------------------
 
     def _query(self, token_ids: Iterable[int], lora_name: LoraName, room_for: int = 1) -> Query:
         """A checked query, with room for drawing or scoring ``room_for`` tokens after it."""
         vocab_size, limit = self._engine.vocab_size, self._engine.max_context
-        context = token_ids if isinstance(token_ids, Context) and token_ids.vocab_size <= vocab_size else None
-        ids = token_ids_of("context", token_ids, vocab_size) if context is None else context.token_ids
+        context = (
+            token_ids
+            if isinstance(token_ids, Context) and token_ids.vocab_size <= vocab_size
+            else None
+        )
+        ids = (
+            token_ids_of("context", token_ids, vocab_size) if context is None else context.token_ids
+        )
         if limit is not None and len(ids) + max(room_for - 1, 0) > limit:
-            continued = f" and {room_for - 1} of the {room_for} tokens to follow" if room_for > 1 else ""
+            continued = (
+                f" and {room_for - 1} of the {room_for} tokens to follow" if room_for > 1 else ""
+            )
             raise InvalidQueryError(
-                f"the context of {len(ids)} tokens{continued} exceeds the {limit} tokens that the model takes; shorten it"
+                f"the context of {len(ids)} tokens{continued} exceeds the {limit} tokens that the "
+                "model takes; shorten it"
             )
         return Query(ids, self._adapters.resolve(lora_name), context=context)
 
@@ -426,7 +500,8 @@ class AsyncLM:
 
 
 async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all; when one fails, the others are cancelled, for nobody waits for them any more."""
+    """The results of all; when one fails, the others are cancelled, for nobody waits for them any
+    more."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -437,5 +512,6 @@ async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _copy(answer: Result) -> Result:
-    """A further caller's own copy. Draws are never shared, so this is a row or scores, or ``None`` for no native score."""
+    """A further caller's own copy. Draws are never shared, so this is a row or scores, or ``None``
+    for no native score."""
     return None if answer is None else answer.clone()

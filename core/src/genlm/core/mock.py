@@ -1,7 +1,8 @@
-"""The reference backend: no engine, no files; rows are a pure function of the tokens and the adapter.
+"""The reference backend: no engine, no files; rows are a pure function of the tokens and the
+adapter.
 
-It implements every hook, and can be told to be slow, to fail on chosen queries or to die, so that what the core promises
-can be tested without an engine.
+It implements every hook, and can be told to be slow, to fail on chosen queries or to die, so that
+what the core promises can be tested without an engine.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from genlm.core.types import Adapter, Answer, BackendInfo, Engine, Query, Sampli
 if TYPE_CHECKING:
     import torch
 
-#: ``load_model_by_name("mock", backend="mock")`` uses the built-in tokenizer; any other name is a Hugging Face tokenizer's.
+#: ``load_model_by_name("mock", backend="mock")`` uses the built-in tokenizer; any other name is a
+#: Hugging Face tokenizer's.
 BUILT_IN = "mock"
 
 
@@ -56,9 +58,11 @@ class MockEngine:
         tokenizer: See :class:`~genlm.core.types.Engine`.
         row: Computes the row of a context under the base model; ``None`` hashes it.
         delay: Seconds that every evaluation takes.
-        fail_on: A query for which it returns true fails, and with it the whole batch, as in a real engine.
+        fail_on: A query for which it returns true fails, and with it the whole batch, as in a real
+            engine.
         die_on: A query for which it returns true kills the engine.
-        on_batch: Called with the queries of every evaluation, on the engine thread; it may block or raise.
+        on_batch: Called with the queries of every evaluation, on the engine thread; it may block or
+            raise.
         max_context: The longest context.
     """
 
@@ -86,7 +90,7 @@ class MockEngine:
         self._die_on = die_on
         self._on_batch = on_batch
 
-    # --- evaluation ---------------------------------------------------------------------------------------------------
+    # --- evaluation -------------------------------------------------------------------------------
 
     @hookimpl
     def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
@@ -96,7 +100,9 @@ class MockEngine:
         return torch.stack([self.row(query) for query in queries])
 
     @hookimpl
-    def genlm_sample(self, queries: Sequence[Query], params: Sequence[SamplingParams]) -> list[list[int]]:
+    def genlm_sample(
+        self, queries: Sequence[Query], params: Sequence[SamplingParams]
+    ) -> list[list[int]]:
         self._obey(queries)
         return [self._draw(query, how) for query, how in zip(queries, params, strict=True)]
 
@@ -108,7 +114,9 @@ class MockEngine:
 
         self._obey(queries)
         return [
-            torch.stack([self.row(_extended(query, ids[:i]))[token_id] for i, token_id in enumerate(ids)])
+            torch.stack(
+                [self.row(_extended(query, ids[:i]))[token_id] for i, token_id in enumerate(ids)]
+            )
             for query, ids in zip(queries, continuations, strict=True)
         ]
 
@@ -142,7 +150,7 @@ class MockEngine:
             if query.adapter is not None and query.adapter.version not in self.adapters:
                 raise RuntimeError(f"the mock has no adapter {query.adapter}")
 
-    # --- state --------------------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     @hookimpl
     def genlm_cache_prefix(self, query: Query) -> bool:
@@ -171,7 +179,8 @@ class MockEngine:
 
 
 class ContinuousMockEngine(MockEngine):
-    """The same rows from an engine that admits newcomers between steps: every query takes ``steps`` of them."""
+    """The same rows from an engine that admits newcomers between steps: every query takes ``steps``
+    of them."""
 
     def __init__(self, tokenizer: Any, *, steps: int = 2, **options: Any) -> None:
         super().__init__(tokenizer, **options)
@@ -197,13 +206,16 @@ class MockAsyncLM(AsyncLM):
     """The mock. To give it a distribution of your own, override :meth:`_get_logprobs`.
 
     Args:
-        tokenizer: A Hugging Face tokenizer, or an object with the methods of :class:`~genlm.core.types.Tokenizer`.
-        options: Those of :class:`MockEngine` and of the core; ``cache_size`` is 0 where :meth:`_get_logprobs` is one's own.
+        tokenizer: A Hugging Face tokenizer, or an object with the methods of
+            :class:`~genlm.core.types.Tokenizer`.
+        options: Those of :class:`MockEngine` and of the core; ``cache_size`` is 0 where
+            :meth:`_get_logprobs` is one's own.
     """
 
     def __init__(self, tokenizer: Any = None, **options: Any) -> None:
         self._rng = np.random.RandomState(42)
-        ours = weakref.WeakMethod(self._get_logprobs)  # the engine must not keep the model from being collected
+        # The engine must not keep the model from being collected.
+        ours = weakref.WeakMethod(self._get_logprobs)
 
         def row(token_ids: Sequence[int]) -> Any:
             get_logprobs = ours()
@@ -215,7 +227,9 @@ class MockAsyncLM(AsyncLM):
         if overridden and "cache_opts" not in options:
             options.setdefault("cache_size", 0)  # its answers may change
         core, engine_options = CoreOptions.split(options)
-        super().__init__(lambda: _engine(tokenizer, engine_options, row=row), backend="mock", options=core)
+        super().__init__(
+            lambda: _engine(tokenizer, engine_options, row=row), backend="mock", options=core
+        )
 
     @classmethod
     def from_name(cls, model_name: str = BUILT_IN, **options: Any) -> Self:
@@ -223,17 +237,21 @@ class MockAsyncLM(AsyncLM):
         return cls(_tokenizer(model_name), **options)
 
     def _get_logprobs(self, token_ids: Sequence[int]) -> Any:
-        """The row of a context under the base model: a tensor or array ``[vocab_size]`` of normalised log-probabilities.
+        """The row of a context under the base model: a tensor or array ``[vocab_size]`` of
+        normalised log-probabilities.
 
-        Called on the engine thread. ``self._rng`` is a NumPy ``RandomState`` for the use of overriding methods.
+        Called on the engine thread. ``self._rng`` is a NumPy ``RandomState`` for the use of
+        overriding methods.
         """
         return hashed_row(tuple(token_ids), None, self._engine.vocab_size)
 
 
 def hashed_row(token_ids: Sequence[int], adapter: Adapter | None, vocab_size: int) -> torch.Tensor:
-    """A row that depends on every token, on their order and on the adapter's path, ``[vocab_size]`` float32.
+    """A row that depends on every token, on their order and on the adapter's path, ``[vocab_size]``
+    float32.
 
-    Source: BLAKE2b (RFC 7693) of all of it seeds the generator, so no two contexts share a row but by breaking the hash.
+    Source: BLAKE2b (RFC 7693) of all of it seeds the generator, so no two contexts share a row but
+        by breaking the hash.
     """
     import torch
 
@@ -257,7 +275,9 @@ def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
 ENGINE_OPTIONS = ("delay", "fail_on", "die_on", "on_batch", "max_context", "continuous", "steps")
 
 
-def _engine(tokenizer: Any, options: dict[str, Any], row: Callable[[Sequence[int]], Any] | None = None) -> MockEngine:
+def _engine(
+    tokenizer: Any, options: dict[str, Any], row: Callable[[Sequence[int]], Any] | None = None
+) -> MockEngine:
     tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
     refuse_unknown("mock", options, ENGINE_OPTIONS)
     continuous = options.pop("continuous", False)

@@ -29,11 +29,15 @@ class CoreOptions:
     Attributes:
         batch_size: The most queries in one engine call; ``None`` is no limit.
         timeout: Seconds to hold a batch open for latecomers; 0 waits for nobody.
-        cache_size: The most rows in the output cache; 0 turns it off, ``None`` leaves it to ``cache_opts``.
-        cache_opts: ``maxsize`` (rows, default 1000), ``max_bytes`` (default 512 MiB), ``move_to_cpu`` (default false).
-        check: Check every result of the engine against the contract; ``None`` asks the environment (``GENLM_CHECK=1``).
-        wrappers: Objects with ``@hookimpl(wrapper=True)`` methods, to observe or transform what the hooks return.
-            One around rows alone makes draws and scores come from rows too, and not from the engine's own hooks.
+        cache_size: The most rows in the output cache; 0 turns it off, ``None`` leaves it to
+            ``cache_opts``.
+        cache_opts: ``maxsize`` (rows, default 1000), ``max_bytes`` (default 512 MiB),
+            ``move_to_cpu`` (default false).
+        check: Check every result of the engine against the contract; ``None`` asks the environment
+            (``GENLM_CHECK=1``).
+        wrappers: Objects with ``@hookimpl(wrapper=True)`` methods, to observe or transform what the
+            hooks return. One around rows alone makes draws and scores come from rows too, and not
+            from the engine's own hooks.
     """
 
     batch_size: int | None = None
@@ -66,36 +70,48 @@ class CoreOptions:
         _check_count("cache_size", self.cache_size, least=0)
         _check_flag("check", self.check)
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, Real):
-            raise InvalidOptionError(f"timeout={self.timeout!r} is no number; give seconds, 0 or more")
+            raise InvalidOptionError(
+                f"timeout={self.timeout!r} is no number; give seconds, 0 or more"
+            )
         if not 0 <= self.timeout <= threading.TIMEOUT_MAX:
             raise InvalidOptionError(
-                f"timeout={self.timeout!r} is out of range; give seconds, 0 or more and at most {threading.TIMEOUT_MAX:.0f}"
+                f"timeout={self.timeout!r} is out of range; give seconds, 0 or more and at most "
+                f"{threading.TIMEOUT_MAX:.0f}"
             )
         self._check_wrappers()
         self._check_cache_opts()
 
     def _check_wrappers(self) -> None:
         if not isinstance(self.wrappers, Sequence) or isinstance(self.wrappers, str | bytes):
-            raise InvalidOptionError(f"wrappers={self.wrappers!r} is no list; give a list of objects, [] for none")
+            raise InvalidOptionError(
+                f"wrappers={self.wrappers!r} is no list; give a list of objects, [] for none"
+            )
         for wrapper in self.wrappers:
             if isinstance(wrapper, type):
-                raise InvalidOptionError(f"the wrapper {wrapper.__name__} is a class; give an instance of it")
+                raise InvalidOptionError(
+                    f"the wrapper {wrapper.__name__} is a class; give an instance of it"
+                )
 
     def _check_cache_opts(self) -> None:
         given = self.cache_opts
         if given is None:
             return
         if not isinstance(given, Mapping):
-            raise InvalidOptionError(f"cache_opts={given!r} is no mapping; give a dict of {', '.join(CACHE_OPTIONS)}")
+            raise InvalidOptionError(
+                f"cache_opts={given!r} is no mapping; give a dict of {', '.join(CACHE_OPTIONS)}"
+            )
         unknown = [str(name) for name in given if name not in CACHE_OPTIONS]
         if unknown:
-            raise InvalidOptionError(f"cache_opts has no {', '.join(unknown)}; it has {', '.join(CACHE_OPTIONS)}")
+            raise InvalidOptionError(
+                f"cache_opts has no {', '.join(unknown)}; it has {', '.join(CACHE_OPTIONS)}"
+            )
         _check_count("cache_opts['maxsize']", given.get("maxsize"), least=0)
         _check_count("cache_opts['max_bytes']", given.get("max_bytes"), least=0)
         _check_flag("cache_opts['move_to_cpu']", given.get("move_to_cpu"))
         if self.cache_size is not None and given.get("maxsize", self.cache_size) != self.cache_size:
             raise InvalidOptionError(
-                f"cache_size={self.cache_size} contradicts cache_opts['maxsize']={given['maxsize']}; give one of them"
+                f"cache_size={self.cache_size} contradicts "
+                f"cache_opts['maxsize']={given['maxsize']}; give one of them"
             )
 
     def output_cache(self) -> OutputCache:
@@ -121,30 +137,40 @@ def refuse_unknown(backend: str, options: Iterable[str], own: Iterable[str] = ()
         own: The names of its own options, besides those of every backend.
 
     Raises:
-        InvalidOptionError: it names the unknown ones, what may have been meant, and all that there are.
+        InvalidOptionError: it names the unknown ones, what may have been meant, and all that there
+            are.
     """
     own, every = list(own), [attribute.name for attribute in fields(CoreOptions)]
     unknown = [str(name) for name in options if name not in own]
     if not unknown:
         return
-    meant = [near for name in unknown for near in difflib.get_close_matches(name, [*own, *every], n=1)]
+    meant = [
+        near for name in unknown for near in difflib.get_close_matches(name, [*own, *every], n=1)
+    ]
     hint = f" (did you mean {', '.join(meant)}?)" if meant else ""
     ours = f"it has {', '.join(own)}; " if own else ""
     raise InvalidOptionError(
-        f"backend {backend!r} has no option {', '.join(unknown)}{hint}; {ours}every backend has {', '.join(every)}"
+        f"backend {backend!r} has no option {', '.join(unknown)}{hint}; {ours}every backend has "
+        f"{', '.join(every)}"
     )
 
 
 def unknown_argument(engine: str, what: str, name: str, known: Iterable[str]) -> InvalidOptionError:
     """The error for an argument that is passed on to an engine, and which that does not have."""
     near = difflib.get_close_matches(name, list(known), n=1)
-    remedy = f"did you mean {near[0]!r}?" if near else "see its documentation for those of the installed version"
+    remedy = (
+        f"did you mean {near[0]!r}?"
+        if near
+        else "see its documentation for those of the installed version"
+    )
     return InvalidOptionError(f"{engine} has no {what} {name!r}; {remedy}")
 
 
 def _check_flag(name: str, value: Any) -> None:
     if value not in (None, True, False):
-        raise InvalidOptionError(f"{name}={value!r} is neither true nor false; give True, False or None")
+        raise InvalidOptionError(
+            f"{name}={value!r} is neither true nor false; give True, False or None"
+        )
 
 
 def _check_count(name: str, value: Any, least: int) -> None:
@@ -155,6 +181,8 @@ def _check_count(name: str, value: Any, least: int) -> None:
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise InvalidOptionError(f"{name}={value!r} is no integer; give {least} or more, or None") from None
+        raise InvalidOptionError(
+            f"{name}={value!r} is no integer; give {least} or more, or None"
+        ) from None
     if number < least:
         raise InvalidOptionError(f"{name}={number} is too small; give {least} or more, or None")

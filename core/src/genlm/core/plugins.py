@@ -1,4 +1,5 @@
-"""Finding backends through entry points, loading one, and building the plugin manager of one model."""
+"""Finding backends through entry points, loading one, and building the plugin manager of one
+model."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ import pluggy
 from attrs import frozen
 
 from genlm.core import hookspecs
-from genlm.core.errors import BackendImportError, BackendNotFoundError, BackendUnavailableError, PluginError
+from genlm.core.errors import (
+    BackendImportError,
+    BackendNotFoundError,
+    BackendUnavailableError,
+    PluginError,
+)
 from genlm.core.logs import get_logger
 from genlm.core.types import BackendInfo, Engine
 
@@ -25,7 +31,8 @@ T = TypeVar("T")
 BACKENDS = "genlm.backends"
 WRAPPERS = "genlm.wrappers"
 
-#: The distribution to install for a backend that is not there. Others are found once they are installed.
+#: The distribution to install for a backend that is not there. Others are found once they are
+#: installed.
 KNOWN = {"hf": "genlm-hf", "vllm": "genlm-vllm", "mlx": "genlm-mlx", "sgl": "genlm-sgl"}
 
 ENGINE_ATTRIBUTES = ("tokenizer", "vocab_size", "max_context", "device", "model")
@@ -41,7 +48,8 @@ class Backend:
 
     @property
     def distribution(self) -> str:
-        """Name and version of the distribution that provides it, for instance ``"genlm-hf 0.1.0"``."""
+        """Name and version of the distribution that provides it, for instance ``"genlm-hf
+        0.1.0"``."""
         return distribution(self.entry_point)
 
     def info(self) -> BackendInfo:
@@ -51,17 +59,22 @@ class Backend:
             info = hook()
         except (Exception, SystemExit) as error:
             raise PluginError(
-                f"backend {self.name!r} ({self.distribution}): genlm_backend_info raised {type(error).__name__}: {error}"
+                f"backend {self.name!r} ({self.distribution}): genlm_backend_info raised "
+                f"{type(error).__name__}: {error}"
             ) from error
         if not isinstance(info, BackendInfo):
-            raise PluginError(f"backend {self.name!r} ({self.distribution}): genlm_backend_info returned {info!r}")
+            raise PluginError(
+                f"backend {self.name!r} ({self.distribution}): genlm_backend_info returned {info!r}"
+            )
         return info
 
     def load(self, model: str, options: Mapping[str, object]) -> Engine:
         """Load a model. Call it on the engine thread."""
         info = self.info()
         if not info.available:
-            raise BackendUnavailableError(f"backend {self.name!r} cannot run on this machine: {info.unavailable}")
+            raise BackendUnavailableError(
+                f"backend {self.name!r} cannot run on this machine: {info.unavailable}"
+            )
         engine: Engine = self._hook("genlm_load")(model=model, options=options)
         return engine
 
@@ -70,7 +83,8 @@ class Backend:
         hook = getattr(manager.hook, name)
         if not hook.get_hookimpls():
             raise PluginError(
-                f"backend {self.name!r} ({self.distribution}): module {self.module.__name__} has no hook {name}; "
+                f"backend {self.name!r} ({self.distribution}): module {self.module.__name__} has "
+                f"no hook {name}; "
                 "define it and mark it with @hookimpl"
             )
         return hook
@@ -88,14 +102,20 @@ def find_backend(name: str) -> Backend:
         BackendNotFoundError: nothing installed provides it.
         BackendImportError: its module cannot be imported; the cause is chained.
     """
-    found = list({(e.value, distribution(e)): e for e in entry_points(group=BACKENDS, name=name)}.values())
+    found = list(
+        {(e.value, distribution(e)): e for e in entry_points(group=BACKENDS, name=name)}.values()
+    )
     if not found:
         raise BackendNotFoundError(_not_found(name))
     if len(found) > 1:
         claims = ", ".join(sorted(f"{e.value} of {distribution(e)}" for e in found))
-        raise BackendImportError(f"backend {name!r} is provided more than once: {claims}; keep only one of them")
+        raise BackendImportError(
+            f"backend {name!r} is provided more than once: {claims}; keep only one of them"
+        )
     entry_point = found[0]
-    module = _attributed("backend", entry_point, lambda found: importlib.import_module(found.module))
+    module = _attributed(
+        "backend", entry_point, lambda found: importlib.import_module(found.module)
+    )
     return Backend(name, entry_point, module)
 
 
@@ -117,18 +137,27 @@ def choose_backend() -> str:
     if not candidates:
         raise BackendNotFoundError(
             "no backend that is chosen unasked can run here; installed, to be asked for by name: "
-            f"{', '.join(backend_names()) or 'none'}; pip install genlm-hf, or see `genlm backends` for why one cannot run"
+            f"{', '.join(backend_names()) or 'none'}; pip install genlm-hf, or see `genlm "
+            "backends` for why one cannot run"
         )
     _, name = max(candidates)
-    log.info("backend.chosen", backend=name, available=[name for _, name in sorted(candidates, reverse=True)])
+    log.info(
+        "backend.chosen",
+        backend=name,
+        available=[name for _, name in sorted(candidates, reverse=True)],
+    )
     return name
 
 
-def plugin_manager(owner: str, plugin: object, wrappers: Iterable[object] = ()) -> pluggy.PluginManager:
-    """A plugin manager of its own for one plugin module or engine object and the wrappers around it.
+def plugin_manager(
+    owner: str, plugin: object, wrappers: Iterable[object] = ()
+) -> pluggy.PluginManager:
+    """A plugin manager of its own for one plugin module or engine object and the wrappers around
+    it.
 
     Raises:
-        PluginError: a hook is misspelt, lacks its mark, or takes an argument that the hook does not have.
+        PluginError: a hook is misspelt, lacks its mark, or takes an argument that the hook does not
+            have.
     """
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
@@ -159,8 +188,12 @@ def _hooks(manager: pluggy.PluginManager) -> list[pluggy.HookCaller]:
 
 
 def installed_wrappers() -> list[object]:
-    """The wrappers that installed distributions bring along (entry-point group ``genlm.wrappers``)."""
-    return [_attributed("wrapper", entry_point, _wrapper) for entry_point in entry_points(group=WRAPPERS)]
+    """The wrappers that installed distributions bring along (entry-point group
+    ``genlm.wrappers``)."""
+    return [
+        _attributed("wrapper", entry_point, _wrapper)
+        for entry_point in entry_points(group=WRAPPERS)
+    ]
 
 
 def _wrapper(entry_point: EntryPoint) -> object:
@@ -177,22 +210,29 @@ def check_engine(engine: object, owner: str) -> None:
     missing = [name for name in ENGINE_ATTRIBUTES if not hasattr(engine, name)]
     if missing:
         raise PluginError(
-            f"{owner}: the engine {type(engine).__name__} lacks {', '.join(missing)}; see genlm.core.types.Engine"
+            f"{owner}: the engine {type(engine).__name__} lacks {', '.join(missing)}; see "
+            "genlm.core.types.Engine"
         )
 
 
 def distribution(entry_point: EntryPoint) -> str:
     """Name and version of the distribution of an entry point."""
-    return f"{entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist else "unknown distribution"
+    return (
+        f"{entry_point.dist.name} {entry_point.dist.version}"
+        if entry_point.dist
+        else "unknown distribution"
+    )
 
 
 def _attributed(kind: str, entry_point: EntryPoint, load: Callable[[EntryPoint], T]) -> T:
-    """What ``load`` makes of an entry point; if it fails, the error names the distribution to blame."""
+    """What ``load`` makes of an entry point; if it fails, the error names the distribution to
+    blame."""
     try:
         return load(entry_point)
     except (Exception, SystemExit) as error:  # a module that exits must not end the whole program
         raise BackendImportError(
-            f"{kind} {entry_point.name!r} is installed ({distribution(entry_point)}), but importing {entry_point.value} "
+            f"{kind} {entry_point.name!r} is installed ({distribution(entry_point)}), but "
+            f"importing {entry_point.value} "
             f"failed: {type(error).__name__}: {error}; mend or uninstall it"
         ) from error
 
@@ -200,14 +240,21 @@ def _attributed(kind: str, entry_point: EntryPoint, load: Callable[[EntryPoint],
 def _not_found(name: str) -> str:
     installed = backend_names()
     if not isinstance(name, str):
-        return f"{name!r} is no name of a backend; give one of those installed: {', '.join(installed) or 'none'}"
+        names = ", ".join(installed) or "none"
+        return (
+            f"the backend must be named by a string, one of those installed: {names}; got {name!r}"
+        )
     message = f"no backend {name!r}; installed: {', '.join(installed) or 'none'}"
     if name in KNOWN:
         return f"{message}; pip install {KNOWN[name]}"
     close = difflib.get_close_matches(name, sorted({*installed, *KNOWN}), n=1)
     if not close:
         return message
-    remedy = f"; pip install {KNOWN[close[0]]}" if close[0] not in installed and close[0] in KNOWN else ""
+    remedy = (
+        f"; pip install {KNOWN[close[0]]}"
+        if close[0] not in installed and close[0] in KNOWN
+        else ""
+    )
     return f"{message}; did you mean {close[0]!r}?{remedy}"
 
 
@@ -215,9 +262,13 @@ def _check_marks(owner: str, plugin: object) -> None:
     """pluggy takes no notice of a function that lacks its mark: say so instead."""
     mark = f"{hookspecs.PROJECT}_impl"
     for name in dir(plugin):
-        named_so = name.startswith(f"{hookspecs.PROJECT}_") and callable(getattr(plugin, name, None))
+        named_so = name.startswith(f"{hookspecs.PROJECT}_") and callable(
+            getattr(plugin, name, None)
+        )
         if named_so and not hasattr(getattr(plugin, name), mark):
-            raise PluginError(f"{owner}: {name} is not marked; put @hookimpl (from genlm.core) above it")
+            raise PluginError(
+                f"{owner}: {name} is not marked; put @hookimpl (from genlm.core) above it"
+            )
 
 
 def _check_wrappers(manager: pluggy.PluginManager, owner: str) -> None:
@@ -225,6 +276,7 @@ def _check_wrappers(manager: pluggy.PluginManager, owner: str) -> None:
         for implementation in hook.get_hookimpls():
             if implementation.plugin_name != owner and not implementation.wrapper:
                 raise PluginError(
-                    f"wrapper {implementation.plugin_name!r} implements {hook.name} itself, which would shadow {owner}; "
+                    f"wrapper {implementation.plugin_name!r} implements {hook.name} itself, which "
+                    f"would shadow {owner}; "
                     "mark it with @hookimpl(wrapper=True)"
                 )

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class TokenDrawer:
     """Draws tokens from rows, one uniform number each, by inverting the cumulative distribution.
 
-    The numbers come from a generator of its own, so a seed fixes the draws whatever else is going on.
+    The numbers come from a generator of its own, so a seed fixes the draws whatever else is going
+    on.
     """
 
     def __init__(self, params: SamplingParams) -> None:
@@ -37,15 +38,20 @@ class TokenDrawer:
         logprobs = row.detach().cpu().numpy().astype(np.float64)
         if not logprobs.max() > -math.inf:
             raise EngineError(
-                "the row to draw from has no mass, or a NaN; look at next_token_logprobs() of the context, and at wrappers "
+                "the row to draw from has no mass, or a NaN; look at next_token_logprobs() of the "
+                "context, and at wrappers "
                 "that mask tokens"
             )
         if self._params.temperature == 0:
             return int(np.argmax(logprobs))
         mass = np.cumsum(self._weights(logprobs))
-        # The first token whose cumulative mass exceeds the point, so that one without mass is never drawn.
+        # The first token whose cumulative mass exceeds the point, so that one without mass is never
+        # drawn.
         point = self._random.random() * mass[-1]
-        return min(int(np.searchsorted(mass, point, side="right")), int(np.searchsorted(mass, mass[-1], side="left")))
+        return min(
+            int(np.searchsorted(mass, point, side="right")),
+            int(np.searchsorted(mass, mass[-1], side="left")),
+        )
 
     def _weights(self, logprobs: NDArray[np.float64]) -> NDArray[np.float64]:
         with np.errstate(over="ignore"):  # next to no temperature: -inf is what is meant
@@ -57,7 +63,9 @@ class TokenDrawer:
         kept = order[: self._params.top_k]
         if self._params.top_p is not None:
             mass = np.cumsum(weights[kept])
-            kept = kept[: int(np.searchsorted(mass, self._params.top_p * mass[-1], side="left")) + 1]
+            kept = kept[
+                : int(np.searchsorted(mass, self._params.top_p * mass[-1], side="left")) + 1
+            ]
         filtered: NDArray[np.float64] = np.zeros_like(weights)
         filtered[kept] = weights[kept]
         return filtered
@@ -78,7 +86,8 @@ async def sample_from_rows(
 
 
 def seed_of(seed: int | None, index: int) -> int | None:
-    """The seed of the ``index``-th prompt of a batch: the seed itself for the first, independent ones for the others.
+    """The seed of the ``index``-th prompt of a batch: the seed itself for the first, independent
+    ones for the others.
 
     Source: NumPy's ``SeedSequence``, made for independent streams from one seed.
     """
@@ -102,17 +111,23 @@ def checked_params(
     """
     return SamplingParams(
         max_tokens=_integer("max_tokens", max_tokens, least=0),
-        stop_token_ids=frozenset(_integer("eos_token_ids", t, least=0) for t in _iterable(eos_token_ids)),
+        stop_token_ids=frozenset(
+            _integer("eos_token_ids", t, least=0) for t in _iterable(eos_token_ids)
+        ),
         temperature=_number("temperature", temperature, "0 or more", lambda t: t >= 0),
         seed=None if seed is None else _integer("seed", seed, least=0),
         top_k=None if top_k is None else _integer("top_k", top_k, least=1),
-        top_p=None if top_p is None else _number("top_p", top_p, "more than 0 and at most 1", lambda p: 0 < p <= 1),
+        top_p=None
+        if top_p is None
+        else _number("top_p", top_p, "more than 0 and at most 1", lambda p: 0 < p <= 1),
     )
 
 
 def _iterable(eos_token_ids: Any) -> Iterable[Any]:
     if isinstance(eos_token_ids, str | bytes) or not isinstance(eos_token_ids, Iterable):
-        raise InvalidOptionError(f"eos_token_ids={eos_token_ids!r}: give a list of token ids, [] for none")
+        raise InvalidOptionError(
+            f"eos_token_ids={eos_token_ids!r}: give a list of token ids, [] for none"
+        )
     return eos_token_ids
 
 
@@ -120,7 +135,9 @@ def _integer(name: str, value: Any, least: int) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise InvalidOptionError(f"{name}={value!r} is no integer; give one of {least} or more") from None
+        raise InvalidOptionError(
+            f"{name}={value!r} is no integer; give one of {least} or more"
+        ) from None
     if number < least:
         raise InvalidOptionError(f"{name}={number} is too small; give {least} or more")
     return number

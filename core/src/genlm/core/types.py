@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 class Adapter:
     """A LoRA adapter as it was bound to its name at one moment.
 
-    Binding a name again makes a new ``Adapter`` with a new ``version``. Versions start at 1, grow, and are never reused
-    while the model lives, so an engine may key weights and key/value state by ``version`` alone.
+    Binding a name again makes a new ``Adapter`` with a new ``version``. Versions start at 1, grow,
+    and are never reused while the model lives, so an engine may key weights and key/value state by
+    ``version`` alone.
     """
 
     name: str
@@ -30,27 +31,34 @@ class Adapter:
 class Query:
     """One question: the log-probabilities of the token that follows ``token_ids``.
 
-    The core has checked it: ``token_ids`` is a non-empty tuple of plain ``int`` in ``range(engine.vocab_size)``, no longer
-    than ``engine.max_context``; ``adapter`` is registered with the engine. Equal queries have equal answers.
+    The core has checked it: ``token_ids`` is a non-empty tuple of plain ``int`` in
+    ``range(engine.vocab_size)``, no longer than ``engine.max_context``; ``adapter`` is registered
+    with the engine. Equal queries have equal answers.
 
     Attributes:
         token_ids: The context.
         adapter: The LoRA adapter to apply; ``None`` is the base model.
-        cold: Compute the answer without reading any key/value state kept from other queries (state that the engine
-            leaves behind is its own affair). The core sends a cold query alone: it is the oracle for warm ones.
+        cold: Compute the answer without reading any key/value state kept from other queries (state
+            that the engine leaves behind is its own affair). The core sends a cold query alone: it
+            is the oracle for warm ones.
     """
 
     token_ids: TokenIds
     adapter: Adapter | None = None
     cold: bool = False
-    _context: Context | None = field(default=None, eq=False, repr=False)  # whose ids these are, if any, and their hash
+    # Whose ids these are, if any, and their hash.
+    _context: Context | None = field(default=None, eq=False, repr=False)
     _hash: int | None = field(init=False, default=None, eq=False, repr=False)
 
     def __hash__(self) -> int:
         if self._hash is None:
             ids, context = self.token_ids, self._context
             # A query derived from another one may have the context of that one, but other ids.
-            known = context.hash_value if context is not None and context.token_ids is ids else hash_of(ids)
+            known = (
+                context.hash_value
+                if context is not None and context.token_ids is ids
+                else hash_of(ids)
+            )
             version = 0 if self.adapter is None else self.adapter.version
             object.__setattr__(self, "_hash", hash((known, version, self.cold)))
         return cast(int, self._hash)
@@ -63,10 +71,12 @@ class SamplingParams:
     Attributes:
         max_tokens: The most tokens to draw; at least 1.
         stop_token_ids: Drawing one of these ends the continuation; it is not part of the result.
-        temperature: Divides the log-probabilities before drawing; 0 takes the most likely token (lowest id on a tie).
+        temperature: Divides the log-probabilities before drawing; 0 takes the most likely token
+            (lowest id on a tie).
         seed: Fixes the result, whatever else is in the batch; ``None`` draws fresh entropy.
         top_k: Draw among the ``top_k`` most likely tokens; ``None`` is all.
-        top_p: Draw among the fewest most likely tokens that together have at least this mass; ``None`` is all.
+        top_p: Draw among the fewest most likely tokens that together have at least this mass;
+            ``None`` is all.
     """
 
     max_tokens: int
@@ -103,9 +113,10 @@ class BackendInfo:
     Attributes:
         summary: One line for ``genlm backends``.
         engine: The distribution that provides the engine, for instance ``"transformers"``.
-        unavailable: Why the backend cannot run on this machine, with the remedy; ``None`` when it can.
-        preference: Where no backend is named, the available one with the highest preference on this machine is chosen;
-            one below 0 never unasked.
+        unavailable: Why the backend cannot run on this machine, with the remedy; ``None`` when it
+            can.
+        preference: Where no backend is named, the available one with the highest preference on this
+            machine is chosen; one below 0 never unasked.
     """
 
     summary: str
@@ -132,15 +143,19 @@ class Stats:
         batches: Calls of the engine's evaluation hook.
         rows: Rows that the engine computed.
         largest_batch: The most queries in one call.
-        validation_seconds: Spent checking token ids and adapters. These and all below are of wall time; this and the next
-            two are spent in the callers' threads, and estimated from one question in 61.
+        validation_seconds: Spent checking token ids and adapters. These and all below are of wall
+            time; this and the next two are spent in the callers' threads, and estimated from one
+            question in 61.
         hashing_seconds: Spent hashing questions.
         lookup_seconds: Spent looking in the output cache, and copying the rows found there.
         queue_seconds: From when questions were released to the engine thread until it took them.
         engine_seconds: Spent in the engine's evaluation hooks.
-        alignment_seconds: Spent bringing rows to the tokenizer's vocabulary and giving each its own memory.
-        caching_seconds: Spent by the engine thread looking in the output cache again, and keeping new rows there.
-        delivery_seconds: From when rows were ready until their callers' futures had them; summed over event loops.
+        alignment_seconds: Spent bringing rows to the tokenizer's vocabulary and giving each its own
+            memory.
+        caching_seconds: Spent by the engine thread looking in the output cache again, and keeping
+            new rows there.
+        delivery_seconds: From when rows were ready until their callers' futures had them; summed
+            over event loops.
     """
 
     questions: int = 0
@@ -176,7 +191,8 @@ class Answer:
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """The least that an engine's ``tokenizer`` must offer where it is not a Hugging Face tokenizer."""
+    """The least that an engine's ``tokenizer`` must offer where it is not a Hugging Face
+    tokenizer."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -188,18 +204,22 @@ class Tokenizer(Protocol):
 
 
 class Engine(Protocol):
-    """What ``genlm_load`` returns: a plain object with these attributes and any of the engine hooks.
+    """What ``genlm_load`` returns: a plain object with these attributes and any of the engine
+    hooks.
 
     Attributes:
         tokenizer: A Hugging Face tokenizer, or any object with the methods of :class:`Tokenizer`.
-        vocab_size: The width of the engine's rows; token ids in ``range(vocab_size)`` are valid input. It may exceed the
-            tokenizer's vocabulary (padded embeddings): the core drops the surplus and renormalises.
-        max_context: The longest context, in tokens, whose next-token row can be asked; ``None`` where there is no limit.
+        vocab_size: The width of the engine's rows; token ids in ``range(vocab_size)`` are valid
+            input. It may exceed the tokenizer's vocabulary (padded embeddings): the core drops the
+            surplus and renormalises.
+        max_context: The longest context, in tokens, whose next-token row can be asked; ``None``
+            where there is no limit.
         device: Where rows live, as PyTorch spells it: ``"cpu"``, ``"cuda:0"``.
         model: The engine's own model object, given to users as ``lm.underlying_model``.
     """
 
-    # Properties, because the core only reads them: an engine may have plain attributes, of narrower types.
+    # Properties, because the core only reads them: an engine may have plain attributes, of narrower
+    # types.
     @property
     def tokenizer(self) -> Any: ...
 

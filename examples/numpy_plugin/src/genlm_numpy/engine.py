@@ -41,7 +41,9 @@ class RNNEngine:
     def _state(self, query: Query) -> Array:
         """The state after a context, from the longest part of it that is known."""
         network, version, ids = self._network(query), _version(query.adapter), query.token_ids
-        known, state = (0, network.start()) if query.cold else self._longest_known(network, version, ids)
+        known, state = (
+            (0, network.start()) if query.cold else self._longest_known(network, version, ids)
+        )
         for end in range(known + 1, len(ids) + 1):
             state = network.advance(state, ids[end - 1])
             self._states[version, ids[:end]] = state
@@ -49,7 +51,9 @@ class RNNEngine:
             del self._states[next(iter(self._states))]
         return state
 
-    def _longest_known(self, network: Network, version: int, ids: tuple[int, ...]) -> tuple[int, Array]:
+    def _longest_known(
+        self, network: Network, version: int, ids: tuple[int, ...]
+    ) -> tuple[int, Array]:
         for length in range(len(ids), 0, -1):
             for states in (self._states, self._pinned):
                 if (version, ids[:length]) in states:

@@ -1,4 +1,5 @@
-"""The engine proper, which knows nothing of genlm: a recurrent network, its files, and adapters of it."""
+"""The engine proper, which knows nothing of genlm: a recurrent network, its files, and adapters of
+it."""
 
 from __future__ import annotations
 

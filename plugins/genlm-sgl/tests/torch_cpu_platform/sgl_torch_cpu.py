@@ -1,7 +1,9 @@
-"""An SGLang platform for tests: the CPU in plain PyTorch, so that the real engine runs where there is no GPU.
+"""An SGLang platform for tests: the CPU in plain PyTorch, so that the real engine runs where there
+is no GPU.
 
-SGLang's own CPU support needs its compiled kernels, which no index carries. It lets other distributions bring a platform
-through the entry-point group ``sglang.srt.platforms``; this is the least such platform.
+SGLang's own CPU support needs its compiled kernels, which no index carries. It lets other
+distributions bring a platform through the entry-point group ``sglang.srt.platforms``; this is the
+least such platform.
 """
 
 from __future__ import annotations
@@ -58,8 +60,9 @@ def _paged_allocator(self: object) -> type:
 
 @contextmanager
 def without_pinned_memory() -> Iterator[None]:
-    """Make requests for pinned memory ordinary ones: SGLang's LoRA layers ask for it unconditionally, and a PyTorch without
-    an accelerator has none. It also stops transformers from loading a model, so leave the block for that."""
+    """Make requests for pinned memory ordinary ones: SGLang's LoRA layers ask for it
+    unconditionally, and a PyTorch without an accelerator has none. It also stops transformers from
+    loading a model, so leave the block for that."""
     import torch
 
     def unpinned(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,7 +72,10 @@ def without_pinned_memory() -> Iterator[None]:
 
         return call
 
-    changed = {(torch, name): unpinned(getattr(torch, name)) for name in ("tensor", "zeros", "empty", "arange")}
+    changed = {
+        (torch, name): unpinned(getattr(torch, name))
+        for name in ("tensor", "zeros", "empty", "arange")
+    }
     changed[torch.Tensor, "pin_memory"] = lambda tensor, *args, **kwargs: tensor
     original = {(owner, name): getattr(owner, name) for owner, name in changed}
     try:

@@ -1,4 +1,5 @@
-"""The conformance suite: what every backend must do, as tests that a plugin inherits. See ``docs/conformance.md``.
+"""The conformance suite: what every backend must do, as tests that a plugin inherits. See
+``docs/conformance.md``.
 
 Needs the extra ``genlm-core[conformance]`` (pytest and Hypothesis).
 """

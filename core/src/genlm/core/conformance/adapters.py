@@ -15,28 +15,44 @@ class AdapterClauses:
     """Each question is answered with its adapter and no other."""
 
     def test_adapter_changes_the_rows(self, live: Subject) -> None:
-        """Each adapter has rows of its own: else the clauses on adapters would hold of an engine that ignores them."""
+        """Each adapter has rows of its own: else the clauses on adapters would hold of an engine
+        that ignores them."""
         names = [None, *live.needs_adapters()]
         context = live.contexts.stem[:8]
         for i, name in enumerate(names):
             for other in names[:i]:
-                same = difference(live.cold(context, name), live.cold(context, other), 5 * live.atol) is None
-                check(not same, f"{_shown(name)} and {_shown(other)} give the same row of {list(context)}")
+                same = (
+                    difference(live.cold(context, name), live.cold(context, other), 5 * live.atol)
+                    is None
+                )
+                check(
+                    not same,
+                    f"{_shown(name)} and {_shown(other)} give the same row of {list(context)}",
+                )
 
     def test_adapters_in_one_batch(self, live: Subject) -> None:
-        """Questions with different adapters and none, asked together, each get the row of theirs."""
+        """Questions with different adapters and none, asked together, each get the row of
+        theirs."""
         names = [None, *live.needs_adapters()]
 
         @live.for_all(
-            asked=st.lists(st.tuples(live.contexts.any(), st.sampled_from(names)), min_size=2, max_size=5),
+            asked=st.lists(
+                st.tuples(live.contexts.any(), st.sampled_from(names)), min_size=2, max_size=5
+            ),
         )
         def adapters_in_one_batch(asked: list[tuple[TokenIds, str | None]]) -> None:
             rows = live.gather([context for context, _ in asked], [name for _, name in asked])
             for row, (context, name) in zip(rows, asked, strict=True):
-                live.expect(row, context, name, how=f"in a batch with {', '.join(_shown(n) for _, n in asked)}")
+                live.expect(
+                    row,
+                    context,
+                    name,
+                    how=f"in a batch with {', '.join(_shown(n) for _, n in asked)}",
+                )
 
     def test_adapters_in_turn(self, live: Subject) -> None:
-        """The same contexts with one adapter after the other: nothing kept under one serves another."""
+        """The same contexts with one adapter after the other: nothing kept under one serves
+        another."""
         names = [None, *live.needs_adapters()]
 
         @live.for_all(
@@ -45,7 +61,9 @@ class AdapterClauses:
             turns=st.lists(st.sampled_from(names), min_size=2, max_size=4),
             pinned=st.booleans(),
         )
-        def adapters_in_turn(context: TokenIds, tail: TokenIds, turns: list[str | None], pinned: bool) -> None:
+        def adapters_in_turn(
+            context: TokenIds, tail: TokenIds, turns: list[str | None], pinned: bool
+        ) -> None:
             for i, name in enumerate(turns):
                 before = f"after {', '.join(map(_shown, turns[:i])) or 'nothing'}"
                 if pinned:
@@ -54,22 +72,33 @@ class AdapterClauses:
                 live.expect(live.ask(context + tail, name), context + tail, name, how=before)
 
     def test_default_adapter(self, live: Subject) -> None:
-        """``set_lora`` is for the calls that give no ``lora_name``; an explicit ``None`` is the base model."""
+        """``set_lora`` is for the calls that give no ``lora_name``; an explicit ``None`` is the
+        base model."""
         name, *_ = live.needs_adapters()
 
         @live.for_all(examples=5, context=live.contexts.any())
         def default_adapter(context: TokenIds) -> None:
             live.lm.set_lora(name)
-            live.expect(live.run(live.lm.next_token_logprobs(context)), context, name, how="as the default")
+            live.expect(
+                live.run(live.lm.next_token_logprobs(context)), context, name, how="as the default"
+            )
             live.expect(live.ask(context, None), context, None, how="by an explicit None")
             live.lm.clear_lora()
-            live.expect(live.run(live.lm.next_token_logprobs(context)), context, None, how="after clear_lora")
+            live.expect(
+                live.run(live.lm.next_token_logprobs(context)),
+                context,
+                None,
+                how="after clear_lora",
+            )
 
     def test_rebound_adapter(self, live: Subject) -> None:
-        """A name that is bound to another adapter gives that one's rows from then on, whatever was cached under it."""
+        """A name that is bound to another adapter gives that one's rows from then on, whatever was
+        cached under it."""
         first, second, *_ = live.needs_adapters(2)
 
-        @live.for_all(examples=10, context=live.contexts.any(), pinned=st.booleans(), removed=st.booleans())
+        @live.for_all(
+            examples=10, context=live.contexts.any(), pinned=st.booleans(), removed=st.booleans()
+        )
         def rebound_adapter(context: TokenIds, pinned: bool, removed: bool) -> None:
             old, new = live.cold(context, first), live.cold(context, second)
             if pinned:
@@ -78,16 +107,25 @@ class AdapterClauses:
             if removed:
                 live.remove(first)
             live.bind(first, live.adapters[second])
-            live.expect_row(live.ask(context, first), new, f"{list(context)} with {first!r} bound to {second!r} anew")
+            live.expect_row(
+                live.ask(context, first),
+                new,
+                f"{list(context)} with {first!r} bound to {second!r} anew",
+            )
             live.lm.clear_cache()
             live.expect_row(
-                live.ask(context, first), new, f"{list(context)} with {first!r} bound to {second!r}, asked again"
+                live.ask(context, first),
+                new,
+                f"{list(context)} with {first!r} bound to {second!r}, asked again",
             )
             live.bind(first, live.adapters[first])
-            live.expect_row(live.ask(context, first), old, f"{list(context)} with {first!r} bound back")
+            live.expect_row(
+                live.ask(context, first), old, f"{list(context)} with {first!r} bound back"
+            )
 
     def test_removed_adapter(self, live: Subject) -> None:
-        """A removed adapter is unknown, the base model and the other adapters are as before, and it can come back."""
+        """A removed adapter is unknown, the base model and the other adapters are as before, and it
+        can come back."""
         name, *_ = live.needs_adapters()
 
         @live.for_all(examples=5, context=live.contexts.any())
@@ -96,14 +134,22 @@ class AdapterClauses:
             live.ask(context, name)
             live.remove(name)
             (outcome,) = live.gather([context], [name])
-            check(isinstance(outcome, UnknownAdapterError), f"asked with the removed adapter {name!r}: {outcome!r:.200}")
+            check(
+                isinstance(outcome, UnknownAdapterError),
+                f"asked with the removed adapter {name!r}: {outcome!r:.200}",
+            )
             for other in [None, *(other for other in live.adapters if other != name)]:
-                live.expect(live.ask(context, other), context, other, how=f"after {name!r} was removed")
+                live.expect(
+                    live.ask(context, other), context, other, how=f"after {name!r} was removed"
+                )
             live.bind(name, live.adapters[name])
-            live.expect_row(live.ask(context, name), expected, f"{list(context)} with {name!r} added again")
+            live.expect_row(
+                live.ask(context, name), expected, f"{list(context)} with {name!r} added again"
+            )
 
     def test_adapter_that_fails_to_load(self, live: Subject) -> None:
-        """If loading an adapter fails, the name keeps its old binding and every row is as before."""
+        """If loading an adapter fails, the name keeps its old binding and every row is as
+        before."""
         name, *_ = live.needs_adapters()
         context = live.contexts.stem[:4]
         live.cold(context, name), live.cold(context)
@@ -112,9 +158,15 @@ class AdapterClauses:
         except Exception as error:
             check(bool(str(error)), f"{type(error).__name__} without a message")
         else:
-            live.bind(name, live.adapters[name])  # an engine that takes any path, such as the mock: nothing failed
+            # An engine that takes any path, such as the mock: nothing failed.
+            live.bind(name, live.adapters[name])
         for chosen in (None, name):
-            live.expect(live.ask(context, chosen), context, chosen, how=f"after loading {name!r} from nowhere")
+            live.expect(
+                live.ask(context, chosen),
+                context,
+                chosen,
+                how=f"after loading {name!r} from nowhere",
+            )
 
     def test_lora_without_support(self, live: Subject) -> None:
         """Where the engine has no LoRA, adding an adapter says so, and the model goes on."""
@@ -126,7 +178,10 @@ class AdapterClauses:
         except UnsupportedError:
             live.expect(live.ask(context), context, how="after LoRA was refused")
         else:
-            raise Violation("add_new_lora raised no UnsupportedError, and the engine does not implement genlm_add_lora")
+            raise Violation(
+                "add_new_lora raised no UnsupportedError, and the engine does not implement "
+                "genlm_add_lora"
+            )
 
 
 def _shown(name: str | None) -> str:

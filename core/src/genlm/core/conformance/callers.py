@@ -1,4 +1,5 @@
-"""Clauses on callers: many of them, in any loop and thread, leaving and failing without a trace on the others."""
+"""Clauses on callers: many of them, in any loop and thread, leaving and failing without a trace on
+the others."""
 
 from __future__ import annotations
 
@@ -16,20 +17,26 @@ class CallerClauses:
     """Callers do not disturb each other."""
 
     def test_cancelled_caller_leaves_others_alone(self, live: Subject) -> None:
-        """Cancelling one caller, alone or beside another with the same question, leaves every other answer as it is."""
+        """Cancelling one caller, alone or beside another with the same question, leaves every other
+        answer as it is."""
 
         @live.for_all(
             contexts=live.contexts.several(),
             cancelled=st.integers(0, 5),
             while_running=st.booleans(),
         )
-        def cancelled_caller_leaves_others_alone(contexts: list[TokenIds], cancelled: int, while_running: bool) -> None:
+        def cancelled_caller_leaves_others_alone(
+            contexts: list[TokenIds], cancelled: int, while_running: bool
+        ) -> None:
             cancelled %= len(contexts)
 
             async def scenario() -> list[Outcome]:
                 with live.probe.held():
                     blocker = None if while_running else await self._blocked(live)
-                    tasks = [asyncio.ensure_future(live.lm.next_token_logprobs(context)) for context in contexts]
+                    tasks = [
+                        asyncio.ensure_future(live.lm.next_token_logprobs(context))
+                        for context in contexts
+                    ]
                     await submitted()
                     if while_running:
                         await asyncio.wrap_future(live.thread(live.probe.wait_inside))
@@ -41,10 +48,14 @@ class CallerClauses:
 
             outcomes = live.run(scenario())
             left = outcomes.pop(cancelled)
-            check(isinstance(left, asyncio.CancelledError), f"the cancelled caller got {left!r:.200}")
+            check(
+                isinstance(left, asyncio.CancelledError), f"the cancelled caller got {left!r:.200}"
+            )
             others = contexts[:cancelled] + contexts[cancelled + 1 :]
             for row, context in zip(outcomes, others, strict=True):
-                live.expect(row, context, how=f"while the caller of {list(contexts[cancelled])} cancelled")
+                live.expect(
+                    row, context, how=f"while the caller of {list(contexts[cancelled])} cancelled"
+                )
 
     def test_abandoned_question_is_dropped(self, live: Subject) -> None:
         """A question all of whose callers have gone does not reach the engine."""
@@ -54,7 +65,10 @@ class CallerClauses:
             async def scenario() -> None:
                 with live.probe.held():
                     blocker = await self._blocked(live)
-                    tasks = [asyncio.ensure_future(live.lm.next_token_logprobs(context)) for _ in range(2)]
+                    tasks = [
+                        asyncio.ensure_future(live.lm.next_token_logprobs(context))
+                        for _ in range(2)
+                    ]
                     await submitted()
                     for task in tasks:
                         task.cancel()
@@ -62,9 +76,16 @@ class CallerClauses:
                 await live.soon(blocker)
 
             live.run(scenario())
-            live.expect(live.ask(live.contexts.stem[:5]), live.contexts.stem[:5], how="after an abandoned question")
+            live.expect(
+                live.ask(live.contexts.stem[:5]),
+                live.contexts.stem[:5],
+                how="after an abandoned question",
+            )
             seen = [query.token_ids for query in live.probe.seen]
-            check(context not in seen, f"both callers of {list(context)} had cancelled, and the engine evaluated it")
+            check(
+                context not in seen,
+                f"both callers of {list(context)} had cancelled, and the engine evaluated it",
+            )
 
     async def _blocked(self, live: Subject) -> asyncio.Future[Outcome]:
         """A question that the engine has in hand, so that all others wait."""
@@ -74,7 +95,8 @@ class CallerClauses:
         return blocker
 
     def test_failing_question_fails_alone(self, live: Subject) -> None:
-        """If the engine fails on one question of a batch, its caller gets the error and the others their rows."""
+        """If the engine fails on one question of a batch, its caller gets the error and the others
+        their rows."""
 
         @live.for_all(contexts=live.contexts.distinct(), failing=st.integers(0, 3))
         def failing_question_fails_alone(contexts: list[TokenIds], failing: int) -> None:
@@ -95,14 +117,18 @@ class CallerClauses:
             live.expect(live.ask(bad), bad, how="after it had failed once")
 
     def test_reset_fails_what_is_pending(self, live: Subject) -> None:
-        """``reset_async_queries`` answers every waiting caller with an error at once; the model goes on."""
+        """``reset_async_queries`` answers every waiting caller with an error at once; the model
+        goes on."""
 
         @live.for_all(examples=5, contexts=live.contexts.distinct())
         def reset_fails_what_is_pending(contexts: list[TokenIds]) -> None:
             async def scenario() -> tuple[Outcome, list[Outcome]]:
                 with live.probe.held():
                     blocker = await self._blocked(live)
-                    tasks = [asyncio.ensure_future(live.lm.next_token_logprobs(context)) for context in contexts]
+                    tasks = [
+                        asyncio.ensure_future(live.lm.next_token_logprobs(context))
+                        for context in contexts
+                    ]
                     await submitted()
                     live.lm.reset_async_queries()
                     dropped = await live.soon(asyncio.gather(*tasks, return_exceptions=True))
@@ -110,13 +136,17 @@ class CallerClauses:
 
             taken, dropped = live.run(scenario())
             for outcome in dropped:
-                check(isinstance(outcome, QueriesResetError), f"a question pending at the reset ended in {outcome!r:.200}")
+                check(
+                    isinstance(outcome, QueriesResetError),
+                    f"a question pending at the reset ended in {outcome!r:.200}",
+                )
             live.expect(taken, live.contexts.stem[:2], how="in the engine's hands during a reset")
             for row, context in zip(live.gather(contexts), contexts, strict=True):
                 live.expect(row, context, how="after a reset")
 
     def test_blocking_call_inside_a_running_loop(self, live: Subject) -> None:
-        """A blocking call works inside a running event loop, also while that loop's own questions are pending."""
+        """A blocking call works inside a running event loop, also while that loop's own questions
+        are pending."""
 
         @live.for_all(examples=5, contexts=live.contexts.distinct(least=2, most=2))
         def blocking_call_inside_a_running_loop(contexts: list[TokenIds]) -> None:
@@ -125,17 +155,27 @@ class CallerClauses:
                 await submitted()
                 return live.lm.next_token_logprobs_sync(contexts[1]), await live.soon(task)
 
-            # In a thread, so that it is noticed if it hangs: nothing can interrupt a loop that is blocked.
+            # In a thread, so that it is noticed if it hangs: nothing can interrupt a loop that is
+            # blocked.
             outcome = live.outcome(live.thread(lambda: live.run(scenario())))
             if isinstance(outcome, BaseException):
-                raise Violation(f"a blocking call inside a loop: {type(outcome).__name__}: {outcome}") from outcome
+                raise Violation(
+                    f"a blocking call inside a loop: {type(outcome).__name__}: {outcome}"
+                ) from outcome
             live.expect(outcome[0], contexts[1], how="by a blocking call inside a running loop")
-            live.expect(outcome[1], contexts[0], how="by a coroutine while a blocking call was made in its loop")
+            live.expect(
+                outcome[1],
+                contexts[0],
+                how="by a coroutine while a blocking call was made in its loop",
+            )
 
     def test_several_threads(self, live: Subject) -> None:
-        """Threads with blocking calls and threads with event loops of their own, all at once, get their cold rows."""
+        """Threads with blocking calls and threads with event loops of their own, all at once, get
+        their cold rows."""
 
-        @live.for_all(examples=10, shares=st.lists(live.contexts.distinct(least=1), min_size=2, max_size=4))
+        @live.for_all(
+            examples=10, shares=st.lists(live.contexts.distinct(least=1), min_size=2, max_size=4)
+        )
         def several_threads(shares: list[list[TokenIds]]) -> None:
             def loop(contexts: list[TokenIds]) -> list[Outcome]:
                 return live.gather(contexts)
@@ -143,22 +183,31 @@ class CallerClauses:
             def blocking(contexts: list[TokenIds]) -> list[Outcome]:
                 return [live.lm.next_token_logprobs_sync(context) for context in contexts]
 
-            calls = [live.thread(lambda c=c, f=(loop, blocking)[i % 2]: f(c)) for i, c in enumerate(shares)]  # type: ignore[misc]
+            calls = [
+                live.thread(lambda c=c, f=(loop, blocking)[i % 2]: f(c))
+                for i, c in enumerate(shares)
+            ]  # type: ignore[misc]
             for contexts, call in zip(shares, calls, strict=True):
                 outcome = live.outcome(call)
                 if isinstance(outcome, BaseException):
-                    raise Violation(f"a thread among {len(shares)}: {type(outcome).__name__}: {outcome}") from outcome
+                    raise Violation(
+                        f"a thread among {len(shares)}: {type(outcome).__name__}: {outcome}"
+                    ) from outcome
                 for row, context in zip(outcome, contexts, strict=True):
                     live.expect(row, context, how=f"by one of {len(shares)} threads")
 
     def test_loops_one_after_the_other(self, live: Subject) -> None:
-        """The model works in one event loop after another, also when a loop was closed with questions pending."""
+        """The model works in one event loop after another, also when a loop was closed with
+        questions pending."""
 
         @live.for_all(examples=5, contexts=live.contexts.distinct())
         def loops_one_after_the_other(contexts: list[TokenIds]) -> None:
             abandoned = asyncio.new_event_loop()
-            abandoned.set_exception_handler(lambda *_: None)  # it would complain of the tasks that are left in it
-            tasks = [abandoned.create_task(live.lm.next_token_logprobs(context)) for context in contexts]
+            # It would complain of the tasks that are left in it.
+            abandoned.set_exception_handler(lambda *_: None)
+            tasks = [
+                abandoned.create_task(live.lm.next_token_logprobs(context)) for context in contexts
+            ]
             abandoned.run_until_complete(asyncio.sleep(0))
             abandoned.close()
             for _ in range(2):

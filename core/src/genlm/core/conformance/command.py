@@ -35,7 +35,10 @@ def run_command(options: argparse.Namespace) -> int:
     # What the engine and the log print in the meantime is not part of the result.
     with contextlib.redirect_stdout(sys.stderr):
         report = run(suite, tell)
-    print(json.dumps(report.as_dict(), indent=2) if options.json else f"\n{report.summary()}", file=out)
+    print(
+        json.dumps(report.as_dict(), indent=2) if options.json else f"\n{report.summary()}",
+        file=out,
+    )
     return 0 if report.conforms else 1
 
 
@@ -45,7 +48,11 @@ def suite_of(options: argparse.Namespace) -> ConformanceSuite:
     suite.backend = options.backend
     suite.model = options.model
     suite.adapters = dict(_named("--adapter", given) for given in options.adapter)
-    suite.atol = options.atol if options.atol is not None else ATOL.get(options.dtype or "float32", ATOL["float32"])
+    suite.atol = (
+        options.atol
+        if options.atol is not None
+        else ATOL.get(options.dtype or "float32", ATOL["float32"])
+    )
     suite.options = dict(_parsed("--option", given) for given in options.option)
     suite.effort = QUICK if options.quick else 1.0
     return suite
@@ -53,7 +60,8 @@ def suite_of(options: argparse.Namespace) -> ConformanceSuite:
 
 def line(verdict: Verdict, width: int) -> str:
     """A row of the table; a counterexample follows it, indented."""
-    row = f"{verdict.clause:{width}}{verdict.status.upper() if verdict.status == 'failed' else verdict.status:8}"
+    status = verdict.status.upper() if verdict.status == "failed" else verdict.status
+    row = f"{verdict.clause:{width}}{status:8}"
     if verdict.status == "passed":
         return f"{row} {verdict.seconds:6.1f} s"
     if verdict.status == "skipped":

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-#: How far a probability may be from its cold one, by the type the model computes in. Measured differences between batch
-#: shapes are a tenth of these.
+#: How far a probability may be from its cold one, by the type the model computes in. Measured
+#: differences between batch shapes are a tenth of these.
 ATOL = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 #: How many of the most likely tokens are compared by log-probability too.
@@ -29,9 +29,11 @@ def check(holds: bool, otherwise: str) -> None:
 
 
 def difference(row: torch.Tensor, expected: torch.Tensor, atol: float) -> str | None:
-    """What tells two rows of log-probabilities apart beyond the tolerance; ``None`` if nothing does.
+    """What tells two rows of log-probabilities apart beyond the tolerance; ``None`` if nothing
+    does.
 
-    Probabilities may differ by ``atol``, the log-probabilities of the ``TOP`` most likely tokens by ``TOP_FACTOR * atol``.
+    Probabilities may differ by ``atol``, the log-probabilities of the ``TOP`` most likely tokens by
+    ``TOP_FACTOR * atol``.
     """
     if row.shape != expected.shape:
         return f"its shape is {tuple(row.shape)}, not {tuple(expected.shape)}"
@@ -40,11 +42,14 @@ def difference(row: torch.Tensor, expected: torch.Tensor, atol: float) -> str | 
     if not bool((away <= atol).all()):  # nan is not within anything
         token_id = int(away.nan_to_num(float("inf")).argmax())
         p, q = float(row[token_id].exp()), float(expected[token_id].exp())
-        return f"the probability of token {token_id} is {p:.6g} instead of {q:.6g} (tolerance {atol:g})"
+        found = f"is {p:.6g} instead of {q:.6g}"
+        return f"the probability of token {token_id} {found} (tolerance {atol:g})"
     top = expected.topk(min(TOP, len(expected))).indices
-    away = (row[top] - expected[top]).abs().where(row[top] != expected[top], 0.0)  # two -inf are no nan apart
+    # Two -inf are no nan apart.
+    away = (row[top] - expected[top]).abs().where(row[top] != expected[top], 0.0)
     if not bool((away <= TOP_FACTOR * atol).all()):
         token_id = int(top[away.argmax()])
         p, q = float(row[token_id]), float(expected[token_id])
-        return f"the log-probability of token {token_id} is {p:.6g} instead of {q:.6g} (tolerance {TOP_FACTOR * atol:g})"
+        found = f"is {p:.6g} instead of {q:.6g}"
+        return f"the log-probability of token {token_id} {found} (tolerance {TOP_FACTOR * atol:g})"
     return None

@@ -9,19 +9,24 @@ from hypothesis.strategies import SearchStrategy
 
 from genlm.core.types import TokenIds
 
-#: The lengths of the stems that contexts share: none, less than a block of a paged cache, more than one, more than two.
+#: The lengths of the stems that contexts share: none, less than a block of a paged cache, more than
+#: one, more than two.
 STEMS = (0, 3, 18, 37)
 
-#: What contexts are made of where the tokenizer has words. On tokens that make no text some models amplify rounding: the
-#: rows of SmolLM2-135M, one context evaluated beside another, then differ by 1e-3 in float32, and on text by 3e-6.
+#: What contexts are made of where the tokenizer has words. On tokens that make no text some models
+#: amplify rounding: the rows of SmolLM2-135M, one context evaluated beside another, then differ by
+#: 1e-3 in float32, and on text by 3e-6.
 TEXT = (
-    "The quick brown fox jumps over the lazy dog while an old man reads to his daughter a letter about the weather in "
-    "their city, and nobody else in the room listens to them, since it is late and all of the guests have gone home."
+    "The quick brown fox jumps over the lazy dog while an old man reads to his daughter a letter "
+    "about the weather in "
+    "their city, and nobody else in the room listens to them, since it is late and all of the "
+    "guests have gone home."
 )
 
 
 def words(tokenizer: Any, vocab_size: int) -> list[int]:
-    """The token ids of :data:`TEXT`; none where the tokenizer has no words, or an ``encode`` of its own kind."""
+    """The token ids of :data:`TEXT`; none where the tokenizer has no words, or an ``encode`` of its
+    own kind."""
     try:
         ids = [int(token_id) for token_id in tokenizer.encode(TEXT)]
     except (AttributeError, TypeError, ValueError):
@@ -31,7 +36,8 @@ def words(tokenizer: Any, vocab_size: int) -> list[int]:
 
 
 class Contexts:
-    """Contexts over few tokens, so that prefixes and tails coincide often, some behind a long shared stem.
+    """Contexts over few tokens, so that prefixes and tails coincide often, some behind a long
+    shared stem.
 
     Args:
         tokenizer: That of the model.
@@ -43,18 +49,25 @@ class Contexts:
         self.limit = max_context if max_context is not None else 1 << 30
         text = words(tokenizer, vocab_size)
         #: The few tokens.
-        self.tokens = list(dict.fromkeys(text[8:]))[:6] or [vocab_size * i // 7 for i in range(1, 7)]
+        self.tokens = list(dict.fromkeys(text[8:]))[:6] or [
+            vocab_size * i // 7 for i in range(1, 7)
+        ]
         #: What long contexts begin with.
-        self.stem = tuple(text or (vocab_size * (7 + 13 * i) // 601 % vocab_size for i in range(max(STEMS))))
+        self.stem = tuple(
+            text or (vocab_size * (7 + 13 * i) // 601 % vocab_size for i in range(max(STEMS)))
+        )
 
     def any(self, room_for: int = 4) -> SearchStrategy[TokenIds]:
         """One context that leaves room for that many tokens to follow."""
         longest = min(5, self.limit - room_for)
         tails = st.lists(st.sampled_from(self.tokens), min_size=1, max_size=longest)
-        stems = st.sampled_from([length for length in STEMS if length + longest + room_for <= self.limit])
+        stems = st.sampled_from(
+            [length for length in STEMS if length + longest + room_for <= self.limit]
+        )
 
         @st.composite
-        def contexts(draw: st.DrawFn) -> TokenIds:  # a composite, because Hypothesis would show a `map` as a call of it
+        # A composite, because Hypothesis would show a `map` as a call of it.
+        def contexts(draw: st.DrawFn) -> TokenIds:
             return (*self.stem[: draw(stems)], *draw(tails))
 
         return contexts()

@@ -47,35 +47,55 @@ class LifecycleClauses:
     backend: str
 
     def test_close_fails_what_is_pending(self, live: Subject) -> None:
-        """``close`` answers every waiting caller with ``ModelClosedError``; a question in the engine's hands may end."""
+        """``close`` answers every waiting caller with ``ModelClosedError``; a question in the
+        engine's hands may end."""
         farewell = self._farewell(live)
         for outcome in [*farewell.waiting, farewell.blocked]:
-            check(isinstance(outcome, ModelClosedError), f"pending when the model was closed, it ended in {outcome!r:.200}")
+            check(
+                isinstance(outcome, ModelClosedError),
+                f"pending when the model was closed, it ended in {outcome!r:.200}",
+            )
         taken = farewell.taken
         if not isinstance(taken, ModelClosedError):
             context = live.contexts.stem[:2]
             live.expect(taken, context, how="in the engine's hands when the model was closed")
 
     def test_close_again_and_use_after_close(self, live: Subject) -> None:
-        """Closing twice is nothing; everything asked of a closed model is a ``ModelClosedError``, at once."""
+        """Closing twice is nothing; everything asked of a closed model is a ``ModelClosedError``,
+        at once."""
         farewell = self._farewell(live)
-        for which, outcome in (("close()", farewell.closed), ("a second close()", farewell.closed_again)):
+        for which, outcome in (
+            ("close()", farewell.closed),
+            ("a second close()", farewell.closed_again),
+        ):
             check(outcome is None, f"{which} ended in {outcome!r:.200}")
         for method, outcome in farewell.afterwards.items():
-            check(isinstance(outcome, ModelClosedError), f"{method} on a closed model ended in {outcome!r:.200}")
+            check(
+                isinstance(outcome, ModelClosedError),
+                f"{method} on a closed model ended in {outcome!r:.200}",
+            )
 
     def test_import_of_plugin_imports_no_engine(self, live: Subject) -> None:
-        """Importing the plugin module and asking what the backend is imports no engine and no tensor library."""
+        """Importing the plugin module and asking what the backend is imports no engine and no
+        tensor library."""
         backend = find_backend(self.backend)
-        looked = subprocess.run([sys.executable, "-c", LOOK, self.backend], capture_output=True, text=True, check=False)
+        looked = subprocess.run(
+            [sys.executable, "-c", LOOK, self.backend], capture_output=True, text=True, check=False
+        )
         check(looked.returncode == 0, f"looking at the backend failed: {looked.stderr[-500:]}")
         imported = set(json.loads(looked.stdout.splitlines()[-1]))
         engine = backend.info().engine
         own = backend.entry_point.dist.name if backend.entry_point.dist else None
         modules = importlib.metadata.packages_distributions().items()
-        forbidden = {module for module, names in modules if engine in names and engine != own} | HEAVY
+        forbidden = {
+            module for module, names in modules if engine in names and engine != own
+        } | HEAVY
         found = sorted(imported & forbidden)
-        check(not found, f"importing {backend.module.__name__} and asking genlm_backend_info imports {', '.join(found)}")
+        check(
+            not found,
+            f"importing {backend.module.__name__} and asking genlm_backend_info imports "
+            f"{', '.join(found)}",
+        )
 
     def _farewell(self, live: Subject) -> Farewell:
         """Close the model, once for both clauses, and see."""
@@ -112,10 +132,16 @@ async def _say_goodbye(live: Subject) -> Farewell:
         closed_again=await _outcome(live, asyncio.wrap_future(live.thread(lm.close))),
         afterwards={
             "next_token_logprobs": await _outcome(live, lm.next_token_logprobs(stem[:6])),
-            "batch_next_token_logprobs": await _outcome(live, lm.batch_next_token_logprobs([stem[:6]])),
+            "batch_next_token_logprobs": await _outcome(
+                live, lm.batch_next_token_logprobs([stem[:6]])
+            ),
             "sample": await _outcome(live, lm.sample(stem[:6], 1, [])),
-            "next_token_logprobs_sync": await _call(live, lambda: lm.next_token_logprobs_sync(stem[:6])),
-            "next_token_logprobs_uncached": await _call(live, lambda: lm.next_token_logprobs_uncached(stem[:6])),
+            "next_token_logprobs_sync": await _call(
+                live, lambda: lm.next_token_logprobs_sync(stem[:6])
+            ),
+            "next_token_logprobs_uncached": await _call(
+                live, lambda: lm.next_token_logprobs_uncached(stem[:6])
+            ),
             "cache_kv": await _call(live, lambda: lm.cache_kv(stem[:6])),
             "clear_kv_cache": await _call(live, lm.clear_kv_cache),
         },

@@ -1,4 +1,5 @@
-"""The clause on everything at once: any order of operations on one live model, and every answer is the oracle's."""
+"""The clause on everything at once: any order of operations on one live model, and every answer is
+the oracle's."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from attrs import asdict, define, field
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from genlm.core.adapters import UNSET, LoraName
 from genlm.core.conformance.compare import TOP_FACTOR, check
@@ -42,7 +49,8 @@ class MachineClauses:
     """Any order of operations."""
 
     def test_any_order_of_operations(self, live: Subject) -> None:
-        """Ask, extend, fork, gather, cancel, pin, clear, bind, select, remove, sample, fail, reset, from several loops."""
+        """Ask, extend, fork, gather, cancel, pin, clear, bind, select, remove, sample, fail, reset,
+        from several loops."""
         machine = functools.partial(Operations, live)
         run_state_machine_as_test(machine, settings=live.settings(40, stateful_step_count=STEPS))  # type: ignore[arg-type]
 
@@ -95,18 +103,26 @@ class Operations(RuleBasedStateMachine):
         self.bound = {name: name for name in self.names}  # name -> whose adapter it stands for
         self.default: str | None = None
         self.last = self.contexts[0]
-        self.rows = {(context, name): live.cold(context, name) for context in self.contexts for name in [None, *self.names]}
+        self.rows = {
+            (context, name): live.cold(context, name)
+            for context in self.contexts
+            for name in [None, *self.names]
+        }
         self.seeded: dict[object, list[int]] = {}
         self.asked: list[Asked] = []
         self.loops = [Loop(live), Loop(live)]
         self.stats = live.lm.stats
 
     def _tree(self) -> list[TokenIds]:
-        stems = [self.live.contexts.stem[:length] for length in STEMS if length + 3 <= self.live.contexts.limit]
+        stems = [
+            self.live.contexts.stem[:length]
+            for length in STEMS
+            if length + 3 <= self.live.contexts.limit
+        ]
         ones = [(*stem, token) for stem in stems for token in self.tokens]
         return ones + [(*context, token) for context in ones for token in self.tokens]
 
-    # --- questions ----------------------------------------------------------------------------------------------------
+    # --- questions --------------------------------------------------------------------------------
 
     @rule(context=drawn("contexts"), lora=drawn("loras"), loop=st.integers(0, 1))
     def ask(self, context: TokenIds, lora: str | None, loop: int) -> None:
@@ -115,7 +131,9 @@ class Operations(RuleBasedStateMachine):
         expected = self._expected(context, lora)
 
         async def start() -> asyncio.Task[torch.Tensor]:
-            task = asyncio.ensure_future(self.live.lm.next_token_logprobs(context, lora_name=_given(lora)))
+            task = asyncio.ensure_future(
+                self.live.lm.next_token_logprobs(context, lora_name=_given(lora))
+            )
             await submitted()
             return task
 
@@ -159,11 +177,19 @@ class Operations(RuleBasedStateMachine):
 
     @rule(context=drawn("contexts"), lora=drawn("loras"))
     def ask_blocking(self, context: TokenIds, lora: str | None) -> None:
-        self._expect(context, lora, lambda given: self.live.lm.next_token_logprobs_sync(context, lora_name=given))
+        self._expect(
+            context,
+            lora,
+            lambda given: self.live.lm.next_token_logprobs_sync(context, lora_name=given),
+        )
 
     @rule(context=drawn("contexts"), lora=drawn("loras"))
     def ask_uncached(self, context: TokenIds, lora: str | None) -> None:
-        self._expect(context, lora, lambda given: self.live.lm.next_token_logprobs_uncached(context, lora_name=given))
+        self._expect(
+            context,
+            lora,
+            lambda given: self.live.lm.next_token_logprobs_uncached(context, lora_name=given),
+        )
 
     @rule(context=drawn("contexts"), lora=drawn("loras"), seed=st.integers(0, 1))
     def sample(self, context: TokenIds, lora: str | None, seed: int) -> None:
@@ -175,11 +201,18 @@ class Operations(RuleBasedStateMachine):
         lm = self.live.lm
         (best,) = self.live.run(lm.sample(context, 1, [], temperature=0.0, lora_name=_given(lora)))
         behind = float(expected.max() - expected[best])
-        check(behind <= TOP_FACTOR * self.live.atol, f"{list(context)} with {lora}: {best} is not the most likely token")
+        check(
+            behind <= TOP_FACTOR * self.live.atol,
+            f"{list(context)} with {lora}: {best} is not the most likely token",
+        )
         if self.live.atol <= ROUNDING:
             ids = self.live.run(lm.sample(context, 2, [], seed=seed, lora_name=_given(lora)))
             before = self.seeded.setdefault((context, self._stands_for(lora), seed), ids)
-            check(ids == before, f"{list(context)} with {lora} and seed {seed} draws {ids}, and drew {before} before")
+            check(
+                ids == before,
+                f"{list(context)} with {lora} and seed {seed} draws {ids}, and drew {before} "
+                "before",
+            )
 
     @rule(context=drawn("contexts"))
     def fail(self, context: TokenIds) -> None:
@@ -198,7 +231,7 @@ class Operations(RuleBasedStateMachine):
         for asked in self.asked:
             asked.excuses += (QueriesResetError,)
 
-    # --- state --------------------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     @rule(context=drawn("contexts"), lora=drawn("loras"))
     def pin(self, context: TokenIds, lora: str | None) -> None:
@@ -218,7 +251,8 @@ class Operations(RuleBasedStateMachine):
     @precondition(lambda self: self.names)
     @rule(name=drawn("names"), adapter=drawn("names"))
     def bind(self, name: str, adapter: str) -> None:
-        """Bind a name, perhaps anew. What was asked before is answered with what it stood for then."""
+        """Bind a name, perhaps anew. What was asked before is answered with what it stood for
+        then."""
         self.live.probe.release()
         self.live.bind(name, self.live.adapters[adapter])
         self.bound[name] = adapter
@@ -242,7 +276,7 @@ class Operations(RuleBasedStateMachine):
             self.live.lm.clear_lora()
             self.default = None
 
-    # --- what must hold -----------------------------------------------------------------------------------------------
+    # --- what must hold ---------------------------------------------------------------------------
 
     @invariant()
     def all_is_well(self) -> None:
@@ -256,7 +290,8 @@ class Operations(RuleBasedStateMachine):
             check(now >= was, f"stats.{name} went from {was} to {now}")
 
     def _check_answers(self) -> None:
-        # They stay in the list: what it holds decides which rules come next, and must not depend on who is answered when.
+        # They stay in the list: what it holds decides which rules come next, and must not depend on
+        # who is answered when.
         for asked in self.asked:
             if asked.task.done():
                 self._look(asked)
@@ -293,9 +328,14 @@ class Operations(RuleBasedStateMachine):
         if not isinstance(outcome, asked.excuses):
             self._compare(asked.what, outcome, asked.expected)
 
-    def _compare(self, what: str, outcome: Outcome, expected: torch.Tensor | type[Exception]) -> None:
+    def _compare(
+        self, what: str, outcome: Outcome, expected: torch.Tensor | type[Exception]
+    ) -> None:
         if isinstance(expected, type):
-            check(isinstance(outcome, expected), f"{what}: {outcome!r:.200} instead of {expected.__name__}")
+            check(
+                isinstance(outcome, expected),
+                f"{what}: {outcome!r:.200} instead of {expected.__name__}",
+            )
         else:
             self.live.expect_row(outcome, expected, what)
 

@@ -1,4 +1,5 @@
-"""A wrapper around the engine's hooks, with which the suite sees what reaches the engine, holds it, and makes it fail."""
+"""A wrapper around the engine's hooks, with which the suite sees what reaches the engine, holds it,
+and makes it fail."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class Probe:
         self._seen: list[Query] = []
         self._poison: TokenIds | None = None
 
-    # --- for the clauses: any thread ----------------------------------------------------------------------------------
+    # --- for the clauses: any thread --------------------------------------------------------------
 
     def reset(self) -> None:
         """Forget what was seen, fail nothing, hold nothing."""
@@ -57,7 +58,8 @@ class Probe:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the engine at the beginning of its next evaluation, until the end of the ``with`` block."""
+        """Hold the engine at the beginning of its next evaluation, until the end of the ``with``
+        block."""
         self._is_open = False
         try:
             yield
@@ -80,7 +82,7 @@ class Probe:
             if not self._changed.wait_for(lambda: self._inside, self._patience):
                 raise TimeoutError(f"no question reached the engine within {self._patience:g} s")
 
-    # --- around the engine: its thread --------------------------------------------------------------------------------
+    # --- around the engine: its thread ------------------------------------------------------------
 
     def _enter(self, queries: Sequence[Query]) -> None:
         with self._changed:
@@ -101,21 +103,28 @@ class Probe:
         return PlantedError(f"planted by the conformance suite for the context {self._poison}")
 
     @hookimpl(wrapper=True)
-    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> Generator[None, torch.Tensor, torch.Tensor]:
+    def genlm_next_token_logprobs(
+        self, queries: Sequence[Query]
+    ) -> Generator[None, torch.Tensor, torch.Tensor]:
         self._enter(queries)
         if any(map(self._poisons, queries)):
             raise self._planted()
         return (yield)
 
     @hookimpl(wrapper=True)
-    def genlm_step(self, queries: Sequence[Query]) -> Generator[None, Sequence[Answer], Sequence[Answer]]:
+    def genlm_step(
+        self, queries: Sequence[Query]
+    ) -> Generator[None, Sequence[Answer], Sequence[Answer]]:
         self._enter(queries)
-        # To raise here would break the engine's promise to have dropped what is in flight: fail the one query instead.
+        # To raise here would break the engine's promise to have dropped what is in flight: fail the
+        # one query instead.
         answers = yield
         return [evolve(a, row=self._planted()) if self._poisons(a.query) else a for a in answers]
 
     @hookimpl(wrapper=True)
-    def genlm_sample(self, queries: Sequence[Query], params: Sequence[SamplingParams]) -> Generator[None, Any, Any]:
+    def genlm_sample(
+        self, queries: Sequence[Query], params: Sequence[SamplingParams]
+    ) -> Generator[None, Any, Any]:
         self._enter(queries)
         return (yield)
 

@@ -53,13 +53,18 @@ class RefusalClauses:
             pytest.skip("the model has no max_context: nothing is too long")
         longer = [live.contexts.tokens[0]] * (limit + 1)
         what = f"a context of {limit + 1} tokens"
-        self._refused(live, what, InvalidQueryError, lambda: live.run(live.lm.next_token_logprobs(longer)))
+        self._refused(
+            live, what, InvalidQueryError, lambda: live.run(live.lm.next_token_logprobs(longer))
+        )
         what = f"2 tokens to draw after {limit}"
-        self._refused(live, what, InvalidQueryError, lambda: live.run(live.lm.sample(longer[:limit], 2, [])))
+        self._refused(
+            live, what, InvalidQueryError, lambda: live.run(live.lm.sample(longer[:limit], 2, []))
+        )
         self._still_works(live)
 
     def test_unknown_adapter_is_refused(self, live: Subject) -> None:
-        """A name that no adapter has: an ``UnknownAdapterError``, in questions, ``set_lora`` and ``remove_lora``."""
+        """A name that no adapter has: an ``UnknownAdapterError``, in questions, ``set_lora`` and
+        ``remove_lora``."""
         lm, name, context = live.lm, "no-such-adapter", live.contexts.stem[:2]
 
         def ask() -> object:
@@ -67,7 +72,9 @@ class RefusalClauses:
 
         self._refused(live, f"lora_name={name!r}", UnknownAdapterError, ask)
         self._refused(live, f"set_lora({name!r})", UnknownAdapterError, lambda: lm.set_lora(name))
-        self._refused(live, f"remove_lora({name!r})", UnknownAdapterError, lambda: lm.remove_lora(name))
+        self._refused(
+            live, f"remove_lora({name!r})", UnknownAdapterError, lambda: lm.remove_lora(name)
+        )
         self._still_works(live)
 
     def test_bad_sampling_option_is_refused(self, live: Subject) -> None:
@@ -86,21 +93,35 @@ class RefusalClauses:
         prompt = live.contexts.stem[:2]
 
         def draw(options: dict[str, Any]) -> object:
-            return live.run(live.lm.sample(prompt, **{"max_tokens": 1, "eos_token_ids": [], **options}))
+            return live.run(
+                live.lm.sample(prompt, **{"max_tokens": 1, "eos_token_ids": [], **options})
+            )
 
         for options in bad:
-            self._refused(live, f"sample(..., {options})", InvalidOptionError, functools.partial(draw, options))
+            self._refused(
+                live,
+                f"sample(..., {options})",
+                InvalidOptionError,
+                functools.partial(draw, options),
+            )
         self._still_works(live)
 
-    def _refused(self, live: Subject, what: str, error: type[Exception], call: Callable[[], Any]) -> None:
+    def _refused(
+        self, live: Subject, what: str, error: type[Exception], call: Callable[[], Any]
+    ) -> None:
         live.probe.reset()
         try:
             result = call()
         except error as refusal:
-            check(isinstance(refusal, ValueError), f"{what}: {type(refusal).__name__} is no ValueError")
+            check(
+                isinstance(refusal, ValueError),
+                f"{what}: {type(refusal).__name__} is no ValueError",
+            )
             check(bool(str(refusal)), f"{what}: the error has no message")
         except Exception as other:
-            raise Violation(f"{what}: {type(other).__name__} instead of {error.__name__}: {other}") from other
+            raise Violation(
+                f"{what}: {type(other).__name__} instead of {error.__name__}: {other}"
+            ) from other
         else:
             raise Violation(f"{what} was answered: {result!r:.200}")
         seen = [query.token_ids for query in live.probe.seen]

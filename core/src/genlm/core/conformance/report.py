@@ -60,10 +60,14 @@ class Report:
     def summary(self) -> str:
         """The verdict in one line."""
         failed, skipped = len(self.failed), len(self.skipped)
-        counts = f"{len(self.verdicts) - failed - skipped} passed, {skipped} skipped, {failed} failed"
+        counts = (
+            f"{len(self.verdicts) - failed - skipped} passed, {skipped} skipped, {failed} failed"
+        )
         seconds = sum(verdict.seconds for verdict in self.verdicts)
         outcome = "conforms" if self.conforms else "DOES NOT CONFORM"
-        return f"{self.backend} {outcome}: {len(self.verdicts)} clauses, {counts}, in {seconds:.0f} s"
+        return (
+            f"{self.backend} {outcome}: {len(self.verdicts)} clauses, {counts}, in {seconds:.0f} s"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, for JSON."""

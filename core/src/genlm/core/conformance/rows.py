@@ -24,22 +24,33 @@ class RowClauses:
     def test_vocabulary_is_consistent(self, live: Subject) -> None:
         """``byte_vocab[i].token_id == i``, ``str_vocab`` is as long, and some tokens have bytes."""
         vocab = live.lm.byte_vocab
-        check([token.token_id for token in vocab] == list(range(len(vocab))), "byte_vocab[i].token_id is not i")
-        check(len(live.lm.str_vocab) == len(vocab), f"{len(live.lm.str_vocab)} strings for {len(vocab)} tokens")
+        check(
+            [token.token_id for token in vocab] == list(range(len(vocab))),
+            "byte_vocab[i].token_id is not i",
+        )
+        check(
+            len(live.lm.str_vocab) == len(vocab),
+            f"{len(live.lm.str_vocab)} strings for {len(vocab)} tokens",
+        )
         check(any(token.byte_string for token in vocab), "no token has bytes")
 
     def test_row_has_shape_and_type(self, live: Subject) -> None:
-        """Every way of asking gives float32 of one number per token of ``byte_vocab``, without autograd graph."""
+        """Every way of asking gives float32 of one number per token of ``byte_vocab``, without
+        autograd graph."""
 
         @live.for_all(context=live.contexts.any())
         def row_has_shape_and_type(context: TokenIds) -> None:
             for way, row in every_way(live, context).items():
-                check(tuple(row.shape) == (len(live.lm.byte_vocab),), f"{way}: shape {tuple(row.shape)}")
+                check(
+                    tuple(row.shape) == (len(live.lm.byte_vocab),),
+                    f"{way}: shape {tuple(row.shape)}",
+                )
                 check(str(row.dtype) == "torch.float32", f"{way}: {row.dtype}, not torch.float32")
                 check(not row.requires_grad, f"{way}: the row requires grad")
 
     def test_row_is_normalised(self, live: Subject) -> None:
-        """``logsumexp(row) == 0`` within 1e-4, and no number is nan or infinite (``-inf`` is no mass at all)."""
+        """``logsumexp(row) == 0`` within 1e-4, and no number is nan or infinite (``-inf`` is no
+        mass at all)."""
 
         @live.for_all(context=live.contexts.any())
         def row_is_normalised(context: TokenIds) -> None:
@@ -65,10 +76,15 @@ class RowClauses:
                 live.cold(context)
             live.gather(contexts)
             for context in contexts:
-                live.expect(live.lm.next_token_logprobs_uncached(context), context, how="asked uncached once more")
+                live.expect(
+                    live.lm.next_token_logprobs_uncached(context),
+                    context,
+                    how="asked uncached once more",
+                )
 
     def test_engine_keeps_its_contract(self, live: Subject) -> None:
-        """What the hooks themselves return, before the core touches it: number, shape, type, values, mass."""
+        """What the hooks themselves return, before the core touches it: number, shape, type,
+        values, mass."""
 
         @live.for_all(contexts=live.contexts.several(), tokens=live.contexts.tails())
         def engine_keeps_its_contract(contexts: list[TokenIds], tokens: TokenIds) -> None:
@@ -80,10 +96,14 @@ class RowClauses:
             check(not found, "; ".join(found[:3]))
 
     def test_longest_context(self, live: Subject) -> None:
-        """A context of exactly ``max_context`` tokens has a row; run only where that is at most 1024 tokens."""
+        """A context of exactly ``max_context`` tokens has a row; run only where that is at most
+        1024 tokens."""
         limit = live.lm.max_context
         if limit is None or limit > 1024:
-            pytest.skip(f"max_context is {limit}; set it to 1024 or less in `options` where the backend lets you")
+            pytest.skip(
+                f"max_context is {limit}; set it to 1024 or less in `options` where the backend "
+                "lets you"
+            )
         context = [live.contexts.tokens[i % 5] for i in range(limit)]
         live.expect(live.ask(context), context)
 
@@ -99,9 +119,13 @@ class OwnershipClauses:
             mine, *others = live.gather([context] * callers)
             mine.fill_(0.0)
             for row in others:
-                live.expect(row, context, how="after a caller with the same question wrote into its row")
+                live.expect(
+                    row, context, how="after a caller with the same question wrote into its row"
+                )
             live.ask(context).fill_(0.0)
-            live.expect(live.ask(context), context, how="after an earlier caller wrote into its row")
+            live.expect(
+                live.ask(context), context, how="after an earlier caller wrote into its row"
+            )
 
     def test_row_does_not_keep_its_batch(self, live: Subject) -> None:
         """A row's memory holds that row and nothing else."""
@@ -114,7 +138,8 @@ class OwnershipClauses:
 
 
 def every_way(live: Subject, context: TokenIds) -> dict[str, torch.Tensor]:
-    """The row of a context by every method that gives one; the first comes from the engine, others perhaps from a cache."""
+    """The row of a context by every method that gives one; the first comes from the engine, others
+    perhaps from a cache."""
     lm = live.lm
     return {
         "next_token_logprobs": live.run(lm.next_token_logprobs(context)),

@@ -16,7 +16,8 @@ class BatchClauses:
     """A row does not depend on its companions."""
 
     def test_batch_answers_in_order(self, live: Subject) -> None:
-        """Row ``i`` of a batch is the cold row of context ``i``: any order, any lengths, with duplicates."""
+        """Row ``i`` of a batch is the cold row of context ``i``: any order, any lengths, with
+        duplicates."""
 
         @live.for_all(contexts=live.contexts.several())
         def batch_answers_in_order(contexts: list[TokenIds]) -> None:
@@ -41,7 +42,10 @@ class BatchClauses:
         for i in range(0, LARGE, 3):  # to ask for every one again would take long
             live.expect(rows[i], contexts[i], how=f"in a batch of {LARGE}")
         nothing = live.run(live.lm.batch_next_token_logprobs([]))
-        check(tuple(nothing.shape) == (0, len(live.lm.byte_vocab)), f"no contexts give shape {tuple(nothing.shape)}")
+        check(
+            tuple(nothing.shape) == (0, len(live.lm.byte_vocab)),
+            f"no contexts give shape {tuple(nothing.shape)}",
+        )
 
     def test_equal_questions_share_one_slot(self, live: Subject) -> None:
         """The engine sees each of the pending questions once, however many callers ask it."""
@@ -50,13 +54,22 @@ class BatchClauses:
         def equal_questions_share_one_slot(context: TokenIds, callers: int) -> None:
             live.gather([context] * callers)
             times = sum(query.token_ids == context for query in live.probe.seen)
-            check(times == 1, f"{callers} callers asked for {list(context)} together: the engine saw it {times} times")
+            check(
+                times == 1,
+                f"{callers} callers asked for {list(context)} together: the engine saw it {times} "
+                "times",
+            )
 
     def test_same_tail_under_different_prefixes(self, live: Subject) -> None:
-        """Contexts that end alike and begin differently stay different, their prefixes pinned or not."""
+        """Contexts that end alike and begin differently stay different, their prefixes pinned or
+        not."""
 
-        @live.for_all(prefixes=live.contexts.distinct(), tail=live.contexts.tails(), pinned=st.booleans())
-        def same_tail_under_different_prefixes(prefixes: list[TokenIds], tail: TokenIds, pinned: bool) -> None:
+        @live.for_all(
+            prefixes=live.contexts.distinct(), tail=live.contexts.tails(), pinned=st.booleans()
+        )
+        def same_tail_under_different_prefixes(
+            prefixes: list[TokenIds], tail: TokenIds, pinned: bool
+        ) -> None:
             for prefix in prefixes if pinned else []:
                 live.lm.cache_kv(prefix)
             contexts = [prefix + tail for prefix in prefixes]
@@ -68,7 +81,8 @@ class StateClauses:
     """Warm equals cold."""
 
     def test_warm_row_equals_cold_row(self, live: Subject) -> None:
-        """Asked again, from the row cache or with what the engine has kept of it, a context has its cold row."""
+        """Asked again, from the row cache or with what the engine has kept of it, a context has its
+        cold row."""
 
         @live.for_all(contexts=live.contexts.several())
         def warm_row_equals_cold_row(contexts: list[TokenIds]) -> None:
@@ -91,26 +105,39 @@ class StateClauses:
     def test_forked_contexts(self, live: Subject) -> None:
         """Contexts that fork from a shared stem do not disturb each other, nor the stem."""
 
-        @live.for_all(stem=live.contexts.any(), tails=st.lists(live.contexts.tails(), min_size=2, max_size=3))
+        @live.for_all(
+            stem=live.contexts.any(), tails=st.lists(live.contexts.tails(), min_size=2, max_size=3)
+        )
         def forked_contexts(stem: TokenIds, tails: list[TokenIds]) -> None:
             live.expect(live.ask(stem), stem)
             for tail in tails:
-                live.expect(live.ask(stem + tail), stem + tail, how="forked from a stem that was asked")
+                live.expect(
+                    live.ask(stem + tail), stem + tail, how="forked from a stem that was asked"
+                )
             live.lm.clear_cache()
             live.expect(live.ask(stem), stem, how="after others had forked from it")
 
     def test_pinned_prefix(self, live: Subject) -> None:
-        """Contexts that begin with a pinned prefix have their cold rows, again and again, and so has the prefix."""
+        """Contexts that begin with a pinned prefix have their cold rows, again and again, and so
+        has the prefix."""
         live.needs("genlm_cache_prefix")
 
-        @live.for_all(prefix=live.contexts.any(), tails=st.lists(live.contexts.tails(), min_size=2, max_size=3))
+        @live.for_all(
+            prefix=live.contexts.any(),
+            tails=st.lists(live.contexts.tails(), min_size=2, max_size=3),
+        )
         def pinned_prefix(prefix: TokenIds, tails: list[TokenIds]) -> None:
             live.lm.cache_kv(prefix)
             for tail in [*tails, ()]:
-                live.expect(live.ask(prefix + tail), prefix + tail, how=f"with the prefix {list(prefix)} pinned")
+                live.expect(
+                    live.ask(prefix + tail),
+                    prefix + tail,
+                    how=f"with the prefix {list(prefix)} pinned",
+                )
 
     def test_dropped_state(self, live: Subject) -> None:
-        """After ``clear_kv_cache`` contexts have their cold rows, those behind pinned prefixes too."""
+        """After ``clear_kv_cache`` contexts have their cold rows, those behind pinned prefixes
+        too."""
 
         @live.for_all(contexts=live.contexts.distinct(), tail=live.contexts.tails())
         def dropped_state(contexts: list[TokenIds], tail: TokenIds) -> None:

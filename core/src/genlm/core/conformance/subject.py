@@ -56,25 +56,31 @@ class Subject:
         self._load = load
         self._lm: AsyncLM | None = None
         self._broken: Exception | None = None
-        self._runner = asyncio.Runner()  # of the main thread: a new loop for every question would take longer than it
+        # Of the main thread: a new loop for every question would take longer than it.
+        self._runner = asyncio.Runner()
         self._clean = False
         self._bound: dict[str, str] = {}
         #: What clauses keep for each other.
         self.notes: dict[str, object] = {}
         self._cold = OutputCache(maxsize=None, max_bytes=512 << 20, move_to_cpu=True)
 
-    # --- the model ----------------------------------------------------------------------------------------------------
+    # --- the model --------------------------------------------------------------------------------
 
     @property
     def lm(self) -> AsyncLM:
         """The model, in a clean state the first time that a clause asks for it."""
         if self._broken is not None:
-            pytest.skip(f"the model could not be loaded: {type(self._broken).__name__}; see the first failure")
+            pytest.skip(
+                f"the model could not be loaded: {type(self._broken).__name__}; see the first "
+                "failure"
+            )
         if self._lm is None:
             from genlm.core.contract import ContractCheck
 
             try:
-                self._lm = self._load([self.probe, ContractCheck("under test", self.contract_violations.append)])
+                self._lm = self._load(
+                    [self.probe, ContractCheck("under test", self.contract_violations.append)]
+                )
             except Exception as error:
                 self._broken = error
                 raise
@@ -96,7 +102,8 @@ class Subject:
         return Contexts(self.lm.tokenizer, len(self.lm.byte_vocab), self.lm.max_context)
 
     def reset(self) -> None:
-        """Bring the model to the state that every example begins in: caches empty, the given adapters bound."""
+        """Bring the model to the state that every example begins in: caches empty, the given
+        adapters bound."""
         self.probe.reset()
         self.contract_violations.clear()
         self.lm.clear_lora()
@@ -131,7 +138,7 @@ class Subject:
         """Note that the model has been closed: who needs one loads it again."""
         self._lm = None
 
-    # --- what it can do -----------------------------------------------------------------------------------------------
+    # --- what it can do ---------------------------------------------------------------------------
 
     def needs(self, hook: str) -> None:
         """Skip the clause unless the engine implements ``hook``."""
@@ -142,21 +149,28 @@ class Subject:
         """The names of the adapters; skip the clause where there are fewer than ``least``."""
         self.needs("genlm_add_lora")
         if len(self.adapters) < least:
-            pytest.skip(f"needs {least} LoRA adapters, and {len(self.adapters)} were given; set `adapters`")
+            pytest.skip(
+                f"needs {least} LoRA adapters, and {len(self.adapters)} were given; set `adapters`"
+            )
         return list(self.adapters)
 
     def needs_rounding_below(self, atol: float) -> None:
         """Skip the clause where rounding may be so large that it changes draws."""
         if self.atol > atol:
-            pytest.skip(f"rounding of this size (atol={self.atol:g}) may change a draw; run it in float32")
+            pytest.skip(
+                f"rounding of this size (atol={self.atol:g}) may change a draw; run it in float32"
+            )
 
-    # --- properties ---------------------------------------------------------------------------------------------------
+    # --- properties -------------------------------------------------------------------------------
 
-    def for_all(self, examples: int = 20, **strategies: SearchStrategy[Any]) -> Callable[[Callable[..., None]], None]:
+    def for_all(
+        self, examples: int = 20, **strategies: SearchStrategy[Any]
+    ) -> Callable[[Callable[..., None]], None]:
         """Check the decorated property at once, on examples that are the same in every run.
 
-        The decorated function runs once per example, each in a clean state. Built here and not at import, because the
-        strategies depend on the model; for the same reason nothing is shared between two classes that inherit a clause.
+        The decorated function runs once per example, each in a clean state. Built here and not at
+        import, because the strategies depend on the model; for the same reason nothing is shared
+        between two classes that inherit a clause.
         """
 
         def run(holds: Callable[..., None]) -> None:
@@ -183,10 +197,11 @@ class Subject:
             **more,
         )
 
-    # --- the oracle ---------------------------------------------------------------------------------------------------
+    # --- the oracle -------------------------------------------------------------------------------
 
     def cold(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
-        """The oracle: the engine's own row, computed cold, alone and uncached. Kept by the adapter's path."""
+        """The oracle: the engine's own row, computed cold, alone and uncached. Kept by the
+        adapter's path."""
         key = (tuple(token_ids), None if adapter is None else self._bound[adapter])
         row = self._cold.get(key)
         if row is None:
@@ -194,9 +209,15 @@ class Subject:
             self._cold.put(key, row, self._cold.generation)
         return row
 
-    def expect(self, row: Outcome, token_ids: Sequence[int], adapter: str | None = None, how: str = "asked") -> None:
+    def expect(
+        self, row: Outcome, token_ids: Sequence[int], adapter: str | None = None, how: str = "asked"
+    ) -> None:
         """Check that ``row`` is the one of this context."""
-        self.expect_row(row, self.cold(token_ids, adapter), f"the context {list(token_ids)}{_with(adapter)}, {how}")
+        self.expect_row(
+            row,
+            self.cold(token_ids, adapter),
+            f"the context {list(token_ids)}{_with(adapter)}, {how}",
+        )
 
     def expect_row(self, row: Outcome, expected: torch.Tensor, what: str) -> None:
         """Check that ``row`` is ``expected`` within the tolerance."""
@@ -205,18 +226,23 @@ class Subject:
         found = difference(row, expected, self.atol)
         check(found is None, f"{what}: {found}")
 
-    # --- asking -------------------------------------------------------------------------------------------------------
+    # --- asking -----------------------------------------------------------------------------------
 
     def ask(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
         """The row of a context, asked the usual way."""
         return self.run(self.lm.next_token_logprobs(token_ids, lora_name=adapter))
 
-    def gather(self, contexts: Sequence[Sequence[int]], adapters: Sequence[str | None] | None = None) -> list[Outcome]:
+    def gather(
+        self, contexts: Sequence[Sequence[int]], adapters: Sequence[str | None] | None = None
+    ) -> list[Outcome]:
         """The outcomes of questions asked together, each by a coroutine of its own."""
         chosen = adapters if adapters is not None else [None] * len(contexts)
 
         async def together() -> list[Outcome]:
-            asked = [self.lm.next_token_logprobs(ids, lora_name=a) for ids, a in zip(contexts, chosen, strict=True)]
+            asked = [
+                self.lm.next_token_logprobs(ids, lora_name=a)
+                for ids, a in zip(contexts, chosen, strict=True)
+            ]
             return await asyncio.gather(*asked, return_exceptions=True)
 
         return self.run(together())
@@ -271,13 +297,15 @@ class Subject:
 
     def _hang(self, what: str) -> Violation:
         violation = Violation(f"{what} within {self._patience:g} s: it hangs")
-        # Shrinking would hang again and again: what has hung once is waited for no longer in this clause.
+        # Shrinking would hang again and again: what has hung once is waited for no longer in this
+        # clause.
         self._patience = self.patience / 20
         return violation
 
 
 async def submitted() -> None:
-    """Let the event loop start the tasks made so far, and hand their questions to the engine's queue."""
+    """Let the event loop start the tasks made so far, and hand their questions to the engine's
+    queue."""
     for _ in range(5):
         await asyncio.sleep(0)
 

@@ -36,20 +36,23 @@ class ConformanceSuite(
     BatchClauses,
     RowClauses,
 ):
-    """Every clause of the contract, as tests. Inherit it, name the backend and a model, and run pytest::
+    """Every clause of the contract, as tests. Inherit it, name the backend and a model, and run
+    pytest::
 
         class TestMine(ConformanceSuite):
             backend = "mine"
             model = "path-or-hub-id"
 
-    An attribute may be a property, for paths that are made when the tests run. Clauses are not renamed lightly.
+    An attribute may be a property, for paths that are made when the tests run. Clauses are not
+    renamed lightly.
 
     Attributes:
         backend: The name of the entry point.
         model: What ``load_model_by_name`` takes.
-        adapters: Paths of two or more LoRA adapters of that model, by name. With fewer, some clauses are skipped.
-        atol: The tolerance of probabilities; ten times that of the top log-probabilities. For other types than float32
-            see :data:`~genlm.core.conformance.compare.ATOL`.
+        adapters: Paths of two or more LoRA adapters of that model, by name. With fewer, some
+            clauses are skipped.
+        atol: The tolerance of probabilities; ten times that of the top log-probabilities. For other
+            types than float32 see :data:`~genlm.core.conformance.compare.ATOL`.
         options: Further ``llm_opts``.
         effort: Multiplies the numbers of examples; 0.1 takes about a tenth of the time.
         patience: The most seconds to wait for what must happen before the suite says that it hangs.
@@ -66,7 +69,8 @@ class ConformanceSuite(
     clauses: ClassVar[tuple[str, ...]]
 
     def load(self, wrappers: Sequence[object]) -> AsyncLM:
-        """Load the model with further wrappers around its engine. Override it for a model that is made in another way."""
+        """Load the model with further wrappers around its engine. Override it for a model that is
+        made in another way."""
         options = {**self.options, "wrappers": [*self.options.get("wrappers", ()), *wrappers]}
         return load_model_by_name(os.fspath(self.model), self.backend, options)
 
@@ -86,19 +90,28 @@ class ConformanceSuite(
         return subject.begin()
 
     def test_no_clause_is_missing(self) -> None:
-        """No clause was deleted, and none overridden but by one marked ``xfail(reason=..., strict=True)``."""
+        """No clause was deleted, and none overridden but by one marked ``xfail(reason=...,
+        strict=True)``."""
         for name in ConformanceSuite.clauses:
             own = getattr(type(self), name, None)
             check(callable(own), f"{type(self).__name__} has deleted the clause {name}")
             if own is not getattr(ConformanceSuite, name):
                 marks = [mark for mark in getattr(own, "pytestmark", []) if mark.name == "xfail"]
-                excused = any(mark.kwargs.get("reason") and mark.kwargs.get("strict") for mark in marks)
-                check(excused, f"{type(self).__name__} overrides {name} without xfail(reason=..., strict=True)")
+                excused = any(
+                    mark.kwargs.get("reason") and mark.kwargs.get("strict") for mark in marks
+                )
+                check(
+                    excused,
+                    f"{type(self).__name__} overrides {name} without xfail(reason=..., "
+                    "strict=True)",
+                )
 
 
 def clause_names(suite: type[ConformanceSuite]) -> tuple[str, ...]:
     """The names of the clauses, in the order in which pytest runs them."""
-    names = [name for cls in reversed(suite.__mro__) for name in vars(cls) if name.startswith("test_")]
+    names = [
+        name for cls in reversed(suite.__mro__) for name in vars(cls) if name.startswith("test_")
+    ]
     return tuple(dict.fromkeys(names))
 
 

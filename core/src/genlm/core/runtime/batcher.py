@@ -1,9 +1,10 @@
 """The engine thread: gathers questions, deduplicates them, batches them, and delivers the answers.
 
-A :class:`Batcher` knows nothing of language models. It owns one thread, on which it calls a :class:`Executor` with whatever
-has been asked since it last looked. Nothing waits by default: while the executor works, requests queue; when it is free it
-takes all of them. A request from a coroutine is held until one pass of its event loop adds no other, a batch is full, or a
-hundred passes are over, so that requests gathered together make one batch and a lone one waits for nobody.
+A :class:`Batcher` knows nothing of language models. It owns one thread, on which it calls a
+:class:`Executor` with whatever has been asked since it last looked. Nothing waits by default: while
+the executor works, requests queue; when it is free it takes all of them. A request from a coroutine
+is held until one pass of its event loop adds no other, a batch is full, or a hundred passes are
+over, so that requests gathered together make one batch and a lone one waits for nobody.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Executor(Protocol[R, A_co]):
     """What the engine thread drives. All methods are called on that thread."""
 
     def step(self, newcomers: Sequence[R]) -> Iterable[tuple[R, A_co | Exception]]:
-        """Admit ``newcomers`` and return what has been answered; requests left out are still in flight.
+        """Admit ``newcomers`` and return what has been answered; requests left out are still in
+        flight.
 
         Raising means that nothing can be answered any more.
         """
@@ -79,24 +81,29 @@ class Batcher(Generic[R, A]):
         self._share = share
         self._timeline = timeline or Timeline()
         self.counters = Counters()
-        # Re-entrant, because a garbage collection may call stop(), and a signal handler close(), from any line, also from
-        # one that holds it.
+        # Re-entrant, because a garbage collection may call stop(), and a signal handler close(),
+        # from any line, also from one that holds it.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._queue: RequestQueue[R, A] = RequestQueue(kind, batch_size, self._timeline, self.counters)
+        self._queue: RequestQueue[R, A] = RequestQueue(
+            kind, batch_size, self._timeline, self.counters
+        )
         self._running: Pending[R, A] = {}  # the engine thread's own
-        # Makes the error for whoever asks from now on. An error that is raised keeps its callers' frames, and with them the
-        # model: one that was kept here and raised each time would keep the model for as long as the model keeps this.
+        # Makes the error for whoever asks from now on. An error that is raised keeps its callers'
+        # frames, and with them the model: one that was kept here and raised each time would keep
+        # the model for as long as the model keeps this.
         self._refusal: Callable[[], Exception] | None = None
         self._stopping = False
         self._ended = False
         self._exiting = False
         self._pid = os.getpid()
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
-        # A daemon, because Python joins other threads before it calls the exit hook that ends this one.
-        # ``start`` travels in a list that the thread empties: a thread keeps its arguments for as long as it runs, and
-        # what ``start`` refers to must be free to be collected.
-        self._thread = threading.Thread(target=self._main, args=([start], started), name=name, daemon=True)
+        # A daemon, because Python joins other threads before it calls the exit hook that ends this
+        # one. ``start`` travels in a list that the thread empties: a thread keeps its arguments for
+        # as long as it runs, and what ``start`` refers to must be free to be collected.
+        self._thread = threading.Thread(
+            target=self._main, args=([start], started), name=name, daemon=True
+        )
         self._thread.start()
         try:
             started.result()
@@ -104,7 +111,7 @@ class Batcher(Generic[R, A]):
             self.stop()
             raise
 
-    # --- asking: any thread, any event loop ---------------------------------------------------------------------------
+    # --- asking: any thread, any event loop -------------------------------------------------------
 
     def submit(self, request: R) -> asyncio.Future[A]:
         """Ask from a coroutine. Cancelling the future disturbs no other caller."""
@@ -114,9 +121,11 @@ class Batcher(Generic[R, A]):
         with self._lock:
             self._check_open()
             if not self._queue.gathering(loop):
-                loop.call_soon(self._after_pass, loop)  # before there is a gathering: an interrupt must leave none without
+                # Before there is a gathering: an interrupt must leave none without.
+                loop.call_soon(self._after_pass, loop)
             self._queue.gather(request, future, loop)
-            self._check_open()  # again: a signal handler may have closed the model since, and nobody will answer
+            # again: a signal handler may have closed the model since, and nobody will answer.
+            self._check_open()
             self.counters.questions += 1
             self._timeline.asked(request, future)
         return future
@@ -127,7 +136,9 @@ class Batcher(Generic[R, A]):
         Raises:
             Exception: the first error among the answers, once all are there.
         """
-        futures: list[concurrent.futures.Future[A]] = [concurrent.futures.Future() for _ in requests]
+        futures: list[concurrent.futures.Future[A]] = [
+            concurrent.futures.Future() for _ in requests
+        ]
         self._check_process()
         with self._changed:
             self._check_open()
@@ -147,7 +158,8 @@ class Batcher(Generic[R, A]):
         return [future.result() for future in futures]
 
     def run(self, call: Callable[[], T]) -> T:
-        """Make a call on the engine thread, after everything asked before it has been answered, and wait for it."""
+        """Make a call on the engine thread, after everything asked before it has been answered, and
+        wait for it."""
         task = Task(call)
         self._check_process()
         with self._changed:
@@ -182,7 +194,8 @@ class Batcher(Generic[R, A]):
         """Fail what is pending, let the step under way end, release the engine. Idempotent.
 
         Args:
-            patience: The most seconds to wait for the engine thread to end; ``None`` waits for as long as it takes.
+            patience: The most seconds to wait for the engine thread to end; ``None`` waits for as
+                long as it takes.
         """
         if self._forked():
             return
@@ -191,26 +204,32 @@ class Batcher(Generic[R, A]):
             dropped = self._queue.withdraw()
         self._fail(dropped, closed_while_pending)
         if threading.current_thread() is not self._thread:
-            with self._changed:  # to wait releases the lock, also of the code under a signal handler
+            # To wait releases the lock, also of the code under a signal handler.
+            with self._changed:
                 ended = self._changed.wait_for(lambda: self._ended, patience)
             if ended:
                 self._thread.join()
 
     def _forked(self) -> bool:
-        """Whether this is a forked child, which has no engine thread, and perhaps a lock that nobody will release."""
+        """Whether this is a forked child, which has no engine thread, and perhaps a lock that
+        nobody will release."""
         return os.getpid() != self._pid
 
     def _check_process(self) -> None:
         """Comes before the lock."""
         if self._forked():
-            raise EngineDeadError("this process was forked from the one that loaded the model; load it again here")
+            raise EngineDeadError(
+                "this process was forked from the one that loaded the model; load it again here"
+            )
 
     def _check_open(self) -> None:
-        if self._refusal is not None:  # asked first: a new thread may have the identity of an engine thread that has ended
+        # Asked first: a new thread may have the identity of an engine thread that has ended.
+        if self._refusal is not None:
             raise self._refusal()
         if threading.get_ident() == self._thread.ident:
             raise ReentrancyError(
-                "a hook or wrapper asked its own model a question on the engine thread, which could never be answered; "
+                "a hook or wrapper asked its own model a question on the engine thread, which "
+                "could never be answered; "
                 "ask before loading, or use the engine object directly"
             )
 
@@ -221,9 +240,11 @@ class Batcher(Generic[R, A]):
             else:
                 self._changed.notify_all()
 
-    # --- the engine thread --------------------------------------------------------------------------------------------
+    # --- the engine thread ------------------------------------------------------------------------
 
-    def _main(self, start: list[Callable[[], Executor[R, A]]], started: concurrent.futures.Future[None]) -> None:
+    def _main(
+        self, start: list[Callable[[], Executor[R, A]]], started: concurrent.futures.Future[None]
+    ) -> None:
         try:
             self._serve(start, started)
         finally:
@@ -231,8 +252,11 @@ class Batcher(Generic[R, A]):
                 self._ended = True
                 self._changed.notify_all()
 
-    def _serve(self, start: list[Callable[[], Executor[R, A]]], started: concurrent.futures.Future[None]) -> None:
-        atexit.register(self._at_exit)  # here, so that there is none where no thread could be started
+    def _serve(
+        self, start: list[Callable[[], Executor[R, A]]], started: concurrent.futures.Future[None]
+    ) -> None:
+        # here, so that there is none where no thread could be started.
+        atexit.register(self._at_exit)
         try:
             executor = start.pop()()
         except BaseException as error:
@@ -244,7 +268,9 @@ class Batcher(Generic[R, A]):
         try:
             while (work := self._take()) is not None:
                 self._do(executor, work)
-                del work  # a task refers to who asked for it, who must be free to be collected while this waits
+                # A task refers to who asked for it, who must be free to be collected while this
+                # waits.
+                del work
         except BaseException as error:
             self._die(error)
         finally:
@@ -259,7 +285,8 @@ class Batcher(Generic[R, A]):
             self._timeline.batch(began, len(work))
 
     def _take(self) -> Task[Any] | list[R] | None:
-        """Wait for work. A task comes alone; an empty list means that requests are in flight and none joins them."""
+        """Wait for work. A task comes alone; an empty list means that requests are in flight and
+        none joins them."""
         with self._changed:
             while True:
                 while not (self._stopping or self._running or self._queue):
@@ -273,7 +300,8 @@ class Batcher(Generic[R, A]):
                     return work
 
     def _hold_open(self) -> None:
-        """Wait up to ``timeout`` for the batch to fill. A task or the end of the model cuts it short."""
+        """Wait up to ``timeout`` for the batch to fill. A task or the end of the model cuts it
+        short."""
         deadline = time.monotonic() + self._timeout
         while not (self._stopping or self._queue.full()):
             remaining = deadline - time.monotonic()
@@ -306,7 +334,8 @@ class Batcher(Generic[R, A]):
         self._running.clear()
 
     def _resolve(self, outcomes: Iterable[tuple[Waiting[Any], Any]]) -> None:
-        """Hand out answers and errors. Each event loop is woken once, however many of its futures are resolved."""
+        """Hand out answers and errors. Each event loop is woken once, however many of its futures
+        are resolved."""
         began = self._timeline.clock()
         by_loop: dict[asyncio.AbstractEventLoop | None, list[tuple[Waiting[Any], Any]]] = {}
         for resolved in outcomes:
@@ -323,10 +352,13 @@ class Batcher(Generic[R, A]):
 
     def _die(self, cause: BaseException) -> None:
         """The executor cannot go on: fail everything, refuse everything."""
-        message = str(cause) if isinstance(cause, EngineDeadError) else f"the engine died: {cause!r}"
+        message = (
+            str(cause) if isinstance(cause, EngineDeadError) else f"the engine died: {cause!r}"
+        )
         log.error("engine.died", error=repr(cause))
         with self._changed:
-            self._refusal = functools.partial(EngineDeadError, message)  # without the cause, which has frames too
+            # Without the cause, which has frames too.
+            self._refusal = functools.partial(EngineDeadError, message)
             dropped = self._queue.withdraw()
         dead = functools.partial(died, message, cause)
         self._fail(dropped, dead)
@@ -344,7 +376,7 @@ class Batcher(Generic[R, A]):
             log.exception("engine.close_failed")
         self._forget_exit_hook()
 
-    # --- the end of the interpreter -----------------------------------------------------------------------------------
+    # --- the end of the interpreter ---------------------------------------------------------------
 
     def _at_exit(self) -> None:
         if self._forked():
@@ -368,7 +400,9 @@ def closed_while_pending() -> ModelClosedError:
 
 
 def dropped_by_reset() -> QueriesResetError:
-    return QueriesResetError("reset_async_queries() dropped this question before the engine took it")
+    return QueriesResetError(
+        "reset_async_queries() dropped this question before the engine took it"
+    )
 
 
 def died(message: str, cause: BaseException) -> EngineDeadError:
@@ -378,7 +412,8 @@ def died(message: str, cause: BaseException) -> EngineDeadError:
 
 
 def another(error: Exception) -> Exception:
-    """The same error for a further caller: an object that several tasks raise shows each the frames of the others."""
+    """The same error for a further caller: an object that several tasks raise shows each the frames
+    of the others."""
     try:
         own = copy.copy(error)
     except Exception:  # some classes are not made from their ``args``
@@ -397,7 +432,8 @@ def resolve(resolved: Sequence[tuple[Waiting[Any], Any]], timeline: Timeline, be
                 future.set_result(answer)
         except (asyncio.InvalidStateError, concurrent.futures.InvalidStateError):
             continue
-        except TypeError as refused:  # an asyncio future takes no StopIteration; those behind it must not wait for ever
+        except TypeError as refused:
+            # An asyncio future takes no StopIteration; those behind it must not wait for ever
             refused.__cause__ = answer
             future.set_exception(refused)
     timeline.add("delivery", began, answers=len(resolved))

@@ -20,24 +20,33 @@ ID_BYTES = 8
 class OutputCache:
     """Rows by key, bounded by number and by bytes. Safe to use from any thread.
 
-    What goes in and what comes out are copies: no caller can change what another one gets. A forked child finds nothing.
+    What goes in and what comes out are copies: no caller can change what another one gets. A forked
+    child finds nothing.
 
     Args:
         maxsize: The most rows kept; 0 keeps none, ``None`` is no limit.
-        max_bytes: The most bytes kept, of rows and of their contexts' ids (8 bytes each); ``None`` is no limit.
+        max_bytes: The most bytes kept, of rows and of their contexts' ids (8 bytes each); ``None``
+            is no limit.
         move_to_cpu: Keep rows in main memory; they come back on the device they were computed on.
     """
 
-    def __init__(self, maxsize: int | None = 1000, max_bytes: int | None = 512 << 20, move_to_cpu: bool = False) -> None:
+    def __init__(
+        self,
+        maxsize: int | None = 1000,
+        max_bytes: int | None = 512 << 20,
+        move_to_cpu: bool = False,
+    ) -> None:
         self.maxsize = maxsize
         self.max_bytes = max_bytes
         self.move_to_cpu = move_to_cpu
         self.hits = 0
-        self._rows: OrderedDict[Hashable, tuple[torch.Tensor, torch.device, int]] = OrderedDict()  # row, from, bytes
+        # row, from, bytes.
+        self._rows: OrderedDict[Hashable, tuple[torch.Tensor, torch.device, int]] = OrderedDict()
         self._nbytes = 0
         self._generation = 0
-        # Re-entrant, because comparing keys runs Python code, and between any two lines of that a signal handler may look
-        # or drop rows: get() and drop() allow for it. Signal handlers run on the main thread, put() on the engine's.
+        # Re-entrant, because comparing keys runs Python code, and between any two lines of that a
+        # signal handler may look or drop rows: get() and drop() allow for it. Signal handlers run
+        # on the main thread, put() on the engine's.
         self._lock = threading.RLock()
         self._pid = os.getpid()
 
@@ -51,13 +60,15 @@ class OutputCache:
 
     @property
     def generation(self) -> int:
-        """Changes whenever rows are dropped on purpose: a row computed under an older one must not be kept."""
+        """Changes whenever rows are dropped on purpose: a row computed under an older one must not
+        be kept."""
         return self._generation
 
     def get(self, key: Hashable, *, counted: bool = True) -> torch.Tensor | None:
-        """A copy of the row of ``key``, now the most recently used; ``None`` if it is not here. If ``counted``, a
-        row that is found is one of the hits."""
-        if key not in self._rows or self._forked():  # by far the most often; no other thread's change can harm this look
+        """A copy of the row of ``key``, now the most recently used; ``None`` if it is not here. If
+        ``counted``, a row that is found is one of the hits."""
+        # By far the most often; no other thread's change can harm this look.
+        if key not in self._rows or self._forked():
             return None
         with self._lock:
             try:
@@ -69,7 +80,8 @@ class OutputCache:
         return row.clone() if row.device == device else row.to(device)
 
     def put(self, key: Hashable, row: torch.Tensor, generation: int) -> None:
-        """Keep a copy of ``row``, unless it was computed under an older generation or is larger than the whole cache."""
+        """Keep a copy of ``row``, unless it was computed under an older generation or is larger
+        than the whole cache."""
         if self.maxsize == 0:
             return
         nbytes = row.nbytes + (ID_BYTES * len(key.token_ids) if isinstance(key, Query) else 0)
@@ -105,7 +117,8 @@ class OutputCache:
             self._nbytes -= kept[2]
 
     def _forked(self) -> bool:
-        """Whether this is a forked child: it has no use for rows, and perhaps a lock that nobody will release."""
+        """Whether this is a forked child: it has no use for rows, and perhaps a lock that nobody
+        will release."""
         return os.getpid() != self._pid
 
     def _over(self) -> bool:

@@ -1,4 +1,5 @@
-"""What the engine thread does with a batch: look in the cache once more, ask the engine, keep the rows."""
+"""What the engine thread does with a batch: look in the cache once more, ask the engine, keep the
+rows."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ log = get_logger()
 T = TypeVar("T")
 
 
-Result = Any  # a row for a Query; ids, or None, for a SampleRequest; scores, or None, for a ScoreRequest
+# A row for a Query; ids, or None, for a SampleRequest; scores, or None, for a ScoreRequest.
+Result = Any
 
 
 def kind_of(request: Request) -> Hashable:
@@ -68,7 +70,8 @@ class EngineExecutor:
     counters: EngineCounters
     timeline: Timeline
     _steps: IsolatedSteps[Query, torch.Tensor] = field(init=False)
-    _generation: dict[Query, int] = field(init=False, factory=dict)  # of the cache, when the query was admitted
+    # Of the cache, when the query was admitted.
+    _generation: dict[Query, int] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
         self._steps = IsolatedSteps(self._advance)
@@ -87,7 +90,9 @@ class EngineExecutor:
     def close(self) -> None:
         self.engine.close()
 
-    def _refuse_stale(self, newcomers: Sequence[Request]) -> tuple[Outcomes[Request, Result], list[Request]]:
+    def _refuse_stale(
+        self, newcomers: Sequence[Request]
+    ) -> tuple[Outcomes[Request, Result], list[Request]]:
         outcomes: Outcomes[Request, Result] = []
         askable: list[Request] = []
         for request in newcomers:
@@ -100,13 +105,14 @@ class EngineExecutor:
                 outcomes.append((request, error))
         return outcomes, askable
 
-    # --- rows ---------------------------------------------------------------------------------------------------------
+    # --- rows -------------------------------------------------------------------------------------
 
     def _rows(self, queries: Sequence[Query]) -> Outcomes[Request, Result]:
         outcomes: Outcomes[Request, Result] = []
         asked: list[Query] = []
         with self.timeline.stage("caching"):
-            generation = self.cache.generation  # read first: what is dropped from here on must not be kept
+            # Read first: what is dropped from here on must not be kept.
+            generation = self.cache.generation
             for query in queries:
                 # An equal question may have been answered since this one looked.
                 row = None if query.cold else self.cache.get(query, counted=False)
@@ -132,18 +138,25 @@ class EngineExecutor:
         return outcome
 
     def _next_token_logprobs(self, queries: Sequence[Query]) -> list[torch.Tensor]:
-        return self._counted(len(queries), len(queries), lambda: self.engine.next_token_logprobs(queries))
+        return self._counted(
+            len(queries), len(queries), lambda: self.engine.next_token_logprobs(queries)
+        )
 
     def _advance(self, queries: Sequence[Query]) -> Outcomes[Query, torch.Tensor]:
         return self._counted(len(self._generation), len(queries), lambda: self.engine.step(queries))
 
-    # --- everything else ----------------------------------------------------------------------------------------------
+    # --- everything else --------------------------------------------------------------------------
 
     def _evaluate(
         self, evaluate: Callable[[Sequence[Any]], Sequence[Result]], requests: Sequence[Request]
     ) -> Outcomes[Request, Result]:
         return [
-            (request, self._explained(query_of(request), outcome) if isinstance(outcome, Exception) else outcome)
+            (
+                request,
+                self._explained(query_of(request), outcome)
+                if isinstance(outcome, Exception)
+                else outcome,
+            )
             for request, outcome in evaluate_isolated(evaluate, requests)
         ]
 
@@ -154,7 +167,9 @@ class EngineExecutor:
 
     def _score(self, requests: Sequence[ScoreRequest]) -> Sequence[Result]:
         queries, continuations = [r.query for r in requests], [r.continuation for r in requests]
-        scores = self._counted(len(requests), 0, lambda: self.engine.sequence_logprobs(queries, continuations))
+        scores = self._counted(
+            len(requests), 0, lambda: self.engine.sequence_logprobs(queries, continuations)
+        )
         return [None] * len(requests) if scores is None else scores
 
     def _counted(self, queries: int, rows: int, call: Callable[[], T]) -> T:
@@ -169,10 +184,13 @@ class EngineExecutor:
         """The engine's error, with the query that met it."""
         if isinstance(error, GenlmError):
             return error
-        shown = ", ".join(map(str, query.token_ids[:8])) + (", ..." if len(query.token_ids) > 8 else "")
+        shown = ", ".join(map(str, query.token_ids[:8])) + (
+            ", ..." if len(query.token_ids) > 8 else ""
+        )
         adapter = f" with adapter {query.adapter.name!r}" if query.adapter else ""
         explained = EngineError(
-            f"backend {self.engine.backend!r} failed on the context [{shown}] of {len(query.token_ids)} tokens{adapter}: "
+            f"backend {self.engine.backend!r} failed on the context [{shown}] of "
+            f"{len(query.token_ids)} tokens{adapter}: "
             f"{type(error).__name__}: {error}"
         )
         explained.__cause__ = error

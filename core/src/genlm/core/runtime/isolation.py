@@ -13,7 +13,9 @@ A = TypeVar("A")
 Outcomes = list[tuple[R, A | Exception]]
 
 
-def evaluate_isolated(evaluate: Callable[[Sequence[R]], Sequence[A]], requests: Sequence[R]) -> Outcomes[R, A]:
+def evaluate_isolated(
+    evaluate: Callable[[Sequence[R]], Sequence[A]], requests: Sequence[R]
+) -> Outcomes[R, A]:
     """Evaluate a batch; if it raises, evaluate its halves, down to the requests that fail alone.
 
     A batch of ``n`` with one culprit costs about ``2 * log2(n)`` further calls, most of them small.
@@ -28,14 +30,17 @@ def evaluate_isolated(evaluate: Callable[[Sequence[R]], Sequence[A]], requests: 
         if len(requests) == 1:
             return [(requests[0], error)]
     middle = len(requests) // 2
-    return evaluate_isolated(evaluate, requests[:middle]) + evaluate_isolated(evaluate, requests[middle:])
+    return evaluate_isolated(evaluate, requests[:middle]) + evaluate_isolated(
+        evaluate, requests[middle:]
+    )
 
 
 class IsolatedSteps(Generic[R, A]):
     """The same promise for an engine that is advanced step by step.
 
     Args:
-        advance: Admits newcomers, makes one step, returns what it finished. If it raises, nothing is in flight any more.
+        advance: Admits newcomers, makes one step, returns what it finished. If it raises, nothing
+            is in flight any more.
     """
 
     def __init__(self, advance: Callable[[Sequence[R]], Iterable[tuple[R, A | Exception]]]) -> None:
@@ -61,14 +66,19 @@ class IsolatedSteps(Generic[R, A]):
         for request, _ in answers:
             if request not in self._in_flight:
                 raise PluginError(
-                    f"genlm_step answered {request!r}, which is not in flight; answer every query once, and none admitted "
+                    f"genlm_step answered {request!r}, which is not in flight; answer every query "
+                    "once, and none admitted "
                     f"before genlm_step, or a wrapper around it, raised{self._when_it_raised()}"
                 ) from self._failure
             del self._in_flight[request]
         return answers
 
     def _when_it_raised(self) -> str:
-        return "" if self._failure is None else f" (it did: {type(self._failure).__name__}: {self._failure})"
+        return (
+            ""
+            if self._failure is None
+            else f" (it did: {type(self._failure).__name__}: {self._failure})"
+        )
 
     def _alone(self, request: R) -> Outcomes[R, A]:
         answers = self.step([request])

@@ -1,4 +1,5 @@
-"""The typed face of one loaded engine: every hook is called here, and its result checked and made the core's own."""
+"""The typed face of one loaded engine: every hook is called here, and its result checked and made
+the core's own."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ EVALUATION_HOOKS = ("genlm_next_token_logprobs", "genlm_step")
 
 
 class LoadedEngine:
-    """An engine, the wrappers around it, and its vocabulary. Lives on the engine thread; the attributes are read anywhere.
+    """An engine, the wrappers around it, and its vocabulary. Lives on the engine thread; the
+    attributes are read anywhere.
 
     Args:
         engine: What ``genlm_load`` returned.
@@ -36,7 +38,11 @@ class LoadedEngine:
     """
 
     def __init__(
-        self, engine: Engine, backend: str, wrappers: Iterable[object] = (), timeline: Timeline | None = None
+        self,
+        engine: Engine,
+        backend: str,
+        wrappers: Iterable[object] = (),
+        timeline: Timeline | None = None,
     ) -> None:
         self.backend = backend
         self._owner = f"engine {type(engine).__name__} of backend {backend!r}"
@@ -52,11 +58,16 @@ class LoadedEngine:
         self._manager = plugin_manager(self._owner, engine, wrappers)
         self._hooks: Any = self._manager.hook
         self._implemented = implemented_hooks(self._manager)
-        around_rows = set[int]().union(*(wrappers_of(self._manager, hook) for hook in EVALUATION_HOOKS))
+        around_rows = set[int]().union(
+            *(wrappers_of(self._manager, hook) for hook in EVALUATION_HOOKS)
+        )
         own = filter(self.supports, self._implemented)
         self._native = {hook for hook in own if around_rows <= wrappers_of(self._manager, hook)}
         if not any(self.supports(hook) for hook in EVALUATION_HOOKS):
-            raise PluginError(f"{self._owner} has no hook that evaluates; implement one of {', '.join(EVALUATION_HOOKS)}")
+            raise PluginError(
+                f"{self._owner} has no hook that evaluates; implement one of "
+                f"{', '.join(EVALUATION_HOOKS)}"
+            )
         self.continuous = self.supports("genlm_step")
         self.tokenizer = engine.tokenizer
         self.vocab_size = engine.vocab_size
@@ -69,7 +80,8 @@ class LoadedEngine:
         self.width = len(self.byte_vocab)  # of rows; kept, because users have the list itself
 
     def _close_refused(self, engine: object) -> None:
-        """The engine has been loaded, and nobody else will close it. The error to report is the one that refused it."""
+        """The engine has been loaded, and nobody else will close it. The error to report is the one
+        that refused it."""
         try:
             getattr(engine, "genlm_close", lambda: None)()
         except Exception:
@@ -80,10 +92,12 @@ class LoadedEngine:
         """Raises: ModelClosedError: the engine has been let go."""
         model = self._model
         if self._closed:
-            raise ModelClosedError(f"the model of backend {self.backend!r} has been closed; load it again")
+            raise ModelClosedError(
+                f"the model of backend {self.backend!r} has been closed; load it again"
+            )
         return model
 
-    # --- capabilities -------------------------------------------------------------------------------------------------
+    # --- capabilities -----------------------------------------------------------------------------
 
     def supports(self, hook: str) -> bool:
         """Whether the engine itself implements ``hook``; told after closing too.
@@ -93,24 +107,29 @@ class LoadedEngine:
         """
         if hook not in self._implemented:
             near = difflib.get_close_matches(str(hook), self._implemented, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(self._implemented)}"
+            hint = (
+                f"did you mean {near[0]!r}?"
+                if near
+                else f"there are {', '.join(self._implemented)}"
+            )
             raise InvalidInputError(f"there is no hook {hook!r}; {hint}")
         return self._implemented[hook]
 
     def native(self, hook: str) -> bool:
-        """Whether ``hook`` may answer in place of rows: the engine implements it, and every wrapper around the rows, which
-        may change them, is around it too."""
+        """Whether ``hook`` may answer in place of rows: the engine implements it, and every wrapper
+        around the rows, which may change them, is around it too."""
         return hook in self._native
 
     def require(self, hook: str, feature: str) -> None:
         """Raises: UnsupportedError: the engine does not implement ``hook``."""
         if not self.supports(hook):
             raise UnsupportedError(
-                f"backend {self.backend!r} has no {feature}: its engine does not implement {hook}, or was loaded without "
+                f"backend {self.backend!r} has no {feature}: its engine does not implement {hook}, "
+                "or was loaded without "
                 f"{feature}; see the backend's options"
             )
 
-    # --- evaluation -----------------------------------------------------------------------------------------------------
+    # --- evaluation -------------------------------------------------------------------------------
 
     def next_token_logprobs(self, queries: Sequence[Query]) -> list[torch.Tensor]:
         """One row of its own for each query, over the tokenizer's vocabulary."""
@@ -130,14 +149,19 @@ class LoadedEngine:
         with self._timeline.stage("alignment"):
             return [(answer.query, self._own(answer.row)) for answer in answers]
 
-    def sample(self, queries: Sequence[Query], params: Sequence[SamplingParams]) -> list[list[int]] | None:
+    def sample(
+        self, queries: Sequence[Query], params: Sequence[SamplingParams]
+    ) -> list[list[int]] | None:
         """Native draws, or ``None`` where the engine declines."""
         with self._timeline.stage("engine", draws=len(queries)):
             drawn = self._hooks.genlm_sample(queries=queries, params=params)
         if drawn is None:
             return None
         if len(drawn) != len(queries):
-            raise PluginError(f"{self._owner}: genlm_sample gave {len(drawn)} continuations for {len(queries)} queries")
+            raise PluginError(
+                f"{self._owner}: genlm_sample gave {len(drawn)} continuations for {len(queries)} "
+                "queries"
+            )
         return [[int(token_id) for token_id in continuation] for continuation in drawn]
 
     def sequence_logprobs(
@@ -145,14 +169,16 @@ class LoadedEngine:
     ) -> list[torch.Tensor] | None:
         """Native scores, or ``None`` where the engine declines."""
         with self._timeline.stage("engine", scores=len(queries)):
-            scores = self._hooks.genlm_sequence_logprobs(queries=queries, continuations=continuations)
+            scores = self._hooks.genlm_sequence_logprobs(
+                queries=queries, continuations=continuations
+            )
         if scores is None:
             return None
         for score, continuation in zip(scores, continuations, strict=True):
             self._check_shape(score, (len(continuation),), "genlm_sequence_logprobs")
         return [score.clone() for score in scores]
 
-    # --- state ----------------------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     def cache_prefix(self, query: Query) -> None:
         self._hooks.genlm_cache_prefix(query=query)
@@ -167,7 +193,8 @@ class LoadedEngine:
         self._hooks.genlm_remove_lora(adapter=adapter)
 
     def close(self) -> None:
-        """End the engine and let go of it, so that its memory is free however long this object is kept."""
+        """End the engine and let go of it, so that its memory is free however long this object is
+        kept."""
         try:
             self._hooks.genlm_close()
         finally:
@@ -176,7 +203,7 @@ class LoadedEngine:
             for plugin in self._manager.get_plugins():
                 self._manager.unregister(plugin)
 
-    # --- rows -------------------------------------------------------------------------------------------------------------
+    # --- rows -------------------------------------------------------------------------------------
 
     def _own(self, row: torch.Tensor | Exception) -> torch.Tensor | Exception:
         if isinstance(row, Exception):
@@ -191,15 +218,20 @@ class LoadedEngine:
         import torch
 
         if not isinstance(rows, torch.Tensor):
-            raise PluginError(f"{self._owner}: {hook} returned {type(rows).__name__}, not a tensor of shape {shape}")
+            raise PluginError(
+                f"{self._owner}: {hook} returned {type(rows).__name__}, not a tensor of shape "
+                f"{shape}"
+            )
         if tuple(rows.shape) != shape or rows.dtype != torch.float32 or rows.requires_grad:
             raise PluginError(
                 f"{self._owner}: {hook} returned shape {tuple(rows.shape)}, {rows.dtype}, "
-                f"requires_grad={rows.requires_grad}; expected {shape}, torch.float32, requires_grad=False"
+                f"requires_grad={rows.requires_grad}; expected {shape}, torch.float32, "
+                "requires_grad=False"
             )
 
     def _align(self, rows: torch.Tensor) -> torch.Tensor:
-        """Bring rows to the width of the tokenizer's vocabulary: drop padding and renormalise, or fill up with ``-inf``."""
+        """Bring rows to the width of the tokenizer's vocabulary: drop padding and renormalise, or
+        fill up with ``-inf``."""
         surplus = self.vocab_size - self.width
         if surplus > 0:
             rows = rows[:, :-surplus]

@@ -26,8 +26,9 @@ Waiting = asyncio.Future[A] | concurrent.futures.Future[A]
 #: Requests, in the order asked, each with its callers.
 Pending = dict[R, list[Waiting[A]]]
 
-#: The most passes of an event loop that a gathering lasts while each adds something. Particles that start together, or in
-#: waves a pass apart, are all there after a few tens; a loop that asks something new in every pass is never done.
+#: The most passes of an event loop that a gathering lasts while each adds something. Particles that
+#: start together, or in waves a pass apart, are all there after a few tens; a loop that asks
+#: something new in every pass is never done.
 PASSES = 100
 
 
@@ -70,7 +71,8 @@ class Counters:
 
 
 class RequestQueue(Generic[R, A]):
-    """Requests and tasks in the order asked; equal requests share a place. The batcher calls it under its lock.
+    """Requests and tasks in the order asked; equal requests share a place. The batcher calls it
+    under its lock.
 
     Args:
         kind: Requests may be in flight together only if their kinds are equal.
@@ -79,26 +81,35 @@ class RequestQueue(Generic[R, A]):
         counters: Told of equal requests, and of callers that do not wait any more.
     """
 
-    def __init__(self, kind: Callable[[R], Hashable], limit: int | None, timeline: Timeline, counters: Counters) -> None:
+    def __init__(
+        self,
+        kind: Callable[[R], Hashable],
+        limit: int | None,
+        timeline: Timeline,
+        counters: Counters,
+    ) -> None:
         self._kind = kind
         self._limit = limit
         self._timeline = timeline
         self._counters = counters
         self._gatherings: dict[asyncio.AbstractEventLoop, Gathering[R, A]] = {}
-        self._queue: deque[Pending[R, A] | Task[Any]] = deque()  # a task is a barrier between requests
+        # A task is a barrier between requests.
+        self._queue: deque[Pending[R, A] | Task[Any]] = deque()
         self._queued_since = 0.0  # by the timeline's clock; holds while requests are in the queue
 
     def __bool__(self) -> bool:
         """Whether there is something to take."""
         return bool(self._queue)
 
-    # --- what comes in ------------------------------------------------------------------------------------------------
+    # --- what comes in ----------------------------------------------------------------------------
 
     def gathering(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Whether requests of this event loop are being held."""
         return loop in self._gatherings
 
-    def gather(self, request: R, future: asyncio.Future[A], loop: asyncio.AbstractEventLoop) -> None:
+    def gather(
+        self, request: R, future: asyncio.Future[A], loop: asyncio.AbstractEventLoop
+    ) -> None:
         """Hold a request until a pass of its event loop adds no other."""
         gathering = self._gatherings.get(loop)
         if gathering is None:
@@ -114,8 +125,8 @@ class RequestQueue(Generic[R, A]):
             self._counters.dedup_hits += 1
 
     def passed(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """A pass of the event loop is over. ``True`` if another one must be waited for, because this one added something to
-        what does not fill a batch yet."""
+        """A pass of the event loop is over. ``True`` if another one must be waited for, because
+        this one added something to what does not fill a batch yet."""
         gathering = self._gatherings.get(loop)
         if gathering is None:
             return False
@@ -153,17 +164,19 @@ class RequestQueue(Generic[R, A]):
             self.release(loop)
         self._queue.append(task)
 
-    # --- what goes out ------------------------------------------------------------------------------------------------
+    # --- what goes out ----------------------------------------------------------------------------
 
     def full(self) -> bool:
-        """Whether a batch that begins now would not grow by waiting: it has its limit, or a task stands behind it."""
+        """Whether a batch that begins now would not grow by waiting: it has its limit, or a task
+        stands behind it."""
         first = self._queue[0] if self._queue else None
         if len(self._queue) != 1 or not isinstance(first, dict):
             return True
         return self._fills(first)
 
     def take(self, running: Pending[R, A]) -> Task[Any] | list[R]:
-        """A task, alone and when nothing is running; or requests, now in ``running``, that may join what is."""
+        """A task, alone and when nothing is running; or requests, now in ``running``, that may join
+        what is."""
         first = self._queue[0] if self._queue else {}
         if not isinstance(first, Task):
             return self._admit(first, running)
@@ -190,7 +203,8 @@ class RequestQueue(Generic[R, A]):
         return self._limit is not None and len(requests) >= self._limit
 
     def _admit(self, pending: Pending[R, A], running: Pending[R, A]) -> list[R]:
-        """Move requests of one kind from ``pending`` into flight, as many as fit, and return those."""
+        """Move requests of one kind from ``pending`` into flight, as many as fit, and return
+        those."""
         newcomers: list[R] = []
         taken = self._timeline.clock()
         kind = self._kind(next(iter(running))) if running else None
@@ -206,8 +220,9 @@ class RequestQueue(Generic[R, A]):
             if not running:
                 kind = own_kind
             elif own_kind != kind:
-                # The first of another kind waits for its turn; those behind it of this kind may still join, unless
-                # the batch is already on its way: else a stream of one kind could starve the other.
+                # The first of another kind waits for its turn; those behind it of this kind may
+                # still join, unless the batch is already on its way: else a stream of one kind
+                # could starve the other.
                 if newcomers:
                     continue
                 break

@@ -1,4 +1,5 @@
-"""Where the time goes: the seconds of every stage, always; every span of it too, while a trace is recorded."""
+"""Where the time goes: the seconds of every stage, always; every span of it too, while a trace is
+recorded."""
 
 from __future__ import annotations
 
@@ -19,15 +20,18 @@ from genlm.core.errors import InvalidInputError
 
 Future = asyncio.Future[Any] | concurrent.futures.Future[Any]
 
-#: The stages of a question's way, in order; each is a ``..._seconds`` of :class:`~genlm.core.types.Stats`.
+#: The stages of a question's way, in order; each is a ``..._seconds`` of
+#: :class:`~genlm.core.types.Stats`.
 STAGES = ("validation", "hashing", "lookup", "queue", "engine", "alignment", "caching", "delivery")
 
-#: One question in so many is timed in its caller's thread. A prime, so as not to march in step with particles.
+#: One question in so many is timed in its caller's thread. A prime, so as not to march in step with
+#: particles.
 SAMPLED = 61
 
 
 class Timeline:
-    """Adds up the seconds of every stage, and passes the spans on to a trace where there is one. For any thread.
+    """Adds up the seconds of every stage, and passes the spans on to a trace where there is one.
+    For any thread.
 
     Args:
         describe: What a trace is to say of a request: names and JSON values.
@@ -42,8 +46,9 @@ class Timeline:
         self.clock = clock
         self.trace: Trace | None = None
         self._describe = describe
-        # By thread too, so that each writes its own alone and needs no lock: a signal handler would wait for ever for one
-        # that the code under it holds, and a forked child for one that a thread of its parent held.
+        # By thread too, so that each writes its own alone and needs no lock: a signal handler would
+        # wait for ever for one that the code under it holds, and a forked child for one that a
+        # thread of its parent held.
         self._spent: dict[tuple[int, str], float] = {}
         self._untimed = 0  # without a lock: to lose one now and then changes no estimate
         self._next = 1  # how many more to the next that is timed; the first one is
@@ -56,7 +61,8 @@ class Timeline:
         return spent
 
     def sample(self) -> int:
-        """For how many questions, up to this one, its stages in its caller's thread are to stand; 0: do not time it."""
+        """For how many questions, up to this one, its stages in its caller's thread are to stand;
+        0: do not time it."""
         self._untimed += 1
         if self._untimed < self._next and self.trace is None:
             return 0
@@ -113,11 +119,12 @@ BETWEEN_THREADS = ("queue", "delivery")
 
 
 class Trace:
-    """Records while its ``with`` block runs, and then writes what Perfetto (https://ui.perfetto.dev) and
-    ``chrome://tracing`` show. It is kept in memory until then: about half a kilobyte for each question.
+    """Records while its ``with`` block runs, and then writes what Perfetto
+    (https://ui.perfetto.dev) and ``chrome://tracing`` show. It is kept in memory until then: about
+    half a kilobyte for each question.
 
-    Source: the "Trace Event Format" that both read. What one thread does is a complete event; questions, and stages between
-    two threads, overlap, so they are asynchronous events.
+    Source: the "Trace Event Format" that both read. What one thread does is a complete event;
+    questions, and stages between two threads, overlap, so they are asynchronous events.
 
     Args:
         timeline: What to record.
@@ -138,7 +145,10 @@ class Trace:
 
     def __enter__(self) -> Self:
         if self._timeline.trace is not None:
-            raise InvalidInputError(f"this model is being traced into {self._timeline.trace._path!r}; end that trace first")
+            raise InvalidInputError(
+                f"this model is being traced into {self._timeline.trace._path!r}; end that trace "
+                "first"
+            )
         self._file = self._written.enter_context(open(self._path, "w", encoding="utf-8"))
         self._events, self._threads = [], {}  # those of an earlier block are in its file
         self._timeline.trace = self
@@ -147,12 +157,13 @@ class Trace:
     def __exit__(self, *exc_info: object) -> None:
         self._timeline.trace = None
         names = [
-            {"ph": "M", "name": "thread_name", "pid": 0, "tid": t, "args": {"name": n}} for t, n in self._threads.items()
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": t, "args": {"name": n}}
+            for t, n in self._threads.items()
         ]
         with self._written:
             json.dump({"traceEvents": [*names, *self._events], "displayTimeUnit": "ms"}, self._file)
 
-    # --- what the timeline tells: from any thread -----------------------------------------------------------------------
+    # --- what the timeline tells: from any thread -------------------------------------------------
 
     def span(self, name: str, began: float, ended: float, about: Mapping[str, Any]) -> None:
         """A stage or a batch, between two times of the timeline's clock."""
@@ -169,7 +180,14 @@ class Trace:
         self._add("b", "question", self._timeline.clock(), cat="question", id=number, args=about)
 
         def done(future: Future) -> None:
-            self._add("e", "question", self._timeline.clock(), cat="question", id=number, args={"end": end_of(future)})
+            self._add(
+                "e",
+                "question",
+                self._timeline.clock(),
+                cat="question",
+                id=number,
+                args={"end": end_of(future)},
+            )
 
         future.add_done_callback(done)
 
@@ -181,7 +199,9 @@ class Trace:
         thread = threading.current_thread()
         tid = thread.native_id or 0
         self._threads[tid] = thread.name
-        self._events.append({"ph": phase, "name": name, "ts": microseconds(at), "pid": 0, "tid": tid, **more})
+        self._events.append(
+            {"ph": phase, "name": name, "ts": microseconds(at), "pid": 0, "tid": tid, **more}
+        )
 
 
 def microseconds(seconds: float) -> float:

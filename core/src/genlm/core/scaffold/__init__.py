@@ -37,9 +37,13 @@ def write_plugin(name: str, folder: Path | None = None) -> Path:
         InvalidOptionError: the name cannot be used, or there is something in the folder.
     """
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
-        raise InvalidOptionError(f"{name!r} cannot be a backend's name; use lower-case letters, digits and dashes")
+        raise InvalidOptionError(
+            f"{name!r} cannot be a backend's name; use lower-case letters, digits and dashes"
+        )
     if name in TAKEN or name in KNOWN:
-        raise InvalidOptionError(f"the distribution genlm-{name} exists already; choose another name")
+        raise InvalidOptionError(
+            f"the distribution genlm-{name} exists already; choose another name"
+        )
     if name in backend_names():
         raise InvalidOptionError(f"a backend {name!r} is installed already; choose another name")
     folder = Path(f"genlm-{name}") if folder is None else folder
@@ -50,11 +54,14 @@ def write_plugin(name: str, folder: Path | None = None) -> Path:
         text = files(__name__).joinpath("template", f"{template}.template").read_text()
         path = folder / target.format(module=module)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(Template(text).substitute(name=name, module=module, core=core_requirement()))
+        path.write_text(
+            Template(text).substitute(name=name, module=module, core=core_requirement())
+        )
     return folder
 
 
 def core_requirement() -> str:
-    """The core's versions with the same hooks as this one: the minor version is that of the hooks."""
+    """The core's versions with the same hooks as this one: the minor version is that of the
+    hooks."""
     major, minor, *_ = version("genlm-core").split(".")
     return f">={major}.{minor},<{major}.{int(minor) + 1}"

@@ -21,7 +21,9 @@ def spelled_bytes(pieces: Sequence[str]) -> list[bytes]:
     text = values.astype(np.uint8).tobytes()
     ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
     spelled = [text[start:end] for start, end in pairwise([0, *ends.tolist()])]
-    for i in np.unique(np.searchsorted(ends, np.flatnonzero(values == _NO_BYTE), side="right")).tolist():
+    for i in np.unique(
+        np.searchsorted(ends, np.flatnonzero(values == _NO_BYTE), side="right")
+    ).tolist():
         spelled[i] = pieces[i].encode()
     return spelled
 
@@ -29,8 +31,8 @@ def spelled_bytes(pieces: Sequence[str]) -> list[bytes]:
 def _byte_of_character() -> npt.NDArray[np.uint16]:
     """By code point, the byte that a character stands for.
 
-    The alphabet is that of GPT-2 (``bytes_to_unicode`` in its ``encoder.py``): printable Latin-1 stands for itself, and the
-    characters from U+0100 to U+0143 for the other bytes in order.
+    The alphabet is that of GPT-2 (``bytes_to_unicode`` in its ``encoder.py``): printable Latin-1
+    stands for itself, and the characters from U+0100 to U+0143 for the other bytes in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = np.full(0x145, _NO_BYTE, np.uint16)

@@ -1,9 +1,10 @@
 """What the decoder of a ``tokenizers`` tokenizer makes of each single piece, in bytes.
 
-A decoder is a chain of steps over the list of a text's pieces. The steps below are those of the ``tokenizers`` library
-(its Rust sources in ``decoders/``, ``pre_tokenizers/byte_level.rs`` and ``pre_tokenizers/metaspace.rs``), restated for one
-piece in the middle of a text, and before bytes are lossily read as UTF-8. A step whose effect on a piece depends on the
-neighbours has no such restatement: it is refused.
+A decoder is a chain of steps over the list of a text's pieces. The steps below are those of the
+``tokenizers`` library (its Rust sources in ``decoders/``, ``pre_tokenizers/byte_level.rs`` and
+``pre_tokenizers/metaspace.rs``), restated for one piece in the middle of a text, and before bytes
+are lossily read as UTF-8. A step whose effect on a piece depends on the neighbours has no such
+restatement: it is refused.
 """
 
 from __future__ import annotations
@@ -32,14 +33,16 @@ def decode_pieces(pieces: Sequence[str], definition: Definition) -> list[bytes]:
 
     :param pieces: pieces of the tokenizer's model.
     :param definition: the decoder, as ``tokenizers`` serialises it.
-    :raises VocabularyError: what the decoder makes of a piece depends on its neighbours, or the decoder is unknown.
+    :raises VocabularyError: what the decoder makes of a piece depends on its neighbours, or the
+        decoder is unknown.
     """
     decoded: Sequence[Piece] = pieces
     joined = False
     for step in _steps(definition):
         if step["type"] in _LOSSY:
             raise VocabularyError(
-                f"tokens have no byte strings: the tokenizer's decoder {step['type']} {_LOSSY[step['type']]}. "
+                f"tokens have no byte strings: the tokenizer's decoder {step['type']} "
+                f"{_LOSSY[step['type']]}. "
                 "Use a byte-level or SentencePiece tokenizer"
             )
         if step["type"] == "ByteLevel" and not joined:
@@ -72,7 +75,10 @@ def _change_of_piece(step: Definition) -> Callable[[Piece], Piece]:
         case "Fuse":
             return _encode
         case unknown:
-            raise VocabularyError(f"tokens have no known byte strings: the tokenizer's decoder {unknown} is not supported")
+            raise VocabularyError(
+                f"tokens have no known byte strings: the tokenizer's decoder {unknown} is not "
+                "supported"
+            )
 
 
 def _change_of_text(step: Definition) -> Callable[[Piece], Piece]:
@@ -86,7 +92,8 @@ def _change_of_text(step: Definition) -> Callable[[Piece], Piece]:
             return lambda piece: _encode(piece).replace(pattern, content)
         case late:
             raise VocabularyError(
-                f"tokens have no byte strings: the tokenizer's decoder {late} works on the joined text, across tokens"
+                f"tokens have no byte strings: the tokenizer's decoder {late} works on the joined "
+                "text, across tokens"
             )
 
 
@@ -108,7 +115,8 @@ def _on_text(change: Callable[[str], Piece]) -> Callable[[Piece], Piece]:
 
 
 def _named_byte(piece: str) -> Piece:
-    """A byte for a piece such as ``<0x0A>``; as text where it is ASCII, for the steps that follow."""
+    """A byte for a piece such as ``<0x0A>``; as text where it is ASCII, for the steps that
+    follow."""
     if len(piece) != 6 or not _BYTE_PIECE.fullmatch(piece):
         return piece
     byte = int(piece[3:5], 16)

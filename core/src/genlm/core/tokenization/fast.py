@@ -15,15 +15,17 @@ _MARK_SPACES = {"ByteLevel", "Metaspace"}
 
 
 def is_fast(tokenizer: Any) -> bool:
-    """Whether ``tokenizer`` is a ``tokenizers.Tokenizer`` or a Hugging Face tokenizer made of one."""
+    """Whether ``tokenizer`` is a ``tokenizers.Tokenizer`` or a Hugging Face tokenizer made of
+    one."""
     return hasattr(_backend(tokenizer), "get_added_tokens_decoder")
 
 
 def fast_token_bytes(tokenizer: Any) -> list[bytes]:
     """The bytes of every token by id, from the tokenizer's model, decoder and added tokens.
 
-    Added tokens are verbatim, except ordinary ones that are pieces of the model too: other text leads to these as well
-    (Gemma lists its runs of spaces, ``▁▁``, among the added tokens), so they are what the decoder makes of the piece.
+    Added tokens are verbatim, except ordinary ones that are pieces of the model too: other text
+    leads to these as well (Gemma lists its runs of spaces, ``▁▁``, among the added tokens), so they
+    are what the decoder makes of the piece.
 
     :raises VocabularyError: the tokenizer does not keep the bytes of the text.
     """
@@ -38,7 +40,8 @@ def fast_token_bytes(tokenizer: Any) -> list[bytes]:
 
 
 def _pieces(backend: Any) -> list[str]:
-    """The model's pieces by id, up to the largest id of any token; ``""`` for an id that is not the model's."""
+    """The model's pieces by id, up to the largest id of any token; ``""`` for an id that is not the
+    model's."""
     piece_of = backend.model.id_to_token
     pieces = list(map(piece_of, range(backend.get_vocab_size(with_added_tokens=False))))
     if None in pieces:  # ids have gaps, so the last ones are larger than the number of pieces
@@ -55,8 +58,8 @@ def _backend(tokenizer: Any) -> Any:
 def _definition(component: Any) -> Definition | None:
     """A tokenizer's component as the library serialises it; ``None`` for one written in Python.
 
-    Read from the component's pickling state: ``Tokenizer.to_str`` would write out all merges, which takes longer than
-    everything else together.
+    Read from the component's pickling state: ``Tokenizer.to_str`` would write out all merges, which
+    takes longer than everything else together.
     """
     try:
         state = component.__getstate__()
@@ -71,13 +74,15 @@ def _definition(component: Any) -> Definition | None:
 def _decoder_definition(backend: Any) -> Definition:
     if backend.decoder is None:
         raise VocabularyError(
-            "tokens have no byte strings: the tokenizer has no decoder, so decoding puts a space between any two tokens; "
+            "tokens have no byte strings: the tokenizer has no decoder, so decoding puts a space "
+            "between any two tokens; "
             "set the decoder that belongs to its model"
         )
     definition = _definition(backend.decoder)
     if definition is None:
         raise VocabularyError(
-            "tokens have no known byte strings: the tokenizer's decoder is Python code, not a definition; "
+            "tokens have no known byte strings: the tokenizer's decoder is Python code, not a "
+            "definition; "
             "give the tokenizer a method token_bytes() that returns them"
         )
     return definition
@@ -86,7 +91,11 @@ def _decoder_definition(backend: Any) -> Definition:
 def _check_keeps_spaces(backend: Any) -> None:
     """Refuse a tokenizer whose pieces do not tell what white space stood between them."""
     model = backend.model
-    affixes = [affix for affix in ("continuing_subword_prefix", "end_of_word_suffix") if getattr(model, affix, None)]
+    affixes = [
+        affix
+        for affix in ("continuing_subword_prefix", "end_of_word_suffix")
+        if getattr(model, affix, None)
+    ]
     if type(model).__name__ == "WordPiece":
         raise _drops_spaces("model WordPiece")
     if affixes:
@@ -98,7 +107,8 @@ def _check_keeps_spaces(backend: Any) -> None:
 
 def _drops_spaces(culprit: str) -> VocabularyError:
     return VocabularyError(
-        f"tokens have no byte strings: the tokenizer's {culprit} does not keep the white space of the text; "
+        f"tokens have no byte strings: the tokenizer's {culprit} does not keep the white space of "
+        "the text; "
         "use a byte-level or SentencePiece tokenizer"
     )
 

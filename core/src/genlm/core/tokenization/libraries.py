@@ -20,7 +20,11 @@ def library_token_bytes(tokenizer: Any) -> list[bytes] | None:
 
 def piece_bytes(piece: str) -> bytes:
     """What a SentencePiece piece stands for: ``▁`` is a space, and ``<0x0A>`` names a byte."""
-    return bytes([int(piece[3:5], 16)]) if _BYTE_PIECE.fullmatch(piece) else piece.replace("▁", " ").encode()
+    return (
+        bytes([int(piece[3:5], 16)])
+        if _BYTE_PIECE.fullmatch(piece)
+        else piece.replace("▁", " ").encode()
+    )
 
 
 def _sentencepiece_bytes(model: Any, piece_id: int) -> bytes:
@@ -37,7 +41,8 @@ def _tiktoken_bytes(encoding: Any, token_id: int) -> bytes:
 
 
 def _mistral_tokenizer(tokenizer: Any) -> Any:
-    """mistral-common's tokenizer proper: bare, in that library's cover, or in the cover of transformers around that."""
+    """mistral-common's tokenizer proper: bare, in that library's cover, or in the cover of
+    transformers around that."""
     for _ in range(3):
         if all(hasattr(tokenizer, name) for name in ("n_words", "id_to_piece", "is_special")):
             return tokenizer

@@ -17,7 +17,11 @@ def slow_token_bytes(tokenizer: Any) -> list[bytes]:
     :raises VocabularyError: the tokenizer is of no known family.
     """
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-    pieces = {token_id: piece for piece, token_id in tokenizer.get_vocab().items() if token_id not in added}
+    pieces = {
+        token_id: piece
+        for piece, token_id in tokenizer.get_vocab().items()
+        if token_id not in added
+    }
     decode = _decoding(tokenizer, pieces)
     token_bytes = [b""] * (max([*pieces, *added], default=-1) + 1)
     for token_id, piece in pieces.items():
@@ -35,11 +39,15 @@ def _decoding(tokenizer: Any, pieces: Mapping[int, Any]) -> Callable[[Any], byte
         return piece_bytes
     if isinstance(getattr(tokenizer, "byte_decoder", None), Mapping):
         return _byte_decoder(tokenizer.byte_decoder)
-    if _BYTE_ALPHABET.issuperset(pieces.values()) and tokenizer.convert_tokens_to_string(["Ã", "©"]) == "é":
+    if (
+        _BYTE_ALPHABET.issuperset(pieces.values())
+        and tokenizer.convert_tokens_to_string(["Ã", "©"]) == "é"
+    ):
         # ByT5: each token is the character whose code point is the byte.
         return _latin_1
     raise VocabularyError(
-        f"tokens have no known byte strings: {type(tokenizer).__name__} is neither byte-level nor SentencePiece; "
+        f"tokens have no known byte strings: {type(tokenizer).__name__} is neither byte-level nor "
+        "SentencePiece; "
         "give the tokenizer a method token_bytes() that returns them, or load its fast version"
     )
 

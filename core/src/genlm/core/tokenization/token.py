@@ -8,15 +8,16 @@ from contextlib import contextmanager
 from itertools import repeat
 from typing import Any
 
-# Ids are kept in two parts, of which the lower one has so many values: the interpreter holds ints so small only once.
+# Ids are kept in two parts, of which the lower one has so many values: the interpreter holds ints
+# so small only once.
 _PAGE = 256
 
 
 class _Fields(dict[str, Any]):
     """The ``__dict__`` of a token; empty, but it has room for the id.
 
-    An instance of a ``bytes`` subclass can have no slots itself. An id among the dictionary's items would take another
-    200 bytes, and an id as an int of its own another 32.
+    An instance of a ``bytes`` subclass can have no slots itself. An id among the dictionary's items
+    would take another 200 bytes, and an id as an int of its own another 32.
     """
 
     __slots__ = ("index", "page")
@@ -28,9 +29,9 @@ class _Fields(dict[str, Any]):
 class Token(bytes):
     """One entry of a vocabulary: bytes that know their id.
 
-    Several tokens of a vocabulary may have the same bytes, so two tokens are equal, ordered and hashed by ``token_id``.
-    With plain bytes a token is compared by content; but since its hash is that of its id, it is not found under its bytes
-    in a set or a dictionary.
+    Several tokens of a vocabulary may have the same bytes, so two tokens are equal, ordered and
+    hashed by ``token_id``. With plain bytes a token is compared by content; but since its hash is
+    that of its id, it is not found under its bytes in a set or a dictionary.
 
     :param token_id: the token's id in its vocabulary.
     :param byte_string: the token's bytes.
@@ -41,9 +42,14 @@ class Token(bytes):
 
     def __new__(cls, token_id: int, byte_string: bytes) -> Token:
         if not isinstance(token_id, int):
-            raise TypeError(f"token_id must be an int, not {type(token_id).__name__}: pass int({token_id!r})")
+            raise TypeError(
+                f"token_id must be an int, not {type(token_id).__name__}: pass int({token_id!r})"
+            )
         if not isinstance(byte_string, bytes):
-            raise TypeError(f"byte_string must be bytes, not {type(byte_string).__name__}: encode {byte_string!r} first")
+            raise TypeError(
+                f"byte_string must be bytes, not {type(byte_string).__name__}: encode "
+                f"{byte_string!r} first"
+            )
         token = super().__new__(cls, byte_string)
         fields = _Fields()
         fields.page, fields.index = divmod(token_id, _PAGE)
@@ -52,7 +58,8 @@ class Token(bytes):
 
     @classmethod
     def vocabulary(cls, byte_strings: Sequence[bytes]) -> list[Token]:
-        """The tokens of a whole vocabulary: element ``i`` has id ``i`` and the bytes ``byte_strings[i]``."""
+        """The tokens of a whole vocabulary: element ``i`` has id ``i`` and the bytes
+        ``byte_strings[i]``."""
         with _no_collection():
             tokens = list(map(bytes.__new__, repeat(cls), byte_strings))
             for page in range(-(-len(tokens) // _PAGE)):
@@ -90,22 +97,30 @@ class Token(bytes):
         return hash(self.token_id)
 
     def __eq__(self, other: object) -> bool:
-        return self.token_id == other.token_id if isinstance(other, Token) else super().__eq__(other)
+        return (
+            self.token_id == other.token_id if isinstance(other, Token) else super().__eq__(other)
+        )
 
     def __ne__(self, other: object) -> bool:
-        return self.token_id != other.token_id if isinstance(other, Token) else super().__ne__(other)
+        return (
+            self.token_id != other.token_id if isinstance(other, Token) else super().__ne__(other)
+        )
 
     def __lt__(self, other: bytes) -> bool:
         return self.token_id < other.token_id if isinstance(other, Token) else super().__lt__(other)
 
     def __le__(self, other: bytes) -> bool:
-        return self.token_id <= other.token_id if isinstance(other, Token) else super().__le__(other)
+        return (
+            self.token_id <= other.token_id if isinstance(other, Token) else super().__le__(other)
+        )
 
     def __gt__(self, other: bytes) -> bool:
         return self.token_id > other.token_id if isinstance(other, Token) else super().__gt__(other)
 
     def __ge__(self, other: bytes) -> bool:
-        return self.token_id >= other.token_id if isinstance(other, Token) else super().__ge__(other)
+        return (
+            self.token_id >= other.token_id if isinstance(other, Token) else super().__ge__(other)
+        )
 
     def __reduce__(self) -> tuple[type[Token], tuple[int, bytes]]:
         return type(self), (self.token_id, bytes(self))
@@ -113,7 +128,8 @@ class Token(bytes):
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keeps the garbage collector from searching what is being made, over and over: that takes four times as long."""
+    """Keeps the garbage collector from searching what is being made, over and over: that takes four
+    times as long."""
     enabled = gc.isenabled()
     gc.disable()
     try:

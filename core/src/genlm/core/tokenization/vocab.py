@@ -12,32 +12,41 @@ from genlm.core.tokenization.slow import slow_token_bytes
 from genlm.core.tokenization.token import Token
 
 
-def decode_vocab(tokenizer: Any, byte2str_fallback: str = "tokenizer") -> tuple[list[Token], list[str]]:
+def decode_vocab(
+    tokenizer: Any, byte2str_fallback: str = "tokenizer"
+) -> tuple[list[Token], list[str]]:
     """The tokens of a tokenizer as bytes, and as strings.
 
-    The bytes are those that a token adds to a text: joined over the ids of a text they are its UTF-8, up to what the
-    tokenizer's normalizer changes and, for SentencePiece, the space that it puts before the text. They follow from the
-    tokenizer's own definition (model, decoder and added tokens); no text is encoded to find them. Special and added
-    tokens are their literal text.
+    The bytes are those that a token adds to a text: joined over the ids of a text they are its
+    UTF-8, up to what the tokenizer's normalizer changes and, for SentencePiece, the space that it
+    puts before the text. They follow from the tokenizer's own definition (model, decoder and added
+    tokens); no text is encoded to find them. Special and added tokens are their literal text.
 
-    Both lists have one more element than the largest id; an id that no token has gives ``b""``. Strings are for reading:
-    several tokens may have the same.
+    Both lists have one more element than the largest id; an id that no token has gives ``b""``.
+    Strings are for reading: several tokens may have the same.
 
-    :param tokenizer: a Hugging Face tokenizer, fast or slow; one of the libraries tokenizers, SentencePiece, tiktoken or
-        mistral-common; or any object with ``token_bytes() -> Sequence[bytes]``, which is taken at its word.
-    :param byte2str_fallback: what stands in ``str_vocab`` for bytes that are not UTF-8: ``"tokenizer"``, the tokenizer's
-        own name of the token (``convert_ids_to_tokens``; ``"replace"`` where it has none); ``"latin1"``; or ``"replace"``,
-        U+FFFD.
+    :param tokenizer: a Hugging Face tokenizer, fast or slow; one of the libraries tokenizers,
+        SentencePiece, tiktoken or mistral-common; or any object with ``token_bytes() ->
+        Sequence[bytes]``, which is taken at its word.
+    :param byte2str_fallback: what stands in ``str_vocab`` for bytes that are not UTF-8:
+        ``"tokenizer"``, the tokenizer's own name of the token (``convert_ids_to_tokens``;
+        ``"replace"`` where it has none); ``"latin1"``; or ``"replace"``, U+FFFD.
     :returns: ``(byte_vocab, str_vocab)``; ``byte_vocab[i].token_id == i``.
     :raises InvalidOptionError: ``byte2str_fallback`` is none of these.
-    :raises VocabularyError: the tokenizer loses bytes of the text (WordPiece, for one), or is of no known family, or has
-        no token at all; or its ``token_bytes()`` gives something else than bytes.
+    :raises VocabularyError: the tokenizer loses bytes of the text (WordPiece, for one), or is of no
+        known family, or has no token at all; or its ``token_bytes()`` gives something else than
+        bytes.
     """
     fallback = _fallback(tokenizer, byte2str_fallback)
     token_bytes = _token_bytes(tokenizer)
     if not token_bytes:
-        raise VocabularyError(f"the vocabulary of {type(tokenizer).__name__} is empty; give a tokenizer that has tokens")
-    return Token.vocabulary(token_bytes), [_to_string(i, token, fallback) for i, token in enumerate(token_bytes)]
+        raise VocabularyError(
+            f"the vocabulary of {type(tokenizer).__name__} is empty; give a tokenizer that has "
+            "tokens"
+        )
+    return Token.vocabulary(token_bytes), [
+        _to_string(i, token, fallback) for i, token in enumerate(token_bytes)
+    ]
 
 
 def _token_bytes(tokenizer: Any) -> Sequence[bytes]:
@@ -50,7 +59,8 @@ def _token_bytes(tokenizer: Any) -> Sequence[bytes]:
         return token_bytes
     if not hasattr(tokenizer, "get_vocab"):
         raise VocabularyError(
-            f"{type(tokenizer).__name__} is no tokenizer of a known family: it has neither get_vocab nor token_bytes; "
+            f"{type(tokenizer).__name__} is no tokenizer of a known family: it has neither "
+            "get_vocab nor token_bytes; "
             "give it a method token_bytes() that returns the bytes of every token"
         )
     return slow_token_bytes(tokenizer)
@@ -58,7 +68,10 @@ def _token_bytes(tokenizer: Any) -> Sequence[bytes]:
 
 def _checked(token_id: int, token: Any) -> bytes:
     if not isinstance(token, bytes | bytearray | memoryview):
-        raise VocabularyError(f"token_bytes() gave {token!r:.40} for token {token_id}; give its bytes, b'' if it has none")
+        raise VocabularyError(
+            f"token_bytes() gave {token!r:.40} for token {token_id}; give its bytes, b'' if it has "
+            "none"
+        )
     return bytes(token)
 
 
@@ -77,4 +90,6 @@ def _fallback(tokenizer: Any, name: str) -> Callable[[int, bytes], str]:
             return lambda token_id, _: str(tokenizer.convert_ids_to_tokens(token_id))
         case "tokenizer" | "replace":
             return lambda _, token: token.decode(errors="replace")
-    raise InvalidOptionError(f"byte2str_fallback is {name!r}: it must be 'tokenizer', 'latin1' or 'replace'")
+    raise InvalidOptionError(
+        f"byte2str_fallback is {name!r}: it must be 'tokenizer', 'latin1' or 'replace'"
+    )

@@ -21,7 +21,8 @@ from genlm.core.trie.trie import TokenCharacterTrie
 
 @frozen(eq=False)
 class Request:
-    """One vector of weights to combine. No two requests are equal: comparing vectors costs more than it saves."""
+    """One vector of weights to combine. No two requests are equal: comparing vectors costs more
+    than it saves."""
 
     operation: Operation
     weights: Any
@@ -34,7 +35,8 @@ class TrieStepper:
         self.trie = trie
 
     def step(self, newcomers: Sequence[Request]) -> Iterable[tuple[Request, Any]]:
-        """Answer all of ``newcomers``, which ask for the same operation; if that fails, each alone."""
+        """Answer all of ``newcomers``, which ask for the same operation; if that fails, each
+        alone."""
         try:
             return list(zip(newcomers, self._combine(newcomers), strict=True))
         except Exception:
@@ -50,31 +52,40 @@ class TrieStepper:
             return error
 
     def _combine(self, requests: Sequence[Request]) -> Any:
-        combine = self.trie.batch_weight_sum if requests[0].operation is SUM else self.trie.batch_weight_max
+        combine = (
+            self.trie.batch_weight_sum
+            if requests[0].operation is SUM
+            else self.trie.batch_weight_max
+        )
         return combine([request.weights for request in requests])
 
 
 class AsyncTokenCharacterTrie:
     """A trie whose concurrent calls are answered together.
 
-    Calls that wait at the same time, from any number of event loops, become one call of the trie for sums and one for
-    maxima. A call whose weights are wrong fails alone. Results of one batch are rows of one array.
+    Calls that wait at the same time, from any number of event loops, become one call of the trie
+    for sums and one for maxima. A call whose weights are wrong fails alone. Results of one batch
+    are rows of one array.
 
     :param trie: what computes.
     """
 
     def __init__(self, trie: TokenCharacterTrie) -> None:
         self.trie = trie
-        self._lock = threading.RLock()  # re-entrant, for a signal handler may call shutdown() at any line
+        # re-entrant, for a signal handler may call shutdown() at any line.
+        self._lock = threading.RLock()
         self._batcher: Batcher[Request, Any] | None = None
         self._pid = os.getpid()
 
     @classmethod
-    def from_vocab(cls, vocab: Sequence[Any], backend: str = "parallel", **options: Any) -> AsyncTokenCharacterTrie:
+    def from_vocab(
+        cls, vocab: Sequence[Any], backend: str = "parallel", **options: Any
+    ) -> AsyncTokenCharacterTrie:
         """Build the trie too.
 
         :param vocab: the vocabulary.
-        :param backend: ``"parallel"`` computes on an accelerator where there is one, ``"sequential"`` on the CPU.
+        :param backend: ``"parallel"`` computes on an accelerator where there is one,
+            ``"sequential"`` on the CPU.
         :param options: for the trie.
         :raises InvalidOptionError: ``backend`` is another.
         """
@@ -86,11 +97,13 @@ class AsyncTokenCharacterTrie:
         raise InvalidOptionError(f"backend is {backend!r}: it must be 'parallel' or 'sequential'")
 
     async def weight_sum(self, ws: Any) -> Any:
-        """:meth:`TokenCharacterTrie.weight_sum`, with other calls. Do not write into ``ws`` before the answer is there."""
+        """:meth:`TokenCharacterTrie.weight_sum`, with other calls. Do not write into ``ws`` before
+        the answer is there."""
         return await self._running().submit(Request(SUM, ws))
 
     async def weight_max(self, ws: Any) -> Any:
-        """:meth:`TokenCharacterTrie.weight_max`, with other calls. Do not write into ``ws`` before the answer is there."""
+        """:meth:`TokenCharacterTrie.weight_max`, with other calls. Do not write into ``ws`` before
+        the answer is there."""
         return await self._running().submit(Request(MAX, ws))
 
     def start(self) -> None:
@@ -98,7 +111,8 @@ class AsyncTokenCharacterTrie:
         self._running()
 
     def shutdown(self) -> None:
-        """End the worker thread; calls that it has not taken yet fail. Idempotent; the next call starts it anew.
+        """End the worker thread; calls that it has not taken yet fail. Idempotent; the next call
+        starts it anew.
 
         A call that still waits meets :class:`~genlm.core.errors.ModelClosedError`.
         """
@@ -118,13 +132,16 @@ class AsyncTokenCharacterTrie:
             batcher = self._batcher
             if batcher is None:
                 stepper = TrieStepper(self.trie)
-                batcher = Batcher(lambda: stepper, name="genlm-trie", kind=operator.attrgetter("operation"))
+                batcher = Batcher(
+                    lambda: stepper, name="genlm-trie", kind=operator.attrgetter("operation")
+                )
                 # The interpreter's exit is the batcher's own affair.
                 weakref.finalize(self, batcher.stop).atexit = False
                 self._batcher = batcher
             return batcher
 
     def _leave_parent(self) -> None:
-        """Begin anew in a forked child, which has no worker thread, and perhaps a lock that nobody will release."""
+        """Begin anew in a forked child, which has no worker thread, and perhaps a lock that nobody
+        will release."""
         if os.getpid() != self._pid:
             self._pid, self._lock, self._batcher = os.getpid(), threading.RLock(), None

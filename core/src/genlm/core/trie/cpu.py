@@ -1,4 +1,5 @@
-"""The trie's kernel in NumPy: one row after the other, so that all of its work stays in the cache; rows on all cores."""
+"""The trie's kernel in NumPy: one row after the other, so that all of its work stays in the cache;
+rows on all cores."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _WORTH_A_THREAD = 1 << 17
 class CpuKernel:
     """Sums and maxima over the nodes of a trie, for rows in main memory.
 
-    NumPy releases the interpreter lock while it works on a row, so other threads go on, and large batches use all cores.
+    NumPy releases the interpreter lock while it works on a row, so other threads go on, and large
+    batches use all cores.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -53,7 +55,8 @@ class CpuKernel:
         plan = self.plan
         result = self._results.empty((len(rows), plan.nodes + plan.words), wanted.name)
 
-        left = iter(list(zip(rows, result, strict=True)))  # whoever is free takes the next: on this, next() is atomic
+        # Whoever is free takes the next: on this, next() is atomic.
+        left = iter(list(zip(rows, result, strict=True)))
         helpers = min(self._cores, len(rows), len(rows) * plan.width // _WORTH_A_THREAD) - 1
         helping = [self._pool.submit(self._run, operation, left) for _ in range(helpers)]
         self._run(operation, left)
@@ -68,9 +71,13 @@ class CpuKernel:
         for row, answer in left:
             self._combine(operation, row, work)
             answer[nodes:] = work[: self.plan.words]
-            work.astype(answer.dtype, copy=False).take(self.plan.place, out=answer[:nodes], mode=_UNCHECKED)
+            work.astype(answer.dtype, copy=False).take(
+                self.plan.place, out=answer[:nodes], mode=_UNCHECKED
+            )
 
-    def _combine(self, operation: Operation, row: FloatArray, work: npt.NDArray[np.float64]) -> None:
+    def _combine(
+        self, operation: Operation, row: FloatArray, work: npt.NDArray[np.float64]
+    ) -> None:
         """Fill the work row; see :mod:`genlm.core.trie.plan`."""
         plan, combine = self.plan, operation.of(np)
         work[: plan.words] = row
@@ -84,7 +91,11 @@ class CpuKernel:
 
     @property
     def _cores(self) -> int:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:

@@ -1,4 +1,5 @@
-"""The trie's kernel in PyTorch, for rows that live on an accelerator: the same plan, all rows at once."""
+"""The trie's kernel in PyTorch, for rows that live on an accelerator: the same plan, all rows at
+once."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ class DeviceKernel:
         try:
             self._first = torch.from_numpy(plan.first).to(device)
         except (AssertionError, RuntimeError) as error:  # PyTorch raises either, by device
-            raise InvalidOptionError(f"device is {device!r}, which this PyTorch cannot use here: {error}") from error
+            raise InvalidOptionError(
+                f"device is {device!r}, which this PyTorch cannot use here: {error}"
+            ) from error
         self._others = [torch.from_numpy(step.other).to(device) for step in plan.rounds]
         self._rest = torch.from_numpy(_padded(plan.rest, plan.width)).to(device)
         self._place = torch.from_numpy(plan.place).to(device)
@@ -55,7 +58,11 @@ class DeviceKernel:
         if batch and isinstance(ws, list | tuple):
             none = torch.empty((0, self.plan.words), dtype=self.dtype, device=self.device)
             return torch.cat([none, *(self.rows(row, batch=False) for row in ws)])
-        tensor = ws.detach() if isinstance(ws, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(to_array(ws)))
+        tensor = (
+            ws.detach()
+            if isinstance(ws, torch.Tensor)
+            else torch.from_numpy(np.ascontiguousarray(to_array(ws)))
+        )
         rows: torch.Tensor = tensor if batch else tensor[None]
         check_shape(rows.shape[1:], self.plan.words)
         # MPS cannot even receive float64.

@@ -12,15 +12,20 @@ if TYPE_CHECKING:
 
 
 def draw_dot(trie: TokenCharacterTrie, ws: Any, max_nodes: int) -> Any:
-    """A ``graphviz.Digraph``: circles for prefixes, double circles for items, greener where the weight is larger.
+    """A ``graphviz.Digraph``: circles for prefixes, double circles for items, greener where the
+    weight is larger.
 
     :raises ImportError: the package graphviz is missing.
     """
     graphviz = _import_graphviz()
-    dot = graphviz.Digraph(comment="Token Character Trie", graph_attr={"rankdir": "LR"}, node_attr={"style": "filled"})
+    dot = graphviz.Digraph(
+        comment="Token Character Trie", graph_attr={"rankdir": "LR"}, node_attr={"style": "filled"}
+    )
     for drawn in excerpt(trie, ws, max_nodes):
         shape = "circle" if drawn.item is None else "doublecircle"
-        dot.node(str(drawn.node), graphviz.escape(_label(drawn)), shape=shape, fillcolor=_color(drawn))
+        dot.node(
+            str(drawn.node), graphviz.escape(_label(drawn)), shape=shape, fillcolor=_color(drawn)
+        )
         if drawn.above is not None:
             edge = f"End-of-Token (position {drawn.item})" if drawn.edge is None else drawn.edge
             dot.edge(str(drawn.above), str(drawn.node), label=graphviz.escape(edge))
@@ -45,5 +50,6 @@ def _import_graphviz() -> Any:
         return importlib.import_module("graphviz")
     except ModuleNotFoundError as error:
         raise ImportError(
-            'drawing a trie needs the package graphviz: pip install "genlm-core[visualize]"; or use format="html"'
+            'drawing a trie needs the package graphviz: pip install "genlm-core[visualize]"; or '
+            'use format="html"'
         ) from error

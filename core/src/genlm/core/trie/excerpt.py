@@ -46,18 +46,23 @@ class Drawn:
 
 
 def excerpt(trie: TokenCharacterTrie, ws: Any, max_nodes: int) -> list[Drawn]:
-    """The root and what hangs together with it, the heaviest first, up to ``max_nodes``; each after the node above it.
+    """The root and what hangs together with it, the heaviest first, up to ``max_nodes``; each after
+    the node above it.
 
-    :param ws: ``[len(trie)]`` weights by node, such as ``weight_sum`` gives; ``None`` counts the items below each node.
+    :param ws: ``[len(trie)]`` weights by node, such as ``weight_sum`` gives; ``None`` counts the
+        items below each node.
     :raises InvalidInputError: ``ws`` has another shape.
     :raises InvalidOptionError: ``max_nodes`` is less than 1.
     """
     if max_nodes < 1:
         raise InvalidOptionError(f"max_nodes is {max_nodes}: it must be at least 1")
-    weights = to_array(trie.weight_sum(np.ones(len(trie.decode))) if ws is None else ws).astype(np.float64)
+    weights = to_array(trie.weight_sum(np.ones(len(trie.decode))) if ws is None else ws).astype(
+        np.float64
+    )
     if weights.shape != (len(trie),):
         raise InvalidInputError(
-            f"ws has the shape {list(weights.shape)}, but the trie has {len(trie)} nodes: give weights by node, such as "
+            f"ws has the shape {list(weights.shape)}, but the trie has {len(trie)} nodes: give "
+            "weights by node, such as "
             "weight_sum() returns"
         )
     edges = _heaviest(trie, weights, max_nodes)
@@ -79,7 +84,8 @@ def excerpt(trie: TokenCharacterTrie, ws: Any, max_nodes: int) -> list[Drawn]:
 
 
 def read(letters: Sequence[Hashable]) -> str:
-    """Letters for people: bytes as UTF-8, with escapes for what is none or would not show; other letters as they are."""
+    """Letters for people: bytes as UTF-8, with escapes for what is none or would not show; other
+    letters as they are."""
     if all(isinstance(letter, int) and 0 <= letter < 256 for letter in letters):
         text = bytes(letters).decode("utf-8", "backslashreplace")  # type: ignore[arg-type]
     else:
@@ -87,7 +93,9 @@ def read(letters: Sequence[Hashable]) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def _heaviest(trie: TokenCharacterTrie, weights: Floats, limit: int) -> list[tuple[int, int | None, Hashable]]:
+def _heaviest(
+    trie: TokenCharacterTrie, weights: Floats, limit: int
+) -> list[tuple[int, int | None, Hashable]]:
     """From the root, always the heaviest node in reach: (node, node above, edge)."""
     found: list[tuple[int, int | None, Hashable]] = []
     # The node's number settles ties, for the same drawing every time.
@@ -101,9 +109,12 @@ def _heaviest(trie: TokenCharacterTrie, weights: Floats, limit: int) -> list[tup
 
 
 def _shares(weights: Floats) -> Floats:
-    """Masses in proportion to the largest; where there are negative weights, their place between least and largest."""
+    """Masses in proportion to the largest; where there are negative weights, their place between
+    least and largest."""
     finite = weights[np.isfinite(weights)]
     low = min(float(finite.min(initial=0.0)), 0.0)
     high = float(finite.max(initial=low))
-    shares = (np.nan_to_num(weights, nan=low, neginf=low, posinf=high) - low) / ((high - low) or 1.0)
+    shares = (np.nan_to_num(weights, nan=low, neginf=low, posinf=high) - low) / (
+        (high - low) or 1.0
+    )
     return np.clip(shares, 0.0, 1.0)

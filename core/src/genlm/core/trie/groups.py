@@ -11,12 +11,15 @@ from genlm.core.trie.words import Ints
 
 @frozen(eq=False)
 class Groups:
-    """The sets of two or more words that lie below some node. They are nested; each is the union of groups and words.
+    """The sets of two or more words that lie below some node. They are nested; each is the union of
+    groups and words.
 
     Attributes:
         of_node: ``[nodes]`` The group below each node; -1 where there is only one word.
-        of_word: ``[words]`` The smallest group with the word of each rank; -1 for a word that is alone.
-        above: ``[groups]`` The smallest group that holds each group and more; -1 for the one that holds all.
+        of_word: ``[words]`` The smallest group with the word of each rank; -1 for a word that is
+            alone.
+        above: ``[groups]`` The smallest group that holds each group and more; -1 for the one that
+            holds all.
     """
 
     of_node: Ints
@@ -35,7 +38,9 @@ class Groups:
         of_node = np.full(layout.size, -1)
         of_node[several] = group
         parent = layout.parent[several[uppermost]]
-        return cls(of_node, _above_words(layout, of_node), np.where(parent < 0, -1, of_node[parent]))
+        return cls(
+            of_node, _above_words(layout, of_node), np.where(parent < 0, -1, of_node[parent])
+        )
 
 
 def _above_words(layout: Layout, of_node: Ints) -> Ints:

@@ -23,7 +23,8 @@ class Operation:
     identity: float
 
     def of(self, library: Any) -> Any:
-        """The operation as the module ``numpy`` or ``torch`` has it: ``f(left, right, out=...)``."""
+        """The operation as the module ``numpy`` or ``torch`` has it: ``f(left, right,
+        out=...)``."""
         return getattr(library, self.name)
 
 

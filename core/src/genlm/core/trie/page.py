@@ -13,16 +13,20 @@ if TYPE_CHECKING:
 
 
 def draw_page(trie: TokenCharacterTrie, ws: Any, max_nodes: int) -> str:
-    """An HTML document: a tree to open and close, a bar for each weight, and a search among all prefixes that it holds."""
+    """An HTML document: a tree to open and close, a bar for each weight, and a search among all
+    prefixes that it holds."""
     drawn = excerpt(trie, ws, max_nodes)
     template = files("genlm.core.trie").joinpath("page.html").read_text(encoding="utf-8")
     # No "<" can then end the script element that holds the data.
-    data = json.dumps(_columns(drawn), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(_columns(drawn), ensure_ascii=False, separators=(",", ":")).replace(
+        "<", "\\u003c"
+    )
     return template.replace("/*DATA*/", data)
 
 
 def _columns(drawn: list[Drawn]) -> dict[str, Any]:
-    """The nodes by column, numbered in the order drawn; a node's children follow it, the heaviest first."""
+    """The nodes by column, numbered in the order drawn; a node's children follow it, the heaviest
+    first."""
     row = {node.node: i for i, node in enumerate(drawn)}
     return {
         "node": [node.node for node in drawn],

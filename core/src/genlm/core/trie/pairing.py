@@ -9,7 +9,8 @@ from attrs import frozen
 from genlm.core.trie.groups import Groups
 from genlm.core.trie.words import Ints
 
-# A round of fewer pairs takes as long as a round of none: all that is left then is combined at once.
+# A round of fewer pairs takes as long as a round of none: all that is left then is combined at
+# once.
 _FEWEST_PAIRS = 100
 
 
@@ -18,7 +19,8 @@ class Pairs:
     """The values that one round combines.
 
     Attributes:
-        new: ``[pairs]`` One value of each pair, made in the round before (in the first round, a word).
+        new: ``[pairs]`` One value of each pair, made in the round before (in the first round, a
+            word).
         other: ``[pairs]`` The other one, made in any round before.
     """
 
@@ -29,8 +31,8 @@ class Pairs:
 class Pairing:
     """Combines the words of each group two by two, in rounds, in all groups at once.
 
-    A group that is left with a single value is done, and passes it on to the group above. Values are numbered: the words by
-    position, then the results in the order made.
+    A group that is left with a single value is done, and passes it on to the group above. Values
+    are numbered: the words by position, then the results in the order made.
 
     Attributes:
         rounds: What is combined, one round after the other.
@@ -44,7 +46,8 @@ class Pairing:
         self._made = len(order)
         self._awaited = self._count(groups.above)  # groups below each that are not done
         grouped = groups.of_word >= 0
-        # What can be combined now. What is older comes first in its group; of that there is one at most.
+        # What can be combined now. What is older comes first in its group; of that there is one at
+        # most.
         self._value, self._group = order[grouped], groups.of_word[grouped]
         while len(self._value):
             pair = self._pairs()
@@ -53,7 +56,8 @@ class Pairing:
             self._combine(pair)
 
     def rest(self) -> tuple[Ints, Ints]:
-        """End the groups that are not done yet: the values that they consist of, each with its group, sorted by group.
+        """End the groups that are not done yet: the values that they consist of, each with its
+        group, sorted by group.
 
         A value occurs once for each group that it belongs to, up to the one that holds all.
         """
@@ -69,12 +73,15 @@ class Pairing:
         return value[order], group[order]
 
     def _pairs(self) -> npt.NDArray[np.bool_]:
-        """Sort by group; whether each value is the second of two, counted from the first of its group."""
+        """Sort by group; whether each value is the second of two, counted from the first of its
+        group."""
         order = np.argsort(self._group, kind="stable")
         self._value, self._group = self._value[order], self._group[order]
         place = np.arange(len(order))
         begins = np.append(True, self._group[1:] != self._group[:-1])
-        is_second: npt.NDArray[np.bool_] = (place - np.maximum.accumulate(np.where(begins, place, 0))) % 2 == 1
+        is_second: npt.NDArray[np.bool_] = (
+            place - np.maximum.accumulate(np.where(begins, place, 0))
+        ) % 2 == 1
         return is_second
 
     def _combine(self, is_second: npt.NDArray[np.bool_]) -> None:

@@ -1,11 +1,12 @@
 """How to sum or maximise over every node's words in a few dozen array operations.
 
-Differences of prefix sums would be one operation, but they lose small masses to cancellation. Instead, the words below
-each node are combined pair by pair, in rounds, for all nodes at once (see :mod:`genlm.core.trie.pairing`). As only
-disjoint parts are ever combined, results are exact up to rounding, for weights of any sign.
+Differences of prefix sums would be one operation, but they lose small masses to cancellation.
+Instead, the words below each node are combined pair by pair, in rounds, for all nodes at once (see
+:mod:`genlm.core.trie.pairing`). As only disjoint parts are ever combined, results are exact up to
+rounding, for weights of any sign.
 
-At least one value of each pair was made in the round before. So the results of a round are kept in the order in which the
-next one takes them, and only the other value of each pair must be looked up.
+At least one value of each pair was made in the round before. So the results of a round are kept in
+the order in which the next one takes them, and only the other value of each pair must be looked up.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Rest:
     """Results of more than two values each, in the work row.
 
     Attributes:
-        values: Where the values are: those of the first result, then those of the second, and so on.
+        values: Where the values are: those of the first result, then those of the second, and so
+            on.
         starts: ``[results]`` Where in ``values`` those of each result begin.
         results: Where the results go.
     """
@@ -56,11 +58,13 @@ class Rest:
 
 @frozen(eq=False)
 class Plan:
-    """What to combine with what, in a work row ``[width]``: the weights by position, then all results.
+    """What to combine with what, in a work row ``[width]``: the weights by position, then all
+    results.
 
     Attributes:
         words: The number of weights.
-        first: ``[pairs]`` The positions of the first round's new values: to be put where its results go.
+        first: ``[pairs]`` The positions of the first round's new values: to be put where its
+            results go.
         rounds: What to combine, one after the other.
         rest: What to combine after that.
         place: ``[nodes]`` Where in the work row each node's result is.

@@ -25,14 +25,18 @@ from genlm.core.trie.words import Words, key_of
 
 
 class TokenCharacterTrie:
-    """A trie over the letters of a vocabulary's items, which sums or maximises weights over all items below each node.
+    """A trie over the letters of a vocabulary's items, which sums or maximises weights over all
+    items below each node.
 
-    Nodes are ``0..len(trie)-1``. Every item has a leaf of its own below the node of its last letter, so items with the same
-    letters have different leaves. Weights are given by position: ``ws[i]`` belongs to ``decode[i]``.
+    Nodes are ``0..len(trie)-1``. Every item has a leaf of its own below the node of its last
+    letter, so items with the same letters have different leaves. Weights are given by position:
+    ``ws[i]`` belongs to ``decode[i]``.
 
-    :param decode: the vocabulary: tokens, bytes, str or any hashable iterables of hashable letters, mixed as you like; an
-        end-of-sequence object may yield itself. The letters of bytes are ints.
-    :param device: the PyTorch device that computes, for instance ``"cuda"``. On the CPU, the default, NumPy computes.
+    :param decode: the vocabulary: tokens, bytes, str or any hashable iterables of hashable letters,
+        mixed as you like; an end-of-sequence object may yield itself. The letters of bytes are
+        ints.
+    :param device: the PyTorch device that computes, for instance ``"cuda"``. On the CPU, the
+        default, NumPy computes.
     :raises VocabularyError: ``decode`` is empty, or an item occurs twice.
     :raises InvalidOptionError: PyTorch knows no such device.
     """
@@ -60,17 +64,18 @@ class TokenCharacterTrie:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.decode, self.device)
 
-    # --- all nodes at once --------------------------------------------------------------------------------------------
+    # --- all nodes at once ------------------------------------------------------------------------
 
     def weight_sum(self, ws: Any, dtype: Any = None) -> Any:
         """For every node, the sum of the weights of all items below it.
 
-        Parts are disjoint and only ever added, so small masses keep their precision. Computed in float64 (float32 on MPS).
+        Parts are disjoint and only ever added, so small masses keep their precision. Computed in
+        float64 (float32 on MPS).
 
-        :param ws: ``[len(decode)]`` weights of any sign, by position: a NumPy array or PyTorch tensor of any float dtype on
-            any device, or a list.
-        :param dtype: what to return: ``np.float64`` (the default) or ``np.float32`` for an array; ``torch.float64`` or
-            ``torch.float32`` for a tensor on the trie's device.
+        :param ws: ``[len(decode)]`` weights of any sign, by position: a NumPy array or PyTorch
+            tensor of any float dtype on any device, or a list.
+        :param dtype: what to return: ``np.float64`` (the default) or ``np.float32`` for an array;
+            ``torch.float64`` or ``torch.float32`` for a tensor on the trie's device.
         :returns: ``[len(trie)]`` sums by node.
         :raises InvalidInputError: ``ws`` has another shape.
         :raises InvalidOptionError: ``dtype`` is another.
@@ -78,7 +83,8 @@ class TokenCharacterTrie:
         return self._reduce(SUM, ws, dtype, batch=False)[0]
 
     def weight_max(self, ws: Any, dtype: Any = None) -> Any:
-        """For every node, the largest weight of the items below it; arguments and result as for :meth:`weight_sum`."""
+        """For every node, the largest weight of the items below it; arguments and result as for
+        :meth:`weight_sum`."""
         return self._reduce(MAX, ws, dtype, batch=False)[0]
 
     def batch_weight_sum(self, ws: Any, dtype: Any = None) -> Any:
@@ -104,10 +110,11 @@ class TokenCharacterTrie:
         wanted = ResultType.of(dtype)
         return self._kernel.reduce(operation, self._kernel.rows(ws, batch), wanted)
 
-    # --- one node at a time -------------------------------------------------------------------------------------------
+    # --- one node at a time -----------------------------------------------------------------------
 
     def find(self, prefix: Iterable[Hashable]) -> int | None:
-        """The node that ``prefix`` leads to, or ``None``. Costs a binary search among siblings for each letter."""
+        """The node that ``prefix`` leads to, or ``None``. Costs a binary search among siblings for
+        each letter."""
         return self._walker.find(prefix)
 
     @property
@@ -116,7 +123,8 @@ class TokenCharacterTrie:
         return self._words.order
 
     def positions_under(self, node: int) -> npt.NDArray[np.int64]:
-        """The positions of the items below ``node`` (the token ids, for a vocabulary): a slice of :attr:`positions`, O(1).
+        """The positions of the items below ``node`` (the token ids, for a vocabulary): a slice of
+        :attr:`positions`, O(1).
 
         :raises InvalidInputError: there is no such node.
         """
@@ -125,8 +133,8 @@ class TokenCharacterTrie:
     def children_sum(self, node: int, ws: Any) -> dict[Any, float]:
         """The sums of the weights below each child of ``node``, by the keys of ``children[node]``.
 
-        Costs time in proportion to the items below ``node``: a walk from the root down costs little more than its first
-        step.
+        Costs time in proportion to the items below ``node``: a walk from the root down costs little
+        more than its first step.
 
         :param ws: one vector of weights, as for :meth:`weight_sum`.
         :raises InvalidInputError: ``ws`` has another shape, or there is no such node.
@@ -134,11 +142,13 @@ class TokenCharacterTrie:
         return self._walker.children(SUM, node, self._row(ws))
 
     def children_max(self, node: int, ws: Any) -> dict[Any, float]:
-        """The largest weight below each child of ``node``; arguments and cost as for :meth:`children_sum`."""
+        """The largest weight below each child of ``node``; arguments and cost as for
+        :meth:`children_sum`."""
         return self._walker.children(MAX, node, self._row(ws))
 
     def heaviest_children(self, node: int, ws: Any, k: int) -> list[tuple[Any, float]]:
-        """The ``k`` children of ``node`` with the largest sums, the heaviest first, as pairs of key and sum.
+        """The ``k`` children of ``node`` with the largest sums, the heaviest first, as pairs of key
+        and sum.
 
         Costs as much as :meth:`children_sum`.
         """
@@ -150,17 +160,21 @@ class TokenCharacterTrie:
         check_shape(row.shape, len(self.decode))
         return row
 
-    # --- as dictionaries, built when first touched --------------------------------------------------------------------
+    # --- as dictionaries, built when first touched ------------------------------------------------
 
     @cached_property
     def children(self) -> list[dict[Hashable, int]]:
-        """For each node its edges: letter to node, and ``(None, position)`` to the leaf of an item that ends there."""
+        """For each node its edges: letter to node, and ``(None, position)`` to the leaf of an item
+        that ends there."""
         return children_view(self._words, self._layout)
 
     @cached_property
     def word2leaf(self) -> dict[Any, int]:
-        """The leaf of every item: a token's under ``(byte_string, token_id)``, any other's under the item itself."""
-        return {key_of(item): self._layout.size + position for position, item in enumerate(self.decode)}
+        """The leaf of every item: a token's under ``(byte_string, token_id)``, any other's under
+        the item itself."""
+        return {
+            key_of(item): self._layout.size + position for position, item in enumerate(self.decode)
+        }
 
     @cached_property
     def leaf2word(self) -> dict[int, Any]:
@@ -172,15 +186,18 @@ class TokenCharacterTrie:
         """The letters that lead to each node, leaves included."""
         return prefixes_view(self._words, self._layout)
 
-    # --- for people ---------------------------------------------------------------------------------------------------
+    # --- for people -------------------------------------------------------------------------------
 
-    def visualize(self, ws: Any = None, format: str = "graphviz", max_nodes: int | None = None) -> Any:
+    def visualize(
+        self, ws: Any = None, format: str = "graphviz", max_nodes: int | None = None
+    ) -> Any:
         """Draw the trie, or of a large one the part that weighs most.
 
-        :param ws: ``[len(trie)]`` weights by node, such as :meth:`weight_sum` gives. Without them the nodes with the most
-            items below are drawn.
-        :param format: ``"graphviz"`` gives a ``graphviz.Digraph`` (needs the extra ``visualize``); ``"html"`` the text of a
-            web page that can be opened, closed and searched, and needs nothing else.
+        :param ws: ``[len(trie)]`` weights by node, such as :meth:`weight_sum` gives. Without them
+            the nodes with the most items below are drawn.
+        :param format: ``"graphviz"`` gives a ``graphviz.Digraph`` (needs the extra ``visualize``);
+            ``"html"`` the text of a web page that can be opened, closed and searched, and needs
+            nothing else.
         :param max_nodes: the most nodes to draw; by default 100, or 20,000 in a page.
         :raises InvalidInputError: ``ws`` has another shape.
         :raises InvalidOptionError: ``format`` or ``max_nodes`` is not accepted.

@@ -10,9 +10,12 @@ from genlm.core.trie.words import Words
 
 
 def children_view(words: Words, layout: Layout) -> list[dict[Hashable, int]]:
-    """For each node its edges: letter to node, and ``(None, position)`` to leaf. Leaves have none."""
+    """For each node its edges: letter to node, and ``(None, position)`` to leaf. Leaves have
+    none."""
     children: list[dict[Hashable, int]] = [{} for _ in range(layout.size + len(words.order))]
-    edges = zip(layout.parent[1:].tolist(), layout.letter[1:].tolist(), range(1, layout.size), strict=True)
+    edges = zip(
+        layout.parent[1:].tolist(), layout.letter[1:].tolist(), range(1, layout.size), strict=True
+    )
     for parent, code, node in edges:
         children[parent][words.alphabet[code]] = node
     for position, node in zip(words.order.tolist(), layout.node_of_word.tolist(), strict=True):
@@ -23,7 +26,9 @@ def children_view(words: Words, layout: Layout) -> list[dict[Hashable, int]]:
 def prefixes_view(words: Words, layout: Layout) -> dict[int, list[Any]]:
     """For each node the letters that lead to it; a leaf has those of its item."""
     prefixes: dict[int, list[Any]] = {0: []}
-    for node, (parent, code) in enumerate(zip(layout.parent[1:].tolist(), layout.letter[1:].tolist(), strict=True), 1):
+    for node, (parent, code) in enumerate(
+        zip(layout.parent[1:].tolist(), layout.letter[1:].tolist(), strict=True), 1
+    ):
         prefixes[node] = [*prefixes[parent], words.alphabet[code]]
     for position, node in zip(words.order.tolist(), layout.node_of_word.tolist(), strict=True):
         prefixes[layout.size + position] = prefixes[node]

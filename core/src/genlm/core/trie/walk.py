@@ -58,7 +58,8 @@ class Walker:
         weights = row[below].astype(np.float64)
         first, stop = self.layout.first_child[node : node + 2]
         starts = self.layout.begin[first:stop] - self.layout.begin[node]
-        ending = int(starts[0]) if len(starts) else len(below)  # items that equal the node's prefix are first
+        # Items that equal the node's prefix are first.
+        ending = int(starts[0]) if len(starts) else len(below)
         combined = operation.of(np).reduceat(weights, starts) if len(starts) else np.empty(0)
         leaves = ((None, position) for position in below[:ending].tolist())
         letters = (self.words.alphabet[code] for code in self.layout.letter[first:stop])

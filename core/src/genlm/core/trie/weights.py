@@ -38,9 +38,15 @@ class ResultType:
         if dtype is None:
             return cls("float64", tensor=False)
         library, _, torch_name = str(dtype).rpartition(".")
-        wanted = cls(torch_name, tensor=True) if library == "torch" else cls(_numpy_name(dtype), tensor=False)
+        wanted = (
+            cls(torch_name, tensor=True)
+            if library == "torch"
+            else cls(_numpy_name(dtype), tensor=False)
+        )
         if wanted.name not in ("float64", "float32"):
-            raise InvalidOptionError(f"dtype is {dtype}: it must be float64 or float32, of NumPy or PyTorch")
+            raise InvalidOptionError(
+                f"dtype is {dtype}: it must be float64 or float32, of NumPy or PyTorch"
+            )
         return wanted
 
     def of_array(self, result: FloatArray) -> FloatArray | torch.Tensor:
@@ -75,7 +81,8 @@ def check_shape(shape: Sequence[int], words: int) -> None:
     """
     if tuple(shape) != (words,):
         raise InvalidInputError(
-            f"a row of weights has the shape {list(shape)}, but the trie needs [{words}]: give one weight for each item "
+            f"a row of weights has the shape {list(shape)}, but the trie needs [{words}]: give one "
+            "weight for each item "
             "of `decode`, by position"
         )
 

@@ -37,7 +37,8 @@ class Words:
     def of(cls, items: Sequence[Any]) -> Words:
         """Read and sort the items.
 
-        :raises VocabularyError: there is no item, one occurs twice, or one is no sequence of hashable letters.
+        :raises VocabularyError: there is no item, one occurs twice, or one is no sequence of
+            hashable letters.
         """
         if not items:
             raise VocabularyError("a trie needs at least one item; the vocabulary given is empty")
@@ -47,12 +48,15 @@ class Words:
         _refuse_duplicates(items, in_order, order)
         positions = np.array(order, np.int64)
         positions.flags.writeable = False  # users get it to read
-        lengths = np.fromiter(map(len, spelled), np.int64, len(spelled))[positions] // dtype.itemsize
+        lengths = (
+            np.fromiter(map(len, spelled), np.int64, len(spelled))[positions] // dtype.itemsize
+        )
         return cls(positions, lengths, np.frombuffer(b"".join(in_order), dtype), alphabet)
 
 
 def key_of(item: Any) -> Any:
-    """Under what an item is found in ``word2leaf``: a token under ``(byte_string, token_id)``, all else under itself."""
+    """Under what an item is found in ``word2leaf``: a token under ``(byte_string, token_id)``, all
+    else under itself."""
     return (item.byte_string, item.token_id) if isinstance(item, Token) else item
 
 
@@ -63,7 +67,9 @@ def _spell(items: Sequence[Any]) -> tuple[Sequence[Hashable], list[bytes], np.dt
     codes: dict[Hashable, int] = {byte: byte for byte in range(256)}
     spelled = [
         # Latin-1 and UTF-32 together widen each byte to a letter of four.
-        bytes(item).decode("latin-1").encode("utf-32-be") if isinstance(item, bytes) else _spell_letters(item, codes)
+        bytes(item).decode("latin-1").encode("utf-32-be")
+        if isinstance(item, bytes)
+        else _spell_letters(item, codes)
         for item in items
     ]
     return list(codes), spelled, np.dtype(">u4")
@@ -75,12 +81,15 @@ def _spell_letters(item: Iterable[Hashable], codes: dict[Hashable, int]) -> byte
         return np.array([codes.setdefault(letter, len(codes)) for letter in item], ">u4").tobytes()
     except TypeError as error:
         raise VocabularyError(
-            f"{item!r} cannot be a word of a trie: items must be Tokens, bytes, str or hashable iterables of hashable "
+            f"{item!r} cannot be a word of a trie: items must be Tokens, bytes, str or hashable "
+            "iterables of hashable "
             "letters"
         ) from error
 
 
-def _refuse_duplicates(items: Sequence[Any], in_order: Sequence[bytes], order: Sequence[int]) -> None:
+def _refuse_duplicates(
+    items: Sequence[Any], in_order: Sequence[bytes], order: Sequence[int]
+) -> None:
     """Different tokens may share their bytes, but the same item twice would have two masses."""
     seen: dict[Any, int] = {}
     like_the_one_before = map(operator.eq, islice(in_order, 1, None), in_order)
@@ -89,6 +98,7 @@ def _refuse_duplicates(items: Sequence[Any], in_order: Sequence[bytes], order: S
         first = seen.setdefault(key_of(items[position]), position)
         if first != position:
             raise VocabularyError(
-                f"item {items[position]!r} is at positions {first} and {position}: give every item once, or make them "
+                f"item {items[position]!r} is at positions {first} and {position}: give every item "
+                "once, or make them "
                 "Tokens with different ids"
             )

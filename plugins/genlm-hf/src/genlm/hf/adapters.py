@@ -23,32 +23,44 @@ class AdapterSet:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._peft: Any = None
-        self._alone: dict[int, bool] = {}  # by version: whether it cannot share a forward with others
+        # By version: whether it cannot share a forward with others.
+        self._alone: dict[int, bool] = {}
         self._active: int | None = None  # the version that a forward without adapter names applies
-        self._enabled: bool | None = None  # None: not known, because PEFT has just wrapped or unwrapped modules
+        # None: not known, because PEFT has just wrapped or unwrapped modules.
+        self._enabled: bool | None = None
 
     def add(self, adapter: Adapter) -> None:
         """Load an adapter's weights.
 
         Raises:
-            UnsupportedError: PEFT is not installed, or had its layers in the model before: they would go with ours.
+            UnsupportedError: PEFT is not installed, or had its layers in the model before: they
+                would go with ours.
             Exception: whatever PEFT says of the folder; nothing of the adapter remains.
         """
         try:
             from peft import LoraConfig, PeftConfig, PeftModel
             from peft.tuners.tuners_utils import BaseTunerLayer
         except ImportError as error:
-            raise UnsupportedError("LoRA adapters need PEFT: pip install 'genlm-hf[lora]'") from error
-        if self._peft is None and any(isinstance(module, BaseTunerLayer) for module in self._model.modules()):
             raise UnsupportedError(
-                "the model had adapters of PEFT's before AsyncTransformer got it, and they are part of the base model; "
-                "merge them (merge_and_unload), or give the plain model and add every adapter by add_new_lora"
+                "LoRA adapters need PEFT: pip install 'genlm-hf[lora]'"
+            ) from error
+        if self._peft is None and any(
+            isinstance(module, BaseTunerLayer) for module in self._model.modules()
+        ):
+            raise UnsupportedError(
+                "the model had adapters of PEFT's before AsyncTransformer got it, and they are "
+                "part of the base model; "
+                "merge them (merge_and_unload), or give the plain model and add every adapter by "
+                "add_new_lora"
             )
         name = _name(adapter.version)
         config = PeftConfig.from_pretrained(adapter.path)
         config.inference_mode = True
         if not isinstance(config, LoraConfig):
-            raise UnsupportedError(f"{adapter.path} is a {config.peft_type} adapter; only LoRA adapters can be switched")
+            raise UnsupportedError(
+                f"{adapter.path} is a {config.peft_type} adapter; only LoRA adapters can be "
+                "switched"
+            )
         try:
             if self._peft is None:
                 self._peft = PeftModel(self._model, config, adapter_name=name)
@@ -61,8 +73,11 @@ class AdapterSet:
             self._active = self._enabled = None
             raise
         self._model.eval()
-        self._active = self._enabled = None  # modules that PEFT wraps only now are on, whatever the others are
-        self._alone[adapter.version] = config.use_dora or bool(config.modules_to_save) or self._adapts_head(name)
+        # Modules that PEFT wraps only now are on, whatever the others are.
+        self._active = self._enabled = None
+        self._alone[adapter.version] = (
+            config.use_dora or bool(config.modules_to_save) or self._adapts_head(name)
+        )
 
     def remove(self, adapter: Adapter) -> None:
         """Drop an adapter's weights."""
@@ -80,7 +95,8 @@ class AdapterSet:
             self._peft = None
 
     def groups(self, adapters: Sequence[Adapter | None]) -> list[list[int]]:
-        """Which jobs may share a forward: all, but for adapters that PEFT cannot mix (DoRA, retrained modules)."""
+        """Which jobs may share a forward: all, but for adapters that PEFT cannot mix (DoRA,
+        retrained modules)."""
         alone: dict[int, list[int]] = {}
         mixed = []
         for at, adapter in enumerate(adapters):
@@ -92,7 +108,8 @@ class AdapterSet:
 
     @contextmanager
     def applied(self, rows: Sequence[Adapter | None]) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """What to call, and with which further arguments, so that row ``i`` of the batch is computed with ``rows[i]``."""
+        """What to call, and with which further arguments, so that row ``i`` of the batch is
+        computed with ``rows[i]``."""
         if not self._alone:
             yield self._model, {}
             return
@@ -102,10 +119,18 @@ class AdapterSet:
             yield self._model, {}
         else:
             self._enable(True)
-            yield self._peft, {"adapter_names": [BASE if adapter is None else _name(adapter.version) for adapter in rows]}
+            yield (
+                self._peft,
+                {
+                    "adapter_names": [
+                        BASE if adapter is None else _name(adapter.version) for adapter in rows
+                    ]
+                },
+            )
 
     def _delete(self, name: str) -> None:
-        """Delete one adapter of several; another one is made active first, or PEFT would warn of every module."""
+        """Delete one adapter of several; another one is made active first, or PEFT would warn of
+        every module."""
         self._peft.set_adapter(_name(next(iter(self._alone))))
         self._peft.delete_adapter(name)
 
@@ -116,14 +141,16 @@ class AdapterSet:
             self._active = adapter.version
 
     def _enable(self, enabled: bool) -> None:
-        """Switch PEFT's layers on or off; it walks over all modules, so only where that changes something."""
+        """Switch PEFT's layers on or off; it walks over all modules, so only where that changes
+        something."""
         if enabled != self._enabled:
             layers = self._peft.base_model
             (layers.enable_adapter_layers if enabled else layers.disable_adapter_layers)()
             self._enabled = enabled
 
     def _adapts_head(self, name: str) -> bool:
-        """Whether the adapter changes the output layer, which sees other rows than the batch has."""
+        """Whether the adapter changes the output layer, which sees other rows than the batch
+        has."""
         head = self._model.get_output_embeddings()
         return head is not None and name in getattr(head, "lora_A", {})
 

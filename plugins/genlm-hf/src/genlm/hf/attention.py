@@ -18,7 +18,8 @@ LAYOUT_ARGUMENT = "genlm_layout"
 
 
 def register_row_attention() -> None:
-    """Make ``ROW_ATTENTION`` known to transformers. Without a layout it is plain attention with transformers' own masks."""
+    """Make ``ROW_ATTENTION`` known to transformers. Without a layout it is plain attention with
+    transformers' own masks."""
     AttentionInterface.register(ROW_ATTENTION, row_attention)
     AttentionMaskInterface.register(ROW_ATTENTION, sdpa_mask)
 
@@ -49,17 +50,26 @@ def row_attention(
     pattern = genlm_layout.pattern(module.layer_idx)  # type: ignore[arg-type]
     outputs = []
     for segment in genlm_layout.segments:
-        keys, values = key[segment.rows, :, : segment.width], value[segment.rows, :, : segment.width]
+        keys, values = (
+            key[segment.rows, :, : segment.width],
+            value[segment.rows, :, : segment.width],
+        )
         mask = segment.mask(pattern, query.dtype, query.device)
-        outputs.append(segment.scatter(_attend(module, segment.gather(query), keys, values, mask, **kwargs)))
+        outputs.append(
+            segment.scatter(_attend(module, segment.gather(query), keys, values, mask, **kwargs))
+        )
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs), None
 
 
-def _attend(module: torch.nn.Module, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> torch.Tensor:
+def _attend(
+    module: torch.nn.Module, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any
+) -> torch.Tensor:
     """PyTorch's fused attention, or the explicit formula where a model needs more than that has."""
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         return _explicit(module, query, key, value, mask, **kwargs)
-    output: torch.Tensor = AttentionInterface()["sdpa"](module, query, key, value, mask, **kwargs)[0]
+    output: torch.Tensor = AttentionInterface()["sdpa"](module, query, key, value, mask, **kwargs)[
+        0
+    ]
     return output
 
 
@@ -74,10 +84,13 @@ def _explicit(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Attention with capped logits (Gemma 2) and with sinks, logits per head that take mass (gpt-oss)."""
+    """Attention with capped logits (Gemma 2) and with sinks, logits per head that take mass
+    (gpt-oss)."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    logits = query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+    logits = (
+        query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+    )
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     logits = logits + _additive(mask, logits)
@@ -94,7 +107,11 @@ def _additive(mask: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
     lowest = torch.finfo(logits.dtype).min
     if mask is None:
         queries, keys = logits.shape[-2:]
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=logits.device).tril(keys - queries)
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=logits.device).tril(
+            keys - queries
+        )
     if mask.dtype == torch.bool:
-        return torch.zeros(mask.shape, dtype=logits.dtype, device=logits.device).masked_fill_(~mask, lowest)
+        return torch.zeros(mask.shape, dtype=logits.dtype, device=logits.device).masked_fill_(
+            ~mask, lowest
+        )
     return mask

@@ -55,11 +55,24 @@ class HFEngine:
         self._runner = Runner(model, self._adapters, self._pool, layer_patterns(config))
         register_row_attention()
         window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
-        self.reuse: Reuse = choose_reuse(model, self._runner, self.vocab_size, self.max_context, window)
-        budget = options.kv_cache_bytes if options.kv_cache_bytes is not None else _default_budget(model.device)
-        self._store = Snapshots(budget) if self.reuse is Reuse.SNAPSHOTS else KVStore(self._pool, budget)
+        self.reuse: Reuse = choose_reuse(
+            model, self._runner, self.vocab_size, self.max_context, window
+        )
+        budget = (
+            options.kv_cache_bytes
+            if options.kv_cache_bytes is not None
+            else _default_budget(model.device)
+        )
+        self._store = (
+            Snapshots(budget) if self.reuse is Reuse.SNAPSHOTS else KVStore(self._pool, budget)
+        )
         self._evaluator = Evaluator(
-            self._runner, self._store, self._adapters, self.reuse, options.max_batch_tokens, reuse_limit(config)
+            self._runner,
+            self._store,
+            self._adapters,
+            self.reuse,
+            options.max_batch_tokens,
+            reuse_limit(config),
         )
 
     @hookimpl
@@ -79,13 +92,23 @@ class HFEngine:
             Job((*query.token_ids, *continuation[:-1]), query.adapter, keep=len(continuation))
             for query, continuation in zip(queries, continuations, strict=True)
         ]
-        scores = [torch.empty(len(continuation), device=self.device) for continuation in continuations]
+        scores = [
+            torch.empty(len(continuation), device=self.device) for continuation in continuations
+        ]
         done = [0] * len(jobs)
         for result in self._evaluator.run(jobs):
             runs = [(owner, len(list(run))) for owner, run in groupby(result.owners)]
-            targets = [token for owner, n in runs for token in continuations[owner][done[owner] : done[owner] + n]]
-            picked = _logprobs(result.logits).gather(1, torch.tensor(targets, device=result.logits.device)[:, None])
-            for (owner, n), part in zip(runs, torch.split(picked[:, 0], [n for _, n in runs]), strict=True):
+            targets = [
+                token
+                for owner, n in runs
+                for token in continuations[owner][done[owner] : done[owner] + n]
+            ]
+            picked = _logprobs(result.logits).gather(
+                1, torch.tensor(targets, device=result.logits.device)[:, None]
+            )
+            for (owner, n), part in zip(
+                runs, torch.split(picked[:, 0], [n for _, n in runs]), strict=True
+            ):
                 scores[owner][done[owner] : done[owner] + n] = part
                 done[owner] += n
         return scores
@@ -138,7 +161,8 @@ def _logprobs(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _in_order(parts: Sequence[tuple[list[int], torch.Tensor]]) -> torch.Tensor:
-    """One row per job, from what the forwards gave: without a copy where one forward gave all, in order."""
+    """One row per job, from what the forwards gave: without a copy where one forward gave all, in
+    order."""
     owners = [owner for part, _ in parts for owner in part]
     rows = parts[0][1] if len(parts) == 1 else torch.cat([rows for _, rows in parts])
     if owners == sorted(owners):

@@ -19,7 +19,8 @@ from genlm.hf.runner import Runner
 from genlm.hf.snapshots import Place, Snapshots, joined
 from genlm.hf.store import KVStore, Placement
 
-#: Jobs that would share at least this many tokens with another one, not computed yet, wait for it and start from its state.
+#: Jobs that would share at least this many tokens with another one, not computed yet, wait for it
+#: and start from its state.
 WORTH_WAITING = 16
 
 
@@ -28,7 +29,8 @@ class Result:
     """What one forward gave.
 
     Attributes:
-        owners: For each row of ``logits``, the index of the job that it belongs to; a job's rows come in order.
+        owners: For each row of ``logits``, the index of the job that it belongs to; a job's rows
+            come in order.
         logits: ``[len(owners), vocab_size]``, in the model's type.
     """
 
@@ -78,7 +80,8 @@ class Evaluator:
         self._reuse_limit = reuse_limit
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
-        """Compute ``jobs``; every wanted row comes exactly once, those of one job together and in order.
+        """Compute ``jobs``; every wanted row comes exactly once, those of one job together and in
+        order.
 
         Memory that runs out is met by dropping state, then by smaller forwards.
 
@@ -94,7 +97,9 @@ class Evaluator:
 
     def keeps(self, job: Job) -> bool:
         """Whether a job's state is kept."""
-        if self._reuse is Reuse.NONE or (self._reuse_limit is not None and job.length > self._reuse_limit):
+        if self._reuse is Reuse.NONE or (
+            self._reuse_limit is not None and job.length > self._reuse_limit
+        ):
             return False
         return self._store.fits(job.length)
 
@@ -102,10 +107,11 @@ class Evaluator:
         """Compute one job from its tokens only."""
         return Result([0] * job.keep, self._runner.plain([job.tokens], [job.adapter], [job.keep]))
 
-    # --- the jobs of one wave -----------------------------------------------------------------------------------------
+    # --- the jobs of one wave ---------------------------------------------------------------------
 
     def _leaders(self, jobs: Sequence[Job], indices: list[int]) -> tuple[list[int], list[int]]:
-        """Split off the jobs that had better wait, because another one computes much of what they need."""
+        """Split off the jobs that had better wait, because another one computes much of what they
+        need."""
         if len(indices) == 1 or isinstance(self._store, Snapshots):
             return indices, []
         later = set()
@@ -117,7 +123,8 @@ class Evaluator:
         return [at for at in indices if at not in later], [at for at in indices if at in later]
 
     def _spared(self, jobs: Sequence[Job], indices: list[int], kept: bool) -> Iterator[Result]:
-        """Compute jobs; where memory runs out, drop state and try again in halves, one alone without keeping its state."""
+        """Compute jobs; where memory runs out, drop state and try again in halves, one alone
+        without keeping its state."""
         if not indices:
             return
         compute = self._kept if kept else self._plain
@@ -131,8 +138,10 @@ class Evaluator:
             left = [at for at in indices if given[at] < jobs[at].keep]
             if len(left) == 1 and not kept:
                 raise EngineError(
-                    f"a context of {jobs[left[0]].length} tokens does not fit into the device's memory; "
-                    f"lower max_batch_tokens (now {self._max_tokens}), kv_cache_bytes, or the precision of the weights"
+                    f"a context of {jobs[left[0]].length} tokens does not fit into the device's "
+                    "memory; "
+                    f"lower max_batch_tokens (now {self._max_tokens}), kv_cache_bytes, or the "
+                    "precision of the weights"
                 ) from error
         else:
             return
@@ -151,7 +160,9 @@ class Evaluator:
             batch = [at for at in ordered[:count] if 2 * jobs[at].length >= longest]
             ordered = ordered[len(batch) :]
             logits = self._runner.plain(
-                [jobs[at].tokens for at in batch], [jobs[at].adapter for at in batch], [jobs[at].keep for at in batch]
+                [jobs[at].tokens for at in batch],
+                [jobs[at].adapter for at in batch],
+                [jobs[at].keep for at in batch],
             )
             yield Result([at for at in batch for _ in range(jobs[at].keep)], logits)
 
@@ -167,7 +178,10 @@ class Evaluator:
             if not placements:
                 yield from self._plain(jobs, left)
                 return
-            works = [_Work(at, placement, placement.start) for at, placement in zip(left, placements, strict=False)]
+            works = [
+                _Work(at, placement, placement.start)
+                for at, placement in zip(left, placements, strict=False)
+            ]
             left = left[len(placements) :]
             finished = False
             try:
@@ -178,7 +192,9 @@ class Evaluator:
                     store.abandon(placements)
             store.commit(placements)
 
-    def _grown(self, store: Snapshots, jobs: Sequence[Job], indices: Sequence[int]) -> Iterator[Result]:
+    def _grown(
+        self, store: Snapshots, jobs: Sequence[Job], indices: Sequence[int]
+    ) -> Iterator[Result]:
         """With snapshots: contexts that grow from equal length to equal length together."""
         places: dict[int, Place] = {}
         groups: dict[tuple[int, int, int], list[int]] = {}
@@ -196,7 +212,9 @@ class Evaluator:
                 store.keep([jobs[at].key for at in rows], cache)
                 yield result
 
-    def _steps(self, jobs: Sequence[Job], rows: Sequence[int], start: int, cache: Any) -> tuple[Result, Any]:
+    def _steps(
+        self, jobs: Sequence[Job], rows: Sequence[int], start: int, cache: Any
+    ) -> tuple[Result, Any]:
         """Run the rest of some contexts, at once where it is all, else token by token.
 
         Recurrent models may take several tokens as a beginning, whatever their cache holds.
@@ -209,16 +227,19 @@ class Evaluator:
             wanted = range(max(latest_start, start) - start, stop - start)
             places = [row * (stop - start) + at for row in range(len(rows)) for at in wanted]
             tokens = [job.tokens[start:stop] for job in chosen]
-            logits, cache = self._runner.stateful(cache, tokens, [job.adapter for job in chosen], places)
+            logits, cache = self._runner.stateful(
+                cache, tokens, [job.adapter for job in chosen], places
+            )
             owners.extend(at for at in rows for _ in wanted)
             parts.append(logits)
             start = stop
         if len(parts) == 1:
             return Result(owners, parts[0]), cache
-        by_owner = sorted(range(len(owners)), key=owners.__getitem__)  # the steps of one job together, in order
+        # The steps of one job together, in order.
+        by_owner = sorted(range(len(owners)), key=owners.__getitem__)
         return Result(sorted(owners), torch.cat(parts)[by_owner]), cache
 
-    # --- the forwards of one placement --------------------------------------------------------------------------------
+    # --- the forwards of one placement ------------------------------------------------------------
 
     def _forwards(self, works: Sequence[_Work]) -> Iterator[Result]:
         works = sorted(works, key=lambda work: work.placement.slot)
@@ -234,7 +255,8 @@ class Evaluator:
             yield from self._uniform(group)
 
     def _fill(self, works: Sequence[_Work]) -> tuple[list[tuple[_Work, int]], list[_Work]]:
-        """Choose spans of at most ``max_tokens`` tokens; return them with where they stop, and what is left to do."""
+        """Choose spans of at most ``max_tokens`` tokens; return them with where they stop, and what
+        is left to do."""
         room, chosen, rest = self._max_tokens, [], []
         for work in works:
             size = min(work.left, room)
@@ -265,7 +287,9 @@ class Evaluator:
             job = work.placement.job
             spans.append(Span(work.placement.slot, work.done, stop))
             first_wanted = max(job.latest_start, work.done)
-            wanted.extend((work.index, len(tokens) + at - work.done) for at in range(first_wanted, stop))
+            wanted.extend(
+                (work.index, len(tokens) + at - work.done) for at in range(first_wanted, stop)
+            )
             tokens.extend(job.tokens[work.done : stop])
         wanted.sort()
         run = self._runner.packed if self._reuse is Reuse.PACKED else self._runner.uniform

@@ -15,7 +15,8 @@ class Row:
 
     Attributes:
         slot: Its place in the pool.
-        key: The sequence, see :class:`~genlm.hf.job.Job`; the state of every prefix of it is there too.
+        key: The sequence, see :class:`~genlm.hf.job.Job`; the state of every prefix of it is there
+            too.
         used: When it was last used, in ticks of the store.
         pinned: Whether it stays until the state is cleared, and is never extended in place.
     """
@@ -35,8 +36,9 @@ class Row:
 class PrefixIndex:
     """Rows by key.
 
-    Keys are kept in a sorted list: whichever of them shares the longest prefix with a context is a neighbour of the place
-    where the context itself would stand. Two bisections on bytes replace a tree.
+    Keys are kept in a sorted list: whichever of them shares the longest prefix with a context is a
+    neighbour of the place where the context itself would stand. Two bisections on bytes replace a
+    tree.
     """
 
     _rows: dict[bytes, Row] = field(factory=dict)
@@ -71,4 +73,8 @@ class PrefixIndex:
             common = shared_tokens(neighbour, key)
             if common > shared:
                 best, shared = self._rows[neighbour], common
-        return (self._rows.get(key_of_prefix(key, shared), best), shared) if best is not None else (None, 0)
+        return (
+            (self._rows.get(key_of_prefix(key, shared), best), shared)
+            if best is not None
+            else (None, 0)
+        )

@@ -9,7 +9,8 @@ from attrs import field, frozen
 
 from genlm.core.types import Adapter
 
-#: Bytes before the first token of a key: the adapter's version, so that no state crosses adapters or versions of one.
+#: Bytes before the first token of a key: the adapter's version, so that no state crosses adapters
+#: or versions of one.
 HEADER = 8
 WIDTH = array("I").itemsize
 

@@ -16,7 +16,8 @@ SPARE_TOKENS = 32
 
 @frozen(eq=False)
 class Span:
-    """The part of a job that one forward computes: tokens ``start`` to ``stop`` (exclusive), kept in row ``slot``."""
+    """The part of a job that one forward computes: tokens ``start`` to ``stop`` (exclusive), kept
+    in row ``slot``."""
 
     slot: int
     start: int
@@ -74,9 +75,11 @@ class UniformLayout(Layout):
 
 
 class PackedLayout(Layout):
-    """Any spans: every token is a batch row of length one, and only attention knows which belong together.
+    """Any spans: every token is a batch row of length one, and only attention knows which belong
+    together.
 
-    So no forward is padded: 31 rows that grow by one token and a newcomer of 200 are a forward over 231 tokens.
+    So no forward is padded: 31 rows that grow by one token and a newcomer of 200 are a forward over
+    231 tokens.
     """
 
     def __init__(self, spans: Sequence[Span], patterns: Sequence[Pattern]) -> None:
@@ -98,7 +101,8 @@ class PackedLayout(Layout):
 
 @define(eq=False, slots=False)
 class Segment:
-    """Neighbouring rows of a packed layout whose attention is computed together, padded to the longest span among them.
+    """Neighbouring rows of a packed layout whose attention is computed together, padded to the
+    longest span among them.
 
     Attributes:
         rows: Their place among the layout's rows.
@@ -109,7 +113,9 @@ class Segment:
     rows: slice
     tokens: slice
     spans: Sequence[Span]
-    _masks: dict[tuple[Pattern, torch.dtype, torch.device], torch.Tensor | None] = field(factory=dict)
+    _masks: dict[tuple[Pattern, torch.dtype, torch.device], torch.Tensor | None] = field(
+        factory=dict
+    )
 
     @cached_property
     def size(self) -> int:
@@ -123,7 +129,8 @@ class Segment:
 
     @cached_property
     def _ragged(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Row and column of every token in the padded rectangle; ``None`` where nothing is padded."""
+        """Row and column of every token in the padded rectangle; ``None`` where nothing is
+        padded."""
         if all(span.size == self.size for span in self.spans):
             return None
         rows = torch.tensor([row for row, span in enumerate(self.spans) for _ in range(span.size)])
@@ -131,7 +138,8 @@ class Segment:
         return rows, columns
 
     def gather(self, query: torch.Tensor) -> torch.Tensor:
-        """``[tokens, heads, 1, dim]`` of the forward to ``[rows, heads, size, dim]`` of this segment."""
+        """``[tokens, heads, 1, dim]`` of the forward to ``[rows, heads, size, dim]`` of this
+        segment."""
         part = query[self.tokens]
         if self.size == 1:
             return part
@@ -142,30 +150,41 @@ class Segment:
         return padded.transpose(1, 2)
 
     def scatter(self, output: torch.Tensor) -> torch.Tensor:
-        """``[rows, size, heads, dim]`` of this segment to ``[tokens, 1, heads, dim]`` of the forward."""
+        """``[rows, size, heads, dim]`` of this segment to ``[tokens, 1, heads, dim]`` of the
+        forward."""
         flat = output.flatten(0, 1) if self._ragged is None else output[self._ragged]
         return flat.unsqueeze(1)
 
-    def mask(self, pattern: Pattern, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-        """Additive ``[rows, 1, size, width]``; ``None`` where plain causal attention does the same."""
+    def mask(
+        self, pattern: Pattern, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor | None:
+        """Additive ``[rows, 1, size, width]``; ``None`` where plain causal attention does the
+        same."""
         key = (pattern, dtype, device)
         if key not in self._masks:
             self._masks[key] = self._make_mask(pattern, dtype, device)
         return self._masks[key]
 
-    def _make_mask(self, pattern: Pattern, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    def _make_mask(
+        self, pattern: Pattern, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor | None:
         from_scratch = all(span.start == 0 for span in self.spans)
         all_equal = all(span.stop == self.width for span in self.spans) and self.size == 1
         if (from_scratch or all_equal) and pattern.is_causal_within(self.width):
             return None
         starts = torch.tensor([span.start for span in self.spans], device=device)
         queries = starts[:, None] + torch.arange(self.size, device=device)
-        allowed = pattern.allowed(queries[:, None, :, None], torch.arange(self.width, device=device))
-        return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill_(~allowed, torch.finfo(dtype).min)
+        allowed = pattern.allowed(
+            queries[:, None, :, None], torch.arange(self.width, device=device)
+        )
+        return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill_(
+            ~allowed, torch.finfo(dtype).min
+        )
 
 
 def _segments(spans: Sequence[Span]) -> list[Segment]:
-    """Cut the rows where padding them together would waste more attention than another call costs."""
+    """Cut the rows where padding them together would waste more attention than another call
+    costs."""
     segments: list[Segment] = []
     first, token, longest, total = 0, 0, 0, 0
     for at, span in enumerate(spans):

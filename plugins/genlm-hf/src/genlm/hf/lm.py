@@ -9,7 +9,8 @@ from genlm.core import AsyncLM
 from genlm.core.options import CoreOptions, refuse_unknown
 from genlm.core.types import Engine
 
-#: The options of :class:`~genlm.hf.options.HFOptions` for a model already loaded; the others say how to load one.
+#: The options of :class:`~genlm.hf.options.HFOptions` for a model already loaded; the others say
+#: how to load one.
 ENGINE_OPTIONS = ("kv_cache_bytes", "max_batch_tokens")
 
 
@@ -17,11 +18,11 @@ class AsyncTransformer(AsyncLM):
     """A Hugging Face causal language model in this process.
 
     Args:
-        hf_model: A causal language model; it is put into evaluation mode and otherwise left as it is. Its attention
-            implementation is wrapped while the language model is open.
+        hf_model: A causal language model; it is put into evaluation mode and otherwise left as it
+            is. Its attention implementation is wrapped while the language model is open.
         hf_tokenizer: Its tokenizer.
-        **options: ``kv_cache_bytes``, ``max_batch_tokens``, and the options of every backend: ``batch_size``,
-            ``timeout``, ``cache_size``, ``cache_opts``, ...
+        **options: ``kv_cache_bytes``, ``max_batch_tokens``, and the options of every backend:
+            ``batch_size``, ``timeout``, ``cache_size``, ``cache_opts``, ...
 
     Raises:
         InvalidOptionError: an option is not accepted.
@@ -51,10 +52,12 @@ class AsyncTransformer(AsyncLM):
 
         Args:
             model_id: A folder, a folder with a GGUF file, or a hub name.
-            bitsandbytes_opts: Arguments of ``transformers.BitsAndBytesConfig``, for instance ``{"load_in_4bit": True}``.
+            bitsandbytes_opts: Arguments of ``transformers.BitsAndBytesConfig``, for instance
+                ``{"load_in_4bit": True}``.
             hf_opts: Arguments of ``from_pretrained``: ``dtype``, ``device_map``, ...
-            **options: ``compile_opts``, ``device``, ``dtype``, ``kv_cache_bytes``, ``max_batch_tokens`` (see
-                :class:`~genlm.hf.options.HFOptions`), and the options of every backend.
+            **options: ``compile_opts``, ``device``, ``dtype``, ``kv_cache_bytes``,
+                ``max_batch_tokens`` (see :class:`~genlm.hf.options.HFOptions`), and the options of
+                every backend.
 
         Raises:
             InvalidOptionError: an option is not accepted.
@@ -65,6 +68,8 @@ class AsyncTransformer(AsyncLM):
         def load() -> Engine:
             from genlm.hf.plugin import genlm_load
 
-            return genlm_load(model_id, {"bitsandbytes_opts": bitsandbytes_opts, "hf_opts": hf_opts, **ours})
+            return genlm_load(
+                model_id, {"bitsandbytes_opts": bitsandbytes_opts, "hf_opts": hf_opts, **ours}
+            )
 
         return cls._open(load, backend="hf", options=core)

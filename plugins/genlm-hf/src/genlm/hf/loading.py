@@ -15,18 +15,28 @@ from genlm.hf.options import HFOptions
 logger = get_logger()
 
 #: The arguments of ``from_pretrained`` that say where the files are; the tokenizer needs them too.
-SOURCE_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "trust_remote_code", "subfolder", "gguf_file")
+SOURCE_ARGUMENTS = (
+    "revision",
+    "token",
+    "cache_dir",
+    "local_files_only",
+    "trust_remote_code",
+    "subfolder",
+    "gguf_file",
+)
 
 
 def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
     """Load a causal language model and its tokenizer.
 
     Args:
-        name: A folder (also one whose only weights are a GGUF file), a ``.gguf`` file, or a hub name.
+        name: A folder (also one whose only weights are a GGUF file), a ``.gguf`` file, or a hub
+            name.
         options: See :class:`HFOptions`.
 
     Raises:
-        InvalidOptionError: the options contradict each other, or the folder holds several GGUF files.
+        InvalidOptionError: the options contradict each other, or the folder holds several GGUF
+            files.
         OSError: there is no such model, as transformers says it.
     """
     arguments = dict(options.hf_opts)
@@ -35,42 +45,58 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
     if gguf_file is not None:
         arguments.setdefault("gguf_file", gguf_file)
     source = {key: arguments[key] for key in SOURCE_ARGUMENTS if key in arguments}
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_name or name, **({} if tokenizer_name else source))
+    tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer_name or name, **({} if tokenizer_name else source)
+    )
     device = _place(arguments, options)
     model = AutoModelForCausalLM.from_pretrained(name, **arguments)
     if device is not None:
         model = model.to(device)
     if options.compile_opts is not None:
         model.compile(**options.compile_opts)
-    logger.info("model.loaded", backend="hf", model=name, device=str(model.device), dtype=str(model.dtype))
+    logger.info(
+        "model.loaded", backend="hf", model=name, device=str(model.device), dtype=str(model.dtype)
+    )
     return model.eval(), tokenizer
 
 
 def _place(arguments: dict[str, Any], options: HFOptions) -> str | None:
-    """Complete the arguments by type, quantisation and place; return the device to move the loaded model to, if any."""
+    """Complete the arguments by type, quantisation and place; return the device to move the loaded
+    model to, if any."""
     cuda = torch.cuda.is_available()
     device = options.device
     if device is not None and "device_map" in arguments:
-        raise InvalidOptionError(f"device={device!r} and hf_opts['device_map'] both place the model; give one of them")
+        raise InvalidOptionError(
+            f"device={device!r} and hf_opts['device_map'] both place the model; give one of them"
+        )
     if device is None:
         device = "cuda" if cuda else "cpu"
     if options.dtype is not None:
         if "dtype" in arguments or "torch_dtype" in arguments:
-            raise InvalidOptionError(f"dtype={options.dtype!r} and hf_opts['dtype'] are the same option; give one of them")
+            raise InvalidOptionError(
+                f"dtype={options.dtype!r} and hf_opts['dtype'] are the same option; give one of "
+                "them"
+            )
         arguments["dtype"] = options.dtype
     elif "torch_dtype" not in arguments:
-        arguments.setdefault("dtype", torch.float32 if torch.device(device).type == "cpu" else "auto")
+        arguments.setdefault(
+            "dtype", torch.float32 if torch.device(device).type == "cpu" else "auto"
+        )
     if options.bitsandbytes_opts:
         if "quantization_config" in arguments:
-            raise InvalidOptionError("bitsandbytes_opts and hf_opts['quantization_config'] contradict; give one of them")
+            raise InvalidOptionError(
+                "bitsandbytes_opts and hf_opts['quantization_config'] contradict; give one of them"
+            )
         arguments["quantization_config"] = BitsAndBytesConfig(**options.bitsandbytes_opts)
     if "quantization_config" in arguments:
-        arguments.setdefault("device_map", device)  # a quantised model is placed while it loads, and cannot be moved
+        # A quantised model is placed while it loads, and cannot be moved.
+        arguments.setdefault("device_map", device)
     return None if "device_map" in arguments else device
 
 
 def _gguf(name: str) -> tuple[str, str | None]:
-    """Split a path into the folder to load from and the GGUF file in it, if that is what holds the weights."""
+    """Split a path into the folder to load from and the GGUF file in it, if that is what holds the
+    weights."""
     path = Path(name)
     if path.suffix == ".gguf" and path.is_file():
         return str(path.parent), path.name
@@ -78,5 +104,7 @@ def _gguf(name: str) -> tuple[str, str | None]:
         return name, None
     found = sorted(file.name for file in path.glob("*.gguf"))
     if len(found) > 1:
-        raise InvalidOptionError(f"{name} holds {len(found)} GGUF files; choose by hf_opts={{'gguf_file': {found[0]!r}}}")
+        raise InvalidOptionError(
+            f"{name} holds {len(found)} GGUF files; choose by hf_opts={{'gguf_file': {found[0]!r}}}"
+        )
     return name, found[0] if found else None

@@ -17,7 +17,9 @@ def _mapping(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _positive(instance: object, attribute: Any, value: Any) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise InvalidOptionError(f"{attribute.name}={value!r} is not accepted; give an integer of at least 1")
+        raise InvalidOptionError(
+            f"{attribute.name}={value!r} is not accepted; give an integer of at least 1"
+        )
 
 
 @frozen
@@ -25,16 +27,21 @@ class HFOptions:
     """Options of the hf backend.
 
     Attributes:
-        hf_opts: Passed to ``from_pretrained``: ``dtype``, ``device_map``, ``attn_implementation``, ``revision``,
-            ``gguf_file``, ...; ``tokenizer`` may name another folder or hub name for the tokenizer.
-        bitsandbytes_opts: Arguments of ``transformers.BitsAndBytesConfig``, for instance ``{"load_in_4bit": True}``.
-        compile_opts: Arguments of ``torch.compile``, for instance ``{"dynamic": True}``; ``None`` compiles nothing.
-            Attention and the row pool, whose shapes differ in every forward, are left out of it.
-        device: Where the model goes, as PyTorch spells it; ``None`` is CUDA where it is, else the CPU.
-            Not with ``device_map``.
-        dtype: Of the weights: a ``torch.dtype``, its name, or ``"auto"``; ``None`` is float32 on the CPU, else ``"auto"``.
-        kv_cache_bytes: The most bytes of key/value state to keep, least recently used first out; 0 keeps none; ``None`` is
-            half of the free device memory, on the CPU a quarter of the free memory and at most 4 GiB.
+        hf_opts: Passed to ``from_pretrained``: ``dtype``, ``device_map``, ``attn_implementation``,
+            ``revision``, ``gguf_file``, ...; ``tokenizer`` may name another folder or hub name for
+            the tokenizer.
+        bitsandbytes_opts: Arguments of ``transformers.BitsAndBytesConfig``, for instance
+            ``{"load_in_4bit": True}``.
+        compile_opts: Arguments of ``torch.compile``, for instance ``{"dynamic": True}``; ``None``
+            compiles nothing. Attention and the row pool, whose shapes differ in every forward, are
+            left out of it.
+        device: Where the model goes, as PyTorch spells it; ``None`` is CUDA where it is, else the
+            CPU. Not with ``device_map``.
+        dtype: Of the weights: a ``torch.dtype``, its name, or ``"auto"``; ``None`` is float32 on
+            the CPU, else ``"auto"``.
+        kv_cache_bytes: The most bytes of key/value state to keep, least recently used first out; 0
+            keeps none; ``None`` is half of the free device memory, on the CPU a quarter of the free
+            memory and at most 4 GiB.
         max_batch_tokens: The most new tokens in one forward; longer work is done in chunks.
     """
 

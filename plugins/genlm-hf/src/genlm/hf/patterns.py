@@ -35,8 +35,12 @@ class Pattern:
 
 
 def layer_patterns(config: Any) -> list[Pattern] | None:
-    """The pattern of every layer of a text configuration; ``None`` where one is unknown or has no key/value rows."""
-    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    """The pattern of every layer of a text configuration; ``None`` where one is unknown or has no
+    key/value rows."""
+    window, chunk = (
+        getattr(config, "sliding_window", None),
+        getattr(config, "attention_chunk_size", None),
+    )
     types = getattr(config, "layer_types", None)
     if types is None:
         return [Pattern(window=window)] * config.num_hidden_layers
@@ -46,19 +50,25 @@ def layer_patterns(config: Any) -> list[Pattern] | None:
         "chunked_attention": Pattern(chunk=chunk),
     }
     patterns = [known.get(layer_type) for layer_type in types]
-    return [pattern for pattern in patterns if pattern is not None] if None not in patterns else None
+    return (
+        [pattern for pattern in patterns if pattern is not None] if None not in patterns else None
+    )
 
 
 def reuse_limit(config: Any) -> int | None:
     """The longest context whose key/value state may be kept; ``None`` is no limit.
 
-    Rotary embeddings of type ``dynamic`` and ``longrope`` change for *all* positions once a context is longer than the
-    model's original one, so that state from before that moment, or of a shorter neighbour, would be wrong.
+    Rotary embeddings of type ``dynamic`` and ``longrope`` change for *all* positions once a context
+    is longer than the model's original one, so that state from before that moment, or of a shorter
+    neighbour, would be wrong.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     limits = [
-        scaling.get("original_max_position_embeddings", getattr(config, "original_max_position_embeddings", None))
+        scaling.get(
+            "original_max_position_embeddings",
+            getattr(config, "original_max_position_embeddings", None),
+        )
         or config.max_position_embeddings
         for scaling in nested
         if scaling.get("rope_type") in ("dynamic", "longrope")

@@ -21,7 +21,8 @@ def genlm_backend_info() -> BackendInfo:
 
 @hookimpl
 def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
-    """Load a model folder, a folder with a GGUF file, or a hub name; the options are those of ``HFOptions``."""
+    """Load a model folder, a folder with a GGUF file, or a hub name; the options are those of
+    ``HFOptions``."""
     from genlm.hf.engine import HFEngine
     from genlm.hf.loading import load_pretrained
     from genlm.hf.options import HFOptions

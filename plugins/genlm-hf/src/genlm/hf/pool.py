@@ -1,4 +1,5 @@
-"""The row pool: key/value state of many sequences, one row each, preallocated and written in place."""
+"""The row pool: key/value state of many sequences, one row each, preallocated and written in
+place."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from genlm.hf.layout import Layout
 
 
 class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no types
-    """One layer of the pool: keys and values ``[rows, heads, columns, head_dim]``; column ``p`` holds position ``p``.
+    """One layer of the pool: keys and values ``[rows, heads, columns, head_dim]``; column ``p``
+    holds position ``p``.
 
-    Sliding-window layers keep all columns too: the window is the mask's affair, so that any prefix can be forked.
+    Sliding-window layers keep all columns too: the window is the mask's affair, so that any prefix
+    can be forked.
     """
 
     is_sliding = False
@@ -25,9 +28,12 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         rows, columns = self._pool.rows, self._pool.columns
-        # Zeros, not garbage: a masked column still takes part in the product with the values, and 0 * nan is nan.
+        # Zeros, not garbage: a masked column still takes part in the product with the values, and 0
+        # * nan is nan.
         self.keys = key_states.new_zeros(rows, key_states.shape[1], columns, key_states.shape[-1])
-        self.values = value_states.new_zeros(rows, value_states.shape[1], columns, value_states.shape[-1])
+        self.values = value_states.new_zeros(
+            rows, value_states.shape[1], columns, value_states.shape[-1]
+        )
         self.is_initialized = True
 
     def update(
@@ -58,7 +64,8 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no
         if self.is_initialized:
             for states in (self.keys, self.values):
                 part = states[:, :, :columns]
-                if part.device.type == "cpu":  # a copy per row, instead of a launch: nothing is copied twice
+                # A copy per row, instead of a launch: nothing is copied twice.
+                if part.device.type == "cpu":
                     for source, target in zip(sources, targets, strict=True):
                         part[target].copy_(part[source])
                 else:
@@ -70,7 +77,10 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no
         """Bytes of one position of one row."""
         if not self.is_initialized:
             return 0
-        return sum(states.shape[1] * states.shape[3] * states.element_size() for states in (self.keys, self.values))
+        return sum(
+            states.shape[1] * states.shape[3] * states.element_size()
+            for states in (self.keys, self.values)
+        )
 
 
 class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
@@ -90,7 +100,12 @@ class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
     # Rows and columns differ in every forward: torch.compile would compile it again and again.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         while len(self.layers) <= layer_idx:
             self.layers.append(PoolLayer(self))
@@ -105,7 +120,8 @@ class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
 
     @torch.inference_mode()
     def resize(self, rows: int, columns: int, kept: Sequence[int] = ()) -> None:
-        """Change the size; the rows ``kept`` become rows 0, 1, ... One layer at a time, so that memory peaks low."""
+        """Change the size; the rows ``kept`` become rows 0, 1, ... One layer at a time, so that
+        memory peaks low."""
         self.rows, self.columns = rows, columns
         for layer in self.layers:
             layer.resize(rows, columns, kept)
@@ -126,5 +142,7 @@ def _resized(states: torch.Tensor, rows: int, columns: int, kept: Sequence[int])
     fresh = states.new_zeros(rows, states.shape[1], columns, states.shape[3])
     shared = min(columns, states.shape[2])
     if kept:
-        fresh[: len(kept), :, :shared] = states[torch.tensor(kept, device=states.device), :, :shared]
+        fresh[: len(kept), :, :shared] = states[
+            torch.tensor(kept, device=states.device), :, :shared
+        ]
     return fresh

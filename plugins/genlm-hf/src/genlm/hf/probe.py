@@ -21,18 +21,23 @@ logger = get_logger()
 #: How long a window may be for the probe to look beyond it.
 LONGEST_PROBE = 512
 
-#: How far log-probabilities may be from those of plain forwards, by the type of the weights: rounding only.
+#: How far log-probabilities may be from those of plain forwards, by the type of the weights:
+#: rounding only.
 TOLERANCES = {torch.float32: 5e-4, torch.float16: 0.1, torch.bfloat16: 0.5}
 
-#: The same under LLM.int8(), which rounds activations too; which of them depends on the whole forward.
+#: The same under LLM.int8(), which rounds activations too; which of them depends on the whole
+#: forward.
 INT8_TOLERANCE = 3.0
 
 #: Attention implementations that row attention computes the same as.
 REPLACEABLE = ("sdpa", "eager")
 
 
-def choose_reuse(model: Any, runner: Runner, vocab_size: int, max_context: int | None, window: int | None) -> Reuse:
-    """Compute two short ragged contexts in every way, from the best on, and take the first that agrees with plain forwards.
+def choose_reuse(
+    model: Any, runner: Runner, vocab_size: int, max_context: int | None, window: int | None
+) -> Reuse:
+    """Compute two short ragged contexts in every way, from the best on, and take the first that
+    agrees with plain forwards.
 
     Raises:
         EngineError: not even padded and unpadded plain forwards agree.
@@ -48,7 +53,8 @@ def choose_reuse(model: Any, runner: Runner, vocab_size: int, max_context: int |
             rows = _logprobs(_WAYS[reuse](runner, contexts))
             if reuse in (Reuse.PACKED, Reuse.UNIFORM) and not runner.pool.layers:
                 raise ValueError("its state is not in the cache's rows")
-        except Exception as error:  # whatever this model's code says of a cache or an attention it does not expect
+        except Exception as error:
+            # Whatever this model's code says of a cache or an attention it does not expect
             reasons[reuse.value] = f"{type(error).__name__}: {error}"[:200]
         else:
             distance = float((rows - expected).abs().max())
@@ -61,7 +67,9 @@ def choose_reuse(model: Any, runner: Runner, vocab_size: int, max_context: int |
         if model.config._attn_implementation != original:
             model.set_attn_implementation(original)
         runner.pool.layers.clear()
-    raise EngineError(f"rows of this model depend on padding after them ({reasons}); load a causal language model")
+    raise EngineError(
+        f"rows of this model depend on padding after them ({reasons}); load a causal language model"
+    )
 
 
 def _tolerance(model: Any) -> float:
@@ -72,19 +80,26 @@ def _tolerance(model: Any) -> float:
 
 def _use_row_attention(model: Any) -> None:
     if model.config._attn_implementation not in REPLACEABLE:
-        raise ValueError(f"attention implementation {model.config._attn_implementation!r} has no rows")
-    if not getattr(model, "_supports_attention_backend", True):  # asked first, since transformers would log a warning
+        raise ValueError(
+            f"attention implementation {model.config._attn_implementation!r} has no rows"
+        )
+    # Asked first, since transformers would log a warning.
+    if not getattr(model, "_supports_attention_backend", True):
         raise ValueError("its attention does not go through transformers' attention interface")
     model.set_attn_implementation(ROW_ATTENTION)
 
 
 def _contexts(vocab_size: int, max_context: int | None, window: int | None) -> list[list[int]]:
-    """A context that is longer than the attention's window, where that is not too long, and one half as long."""
+    """A context that is longer than the attention's window, where that is not too long, and one
+    half as long."""
     length = window + 8 if window is not None and window <= LONGEST_PROBE else 12
     if max_context is not None:
         length = max(min(length, max_context), 4)
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(vocab_size, (size,), generator=generator).tolist() for size in (length // 2, length)]
+    return [
+        torch.randint(vocab_size, (size,), generator=generator).tolist()
+        for size in (length // 2, length)
+    ]
 
 
 def _logprobs(logits: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -101,7 +116,12 @@ def _packed(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Ten
     runner.pool.fork([0], [1], cut_short)
     second = [Span(1, cut_short, len(short)), Span(2, cut_long, len(long))]
     return [
-        runner.packed(second, [*short[cut_short:], *long[cut_long:]], [None, None], [second[0].size - 1, second[0].size])
+        runner.packed(
+            second,
+            [*short[cut_short:], *long[cut_long:]],
+            [None, None],
+            [second[0].size - 1, second[0].size],
+        )
     ]
 
 
@@ -120,8 +140,9 @@ def _uniform(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Te
 
 
 def _snapshots(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Each begun beside another one and continued token by token: by other tokens first, then again from the same snapshot,
-    as a fork beside those others, and for the last token beside one that was begun only then."""
+    """Each begun beside another one and continued token by token: by other tokens first, then again
+    from the same snapshot, as a fork beside those others, and for the last token beside one that
+    was begun only then."""
     pair: list[Adapter | None] = [None, None]
     cuts = [max(len(context) // 2, len(context) - 6) for context in contexts]
     begun = []
@@ -146,4 +167,9 @@ def _plain(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tens
     return [runner.plain(contexts, [None] * len(contexts), [1] * len(contexts))]
 
 
-_WAYS = {Reuse.PACKED: _packed, Reuse.UNIFORM: _uniform, Reuse.SNAPSHOTS: _snapshots, Reuse.NONE: _plain}
+_WAYS = {
+    Reuse.PACKED: _packed,
+    Reuse.UNIFORM: _uniform,
+    Reuse.SNAPSHOTS: _snapshots,
+    Reuse.NONE: _plain,
+}

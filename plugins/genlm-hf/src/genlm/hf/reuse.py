@@ -12,10 +12,13 @@ class Reuse(Enum):
     """Any mixture of contexts in one forward, nothing padded."""
 
     UNIFORM = "uniform"
-    """One forward for contexts that grow from equal length by equal length: for models with attention code of their own."""
+    """One forward for contexts that grow from equal length by equal length: for models with
+    attention code of their own."""
 
     SNAPSHOTS = "snapshots"
-    """Whole states after known contexts, extended token by token: for state that cannot be cut (recurrent and hybrid)."""
+    """Whole states after known contexts, extended token by token: for state that cannot be cut
+    (recurrent and hybrid)."""
 
     NONE = "none"
-    """Every context is computed whole: the model returns no state, or goes on from it to other rows."""
+    """Every context is computed whole: the model returns no state, or goes on from it to other
+    rows."""

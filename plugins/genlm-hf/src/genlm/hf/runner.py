@@ -19,8 +19,9 @@ from genlm.hf.pool import RowPool
 class Runner:
     """Runs forwards.
 
-    Only the wanted positions reach the output layer: a hook before it selects them. (The vocabulary is wide: rows for every
-    position would cost more than the rest of a small model, in time and in memory.)
+    Only the wanted positions reach the output layer: a hook before it selects them. (The vocabulary
+    is wide: rows for every position would cost more than the rest of a small model, in time and in
+    memory.)
 
     Args:
         model: The causal language model.
@@ -29,7 +30,9 @@ class Runner:
         patterns: What each layer attends to; needed for packed forwards only.
     """
 
-    def __init__(self, model: Any, adapters: AdapterSet, pool: RowPool, patterns: Sequence[Pattern] | None) -> None:
+    def __init__(
+        self, model: Any, adapters: AdapterSet, pool: RowPool, patterns: Sequence[Pattern] | None
+    ) -> None:
         self._model = model
         self._adapters = adapters
         self.pool = pool
@@ -46,7 +49,11 @@ class Runner:
             self._hook.remove()
 
     def packed(
-        self, spans: Sequence[Span], tokens: Sequence[int], adapters: Sequence[Adapter | None], wanted: Sequence[int]
+        self,
+        spans: Sequence[Span],
+        tokens: Sequence[int],
+        adapters: Sequence[Adapter | None],
+        wanted: Sequence[int],
     ) -> torch.Tensor:
         """Run spans of any start and size at once.
 
@@ -65,7 +72,9 @@ class Runner:
         device = self._model.device
         self.pool.layout = layout
         ids = torch.tensor(tokens, device=device)[:, None]
-        rows = [adapter for span, adapter in zip(spans, adapters, strict=True) for _ in range(span.size)]
+        rows = [
+            adapter for span, adapter in zip(spans, adapters, strict=True) for _ in range(span.size)
+        ]
         return self._forward(
             rows,
             wanted,
@@ -78,18 +87,29 @@ class Runner:
         )
 
     def uniform(
-        self, spans: Sequence[Span], tokens: Sequence[int], adapters: Sequence[Adapter | None], wanted: Sequence[int]
+        self,
+        spans: Sequence[Span],
+        tokens: Sequence[int],
+        adapters: Sequence[Adapter | None],
+        wanted: Sequence[int],
     ) -> torch.Tensor:
-        """Run spans of equal start and size, see :meth:`packed`; the model need only use the cache it is given."""
+        """Run spans of equal start and size, see :meth:`packed`; the model need only use the cache
+        it is given."""
         self.pool.layout = UniformLayout(spans)
         ids = torch.tensor(tokens, device=self._model.device).view(len(spans), -1)
         positions = torch.arange(spans[0].start, spans[0].stop, device=ids.device).expand_as(ids)
-        return self._forward(adapters, wanted, input_ids=ids, position_ids=positions, past_key_values=self.pool)
+        return self._forward(
+            adapters, wanted, input_ids=ids, position_ids=positions, past_key_values=self.pool
+        )
 
     def plain(
-        self, contexts: Sequence[Sequence[int]], adapters: Sequence[Adapter | None], keep: Sequence[int]
+        self,
+        contexts: Sequence[Sequence[int]],
+        adapters: Sequence[Adapter | None],
+        keep: Sequence[int],
     ) -> torch.Tensor:
-        """Run whole contexts without any state, padded on the right, where a causal model does not look.
+        """Run whole contexts without any state, padded on the right, where a causal model does not
+        look.
 
         Args:
             contexts: Token ids.
@@ -106,10 +126,16 @@ class Runner:
             ids[row, : len(context)] = torch.tensor(context)
             end = row * width + len(context)
             wanted.extend(range(end - count, end))
-        return self._forward(adapters, wanted, input_ids=ids.to(self._model.device), use_cache=False)
+        return self._forward(
+            adapters, wanted, input_ids=ids.to(self._model.device), use_cache=False
+        )
 
     def stateful(
-        self, cache: Any, tokens: Sequence[Sequence[int]], adapters: Sequence[Adapter | None], wanted: Sequence[int]
+        self,
+        cache: Any,
+        tokens: Sequence[Sequence[int]],
+        adapters: Sequence[Adapter | None],
+        wanted: Sequence[int],
     ) -> tuple[torch.Tensor, Any]:
         """Run contexts of equal length, further by equal length, with transformers' own cache.
 
@@ -126,16 +152,22 @@ class Runner:
             ValueError: the model returns no cache.
         """
         ids = torch.tensor(tokens, device=self._model.device)
-        logits, outputs = self._outputs(adapters, wanted, input_ids=ids, **{self._cache_name: cache})
+        logits, outputs = self._outputs(
+            adapters, wanted, input_ids=ids, **{self._cache_name: cache}
+        )
         cache = getattr(outputs, self._cache_name, None)
         if cache is None:
             raise ValueError("it returns no cache")
         return logits, cache
 
-    def _forward(self, rows: Sequence[Adapter | None], wanted: Sequence[int], **inputs: Any) -> torch.Tensor:
+    def _forward(
+        self, rows: Sequence[Adapter | None], wanted: Sequence[int], **inputs: Any
+    ) -> torch.Tensor:
         return self._outputs(rows, wanted, **inputs)[0]
 
-    def _outputs(self, rows: Sequence[Adapter | None], wanted: Sequence[int], **inputs: Any) -> tuple[torch.Tensor, Any]:
+    def _outputs(
+        self, rows: Sequence[Adapter | None], wanted: Sequence[int], **inputs: Any
+    ) -> tuple[torch.Tensor, Any]:
         inputs.setdefault("use_cache", True)
         self._wanted = torch.tensor(wanted, dtype=torch.long)
         try:
@@ -144,7 +176,9 @@ class Runner:
         finally:
             self._wanted = None
         flat: torch.Tensor = outputs.logits.flatten(0, -2)
-        return flat if len(flat) == len(wanted) else flat[torch.tensor(wanted, device=flat.device)], outputs
+        return flat if len(flat) == len(wanted) else flat[
+            torch.tensor(wanted, device=flat.device)
+        ], outputs
 
     def _select(self, head: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self._wanted is None:

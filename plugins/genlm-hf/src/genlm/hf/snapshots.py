@@ -14,7 +14,8 @@ from attrs import define, field
 from genlm.core.types import Adapter
 from genlm.hf.job import Job, key_of_prefix, key_prefix
 
-#: Tokens after a snapshot are run one at a time; each such step counts as much as this many tokens of a whole forward.
+#: Tokens after a snapshot are run one at a time; each such step counts as much as this many tokens
+#: of a whole forward.
 STEP_COST = 16
 
 
@@ -58,7 +59,8 @@ class Snapshots:
         self._places: dict[bytes, Place] = {}
 
     def fits(self, length: int) -> bool:
-        """Whether any context may be kept: how large a state is does not show before it is there."""
+        """Whether any context may be kept: how large a state is does not show before it is
+        there."""
         return self._budget > 0
 
     def find(self, job: Job) -> tuple[int, Place | None]:
@@ -72,7 +74,8 @@ class Snapshots:
         return 0, None
 
     def keep(self, keys: Sequence[bytes], cache: Any) -> None:
-        """Keep what a forward left of contexts, unless it is larger than what the pinned ones leave of the budget."""
+        """Keep what a forward left of contexts, unless it is larger than what the pinned ones leave
+        of the budget."""
         snapshot = Snapshot(cache, keys)
         if snapshot.size + sum(kept.size for kept in self._used if kept.pinned) > self._budget:
             return
@@ -88,7 +91,8 @@ class Snapshots:
                 self._places[key] = (snapshot, row)
 
     def pin(self, job: Job) -> bool:
-        """Keep the snapshot of a job just computed alone until :meth:`clear`; ``False`` if there was no room for it."""
+        """Keep the snapshot of a job just computed alone until :meth:`clear`; ``False`` if there
+        was no room for it."""
         place = self._places.get(job.key)
         if place is None:
             return False
@@ -122,12 +126,18 @@ class Snapshots:
 @torch.inference_mode()
 def joined(places: Sequence[Place]) -> Any:
     """A new cache whose rows are copies of these, all of contexts of one length."""
-    runs = [(snapshot.cache, [row for _, row in run]) for snapshot, run in groupby(places, key=itemgetter(0))]
+    runs = [
+        (snapshot.cache, [row for _, row in run])
+        for snapshot, run in groupby(places, key=itemgetter(0))
+    ]
     parts = zip(*(_selected(cache, rows) for cache, rows in runs), strict=True)
     tensors = [part[0] if len(part) == 1 else torch.cat(part) for part in parts]
     cache = runs[0][0]
-    # What the memo holds is not copied, but taken: lengths and flags come from the first cache, tensors from all.
-    return deepcopy(cache, {id(old): new for old, new in zip(_tensors(cache), tensors, strict=True)})
+    # What the memo holds is not copied, but taken: lengths and flags come from the first cache,
+    # tensors from all.
+    return deepcopy(
+        cache, {id(old): new for old, new in zip(_tensors(cache), tensors, strict=True)}
+    )
 
 
 def _selected(cache: Any, rows: Sequence[int]) -> Iterator[torch.Tensor]:

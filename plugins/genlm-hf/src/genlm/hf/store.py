@@ -1,4 +1,5 @@
-"""The key/value store: which rows are kept, where a job starts from, what must go when the budget is spent."""
+"""The key/value store: which rows are kept, where a job starts from, what must go when the budget
+is spent."""
 
 from __future__ import annotations
 
@@ -47,11 +48,13 @@ class _Plan:
 
 
 class KVStore:
-    """Keeps the state of contexts as rows of a pool, within a budget, least recently used first out.
+    """Keeps the state of contexts as rows of a pool, within a budget, least recently used first
+    out.
 
-    A job starts from the kept row that shares the longest prefix with it. If it extends the whole row, or ends within it,
-    it runs in that very row, and nothing is copied; else the shared prefix is copied to a new row. A row's state is valid
-    up to its key; what lies beyond is never read, so a forward that fails leaves the store sound.
+    A job starts from the kept row that shares the longest prefix with it. If it extends the whole
+    row, or ends within it, it runs in that very row, and nothing is copied; else the shared prefix
+    is copied to a new row. A row's state is valid up to its key; what lies beyond is never read, so
+    a forward that fails leaves the store sound.
 
     Args:
         pool: The tensors.
@@ -75,7 +78,8 @@ class KVStore:
         return min(self._index.longest(job.key)[1], job.latest_start)
 
     def place(self, jobs: Sequence[Job]) -> list[Placement]:
-        """Place as many of ``jobs`` as fit together, from the first on: at least one if it :meth:`fits`."""
+        """Place as many of ``jobs`` as fit together, from the first on: at least one if it
+        :meth:`fits`."""
         self._tick += 1
         while jobs:
             plan = self._plan(jobs, alone=len(jobs) == 1)
@@ -87,7 +91,10 @@ class KVStore:
     def commit(self, placements: Sequence[Placement]) -> None:
         """Record that the jobs have been computed."""
         for placement in placements:
-            if placement.continued is not None and placement.continued.length < placement.job.length:
+            if (
+                placement.continued is not None
+                and placement.continued.length < placement.job.length
+            ):
                 self._index.remove(placement.continued)
         for placement in placements:
             self._record(placement)
@@ -129,11 +136,14 @@ class KVStore:
         """Raises: RuntimeError: rows and places do not add up."""
         slots = sorted([row.slot for row in self._index.rows()] + self._free)
         if slots != list(range(self._pool.rows)):
-            raise RuntimeError(f"the rows' places {slots} are not exactly those of a pool of {self._pool.rows} rows")
+            raise RuntimeError(
+                f"the rows' places {slots} are not exactly those of a pool of {self._pool.rows} "
+                "rows"
+            )
         if any(row.length > self._pool.columns for row in self._index.rows()):
             raise RuntimeError(f"a row is longer than the pool's {self._pool.columns} columns")
 
-    # --- planning -----------------------------------------------------------------------------------------------------
+    # --- planning ---------------------------------------------------------------------------------
 
     def _plan(self, jobs: Sequence[Job], alone: bool) -> _Plan:
         matches = [self._index.longest(job.key) for job in jobs]
@@ -148,7 +158,8 @@ class KVStore:
                 taken.add(row.slot)
         protected = {row.slot for row, _ in matches if row is not None}
         plan = _Plan(matches, in_place, len(jobs) - len(in_place), protected)
-        if alone and not self._affordable(plan, jobs):  # not even beside its own source: start from nothing
+        # Not even beside its own source: start from nothing.
+        if alone and not self._affordable(plan, jobs):
             plan = _Plan([(None, 0)], {}, 1, set())
         return plan
 
@@ -158,12 +169,17 @@ class KVStore:
         return len(staying) + plan.needed <= self._limit(columns)
 
     def _make_room(self, plan: _Plan, jobs: Sequence[Job]) -> bool:
-        """Evict and resize until the plan's new rows are free; ``False`` if the budget does not allow it."""
+        """Evict and resize until the plan's new rows are free; ``False`` if the budget does not
+        allow it."""
         if not self._affordable(plan, jobs):
             return False
         width = max(_columns(job.length) for job in jobs)
         victims = sorted(
-            (row for row in self._index.rows() if not row.pinned and row.slot not in plan.protected),
+            (
+                row
+                for row in self._index.rows()
+                if not row.pinned and row.slot not in plan.protected
+            ),
             key=lambda row: row.used,
             reverse=True,
         )
@@ -175,15 +191,21 @@ class KVStore:
         return True
 
     def _grow(self, rows: int, columns: int) -> None:
-        """Make room for at least so many rows and columns, and for some more where the budget allows it.
+        """Make room for at least so many rows and columns, and for some more where the budget
+        allows it.
 
-        Fresh memory is dear, so forks should find their rows there already, and growth by one token should seldom move all.
+        Fresh memory is dear, so forks should find their rows there already, and growth by one token
+        should seldom move all.
         """
         pool = self._pool
         if rows <= pool.rows and columns <= pool.columns:
             return
         spare_rows = pool.rows if rows <= pool.rows else rows + -(-rows // 2)
-        spare_columns = pool.columns if columns <= pool.columns else max(columns, _columns(pool.columns * 5 // 4))
+        spare_columns = (
+            pool.columns
+            if columns <= pool.columns
+            else max(columns, _columns(pool.columns * 5 // 4))
+        )
         if rows > self._limit(spare_columns):
             spare_columns = columns
         self._resize(max(rows, min(spare_rows, self._limit(spare_columns))), spare_columns)
@@ -205,7 +227,7 @@ class KVStore:
             self._pool.fork(sources, targets, max(lengths))
         return placements
 
-    # --- bookkeeping --------------------------------------------------------------------------------------------------
+    # --- bookkeeping ------------------------------------------------------------------------------
 
     def _record(self, placement: Placement) -> None:
         job, row = placement.job, placement.continued
@@ -237,7 +259,9 @@ class KVStore:
         try:
             self._pool.resize(rows, columns, [row.slot for row in kept])
         except torch.OutOfMemoryError:  # with some layers moved and others not, no row is whole
-            logger.warning("kv.lost", rows=len(kept), pinned=len(self._pinned), reason="out of memory")
+            logger.warning(
+                "kv.lost", rows=len(kept), pinned=len(self._pinned), reason="out of memory"
+            )
             self.clear()
             raise
         for slot, row in enumerate(kept):

@@ -15,7 +15,8 @@ from genlm.core.errors import InvalidOptionError
 from genlm.core.types import Adapter
 from mlx.utils import tree_unflatten
 
-#: Settings of PEFT's LoRA by which an adapter is more than two matrices a layer, and the values at which it is not.
+#: Settings of PEFT's LoRA by which an adapter is more than two matrices a layer, and the values at
+#: which it is not.
 BEYOND_LORA: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": (None, "none"),
@@ -37,7 +38,8 @@ Weights = tuple[mx.array, mx.array]  # A [in, rank], and B [rank, out] with the 
 
 @define
 class Selection:
-    """Which adapter each row of the coming forward pass has; 0 is none. The adapters set it, all layers read it."""
+    """Which adapter each row of the coming forward pass has; 0 is none. The adapters set it, all
+    layers read it."""
 
     versions: Sequence[int] = ()
 
@@ -67,7 +69,8 @@ class RowLoRA(nn.Module):  # type: ignore[misc]
 class Adapters:
     """The adapters of one model.
 
-    Layers are wrapped when the first adapter touches them, and stay so: without an adapter a wrapper only calls its layer.
+    Layers are wrapped when the first adapter touches them, and stay so: without an adapter a
+    wrapper only calls its layer.
     """
 
     def __init__(self, model: Any) -> None:
@@ -91,7 +94,8 @@ class Adapters:
             self._check(adapter, name, layer, weights[name])
         mx.eval(list(weights.values()))
         wrapped = {
-            name: layer if isinstance(layer, RowLoRA) else RowLoRA(layer, self._selection) for name, layer in layers.items()
+            name: layer if isinstance(layer, RowLoRA) else RowLoRA(layer, self._selection)
+            for name, layer in layers.items()
         }
         self._model.update_modules(tree_unflatten(list(wrapped.items())))
         for name, layer in wrapped.items():
@@ -108,7 +112,8 @@ class Adapters:
         if not isinstance(base, nn.Linear | nn.QuantizedLinear):
             found = "nothing" if base is None else type(base).__name__
             raise InvalidOptionError(
-                f"adapter {adapter.path} changes {name}, where the model has {found}; only linear layers can be adapted: "
+                f"adapter {adapter.path} changes {name}, where the model has {found}; only linear "
+                "layers can be adapted: "
                 "give an adapter of them, made for this model"
             )
         outputs, inputs = base.weight.shape
@@ -116,8 +121,10 @@ class Adapters:
             inputs = inputs * 32 // base.bits
         if (weights[0].shape[0], weights[1].shape[1]) != (inputs, outputs):
             raise InvalidOptionError(
-                f"adapter {adapter.path} is made for another model: at {name} it maps {weights[0].shape[0]} to "
-                f"{weights[1].shape[1]} features, the model {inputs} to {outputs}; give one made for this model"
+                f"adapter {adapter.path} is made for another model: at {name} it maps "
+                f"{weights[0].shape[0]} to "
+                f"{weights[1].shape[1]} features, the model {inputs} to {outputs}; give one made "
+                "for this model"
             )
 
 
@@ -135,7 +142,9 @@ def read_adapter(folder: Path) -> dict[str, Weights]:
 def _read_mlx(folder: Path, config: Mapping[str, Any]) -> dict[str, Weights]:
     kind = config.get("fine_tune_type", "lora")
     if kind != "lora":
-        raise InvalidOptionError(f"adapter {folder} has fine_tune_type={kind!r}; only 'lora' is applied by row: {FUSE}")
+        raise InvalidOptionError(
+            f"adapter {folder} has fine_tune_type={kind!r}; only 'lora' is applied by row: {FUSE}"
+        )
     scale = _number(folder, "lora_parameters.scale", config.get("lora_parameters", {}).get("scale"))
     pairs = _pairs(folder, _tensors(folder / "adapters.safetensors"), ".lora_a", ".lora_b")
     return {layer: (a, b * scale) for layer, (a, b) in pairs.items()}
@@ -145,7 +154,8 @@ def _read_peft(folder: Path, config: Mapping[str, Any]) -> dict[str, Weights]:
     for name, value in config.items():
         if name in BEYOND_LORA and value not in BEYOND_LORA[name]:
             raise InvalidOptionError(
-                f"adapter {folder} has {name}={value!r}; only plain LoRA can be applied by row: {FUSE}"
+                f"adapter {folder} has {name}={value!r}; only plain LoRA can be applied by row: "
+                f"{FUSE}"
             )
     rank, alpha = (_number(folder, name, config.get(name)) for name in ("r", "lora_alpha"))
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
@@ -157,13 +167,17 @@ def _read_peft(folder: Path, config: Mapping[str, Any]) -> dict[str, Weights]:
 
 def _number(folder: Path, name: str, value: Any) -> float:
     if not isinstance(value, int | float):
-        raise InvalidOptionError(f"adapter {folder} has {name}={value!r} in adapter_config.json; it must be a number")
+        raise InvalidOptionError(
+            f"adapter {folder} has {name}={value!r} in adapter_config.json; it must be a number"
+        )
     return value
 
 
 def _tensors(file: Path) -> Mapping[str, mx.array]:
     if not file.exists():
-        raise FileNotFoundError(f"{file} does not exist; give the folder that mlx-lm or PEFT saved the adapter in")
+        raise FileNotFoundError(
+            f"{file} does not exist; give the folder that mlx-lm or PEFT saved the adapter in"
+        )
     tensors: Mapping[str, mx.array] = mx.load(str(file))
     return tensors
 
@@ -173,9 +187,20 @@ def _pairs(folder: Path, tensors: Mapping[str, mx.array], *suffixes: str) -> dic
     strange = [name for name in tensors if not name.endswith(suffixes)]
     if strange or not tensors:
         found = strange[0] if strange else "no tensors"
-        raise InvalidOptionError(f"adapter {folder} has {found} where LoRA weights were expected; {FUSE}")
-    layers = sorted({name.removesuffix(suffix) for name in tensors for suffix in suffixes if name.endswith(suffix)})
+        raise InvalidOptionError(
+            f"adapter {folder} has {found} where LoRA weights were expected; {FUSE}"
+        )
+    layers = sorted(
+        {
+            name.removesuffix(suffix)
+            for name in tensors
+            for suffix in suffixes
+            if name.endswith(suffix)
+        }
+    )
     for layer in layers:
         if any(layer + suffix not in tensors for suffix in suffixes):
-            raise InvalidOptionError(f"adapter {folder} has only one of the two matrices of {layer}; save it again")
+            raise InvalidOptionError(
+                f"adapter {folder} has only one of the two matrices of {layer}; save it again"
+            )
     return {layer: (tensors[layer + suffixes[0]], tensors[layer + suffixes[1]]) for layer in layers}

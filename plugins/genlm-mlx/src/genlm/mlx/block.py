@@ -10,20 +10,25 @@ import mlx.core as mx
 from genlm.mlx.prefix_index import Key
 from genlm.mlx.runner import Cache, Runner
 
-#: Tokens by which a cache grows when it is full. With mlx-lm's 256 a batch of short contexts would be mostly room to grow.
+#: Tokens by which a cache grows when it is full. With mlx-lm's 256 a batch of short contexts would
+#: be mostly room to grow.
 GROWTH = 32
 
 
 class Block:
-    """Rows of a batch cache, and what they hold. Built on the public methods of mlx-lm's batch caches alone.
+    """Rows of a batch cache, and what they hold. Built on the public methods of mlx-lm's batch
+    caches alone.
 
-    A method that makes blocks of blocks uses them up, layer by layer, so that old and new are never both there in full.
+    A method that makes blocks of blocks uses them up, layer by layer, so that old and new are never
+    both there in full.
 
     Attributes:
         keys: Row by row, the adapter's version and the tokens whose state the cache holds.
         cache: One batch cache per layer.
-        logits: ``[rows, vocab_size]`` float32, of what follows each row; ``None`` while the block is being built.
-        costly: Row by row, whether its state took a long prefill that nothing else in the pool could repeat.
+        logits: ``[rows, vocab_size]`` float32, of what follows each row; ``None`` while the block
+            is being built.
+        costly: Row by row, whether its state took a long prefill that nothing else in the pool
+            could repeat.
         living: The rows that the pool can find. Others have moved on to another block.
         used: When it was last of use, in the pool's ticks.
         pinned: Whether it stays until the pool is cleared.
@@ -51,7 +56,9 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        return sum(int(layer.nbytes) for layer in self.cache) + (0 if self.logits is None else int(self.logits.nbytes))
+        return sum(int(layer.nbytes) for layer in self.cache) + (
+            0 if self.logits is None else int(self.logits.nbytes)
+        )
 
     @property
     def trimmable(self) -> bool:
@@ -66,7 +73,8 @@ class Block:
         while self.cache:
             layer = self.cache.pop(0)
             for part, block in zip(parts, blocks, strict=True):
-                block.cache.append(copy.deepcopy(layer))  # copies handles: arrays stay shared until written to
+                # Copies handles: arrays stay shared until written to.
+                block.cache.append(copy.deepcopy(layer))
                 block.cache[-1].filter(mx.array(part, mx.int32))
             del layer
             mx.eval([block.cache[-1].state for block in blocks], [block.logits for block in blocks])
@@ -75,7 +83,8 @@ class Block:
     def copied(self, rows: Sequence[int], spent: Sequence[Block] = ()) -> Block:
         """A new block of the given rows, in which a row may occur again. This block stays.
 
-        The ``spent`` blocks are used up, layer by layer: the copy gets their memory, which no page fault holds up.
+        The ``spent`` blocks are used up, layer by layer: the copy gets their memory, which no page
+        fault holds up.
         """
         cache = copy.deepcopy(self.cache)  # copies handles: arrays stay shared until written to
         for layer in cache:
@@ -129,8 +138,9 @@ class Block:
     def _settle(self) -> None:
         """Lay rotating rows out anew, oldest token first.
 
-        mlx-lm 0.32.2 masks a block of several tokens wrongly where a rotating cache has taken single tokens and a row is
-        padded on the left. Taken apart and merged again the cache is as after a prefill, which it masks correctly.
+        mlx-lm 0.32.2 masks a block of several tokens wrongly where a rotating cache has taken
+        single tokens and a row is padded on the left. Taken apart and merged again the cache is as
+        after a prefill, which it masks correctly.
         """
         if not self.cache or not any(_rotates(layer) for layer in self.cache):
             return

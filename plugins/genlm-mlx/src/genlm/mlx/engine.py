@@ -17,10 +17,12 @@ from genlm.mlx.runner import Runner
 
 
 class MlxEngine:
-    """A model of mlx-lm. It must be made, used and closed on one thread: MLX evaluates an array where it was built.
+    """A model of mlx-lm. It must be made, used and closed on one thread: MLX evaluates an array
+    where it was built.
 
     Attributes:
-        pool: The key/value rows; ``None`` where the model's caches cannot be batched, and every query is computed alone.
+        pool: The key/value rows; ``None`` where the model's caches cannot be batched, and every
+            query is computed alone.
     """
 
     device = "cpu"  # where rows are given away, whatever device MLX computes on
@@ -82,7 +84,8 @@ class MlxEngine:
         self.model = self.pool = None
         del self._runner, self._adapters
         mx.clear_cache()
-        mx.clear_streams()  # last: joining a thread that still has streams can abort the process at exit
+        # last: joining a thread that still has streams can abort the process at exit.
+        mx.clear_streams()
 
 
 def key_of(query: Query) -> Key:
@@ -93,6 +96,7 @@ def key_of(query: Query) -> Key:
 def _rows(logits: mx.array) -> torch.Tensor:
     """Log-probabilities, in memory that MLX does not know of.
 
-    By PyTorch: MLX's sum over a large vocabulary is 1.7e-4 off on the CPU, and a row would not be normalised.
+    By PyTorch: MLX's sum over a large vocabulary is 1.7e-4 off on the CPU, and a row would not be
+    normalised.
     """
     return torch.from_numpy(np.array(logits)).log_softmax(dim=-1)

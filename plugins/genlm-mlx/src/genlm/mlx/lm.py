@@ -22,11 +22,13 @@ class AsyncMlxLM(AsyncLM):
         """Load a model.
 
         Args:
-            model_name: A local folder or a hub name; checkpoints of transformers and of mlx-lm, quantized ones too.
+            model_name: A local folder or a hub name; checkpoints of transformers and of mlx-lm,
+                quantized ones too.
             prefill_step_size: The most tokens in one forward pass, over all rows of a batch.
-            kv_cache_bytes: The most bytes of key/value state to keep beside that of the batch in hand; ``None`` is half
-                as many again as the batch takes, 256 MiB at least.
-            **core_options: Those of every backend: ``batch_size``, ``timeout``, ``cache_size``, ``cache_opts``, ...
+            kv_cache_bytes: The most bytes of key/value state to keep beside that of the batch in
+                hand; ``None`` is half as many again as the batch takes, 256 MiB at least.
+            **core_options: Those of every backend: ``batch_size``, ``timeout``, ``cache_size``,
+            ``cache_opts``, ...
 
         Raises:
             BackendUnavailableError: mlx-lm is not installed.
@@ -36,6 +38,9 @@ class AsyncMlxLM(AsyncLM):
         def load() -> Engine:
             from genlm.mlx.plugin import genlm_load
 
-            return genlm_load(model_name, {"prefill_step_size": prefill_step_size, "kv_cache_bytes": kv_cache_bytes})
+            return genlm_load(
+                model_name,
+                {"prefill_step_size": prefill_step_size, "kv_cache_bytes": kv_cache_bytes},
+            )
 
         return cls._open(load, backend="mlx", **core_options)

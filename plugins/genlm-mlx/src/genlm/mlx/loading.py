@@ -1,4 +1,5 @@
-"""Loading: what mlx-lm reads wrongly is put right, and what the model's caches can do is found out by trying."""
+"""Loading: what mlx-lm reads wrongly is put right, and what the model's caches can do is found out
+by trying."""
 
 from __future__ import annotations
 
@@ -22,7 +23,16 @@ from genlm.mlx.runner import Runner
 DEFAULTS: Mapping[str, Any] = {"prefill_step_size": 2048, "kv_cache_bytes": None}
 
 #: What mlx-lm itself fetches of a repository.
-FILES = ("*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja")
+FILES = (
+    "*.json",
+    "model*.safetensors",
+    "*.py",
+    "tokenizer.model",
+    "*.tiktoken",
+    "*.txt",
+    "*.jsonl",
+    "*.jinja",
+)
 
 log = structlog.get_logger()
 
@@ -34,7 +44,11 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
         InvalidOptionError: an option is unknown or out of range.
     """
     chosen = _checked(options)
-    folder = Path(name) if Path(name).exists() else Path(snapshot_download(name, allow_patterns=list(FILES)))
+    folder = (
+        Path(name)
+        if Path(name).exists()
+        else Path(snapshot_download(name, allow_patterns=list(FILES)))
+    )
     config = json.loads((folder / "config.json").read_text())
     model, _ = load_model(folder, model_config=amended(config))
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -53,17 +67,21 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
         tokenizer,
         runner,
         adapters,
-        None if support is CacheSupport.NONE else Pool(runner, chosen["kv_cache_bytes"], support is CacheSupport.RAGGED),
+        None
+        if support is CacheSupport.NONE
+        else Pool(runner, chosen["kv_cache_bytes"], support is CacheSupport.RAGGED),
         vocab_size=runner.cold((0, 0)).shape[-1],
         max_context=max_context(config),
     )
 
 
 def amended(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What to add to a checkpoint's configuration so that mlx-lm 0.32 understands what transformers 5 writes.
+    """What to add to a checkpoint's configuration so that mlx-lm 0.32 understands what transformers
+    5 writes.
 
-    Above all the rotary embedding: transformers 5 writes ``rope_parameters``, most of mlx-lm's models read ``rope_theta``
-    and ``rope_scaling`` alone and take a default where they find none: the logits are then wrong without a word.
+    Above all the rotary embedding: transformers 5 writes ``rope_parameters``, most of mlx-lm's
+    models read ``rope_theta`` and ``rope_scaling`` alone and take a default where they find none:
+    the logits are then wrong without a word.
     """
     lifted: dict[str, Any] = {}
     if "n_positions" in config:
@@ -80,13 +98,20 @@ def amended(config: Mapping[str, Any]) -> dict[str, Any]:
         lifted["rope_scaling"] = dict(full)
     if layered and "rope_theta" in parameters.get("sliding_attention", {}):
         lifted["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
-    return {name: value for name, value in lifted.items() if name == "text_config" or config.get(name) is None}
+    return {
+        name: value
+        for name, value in lifted.items()
+        if name == "text_config" or config.get(name) is None
+    }
 
 
 def max_context(config: Mapping[str, Any]) -> int | None:
     """The longest context the model was made for, where it says so."""
     config = config.get("text_config") or config
-    return next((config[name] for name in ("max_position_embeddings", "n_positions") if config.get(name)), None)
+    return next(
+        (config[name] for name in ("max_position_embeddings", "n_positions") if config.get(name)),
+        None,
+    )
 
 
 def _checked(options: Mapping[str, object]) -> dict[str, Any]:
@@ -96,5 +121,7 @@ def _checked(options: Mapping[str, object]) -> dict[str, Any]:
         value = chosen[name]
         accepted = value is DEFAULTS[name] or (type(value) is int and value >= least)
         if not accepted:
-            raise InvalidOptionError(f"{name}={value!r} is not accepted; give an integer of {least} or more")
+            raise InvalidOptionError(
+                f"{name}={value!r} is not accepted; give an integer of {least} or more"
+            )
     return chosen

@@ -1,4 +1,5 @@
-"""The pool of key/value rows: what contexts share is computed once, and what is known is never computed again."""
+"""The pool of key/value rows: what contexts share is computed once, and what is known is never
+computed again."""
 
 from __future__ import annotations
 
@@ -14,16 +15,18 @@ from genlm.mlx.block import Block
 from genlm.mlx.prefix_index import Key, PrefixIndex, common_length
 from genlm.mlx.runner import Runner
 
-#: From so many tokens on, a shared prefix is computed on its own first, a longer row is trimmed rather than left aside,
-#: and state that cannot be trimmed is kept when a context goes beyond it.
+#: From so many tokens on, a shared prefix is computed on its own first, a longer row is trimmed
+#: rather than left aside, and state that cannot be trimmed is kept when a context goes beyond it.
 WORTHWHILE = 16
 
-#: Where no limit is given, so much of what a batch takes may be kept beside it: two groups of contexts can take turns, also
-#: when one has the longer contexts. So many bytes may be kept beside any batch.
+#: Where no limit is given, so much of what a batch takes may be kept beside it: two groups of
+#: contexts can take turns, also when one has the longer contexts. So many bytes may be kept beside
+#: any batch.
 ASIDE = 3 / 2
 LEAST_ASIDE = 256 << 20
 
-#: Where at least so much of a block stays when rows move on, it stays as it is: a copy costs more than the room.
+#: Where at least so much of a block stays when rows move on, it stays as it is: a copy costs more
+#: than the room.
 STAYS_WHOLE = 1 / 4
 
 #: So many padded positions are no reason to evaluate rows apart.
@@ -58,14 +61,16 @@ class Work:
 class Pool:
     """Evaluates contexts, each starting from the longest part of it that some row holds.
 
-    Rows that contexts extend move on with them: their tokens stay findable as a prefix. What they leave behind in their
-    block is room, until the block goes or little else of it is left. Rows whose state cannot be trimmed
-    (recurrent, or a window that has wrapped) and took a long prefill stay as well.
+    Rows that contexts extend move on with them: their tokens stay findable as a prefix. What they
+    leave behind in their block is room, until the block goes or little else of it is left. Rows
+    whose state cannot be trimmed (recurrent, or a window that has wrapped) and took a long prefill
+    stay as well.
 
     Args:
         runner: The model.
-        max_bytes: The most bytes to keep beside the rows of the last call; least recently used blocks go first. ``None`` is
-            half as many again as those rows take, and 256 MiB at least.
+        max_bytes: The most bytes to keep beside the rows of the last call; least recently used
+            blocks go first. ``None`` is half as many again as those rows take, and 256 MiB at
+            least.
         ragged: Whether rows of unequal length can be fed together.
     """
 
@@ -85,7 +90,8 @@ class Pool:
         return _nbytes(self._blocks)
 
     def logits(self, keys: Sequence[Key]) -> mx.array:
-        """The logits of what follows each of the distinct ``keys``, ``[len(keys), vocab_size]`` float32."""
+        """The logits of what follows each of the distinct ``keys``, ``[len(keys), vocab_size]``
+        float32."""
         self._tick += 1
         self._ensure_shared(keys)
         known = {key: self._recalled(self._index[key]) for key in keys if key in self._index}
@@ -93,7 +99,9 @@ class Pool:
         self._evict()
         if [key for block in computed for key in block.keys] == list(keys) and len(computed) == 1:
             return computed[0].logits
-        known.update((key, block.logits[row]) for block in computed for row, key in enumerate(block.keys))
+        known.update(
+            (key, block.logits[row]) for block in computed for row, key in enumerate(block.keys)
+        )
         return mx.stack([known[key] for key in keys])
 
     def pin(self, key: Key) -> None:
@@ -102,20 +110,26 @@ class Pool:
             self.logits([key])
         place = self._index[key]
         if not place.block.pinned:
-            pinned, *_ = self._replace(place.block, [[place.row], sorted(place.block.living - {place.row})])
+            pinned, *_ = self._replace(
+                place.block, [[place.row], sorted(place.block.living - {place.row})]
+            )
             pinned.pinned = True
 
     def drop(self, version: int) -> None:
         """Drop every row of an adapter."""
-        for block in [block for block in self._blocks if any(key[0] == version for key in block.keys)]:
-            self._replace(block, [[row for row in sorted(block.living) if block.keys[row][0] != version]])
+        for block in [
+            block for block in self._blocks if any(key[0] == version for key in block.keys)
+        ]:
+            self._replace(
+                block, [[row for row in sorted(block.living) if block.keys[row][0] != version]]
+            )
 
     def clear(self) -> None:
         """Drop all rows."""
         self._blocks.clear()
         self._index = PrefixIndex()
 
-    # --- the plot -----------------------------------------------------------------------------------------------------
+    # --- the plot ---------------------------------------------------------------------------------
 
     def _ensure_shared(self, keys: Sequence[Key]) -> None:
         """Compute the long prefixes that several of ``keys`` share, shorter ones first."""
@@ -150,7 +164,7 @@ class Pool:
             blocks.append(work.block)
         return blocks
 
-    # --- where contexts start -------------------------------------------------------------------------------------------
+    # --- where contexts start ---------------------------------------------------------------------
 
     def _source(self, key: Key) -> tuple[Place | None, int]:
         """The row that ``key`` can start from, and how much of it, in elements of the key."""
@@ -181,8 +195,11 @@ class Pool:
             works.append(Work(Block.empty(self._runner, [key[0] for key in fresh]), fresh))
         return works
 
-    def _moved_on(self, block: Block, items: Sequence[tuple[int, Key]], needed: Collection[Block]) -> Work:
-        """Take the rows that are extended out of their block, one of those ``needed`` in this call; leave the others."""
+    def _moved_on(
+        self, block: Block, items: Sequence[tuple[int, Key]], needed: Collection[Block]
+    ) -> Work:
+        """Take the rows that are extended out of their block, one of those ``needed`` in this call;
+        leave the others."""
         rows, targets = [row for row, _ in items], [key for _, key in items]
         if self._stays(block):
             return Work(block.copied(rows), targets)
@@ -202,17 +219,20 @@ class Pool:
     def _stays(self, block: Block) -> bool:
         return block.pinned or (any(block.costly) and not block.trimmable)
 
-    # --- feeding --------------------------------------------------------------------------------------------------------
+    # --- feeding ----------------------------------------------------------------------------------
 
     def _by_width(self, works: Iterable[Work]) -> list[Work]:
-        """Part works so that each is to be fed rows of about one length; works of nothing to feed stay as they are."""
+        """Part works so that each is to be fed rows of about one length; works of nothing to feed
+        stay as they are."""
         parted = []
         for work in works:
             groups: dict[int, list[int]] = defaultdict(list)
             for row, (key, target) in enumerate(zip(work.block.keys, work.targets, strict=True)):
                 groups[self._width_class(len(target) - len(key) - 1)].append(row)
             targets = work.targets
-            for rows, block in zip(groups.values(), work.block.split(list(groups.values())), strict=True):
+            for rows, block in zip(
+                groups.values(), work.block.split(list(groups.values())), strict=True
+            ):
                 parted.append(Work(block, [targets[row] for row in rows]))
         return parted
 
@@ -222,13 +242,15 @@ class Pool:
 
     def _fed(self, work: Work) -> Work:
         """Append all but the last token of each target."""
-        missing = [target[len(key) : -1] for key, target in zip(work.block.keys, work.targets, strict=True)]
+        missing = [
+            target[len(key) : -1] for key, target in zip(work.block.keys, work.targets, strict=True)
+        ]
         if any(missing):
             work.block.feed(self._runner, missing)
             work.block.costly = [len(tokens) >= WORTHWHILE for tokens in missing]
         return work
 
-    # --- keeping --------------------------------------------------------------------------------------------------------
+    # --- keeping ----------------------------------------------------------------------------------
 
     def _keep(self, block: Block) -> None:
         block.used = self._tick
@@ -264,7 +286,11 @@ class Pool:
         """
         in_hand = [block for block in self._blocks if block.used == self._tick or block in needed]
         aside = [block for block in self._blocks if block is left or block not in in_hand]
-        limit = max(LEAST_ASIDE, ASIDE * _nbytes(in_hand)) if self._max_bytes is None else self._max_bytes
+        limit = (
+            max(LEAST_ASIDE, ASIDE * _nbytes(in_hand))
+            if self._max_bytes is None
+            else self._max_bytes
+        )
         excess, gone = _nbytes(aside) - limit, []
         for block in sorted(aside, key=attrgetter("used")):
             if excess > 0 and not block.pinned:
@@ -279,7 +305,8 @@ def _nbytes(blocks: Iterable[Block]) -> int:
 
 
 def _packed(works: Sequence[Work]) -> list[Work]:
-    """Join works, the longest first, as long as padding does not take up more than half of what is joined."""
+    """Join works, the longest first, as long as padding does not take up more than half of what is
+    joined."""
     packed: list[list[Work]] = []
     for work in sorted(works, key=lambda work: -work.block.length):
         if packed and _dense([*packed[-1], work]):
@@ -288,7 +315,8 @@ def _packed(works: Sequence[Work]) -> list[Work]:
             packed.append([work])
     return [
         Work(
-            group[0].block.joined([work.block for work in group[1:]]), [target for work in group for target in work.targets]
+            group[0].block.joined([work.block for work in group[1:]]),
+            [target for work in group for target in work.targets],
         )
         for group in packed
     ]

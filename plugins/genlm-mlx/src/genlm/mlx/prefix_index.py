@@ -15,7 +15,8 @@ def common_length(a: Key, b: Key) -> int:
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high
-    while high - low > 1:  # a[:low] == b[:low] and a[:high] != b[:high]; slices compare at the speed of C
+    # a[:low] == b[:low] and a[:high] != b[:high]; slices compare at the speed of C.
+    while high - low > 1:
         middle = (low + high) // 2
         if a[low:middle] == b[low:middle]:
             low = middle
@@ -27,8 +28,8 @@ def common_length(a: Key, b: Key) -> int:
 class PrefixIndex(Generic[T]):
     """Values by key, in the keys' order.
 
-    In sorted order whatever shares the longest prefix with a key stands next to it, so a lookup compares with
-    ``O(log n)`` keys and never scans them.
+    In sorted order whatever shares the longest prefix with a key stands next to it, so a lookup
+    compares with ``O(log n)`` keys and never scans them.
     """
 
     def __init__(self) -> None:
@@ -68,7 +69,8 @@ class PrefixIndex(Generic[T]):
             common = common_length(before, key)
             if common == len(before):
                 return before
-            key = key[:common]  # a stored prefix of `key` is one of this too: else it would stand between the two
+            # A stored prefix of `key` is one of this too: else it would stand between the two.
+            key = key[:common]
         return None
 
     def nearest(self, key: Key) -> tuple[Key | None, int]:

@@ -10,7 +10,8 @@ from genlm.mlx.prefix_index import Key
 from genlm.mlx.runner import Runner
 from mlx.utils import tree_flatten
 
-#: The most total variation between a batched row and the same row alone, for float32 weights and for coarser ones.
+#: The most total variation between a batched row and the same row alone, for float32 weights and
+#: for coarser ones.
 TOLERANCE, COARSE_TOLERANCE = 1e-4, 0.1
 
 PROMPTS: tuple[Key, ...] = ((0, 1, 2, 3, 4, 5), (0, 5, 3))

@@ -37,7 +37,8 @@ class Runner:
         return make_prompt_cache(self.model)  # type: ignore[no-any-return]
 
     def feed(self, cache: Cache, versions: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
-        """Append ``tokens[i]``, one or more, to row ``i``. Rows of unequal length are padded on the right meanwhile."""
+        """Append ``tokens[i]``, one or more, to row ``i``. Rows of unequal length are padded on the
+        right meanwhile."""
         lengths = [len(row) for row in tokens]
         width = max(lengths)
         ragged = min(lengths) < width
@@ -46,7 +47,8 @@ class Runner:
                 layer.prepare(lengths=lengths, right_padding=[width - length for length in lengths])
         block = mx.array([[*row, *[0] * (width - len(row))] for row in tokens], mx.int32)
         self._adapters.select(versions)
-        # Chunks of one length within one token: a ragged chunk of one token is beyond the rotating caches.
+        # Chunks of one length within one token: a ragged chunk of one token is beyond the rotating
+        # caches.
         chunks = ceil(width / max(2, self._step_size // len(tokens)))
         bounds = [width * i // chunks for i in range(chunks + 1)]
         for start, end in itertools.pairwise(bounds):
@@ -60,12 +62,15 @@ class Runner:
     def step(self, cache: Cache, versions: Sequence[int], tokens: Sequence[int]) -> mx.array:
         """Append one token to each row; the logits of the next, ``[rows, vocab_size]`` float32."""
         self._adapters.select(versions)
-        logits = self.model(mx.array(tokens, mx.int32)[:, None], cache=cache)[:, -1, :].astype(mx.float32)
+        logits = self.model(mx.array(tokens, mx.int32)[:, None], cache=cache)[:, -1, :].astype(
+            mx.float32
+        )
         mx.eval(logits, [layer.state for layer in cache])
         return logits
 
     def cold(self, key: Key) -> mx.array:
-        """The logits after ``key``, ``[1, vocab_size]`` float32, by way of no batch and no kept state."""
+        """The logits after ``key``, ``[1, vocab_size]`` float32, by way of no batch and no kept
+        state."""
         version, *tokens = key
         cache = self.empty_cache()
         if len(tokens) > 1:

@@ -55,20 +55,25 @@ class SglEngine:
         self._pinned: dict[Query, Any] = {}
         self._asked = 0
 
-    # --- evaluation ---------------------------------------------------------------------------------------------------
+    # --- evaluation -------------------------------------------------------------------------------
 
     @hookimpl
     def genlm_step(self, queries: Sequence[Query]) -> list[Answer]:
         try:
             for query in queries:
                 self._submit(query)
-            return [Answer(query, end if isinstance(end, Exception) else end.row) for query, end in self._advance()]
+            return [
+                Answer(query, end if isinstance(end, Exception) else end.row)
+                for query, end in self._advance()
+            ]
         except Exception:
             self._recover()
             raise
 
     @hookimpl
-    def genlm_sample(self, queries: Sequence[Query], params: Sequence[SamplingParams]) -> list[list[int]] | None:
+    def genlm_sample(
+        self, queries: Sequence[Query], params: Sequence[SamplingParams]
+    ) -> list[list[int]] | None:
         draws = [native_draw(each, self.scheduler.stop_token_ids) for each in params]
         if None in draws or self.vocab_size > len(self.tokenizer):  # it would draw padding
             return None
@@ -91,25 +96,30 @@ class SglEngine:
         self._in_flight[key] = query
         # Nothing was ever cached in a cold query's own namespace.
         namespace = f"cold-{key}" if query.cold else None
-        self.scheduler.submit(key, query.token_ids, adapter=adapter_id(query), namespace=namespace, draw=draw)
+        self.scheduler.submit(
+            key, query.token_ids, adapter=adapter_id(query), namespace=namespace, draw=draw
+        )
         return key
 
     def _advance(self) -> list[tuple[Query, Finished | EngineError]]:
         """One step: how what it ended has ended."""
         finished = self.scheduler.step()
-        if finished is None:  # nothing runs and nothing can start, so the first in the queue never will
+        # Nothing runs and nothing can start, so the first in the queue never will.
+        if finished is None:
             key, needed = self.scheduler.refuse_next()
             return [(self._in_flight.pop(key), self._does_not_fit(needed))]
         return [(self._in_flight.pop(each.key), _unless_aborted(each)) for each in finished]
 
     def _does_not_fit(self, needed: int) -> EngineError:
         return EngineError(
-            f"a context and what is to be drawn after it, {needed} tokens, do not fit into SGLang's pool of "
-            f"{self.scheduler.pool_tokens} tokens, of which pinned prefixes hold {self.scheduler.locked_tokens}; "
+            f"a context and what is to be drawn after it, {needed} tokens, do not fit into "
+            "SGLang's pool of "
+            f"{self.scheduler.pool_tokens} tokens, of which pinned prefixes hold "
+            f"{self.scheduler.locked_tokens}; "
             "call clear_kv_cache(), or load the model with a larger engine option max_total_tokens"
         )
 
-    # --- key/value state ----------------------------------------------------------------------------------------------
+    # --- key/value state --------------------------------------------------------------------------
 
     @hookimpl
     def genlm_cache_prefix(self, query: Query) -> bool:
@@ -130,13 +140,16 @@ class SglEngine:
         if isinstance(answers[0].row, Exception):
             raise answers[0].row
 
-    # --- after a failure ----------------------------------------------------------------------------------------------
+    # --- after a failure --------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        """Drop everything in flight, then prove that the scheduler still works by computing the pinned prefixes again."""
+        """Drop everything in flight, then prove that the scheduler still works by computing the
+        pinned prefixes again."""
         pinned = list(self._pinned)
         self._pinned.clear()
-        log.warning("engine.recovering", backend="sgl", dropped=len(self._in_flight), pinned=len(pinned))
+        log.warning(
+            "engine.recovering", backend="sgl", dropped=len(self._in_flight), pinned=len(pinned)
+        )
         try:
             self._restart()
             self._probe(PROBE)
@@ -145,7 +158,8 @@ class SglEngine:
                 self._pinned[query] = self.scheduler.lock(query.token_ids, adapter_id(query))
         except Exception as error:
             raise EngineDeadError(
-                f"SGLang's scheduler does not work after a failed step ({type(error).__name__}: {error}); reload the model"
+                f"SGLang's scheduler does not work after a failed step ({type(error).__name__}: "
+                f"{error}); reload the model"
             ) from error
 
     def _restart(self) -> None:
@@ -160,7 +174,7 @@ class SglEngine:
         if isinstance(end := ended[0][1], Exception):
             raise end
 
-    # --- the end ------------------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     @hookimpl
     def genlm_close(self) -> None:
@@ -171,9 +185,14 @@ class SglEngine:
 
 
 def _unless_aborted(finished: Finished) -> Finished | EngineError:
-    return finished if finished.failure is None else EngineError(f"SGLang aborted the request: {finished.failure}")
+    return (
+        finished
+        if finished.failure is None
+        else EngineError(f"SGLang aborted the request: {finished.failure}")
+    )
 
 
 def adapter_id(query: Query) -> str | None:
-    """The adapter's id in SGLang. Versions are never reused, so neither are ids, and the radix cache is keyed by them."""
+    """The adapter's id in SGLang. Versions are never reused, so neither are ids, and the radix
+    cache is keyed by them."""
     return None if query.adapter is None else f"adapter-{query.adapter.version}"

@@ -1,8 +1,9 @@
 """Every part of SGLang that this plugin touches, behind one small typed face.
 
-SGLang has no public way to drive its scheduler in process. What is used here is what ``run_scheduler_process`` and
-``Scheduler.event_loop_normal`` use, in the releases that :data:`genlm.sgl.versions.SUPPORTED` names. Where they differ, the
-comment says how. Nothing else in this package may import ``sglang``.
+SGLang has no public way to drive its scheduler in process. What is used here is what
+``run_scheduler_process`` and ``Scheduler.event_loop_normal`` use, in the releases that
+:data:`genlm.sgl.versions.SUPPORTED` names. Where they differ, the comment says how. Nothing else in
+this package may import ``sglang``.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from attrs import frozen
 from genlm.core.errors import BackendUnavailableError, EngineError, InvalidOptionError
 from genlm.core.options import unknown_argument
 
-#: SGLang's watchdog sends SIGQUIT to the parent process when a step takes longer than this. It is also disarmed at load;
-#: this keeps it asleep until then. Seconds.
+#: SGLang's watchdog sends SIGQUIT to the parent process when a step takes longer than this. It is
+#: also disarmed at load; this keeps it asleep until then. Seconds.
 NEVER = 1e8
 
 
@@ -48,9 +49,9 @@ class Finished:
 class Scheduler:
     """SGLang's scheduler, owned by one thread and driven step by step.
 
-    A question is a request for no new token: SGLang runs its prompt, samples nothing, and leaves the logits as they are.
-    A draw makes SGLang's sampler overwrite the logits of the whole batch, so questions and draws must not be in flight
-    together.
+    A question is a request for no new token: SGLang runs its prompt, samples nothing, and leaves
+    the logits as they are. A draw makes SGLang's sampler overwrite the logits of the whole batch,
+    so questions and draws must not be in flight together.
 
     Args:
         options: SGLang's server arguments.
@@ -67,8 +68,10 @@ class Scheduler:
 
         if model_parallel_is_initialized() or torch.distributed.is_initialized():
             raise BackendUnavailableError(
-                "SGLang keeps its configuration and its process group in globals, so a process can hold one SGLang model "
-                "and no torch.distributed group besides; close the other model first, or use another process"
+                "SGLang keeps its configuration and its process group in globals, so a process can "
+                "hold one SGLang model "
+                "and no torch.distributed group besides; close the other model first, or use "
+                "another process"
             )
         try:
             with preserved_random_state():
@@ -78,7 +81,8 @@ class Scheduler:
             _release_globals()
             raise
         _disarm_watchdog(self._scheduler)
-        if not hasattr(self._scheduler, "schedule_stream"):  # early releases make it in their event loop
+        # Early releases make it in their event loop.
+        if not hasattr(self._scheduler, "schedule_stream"):
             self._scheduler.schedule_stream = self._scheduler.device_module.Stream(priority=0)
         self._question = SamplingParams(max_new_tokens=0)
         self._question.normalize(None)
@@ -88,12 +92,14 @@ class Scheduler:
     def _require_room(self) -> None:
         if self.longest_prompt < 1:
             raise InvalidOptionError(
-                f"SGLang, which keeps some tokens for itself, has no room for a prompt in a pool of {self.pool_tokens} "
-                f"tokens and a context length of {self._scheduler.model_config.context_len}; give larger engine options "
+                "SGLang, which keeps some tokens for itself, has no room for a prompt in a pool "
+                f"of {self.pool_tokens} "
+                f"tokens and a context length of {self._scheduler.model_config.context_len}; give "
+                "larger engine options "
                 "max_total_tokens and context_length"
             )
 
-    # --- what was loaded ----------------------------------------------------------------------------------------------
+    # --- what was loaded --------------------------------------------------------------------------
 
     @property
     def tokenizer(self) -> Any:
@@ -110,7 +116,8 @@ class Scheduler:
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
-        """The tokens that end every draw, unless none is to end it: the model's own and the tokenizer's."""
+        """The tokens that end every draw, unless none is to end it: the model's own and the
+        tokenizer's."""
         stops = {*(self._scheduler.model_config.hf_eos_token_id or ()), self.tokenizer.eos_token_id}
         stops |= set(getattr(self.tokenizer, "additional_stop_token_ids", None) or ())
         return frozenset(stops - {None})
@@ -125,7 +132,7 @@ class Scheduler:
         """How many tokens the key/value pool holds."""
         return int(self._scheduler.max_total_num_tokens)
 
-    # --- the journey of a request -------------------------------------------------------------------------------------
+    # --- the journey of a request -----------------------------------------------------------------
 
     def submit(
         self,
@@ -176,18 +183,25 @@ class Scheduler:
             batch = self._next_batch()
             if batch is None:
                 return None
-            self.computed_tokens += batch.extend_num_tokens if batch.forward_mode.is_extend() else len(batch.reqs)
+            self.computed_tokens += (
+                batch.extend_num_tokens if batch.forward_mode.is_extend() else len(batch.reqs)
+            )
             with torch.inference_mode():
                 result = scheduler.run_batch(batch)
             rows = result.logits_output.next_token_logits
             if batch.is_prefill_only:
-                # Outside inference mode, so that callers may write into them, and before anything else sees the logits.
+                # Outside inference mode, so that callers may write into them, and before anything
+                # else sees the logits.
                 rows = torch.log_softmax(rows.float(), dim=-1)
             with torch.inference_mode():
                 scheduler.process_batch_result(batch, result)
             scheduler.last_batch = batch
         self._hand_over(rows)
-        return [_finished(request, rows[i]) for i, request in enumerate(batch.reqs) if request.finished()]
+        return [
+            _finished(request, rows[i])
+            for i, request in enumerate(batch.reqs)
+            if request.finished()
+        ]
 
     def refuse_next(self) -> tuple[str, int]:
         """Drop the request that the scheduler would have taken first.
@@ -196,19 +210,24 @@ class Scheduler:
             Its key, and how many tokens of the pool it asks for, with those to be drawn.
 
         Raises:
-            EngineError: none waits: the pool was exhausted in the middle of a draw, and SGLang has dropped that already.
+            EngineError: none waits: the pool was exhausted in the middle of a draw, and SGLang has
+                dropped that already.
         """
         from sglang.srt.managers.io_struct import AbortReq
 
         if not self._scheduler.waiting_queue:
             raise EngineError(
-                f"SGLang gave up a draw half way: its pool of {self.pool_tokens} tokens is full, of which pinned prefixes "
-                f"hold {self.locked_tokens}; ask for fewer max_tokens, call clear_kv_cache(), or load the model with a "
+                f"SGLang gave up a draw half way: its pool of {self.pool_tokens} tokens is full, "
+                "of which pinned prefixes "
+                f"hold {self.locked_tokens}; ask for fewer max_tokens, call clear_kv_cache(), or "
+                "load the model with a "
                 "larger engine option max_total_tokens"
             )
         request = self._scheduler.waiting_queue[0]
         self._scheduler.abort_request(AbortReq(rid=request.rid))
-        return str(request.rid), len(request.origin_input_ids) + request.sampling_params.max_new_tokens
+        return str(request.rid), len(
+            request.origin_input_ids
+        ) + request.sampling_params.max_new_tokens
 
     def drop_everything(self) -> None:
         """Forget all requests, whatever state an exception left them in, and empty the caches.
@@ -229,13 +248,16 @@ class Scheduler:
     def _next_batch(self) -> Any:
         scheduler = self._scheduler
         for _ in range(2):
-            plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
+            plan = scheduler.get_next_batch_to_run(
+                running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
+            )
             scheduler.running_batch = plan.running_batch
             # scheduler.cur_batch_for_debug stays None: it would wake the watchdog.
             if plan.batch_to_run is not None:
                 return plan.batch_to_run
             scheduler.last_batch = None
-            scheduler.running_batch.batch_is_full = False  # in early releases it still is when all have left: look again
+            # In early releases it still is when all have left: look again.
+            scheduler.running_batch.batch_is_full = False
         return None
 
     def _hand_over(self, rows: torch.Tensor) -> None:
@@ -245,7 +267,7 @@ class Scheduler:
             current.wait_stream(self._scheduler.schedule_stream)
             rows.record_stream(current)
 
-    # --- the radix cache ----------------------------------------------------------------------------------------------
+    # --- the radix cache --------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Empty the radix cache and the key/value pool. Locks are gone too."""
@@ -256,9 +278,13 @@ class Scheduler:
         if all(request.finished() for request in scheduler.running_batch.reqs):
             # Early releases keep those that have finished until their next step.
             scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
-        # Not the device's memory as well: the pool stays, and collecting garbage for nothing takes a second.
+        # Not the device's memory as well: the pool stays, and collecting garbage for nothing takes
+        # a second.
         if not scheduler.flush_cache(empty_cache=False):
-            raise EngineError("SGLang refused to flush its cache because it holds requests; close and reload the model")
+            raise EngineError(
+                "SGLang refused to flush its cache because it holds requests; close and reload the "
+                "model"
+            )
 
     def lock(self, token_ids: Sequence[int], adapter: str | None) -> Any:
         """Protect a cached prompt from eviction; returns what :meth:`unlock` takes."""
@@ -279,7 +305,7 @@ class Scheduler:
         """How many tokens of the pool cannot be evicted."""
         return int(self._scheduler.tree_cache.protected_size())
 
-    # --- adapters -----------------------------------------------------------------------------------------------------
+    # --- adapters ---------------------------------------------------------------------------------
 
     def load_adapter(self, adapter: str, path: str) -> None:
         """Load a PEFT folder under an id.
@@ -297,7 +323,8 @@ class Scheduler:
             )
             if not result.success:
                 raise ValueError(result.error_message)
-            # SGLang compares layers and shapes with the model's when it first computes with an adapter: do it now.
+            # SGLang compares layers and shapes with the model's when it first computes with an
+            # adapter: do it now.
             with scheduler.device_module.StreamContext(scheduler.schedule_stream):
                 manager.fetch_new_loras({adapter})
         except Exception as error:
@@ -305,18 +332,22 @@ class Scheduler:
             for remains in (manager.configs, manager.loras, manager.lora_refs):
                 remains.pop(adapter, None)
             raise EngineError(
-                f"SGLang cannot load the adapter at {path}: {str(error).rstrip('.')}; give a PEFT folder, or its name on "
-                f"the hub, made for this model, of rank {manager.max_lora_rank} or less (engine option max_lora_rank)"
+                f"SGLang cannot load the adapter at {path}: {str(error).rstrip('.')}; give a PEFT "
+                "folder, or its name on "
+                f"the hub, made for this model, of rank {manager.max_lora_rank} or less (engine "
+                "option max_lora_rank)"
             ) from error
 
     def unload_adapter(self, adapter: str) -> None:
         from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
 
-        result = self._scheduler.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=adapter, lora_id=adapter))
+        result = self._scheduler.unload_lora_adapter(
+            UnloadLoRAAdapterReqInput(lora_name=adapter, lora_id=adapter)
+        )
         if not result.success:
             raise EngineError(f"SGLang cannot unload the adapter {adapter}: {result.error_message}")
 
-    # --- the end ------------------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Release the weights, the pool and SGLang's globals: another model may be loaded."""
@@ -328,11 +359,12 @@ class Scheduler:
             torch.cuda.empty_cache()
 
 
-# --- starting and stopping ------------------------------------------------------------------------------------------
+# --- starting and stopping ------------------------------------------------------------------------
 
 
 def _construct(options: Mapping[str, Any], gpu_id: int) -> Any:
-    """What ``run_scheduler_process`` does, without making the process a worker: no title, no handlers, no affinity."""
+    """What ``run_scheduler_process`` does, without making the process a worker: no title, no
+    handlers, no affinity."""
     from sglang.srt.managers.scheduler import Scheduler as SglScheduler
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import publish
@@ -340,20 +372,31 @@ def _construct(options: Mapping[str, Any], gpu_id: int) -> Any:
     load_plugins()
     arguments = _server_args(options)
     ports = _ports(arguments)
-    if "gpu_id" in inspect.signature(SglScheduler.__init__).parameters:  # early releases take the ranks here
+    # Early releases take the ranks here.
+    if "gpu_id" in inspect.signature(SglScheduler.__init__).parameters:
         publish(arguments, role="scheduler")
-        ranks = {"tp_rank": 0, "moe_ep_rank": 0, "pp_rank": 0, "attn_cp_rank": 0, "moe_dp_rank": 0, "dp_rank": None}
+        ranks = {
+            "tp_rank": 0,
+            "moe_ep_rank": 0,
+            "pp_rank": 0,
+            "attn_cp_rank": 0,
+            "moe_dp_rank": 0,
+            "dp_rank": None,
+        }
         place = {"gpu_id": gpu_id, **ranks}
     else:
         from sglang.srt.runtime_context import SpawnRanks
 
-        publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=gpu_id))
+        publish(
+            arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=gpu_id)
+        )
         place = {}
     scheduler = SglScheduler.__new__(SglScheduler)
     try:
         scheduler.__init__(arguments, ports, **place)
     finally:
-        # Also when the constructor fails: collecting open sockets would wait for ever for somebody to take what is in them.
+        # Also when the constructor fails: collecting open sockets would wait for ever for somebody
+        # to take what is in them.
         if hasattr(scheduler, "ipc_channels"):
             _close_channels(scheduler)
     return scheduler
@@ -374,7 +417,8 @@ def _server_args(options: Mapping[str, Any]) -> Any:
 
 
 def _ports(arguments: Any) -> Any:
-    """Addresses of the other processes, which are not there; and not the files that SGLang makes to reserve their names."""
+    """Addresses of the other processes, which are not there; and not the files that SGLang makes to
+    reserve their names."""
     from sglang.srt.server_args import PortArgs
 
     ports = PortArgs.init_new(arguments)
@@ -385,7 +429,8 @@ def _ports(arguments: Any) -> Any:
 
 
 def _disarm_watchdog(scheduler: Any) -> None:
-    """Make sure that SGLang never signals a process, and that its thread, which never ends, does not hold the model."""
+    """Make sure that SGLang never signals a process, and that its thread, which never ends, does
+    not hold the model."""
     watchdog = scheduler.watchdog
     watchdog.is_active = lambda: False
     watchdog.get_counter = lambda: 0
@@ -393,11 +438,13 @@ def _disarm_watchdog(scheduler: Any) -> None:
 
 
 def _close_channels(scheduler: Any) -> None:
-    """Close the sockets to the tokenizer and detokenizer processes, which are not there: what is sent would pile up."""
+    """Close the sockets to the tokenizer and detokenizer processes, which are not there: what is
+    sent would pile up."""
     channels = scheduler.ipc_channels
     for sender in (channels.send_to_tokenizer, channels.send_to_detokenizer):
         sender.socket = None  # SGLang's own way to say that nobody listens
-    channels.recv_from_tokenizer.context.destroy(linger=0)  # and all of its sockets, of which options add some
+    # And all of its sockets, of which options add some.
+    channels.recv_from_tokenizer.context.destroy(linger=0)
 
 
 def _release_globals() -> None:

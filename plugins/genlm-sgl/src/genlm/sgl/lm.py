@@ -14,18 +14,25 @@ class AsyncSGLTransformer(AsyncLM):
 
     @classmethod
     def from_name(
-        cls, model_id: str, engine_opts: Mapping[str, Any] | None = None, gpu_id: int = 0, **core_options: Any
+        cls,
+        model_id: str,
+        engine_opts: Mapping[str, Any] | None = None,
+        gpu_id: int = 0,
+        **core_options: Any,
     ) -> Self:
         """Load a model.
 
         Args:
             model_id: A local folder or a hub name.
-            engine_opts: SGLang's server arguments, for instance ``{"mem_fraction_static": 0.8, "enable_lora": True}``.
+            engine_opts: SGLang's server arguments, for instance ``{"mem_fraction_static": 0.8,
+                "enable_lora": True}``.
             gpu_id: Which GPU; ignored on the CPU.
-            **core_options: Those of every backend: ``batch_size``, ``timeout``, ``cache_size``, ``cache_opts``, ...
+            **core_options: Those of every backend: ``batch_size``, ``timeout``, ``cache_size``,
+            ``cache_opts``, ...
 
         Raises:
-            BackendUnavailableError: SGLang is not installed in a supported version, or this process holds an SGLang model.
+            BackendUnavailableError: SGLang is not installed in a supported version, or this process
+                holds an SGLang model.
             InvalidOptionError: an option is not accepted.
         """
 

@@ -1,4 +1,5 @@
-"""The options of SGLang: defaults for each device, and those that this plugin must keep for itself."""
+"""The options of SGLang: defaults for each device, and those that this plugin must keep for
+itself."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ REQUIRED: Mapping[str, Any] = {
     "disable_overlap_schedule": True,  # rows are read before the next batch is planned
     "disaggregation_mode": "null",
     "dp_size": 1,
-    "enable_metrics": False,  # their registry is the process's, where a second model would find its names taken
+    # Their registry is the process's, where a second model would find its names taken.
+    "enable_metrics": False,
     "is_embedding": False,
     "lora_paths": None,  # adapters come by add_new_lora, which gives them names that questions know
     "max_queued_requests": None,
@@ -28,12 +30,14 @@ REQUIRED: Mapping[str, Any] = {
 }
 
 DEFAULTS: Mapping[str, Any] = {
-    "disable_cuda_graph": True,  # graphs are captured for decoding, and every request here is a prefill
+    # Graphs are captured for decoding, and every request here is a prefill.
+    "disable_cuda_graph": True,
     "grammar_backend": "none",
     "log_level": "warning",
 }
 
-#: On the CPU, rows in full precision, through plain PyTorch, and a pool that leaves room for others.
+#: On the CPU, rows in full precision, through plain PyTorch, and a pool that leaves room for
+#: others.
 CPU_DEFAULTS: Mapping[str, Any] = {
     "attention_backend": "torch_native",
     "dtype": "float32",
@@ -42,7 +46,11 @@ CPU_DEFAULTS: Mapping[str, Any] = {
     "sampling_backend": "pytorch",
 }
 
-LORA_DEFAULTS: Mapping[str, Any] = {"lora_target_modules": ["all"], "max_lora_rank": 64, "max_loras_per_batch": 8}
+LORA_DEFAULTS: Mapping[str, Any] = {
+    "lora_target_modules": ["all"],
+    "max_lora_rank": 64,
+    "max_loras_per_batch": 8,
+}
 CPU_LORA_DEFAULTS: Mapping[str, Any] = {"lora_backend": "torch_native"}
 
 
@@ -57,7 +65,8 @@ def server_options(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidOptionError("model_path is the model's name; give it once, as model_id")
         if name in REQUIRED and value != REQUIRED[name]:
             raise InvalidOptionError(
-                f"engine option {name}={value!r} is not possible in process, where it is {REQUIRED[name]!r}; leave it out"
+                f"engine option {name}={value!r} is not possible in process, where it is "
+                f"{REQUIRED[name]!r}; leave it out"
             )
     device = given.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
     on_cpu = device == "cpu"
@@ -77,7 +86,8 @@ def gpu_index(device: str, gpu_id: int) -> int:
         return 0
     if device == "cuda" and gpu_id not in range(torch.cuda.device_count()):
         raise InvalidOptionError(
-            f"gpu_id={gpu_id!r} on the device 'cuda', where PyTorch sees {torch.cuda.device_count()} GPUs; give one of "
+            f"gpu_id={gpu_id!r} on the device 'cuda', where PyTorch sees "
+            f"{torch.cuda.device_count()} GPUs; give one of "
             "those, counted from 0, or the engine option device='cpu'"
         )
     return gpu_id

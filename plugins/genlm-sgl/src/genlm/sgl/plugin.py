@@ -21,7 +21,8 @@ def genlm_backend_info() -> BackendInfo:
 
 @hookimpl
 def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
-    """Load a model folder or hub name; the options are those of ``AsyncSGLTransformer.from_name``."""
+    """Load a model folder or hub name; the options are those of
+    ``AsyncSGLTransformer.from_name``."""
     from genlm.sgl.engine import load
 
     return load(model, options)

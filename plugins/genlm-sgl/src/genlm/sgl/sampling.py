@@ -15,8 +15,10 @@ def native_draw(params: SamplingParams, always_stop: Set[int]) -> dict[str, Any]
     """SGLang's sampling parameters for a draw, or ``None`` where it would draw something else.
 
     * A seed fixes its draws only in a mode that few attention backends have.
-    * It stops at no token at all (``ignore_eos``), or at the model's own end as well as at those that are listed.
-    * Of ``top_k`` and ``top_p`` together, it takes the mass before cutting off the tail, and the contract after.
+    * It stops at no token at all (``ignore_eos``), or at the model's own end as well as at those
+      that are listed.
+    * Of ``top_k`` and ``top_p`` together, it takes the mass before cutting off the tail, and the
+      contract after.
 
     Args:
         always_stop: The tokens at which it stops unless told to stop at none.

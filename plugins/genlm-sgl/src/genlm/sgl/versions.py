@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from importlib import metadata
 
-#: SGLang promises nothing of its scheduler between releases: both ends are tested, and what lies beyond is refused.
+#: SGLang promises nothing of its scheduler between releases: both ends are tested, and what lies
+#: beyond is refused.
 SUPPORTED = ">=0.5.17,<0.5.24"
 
 
@@ -19,6 +20,8 @@ def why_unavailable() -> str | None:
     if SpecifierSet(SUPPORTED).contains(installed, prereleases=True):
         return None
     return (
-        f"sglang {installed} is installed, but this genlm-sgl drives the scheduler of sglang {SUPPORTED} in process, "
-        "and its internals differ from release to release; install a version in that range or another genlm-sgl"
+        f"sglang {installed} is installed, but this genlm-sgl drives the scheduler of sglang "
+        f"{SUPPORTED} in process, "
+        "and its internals differ from release to release; install a version in that range or "
+        "another genlm-sgl"
     )

@@ -2,10 +2,12 @@
 
 vLLM has two model runners, each with a logits-processor interface of its own: V1
 (``vllm.v1.sample.logits_processor.LogitsProcessor``) and, from 0.31 on, V2
-(``vllm.v1.worker.gpu.sample.logits_processor.LogitsProcessor``). Their methods do not collide, so one class serves both.
+(``vllm.v1.worker.gpu.sample.logits_processor.LogitsProcessor``). Their methods do not collide, so
+one class serves both.
 
-A request names its row by ``SamplingParams.extra_args[ROW_KEY]``. The last row written under a key wins, which makes
-chunked prefill, preemption and recomputation harmless: the step that completes the request is the last one.
+A request names its row by ``SamplingParams.extra_args[ROW_KEY]``. The last row written under a key
+wins, which makes chunked prefill, preemption and recomputation harmless: the step that completes
+the request is the last one.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from typing import Any
 import torch
 
 ROW_KEY = "genlm_row"  # int: keep the row under this key
-WIDTH_KEY = "genlm_width"  # int: draw only token ids below this; the rest is padding of the embedding matrix
+# int: draw only token ids below this; the rest is padding of the embedding matrix.
+WIDTH_KEY = "genlm_width"
 
 
 class RowStore:
-    """The rows of the requests in flight, by key. Lives where the model runs, on the thread that steps it."""
+    """The rows of the requests in flight, by key. Lives where the model runs, on the thread that
+    steps it."""
 
     def __init__(self) -> None:
         self._rows: dict[int, torch.Tensor] = {}
@@ -38,23 +42,27 @@ class RowStore:
 
 
 class RowCapture:
-    """A logits processor that copies rows and, of requests with a width, hides the padding. Otherwise changes nothing."""
+    """A logits processor that copies rows and, of requests with a width, hides the padding.
+    Otherwise changes nothing."""
 
     store: RowStore
 
     def __init__(self, vllm_config: Any, *runner: Any) -> None:
-        self._wishes: dict[int, Mapping[str, int]] = {}  # by slot: the row of the batch in V1, a request's slot in V2
+        # By slot: the row of the batch in V1, a request's slot in V2.
+        self._wishes: dict[int, Mapping[str, int]] = {}
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
         """Both interfaces: anything goes."""
 
     def is_argmax_invariant(self) -> bool:
-        """V1: ``False``, or greedy batches would skip it and others show logits that temperature has scaled."""
+        """V1: ``False``, or greedy batches would skip it and others show logits that temperature
+        has scaled."""
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        """V1: follow the requests as the batch is rearranged, in the order that the interface prescribes."""
+        """V1: follow the requests as the batch is rearranged, in the order that the interface
+        prescribes."""
         if batch_update is None:
             return
         for slot in batch_update.removed:
@@ -79,7 +87,8 @@ class RowCapture:
         return wanted
 
     def apply(self, logits: torch.Tensor, context: Any = None) -> torch.Tensor:
-        """Both: ``logits`` is ``[requests, vocab_size]`` float32, before temperature; ``context`` is given by V2."""
+        """Both: ``logits`` is ``[requests, vocab_size]`` float32, before temperature; ``context``
+        is given by V2."""
         if not self._wishes:
             return logits
         slots = range(logits.shape[0]) if context is None else context.idx_mapping_np.tolist()
@@ -99,7 +108,8 @@ class RowCapture:
 
 
 def capture_into(rows: RowStore) -> type:
-    """The class for vLLM's ``logits_processors``: fills ``rows``, and serves every interface that this vLLM has."""
+    """The class for vLLM's ``logits_processors``: fills ``rows``, and serves every interface that
+    this vLLM has."""
     from genlm.vllm.internals import logits_processor_interfaces
 
     return type("GenlmRowCapture", (RowCapture, *logits_processor_interfaces()), {"store": rows})

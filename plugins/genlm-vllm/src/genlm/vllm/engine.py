@@ -34,10 +34,13 @@ class VllmEngine:
         live: Whether every answered context stays, so that extending it costs only the new tokens.
     """
 
-    def __init__(self, llm: Any, core: EngineCore, rows: Rows, sessions: Sessions, *, live: bool) -> None:
+    def __init__(
+        self, llm: Any, core: EngineCore, rows: Rows, sessions: Sessions, *, live: bool
+    ) -> None:
         self.tokenizer = llm.get_tokenizer()
         self.vocab_size = core.vocab_size
-        self.max_context: int | None = core.max_model_len - 1  # vLLM counts the token that it draws besides
+        # vLLM counts the token that it draws besides.
+        self.max_context: int | None = core.max_model_len - 1
         self.device = rows.device
         self.model = rows.model(llm)
         self.live = live
@@ -47,7 +50,7 @@ class VllmEngine:
         self._lost_pins: list[Query] = []
         self._numbers = itertools.count(1)
 
-    # --- rows ---------------------------------------------------------------------------------------------------------
+    # --- rows -------------------------------------------------------------------------------------
 
     @hookimpl
     def genlm_step(self, queries: Sequence[Query]) -> list[Answer]:
@@ -71,7 +74,8 @@ class VllmEngine:
         """Have vLLM compute one row: continue a live session, or begin anew."""
         session = None if query.cold else self._sessions.take(query)
         if session is None:
-            # A cold query has a cache salt of its own, so that vLLM finds no key/value state for it.
+            # A cold query has a cache salt of its own, so that vLLM finds no key/value state for
+            # it.
             salt = f"cold-{next(self._numbers)}" if query.cold else None
             flight = self._flight(query, self.live and not query.cold)
             self._flights.launch(flight, query.token_ids, row_params(flight.key), salt)
@@ -90,7 +94,11 @@ class VllmEngine:
         for flight, row in zip(flights, rows, strict=True):
             if row is None or flight.failure is not None:
                 reason = flight.failure or "no row was captured"
-                answers.append(Answer(flight.query, EngineError(f"vLLM ended the request without a row: {reason}")))
+                answers.append(
+                    Answer(
+                        flight.query, EngineError(f"vLLM ended the request without a row: {reason}")
+                    )
+                )
             else:
                 answers.append(Answer(flight.query, row))
         return answers
@@ -103,23 +111,32 @@ class VllmEngine:
         self._make_room()
 
     def _make_room(self) -> None:
-        """Let sessions go until the rest and all that is in flight fit the key/value cache together."""
+        """Let sessions go until the rest and all that is in flight fit the key/value cache
+        together."""
         self._release(self._sessions.trim(self._flights.tokens))
 
     def _release(self, sessions: Sequence[Session]) -> None:
         self._core.abort([session.request_id for session in sessions])
 
-    # --- sampling -----------------------------------------------------------------------------------------------------
+    # --- sampling ---------------------------------------------------------------------------------
 
     @hookimpl
-    def genlm_sample(self, queries: Sequence[Query], params: Sequence[SamplingParams]) -> list[list[int]] | None:
-        native = {vllm_draws(query, wish, self._core) for query, wish in zip(queries, params, strict=True)}
+    def genlm_sample(
+        self, queries: Sequence[Query], params: Sequence[SamplingParams]
+    ) -> list[list[int]] | None:
+        native = {
+            vllm_draws(query, wish, self._core) for query, wish in zip(queries, params, strict=True)
+        }
         if native == {False}:
             return None
         if len(native) > 1:
-            # The core then asks in smaller batches, so that who draws, and with it what a seed gives, is up to each alone.
+            # The core then asks in smaller batches, so that who draws, and with it what a seed
+            # gives, is up to each alone.
             raise EngineError("vLLM draws some of these continuations and the core the others")
-        draws = [Draw(self._flight(query, resumable=False), wish) for query, wish in zip(queries, params, strict=True)]
+        draws = [
+            Draw(self._flight(query, resumable=False), wish)
+            for query, wish in zip(queries, params, strict=True)
+        ]
         width = len(self.tokenizer)
         with self._all_or_nothing():
             for turn in self._turns(draws):
@@ -138,7 +155,7 @@ class VllmEngine:
         self._make_room()
         self._flights.land()
 
-    # --- scoring ------------------------------------------------------------------------------------------------------
+    # --- scoring ----------------------------------------------------------------------------------
 
     @hookimpl
     def genlm_sequence_logprobs(
@@ -147,18 +164,23 @@ class VllmEngine:
         if not worth_scoring([query.token_ids for query in queries], continuations, self._core):
             return None
         pairs = zip(queries, continuations, strict=True)
-        scores = [Score(self._flight(scored(query, ids), resumable=False), ids) for query, ids in pairs]
+        scores = [
+            Score(self._flight(scored(query, ids), resumable=False), ids) for query, ids in pairs
+        ]
         with self._all_or_nothing():
             self._land([(score.flight, score.params) for score in scores])
             answers = self._answers([score.flight for score in scores])
         return [score.result(answer) for score, answer in zip(scores, answers, strict=True)]
 
-    # --- key/value state ----------------------------------------------------------------------------------------------
+    # --- key/value state --------------------------------------------------------------------------
 
     @hookimpl
     def genlm_cache_prefix(self, query: Query) -> bool:
         if not self._core.prefix_caching:
-            raise UnsupportedError("cache_kv needs vLLM's prefix caching, which is off for this model or by engine_opts")
+            raise UnsupportedError(
+                "cache_kv needs vLLM's prefix caching, which is off for this model or by "
+                "engine_opts"
+            )
         if not self._sessions.is_pinned(query):
             self._sessions.check_room_for_pin(query)
             with self._all_or_nothing():
@@ -171,7 +193,8 @@ class VllmEngine:
         self._forget()
 
     def _pin(self, query: Query) -> None:
-        """Hold ``query`` as a session that is never extended: its blocks stay in vLLM's prefix cache."""
+        """Hold ``query`` as a session that is never extended: its blocks stay in vLLM's prefix
+        cache."""
         flight = self._flight(query, resumable=True)
         self._land([(flight, row_params(flight.key))])
         (answer,) = self._answers([flight])
@@ -180,7 +203,8 @@ class VllmEngine:
         self._sessions.pin(_session(flight))
 
     def _restore_pins(self) -> None:
-        """Compute again what was pinned when a failure made vLLM forget everything; what fails now is given up."""
+        """Compute again what was pinned when a failure made vLLM forget everything; what fails now
+        is given up."""
         while self._lost_pins:
             query = self._lost_pins.pop(0)
             try:
@@ -189,23 +213,34 @@ class VllmEngine:
             except EngineDeadError:
                 raise
             except Exception as error:
-                log.warning("prefix.lost", tokens=len(query.token_ids), error=f"{type(error).__name__}: {error}")
+                log.warning(
+                    "prefix.lost",
+                    tokens=len(query.token_ids),
+                    error=f"{type(error).__name__}: {error}",
+                )
 
-    # --- failure and the end ------------------------------------------------------------------------------------------
+    # --- failure and the end ----------------------------------------------------------------------
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """After an exception nothing is in flight, and no key/value state is left that a failed step may have spoilt.
+        """After an exception nothing is in flight, and no key/value state is left that a failed
+        step may have spoilt.
 
         vLLM enters blocks in its prefix cache when it schedules them, before they are computed.
         """
         try:
             yield
         except Exception as error:
-            log.warning("vllm.failed", error=f"{type(error).__name__}: {error}", in_flight=len(self._flights))
+            log.warning(
+                "vllm.failed",
+                error=f"{type(error).__name__}: {error}",
+                in_flight=len(self._flights),
+            )
             self._lost_pins += self._sessions.pinned
             if self._core.is_dead(error):
-                raise EngineDeadError(f"vLLM has died: {type(error).__name__}: {error}; load the model again") from error
+                raise EngineDeadError(
+                    f"vLLM has died: {type(error).__name__}: {error}; load the model again"
+                ) from error
             self._forget()
             raise
 
@@ -217,13 +252,19 @@ class VllmEngine:
         """
         self._waiting.clear()
         try:
-            self._core.abort([*self._flights.drop(), *(session.request_id for session in self._sessions.clear())])
+            self._core.abort(
+                [*self._flights.drop(), *(session.request_id for session in self._sessions.clear())]
+            )
             self._rows.clear()
             forgotten = self._core.reset_prefix_cache()
         except Exception as error:
-            raise EngineDeadError(f"vLLM cannot drop its requests: {error}; load the model again") from error
+            raise EngineDeadError(
+                f"vLLM cannot drop its requests: {error}; load the model again"
+            ) from error
         if not forgotten:
-            raise EngineDeadError("vLLM does not let go of its key/value state; load the model again")
+            raise EngineDeadError(
+                "vLLM does not let go of its key/value state; load the model again"
+            )
 
     @hookimpl
     def genlm_close(self) -> None:

@@ -1,4 +1,5 @@
-"""Requests that vLLM is working on: launched, advanced step by step, and all dropped together when a step fails."""
+"""Requests that vLLM is working on: launched, advanced step by step, and all dropped together when
+a step fails."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from genlm.core.errors import EngineError
 from genlm.core.types import Query
 from genlm.vllm.internals import EngineCore, Output, TokenIds
 
-PATIENCE = 1000  # steps beyond those that the tokens in flight explain, before an engine that finishes nothing is given up
+# Steps beyond those that the tokens in flight explain, before an engine that finishes nothing is
+# given up.
+PATIENCE = 1000
 
 
 @define(eq=False)
@@ -24,7 +27,8 @@ class Flight:
         resumable: Whether vLLM keeps it when it is over, for more tokens to come.
         drawn: The tokens drawn so far.
         failure: Why vLLM ended it without drawing anything.
-        prompt_logprobs: Those of its prompt's tokens from the second on, if it wants them and its prompt is computed.
+        prompt_logprobs: Those of its prompt's tokens from the second on, if it wants them and its
+            prompt is computed.
     """
 
     request_id: str
@@ -64,8 +68,11 @@ class Flights:
             return flight.query.adapter is not None
         return None
 
-    def launch(self, flight: Flight, token_ids: TokenIds, params: Any, cache_salt: str | None = None) -> None:
-        """Hand a request to vLLM. ``token_ids`` is its prompt, or what to append to the session that it continues."""
+    def launch(
+        self, flight: Flight, token_ids: TokenIds, params: Any, cache_salt: str | None = None
+    ) -> None:
+        """Hand a request to vLLM. ``token_ids`` is its prompt, or what to append to the session
+        that it continues."""
         self._flights[flight.request_id] = flight
         self.tokens += self._core.footprint(len(flight.query.token_ids))
         self._core.add(
@@ -108,6 +115,8 @@ class Flights:
         self._empty_steps = 0 if over else self._empty_steps + 1
         if self._empty_steps > PATIENCE + self.tokens // self._core.max_num_batched_tokens:
             raise EngineError(
-                f"vLLM made {self._empty_steps} steps without finishing one of {len(self._flights)} requests; load with "
-                "a larger kv_cache_memory_bytes or gpu_memory_utilization, or with live_sessions=False"
+                f"vLLM made {self._empty_steps} steps without finishing one of "
+                f"{len(self._flights)} requests; load with "
+                "a larger kv_cache_memory_bytes or gpu_memory_utilization, or with "
+                "live_sessions=False"
             )

@@ -1,8 +1,11 @@
-"""Everything of vLLM that is not its documented interface, in one place, checked when a model is loaded.
+"""Everything of vLLM that is not its documented interface, in one place, checked when a model is
+loaded.
 
-Documented and used elsewhere: ``vllm.LLM`` and its options, ``SamplingParams``, custom logits processors,
-``worker_extension_cls``. Here: the engine-core client below ``LLM``, which takes requests while others are running and,
-with ``resumable=True``, the continuation of one that it holds (vLLM's own streaming-input API is a layer above it).
+Documented and used elsewhere: ``vllm.LLM`` and its options, ``SamplingParams``, custom logits
+processors,
+``worker_extension_cls``. Here: the engine-core client below ``LLM``, which takes requests while
+others are running and, with ``resumable=True``, the continuation of one that it holds (vLLM's own
+streaming-input API is a layer above it).
 """
 
 from __future__ import annotations
@@ -29,13 +32,15 @@ SUPPORTED = f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
 PROCESS_SWITCH = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 CLIENT_METHODS = (
-    "add_request", "get_output", "abort_requests", "reset_prefix_cache", "collective_rpc", "add_lora", "remove_lora",
+    "add_request", "get_output", "abort_requests", "reset_prefix_cache",
+    "collective_rpc", "add_lora", "remove_lora",
     "shutdown",
 )  # fmt: skip
 IN_PROCESS_PARTS = ("engine_core.model_executor.shutdown", "engine_core.scheduler.shutdown")
 PROCESS_PARTS = ("outputs_queue.get", "ensure_alive")
 REQUEST_FIELDS = (
-    "request_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "arrival_time", "lora_request",
+    "request_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params",
+    "arrival_time", "lora_request",
     "cache_salt", "data_parallel_rank", "resumable",
 )  # fmt: skip
 OUTPUT_FIELDS = ("request_id", "new_token_ids", "finish_reason", "new_prompt_logprobs_tensors")
@@ -50,9 +55,10 @@ class Output:
     Attributes:
         request_id: The request.
         token_ids: The tokens drawn in this step; empty while a prompt is still being computed.
-        finished: Why vLLM ended the request (``"stop"``, ``"length"``, ``"error"``, ...); ``None`` if it did not.
-        prompt_logprobs: ``[prompt - 1]`` float32, of every prompt token but the first given those before it; only of a
-            request that wants them, in the step that completes its prompt.
+        finished: Why vLLM ended the request (``"stop"``, ``"length"``, ``"error"``, ...); ``None``
+            if it did not.
+        prompt_logprobs: ``[prompt - 1]`` float32, of every prompt token but the first given those
+            before it; only of a request that wants them, in the step that completes its prompt.
     """
 
     request_id: str
@@ -62,7 +68,8 @@ class Output:
 
 
 def check_version() -> None:
-    """Raises: BackendUnavailableError: this vLLM is outside the range that the plugin was tested with."""
+    """Raises: BackendUnavailableError: this vLLM is outside the range that the plugin was tested
+    with."""
     import vllm
 
     release = tuple(int(part) for part in vllm.__version__.split(".")[:2] if part.isdigit())
@@ -80,7 +87,8 @@ def _unsupported(reason: str) -> BackendUnavailableError:
 
 
 def logits_processor_interfaces() -> list[type]:
-    """The base classes that vLLM's model runners demand of a logits processor: V1's, and V2's where there is one."""
+    """The base classes that vLLM's model runners demand of a logits processor: V1's, and V2's where
+    there is one."""
     from vllm.v1.sample.logits_processor import LogitsProcessor as V1
 
     try:
@@ -94,7 +102,8 @@ class EngineCore:
     """The engine core of one ``vllm.LLM``.
 
     Raises:
-        BackendUnavailableError: this vLLM lacks something that the plugin needs, in spite of its version.
+        BackendUnavailableError: this vLLM lacks something that the plugin needs, in spite of its
+            version.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -108,7 +117,10 @@ class EngineCore:
         self._in_process = hasattr(self._client, "engine_core")
         for part in IN_PROCESS_PARTS if self._in_process else PROCESS_PARTS:
             _require(self._client, part)
-        for struct, names in ((EngineCoreRequest, REQUEST_FIELDS), (EngineCoreOutput, OUTPUT_FIELDS)):
+        for struct, names in (
+            (EngineCoreRequest, REQUEST_FIELDS),
+            (EngineCoreOutput, OUTPUT_FIELDS),
+        ):
             if missing := set(names) - set(struct.__struct_fields__):
                 raise _unsupported(f"{struct.__name__} has no {', '.join(sorted(missing))}")
         config = _require(llm, "llm_engine.vllm_config")
@@ -116,7 +128,9 @@ class EngineCore:
         self.logprobs_mode: str = _require(config, "model_config.logprobs_mode")
         self.vocab_size: int = _require(config, "model_config.get_vocab_size")()
         self.max_num_seqs: int = _require(config, "scheduler_config.max_num_seqs")
-        self.max_num_batched_tokens: int = _require(config, "scheduler_config.max_num_batched_tokens")
+        self.max_num_batched_tokens: int = _require(
+            config, "scheduler_config.max_num_batched_tokens"
+        )
         self.prefix_caching: bool = bool(_require(config, "cache_config.enable_prefix_caching"))
         self.block_size: int = _require(config, "cache_config.block_size")
         self.device_type: str = _require(config, "device_config.device").type
@@ -125,16 +139,22 @@ class EngineCore:
         self.kv_capacity = self._kv_capacity(_require(config, "cache_config"))
 
     def _kv_capacity(self, cache_config: Any) -> int:
-        """Tokens that the key/value cache holds; the exact figure for hybrid models where this vLLM gives it."""
+        """Tokens that the key/value cache holds; the exact figure for hybrid models where this vLLM
+        gives it."""
         tokens: int | None = getattr(cache_config, "kv_cache_size_tokens", None)
         blocks = (cache_config.num_gpu_blocks or 0) - 1  # vLLM keeps one block for itself
-        return min(tokens or blocks * self.block_size, blocks * self.block_size) if blocks > 0 else 1 << 62
+        return (
+            min(tokens or blocks * self.block_size, blocks * self.block_size)
+            if blocks > 0
+            else 1 << 62
+        )
 
     def footprint(self, length: int) -> int:
-        """What a context takes of the key/value cache, in tokens: whole blocks, with a place for the token drawn."""
+        """What a context takes of the key/value cache, in tokens: whole blocks, with a place for
+        the token drawn."""
         return (length // self.block_size + 1) * self.block_size
 
-    # --- requests -----------------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def add(
         self,
@@ -146,7 +166,8 @@ class EngineCore:
         resumable: bool = False,
         cache_salt: str | None = None,
     ) -> None:
-        """Hand over a request; with the id of an idle resumable one, ``token_ids`` are the tokens to append to it."""
+        """Hand over a request; with the id of an idle resumable one, ``token_ids`` are the tokens
+        to append to it."""
         request = self._request_type(
             request_id=request_id,
             prompt_token_ids=list(token_ids),
@@ -162,7 +183,8 @@ class EngineCore:
         self._client.add_request(request)
 
     def step(self) -> list[Output]:
-        """Advance by one step (in process), or wait for the next step of the engine's own process."""
+        """Advance by one step (in process), or wait for the next step of the engine's own
+        process."""
         return [_output(raw) for raw in self._step().outputs]
 
     def _step(self) -> Any:
@@ -184,10 +206,11 @@ class EngineCore:
             self._client.abort_requests(list(request_ids))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all key/value state that no request holds; ``False`` if some request still holds any."""
+        """Forget all key/value state that no request holds; ``False`` if some request still holds
+        any."""
         return bool(self._client.reset_prefix_cache())
 
-    # --- workers ------------------------------------------------------------------------------------------------------
+    # --- workers ----------------------------------------------------------------------------------
 
     def call_workers(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker, by name; the results by rank."""
@@ -200,7 +223,7 @@ class EngineCore:
     def remove_lora(self, adapter: Adapter) -> bool:
         return bool(self._client.remove_lora(adapter.version))
 
-    # --- the end ------------------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     def is_dead(self, error: BaseException) -> bool:
         """Whether vLLM cannot go on after ``error``: its process or one of its workers has gone."""
@@ -212,8 +235,9 @@ class EngineCore:
     def shutdown(self) -> None:
         """Stop the engine.
 
-        In this process vLLM's own shutdown would also destroy the process groups, which every other model in the process
-        shares; so the parts are stopped one by one, and its finalizer, which would do the same at exit, is disarmed.
+        In this process vLLM's own shutdown would also destroy the process groups, which every other
+        model in the process shares; so the parts are stopped one by one, and its finalizer, which
+        would do the same at exit, is disarmed.
         """
         if not self._in_process:
             self._client.shutdown()
@@ -222,7 +246,8 @@ class EngineCore:
             finalizer.detach()
         for part in IN_PROCESS_PARTS:
             _require(self._client, part)()
-        gc.unfreeze()  # vLLM froze what was alive after loading; without this its cycles would never be collected
+        # vLLM froze what was alive after loading; without this its cycles would never be collected.
+        gc.unfreeze()
         self._llm = self._client = None
         gc.collect()
 
@@ -233,19 +258,23 @@ def _output(raw: Any) -> Output:
         raw.request_id,
         raw.new_token_ids,
         None if finished is None else str(finished),
-        None if scores is None else scores.logprobs[:, 0],  # further columns would be those of likelier tokens
+        # Further columns would be those of likelier tokens.
+        None if scores is None else scores.logprobs[:, 0],
     )
 
 
 def lora_request(adapter: Adapter | None) -> Any:
     """vLLM's name for an adapter.
 
-    Both its integer id and its name are used up with the version: vLLM keeps weights by the first, and tells the
-    key/value state of adapters apart by the second, so that a name bound again would meet the state of its predecessor.
+    Both its integer id and its name are used up with the version: vLLM keeps weights by the first,
+    and tells the key/value state of adapters apart by the second, so that a name bound again would
+    meet the state of its predecessor.
     """
     from vllm.lora.request import LoRARequest
 
-    return adapter and LoRARequest(f"{adapter.name}@{adapter.version}", adapter.version, adapter.path)
+    return adapter and LoRARequest(
+        f"{adapter.name}@{adapter.version}", adapter.version, adapter.path
+    )
 
 
 def _require(owner: Any, path: str) -> Any:
@@ -259,10 +288,12 @@ def _require(owner: Any, path: str) -> Any:
 
 @contextlib.contextmanager
 def engine_core_here() -> Iterator[bool]:
-    """While a model loads: the engine core in this process, unless the user's environment says otherwise.
+    """While a model loads: the engine core in this process, unless the user's environment says
+    otherwise.
 
-    vLLM takes this choice from the environment alone, and keeps what it read there when the first model was loaded. The
-    variable is put back at the end. Yields whether the engine core will be in this process.
+    vLLM takes this choice from the environment alone, and keeps what it read there when the first
+    model was loaded. The variable is put back at the end. Yields whether the engine core will be in
+    this process.
     """
     import vllm.envs
 

@@ -25,11 +25,14 @@ class AsyncVirtualLM(AsyncLM):
 
         Args:
             model_name: A local folder or a hub name.
-            engine_opts: Options of ``vllm.LLM``: ``gpu_memory_utilization``, ``tensor_parallel_size``, ``dtype``,
-                ``enforce_eager``, ``max_model_len``, ``enable_lora``, ``distributed_executor_backend``, ...
-            live_sessions: Whether answered contexts stay with vLLM, so that extending one costs only the new tokens. A
-                number is the most that stay; ``True`` is half of ``max_num_seqs``.
-            **core_options: Those of every backend: ``batch_size``, ``timeout``, ``cache_size``, ``cache_opts``, ...
+            engine_opts: Options of ``vllm.LLM``: ``gpu_memory_utilization``,
+                ``tensor_parallel_size``, ``dtype``, ``enforce_eager``, ``max_model_len``,
+                ``enable_lora``, ``distributed_executor_backend``, ...
+            live_sessions: Whether answered contexts stay with vLLM, so that extending one costs
+                only the new tokens. A number is the most that stay; ``True`` is half of
+                ``max_num_seqs``.
+            **core_options: Those of every backend: ``batch_size``, ``timeout``, ``cache_size``,
+            ``cache_opts``, ...
 
         Raises:
             InvalidOptionError: an unknown option, or one that full rows cannot be had with.

@@ -35,7 +35,8 @@ class Options:
 
     Attributes:
         engine_opts: Options of ``vllm.LLM``.
-        live_sessions: ``False`` makes every question a request of its own; a number is the most sessions held idle.
+        live_sessions: ``False`` makes every question a request of its own; a number is the most
+            sessions held idle.
     """
 
     engine_opts: Mapping[str, Any]
@@ -43,17 +44,23 @@ class Options:
 
     @classmethod
     def read(cls, options: Mapping[str, object]) -> Options:
-        """Raises: InvalidOptionError: an unknown or refused option, or a value of the wrong kind."""
+        """Raises: InvalidOptionError: an unknown or refused option, or a value of the wrong
+        kind."""
         if unknown := sorted(options.keys() - {"engine_opts", "live_sessions"}):
             raise InvalidOptionError(
-                f"unknown option {unknown[0]!r} for backend 'vllm'; its options are engine_opts (a dict of vLLM's own "
+                f"unknown option {unknown[0]!r} for backend 'vllm'; its options are engine_opts (a "
+                "dict of vLLM's own "
                 "options) and live_sessions"
             )
         engine_opts, live = options.get("engine_opts") or {}, options.get("live_sessions", True)
         if not isinstance(engine_opts, Mapping):
-            raise InvalidOptionError(f"engine_opts must be a dict of vLLM's options, not {type(engine_opts).__name__}")
+            raise InvalidOptionError(
+                f"engine_opts must be a dict of vLLM's options, not {type(engine_opts).__name__}"
+            )
         if not isinstance(live, int) or live < 0:
-            raise InvalidOptionError(f"live_sessions must be True, False or a number of sessions, not {live!r}")
+            raise InvalidOptionError(
+                f"live_sessions must be True, False or a number of sessions, not {live!r}"
+            )
         return cls(dict(engine_opts), live)
 
 
@@ -72,12 +79,22 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
     with engine_core_here() as here:
         local = here and _has_one_worker(chosen.engine_opts)
         store = RowStore()
-        settings = _defaults() | dict(chosen.engine_opts) | _row_hooks(chosen.engine_opts, store if local else None)
+        settings = (
+            _defaults()
+            | dict(chosen.engine_opts)
+            | _row_hooks(chosen.engine_opts, store if local else None)
+        )
         llm = vllm.LLM(model, **settings)
         core = EngineCore(llm)
     rows: Rows = LocalRows(store, core.device_type) if local else WorkerRows(core)
     engine = _engine(llm, core, rows, chosen)
-    log.info("vllm.loaded", model=model, device=engine.device, live=engine.live, context=engine.max_context)
+    log.info(
+        "vllm.loaded",
+        model=model,
+        device=engine.device,
+        live=engine.live,
+        context=engine.max_context,
+    )
     return engine
 
 
@@ -104,33 +121,42 @@ def _check(engine_opts: Mapping[str, Any]) -> None:
         if name not in known:
             raise unknown_argument("vLLM", "option", name, known)
         if name in REFUSED and value not in (None, 1):
-            raise InvalidOptionError(f"engine_opts[{name!r}] = {value!r} is not supported: {REFUSED[name]}")
+            raise InvalidOptionError(
+                f"engine_opts[{name!r}] = {value!r} is not supported: {REFUSED[name]}"
+            )
 
 
 def _defaults() -> dict[str, Any]:
     """Options that differ from vLLM's own defaults where the user does not choose.
 
-    A fresh seed, because unseeded draws must differ from run to run, and vLLM seeds its sampler with 0. No asynchronous
-    scheduling: it hides the scheduler behind the next token of long continuations, and costs single rows a step.
+    A fresh seed, because unseeded draws must differ from run to run, and vLLM seeds its sampler
+    with 0. No asynchronous scheduling: it hides the scheduler behind the next token of long
+    continuations, and costs single rows a step.
     """
     from vllm.platforms import current_platform
 
-    settings: dict[str, Any] = {"seed": secrets.randbits(31), "async_scheduling": False, "disable_log_stats": True}
+    settings: dict[str, Any] = {
+        "seed": secrets.randbits(31),
+        "async_scheduling": False,
+        "disable_log_stats": True,
+    }
     if current_platform.is_cpu():
-        # Of a partial block nothing is found again, so blocks are small; compiling costs minutes and gains little;
-        # by itself vLLM would take most of the machine's memory.
+        # Of a partial block nothing is found again, so blocks are small; compiling costs minutes
+        # and gains little; by itself vLLM would take most of the machine's memory.
         settings |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2 << 30}
     return settings
 
 
 def _row_hooks(engine_opts: Mapping[str, Any], store: RowStore | None) -> dict[str, Any]:
-    """How rows get out. Ours is the first logits processor: the user's own change what is drawn, not the rows."""
+    """How rows get out. Ours is the first logits processor: the user's own change what is drawn,
+    not the rows."""
     users = list(engine_opts.get("logits_processors") or [])
     if store is not None:
         return {"logits_processors": [capture_into(store), *users]}
     if extension := engine_opts.get("worker_extension_cls"):
         raise InvalidOptionError(
-            f"worker_extension_cls={extension!r} cannot be combined with workers in other processes, whose rows need "
+            f"worker_extension_cls={extension!r} cannot be combined with workers in other "
+            "processes, whose rows need "
             f"that place; inherit {WORKER}.RowAccess in a class that is passed by worker_cls"
         )
     return {
@@ -141,5 +167,7 @@ def _row_hooks(engine_opts: Mapping[str, Any], store: RowStore | None) -> dict[s
 
 def _has_one_worker(engine_opts: Mapping[str, Any]) -> bool:
     """Whether the one worker is an object in the engine core's process."""
-    workers = int(engine_opts.get("tensor_parallel_size", 1)) * int(engine_opts.get("pipeline_parallel_size", 1))
+    workers = int(engine_opts.get("tensor_parallel_size", 1)) * int(
+        engine_opts.get("pipeline_parallel_size", 1)
+    )
     return workers == 1 and engine_opts.get("distributed_executor_backend") in (None, "uni")

@@ -15,12 +15,12 @@ from genlm.vllm.sampling import Draw
 class LoraEngine(VllmEngine):
     """An engine with adapters.
 
-    On CPU, vLLM (to 0.32) applies the adapter of the last slot to requests without one that share a batch with requests
-    that have one. There, the two kinds take turns.
+    On CPU, vLLM (to 0.32) applies the adapter of the last slot to requests without one that share a
+    batch with requests that have one. There, the two kinds take turns.
 
     Args:
-        max_adapters: How many adapters vLLM keeps; it would silently drop one beyond that and read it again from its
-            path when it is next used, whatever is there by then.
+        max_adapters: How many adapters vLLM keeps; it would silently drop one beyond that and read
+            it again from its path when it is next used, whatever is there by then.
     """
 
     def __init__(self, *args: Any, max_adapters: int, **options: Any) -> None:
@@ -33,7 +33,8 @@ class LoraEngine(VllmEngine):
     def genlm_add_lora(self, adapter: Adapter) -> bool:
         if len(self._adapters) >= self._max_adapters:
             raise InvalidOptionError(
-                f"{len(self._adapters)} LoRA adapters are loaded and max_cpu_loras is {self._max_adapters}; "
+                f"{len(self._adapters)} LoRA adapters are loaded and max_cpu_loras is "
+                f"{self._max_adapters}; "
                 "remove one, or load the model with a larger max_cpu_loras in engine_opts"
             )
         try:
@@ -53,7 +54,8 @@ class LoraEngine(VllmEngine):
         return True
 
     def _next_turn(self) -> list[Query]:
-        """All, or on CPU one kind: that of the oldest. While it flies, newcomers join it only if no other kind waits."""
+        """All, or on CPU one kind: that of the oldest. While it flies, newcomers join it only if no
+        other kind waits."""
         if not self._takes_turns or not self._waiting:
             return super()._next_turn()
         flying = self._flights.uses_adapter
@@ -68,9 +70,15 @@ class LoraEngine(VllmEngine):
     def _turns(self, draws: Sequence[Draw]) -> list[Sequence[Draw]]:
         if not self._takes_turns:
             return super()._turns(draws)
-        kinds = [[draw for draw in draws if (draw.flight.query.adapter is not None) == kind] for kind in (False, True)]
+        kinds = [
+            [draw for draw in draws if (draw.flight.query.adapter is not None) == kind]
+            for kind in (False, True)
+        ]
         return [kind for kind in kinds if kind]
 
     @hookimpl
-    def genlm_sequence_logprobs(self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]) -> None:
-        """Left to rows: vLLM (to 0.32) has its LoRA layers take a prompt's logits for those of a batch's last positions."""
+    def genlm_sequence_logprobs(
+        self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
+    ) -> None:
+        """Left to rows: vLLM (to 0.32) has its LoRA layers take a prompt's logits for those of a
+        batch's last positions."""

@@ -21,7 +21,8 @@ class Rows(Protocol):
         ...
 
     def take(self, keys: Sequence[int]) -> list[torch.Tensor | None]:
-        """Give up one row per key, ``[vocab_size]`` float32; ``None`` for one that was never captured."""
+        """Give up one row per key, ``[vocab_size]`` float32; ``None`` for one that was never
+        captured."""
         ...
 
     def clear(self) -> None: ...
@@ -36,7 +37,11 @@ class LocalRows:
 
     def __init__(self, store: RowStore, device_type: str) -> None:
         self._store = store
-        self.device = "cpu" if device_type == "cpu" else f"{device_type}:{torch.accelerator.current_device_index()}"
+        self.device = (
+            "cpu"
+            if device_type == "cpu"
+            else f"{device_type}:{torch.accelerator.current_device_index()}"
+        )
 
     def take(self, keys: Sequence[int]) -> list[torch.Tensor | None]:
         return self._store.take(keys)
@@ -50,7 +55,8 @@ class LocalRows:
 
 
 class WorkerRows:
-    """The model runs in worker processes: one of them sends the rows of a step, all at once, to this process's memory."""
+    """The model runs in worker processes: one of them sends the rows of a step, all at once, to
+    this process's memory."""
 
     device = "cpu"
 
@@ -64,7 +70,8 @@ class WorkerRows:
         sent = next((reply for reply in replies if reply is not None), None)
         if sent is None:
             return [None] * len(keys)
-        block = np.frombuffer(sent, dtype=np.float32).reshape(len(keys), -1).copy()  # the bytes are read-only
+        # The bytes are read-only.
+        block = np.frombuffer(sent, dtype=np.float32).reshape(len(keys), -1).copy()
         return list(torch.from_numpy(block))
 
     def clear(self) -> None:

@@ -19,7 +19,8 @@ SEEDS = 1 << 63
 
 
 def row_params(key: int, *, scores: bool = False) -> Any:
-    """One next-token row, captured under ``key``, and, if wanted, the log-probabilities of the prompt's tokens.
+    """One next-token row, captured under ``key``, and, if wanted, the log-probabilities of the
+    prompt's tokens.
 
     vLLM must draw a token besides: the likeliest, which is the cheapest.
     """
@@ -37,7 +38,8 @@ def row_params(key: int, *, scores: bool = False) -> Any:
 
 
 def draw_params(params: SamplingParams, width: int) -> Any:
-    """One continuation, of token ids below ``width``: the tokenizer's vocabulary, without the model's padding."""
+    """One continuation, of token ids below ``width``: the tokenizer's vocabulary, without the
+    model's padding."""
     from vllm import SamplingParams as VllmSamplingParams
 
     return VllmSamplingParams(
@@ -69,15 +71,19 @@ class Draw:
     def result(self) -> list[int]:
         """What was drawn, without the stop token."""
         if self.flight.failure is not None:
-            raise EngineError(f"vLLM ended the request without drawing a token: {self.flight.failure}")
+            raise EngineError(
+                f"vLLM ended the request without drawing a token: {self.flight.failure}"
+            )
         drawn = self.flight.drawn
         return drawn[:-1] if drawn[-1] in self.params.stop_token_ids else drawn
 
 
 def vllm_draws(query: Query, params: SamplingParams, core: EngineCore) -> bool:
-    """Whether vLLM draws from exactly the distribution that ``params`` describe, and reproducibly if they have a seed.
+    """Whether vLLM draws from exactly the distribution that ``params`` describe, and reproducibly
+    if they have a seed.
 
-    Not at temperatures that it raises or refuses. And on CPU it fails on a seeded prompt that it must compute in chunks.
+    Not at temperatures that it raises or refuses. And on CPU it fails on a seeded prompt that it
+    must compute in chunks.
     """
     if params.temperature and not LOWEST_TEMPERATURE <= params.temperature <= HIGHEST_TEMPERATURE:
         return False
@@ -86,8 +92,8 @@ def vllm_draws(query: Query, params: SamplingParams, core: EngineCore) -> bool:
 
 
 def batches(draws: Sequence[Draw], core: EngineCore) -> Iterator[Sequence[Draw]]:
-    """Which draws vLLM may work on together: all; but with seeds on CPU only as many prompts as one step computes whole,
-    and as many tokens as the cache holds to the end."""
+    """Which draws vLLM may work on together: all; but with seeds on CPU only as many prompts as one
+    step computes whole, and as many tokens as the cache holds to the end."""
     if core.device_type != "cpu" or all(draw.params.seed is None for draw in draws):
         yield draws
         return
@@ -95,7 +101,9 @@ def batches(draws: Sequence[Draw], core: EngineCore) -> Iterator[Sequence[Draw]]
     step = held = 0
     for draw in draws:
         footprint = core.footprint(draw.prompt + draw.params.max_tokens)
-        if batch and (step + draw.prompt > core.max_num_batched_tokens or held + footprint > core.kv_capacity):
+        if batch and (
+            step + draw.prompt > core.max_num_batched_tokens or held + footprint > core.kv_capacity
+        ):
             yield batch
             batch, step, held = [], 0, 0
         batch.append(draw)

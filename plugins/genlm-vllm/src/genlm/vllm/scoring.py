@@ -20,8 +20,9 @@ class Score:
     """One continuation to score.
 
     Attributes:
-        flight: A request whose prompt is the context with all of the continuation but its last token, so that it is as
-            short as if rows were asked. The last token's log-probability is read from the row that follows.
+        flight: A request whose prompt is the context with all of the continuation but its last
+            token, so that it is as short as if rows were asked. The last token's log-probability is
+            read from the row that follows.
         continuation: The tokens to score.
     """
 
@@ -54,11 +55,16 @@ def scored(query: Query, continuation: Sequence[int]) -> Query:
     return Query(query.token_ids + tuple(continuation[:-1]), query.adapter)
 
 
-def worth_scoring(contexts: Sequence[TokenIds], continuations: Sequence[Sequence[int]], core: EngineCore) -> bool:
+def worth_scoring(
+    contexts: Sequence[TokenIds], continuations: Sequence[Sequence[int]], core: EngineCore
+) -> bool:
     """Whether this takes less than a row per token.
 
-    vLLM reads no key/value state for a prompt whose log-probabilities are wanted: every context is computed anew. Rows find
-    all full blocks, and recompute half a block each on average. With ``logprobs_mode`` the user may have asked for logits.
+    vLLM reads no key/value state for a prompt whose log-probabilities are wanted: every context is
+    computed anew. Rows find all full blocks, and recompute half a block each on average. With
+    ``logprobs_mode`` the user may have asked for logits.
     """
     context = sum(map(len, contexts))
-    return context < core.block_size // 2 * sum(map(len, continuations)) and core.logprobs_mode.endswith("logprobs")
+    return context < core.block_size // 2 * sum(
+        map(len, continuations)
+    ) and core.logprobs_mode.endswith("logprobs")

@@ -1,8 +1,10 @@
-"""Live sessions: contexts whose key/value state vLLM holds ready, so that extending one costs only the new tokens.
+"""Live sessions: contexts whose key/value state vLLM holds ready, so that extending one costs only
+the new tokens.
 
-Pure bookkeeping; vLLM is told by the engine. A session is an unfinished streaming request. It keeps its blocks and one of
-the scheduler's ``max_num_seqs`` places, so idle ones are bounded in number and give way under key/value pressure: as long
-as idle sessions and the contexts in flight fit the cache together, vLLM can always go on.
+Pure bookkeeping; vLLM is told by the engine. A session is an unfinished streaming request. It keeps
+its blocks and one of the scheduler's ``max_num_seqs`` places, so idle ones are bounded in number
+and give way under key/value pressure: as long as idle sessions and the contexts in flight fit the
+cache together, vLLM can always go on.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from genlm.vllm.internals import TokenIds
 
 @frozen
 class Session:
-    """A context that vLLM has computed and not yet let go, under the request id by which it goes on."""
+    """A context that vLLM has computed and not yet let go, under the request id by which it goes
+    on."""
 
     request_id: str
     token_ids: TokenIds
@@ -38,11 +41,19 @@ class Sessions:
         capacity: Tokens that the key/value cache holds.
         footprint: Tokens that a context of a given length takes of it.
         longest: The longest context, tokens: pinned sessions always leave room for one such.
-        reach: The most new tokens for which a session is worth extending. With prefix caching a new request finds all
-            full blocks, so that beyond one block a session saves nothing.
+        reach: The most new tokens for which a session is worth extending. With prefix caching a new
+            request finds all full blocks, so that beyond one block a session saves nothing.
     """
 
-    def __init__(self, *, limit: int, capacity: int, footprint: Callable[[int], int], longest: int, reach: int) -> None:
+    def __init__(
+        self,
+        *,
+        limit: int,
+        capacity: int,
+        footprint: Callable[[int], int],
+        longest: int,
+        reach: int,
+    ) -> None:
         self._limit, self._capacity, self._footprint = limit, capacity, footprint
         self._longest, self._reach = longest, reach
         self._idle: OrderedDict[tuple[Adapter | None, TokenIds], Session] = OrderedDict()
@@ -58,13 +69,15 @@ class Sessions:
         return [Query(session.token_ids, session.adapter) for session in self._pinned.values()]
 
     def take(self, query: Query) -> Session | None:
-        """Give up the idle session with the longest context that ``query`` extends; ``None`` if there is none near."""
+        """Give up the idle session with the longest context that ``query`` extends; ``None`` if
+        there is none near."""
         key = (query.adapter, query.token_ids[:-1])
         session = self._idle.get(key) or self._longest_prefix(query)
         return self._remove(session) if session else None
 
     def park(self, session: Session) -> list[Session]:
-        """Keep ``session`` as the most recently used. Returns those to let go: a twin that it replaces."""
+        """Keep ``session`` as the most recently used. Returns those to let go: a twin that it
+        replaces."""
         twin = self._idle.get(session.key)
         released = [self._remove(twin)] if twin else []
         self._idle[session.key] = session
@@ -72,17 +85,21 @@ class Sessions:
         return released
 
     def check_room_for_pin(self, query: Query) -> None:
-        """Raises: EngineError: pinned contexts would leave no room for the longest context, or for other requests."""
+        """Raises: EngineError: pinned contexts would leave no room for the longest context, or for
+        other requests."""
         wanted = self._pinned_tokens + self._footprint(len(query.token_ids))
         if wanted + self._footprint(self._longest) > self._capacity:
             raise EngineError(
-                f"pinning {len(query.token_ids)} more tokens would hold {wanted} of the {self._capacity} tokens that the "
-                f"key/value cache has, and {self._longest} must stay free; call clear_kv_cache(), or load with a larger "
+                f"pinning {len(query.token_ids)} more tokens would hold {wanted} of the "
+                f"{self._capacity} tokens that the "
+                f"key/value cache has, and {self._longest} must stay free; call clear_kv_cache(), "
+                "or load with a larger "
                 "kv_cache_memory_bytes or gpu_memory_utilization, or with a smaller max_model_len"
             )
         if len(self._pinned) >= self._limit:
             raise EngineError(
-                f"{len(self._pinned)} prefixes are pinned, and the limit is {self._limit}; call clear_kv_cache(), or "
+                f"{len(self._pinned)} prefixes are pinned, and the limit is {self._limit}; call "
+                "clear_kv_cache(), or "
                 "load with a larger max_num_seqs"
             )
 
@@ -95,10 +112,12 @@ class Sessions:
         return (query.adapter, query.token_ids) in self._pinned
 
     def trim(self, tokens_in_flight: int) -> list[Session]:
-        """Give up the least recently used until the rest is within the limit and fits beside what is in flight."""
+        """Give up the least recently used until the rest is within the limit and fits beside what
+        is in flight."""
         released = []
         while self._idle and (
-            len(self) > self._limit or self._pinned_tokens + self._idle_tokens + tokens_in_flight > self._capacity
+            len(self) > self._limit
+            or self._pinned_tokens + self._idle_tokens + tokens_in_flight > self._capacity
         ):
             released.append(self._remove(next(iter(self._idle.values()))))
         return released
@@ -109,7 +128,9 @@ class Sessions:
         for session in gone:
             del self._pinned[session.key]
             self._pinned_tokens -= self._footprint(len(session.token_ids))
-        return gone + [self._remove(idle) for idle in list(self._idle.values()) if idle.adapter == adapter]
+        return gone + [
+            self._remove(idle) for idle in list(self._idle.values()) if idle.adapter == adapter
+        ]
 
     def clear(self) -> list[Session]:
         """Give up everything."""
@@ -121,16 +142,25 @@ class Sessions:
 
     def check_integrity(self) -> None:
         """Raises: AssertionError: the books do not agree. For tests."""
-        if self._idle_tokens != sum(self._footprint(len(session.token_ids)) for session in self._idle.values()):
-            raise AssertionError(f"{self._idle_tokens} idle tokens counted, but the sessions hold another number")
-        if self._pinned_tokens != sum(self._footprint(len(session.token_ids)) for session in self._pinned.values()):
-            raise AssertionError(f"{self._pinned_tokens} pinned tokens counted, but the sessions hold another number")
+        if self._idle_tokens != sum(
+            self._footprint(len(session.token_ids)) for session in self._idle.values()
+        ):
+            raise AssertionError(
+                f"{self._idle_tokens} idle tokens counted, but the sessions hold another number"
+            )
+        if self._pinned_tokens != sum(
+            self._footprint(len(session.token_ids)) for session in self._pinned.values()
+        ):
+            raise AssertionError(
+                f"{self._pinned_tokens} pinned tokens counted, but the sessions hold another number"
+            )
         for key, session in [*self._idle.items(), *self._pinned.items()]:
             if key != session.key:
                 raise AssertionError(f"session {session} is kept under {key}")
 
     def _longest_prefix(self, query: Query) -> Session | None:
-        """A scan: at most ``limit`` comparisons of one token, and of whole contexts only where that one agrees."""
+        """A scan: at most ``limit`` comparisons of one token, and of whole contexts only where that
+        one agrees."""
         ids, best = query.token_ids, None
         for session in self._idle.values():
             size = len(session.token_ids)

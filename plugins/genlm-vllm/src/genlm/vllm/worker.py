@@ -1,7 +1,7 @@
 """Rows from workers in other processes (tensor parallelism, ray, a separate engine process).
 
-vLLM imports this module by name in every worker process. Such a process serves one engine for all its life, which is why
-its row store may be a module's.
+vLLM imports this module by name in every worker process. Such a process serves one engine for all
+its life, which is why its row store may be a module's.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ class RowAccess:
     """For vLLM's ``worker_extension_cls``: methods that its ``collective_rpc`` can call."""
 
     def genlm_take_rows(self, keys: Sequence[int]) -> bytes | None:
-        """The rows under ``keys``, ``[len(keys), vocab_size]`` float32, as bytes; ``None`` where another rank has them.
+        """The rows under ``keys``, ``[len(keys), vocab_size]`` float32, as bytes; ``None`` where
+        another rank has them.
 
-        Bytes, because vLLM's channel to a separate engine process does not carry tensors faithfully.
+        Bytes, because vLLM's channel to a separate engine process does not carry tensors
+        faithfully.
         """
         rows = [row for row in ROWS.take(keys) if row is not None]
         return torch.stack(rows).cpu().numpy().tobytes() if len(rows) == len(keys) else None
