@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from attrs import field, frozen
 
-from genlm.core.context import Context, TokenIds, hash_of
+from genlm.core.context import Context, hash_of
+from genlm.core.context import TokenIds as TokenIds
 
 if TYPE_CHECKING:
     import torch

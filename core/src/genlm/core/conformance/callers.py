@@ -4,6 +4,8 @@ the others."""
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 
 from hypothesis import strategies as st
 
@@ -183,10 +185,11 @@ class CallerClauses:
             def blocking(contexts: list[TokenIds]) -> list[Outcome]:
                 return [live.lm.next_token_logprobs_sync(context) for context in contexts]
 
+            ways = itertools.cycle((loop, blocking))
             calls = [
-                live.thread(lambda c=c, f=(loop, blocking)[i % 2]: f(c))
-                for i, c in enumerate(shares)
-            ]  # type: ignore[misc]
+                live.thread(functools.partial(way, contexts))
+                for way, contexts in zip(ways, shares, strict=False)
+            ]
             for contexts, call in zip(shares, calls, strict=True):
                 outcome = live.outcome(call)
                 if isinstance(outcome, BaseException):
