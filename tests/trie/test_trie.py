@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from genlm.core import InvalidInputError, InvalidOptionError, VocabularyError
 from genlm.core.tokenization import Token
 from genlm.core.trie import ParallelTokenCharacterTrie, TokenCharacterTrie
-from genlm.core.trie.device import DeviceKernel
+from genlm.core.trie.kernels import DeviceKernel
 
 
 class EndOfSequence:

@@ -7,8 +7,7 @@ from typing import Any
 
 from genlm.core.errors import InvalidOptionError, VocabularyError
 from genlm.core.tokenization.fast import fast_token_bytes, is_fast
-from genlm.core.tokenization.libraries import library_token_bytes
-from genlm.core.tokenization.slow import slow_token_bytes
+from genlm.core.tokenization.libraries import library_token_bytes, slow_token_bytes
 from genlm.core.tokenization.token import Token
 
 

@@ -14,9 +14,8 @@ from attrs import frozen
 
 from genlm.core.errors import InvalidOptionError
 from genlm.core.runtime.batcher import Batcher
-from genlm.core.trie.operation import MAX, SUM, Operation
-from genlm.core.trie.parallel import ParallelTokenCharacterTrie
-from genlm.core.trie.trie import TokenCharacterTrie
+from genlm.core.trie.trie import ParallelTokenCharacterTrie, TokenCharacterTrie
+from genlm.core.trie.weights import MAX, SUM, Operation
 
 
 @frozen(eq=False)

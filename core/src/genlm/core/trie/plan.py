@@ -2,7 +2,7 @@
 
 Differences of prefix sums would be one operation, but they lose small masses to cancellation.
 Instead, the words below each node are combined pair by pair, in rounds, for all nodes at once (see
-:mod:`genlm.core.trie.pairing`). As only disjoint parts are ever combined, results are exact up to
+:class:`Pairing`). As only disjoint parts are ever combined, results are exact up to
 rounding, for weights of any sign.
 
 At least one value of each pair was made in the round before. So the results of a round are kept in
@@ -17,10 +17,149 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
-from genlm.core.trie.groups import Groups
-from genlm.core.trie.layout import Layout
-from genlm.core.trie.pairing import Pairing, Pairs
-from genlm.core.trie.words import Ints
+from genlm.core.trie.layout import Ints, Layout
+
+
+@frozen(eq=False)
+class Groups:
+    """The sets of two or more words that lie below some node. They are nested; each is the union of
+    groups and words.
+
+    Attributes:
+        of_node: ``[nodes]`` The group below each node; -1 where there is only one word.
+        of_word: ``[words]`` The smallest group with the word of each rank; -1 for a word that is
+            alone.
+        above: ``[groups]`` The smallest group that holds each group and more; -1 for the one that
+            holds all.
+    """
+
+    of_node: Ints
+    of_word: Ints
+    above: Ints
+
+    def __len__(self) -> int:
+        return len(self.above)
+
+    @classmethod
+    def of(cls, layout: Layout) -> Groups:
+        """The groups of a trie's nodes."""
+        several = np.flatnonzero(layout.end - layout.begin > 1)
+        keys = layout.begin[several] * (int(layout.end.max()) + 1) + layout.end[several]
+        _, uppermost, group = np.unique(keys, return_index=True, return_inverse=True)
+        of_node = np.full(layout.size, -1)
+        of_node[several] = group
+        parent = layout.parent[several[uppermost]]
+        return cls(
+            of_node, _above_words(layout, of_node), np.where(parent < 0, -1, of_node[parent])
+        )
+
+
+def _above_words(layout: Layout, of_node: Ints) -> Ints:
+    """The smallest group with each word: that of the lowest node above it that has one."""
+    node = layout.node_of_word.copy()
+    climbing = np.flatnonzero(of_node[node] < 0)
+    while len(climbing):
+        node[climbing] = layout.parent[node[climbing]]
+        climbing = climbing[(node[climbing] >= 0) & (of_node[node[climbing]] < 0)]
+    return np.where(node < 0, -1, of_node[node])
+
+
+# A round of fewer pairs takes as long as a round of none: all that is left then is combined at
+# once.
+_FEWEST_PAIRS = 100
+
+
+@frozen(eq=False)
+class Pairs:
+    """The values that one round combines.
+
+    Attributes:
+        new: ``[pairs]`` One value of each pair, made in the round before (in the first round, a
+            word).
+        other: ``[pairs]`` The other one, made in any round before.
+    """
+
+    new: Ints
+    other: Ints
+
+
+class Pairing:
+    """Combines the words of each group two by two, in rounds, in all groups at once.
+
+    A group that is left with a single value is done, and passes it on to the group above. Values
+    are numbered: the words by position, then the results in the order made.
+
+    Attributes:
+        rounds: What is combined, one round after the other.
+        result: ``[groups]`` The value that a group ends with; -1 while it is not done.
+    """
+
+    def __init__(self, order: Ints, groups: Groups) -> None:
+        self.groups = groups
+        self.rounds: list[Pairs] = []
+        self.result = np.full(len(groups), -1)
+        self._made = len(order)
+        self._awaited = self._count(groups.above)  # groups below each that are not done
+        grouped = groups.of_word >= 0
+        # What can be combined now. What is older comes first in its group; of that there is one at
+        # most.
+        self._value, self._group = order[grouped], groups.of_word[grouped]
+        while len(self._value):
+            pair = self._pairs()
+            if np.count_nonzero(pair) < _FEWEST_PAIRS:
+                break
+            self._combine(pair)
+
+    def rest(self) -> tuple[Ints, Ints]:
+        """End the groups that are not done yet: the values that they consist of, each with its
+        group, sorted by group.
+
+        A value occurs once for each group that it belongs to, up to the one that holds all.
+        """
+        values, groups = [self._value], [self._group]
+        while len(groups[-1]):
+            above = self.groups.above[groups[-1]]
+            values.append(values[-1][above >= 0])
+            groups.append(above[above >= 0])
+        value, group = np.concatenate(values), np.concatenate(groups)
+        pending = np.flatnonzero(self.result < 0)
+        self.result[pending] = self._made + np.arange(len(pending))
+        order = np.argsort(group, kind="stable")
+        return value[order], group[order]
+
+    def _pairs(self) -> npt.NDArray[np.bool_]:
+        """Sort by group; whether each value is the second of two, counted from the first of its
+        group."""
+        order = np.argsort(self._group, kind="stable")
+        self._value, self._group = self._value[order], self._group[order]
+        place = np.arange(len(order))
+        begins = np.append(True, self._group[1:] != self._group[:-1])
+        is_second: npt.NDArray[np.bool_] = (
+            place - np.maximum.accumulate(np.where(begins, place, 0))
+        ) % 2 == 1
+        return is_second
+
+    def _combine(self, is_second: npt.NDArray[np.bool_]) -> None:
+        second = np.flatnonzero(is_second)
+        self.rounds.append(Pairs(self._value[second], self._value[second - 1]))
+        made, group = self._made + np.arange(len(second)), self._group[second]
+        self._made += len(second)
+
+        alone = ~is_second
+        alone[second - 1] = False  # these are the first of two
+        left = self._count(np.append(group, self._group[alone]))
+        done = (left[group] == 1) & (self._awaited[group] == 0)
+        self.result[group[done]] = made[done]
+        group[done] = self.groups.above[group[done]]
+        self._awaited -= self._count(group[done])
+        kept = group >= 0
+        self._value = np.append(self._value[alone], made[kept])
+        self._group = np.append(self._group[alone], group[kept])
+
+    def _count(self, group: Ints) -> Ints:
+        """How often each group occurs."""
+        return np.bincount(group[group >= 0], minlength=len(self.groups))
+
 
 Indices = npt.NDArray[np.intp]
 

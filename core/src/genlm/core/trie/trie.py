@@ -12,16 +12,20 @@ import numpy as np
 import numpy.typing as npt
 
 from genlm.core.errors import InvalidOptionError
-from genlm.core.trie.cpu import CpuKernel
-from genlm.core.trie.dot import draw_dot
-from genlm.core.trie.layout import Layout
-from genlm.core.trie.operation import MAX, SUM, Operation
-from genlm.core.trie.page import draw_page
+from genlm.core.trie.drawing import draw_dot, draw_page
+from genlm.core.trie.kernels import CpuKernel
+from genlm.core.trie.layout import Layout, Words, key_of
 from genlm.core.trie.plan import Plan
-from genlm.core.trie.views import children_view, prefixes_view
-from genlm.core.trie.walk import Walker
-from genlm.core.trie.weights import FloatArray, ResultType, check_shape, to_array
-from genlm.core.trie.words import Words, key_of
+from genlm.core.trie.walk import Walker, children_view, prefixes_view
+from genlm.core.trie.weights import (
+    MAX,
+    SUM,
+    FloatArray,
+    Operation,
+    ResultType,
+    check_shape,
+    to_array,
+)
 
 
 class TokenCharacterTrie:
@@ -53,7 +57,7 @@ class TokenCharacterTrie:
     def _make_kernel(self, plan: Plan) -> Any:
         if self.device == "cpu":
             return CpuKernel(plan)
-        from genlm.core.trie.device import DeviceKernel
+        from genlm.core.trie.kernels import DeviceKernel
 
         return DeviceKernel(plan, self.device)
 
@@ -209,3 +213,24 @@ class TokenCharacterTrie:
             case "html":
                 return draw_page(self, ws, 20_000 if max_nodes is None else max_nodes)
         raise InvalidOptionError(f"format is {format!r}: it must be 'graphviz' or 'html'")
+
+
+class ParallelTokenCharacterTrie(TokenCharacterTrie):
+    """A :class:`TokenCharacterTrie` that computes on the machine's accelerator.
+
+    :param decode: the vocabulary.
+    :param device: a PyTorch device; ``None`` is CUDA or MPS where there is one, else the CPU.
+    :raises InvalidOptionError: PyTorch knows no such device.
+    """
+
+    def __init__(self, decode: Iterable[Any], device: str | None = None) -> None:
+        super().__init__(decode, device or best_device())
+
+
+def best_device() -> str:
+    """The accelerator that PyTorch sees, else ``"cpu"``."""
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"

@@ -1,17 +1,16 @@
-"""Walking a trie one node at a time, without any array over all nodes."""
+"""A trie one node at a time, without any array over all nodes; and as dictionaries."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from genlm.core.errors import InvalidInputError
-from genlm.core.trie.layout import Layout
-from genlm.core.trie.operation import Operation
-from genlm.core.trie.weights import FloatArray
-from genlm.core.trie.words import Ints, Words
+from genlm.core.trie.layout import Ints, Layout, Words
+from genlm.core.trie.weights import FloatArray, Operation
 
 # The key of an edge: a letter, or ``(None, position)`` to the leaf of an item.
 Edge = Hashable
@@ -73,3 +72,29 @@ class Walker:
     @cached_property
     def _rank_of_position(self) -> Ints:
         return np.argsort(self.words.order)
+
+
+def children_view(words: Words, layout: Layout) -> list[dict[Hashable, int]]:
+    """For each node its edges: letter to node, and ``(None, position)`` to leaf. Leaves have
+    none."""
+    children: list[dict[Hashable, int]] = [{} for _ in range(layout.size + len(words.order))]
+    edges = zip(
+        layout.parent[1:].tolist(), layout.letter[1:].tolist(), range(1, layout.size), strict=True
+    )
+    for parent, code, node in edges:
+        children[parent][words.alphabet[code]] = node
+    for position, node in zip(words.order.tolist(), layout.node_of_word.tolist(), strict=True):
+        children[node][None, position] = layout.size + position
+    return children
+
+
+def prefixes_view(words: Words, layout: Layout) -> dict[int, list[Any]]:
+    """For each node the letters that lead to it; a leaf has those of its item."""
+    prefixes: dict[int, list[Any]] = {0: []}
+    for node, (parent, code) in enumerate(
+        zip(layout.parent[1:].tolist(), layout.letter[1:].tolist(), strict=True), 1
+    ):
+        prefixes[node] = [*prefixes[parent], words.alphabet[code]]
+    for position, node in zip(words.order.tolist(), layout.node_of_word.tolist(), strict=True):
+        prefixes[layout.size + position] = prefixes[node]
+    return prefixes

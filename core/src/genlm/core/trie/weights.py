@@ -1,4 +1,4 @@
-"""Weights as users give them, and results as they ask for them."""
+"""Weights as users give them, results as they ask for them, and the two ways to combine them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from genlm.core.errors import InvalidInputError, InvalidOptionError
 
 if TYPE_CHECKING:
     import torch
+
 
 FloatArray = npt.NDArray[np.floating[Any]]
 
@@ -103,3 +104,27 @@ def _tensor_to_array(ws: torch.Tensor) -> FloatArray:
         ws = ws.to(torch.float64)
     array: FloatArray = ws.numpy()
     return array
+
+
+@frozen
+class Operation:
+    """An associative and commutative operation on weights.
+
+    Attributes:
+        name: Its name, which is the same in NumPy and PyTorch.
+        reduction: The name in PyTorch of combining all along a dimension.
+        identity: Combining with it changes nothing.
+    """
+
+    name: str
+    reduction: str
+    identity: float
+
+    def of(self, library: Any) -> Any:
+        """The operation as the module ``numpy`` or ``torch`` has it: ``f(left, right,
+        out=...)``."""
+        return getattr(library, self.name)
+
+
+SUM = Operation("add", "sum", 0.0)
+MAX = Operation("maximum", "amax", -np.inf)

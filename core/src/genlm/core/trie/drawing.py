@@ -1,10 +1,13 @@
-"""The part of a trie that is worth drawing, with labels for people."""
+"""The trie for people: a Graphviz drawing, and a web page that needs nothing but a browser."""
 
 from __future__ import annotations
 
 import heapq
+import importlib
+import json
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from genlm.core.trie.weights import to_array
 
 if TYPE_CHECKING:
     from genlm.core.trie.trie import TokenCharacterTrie
+
 
 Floats = npt.NDArray[np.float64]
 
@@ -118,3 +122,75 @@ def _shares(weights: Floats) -> Floats:
         (high - low) or 1.0
     )
     return np.clip(shares, 0.0, 1.0)
+
+
+def draw_dot(trie: TokenCharacterTrie, ws: Any, max_nodes: int) -> Any:
+    """A ``graphviz.Digraph``: circles for prefixes, double circles for items, greener where the
+    weight is larger.
+
+    :raises ImportError: the package graphviz is missing.
+    """
+    graphviz = _import_graphviz()
+    dot = graphviz.Digraph(
+        comment="Token Character Trie", graph_attr={"rankdir": "LR"}, node_attr={"style": "filled"}
+    )
+    for drawn in excerpt(trie, ws, max_nodes):
+        shape = "circle" if drawn.item is None else "doublecircle"
+        dot.node(
+            str(drawn.node), graphviz.escape(_label(drawn)), shape=shape, fillcolor=_color(drawn)
+        )
+        if drawn.above is not None:
+            edge = f"End-of-Token (position {drawn.item})" if drawn.edge is None else drawn.edge
+            dot.edge(str(drawn.above), str(drawn.node), label=graphviz.escape(edge))
+        if drawn.left_out:
+            dot.node(f"more{drawn.node}", f"{drawn.left_out} more", shape="plaintext", style="")
+            dot.edge(str(drawn.node), f"more{drawn.node}", style="dashed")
+    return dot
+
+
+def _label(drawn: Drawn) -> str:
+    weight = [] if drawn.weight is None else [f"{drawn.weight:.4g}"]
+    return "\n".join([str(drawn.node), f"'{drawn.prefix}'", *weight])
+
+
+def _color(drawn: Drawn) -> str:
+    faded = 255 if drawn.weight is None else round(255 * (1 - drawn.share))
+    return f"#{faded:02x}ff{faded:02x}"
+
+
+def _import_graphviz() -> Any:
+    try:
+        return importlib.import_module("graphviz")
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            'drawing a trie needs the package graphviz: pip install "genlm-core[visualize]"; or '
+            'use format="html"'
+        ) from error
+
+
+def draw_page(trie: TokenCharacterTrie, ws: Any, max_nodes: int) -> str:
+    """An HTML document: a tree to open and close, a bar for each weight, and a search among all
+    prefixes that it holds."""
+    drawn = excerpt(trie, ws, max_nodes)
+    template = files("genlm.core.trie").joinpath("page.html").read_text(encoding="utf-8")
+    # No "<" can then end the script element that holds the data.
+    data = json.dumps(_columns(drawn), ensure_ascii=False, separators=(",", ":")).replace(
+        "<", "\\u003c"
+    )
+    return template.replace("/*DATA*/", data)
+
+
+def _columns(drawn: list[Drawn]) -> dict[str, Any]:
+    """The nodes by column, numbered in the order drawn; a node's children follow it, the heaviest
+    first."""
+    row = {node.node: i for i, node in enumerate(drawn)}
+    return {
+        "node": [node.node for node in drawn],
+        "above": [-1 if node.above is None else row[node.above] for node in drawn],
+        "edge": [node.edge for node in drawn],
+        "prefix": [node.prefix for node in drawn],
+        "item": [node.item for node in drawn],
+        "weight": [None if node.weight is None else f"{node.weight:.4g}" for node in drawn],
+        "share": [round(node.share, 4) for node in drawn],
+        "leftOut": [node.left_out for node in drawn],
+    }

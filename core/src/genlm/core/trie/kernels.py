@@ -1,0 +1,243 @@
+"""The trie's kernels: NumPy for rows in main memory, PyTorch for rows on a device."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from genlm.core.errors import InvalidOptionError
+from genlm.core.trie.plan import Indices, Plan, Rest
+from genlm.core.trie.weights import FloatArray, Operation, ResultType, check_shape, to_array
+
+if TYPE_CHECKING:
+    import torch
+
+
+# Smaller blocks the allocator keeps by itself; larger ones are not worth holding.
+_LEAST, _MOST = 4 << 20, 256 << 20
+
+
+class Recycler:
+    """Makes arrays for results, out of the last one that was given up if that fits.
+
+    Large blocks go back to the operating system when they are freed, which then clears every page
+    of the next one: for a batch of sums that takes as long as the sums. Only one block is kept.
+    """
+
+    def __init__(self) -> None:
+        self._spare: deque[npt.NDArray[np.uint8]] = deque(maxlen=1)  # its methods are atomic
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
+        """As ``np.empty``. The memory is free again when the array, its views and all that shares
+        it are gone."""
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        if not _LEAST <= size <= _MOST:
+            return np.empty(shape, dtype)
+        try:
+            block = self._spare.pop()
+        except IndexError:
+            block = np.empty(size, np.uint8)
+        if not size <= block.nbytes <= 2 * size:
+            block = np.empty(size, np.uint8)
+        return np.asarray(_Lease(block, self._spare, shape, np.dtype(dtype).str))
+
+
+class _Lease:
+    """What a result's array is made of: gives the block back when the last array that refers to it
+    goes."""
+
+    def __init__(
+        self,
+        block: npt.NDArray[np.uint8],
+        home: deque[npt.NDArray[np.uint8]],
+        shape: tuple[int, ...],
+        typestr: str,
+    ):
+        self._block = block
+        self._home = home
+        self.__array_interface__ = {
+            "data": (block.ctypes.data, False),
+            "shape": shape,
+            "typestr": typestr,
+            "version": 3,
+        }
+
+    def __del__(self) -> None:
+        self._home.append(self._block)
+
+
+# What ``take`` does to indices that are out of range. There are none, and with this it is quickest.
+_UNCHECKED: Final = "wrap"
+# Below so many elements in all, a second thread costs more than it saves.
+_WORTH_A_THREAD = 1 << 17
+
+
+class CpuKernel:
+    """Sums and maxima over the nodes of a trie, for rows in main memory.
+
+    NumPy releases the interpreter lock while it works on a row, so other threads go on, and large
+    batches use all cores.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._results = Recycler()
+
+    def rows(self, ws: Any, batch: bool) -> list[FloatArray]:
+        """Weights of any kind as a list of ``[words]``.
+
+        :raises InvalidInputError: they have another shape.
+        """
+        if isinstance(ws, list | tuple) or not batch:
+            rows = [to_array(row) for row in (ws if batch else [ws])]
+        else:
+            rows = list(np.atleast_1d(to_array(ws)))
+        for row in rows:
+            check_shape(row.shape, self.plan.words)
+        return rows
+
+    def reduce(self, operation: Operation, rows: list[FloatArray], wanted: ResultType) -> Any:
+        """Combine each row of weights, ``[words]``, to ``[nodes + words]``; computed in float64.
+
+        :returns: ``[len(rows), nodes + words]``.
+        """
+        plan = self.plan
+        result = self._results.empty((len(rows), plan.nodes + plan.words), wanted.name)
+
+        # Whoever is free takes the next: on this, next() is atomic.
+        left = iter(list(zip(rows, result, strict=True)))
+        helpers = min(self._cores, len(rows), len(rows) * plan.width // _WORTH_A_THREAD) - 1
+        helping = [self._pool.submit(self._run, operation, left) for _ in range(helpers)]
+        self._run(operation, left)
+        for helper in helping:
+            if not helper.cancel():  # one that never got to run is not waited for
+                helper.result()
+        return wanted.of_array(result)
+
+    def _run(self, operation: Operation, left: Iterator[tuple[FloatArray, FloatArray]]) -> None:
+        nodes = self.plan.nodes
+        work = np.empty(self.plan.width)
+        for row, answer in left:
+            self._combine(operation, row, work)
+            answer[nodes:] = work[: self.plan.words]
+            work.astype(answer.dtype, copy=False).take(
+                self.plan.place, out=answer[:nodes], mode=_UNCHECKED
+            )
+
+    def _combine(
+        self, operation: Operation, row: FloatArray, work: npt.NDArray[np.float64]
+    ) -> None:
+        """Fill the work row; see :mod:`genlm.core.trie.plan`."""
+        plan, combine = self.plan, operation.of(np)
+        work[: plan.words] = row
+        if plan.rounds:
+            work[plan.rounds[0].new] = work[: plan.words].take(plan.first, mode=_UNCHECKED)
+        for step in plan.rounds:
+            combine(work[step.new], work.take(step.other, mode=_UNCHECKED), out=work[step.results])
+        if len(plan.rest.starts):
+            values = work.take(plan.rest.values, mode=_UNCHECKED)
+            combine.reduceat(values, plan.rest.starts, out=work[plan.rest.results])
+
+    @property
+    def _cores(self) -> int:
+        return (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self._cores, thread_name_prefix="genlm-trie")
+
+
+class DeviceKernel:
+    """Sums and maxima over the nodes of a trie, for rows on any PyTorch device.
+
+    Computes in float64, or in float32 where the device has nothing wider (MPS).
+    """
+
+    def __init__(self, plan: Plan, device: str) -> None:
+        """Move the plan to the device.
+
+        :raises InvalidOptionError: PyTorch knows no device of that name, or cannot use it here.
+        """
+        import torch
+
+        try:
+            kind = torch.device(device).type
+        except RuntimeError as error:
+            raise InvalidOptionError(
+                f"device is {device!r}: it must be a PyTorch device, such as 'cuda:0' or 'cpu'"
+            ) from error
+        self.plan = plan
+        self.device = device
+        self.dtype = torch.float32 if kind == "mps" else torch.float64
+        try:
+            self._first = torch.from_numpy(plan.first).to(device)
+        except (AssertionError, RuntimeError) as error:  # PyTorch raises either, by device
+            raise InvalidOptionError(
+                f"device is {device!r}, which this PyTorch cannot use here: {error}"
+            ) from error
+        self._others = [torch.from_numpy(step.other).to(device) for step in plan.rounds]
+        self._rest = torch.from_numpy(_padded(plan.rest, plan.width)).to(device)
+        self._place = torch.from_numpy(plan.place).to(device)
+
+    def rows(self, ws: Any, batch: bool) -> torch.Tensor:
+        """Weights of any kind as ``[rows, words]`` on the device.
+
+        :raises InvalidInputError: they have another shape.
+        """
+        import torch
+
+        if batch and isinstance(ws, list | tuple):
+            none = torch.empty((0, self.plan.words), dtype=self.dtype, device=self.device)
+            return torch.cat([none, *(self.rows(row, batch=False) for row in ws)])
+        tensor = (
+            ws.detach()
+            if isinstance(ws, torch.Tensor)
+            else torch.from_numpy(np.ascontiguousarray(to_array(ws)))
+        )
+        rows: torch.Tensor = tensor if batch else tensor[None]
+        check_shape(rows.shape[1:], self.plan.words)
+        # MPS cannot even receive float64.
+        return rows.to(self.dtype).to(self.device)
+
+    def reduce(self, operation: Operation, weights: torch.Tensor, wanted: ResultType) -> Any:
+        """Combine ``weights``, ``[rows, words]``, to ``[rows, nodes + words]``."""
+        import torch
+
+        work = self._combine(operation, weights)
+        return wanted.of_tensor(torch.cat([work.index_select(1, self._place), weights], dim=1))
+
+    def _combine(self, operation: Operation, weights: torch.Tensor) -> torch.Tensor:
+        """The work rows; see :mod:`genlm.core.trie.plan`."""
+        import torch
+
+        plan, combine = self.plan, operation.of(torch)
+        # One element more than the plan needs: with it the rest is padded.
+        work = weights.new_full((len(weights), plan.width + 1), operation.identity)
+        work[:, : plan.words] = weights
+        if plan.rounds:
+            work[:, plan.rounds[0].new] = weights.index_select(1, self._first)
+        for step, other in zip(plan.rounds, self._others, strict=True):
+            work[:, step.results] = combine(work[:, step.new], work.index_select(1, other))
+        work[:, plan.rest.results] = getattr(work[:, self._rest], operation.reduction)(dim=2)
+        return work
+
+
+def _padded(rest: Rest, padding: int) -> Indices:
+    """``[results, most values]`` The values of each result, followed by ``padding``."""
+    counts = np.diff(rest.starts, append=len(rest.values))
+    result = np.repeat(np.arange(len(counts)), counts)
+    padded = np.full((len(counts), int(counts.max(initial=1))), padding, np.intp)
+    padded[result, np.arange(len(rest.values)) - rest.starts[result]] = rest.values
+    return padded
