@@ -119,3 +119,30 @@ def test_a_folder_without_an_adapter_leaves_nothing(
     torch.testing.assert_close(
         row, reference(tiny, lora_folders["a"])((1, 2, 3)), atol=1e-4, rtol=0
     )
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError, KeyboardInterrupt])
+def test_an_error_inside_a_mixed_batch_leaves_nothing(
+    engine: HFEngine, tiny: str, lora_folders: dict[str, str], error: type[BaseException]
+) -> None:
+    """The next batches have as many rows as the failed one: what it left would go unnoticed."""
+    a, b = Adapter("a", lora_folders["a"], 1), Adapter("b", lora_folders["b"], 2)
+    for adapter in (a, b):
+        engine.genlm_add_lora(adapter)
+    context = (1, 2, 3)
+
+    def fail(*_: Any) -> None:
+        raise error("in the middle of the forward")
+
+    hook = engine.model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(BaseException, match=r"middle|memory"):
+        engine.genlm_next_token_logprobs([Query(context), Query(context, a)])
+    hook.remove()
+    for pair in ([None, None], [b, b], [a, None], [b, a], [a, a]):
+        contexts = [(*context, at) for at in range(2)]
+        queries = [Query(ids, each) for ids, each in zip(contexts, pair, strict=True)]
+        engine.genlm_clear_kv_cache()
+        rows = engine.genlm_next_token_logprobs(queries)
+        for query, row in zip(queries, rows, strict=True):
+            expected = reference(tiny, query.adapter and query.adapter.path)(query.token_ids)
+            torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)

@@ -28,6 +28,8 @@ class AdapterSet:
         self._active: int | None = None  # the version that a forward without adapter names applies
         # None: not known, because PEFT has just wrapped or unwrapped modules.
         self._enabled: bool | None = None
+        self._names: list[str] | None = None  # of the rows of the mixed batch under way
+        self._hooks: list[Any] = []
 
     def add(self, adapter: Adapter) -> None:
         """Load an adapter's weights.
@@ -70,11 +72,10 @@ class AdapterSet:
                 self.close()
             elif name in self._peft.peft_config:
                 self._delete(name)
-            self._active = self._enabled = None
+            self._changed()
             raise
         self._model.eval()
-        # Modules that PEFT wraps only now are on, whatever the others are.
-        self._active = self._enabled = None
+        self._changed()
         self._alone[adapter.version] = (
             config.use_dora or bool(config.modules_to_save) or self._adapts_head(name)
         )
@@ -82,11 +83,11 @@ class AdapterSet:
     def remove(self, adapter: Adapter) -> None:
         """Drop an adapter's weights."""
         del self._alone[adapter.version]
-        self._active = self._enabled = None
         if self._alone:
             self._delete(_name(adapter.version))
         else:
             self.close()  # PEFT cannot load another adapter where none is left
+        self._changed()
 
     def close(self) -> None:
         """Take PEFT's layers out of the model again."""
@@ -107,26 +108,48 @@ class AdapterSet:
         return [group for group in (mixed, *alone.values()) if group]
 
     @contextmanager
-    def applied(self, rows: Sequence[Adapter | None]) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """What to call, and with which further arguments, so that row ``i`` of the batch is
-        computed with ``rows[i]``."""
+    def applied(self, rows: Sequence[Adapter | None]) -> Iterator[None]:
+        """While it lasts, row ``i`` of every batch is computed with ``rows[i]``."""
         if not self._alone:
-            yield self._model, {}
+            yield
             return
-        distinct = set(rows)
-        if len(distinct) == 1:
+        if len(set(rows)) == 1:
             self._switch_to(rows[0])
-            yield self._model, {}
-        else:
-            self._enable(True)
-            yield (
-                self._peft,
-                {
-                    "adapter_names": [
-                        BASE if adapter is None else _name(adapter.version) for adapter in rows
-                    ]
-                },
-            )
+            yield
+            return
+        self._enable(True)
+        self._names = [BASE if row is None else _name(row.version) for row in rows]
+        try:
+            yield
+        finally:
+            self._names = None
+
+    def _changed(self) -> None:
+        """PEFT has wrapped or unwrapped modules: the new ones are on, whatever the others are, and
+        have no hook yet.
+
+        The hooks are ours, and stay. Those that PEFT makes for a mixed batch remain on its layers
+        if the batch raises, and name adapters for later batches.
+        """
+        self._active = self._enabled = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._peft is not None:
+            from peft.tuners.lora import LoraLayer
+
+            self._hooks = [
+                module.register_forward_pre_hook(self._name_rows, with_kwargs=True)
+                for module in self._model.modules()
+                if isinstance(module, LoraLayer)
+            ]
+
+    def _name_rows(
+        self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._names is None:
+            return None
+        return args, {**kwargs, "adapter_names": self._names}
 
     def _delete(self, name: str) -> None:
         """Delete one adapter of several; another one is made active first, or PEFT would warn of

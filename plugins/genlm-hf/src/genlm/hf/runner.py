@@ -171,8 +171,8 @@ class Runner:
         inputs.setdefault("use_cache", True)
         self._wanted = torch.tensor(wanted, dtype=torch.long)
         try:
-            with torch.inference_mode(), self._adapters.applied(rows) as (model, arguments):
-                outputs = model(**inputs, **arguments)
+            with torch.inference_mode(), self._adapters.applied(rows):
+                outputs = self._model(**inputs)
         finally:
             self._wanted = None
         flat: torch.Tensor = outputs.logits.flatten(0, -2)
