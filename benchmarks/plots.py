@@ -6,10 +6,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from benchmarks.report import Case
+from benchmarks.cases import Case
 
 COLOURS = {"ours": "#0b6e4f", "theirs": "#c8553d", "floor": "#8d99ae"}
 NAMES = {"ours": "genlm-core", "theirs": "genlm-backend 0.3.1", "floor": "raw engine"}
