@@ -1,9 +1,8 @@
-"""All that is done to this repository, each task in an environment of its own: ``nox --list`` shows
-them.
+"""The tasks of this repository, each in an environment of its own. ``nox --list`` shows them.
 
-Only nox is needed outside (``python -m pip install nox``). A plugin's environment follows from its
-``pyproject.toml``; one whose engine needs other steps lists them in its own ``environment.txt``, so
-that this file knows no engine's ways.
+Only nox must be installed (``python -m pip install nox``). A plugin's environment follows from its
+``pyproject.toml``. A plugin whose engine needs other steps lists them in ``environment.txt``, so
+this file knows no engine.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Strict types, by mypy, of all but the tests; no engine need be there."""
+    """Strict types, by mypy, for everything but the tests. No engine is needed."""
     prepare(session)
     session.install("--editable", "core[conformance]", *GROUPS["types"])
     sources = [str(folder / "src") for folder in (CORE, *PLUGINS.values())]
@@ -82,7 +81,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The core, the mock, the conformance suite's own tests, and what the wheels hold."""
+    """Tests of the core, the mock, the conformance suite and the contents of the wheels."""
     prepare(session)
     session.install("--editable", with_extras(CORE), *GROUPS["test"])
     session.env["GENLM_TEST_MODEL"] = real_model(session)
@@ -99,7 +98,7 @@ def plugin(session: nox.Session, name: str) -> None:
 @nox.session(default=False)
 @each_plugin
 def conformance(session: nox.Session, name: str) -> None:
-    """A plugin's conformance alone."""
+    """Only the conformance tests of a plugin."""
     check_plugin(session, name, PLUGINS[name] / "tests" / "test_conformance.py")
 
 
@@ -118,8 +117,8 @@ def lowest(session: nox.Session, name: str) -> None:
 @nox.session(default=False)
 @each_plugin
 def costly(session: nox.Session, name: str) -> None:
-    """A plugin's tests that take long, such as several engine processes; each file in a process of
-    its own."""
+    """The slow tests of a plugin, such as those with several engine processes; one process for
+    each file."""
     files = sorted((PLUGINS[name] / "tests").glob("costly_*.py"))
     if not files:
         session.skip(f"genlm-{name} has no costly tests")
@@ -130,8 +129,8 @@ def costly(session: nox.Session, name: str) -> None:
 def check_plugin(
     session: nox.Session, name: str, tests: Path, recipe: str = "environment.txt"
 ) -> None:
-    """Run tests of a plugin, unless its ``pyproject.toml`` says that this machine is none for
-    it."""
+    """Run tests of a plugin, unless its ``pyproject.toml`` says that it does not run on this
+    machine."""
     prepare(session)
     where = (
         nox.project.load_toml(PLUGINS[name] / "pyproject.toml")
@@ -140,7 +139,7 @@ def check_plugin(
         .get("runs-on")
     )
     if where and not Marker(where).evaluate():
-        session.skip(f"genlm-{name} is tested where {where}, and this machine is not so")
+        session.skip(f"genlm-{name} is tested where {where}; this machine is different")
     install_plugin(session, name, recipe)
     session.env["GENLM_TEST_MODEL"] = real_model(session)
     session.run("pytest", str(tests), *session.posargs)
@@ -148,9 +147,9 @@ def check_plugin(
 
 @nox.session
 def minimums(session: nox.Session) -> None:
-    """The core and hf on the lowest versions they declare.
+    """Tests of the core and hf on the lowest versions that they declare.
 
-    What constraints.txt fixes stays: no index that everybody has holds old CPU builds of PyTorch.
+    The versions in constraints.txt stay: old CPU builds of PyTorch are not on PyPI.
     """
     constraints = Path(session.create_tmp()).resolve() / "lowest.txt"
     constraints.write_text("\n".join(lowest_versions(CORE, PLUGINS["hf"])))
@@ -164,8 +163,7 @@ def minimums(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=False)
 def wheels(session: nox.Session) -> None:
-    """Build every wheel, install them where nothing else is, and run the demo on the mock from
-    there."""
+    """Build every wheel, install them in an empty environment, and run the demo on the mock."""
     prepare(session)
     built = Path(session.create_tmp())
     for old in built.glob("*.whl"):
@@ -197,8 +195,8 @@ def wheels(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Ours beside genlm-backend, on one model, in turn: nox -s bench -- --quick, or by name: nox -s
-    bench -- trie."""
+    """Benchmarks beside genlm-backend on the same model: nox -s bench -- --quick, or by name:
+    nox -s bench -- trie."""
     prepare(session)
     install_plugin(session, "hf")
     session.install(*GROUPS["bench"])
@@ -220,10 +218,10 @@ def bench(session: nox.Session) -> None:
 
 
 def constants_of_workloads(names: list[str]) -> list[dict[str, Any]]:
-    """What the modules of the named workloads say of environments, one line each.
+    """The environments that the named workloads declare, one constant a line.
 
-    ``PLUGIN = "hf"`` is that of `ours` and `floor`; ``PEER = [...]`` what `theirs` needs beyond
-    what it needs for hf.
+    ``PLUGIN = "hf"`` is the environment of `ours` and `floor`. ``PEER = [...]`` is what `theirs`
+    installs instead of what it needs for hf.
     """
     modules = [ROOT / "benchmarks" / f"{name}.py" for name in names]
     found = [
@@ -240,26 +238,26 @@ def constants_of_workloads(names: list[str]) -> list[dict[str, Any]]:
 
 
 def prepare(session: nox.Session, constraints: Path = ROOT / "constraints.txt") -> None:
-    """Fix the versions that pip may install, and the number of threads.
+    """Set the versions that pip may install, and the number of threads.
 
-    One thread, because two on a small shared machine wait for each other: up to twenty times
-    slower, never twice alike.
+    One thread, because on a small shared machine two threads wait for each other. That can be
+    twenty times slower, and it varies.
     """
     session.env["PIP_CONSTRAINT"] = constraints.as_uri()
     session.env["OMP_NUM_THREADS"] = "1"
 
 
 def install_plugin(session: nox.Session, name: str, recipe: str = "environment.txt") -> None:
-    """Make the session's environment one for this plugin."""
+    """Install a plugin, as its recipe says, in the session's environment."""
     for command in plugin_steps(name, recipe):
         session.run_install("python", "-m", *command, silent=not session.interactive)
 
 
 def plugin_steps(name: str, recipe: str = "environment.txt") -> list[list[str]]:
-    """The pip commands that install the core and a plugin with all its extras, or those of a recipe
-    in its folder.
+    """The pip commands that install the core and a plugin with all its extras.
 
-    Each line of that file is a pip command, as seen from the repository's root.
+    If the plugin's folder has the recipe, its lines are used instead: each is a pip command, run
+    in the root of the repository.
     """
     file = PLUGINS[name] / recipe
     if not file.exists():
@@ -278,7 +276,7 @@ def plugin_steps(name: str, recipe: str = "environment.txt") -> list[list[str]]:
 
 
 def further_environment(session: nox.Session, name: str, steps: list[list[str]]) -> str:
-    """The Python of an environment beside the session's own, made the first time."""
+    """The Python of a second environment for a session, made the first time."""
     folder = Path(session.virtualenv.location).resolve().with_name(f"{session.name}-{name}")
     python = str(folder / "bin" / "python")
     if not (folder / "complete").exists():
@@ -300,8 +298,7 @@ def with_extras(folder: Path) -> str:
 
 
 def lowest_versions(*folders: Path) -> list[str]:
-    """The constraints of constraints.txt, and the lowest version of every other dependency of the
-    distributions."""
+    """The lines of constraints.txt, and the lowest version of every other dependency."""
     fixed = (ROOT / "constraints.txt").read_text().splitlines()
     names = {Requirement(line).name for line in fixed if line and not line.startswith("#")}
     lowest = {}
@@ -320,7 +317,7 @@ def lowest_versions(*folders: Path) -> list[str]:
 
 
 def real_model(session: nox.Session) -> str:
-    """The folder of a small real model, made first where it is missing."""
+    """The folder of a small real model. It is made first if it is missing."""
     folder = smollm2.default_folder()
     if not folder.exists():
         session.install(*GROUPS["model"])

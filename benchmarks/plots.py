@@ -73,8 +73,8 @@ def bars(workload: str, stages: list[Case], folder: Path) -> Path:
             height=0.6,
         )
         left = {x: left[x] + own.get(x, 0.0) for x in groups}
-    axes.set_xlabel(f"{stages[0].unit} a question")
-    axes.set_ylabel("questions at once")
+    axes.set_xlabel(f"{stages[0].unit} per request")
+    axes.set_ylabel("concurrent requests")
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return save(figure, folder / f"{workload}-stages.svg")
 

