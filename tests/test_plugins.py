@@ -85,6 +85,27 @@ def test_a_third_partys_backend_is_found_and_loaded(install):
         assert lm.next_token_logprobs_sync([1]).shape == (258,)
 
 
+class Mine(AsyncLM):
+    """A backend's own class, as a plugin writes it."""
+
+    @classmethod
+    def from_name(cls, model_name, **options):
+        return cls._from_backend("mine", model_name, options)
+
+
+def test_a_backends_own_class_loads_by_name(install):
+    install("mine")
+    with Mine.from_name("any", delay=0, batch_size=3) as lm:
+        assert isinstance(lm, Mine)
+        assert lm.next_token_logprobs_sync([1]).shape == (258,)
+
+
+def test_a_backends_own_class_says_how_to_install_a_missing_engine(install):
+    install("mine", unavailable="numpy is not installed: pip install numpy")
+    with pytest.raises(BackendUnavailableError, match=r"'mine' cannot run .*: pip install numpy"):
+        Mine.from_name("any")
+
+
 def test_a_name_that_nobody_has():
     with pytest.raises(
         BackendNotFoundError, match=r"no backend 'mokc'; installed: .*mock.*; did you mean 'mock'\?"

@@ -56,9 +56,9 @@ def load_model_by_name(
             it is broken, or it cannot run here.
         InvalidOptionError: an option is not accepted.
     """
-    core, engine_options = CoreOptions.split(llm_opts or {})
-    chosen = find_backend(backend if backend is not None else choose_backend())
-    return AsyncLM(lambda: chosen.load(name, engine_options), backend=chosen.name, options=core)
+    return AsyncLM._from_backend(
+        backend if backend is not None else choose_backend(), name, llm_opts or {}
+    )
 
 
 class AsyncLM:
@@ -123,11 +123,25 @@ class AsyncLM:
         weakref.finalize(self, self._batcher.stop).atexit = False
 
     @classmethod
-    def _open(cls, load: Callable[[], Engine], *, backend: str, **core_options: Any) -> Self:
-        """Build an instance from an engine still to be loaded, past the constructor of the
-        subclass."""
+    def _from_backend(cls, backend: str, model: str, options: Mapping[str, Any]) -> Self:
+        """Load a model with an installed backend, past the constructor of the subclass. For the
+        ``from_name`` of a backend's own class.
+
+        Args:
+            backend: The backend's name.
+            model: A local path or a hub name.
+            options: Those of the backend, and of the core.
+
+        Raises:
+            BackendUnavailableError: the backend cannot run here; the message says why.
+            InvalidOptionError: an option is not accepted.
+        """
+        core, engine_options = CoreOptions.split(options)
+        chosen = find_backend(backend)
         lm = cls.__new__(cls)
-        AsyncLM.__init__(lm, load, backend=backend, **core_options)
+        AsyncLM.__init__(
+            lm, lambda: chosen.load(model, engine_options), backend=chosen.name, options=core
+        )
         return lm
 
     # --- rows -------------------------------------------------------------------------------------

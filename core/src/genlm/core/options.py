@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import operator
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 from attrs import fields, frozen
 
+from genlm.core.checks import flag, integer, number, shown
 from genlm.core.contract import ContractCheck
 from genlm.core.errors import InvalidOptionError
 from genlm.core.runtime.cache import OutputCache
@@ -66,25 +65,22 @@ class CoreOptions:
         return core
 
     def __attrs_post_init__(self) -> None:
-        _check_count("batch_size", self.batch_size, least=1)
-        _check_count("cache_size", self.cache_size, least=0)
-        _check_flag("check", self.check)
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, Real):
-            raise InvalidOptionError(
-                f"timeout={self.timeout!r} is no number; give seconds, 0 or more"
-            )
-        if not 0 <= self.timeout <= threading.TIMEOUT_MAX:
-            raise InvalidOptionError(
-                f"timeout={self.timeout!r} is out of range; give seconds, 0 or more and at most "
-                f"{threading.TIMEOUT_MAX:.0f}"
-            )
+        integer("batch_size", self.batch_size, least=1, optional=True)
+        integer("cache_size", self.cache_size, least=0, optional=True)
+        flag("check", self.check)
+        number(
+            "timeout",
+            self.timeout,
+            f"of at least 0 and at most {threading.TIMEOUT_MAX:.0f} (seconds)",
+            lambda seconds: 0 <= seconds <= threading.TIMEOUT_MAX,
+        )
         self._check_wrappers()
         self._check_cache_opts()
 
     def _check_wrappers(self) -> None:
         if not isinstance(self.wrappers, Sequence) or isinstance(self.wrappers, str | bytes):
             raise InvalidOptionError(
-                f"wrappers={self.wrappers!r} is no list; give a list of objects, [] for none"
+                f"wrappers must be a list of objects, [] for none; got {shown(self.wrappers)}"
             )
         for wrapper in self.wrappers:
             if isinstance(wrapper, type):
@@ -98,16 +94,16 @@ class CoreOptions:
             return
         if not isinstance(given, Mapping):
             raise InvalidOptionError(
-                f"cache_opts={given!r} is no mapping; give a dict of {', '.join(CACHE_OPTIONS)}"
+                f"cache_opts must be a dict of {', '.join(CACHE_OPTIONS)}; got {shown(given)}"
             )
         unknown = [str(name) for name in given if name not in CACHE_OPTIONS]
         if unknown:
             raise InvalidOptionError(
                 f"cache_opts has no {', '.join(unknown)}; it has {', '.join(CACHE_OPTIONS)}"
             )
-        _check_count("cache_opts['maxsize']", given.get("maxsize"), least=0)
-        _check_count("cache_opts['max_bytes']", given.get("max_bytes"), least=0)
-        _check_flag("cache_opts['move_to_cpu']", given.get("move_to_cpu"))
+        for name in ("maxsize", "max_bytes"):
+            integer(f"cache_opts[{name!r}]", given.get(name), least=0, optional=True)
+        flag("cache_opts['move_to_cpu']", given.get("move_to_cpu"))
         if self.cache_size is not None and given.get("maxsize", self.cache_size) != self.cache_size:
             raise InvalidOptionError(
                 f"cache_size={self.cache_size} contradicts "
@@ -164,25 +160,3 @@ def unknown_argument(engine: str, what: str, name: str, known: Iterable[str]) ->
         else "see its documentation for those of the installed version"
     )
     return InvalidOptionError(f"{engine} has no {what} {name!r}; {remedy}")
-
-
-def _check_flag(name: str, value: Any) -> None:
-    if value not in (None, True, False):
-        raise InvalidOptionError(
-            f"{name}={value!r} is neither true nor false; give True, False or None"
-        )
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    if value is None:
-        return
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise InvalidOptionError(
-            f"{name}={value!r} is no integer; give {least} or more, or None"
-        ) from None
-    if number < least:
-        raise InvalidOptionError(f"{name}={number} is too small; give {least} or more, or None")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import numpy as np
 from attrs import evolve
 from numpy.typing import NDArray
 
+from genlm.core.checks import integer, number, shown
 from genlm.core.errors import EngineError, InvalidOptionError
 from genlm.core.types import Query, SamplingParams
 
@@ -110,44 +110,22 @@ def checked_params(
         InvalidOptionError: it names the option, its value and what is accepted.
     """
     return SamplingParams(
-        max_tokens=_integer("max_tokens", max_tokens, least=0),
+        max_tokens=integer("max_tokens", max_tokens, least=0),
         stop_token_ids=frozenset(
-            _integer("eos_token_ids", t, least=0) for t in _iterable(eos_token_ids)
+            integer("each of eos_token_ids", t, least=0) for t in _iterable(eos_token_ids)
         ),
-        temperature=_number("temperature", temperature, "0 or more", lambda t: t >= 0),
-        seed=None if seed is None else _integer("seed", seed, least=0),
-        top_k=None if top_k is None else _integer("top_k", top_k, least=1),
+        temperature=number("temperature", temperature, "of at least 0", lambda t: t >= 0),
+        seed=integer("seed", seed, least=0, optional=True),
+        top_k=integer("top_k", top_k, least=1, optional=True),
         top_p=None
         if top_p is None
-        else _number("top_p", top_p, "more than 0 and at most 1", lambda p: 0 < p <= 1),
+        else number("top_p", top_p, "above 0 and at most 1, or None", lambda p: 0 < p <= 1),
     )
 
 
 def _iterable(eos_token_ids: Any) -> Iterable[Any]:
     if isinstance(eos_token_ids, str | bytes) or not isinstance(eos_token_ids, Iterable):
         raise InvalidOptionError(
-            f"eos_token_ids={eos_token_ids!r}: give a list of token ids, [] for none"
+            f"eos_token_ids must be a list of token ids, [] for none; got {shown(eos_token_ids)}"
         )
     return eos_token_ids
-
-
-def _integer(name: str, value: Any, least: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise InvalidOptionError(
-            f"{name}={value!r} is no integer; give one of {least} or more"
-        ) from None
-    if number < least:
-        raise InvalidOptionError(f"{name}={number} is too small; give {least} or more")
-    return number
-
-
-def _number(name: str, value: Any, accepted: str, accepts: Callable[[float], bool]) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise InvalidOptionError(f"{name}={value!r} is no number; give {accepted}") from None
-    if not math.isfinite(number) or not accepts(number):
-        raise InvalidOptionError(f"{name}={value!r} is out of range; give {accepted}")
-    return number

@@ -63,13 +63,5 @@ class AsyncTransformer(AsyncLM):
             InvalidOptionError: an option is not accepted.
             OSError: there is no such model.
         """
-        core, ours = CoreOptions.split(options)
-
-        def load() -> Engine:
-            from genlm.hf.plugin import genlm_load
-
-            return genlm_load(
-                model_id, {"bitsandbytes_opts": bitsandbytes_opts, "hf_opts": hf_opts, **ours}
-            )
-
-        return cls._open(load, backend="hf", options=core)
+        ours = {"bitsandbytes_opts": bitsandbytes_opts, "hf_opts": hf_opts, **options}
+        return cls._from_backend("hf", model_id, ours)

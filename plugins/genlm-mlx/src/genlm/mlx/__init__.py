@@ -1,18 +1,5 @@
-"""The MLX backend of genlm-core."""
+"""The MLX backend of genlm-core. Importing it imports no engine."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from genlm.mlx.lm import AsyncMlxLM
+from genlm.mlx.lm import AsyncMlxLM
 
 __all__ = ["AsyncMlxLM"]
-
-
-def __getattr__(name: str) -> object:
-    if name == "AsyncMlxLM":
-        from genlm.mlx.lm import AsyncMlxLM
-
-        return AsyncMlxLM
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Self
 
 from genlm.core import AsyncLM
-from genlm.core.types import Engine
 
 
 class AsyncMlxLM(AsyncLM):
@@ -17,7 +16,7 @@ class AsyncMlxLM(AsyncLM):
         model_name: str,
         prefill_step_size: int = 2048,
         kv_cache_bytes: int | None = None,
-        **core_options: Any,
+        **options: Any,
     ) -> Self:
         """Load a model.
 
@@ -27,20 +26,16 @@ class AsyncMlxLM(AsyncLM):
             prefill_step_size: The most tokens in one forward pass, over all rows of a batch.
             kv_cache_bytes: The most bytes of key/value state to keep beside that of the batch in
                 hand; ``None`` is half as many again as the batch takes, 256 MiB at least.
-            **core_options: Those of every backend: ``batch_size``, ``timeout``, ``cache_size``,
-            ``cache_opts``, ...
+            **options: Those of every backend: ``batch_size``, ``timeout``, ``cache_size``,
+                ``cache_opts``, ...
 
         Raises:
             BackendUnavailableError: mlx-lm is not installed.
             InvalidOptionError: an option is not accepted.
         """
-
-        def load() -> Engine:
-            from genlm.mlx.plugin import genlm_load
-
-            return genlm_load(
-                model_name,
-                {"prefill_step_size": prefill_step_size, "kv_cache_bytes": kv_cache_bytes},
-            )
-
-        return cls._open(load, backend="mlx", **core_options)
+        ours = {
+            "prefill_step_size": prefill_step_size,
+            "kv_cache_bytes": kv_cache_bytes,
+            **options,
+        }
+        return cls._from_backend("mlx", model_name, ours)

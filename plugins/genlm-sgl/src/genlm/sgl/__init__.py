@@ -1,18 +1,5 @@
-"""The SGLang backend of genlm-core."""
+"""The SGLang backend of genlm-core. Importing it imports no engine."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from genlm.sgl.lm import AsyncSGLTransformer
+from genlm.sgl.lm import AsyncSGLTransformer
 
 __all__ = ["AsyncSGLTransformer"]
-
-
-def __getattr__(name: str) -> object:
-    if name == "AsyncSGLTransformer":
-        from genlm.sgl.lm import AsyncSGLTransformer
-
-        return AsyncSGLTransformer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from genlm.core import AsyncLM
-from genlm.core.types import Engine
 
 
 class AsyncSGLTransformer(AsyncLM):
@@ -18,7 +17,7 @@ class AsyncSGLTransformer(AsyncLM):
         model_id: str,
         engine_opts: Mapping[str, Any] | None = None,
         gpu_id: int = 0,
-        **core_options: Any,
+        **options: Any,
     ) -> Self:
         """Load a model.
 
@@ -27,18 +26,13 @@ class AsyncSGLTransformer(AsyncLM):
             engine_opts: SGLang's server arguments, for instance ``{"mem_fraction_static": 0.8,
                 "enable_lora": True}``.
             gpu_id: Which GPU; ignored on the CPU.
-            **core_options: Those of every backend: ``batch_size``, ``timeout``, ``cache_size``,
-            ``cache_opts``, ...
+            **options: Those of every backend: ``batch_size``, ``timeout``, ``cache_size``,
+                ``cache_opts``, ...
 
         Raises:
             BackendUnavailableError: SGLang is not installed in a supported version, or this process
                 holds an SGLang model.
             InvalidOptionError: an option is not accepted.
         """
-
-        def load() -> Engine:
-            from genlm.sgl.plugin import genlm_load
-
-            return genlm_load(model_id, {"engine_opts": engine_opts, "gpu_id": gpu_id})
-
-        return cls._open(load, backend="sgl", **core_options)
+        ours = {"engine_opts": engine_opts, "gpu_id": gpu_id, **options}
+        return cls._from_backend("sgl", model_id, ours)

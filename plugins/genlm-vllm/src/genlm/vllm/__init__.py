@@ -1,18 +1,5 @@
-"""The vLLM backend of genlm-core. Importing it imports neither vLLM nor PyTorch."""
+"""The vLLM backend of genlm-core. Importing it imports no engine."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from genlm.vllm.lm import AsyncVirtualLM as AsyncVirtualLM
+from genlm.vllm.lm import AsyncVirtualLM
 
 __all__ = ["AsyncVirtualLM"]
-
-
-def __getattr__(name: str) -> object:
-    if name == "AsyncVirtualLM":
-        from genlm.vllm.lm import AsyncVirtualLM
-
-        return AsyncVirtualLM
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from genlm.core import AsyncLM
-from genlm.core.types import Engine
 
 
 class AsyncVirtualLM(AsyncLM):
@@ -19,7 +18,7 @@ class AsyncVirtualLM(AsyncLM):
         engine_opts: Mapping[str, Any] | None = None,
         *,
         live_sessions: bool | int = True,
-        **core_options: Any,
+        **options: Any,
     ) -> Self:
         """Load a model.
 
@@ -31,18 +30,13 @@ class AsyncVirtualLM(AsyncLM):
             live_sessions: Whether answered contexts stay with vLLM, so that extending one costs
                 only the new tokens. A number is the most that stay; ``True`` is half of
                 ``max_num_seqs``.
-            **core_options: Those of every backend: ``batch_size``, ``timeout``, ``cache_size``,
-            ``cache_opts``, ...
+            **options: Those of every backend: ``batch_size``, ``timeout``, ``cache_size``,
+                ``cache_opts``, ...
 
         Raises:
-            InvalidOptionError: an unknown option, or one that full rows cannot be had with.
-            BackendUnavailableError: the installed vLLM is outside the supported range.
+            InvalidOptionError: an option is unknown, or does not work with full rows.
+            BackendUnavailableError: vLLM is not installed, or not in a supported version.
             Exception: whatever vLLM raises when it cannot load the model.
         """
-
-        def load() -> Engine:
-            from genlm.vllm.loading import load
-
-            return load(model_name, {"engine_opts": engine_opts, "live_sessions": live_sessions})
-
-        return cls._open(load, backend="vllm", **core_options)
+        ours = {"engine_opts": engine_opts, "live_sessions": live_sessions, **options}
+        return cls._from_backend("vllm", model_name, ours)

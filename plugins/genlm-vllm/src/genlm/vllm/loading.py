@@ -11,7 +11,7 @@ from attrs import frozen
 
 from genlm.core.errors import InvalidOptionError
 from genlm.core.logs import get_logger
-from genlm.core.options import unknown_argument
+from genlm.core.options import refuse_unknown, unknown_argument
 from genlm.vllm.capture import RowStore, capture_into
 from genlm.vllm.engine import VllmEngine
 from genlm.vllm.internals import EngineCore, check_version, engine_core_here
@@ -46,12 +46,7 @@ class Options:
     def read(cls, options: Mapping[str, object]) -> Options:
         """Raises: InvalidOptionError: an unknown or refused option, or a value of the wrong
         kind."""
-        if unknown := sorted(options.keys() - {"engine_opts", "live_sessions"}):
-            raise InvalidOptionError(
-                f"unknown option {unknown[0]!r} for backend 'vllm'; its options are engine_opts (a "
-                "dict of vLLM's own "
-                "options) and live_sessions"
-            )
+        refuse_unknown("vllm", options, ("engine_opts", "live_sessions"))
         engine_opts, live = options.get("engine_opts") or {}, options.get("live_sessions", True)
         if not isinstance(engine_opts, Mapping):
             raise InvalidOptionError(

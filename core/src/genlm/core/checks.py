@@ -1,0 +1,94 @@
+"""Checks of what users give. Every message names the option, what is accepted, and the value."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+from genlm.core.errors import InvalidOptionError
+
+#: How many characters of a value a message shows.
+SHOWN = 200
+
+
+def shown(value: object) -> str:
+    """``repr(value)`` for a message: never an exception, and never pages of text.
+
+    Python itself refuses to write an integer of more than 4,300 digits, and the ``repr`` of a
+    user's own class may raise.
+    """
+    if type(value) is int and value.bit_length() > 8 * SHOWN:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        text = repr(value)
+    except Exception as error:
+        return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+@overload
+def integer(name: str, value: Any, least: int, optional: Literal[False] = False) -> int: ...
+
+
+@overload
+def integer(name: str, value: Any, least: int, optional: Literal[True]) -> int | None: ...
+
+
+def integer(name: str, value: Any, least: int, optional: bool = False) -> int | None:
+    """An integer option as a plain ``int``.
+
+    Args:
+        name: The option's name, for the message.
+        value: What the user gave: an int, or what converts to one without loss (a NumPy integer).
+        least: The least value that is accepted.
+        optional: Whether ``None`` is accepted.
+
+    Raises:
+        InvalidOptionError: it is not such a value.
+    """
+    if value is None and optional:
+        return None
+    try:
+        if not isinstance(value, bool) and (number := operator.index(value)) >= least:
+            return number
+    except TypeError:
+        pass
+    raise InvalidOptionError(
+        f"{name} must be an integer of at least {least}{', or None' if optional else ''}; "
+        f"got {shown(value)}"
+    )
+
+
+def number(name: str, value: Any, accepted: str, accepts: Callable[[float], bool]) -> float:
+    """A finite number as a ``float``.
+
+    Args:
+        name: The option's name, for the message.
+        value: What the user gave: anything that ``float`` takes but text.
+        accepted: The range in words, for the message: ``"of at least 0"``.
+        accepts: Whether a number is in that range.
+
+    Raises:
+        InvalidOptionError: it is not such a number.
+    """
+    try:
+        if not isinstance(value, bool | str | bytes | bytearray):
+            converted = float(value)
+            if math.isfinite(converted) and accepts(converted):
+                return converted
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise InvalidOptionError(f"{name} must be a finite number {accepted}; got {shown(value)}")
+
+
+def flag(name: str, value: Any) -> bool | None:
+    """``True``, ``False`` or ``None``, as it is.
+
+    Raises:
+        InvalidOptionError: it is something else.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    raise InvalidOptionError(f"{name} must be True, False or None; got {shown(value)}")
