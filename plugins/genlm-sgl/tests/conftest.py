@@ -149,7 +149,7 @@ class Hooks:
 def load_tiny(tiny: str) -> Iterator[Callable[..., Hooks]]:
     """Loads the tiny model with given engine options; a process holds one, so the one before is
     closed first."""
-    from genlm.sgl.engine import load
+    from genlm.sgl.loading import load
 
     loaded: list[Hooks] = []
 

@@ -54,7 +54,6 @@ def test_failing_steps_leave_the_pool_whole(hooks, contexts):
                 [Query((*context, UNKNOWN_TOKEN)) for context in contexts(4, 80, 100, seed)]
             )
     assert hooks.tokens(contexts(1, 400, 400)) == 400
-    assert not hooks.engine._in_flight
 
 
 def test_pinned_prefixes_outlive_a_failing_step(hooks, contexts):
@@ -98,7 +97,7 @@ LIFE = textwrap.dedent(
     """
     import signal, sys, threading
     from genlm.core import EngineDeadError, Query
-    from genlm.sgl.engine import load
+    from genlm.sgl.loading import load
 
     def handlers():
         return {number: signal.getsignal(number) for number in signal.valid_signals()}

@@ -11,7 +11,7 @@ import torch
 from sgl_torch_cpu import without_pinned_memory
 
 from genlm.core import Adapter, EngineError, Query, SamplingParams
-from genlm.sgl.engine import load
+from genlm.sgl.loading import load
 
 END = 256
 

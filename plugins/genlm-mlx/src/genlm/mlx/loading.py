@@ -8,19 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import structlog
 from mlx_lm.utils import load_model, snapshot_download
 from transformers import AutoTokenizer
 
-from genlm.core.errors import InvalidOptionError
-from genlm.core.options import refuse_unknown
+from genlm.core.logs import get_logger
 from genlm.mlx.adapters import Adapters
 from genlm.mlx.engine import MlxEngine
+from genlm.mlx.options import Options
 from genlm.mlx.pool import Pool
 from genlm.mlx.probe import CacheSupport, probe
 from genlm.mlx.runner import Runner
-
-DEFAULTS: Mapping[str, Any] = {"prefill_step_size": 2048, "kv_cache_bytes": None}
 
 #: What mlx-lm itself fetches of a repository.
 FILES = (
@@ -34,7 +31,7 @@ FILES = (
     "*.jinja",
 )
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 def load(name: str, options: Mapping[str, object]) -> MlxEngine:
@@ -43,7 +40,7 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
     Raises:
         InvalidOptionError: an option is unknown or out of range.
     """
-    chosen = _checked(options)
+    chosen = Options.read(options)
     folder = (
         Path(name)
         if Path(name).exists()
@@ -53,7 +50,7 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
     model, _ = load_model(folder, model_config=amended(config))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     adapters = Adapters(model)
-    runner = Runner(model, adapters, chosen["prefill_step_size"])
+    runner = Runner(model, adapters, chosen.prefill_step_size)
     support = probe(runner)
     if support is CacheSupport.NONE:
         log.warning(
@@ -69,7 +66,7 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
         adapters,
         None
         if support is CacheSupport.NONE
-        else Pool(runner, chosen["kv_cache_bytes"], support is CacheSupport.RAGGED),
+        else Pool(runner, chosen.kv_cache_bytes, support is CacheSupport.RAGGED),
         vocab_size=runner.cold((0, 0)).shape[-1],
         max_context=max_context(config),
     )
@@ -112,16 +109,3 @@ def max_context(config: Mapping[str, Any]) -> int | None:
         (config[name] for name in ("max_position_embeddings", "n_positions") if config.get(name)),
         None,
     )
-
-
-def _checked(options: Mapping[str, object]) -> dict[str, Any]:
-    refuse_unknown("mlx", options, DEFAULTS)
-    chosen = {**DEFAULTS, **{name: value for name, value in options.items() if value is not None}}
-    for name, least in (("prefill_step_size", 1), ("kv_cache_bytes", 0)):
-        value = chosen[name]
-        accepted = value is DEFAULTS[name] or (type(value) is int and value >= least)
-        if not accepted:
-            raise InvalidOptionError(
-                f"{name}={value!r} is not accepted; give an integer of {least} or more"
-            )
-    return chosen

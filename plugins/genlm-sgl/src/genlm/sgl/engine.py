@@ -7,7 +7,6 @@ from typing import Any
 
 from genlm.core import (
     Answer,
-    BackendUnavailableError,
     EngineDeadError,
     EngineError,
     Query,
@@ -15,30 +14,13 @@ from genlm.core import (
     hookimpl,
 )
 from genlm.core.logs import get_logger
-from genlm.core.options import refuse_unknown
 from genlm.sgl.internals import Finished, Scheduler
-from genlm.sgl.options import gpu_index, server_options
 from genlm.sgl.sampling import native_draw
-from genlm.sgl.versions import why_unavailable
 
 log = get_logger()
 
 #: A question that asks whether the scheduler still works.
 PROBE = Query(token_ids=(0,), cold=True)
-
-
-def load(model: str, options: Mapping[str, Any]) -> SglEngine:
-    """Load a model; the options are ``engine_opts`` (SGLang's server arguments) and ``gpu_id``."""
-    if reason := why_unavailable():
-        raise BackendUnavailableError(reason)
-    refuse_unknown("sgl", options, ("engine_opts", "gpu_id"))
-    arguments = server_options(model, options.get("engine_opts") or {})
-    scheduler = Scheduler(arguments, gpu_index(arguments["device"], options.get("gpu_id", 0)))
-    if arguments.get("enable_lora"):
-        from genlm.sgl.lora import SglLoraEngine
-
-        return SglLoraEngine(scheduler)
-    return SglEngine(scheduler)
 
 
 class SglEngine:

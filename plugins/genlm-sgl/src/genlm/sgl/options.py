@@ -11,6 +11,9 @@ import torch
 from genlm.core.errors import InvalidOptionError
 from genlm.sgl.internals import NEVER
 
+#: The options of this backend.
+OPTIONS = ("engine_opts", "gpu_id")
+
 #: What driving the scheduler in this process requires.
 REQUIRED: Mapping[str, Any] = {
     "allow_auto_truncate": False,

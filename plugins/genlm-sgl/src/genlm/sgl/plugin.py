@@ -23,6 +23,6 @@ def genlm_backend_info() -> BackendInfo:
 def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
     """Load a model folder or hub name; the options are those of
     ``AsyncSGLTransformer.from_name``."""
-    from genlm.sgl.engine import load
+    from genlm.sgl.loading import load
 
     return load(model, options)

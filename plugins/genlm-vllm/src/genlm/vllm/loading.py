@@ -4,59 +4,21 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
-
-from attrs import frozen
 
 from genlm.core.errors import InvalidOptionError
 from genlm.core.logs import get_logger
-from genlm.core.options import refuse_unknown, unknown_argument
 from genlm.vllm.capture import RowStore, capture_into
 from genlm.vllm.engine import VllmEngine
 from genlm.vllm.internals import EngineCore, check_version, engine_core_here
 from genlm.vllm.lora import LoraEngine
+from genlm.vllm.options import Options, check_engine_opts
 from genlm.vllm.rows import LocalRows, Rows, WorkerRows
 from genlm.vllm.sessions import Sessions
 
 log = get_logger()
 
 WORKER = "genlm.vllm.worker"
-REFUSED = {
-    "speculative_config": "a speculative step draws several tokens and captures no row for each",
-    "spec_method": "a speculative step draws several tokens and captures no row for each",
-    "data_parallel_size": "one model is one engine; load the model once per replica",
-}
-
-
-@frozen
-class Options:
-    """What the user chose.
-
-    Attributes:
-        engine_opts: Options of ``vllm.LLM``.
-        live_sessions: ``False`` makes every question a request of its own; a number is the most
-            sessions held idle.
-    """
-
-    engine_opts: Mapping[str, Any]
-    live_sessions: bool | int
-
-    @classmethod
-    def read(cls, options: Mapping[str, object]) -> Options:
-        """Raises: InvalidOptionError: an unknown or refused option, or a value of the wrong
-        kind."""
-        refuse_unknown("vllm", options, ("engine_opts", "live_sessions"))
-        engine_opts, live = options.get("engine_opts") or {}, options.get("live_sessions", True)
-        if not isinstance(engine_opts, Mapping):
-            raise InvalidOptionError(
-                f"engine_opts must be a dict of vLLM's options, not {type(engine_opts).__name__}"
-            )
-        if not isinstance(live, int) or live < 0:
-            raise InvalidOptionError(
-                f"live_sessions must be True, False or a number of sessions, not {live!r}"
-            )
-        return cls(dict(engine_opts), live)
 
 
 def load(model: str, options: Mapping[str, object]) -> VllmEngine:
@@ -68,7 +30,7 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
     """
     chosen = Options.read(options)
     check_version()
-    _check(chosen.engine_opts)
+    check_engine_opts(chosen.engine_opts)
     import vllm
 
     with engine_core_here() as here:
@@ -106,19 +68,6 @@ def _engine(llm: Any, core: EngineCore, rows: Rows, chosen: Options) -> VllmEngi
     if core.max_loras:
         return LoraEngine(llm, core, rows, sessions, live=bool(live), max_adapters=core.max_loras)
     return VllmEngine(llm, core, rows, sessions, live=bool(live))
-
-
-def _check(engine_opts: Mapping[str, Any]) -> None:
-    from vllm import EngineArgs
-
-    known = {option.name for option in fields(EngineArgs)} - {"model"}
-    for name, value in engine_opts.items():
-        if name not in known:
-            raise unknown_argument("vLLM", "option", name, known)
-        if name in REFUSED and value not in (None, 1):
-            raise InvalidOptionError(
-                f"engine_opts[{name!r}] = {value!r} is not supported: {REFUSED[name]}"
-            )
 
 
 def _defaults() -> dict[str, Any]:

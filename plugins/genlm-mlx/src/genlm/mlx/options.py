@@ -1,0 +1,39 @@
+"""The options of the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import fields, frozen
+
+from genlm.core import checks
+from genlm.core.options import refuse_unknown
+
+
+@frozen
+class Options:
+    """What the user chose.
+
+    Attributes:
+        prefill_step_size: The most tokens in one forward pass, over all rows of a batch.
+        kv_cache_bytes: The most bytes of key/value state to keep beside that of the batch in hand;
+            ``None`` is half as many again as the batch takes, 256 MiB at least.
+    """
+
+    prefill_step_size: int = 2048
+    kv_cache_bytes: int | None = None
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any]) -> Options:
+        """Check the options of a user; ``None`` is the default.
+
+        Raises:
+            InvalidOptionError: an option is unknown or out of range.
+        """
+        refuse_unknown("mlx", options, [attribute.name for attribute in fields(cls)])
+        given = {name: value for name, value in options.items() if value is not None}
+        for name, least in (("prefill_step_size", 1), ("kv_cache_bytes", 0)):
+            if name in given:
+                given[name] = checks.integer(name, given[name], least)
+        return cls(**given)

@@ -1,0 +1,37 @@
+"""From a model's name and the user's options to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from genlm.core.errors import BackendUnavailableError
+from genlm.core.options import refuse_unknown
+from genlm.sgl.engine import SglEngine
+from genlm.sgl.internals import Scheduler
+from genlm.sgl.options import OPTIONS, gpu_index, server_options
+from genlm.sgl.versions import why_unavailable
+
+
+def load(model: str, options: Mapping[str, Any]) -> SglEngine:
+    """Start SGLang on the calling thread.
+
+    Args:
+        model: A local folder or a hub name.
+        options: ``engine_opts`` (SGLang's server arguments) and ``gpu_id``.
+
+    Raises:
+        BackendUnavailableError: SGLang is not installed in a supported version, or this process
+            holds an SGLang model.
+        InvalidOptionError: an option is not accepted.
+    """
+    if reason := why_unavailable():
+        raise BackendUnavailableError(reason)
+    refuse_unknown("sgl", options, OPTIONS)
+    arguments = server_options(model, options.get("engine_opts") or {})
+    scheduler = Scheduler(arguments, gpu_index(arguments["device"], options.get("gpu_id", 0)))
+    if arguments.get("enable_lora"):
+        from genlm.sgl.lora import SglLoraEngine
+
+        return SglLoraEngine(scheduler)
+    return SglEngine(scheduler)
