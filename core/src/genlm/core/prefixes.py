@@ -1,0 +1,137 @@
+"""The prefix index: which known token sequence shares the longest prefix with a new one.
+
+For engines that keep key/value state by context and start every new context from the longest part
+of it that is known.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+#: A sequence: a tuple of ids, or the same as bytes, which compare faster. What must not be mixed
+#: (the adapter's version) comes first.
+K = TypeVar("K", bytes, tuple[int, ...])
+T = TypeVar("T")
+
+
+def common_length(left: K, right: K) -> int:
+    """How many leading elements two keys have in common: ids of tuples, bytes of bytes."""
+    low, high = 0, min(len(left), len(right))
+    if left[:high] == right[:high]:
+        return high
+    # left[:low] == right[:low], left[:high] != right[:high]; slices compare at the speed of C.
+    while high - low > 1:
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+class PrefixIndex(Generic[K, T]):
+    """Values by key, found by prefix, with the order in which they were last used.
+
+    Keys are kept in a sorted list: the key that shares the longest prefix with a new one is a
+    neighbour of the place where the new one would stand. So a lookup compares ``O(log n)`` keys,
+    and two bisections replace a tree.
+
+    Example:
+        >>> index: PrefixIndex[tuple[int, ...], str] = PrefixIndex()
+        >>> index.add((1, 2, 3), "a")
+        >>> index.add((1, 5), "b")
+        >>> index.nearest((1, 2, 4))
+        ((1, 2, 3), 2)
+        >>> index.longest_prefix((1, 5, 9))
+        (1, 5)
+        >>> index.touch((1, 2, 3))
+        >>> list(index.by_use())
+        [(1, 5), (1, 2, 3)]
+    """
+
+    def __init__(self) -> None:
+        self._sorted: list[K] = []
+        self._values: dict[K, T] = {}  # the least recently used first
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def __iter__(self) -> Iterator[K]:
+        """The keys in their own order."""
+        return iter(self._sorted)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._values
+
+    def __getitem__(self, key: K) -> T:
+        return self._values[key]
+
+    def get(self, key: K) -> T | None:
+        """The value of exactly this key."""
+        return self._values.get(key)
+
+    def by_use(self) -> Iterator[K]:
+        """The keys, the least recently used first. Nothing may be added or removed meanwhile."""
+        return iter(self._values)
+
+    def values(self) -> Iterator[T]:
+        """The values, the least recently used first. Nothing may be added or removed meanwhile."""
+        return iter(self._values.values())
+
+    def add(self, key: K, value: T) -> None:
+        """Store ``value`` under ``key``, in place of what was there, as the most recently used."""
+        if key in self._values:
+            del self._values[key]
+        else:
+            insort(self._sorted, key)
+        self._values[key] = value
+
+    def remove(self, key: K) -> T:
+        """Remove ``key`` and return its value.
+
+        Raises:
+            KeyError: the key is not there.
+        """
+        value = self._values.pop(key)
+        del self._sorted[bisect_left(self._sorted, key)]
+        return value
+
+    def touch(self, key: K) -> None:
+        """Make ``key`` the most recently used.
+
+        Raises:
+            KeyError: the key is not there.
+        """
+        self._values[key] = self._values.pop(key)
+
+    def clear(self) -> None:
+        """Remove everything."""
+        self._sorted.clear()
+        self._values.clear()
+
+    def longest_prefix(self, key: K) -> K | None:
+        """The longest stored key with which ``key`` begins."""
+        while key:
+            at = bisect_right(self._sorted, key)
+            if at == 0:
+                return None
+            before = self._sorted[at - 1]
+            common = common_length(before, key)
+            if common == len(before):
+                return before
+            # A stored prefix of ``key`` is one of this too: else it would stand between the two.
+            key = key[:common]
+        return None
+
+    def nearest(self, key: K) -> tuple[K | None, int]:
+        """A stored key that shares the longest prefix with ``key``, and that prefix's length."""
+        at = bisect_left(self._sorted, key)
+        best: K | None = None
+        shared = 0
+        for other in self._sorted[max(at - 1, 0) : at + 1]:
+            common = common_length(other, key)
+            if common > shared:
+                best, shared = other, common
+        return best, shared

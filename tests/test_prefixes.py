@@ -1,0 +1,115 @@
+"""The prefix index: what it finds, how few keys it looks at, and the order of use."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlm.core.prefixes import PrefixIndex, common_length
+
+TUPLES = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
+KEYS = st.one_of(st.just(tuple), st.just(bytes))
+
+
+class Watched(tuple[int, ...]):
+    """A key that notes when it is looked at."""
+
+    seen: ClassVar[set[int]] = set()
+
+    def __lt__(self, other: Any) -> bool:
+        self.seen.add(id(self))
+        return super().__lt__(other)
+
+    def __gt__(self, other: Any) -> bool:
+        self.seen.add(id(self))
+        return super().__gt__(other)
+
+    def __getitem__(self, at: Any) -> Any:
+        self.seen.add(id(self))
+        return super().__getitem__(at)
+
+
+@given(TUPLES, TUPLES, KEYS)
+def test_common_length(a: Any, b: Any, kind: type) -> None:
+    a, b = kind(a), kind(b)
+    length = common_length(a, b)
+    assert a[:length] == b[:length]
+    assert a[: length + 1] != b[: length + 1] or length == min(len(a), len(b))
+
+
+@given(st.sets(TUPLES), TUPLES, KEYS)
+def test_lookups_find_what_a_scan_finds(given: set[Any], key: Any, kind: type) -> None:
+    stored, key = {kind(each) for each in given}, kind(key)
+    index: PrefixIndex[Any, None] = PrefixIndex()
+    for each in stored:
+        index.add(each, None)
+    prefixes = [each for each in stored if key[: len(each)] == each]
+    assert index.longest_prefix(key) == max(prefixes, key=len, default=None)
+    nearest, shared = index.nearest(key)
+    assert shared == max((common_length(each, key) for each in stored), default=0)
+    assert (nearest is None) == (shared == 0)
+    assert nearest is None or common_length(nearest, key) == shared
+
+
+def test_lookups_do_not_scan() -> None:
+    rng = random.Random(0)
+    index: PrefixIndex[tuple[int, ...], int] = PrefixIndex()
+    prompt = tuple(rng.randrange(1000) for _ in range(50))
+    stored = [Watched((*prompt, *(rng.randrange(4) for _ in range(20)))) for _ in range(4000)]
+    for at, key in enumerate([*stored, prompt]):
+        index.add(key, at)
+    Watched.seen.clear()
+    asked = (*stored[17], 1, 2, 3)
+    assert index[index.longest_prefix(asked) or ()] == 17
+    assert index.nearest(asked) == (stored[17], 70)
+    assert index.longest_prefix((*prompt, 5)) == prompt
+    assert 0 < len(Watched.seen) < 60, "a few for each halving of 4001 keys"
+
+
+@given(st.lists(TUPLES, min_size=1, unique=True), st.data())
+def test_what_is_removed_is_not_found_again(
+    stored: list[tuple[int, ...]], data: st.DataObject
+) -> None:
+    index: PrefixIndex[tuple[int, ...], int] = PrefixIndex()
+    for at, key in enumerate(stored):
+        index.add(key, at)
+    gone = data.draw(st.sampled_from(stored))
+    assert index.remove(gone) == stored.index(gone)
+    assert gone not in index
+    assert index.get(gone) is None
+    assert list(index) == sorted(set(stored) - {gone})
+    assert index.longest_prefix(gone) != gone
+    with pytest.raises(KeyError):
+        index.remove(gone)
+
+
+def test_a_key_added_again_has_its_new_value_once() -> None:
+    index: PrefixIndex[tuple[int, ...], str] = PrefixIndex()
+    index.add((1, 2), "old")
+    index.add((1, 2), "new")
+    assert (len(index), index[1, 2]) == (1, "new")
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "touch", "remove"]), TUPLES)))
+def test_the_order_of_use(steps: list[tuple[str, tuple[int, ...]]]) -> None:
+    index: PrefixIndex[tuple[int, ...], tuple[int, ...]] = PrefixIndex()
+    used: list[tuple[int, ...]] = []
+    for step, key in steps:
+        if step != "add" and key not in used:
+            with pytest.raises(KeyError):
+                getattr(index, step)(key)
+            continue
+        if key in used:
+            used.remove(key)
+        if step == "remove":
+            index.remove(key)
+        else:
+            used.append(key)
+            index.add(key, key) if step == "add" else index.touch(key)
+    assert list(index.by_use()) == list(index.values()) == used
+    index.clear()
+    assert (len(index), list(index), list(index.by_use())) == (0, [], [])
