@@ -25,7 +25,7 @@ class TestRNN(ConformanceSuite):
 def write_model(path: Path) -> str:
     random = np.random.default_rng(0)
     recurrence = normal(random, WIDTH, WIDTH) / WIDTH**0.5
-    Network(normal(random, 256, WIDTH), recurrence).save(path)
+    Network(normal(random, 258, WIDTH), recurrence).save(path)
     return str(path)
 
 

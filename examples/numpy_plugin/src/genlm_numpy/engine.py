@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from genlm.core import Adapter, Query, hookimpl
+from genlm.core.mock import ByteTokenizer
 from genlm_numpy.network import Array, Network
-from genlm_numpy.tokenizer import ByteTokenizer
 
 Key = tuple[int, tuple[int, ...]]  # the adapter's version, 0 for the base model; the tokens
 
@@ -24,7 +24,7 @@ class RNNEngine:
 
     def __init__(self, path: str, kept: int = 10_000) -> None:
         self.tokenizer = ByteTokenizer()
-        self.vocab_size = 256
+        self.vocab_size = len(self.tokenizer)
         self.max_context = 1024
         self.device = "cpu"
         self.model = Network.load(path)

@@ -15,7 +15,7 @@ class Network:
     """A recurrent network over bytes. The state after a context is all that it keeps of it.
 
     Args:
-        embedding: ``[256, width]``.
+        embedding: ``[vocab_size, width]``.
         recurrence: ``[width, width]``.
     """
 
@@ -46,6 +46,6 @@ class Network:
         return advanced
 
     def logits(self, state: Array) -> Array:
-        """The scores of the tokens that may follow, ``[256]``."""
+        """The scores of the tokens that may follow, ``[vocab_size]``."""
         scores: Array = self.embedding @ state
         return scores
