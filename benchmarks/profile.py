@@ -1,8 +1,7 @@
 """Where a step's time goes: microseconds a question, by the counters that every model keeps in
 `lm.stats`
 
-Stages on the left of the engine are in the callers' threads and the queue, those on its right in
-the engine thread; what remains of the wall time is Python's event loop and the program itself. One
+What remains of the wall time is Python's event loop, the checks, and the program itself. One
 engine answers at once, so that all the rest shows; on hf all that is a small part of the engine's
 time. With `--quick` this is a profile in a few seconds. The counters are always on: what they cost
 a question is measured too, and is given as a share of a question's time on hf.
@@ -39,20 +38,15 @@ def ours(bench: Bench) -> None:
 
 
 def count(bench: Bench) -> float:
-    """Microseconds that the counters take for a question: in its caller's thread, and its share of
-    those of its batch."""
+    """Microseconds that the counters take for a question: its share of those of its batch."""
     from genlm.core.runtime.timeline import STAGES, Timeline
 
     timeline = Timeline()
 
     def batch(n: int = 32) -> None:
         for _ in range(n):
-            if weight := timeline.sample():
-                for stage in STAGES[:3]:
-                    with timeline.stage(stage, weight):
-                        pass
             timeline.asked(None, None)
-        for stage in STAGES[3:]:
+        for stage in STAGES:
             with timeline.stage(stage):
                 pass
         timeline.batch(timeline.clock(), n)
@@ -116,8 +110,6 @@ def spend(
         }
         spent["event loop and program"] = max(wall - sum(spent.values()), 0.0)
         for stage, seconds in spent.items():
-            if not seconds:
-                continue  # timed for one question in many, and these were too few
             bench.record(prefix + stage, seconds / (rounds * n) * 1e6, unit="us", x=n)
             print(
                 f"{prefix}{stage:24} {n:5} at once {seconds / (rounds * n) * 1e6:10.2f} us  "

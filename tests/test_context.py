@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 
 import pytest
 import torch
@@ -23,9 +24,12 @@ def ids_of(length):
 def test_an_extended_context_asks_what_its_ids_ask(start, more):
     whole = ids_of(start + more)
     context = Context(whole[:start], 258).extend(*whole[start:])
-    carried, plain = Query(whole, context=context), Query(whole)
+    carried, plain = Query(context), Query(whole)
+    assert carried.length == len(whole)
     assert context.token_ids == whole
-    assert carried == plain
+    assert carried == plain == carried
+    assert carried != Query((*whole[:-1], 251)) != carried
+    assert carried.token_ids == whole
     assert hash(carried) == hash(plain)
 
 
@@ -39,10 +43,33 @@ def test_token_by_token(token_ids, start):
     assert hash(context) == hash(Context(tuple(token_ids), 258))
 
 
-def test_a_query_made_from_another_has_a_hash_of_its_own():
-    query = Query((1, 2), context=Context((1, 2), 258))
-    assert hash(evolve(query, token_ids=(1, 2, 3))) == hash(Query((1, 2, 3)))
-    assert hash(evolve(query, cold=True)) == hash(Query((1, 2), cold=True))
+@pytest.mark.parametrize("ids", [(1, 2), Context((1, 2), 258)])
+def test_a_query_made_from_another_is_one_of_its_own(ids):
+    query = Query(ids)
+    for made, same in [
+        (evolve(query, token_ids=(1, 2, 3)), Query((1, 2, 3))),
+        (query.extended((3,)), Query((1, 2, 3))),
+        (evolve(query, cold=True), Query((1, 2), cold=True)),
+    ]:
+        assert made == same
+        assert hash(made) == hash(same)
+        assert made != query
+
+
+def test_contexts_that_differ_early_are_not_equal():
+    ids = ids_of(3 * BLOCK + 5)
+    assert Context(ids, 258) == Context(ids[:BLOCK], 258).extend(*ids[BLOCK:])
+    assert Context(ids, 258) != Context((251, *ids[1:]), 258)
+    assert Context(ids, 258) != Context(ids[:-1], 258)
+    assert Context(ids[BLOCK:], 258) != Context(ids, 258)
+
+
+def test_a_long_context_can_be_pickled_and_let_go():
+    context = Context((1,), 258)
+    for _ in range(200):
+        context = context.extend(*ids_of(BLOCK + 1))
+    assert pickle.loads(pickle.dumps(context)) == context
+    assert pickle.loads(pickle.dumps(Query(context))) == Query(context)
 
 
 def test_it_goes_wherever_token_ids_go(mock):

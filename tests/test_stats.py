@@ -8,7 +8,7 @@ import pytest
 from attrs import asdict
 
 from genlm.core import Stats
-from genlm.core.runtime.timeline import SAMPLED, STAGES, Timeline
+from genlm.core.runtime.timeline import STAGES, Timeline
 
 #: How long a test waits for what must happen, seconds.
 PATIENCE = 30.0
@@ -49,23 +49,15 @@ def test_a_stage_counts_when_it_fails():
 def test_a_signal_handler_may_ask_for_the_times_while_one_is_added():
     timeline = Timeline(clock=Clock())
 
-    class Interrupted(int):
+    class Interrupted(float):
         """Runs a signal handler, so to speak, in the middle of the addition."""
 
-        def __mul__(self, seconds):
+        def __rsub__(self, ended):
             timeline.add("queue", timeline.clock())
-            return timeline.spent()["queue"] * seconds
+            return timeline.spent()["queue"]
 
-    timeline.add("engine", timeline.clock(), Interrupted(1))
+    timeline.add("engine", Interrupted(timeline.clock()))
     assert timeline.spent() == {**dict.fromkeys(STAGES, 0.0), "queue": 1.0, "engine": 1.0}
-
-
-def test_a_sample_stands_for_the_questions_since_the_last_one():
-    timeline = Timeline()
-    weights = [timeline.sample() for _ in range(1 + 3 * SAMPLED)]
-    assert weights[0] == 1
-    assert [weight for weight in weights[1:] if weight] == [SAMPLED] * 3
-    assert sum(weights) == len(weights)
 
 
 def test_the_first_question_has_every_stage(mock):

@@ -12,79 +12,104 @@ from genlm.core.errors import InvalidQueryError
 
 TokenIds = tuple[int, ...]
 
-#: Tokens hashed at a time.
+#: Tokens that are hashed, and shared by the contexts that extend one another, at a time.
 BLOCK = 128
 
 
 @frozen
-class HashedBlocks:
-    """The hash of the full blocks at the beginning of a context.
+class Block:
+    """The last full block of a context's ids, and the blocks before it.
 
     Attributes:
-        end: How many tokens they have.
-        value: Their hash: each block's together with that of the blocks before it.
+        previous: The block before; ``None`` for the first.
+        token_ids: The ids of this block, ``BLOCK`` of them.
+        end: How many ids there are up to the end of this block.
+        value: The hash of all of those: this block's ids with the hash of the blocks before it.
     """
 
-    end: int = 0
-    value: int = 0
-
-    def carried_on(self, token_ids: tuple[int, ...]) -> HashedBlocks:
-        """The blocks of ``token_ids``, which begin with these."""
-        end = len(token_ids) - len(token_ids) % BLOCK
-        if end == self.end:
-            return self
-        value = self.value
-        for start in range(self.end, end, BLOCK):
-            value = hash((value, token_ids[start : start + BLOCK]))
-        return HashedBlocks(end, value)
-
-    def hash_of(self, token_ids: tuple[int, ...]) -> int:
-        """The hash of ``token_ids``, which are these blocks and less than one block more."""
-        return hash((self.value, token_ids[self.end :]))
+    previous: Block | None
+    token_ids: TokenIds
+    end: int
+    value: int
 
 
-NO_BLOCKS = HashedBlocks()
+def blocks_of(last: Block | None, token_ids: TokenIds) -> tuple[Block | None, TokenIds]:
+    """The blocks that ``token_ids`` fill after ``last``, and the ids left over."""
+    full = len(token_ids) - len(token_ids) % BLOCK
+    end, value = (0, 0) if last is None else (last.end, last.value)
+    for start in range(0, full, BLOCK):
+        ids = token_ids[start : start + BLOCK]
+        end, value = end + BLOCK, hash((value, ids))
+        last = Block(last, ids, end, value)
+    return last, token_ids[full:]
 
 
-def hash_of(token_ids: tuple[int, ...]) -> int:
-    """The hash of ``token_ids``."""
-    if len(token_ids) < BLOCK:
-        # Which is NO_BLOCKS.hash_of(token_ids), and the case that must be quick.
-        return hash((0, token_ids))
-    return NO_BLOCKS.carried_on(token_ids).hash_of(token_ids)
+def hash_of(token_ids: TokenIds) -> int:
+    """The hash of ``token_ids``: the same for a tuple and for a :class:`Context`."""
+    value, full = 0, len(token_ids) - len(token_ids) % BLOCK
+    for start in range(0, full, BLOCK):
+        value = hash((value, token_ids[start : start + BLOCK]))
+    return hash((value, token_ids[full:] if full else token_ids))
 
 
 class Context(Sequence[int]):
     """Checked token ids, immutable, for every method that takes a context. Made by
     :meth:`AsyncLM.context`.
 
-    A list of token ids is checked and hashed whole for every question. A context has been already,
-    and one that extends it checks and hashes the new tokens alone; what still grows with the length
-    is the copying of the ids.
+    A list of token ids is checked and hashed whole for every request. A context has been checked
+    already. One that extends it shares its ids, and checks and hashes the new tokens alone, so
+    extending costs the same at any length.
 
     Attributes:
-        token_ids: The ids.
-        vocab_size: They are in ``range(vocab_size)``.
+        vocab_size: The ids are in ``range(vocab_size)``.
+        hash_value: The hash of the ids.
     """
 
-    __slots__ = ("_blocks", "hash_value", "token_ids", "vocab_size")
+    __slots__ = ("_blocks", "_ids", "_tail", "hash_value", "vocab_size")
 
-    def __init__(
-        self, token_ids: TokenIds, vocab_size: int, blocks: HashedBlocks = NO_BLOCKS
-    ) -> None:
-        self.token_ids = token_ids
+    _blocks: Block | None  # the full blocks of the ids
+    _tail: TokenIds  # the ids behind those, fewer than BLOCK
+    _ids: TokenIds | None  # all of them, once they have been asked for
+    vocab_size: int
+    hash_value: int
+
+    def __init__(self, token_ids: TokenIds, vocab_size: int) -> None:
+        self._set(*blocks_of(None, token_ids), vocab_size)
+        self._ids = token_ids
+
+    def _set(self, blocks: Block | None, tail: TokenIds, vocab_size: int) -> None:
+        self._blocks, self._tail, self._ids = blocks, tail, None
         self.vocab_size = vocab_size
-        self._blocks = blocks.carried_on(token_ids)
-        self.hash_value = self._blocks.hash_of(token_ids)
+        self.hash_value = hash((0 if blocks is None else blocks.value, tail))
 
     def extend(self, *token_ids: int) -> Context:
         """This context followed by some tokens, one at least.
 
         Raises:
-            InvalidQueryError: one is no token id.
+            InvalidQueryError: one is not a token id of the model.
         """
-        new = token_ids_of("extension", token_ids, self.vocab_size)
-        return Context(self.token_ids + new, self.vocab_size, self._blocks)
+        return self.followed_by(token_ids_of("extension", token_ids, self.vocab_size))
+
+    def followed_by(self, token_ids: TokenIds) -> Context:
+        """This context followed by tokens that have been checked."""
+        longer = Context.__new__(Context)
+        longer._set(*blocks_of(self._blocks, self._tail + token_ids), self.vocab_size)
+        return longer
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """The ids as a tuple; made when it is first asked for, and then kept."""
+        if self._ids is None:
+            parts = [self._tail]
+            block = self._blocks
+            while block is not None:
+                parts.append(block.token_ids)
+                block = block.previous
+            ids: list[int] = []
+            for part in reversed(parts):
+                ids += part
+            self._ids = tuple(ids)
+        return self._ids
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -96,19 +121,32 @@ class Context(Sequence[int]):
         return self.token_ids[index]
 
     def __len__(self) -> int:
-        return len(self.token_ids)
+        return len(self._tail) + (0 if self._blocks is None else self._blocks.end)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.token_ids)
 
     def __eq__(self, other: Any) -> bool:
-        return self.token_ids == other.token_ids if isinstance(other, Context) else NotImplemented
+        if not isinstance(other, Context):
+            return NotImplemented
+        if self.hash_value != other.hash_value or self._tail != other._tail:
+            return False
+        mine, theirs = self._blocks, other._blocks
+        while mine is not theirs:  # from here on back they share their ids
+            if mine is None or theirs is None or mine.token_ids != theirs.token_ids:
+                return False
+            mine, theirs = mine.previous, theirs.previous
+        return True
 
     def __hash__(self) -> int:
         return self.hash_value
 
+    def __reduce__(self) -> tuple[type[Context], tuple[TokenIds, int]]:
+        """Pickled by its ids: a chain of many blocks would be too deep."""
+        return Context, (self.token_ids, self.vocab_size)
+
     def __repr__(self) -> str:
-        shown = ", ".join(map(str, self.token_ids[:8])) + (", ..." if len(self) > 8 else "")
+        shown = ", ".join(map(str, self[:8])) + (", ..." if len(self) > 8 else "")
         return f"Context([{shown}], {len(self)} tokens)"
 
 

@@ -157,7 +157,8 @@ class AsyncLM:
         self, token_ids: Iterable[int], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
         """The row of one context."""
-        query, row = self._look_up(token_ids, lora_name)
+        query = self._query(token_ids, lora_name)
+        row = self._kept(query)
         return await self._batcher.submit(query) if row is None else row
 
     async def batch_next_token_logprobs(
@@ -176,7 +177,8 @@ class AsyncLM:
         self, token_ids: Iterable[int], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
         """The row of one context, blocking."""
-        query, row = self._look_up(token_ids, lora_name)
+        query = self._query(token_ids, lora_name)
+        row = self._kept(query)
         return self._batcher.ask([query])[0] if row is None else row
 
     def batch_next_token_logprobs_sync(
@@ -204,17 +206,9 @@ class AsyncLM:
     def _look_up(
         self, token_ids: Iterable[int], lora_name: LoraName
     ) -> tuple[Query, torch.Tensor | None]:
-        """A checked question, and its row if the output cache has it."""
-        weight = self._timeline.sample()
-        if not weight:
-            query = self._query(token_ids, lora_name)
-            return query, self._kept(query)
-        with self._timeline.stage("validation", weight):
-            query = self._query(token_ids, lora_name)
-        with self._timeline.stage("hashing", weight):
-            hash(query)
-        with self._timeline.stage("lookup", weight):
-            return query, self._kept(query)
+        """A checked query, and its row if the output cache has it."""
+        query = self._query(token_ids, lora_name)
+        return query, self._kept(query)
 
     def _kept(self, query: Query) -> torch.Tensor | None:
         row = self._cache.get(query)
@@ -314,10 +308,9 @@ class AsyncLM:
             )
             if scores is not None:
                 return scores
-        ids = query.token_ids + continuation
-        contexts = [
-            evolve(query, token_ids=ids[:end]) for end in range(len(query.token_ids), len(ids))
-        ]
+        contexts = [query]
+        for token_id in continuation[:-1]:
+            contexts.append(contexts[-1].extended((token_id,)))
         rows = await all_of(map(self._row, contexts))
         return self._stack(
             [row[token_id] for row, token_id in zip(rows, continuation, strict=True)]
@@ -489,13 +482,9 @@ class AsyncLM:
     def _query(self, token_ids: Iterable[int], lora_name: LoraName, room_for: int = 1) -> Query:
         """A checked query, with room for drawing or scoring ``room_for`` tokens after it."""
         vocab_size, limit = self._engine.vocab_size, self._engine.max_context
-        context = (
-            token_ids
-            if isinstance(token_ids, Context) and token_ids.vocab_size <= vocab_size
-            else None
-        )
+        checked = isinstance(token_ids, Context) and token_ids.vocab_size <= vocab_size
         ids = (
-            token_ids_of("context", token_ids, vocab_size) if context is None else context.token_ids
+            cast(Context, token_ids) if checked else token_ids_of("context", token_ids, vocab_size)
         )
         if limit is not None and len(ids) + max(room_for - 1, 0) > limit:
             continued = (
@@ -505,7 +494,7 @@ class AsyncLM:
                 f"the context of {len(ids)} tokens{continued} exceeds the {limit} tokens that the "
                 "model takes; shorten it"
             )
-        return Query(ids, self._adapters.resolve(lora_name), context=context)
+        return Query(ids, self._adapters.resolve(lora_name))
 
     def _stack(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         import torch

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-from attrs import evolve
 
 from genlm.core.errors import EngineDeadError
 from genlm.core.hookspecs import hookimpl
@@ -114,9 +113,7 @@ class MockEngine:
 
         self._obey(queries)
         return [
-            torch.stack(
-                [self.row(_extended(query, ids[:i]))[token_id] for i, token_id in enumerate(ids)]
-            )
+            torch.stack([self.row(query.extended(tuple(ids[:i])))[t] for i, t in enumerate(ids)])
             for query, ids in zip(queries, continuations, strict=True)
         ]
 
@@ -132,7 +129,7 @@ class MockEngine:
         drawer = TokenDrawer(params)
         drawn: list[int] = []
         while len(drawn) < params.max_tokens:
-            token_id = drawer.draw(self.row(_extended(query, drawn)))
+            token_id = drawer.draw(self.row(query.extended(tuple(drawn))))
             if token_id in params.stop_token_ids:
                 break
             drawn.append(token_id)
@@ -290,7 +287,3 @@ def _tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model)
-
-
-def _extended(query: Query, token_ids: Sequence[int]) -> Query:
-    return evolve(query, token_ids=(*query.token_ids, *token_ids))

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from attrs import evolve
 from numpy.typing import NDArray
 
 from genlm.core.checks import integer, number, shown
@@ -78,10 +77,11 @@ async def sample_from_rows(
     drawer = TokenDrawer(params)
     drawn: list[int] = []
     while len(drawn) < params.max_tokens:
-        token_id = drawer.draw(await ask(evolve(query, token_ids=(*query.token_ids, *drawn))))
+        token_id = drawer.draw(await ask(query))
         if token_id in params.stop_token_ids:
             break
         drawn.append(token_id)
+        query = query.extended((token_id,))
     return drawn
 
 

@@ -28,41 +28,62 @@ class Adapter:
     version: int
 
 
-@frozen
+@frozen(eq=False, repr=False)
 class Query:
-    """One question: the log-probabilities of the token that follows ``token_ids``.
+    """One request: the log-probabilities of the token that follows ``token_ids``.
 
     The core has checked it: ``token_ids`` is a non-empty tuple of plain ``int`` in
     ``range(engine.vocab_size)``, no longer than ``engine.max_context``; ``adapter`` is registered
     with the engine. Equal queries have equal answers.
 
     Attributes:
-        token_ids: The context.
+        token_ids: The context, as a tuple. A query made from a :class:`~genlm.core.context.Context`
+            makes that tuple when it is first asked for.
         adapter: The LoRA adapter to apply; ``None`` is the base model.
-        cold: Compute the answer without reading any key/value state kept from other queries (state
-            that the engine leaves behind is its own affair). The core sends a cold query alone: it
-            is the oracle for warm ones.
+        cold: Compute the answer without reading any key/value state kept from other queries (the
+            engine may keep state from this one). The core sends a cold query alone: it is the
+            oracle for warm ones.
     """
 
-    token_ids: TokenIds
+    _ids: TokenIds | Context = field(alias="token_ids")
     adapter: Adapter | None = None
     cold: bool = False
-    # Whose ids these are, if any, and their hash.
-    _context: Context | None = field(default=None, eq=False, repr=False)
-    _hash: int | None = field(init=False, default=None, eq=False, repr=False)
+    _hash: int | None = field(init=False, default=None)
+
+    @property
+    def token_ids(self) -> TokenIds:
+        return self._ids if isinstance(self._ids, tuple) else self._ids.token_ids
+
+    @property
+    def length(self) -> int:
+        """How many tokens the context has; known without a tuple of them."""
+        return len(self._ids)
+
+    def extended(self, token_ids: TokenIds) -> Query:
+        """The same query with ``token_ids``, which must be valid, after its context."""
+        ids = self._ids
+        longer = ids + token_ids if isinstance(ids, tuple) else ids.followed_by(token_ids)
+        return Query(longer, self.adapter, self.cold)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Query):
+            return NotImplemented
+        if self.cold != other.cold or self.adapter != other.adapter:
+            return False
+        if type(self._ids) is type(other._ids):
+            return self._ids == other._ids
+        return hash(self) == hash(other) and self.token_ids == other.token_ids
 
     def __hash__(self) -> int:
         if self._hash is None:
-            ids, context = self.token_ids, self._context
-            # A query derived from another one may have the context of that one, but other ids.
-            known = (
-                context.hash_value
-                if context is not None and context.token_ids is ids
-                else hash_of(ids)
-            )
+            ids = self._ids
+            known = hash_of(ids) if isinstance(ids, tuple) else ids.hash_value
             version = 0 if self.adapter is None else self.adapter.version
             object.__setattr__(self, "_hash", hash((known, version, self.cold)))
         return cast(int, self._hash)
+
+    def __repr__(self) -> str:
+        return f"Query(token_ids={self.token_ids}, adapter={self.adapter}, cold={self.cold})"
 
 
 @frozen
@@ -144,12 +165,8 @@ class Stats:
         batches: Calls of the engine's evaluation hook.
         rows: Rows that the engine computed.
         largest_batch: The most queries in one call.
-        validation_seconds: Spent checking token ids and adapters. These and all below are of wall
-            time; this and the next two are spent in the callers' threads, and estimated from one
-            question in 61.
-        hashing_seconds: Spent hashing questions.
-        lookup_seconds: Spent looking in the output cache, and copying the rows found there.
-        queue_seconds: From when questions were released to the engine thread until it took them.
+        queue_seconds: From when requests were released to the engine thread until it took them.
+            This and those below are of wall time.
         engine_seconds: Spent in the engine's evaluation hooks.
         alignment_seconds: Spent bringing rows to the tokenizer's vocabulary and giving each its own
             memory.
@@ -167,9 +184,6 @@ class Stats:
     batches: int = 0
     rows: int = 0
     largest_batch: int = 0
-    validation_seconds: float = 0.0
-    hashing_seconds: float = 0.0
-    lookup_seconds: float = 0.0
     queue_seconds: float = 0.0
     engine_seconds: float = 0.0
     alignment_seconds: float = 0.0

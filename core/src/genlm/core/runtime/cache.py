@@ -84,7 +84,7 @@ class OutputCache:
         than the whole cache."""
         if self.maxsize == 0:
             return
-        nbytes = row.nbytes + (ID_BYTES * len(key.token_ids) if isinstance(key, Query) else 0)
+        nbytes = row.nbytes + (ID_BYTES * key.length if isinstance(key, Query) else 0)
         if self.max_bytes is not None and nbytes > self.max_bytes:
             return
         own = row.cpu() if self.move_to_cpu and row.device.type != "cpu" else row.clone()

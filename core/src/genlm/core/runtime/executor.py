@@ -42,7 +42,7 @@ def describe(request: Request) -> dict[str, Any]:
     """What a trace says of a request."""
     query = query_of(request)
     adapter = None if query.adapter is None else query.adapter.name
-    return {"asked": type(request).__name__, "tokens": len(query.token_ids), "adapter": adapter}
+    return {"asked": type(request).__name__, "tokens": query.length, "adapter": adapter}
 
 
 @define

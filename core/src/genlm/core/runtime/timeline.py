@@ -22,11 +22,7 @@ Future = asyncio.Future[Any] | concurrent.futures.Future[Any]
 
 #: The stages of a question's way, in order; each is a ``..._seconds`` of
 #: :class:`~genlm.core.types.Stats`.
-STAGES = ("validation", "hashing", "lookup", "queue", "engine", "alignment", "caching", "delivery")
-
-#: One question in so many is timed in its caller's thread. A prime, so as not to march in step with
-#: particles.
-SAMPLED = 61
+STAGES = ("queue", "engine", "alignment", "caching", "delivery")
 
 
 class Timeline:
@@ -50,8 +46,6 @@ class Timeline:
         # wait for ever for one that the code under it holds, and a forked child for one that a
         # thread of its parent held.
         self._spent: dict[tuple[int, str], float] = {}
-        self._untimed = 0  # without a lock: to lose one now and then changes no estimate
-        self._next = 1  # how many more to the next that is timed; the first one is
 
     def spent(self) -> dict[str, float]:
         """The seconds that each stage has taken so far."""
@@ -60,24 +54,15 @@ class Timeline:
             spent[stage] += seconds
         return spent
 
-    def sample(self) -> int:
-        """For how many questions, up to this one, its stages in its caller's thread are to stand;
-        0: do not time it."""
-        self._untimed += 1
-        if self._untimed < self._next and self.trace is None:
-            return 0
-        weight, self._untimed, self._next = self._untimed, 0, SAMPLED
-        return weight
-
-    def stage(self, name: str, weight: int = 1, **about: Any) -> Span:
+    def stage(self, name: str, **about: Any) -> Span:
         """Times a ``with`` block as a stage."""
-        return Span(self, name, weight, about)
+        return Span(self, name, about)
 
-    def add(self, stage: str, began: float, weight: int = 1, **about: Any) -> None:
+    def add(self, stage: str, began: float, **about: Any) -> None:
         """A stage that began then has ended now."""
         ended = self.clock()
         mine = threading.get_ident(), stage
-        self._spent[mine] = self._spent.get(mine, 0.0) + weight * (ended - began)
+        self._spent[mine] = self._spent.get(mine, 0.0) + (ended - began)
         if (trace := self.trace) is not None:
             trace.span(stage, began, ended, about)
 
@@ -103,7 +88,6 @@ class Span:
 
     _timeline: Timeline
     _stage: str
-    _weight: int
     _about: dict[str, Any]
     _began: float = 0.0
 
@@ -111,7 +95,7 @@ class Span:
         self._began = self._timeline.clock()
 
     def __exit__(self, *exc_info: object) -> None:
-        self._timeline.add(self._stage, self._began, self._weight, **self._about)
+        self._timeline.add(self._stage, self._began, **self._about)
 
 
 #: Stages that begin in one thread and end in another.
