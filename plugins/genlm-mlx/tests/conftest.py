@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.gemma2 import Gemma2Config
 from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.gpt2 import GPT2Config
 from transformers.models.lfm2 import Lfm2Config
@@ -54,6 +55,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gemma3": lambda: Gemma3TextConfig(
         **{**SIZES, "num_hidden_layers": 6}, **HEADS, sliding_window=12, query_pre_attn_scalar=8
     ),
+    "gemma2": lambda: Gemma2Config(**SIZES, **HEADS, query_pre_attn_scalar=8, sliding_window=4096),
     "mamba": lambda: MambaConfig(**SIZES, state_size=8, intermediate_size=64, time_step_rank=4),
     "lfm2": lambda: Lfm2Config(
         **SIZES, **HEADS, **LFM2, layer_types=["conv", "full_attention", "conv"]

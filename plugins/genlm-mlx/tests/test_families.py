@@ -4,6 +4,7 @@ computes."""
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from genlm.mlx.loading import load
 from genlm.mlx.pool import Pool
 from genlm.mlx.runner import Runner
 
-FAMILIES = ["llama", "gpt2", "gemma3", "mamba", "lfm2"]
+FAMILIES = ["llama", "gpt2", "gemma2", "gemma3", "mamba", "lfm2"]
 Folders = Callable[[str], Path]
 
 
@@ -66,6 +67,24 @@ def test_rows_from_the_pool_are_those_of_cold_contexts(
             list(c)
             for c in dict.fromkeys(map(tuple, [*grown, *forked, prompt + tokens(1), tokens(5)]))
         ]
+
+
+def test_a_batch_that_fits_by_accident_deceives_no_probe(
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 2 as mlx-lm has it: two rows take the place of its two key/value heads. Of coarse
+    weights so little is expected that the wrong rows look right."""
+    shutil.copytree(folders("gemma2"), tmp_path / "coarse")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "coarse", dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(0.1)
+    model.save_pretrained(tmp_path / "coarse")
+    monkeypatch.setattr("genlm.mlx.loading.repair", lambda model: None)
+    engine = load(str(tmp_path / "coarse"), {})
+    rng = random.Random(3)
+    contexts = [[rng.randrange(256) for _ in range(length)] for length in (40, 3)]
+    rows = rows_of(engine, contexts)
+    assert (rows - rows_of(engine, contexts, cold=True)).abs().max() < 0.05
 
 
 def test_a_pinned_prefix_stays_and_is_dropped_by_clear(folders: Folders) -> None:

@@ -17,6 +17,7 @@ from genlm.mlx.engine import MlxEngine
 from genlm.mlx.options import Options
 from genlm.mlx.pool import Pool
 from genlm.mlx.probe import CacheSupport, probe
+from genlm.mlx.repairs import repair
 from genlm.mlx.runner import Runner
 
 #: What mlx-lm itself fetches of a repository.
@@ -48,6 +49,7 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
     )
     config = json.loads((folder / "config.json").read_text())
     model, _ = load_model(folder, model_config=amended(config))
+    repair(model)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     adapters = Adapters(model)
     runner = Runner(model, adapters, chosen.prefill_step_size)
