@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 
 from genlm.core import InvalidOptionError, VocabularyError
 from genlm.core.tokenization import decode_vocab
+from genlm.core.tokenization import vocab as documented
 
 tok = pytest.importorskip("tokenizers", reason="defines tokenizers of the library tokenizers")
 d = tok.decoders
@@ -207,3 +209,7 @@ def test_reading_a_vocabulary_imports_no_engine():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "set()"
+
+
+def test_the_examples_of_the_documentation():
+    assert doctest.testmod(documented) == (0, 3)

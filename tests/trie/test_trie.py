@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import math
 import pickle
 import subprocess
@@ -16,11 +17,12 @@ from hypothesis import strategies as st
 from genlm.core import InvalidInputError, InvalidOptionError, VocabularyError
 from genlm.core.tokenization import Token
 from genlm.core.trie import ParallelTokenCharacterTrie, TokenCharacterTrie
+from genlm.core.trie import trie as documented
 from genlm.core.trie.kernels import DeviceKernel
 
 
 class EndOfSequence:
-    """A symbol that is its own only letter."""
+    """An item that is its own only symbol."""
 
     def __iter__(self):
         return iter([self])
@@ -37,7 +39,7 @@ class OnTorch(TokenCharacterTrie):
 
 
 EOS = EndOfSequence()
-# Few letters, much shared.
+# Few symbols, long shared prefixes.
 WORDS = st.lists(st.lists(st.integers(0, 2), max_size=6).map(bytes), min_size=1, max_size=40)
 TOKENS = WORDS.map(Token.vocabulary)
 STRINGS = st.lists(st.text("ab", max_size=3), unique=True)
@@ -84,15 +86,15 @@ def test_sums_and_maxima(trie_class, items, data):
 @tries
 @given(
     seed=st.integers(0, 2**32 - 1),
-    letters=st.sampled_from([1, 2, 4, 50]),
+    symbols=st.sampled_from([1, 2, 4, 50]),
     longest=st.sampled_from([2, 9, 40]),
 )
 @settings(deadline=None, max_examples=20)
-def test_sums_and_maxima_over_many_items(trie_class, seed, letters, longest):
+def test_sums_and_maxima_over_many_items(trie_class, seed, symbols, longest):
     generator = np.random.default_rng(seed)
     lengths = generator.integers(0, longest, generator.integers(1, 1500))
     trie = trie_class(
-        Token.vocabulary([generator.integers(0, letters, n, np.uint8).tobytes() for n in lengths])
+        Token.vocabulary([generator.integers(0, symbols, n, np.uint8).tobytes() for n in lengths])
     )
     ws = generator.normal(size=len(lengths))
     below = [ws[trie.positions_under(node)] for node in range(len(trie))]
@@ -283,9 +285,9 @@ def test_a_vocabulary_that_makes_no_trie_is_refused():
         TokenCharacterTrie([b"ab", Token(0, b"ab"), Token(1, b"ab"), b"ab"])
     with pytest.raises(VocabularyError, match="positions 0 and 1"):
         TokenCharacterTrie([Token(3, b"x"), Token(3, b"x")])
-    with pytest.raises(VocabularyError, match="iterables of hashable letters"):
+    with pytest.raises(VocabularyError, match="iterables of hashable symbols"):
         TokenCharacterTrie([b"a", 7])
-    with pytest.raises(VocabularyError, match="hashable iterables of hashable letters"):
+    with pytest.raises(VocabularyError, match="hashable iterables of hashable symbols"):
         TokenCharacterTrie([[1, 2], [3]])
 
 
@@ -332,3 +334,7 @@ def test_on_cuda(vocabulary, weights):
     np.testing.assert_allclose(
         sums.cpu().numpy(), TokenCharacterTrie(vocabulary).batch_weight_sum(weights), rtol=1e-14
     )
+
+
+def test_the_examples_of_the_documentation():
+    assert doctest.testmod(documented) == (0, 3)

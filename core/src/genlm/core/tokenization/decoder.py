@@ -1,10 +1,11 @@
 """What the decoder of a ``tokenizers`` tokenizer makes of each single piece, in bytes.
 
-A decoder is a chain of steps over the list of a text's pieces. The steps below are those of the
-``tokenizers`` library (its Rust sources in ``decoders/``, ``pre_tokenizers/byte_level.rs`` and
-``pre_tokenizers/metaspace.rs``), restated for one piece in the middle of a text, and before bytes
-are lossily read as UTF-8. A step whose effect on a piece depends on the neighbours has no such
-restatement: it is refused.
+A decoder is a chain of steps over the list of a text's pieces. The steps below do what those of the
+``tokenizers`` library do, for one piece in the middle of a text, and before bytes are read as UTF-8
+with losses. A step whose effect on a piece depends on its neighbours is refused.
+
+Source: the library's Rust sources, ``decoders/``, ``pre_tokenizers/byte_level.rs`` and
+``pre_tokenizers/metaspace.rs``.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ _NO_BYTE = 256
 
 
 def spelled_bytes(pieces: Sequence[str]) -> list[bytes]:
-    """The bytes that each piece spells; its UTF-8 if any character of it is not in the alphabet.
+    """The bytes that each piece stands for; its UTF-8 if any of its characters is not in the
+    alphabet.
 
-    So does the ByteLevel decoder of ``tokenizers`` read a piece. All pieces are read in one pass.
+    The ByteLevel decoder of ``tokenizers`` does the same. All pieces are read in one pass.
+
+    Source: ``bytes_to_unicode`` in GPT-2's ``encoder.py``: a printable character for each byte.
     """
     characters = np.frombuffer("".join(pieces).encode("utf-32-le"), np.uint32)
     values = _byte_of_character()[np.minimum(characters, 0x144)]
@@ -42,8 +46,8 @@ def spelled_bytes(pieces: Sequence[str]) -> list[bytes]:
 def _byte_of_character() -> npt.NDArray[np.uint16]:
     """By code point, the byte that a character stands for.
 
-    The alphabet is that of GPT-2 (``bytes_to_unicode`` in its ``encoder.py``): printable Latin-1
-    stands for itself, and the characters from U+0100 to U+0143 for the other bytes in order.
+    Printable Latin-1 stands for itself. The characters from U+0100 to U+0143 stand for the other
+    bytes, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = np.full(0x145, _NO_BYTE, np.uint16)
@@ -53,7 +57,7 @@ def _byte_of_character() -> npt.NDArray[np.uint16]:
 
 
 Definition = Mapping[str, Any]
-# A piece is text, or a byte that is no text by itself.
+# A piece is text, or a byte that is not text by itself.
 Piece = str | bytes
 
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -67,10 +71,13 @@ _LOSSY = {
 def decode_pieces(pieces: Sequence[str], definition: Definition) -> list[bytes]:
     """The bytes that each piece adds to a text which it does not begin.
 
-    :param pieces: pieces of the tokenizer's model.
-    :param definition: the decoder, as ``tokenizers`` serialises it.
-    :raises VocabularyError: what the decoder makes of a piece depends on its neighbours, or the
-        decoder is unknown.
+    Args:
+        pieces: Pieces of the tokenizer's model.
+        definition: The decoder, as ``tokenizers`` serialises it.
+
+    Raises:
+        VocabularyError: What the decoder makes of a piece depends on its neighbours, or the decoder
+            is not known.
     """
     decoded: Sequence[Piece] = pieces
     joined = False
@@ -78,8 +85,7 @@ def decode_pieces(pieces: Sequence[str], definition: Definition) -> list[bytes]:
         if step["type"] in _LOSSY:
             raise VocabularyError(
                 f"tokens have no byte strings: the tokenizer's decoder {step['type']} "
-                f"{_LOSSY[step['type']]}. "
-                "Use a byte-level or SentencePiece tokenizer"
+                f"{_LOSSY[step['type']]}; use a byte-level or SentencePiece tokenizer"
             )
         if step["type"] == "ByteLevel" and not joined:
             decoded = _spell(decoded)
@@ -121,7 +127,7 @@ def _change_of_text(step: Definition) -> Callable[[Piece], Piece]:
     """What a step that sees the pieces joined to one text does to the middle of it."""
     match step["type"]:
         case "Fuse" | "Strip" | "ByteFallback":
-            # They touch the two ends of the text, or a text that is one byte's name.
+            # They change the two ends of the text, or a text that is the name of one byte.
             return _encode
         case "Replace" if len(_encode(step["pattern"].get("String", ""))) == 1:
             pattern, content = _encode(step["pattern"]["String"]), _encode(step["content"])
@@ -166,7 +172,7 @@ def _replacing(pattern: str, content: str) -> Callable[[str], str]:
 def _replace(step: Definition) -> Callable[[str], str]:
     if "String" in step["pattern"]:
         return _replacing(step["pattern"]["String"], step["content"])
-    # The expression is in Oniguruma's dialect, so only the library itself reads it rightly.
+    # The expression is in Oniguruma's dialect: only the library itself reads it correctly.
     from tokenizers import Regex
     from tokenizers.decoders import Replace
 

@@ -27,7 +27,8 @@ def fast_token_bytes(tokenizer: Any) -> list[bytes]:
     leads to these as well (Gemma lists its runs of spaces, ``▁▁``, among the added tokens), so they
     are what the decoder makes of the piece.
 
-    :raises VocabularyError: the tokenizer does not keep the bytes of the text.
+    Raises:
+        VocabularyError: The tokenizer does not keep the bytes of the text.
     """
     backend = _backend(tokenizer)
     _check_keeps_spaces(backend)
@@ -58,7 +59,7 @@ def _backend(tokenizer: Any) -> Any:
 def _definition(component: Any) -> Definition | None:
     """A tokenizer's component as the library serialises it; ``None`` for one written in Python.
 
-    Read from the component's pickling state: ``Tokenizer.to_str`` would write out all merges, which
+    Read from the component's pickling state. ``Tokenizer.to_str`` would write out all merges, which
     takes longer than everything else together.
     """
     try:
@@ -75,15 +76,13 @@ def _decoder_definition(backend: Any) -> Definition:
     if backend.decoder is None:
         raise VocabularyError(
             "tokens have no byte strings: the tokenizer has no decoder, so decoding puts a space "
-            "between any two tokens; "
-            "set the decoder that belongs to its model"
+            "between any two tokens; set the decoder that belongs to its model"
         )
     definition = _definition(backend.decoder)
     if definition is None:
         raise VocabularyError(
             "tokens have no known byte strings: the tokenizer's decoder is Python code, not a "
-            "definition; "
-            "give the tokenizer a method token_bytes() that returns them"
+            "definition; give the tokenizer a method token_bytes() that returns them"
         )
     return definition
 
@@ -108,8 +107,7 @@ def _check_keeps_spaces(backend: Any) -> None:
 def _drops_spaces(culprit: str) -> VocabularyError:
     return VocabularyError(
         f"tokens have no byte strings: the tokenizer's {culprit} does not keep the white space of "
-        "the text; "
-        "use a byte-level or SentencePiece tokenizer"
+        "the text; use a byte-level or SentencePiece tokenizer"
     )
 
 

@@ -13,7 +13,7 @@ _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def library_token_bytes(tokenizer: Any) -> list[bytes] | None:
-    """The bytes of every token by id; ``None`` if ``tokenizer`` is of none of these libraries."""
+    """The bytes of every token by id; ``None`` for a tokenizer of another library."""
     if hasattr(tokenizer, "get_piece_size"):
         return [_sentencepiece_bytes(tokenizer, i) for i in range(tokenizer.get_piece_size())]
     if hasattr(tokenizer, "decode_single_token_bytes"):
@@ -39,14 +39,14 @@ def _sentencepiece_bytes(model: Any, piece_id: int) -> bytes:
 def _tiktoken_bytes(encoding: Any, token_id: int) -> bytes:
     try:
         token: bytes = encoding.decode_single_token_bytes(token_id)
-    except KeyError:  # no token has this id
+    except KeyError:  # there is no token of this id
         return b""
     return token
 
 
 def _mistral_tokenizer(tokenizer: Any) -> Any:
-    """mistral-common's tokenizer proper: bare, in that library's cover, or in the cover of
-    transformers around that."""
+    """mistral-common's inner tokenizer: given itself, or inside that library's wrapper, or inside
+    the wrapper of transformers around that."""
     for _ in range(3):
         if all(hasattr(tokenizer, name) for name in ("n_words", "id_to_piece", "is_special")):
             return tokenizer
@@ -71,7 +71,8 @@ _BYTE_ALPHABET = frozenset(map(chr, range(256)))
 def slow_token_bytes(tokenizer: Any) -> list[bytes]:
     """The bytes of every token by id. Added tokens are verbatim.
 
-    :raises VocabularyError: the tokenizer is of no known family.
+    Raises:
+        VocabularyError: The tokenizer's family is not known.
     """
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     pieces = {
@@ -89,7 +90,7 @@ def slow_token_bytes(tokenizer: Any) -> list[bytes]:
 
 
 def _decoding(tokenizer: Any, pieces: Mapping[int, Any]) -> Callable[[Any], bytes]:
-    """How the tokenizer's family spells bytes."""
+    """How the tokenizer's family writes bytes."""
     if all(isinstance(piece, bytes) for piece in pieces.values()):
         return bytes
     if hasattr(tokenizer, "sp_model") or hasattr(getattr(tokenizer, "tokenizer", None), "sp_model"):
@@ -104,8 +105,8 @@ def _decoding(tokenizer: Any, pieces: Mapping[int, Any]) -> Callable[[Any], byte
         return _latin_1
     raise VocabularyError(
         f"tokens have no known byte strings: {type(tokenizer).__name__} is neither byte-level nor "
-        "SentencePiece; "
-        "give the tokenizer a method token_bytes() that returns them, or load its fast version"
+        "SentencePiece; give the tokenizer a method token_bytes() that returns them, or load its "
+        "fast version"
     )
 
 
@@ -114,5 +115,5 @@ def _latin_1(piece: str) -> bytes:
 
 
 def _byte_decoder(byte_of: Mapping[str, int]) -> Callable[[str], bytes]:
-    """GPT-2 and its heirs: a byte for each character."""
+    """GPT-2 and its successors: a byte for each character."""
     return lambda piece: bytes(map(byte_of.__getitem__, piece))

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from itertools import repeat
 from typing import Any
 
-# Ids are kept in two parts, of which the lower one has so many values: the interpreter holds ints
-# so small only once.
+# An id is kept in two parts; this is the number of values of the lower one. The interpreter holds
+# such small ints only once.
 _PAGE = 256
 
 
 class _Fields(dict[str, Any]):
-    """The ``__dict__`` of a token; empty, but it has room for the id.
+    """The ``__dict__`` of a token: empty, with room for the id.
 
     An instance of a ``bytes`` subclass can have no slots itself. An id among the dictionary's items
     would take another 200 bytes, and an id as an int of its own another 32.
@@ -29,13 +29,16 @@ class _Fields(dict[str, Any]):
 class Token(bytes):
     """One entry of a vocabulary: bytes that know their id.
 
-    Several tokens of a vocabulary may have the same bytes, so two tokens are equal, ordered and
-    hashed by ``token_id``. With plain bytes a token is compared by content; but since its hash is
-    that of its id, it is not found under its bytes in a set or a dictionary.
+    Several tokens of a vocabulary may have the same bytes. So tokens are compared, ordered and
+    hashed by ``token_id``. With plain bytes a token is compared by content. Its hash is that of its
+    id, so a set or a dictionary does not find it by its bytes.
 
-    :param token_id: the token's id in its vocabulary.
-    :param byte_string: the token's bytes.
-    :raises TypeError: ``token_id`` is not an int, or ``byte_string`` is not bytes.
+    Args:
+        token_id: The token's id in its vocabulary.
+        byte_string: The token's bytes.
+
+    Raises:
+        TypeError: ``token_id`` is not an int, or ``byte_string`` is not bytes.
     """
 
     __dict__: _Fields
@@ -128,7 +131,7 @@ class Token(bytes):
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keeps the garbage collector from searching what is being made, over and over: that takes four
+    """Pauses the garbage collector. It would search the new objects again and again, and take four
     times as long."""
     enabled = gc.isenabled()
     gc.disable()

@@ -16,25 +16,36 @@ def decode_vocab(
 ) -> tuple[list[Token], list[str]]:
     """The tokens of a tokenizer as bytes, and as strings.
 
-    The bytes are those that a token adds to a text: joined over the ids of a text they are its
-    UTF-8, up to what the tokenizer's normalizer changes and, for SentencePiece, the space that it
-    puts before the text. They follow from the tokenizer's own definition (model, decoder and added
-    tokens); no text is encoded to find them. Special and added tokens are their literal text.
+    The bytes of a token are those that it adds to a text. Joined over the ids of a text they are
+    its UTF-8, except for what the tokenizer's normalizer changes. SentencePiece, for instance, puts
+    a space before the text. The bytes follow from the tokenizer's own definition: model, decoder
+    and added tokens. No text is encoded to find them. Special tokens are their literal text.
 
-    Both lists have one more element than the largest id; an id that no token has gives ``b""``.
+    Both lists have one more element than the largest id. An id without a token gives ``b""``.
     Strings are for reading: several tokens may have the same.
 
-    :param tokenizer: a Hugging Face tokenizer, fast or slow; one of the libraries tokenizers,
-        SentencePiece, tiktoken or mistral-common; or any object with ``token_bytes() ->
-        Sequence[bytes]``, which is taken at its word.
-    :param byte2str_fallback: what stands in ``str_vocab`` for bytes that are not UTF-8:
-        ``"tokenizer"``, the tokenizer's own name of the token (``convert_ids_to_tokens``;
-        ``"replace"`` where it has none); ``"latin1"``; or ``"replace"``, U+FFFD.
-    :returns: ``(byte_vocab, str_vocab)``; ``byte_vocab[i].token_id == i``.
-    :raises InvalidOptionError: ``byte2str_fallback`` is none of these.
-    :raises VocabularyError: the tokenizer loses bytes of the text (WordPiece, for one), or is of no
-        known family, or has no token at all; or its ``token_bytes()`` gives something else than
-        bytes.
+    Args:
+        tokenizer: A Hugging Face tokenizer, fast or slow; a tokenizer of the libraries tokenizers,
+            SentencePiece, tiktoken or mistral-common; or any object with ``token_bytes() ->
+            Sequence[bytes]``, which is believed.
+        byte2str_fallback: What ``str_vocab`` holds for bytes that are not UTF-8. ``"tokenizer"``:
+            the tokenizer's own name of the token (``convert_ids_to_tokens``), or ``"replace"`` if
+            it has none. ``"latin1"``: the bytes read as Latin-1. ``"replace"``: U+FFFD.
+
+    Returns:
+        ``(byte_vocab, str_vocab)``, with ``byte_vocab[i].token_id == i``.
+
+    Raises:
+        InvalidOptionError: ``byte2str_fallback`` is not one of these.
+        VocabularyError: The tokenizer loses bytes of the text (WordPiece does), or its family is
+            not known, or it has no token; or its ``token_bytes()`` returns something other than
+            bytes.
+
+    Example:
+        >>> from genlm.core.mock import ByteTokenizer
+        >>> byte_vocab, str_vocab = decode_vocab(ByteTokenizer())
+        >>> byte_vocab[97], str_vocab[257]
+        (Token(token_id=97, byte_string=b'a'), '<|eos|>')
     """
     fallback = _fallback(tokenizer, byte2str_fallback)
     token_bytes = _token_bytes(tokenizer)
@@ -58,9 +69,9 @@ def _token_bytes(tokenizer: Any) -> Sequence[bytes]:
         return token_bytes
     if not hasattr(tokenizer, "get_vocab"):
         raise VocabularyError(
-            f"{type(tokenizer).__name__} is no tokenizer of a known family: it has neither "
-            "get_vocab nor token_bytes; "
-            "give it a method token_bytes() that returns the bytes of every token"
+            f"{type(tokenizer).__name__} is not a tokenizer of a known family: it has neither "
+            "get_vocab nor token_bytes; give it a method token_bytes() that returns the bytes of "
+            "every token"
         )
     return slow_token_bytes(tokenizer)
 
@@ -68,8 +79,8 @@ def _token_bytes(tokenizer: Any) -> Sequence[bytes]:
 def _checked(token_id: int, token: Any) -> bytes:
     if not isinstance(token, bytes | bytearray | memoryview):
         raise VocabularyError(
-            f"token_bytes() gave {token!r:.40} for token {token_id}; give its bytes, b'' if it has "
-            "none"
+            f"token_bytes() gave {token!r:.40} for token {token_id}; give its bytes, or b'' if it "
+            "has none"
         )
     return bytes(token)
 
@@ -90,5 +101,5 @@ def _fallback(tokenizer: Any, name: str) -> Callable[[int, bytes], str]:
         case "tokenizer" | "replace":
             return lambda _, token: token.decode(errors="replace")
     raise InvalidOptionError(
-        f"byte2str_fallback is {name!r}: it must be 'tokenizer', 'latin1' or 'replace'"
+        f"byte2str_fallback must be 'tokenizer', 'latin1' or 'replace'; got {name!r}"
     )

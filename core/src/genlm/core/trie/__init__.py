@@ -1,4 +1,4 @@
-"""The trie over a vocabulary's letters."""
+"""The trie over the symbols of a vocabulary."""
 
 from genlm.core.trie.async_trie import AsyncTokenCharacterTrie
 from genlm.core.trie.trie import ParallelTokenCharacterTrie, TokenCharacterTrie

@@ -20,22 +20,26 @@ from genlm.core.trie.weights import MAX, SUM, Operation
 
 @frozen(eq=False)
 class Request:
-    """One vector of weights to combine. No two requests are equal: comparing vectors costs more
-    than it saves."""
+    """One vector of weights to combine.
+
+    No two requests are equal: comparing their vectors would cost more than it saves.
+    """
 
     operation: Operation
     weights: Any
 
 
-class TrieStepper:
+class TrieExecutor:
     """Answers all requests of a batch with one kernel call. Lives on the batcher's thread."""
 
     def __init__(self, trie: TokenCharacterTrie) -> None:
         self.trie = trie
 
     def step(self, newcomers: Sequence[Request]) -> Iterable[tuple[Request, Any]]:
-        """Answer all of ``newcomers``, which ask for the same operation; if that fails, each
-        alone."""
+        """Answer all of ``newcomers``, which ask for the same operation.
+
+        If that fails, each is answered alone.
+        """
         try:
             return list(zip(newcomers, self._combine(newcomers), strict=True))
         except Exception:
@@ -51,27 +55,25 @@ class TrieStepper:
             return error
 
     def _combine(self, requests: Sequence[Request]) -> Any:
-        combine = (
-            self.trie.batch_weight_sum
-            if requests[0].operation is SUM
-            else self.trie.batch_weight_max
-        )
+        is_sum = requests[0].operation is SUM
+        combine = self.trie.batch_weight_sum if is_sum else self.trie.batch_weight_max
         return combine([request.weights for request in requests])
 
 
 class AsyncTokenCharacterTrie:
-    """A trie whose concurrent calls are answered together.
+    """A trie that answers concurrent calls together.
 
     Calls that wait at the same time, from any number of event loops, become one call of the trie
-    for sums and one for maxima. A call whose weights are wrong fails alone. Results of one batch
-    are rows of one array.
+    for sums and one for maxima. A call with wrong weights fails alone. The results of one batch are
+    rows of one array.
 
-    :param trie: what computes.
+    Args:
+        trie: The trie that computes.
     """
 
     def __init__(self, trie: TokenCharacterTrie) -> None:
         self.trie = trie
-        # re-entrant, for a signal handler may call shutdown() at any line.
+        # Re-entrant, because a signal handler may call shutdown() at any line.
         self._lock = threading.RLock()
         self._batcher: Batcher[Request, Any] | None = None
         self._pid = os.getpid()
@@ -80,40 +82,46 @@ class AsyncTokenCharacterTrie:
     def from_vocab(
         cls, vocab: Sequence[Any], backend: str = "parallel", **options: Any
     ) -> AsyncTokenCharacterTrie:
-        """Build the trie too.
+        """Build the trie, and this around it.
 
-        :param vocab: the vocabulary.
-        :param backend: ``"parallel"`` computes on an accelerator where there is one,
-            ``"sequential"`` on the CPU.
-        :param options: for the trie.
-        :raises InvalidOptionError: ``backend`` is another.
+        Args:
+            vocab: The vocabulary.
+            backend: ``"parallel"`` computes on an accelerator if there is one, ``"sequential"`` on
+                the CPU.
+            options: Options of the trie.
+
+        Raises:
+            InvalidOptionError: ``backend`` is neither of these.
         """
         match backend:
             case "parallel":
                 return cls(ParallelTokenCharacterTrie(vocab, **options))
             case "sequential":
                 return cls(TokenCharacterTrie(vocab, **options))
-        raise InvalidOptionError(f"backend is {backend!r}: it must be 'parallel' or 'sequential'")
+        raise InvalidOptionError(f"backend must be 'parallel' or 'sequential'; got {backend!r}")
 
     async def weight_sum(self, ws: Any) -> Any:
-        """:meth:`TokenCharacterTrie.weight_sum`, with other calls. Do not write into ``ws`` before
-        the answer is there."""
+        """:meth:`TokenCharacterTrie.weight_sum`, together with other calls.
+
+        Do not write into ``ws`` before the answer is there.
+        """
         return await self._running().submit(Request(SUM, ws))
 
     async def weight_max(self, ws: Any) -> Any:
-        """:meth:`TokenCharacterTrie.weight_max`, with other calls. Do not write into ``ws`` before
-        the answer is there."""
+        """:meth:`TokenCharacterTrie.weight_max`, together with other calls.
+
+        Do not write into ``ws`` before the answer is there.
+        """
         return await self._running().submit(Request(MAX, ws))
 
     def start(self) -> None:
-        """Start the worker thread. The first call does so by itself."""
+        """Start the worker thread. The first call does the same."""
         self._running()
 
     def shutdown(self) -> None:
-        """End the worker thread; calls that it has not taken yet fail. Idempotent; the next call
-        starts it anew.
+        """End the worker thread. May be called twice; the next call starts a new thread.
 
-        A call that still waits meets :class:`~genlm.core.errors.ModelClosedError`.
+        A call that still waits gets :class:`~genlm.core.errors.ModelClosedError`.
         """
         self._leave_parent()
         with self._lock:
@@ -130,17 +138,17 @@ class AsyncTokenCharacterTrie:
         with self._lock:
             batcher = self._batcher
             if batcher is None:
-                stepper = TrieStepper(self.trie)
+                executor = TrieExecutor(self.trie)
                 batcher = Batcher(
-                    lambda: stepper, name="genlm-trie", kind=operator.attrgetter("operation")
+                    lambda: executor, name="genlm-trie", kind=operator.attrgetter("operation")
                 )
-                # The interpreter's exit is the batcher's own affair.
+                # At the interpreter's exit the batcher stops itself.
                 weakref.finalize(self, batcher.stop).atexit = False
                 self._batcher = batcher
             return batcher
 
     def _leave_parent(self) -> None:
-        """Begin anew in a forked child, which has no worker thread, and perhaps a lock that nobody
-        will release."""
+        """Start anew in a forked child: it has no worker thread, and its copy of the lock may never
+        be released."""
         if os.getpid() != self._pid:
             self._pid, self._lock, self._batcher = os.getpid(), threading.RLock(), None

@@ -6,9 +6,9 @@ import heapq
 import importlib
 import json
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +17,23 @@ from attrs import frozen
 from genlm.core.errors import InvalidInputError, InvalidOptionError
 from genlm.core.trie.weights import to_array
 
-if TYPE_CHECKING:
-    from genlm.core.trie.trie import TokenCharacterTrie
-
-
 Floats = npt.NDArray[np.float64]
+
+
+class Drawable(Protocol):
+    """What a drawing needs of a trie."""
+
+    root: int
+    decode: list[Any]
+
+    def __len__(self) -> int: ...
+    def weight_sum(self, ws: Any, dtype: Any = None) -> Any: ...
+    @property
+    def children(self) -> Sequence[Mapping[Hashable, int]]: ...
+    @property
+    def leaf2word(self) -> Mapping[int, Any]: ...
+    @property
+    def node2prefix(self) -> Mapping[int, Sequence[Hashable]]: ...
 
 
 @frozen
@@ -31,11 +43,11 @@ class Drawn:
     Attributes:
         node: Its number.
         above: The number of the node above it; ``None`` for the root.
-        edge: How the letter on the edge from there reads; ``None`` for the root and for leaves.
-        prefix: How the letters that lead to it read.
+        edge: The symbol on the edge from there, as text; ``None`` for the root and for leaves.
+        prefix: The symbols that lead to it, as text.
         item: For a leaf, the position of its item.
         weight: Its weight; ``None`` if no weights were given.
-        share: How much of a full bar that is, 0 to 1.
+        share: The length of its bar, from 0 to 1.
         left_out: How many of its children are not drawn.
     """
 
@@ -49,25 +61,30 @@ class Drawn:
     left_out: int
 
 
-def excerpt(trie: TokenCharacterTrie, ws: Any, max_nodes: int) -> list[Drawn]:
-    """The root and what hangs together with it, the heaviest first, up to ``max_nodes``; each after
-    the node above it.
+def excerpt(trie: Drawable, ws: Any, max_nodes: int) -> list[Drawn]:
+    """At most ``max_nodes`` nodes: the root and what is connected to it, the heaviest first.
 
-    :param ws: ``[len(trie)]`` weights by node, such as ``weight_sum`` gives; ``None`` counts the
-        items below each node.
-    :raises InvalidInputError: ``ws`` has another shape.
-    :raises InvalidOptionError: ``max_nodes`` is less than 1.
+    Each node comes after the node above it.
+
+    Args:
+        trie: The trie.
+        ws: ``[len(trie)]`` Weights by node, such as ``weight_sum`` gives; ``None`` counts the items
+            below each node.
+        max_nodes: The most nodes.
+
+    Raises:
+        InvalidInputError: ``ws`` has another shape.
+        InvalidOptionError: ``max_nodes`` is less than 1.
     """
     if max_nodes < 1:
-        raise InvalidOptionError(f"max_nodes is {max_nodes}: it must be at least 1")
+        raise InvalidOptionError(f"max_nodes must be at least 1; got {max_nodes}")
     weights = to_array(trie.weight_sum(np.ones(len(trie.decode))) if ws is None else ws).astype(
         np.float64
     )
     if weights.shape != (len(trie),):
         raise InvalidInputError(
             f"ws has the shape {list(weights.shape)}, but the trie has {len(trie)} nodes: give "
-            "weights by node, such as "
-            "weight_sum() returns"
+            "weights by node, such as weight_sum() returns"
         )
     edges = _heaviest(trie, weights, max_nodes)
     drawn = Counter(above for _, above, _ in edges)
@@ -87,34 +104,35 @@ def excerpt(trie: TokenCharacterTrie, ws: Any, max_nodes: int) -> list[Drawn]:
     ]
 
 
-def read(letters: Sequence[Hashable]) -> str:
-    """Letters for people: bytes as UTF-8, with escapes for what is none or would not show; other
-    letters as they are."""
-    if all(isinstance(letter, int) and 0 <= letter < 256 for letter in letters):
-        text = bytes(letters).decode("utf-8", "backslashreplace")  # type: ignore[arg-type]
+def read(symbols: Sequence[Hashable]) -> str:
+    """Symbols as text: bytes as UTF-8, other symbols as they are.
+
+    Bytes that are not UTF-8 and characters that do not print are escaped.
+    """
+    if all(isinstance(symbol, int) and 0 <= symbol < 256 for symbol in symbols):
+        text = bytes(symbols).decode("utf-8", "backslashreplace")  # type: ignore[arg-type]
     else:
-        text = "".join(map(str, letters))
+        text = "".join(map(str, symbols))
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _heaviest(
-    trie: TokenCharacterTrie, weights: Floats, limit: int
+    trie: Drawable, weights: Floats, limit: int
 ) -> list[tuple[int, int | None, Hashable]]:
-    """From the root, always the heaviest node in reach: (node, node above, edge)."""
+    """Starting at the root, always the heaviest node in reach: (node, node above, edge)."""
     found: list[tuple[int, int | None, Hashable]] = []
-    # The node's number settles ties, for the same drawing every time.
+    # The node's number settles ties, so that the drawing is the same every time.
     reach: list[tuple[float, int, int | None, Hashable]] = [(0.0, trie.root, None, None)]
     while reach and len(found) < limit:
         _, node, above, edge = heapq.heappop(reach)
         found.append((node, above, edge))
-        for letter, child in trie.children[node].items():
-            heapq.heappush(reach, (-weights[child], child, node, letter))
+        for symbol, child in trie.children[node].items():
+            heapq.heappush(reach, (-weights[child], child, node, symbol))
     return found
 
 
 def _shares(weights: Floats) -> Floats:
-    """Masses in proportion to the largest; where there are negative weights, their place between
-    least and largest."""
+    """Weights in proportion to the largest; if some are negative, from the least to the largest."""
     finite = weights[np.isfinite(weights)]
     low = min(float(finite.min(initial=0.0)), 0.0)
     high = float(finite.max(initial=low))
@@ -124,11 +142,12 @@ def _shares(weights: Floats) -> Floats:
     return np.clip(shares, 0.0, 1.0)
 
 
-def draw_dot(trie: TokenCharacterTrie, ws: Any, max_nodes: int) -> Any:
-    """A ``graphviz.Digraph``: circles for prefixes, double circles for items, greener where the
-    weight is larger.
+def draw_dot(trie: Drawable, ws: Any, max_nodes: int) -> Any:
+    """Draw a ``graphviz.Digraph``: circles for prefixes, double circles for items. Larger weights
+    are greener.
 
-    :raises ImportError: the package graphviz is missing.
+    Raises:
+        ImportError: The package graphviz is missing.
     """
     graphviz = _import_graphviz()
     dot = graphviz.Digraph(
@@ -168,12 +187,12 @@ def _import_graphviz() -> Any:
         ) from error
 
 
-def draw_page(trie: TokenCharacterTrie, ws: Any, max_nodes: int) -> str:
-    """An HTML document: a tree to open and close, a bar for each weight, and a search among all
-    prefixes that it holds."""
+def draw_page(trie: Drawable, ws: Any, max_nodes: int) -> str:
+    """Write an HTML document: a tree to open and close, a bar for each weight, and a search among
+    its prefixes."""
     drawn = excerpt(trie, ws, max_nodes)
     template = files("genlm.core.trie").joinpath("page.html").read_text(encoding="utf-8")
-    # No "<" can then end the script element that holds the data.
+    # So that no "<" in the data can end the script element that holds it.
     data = json.dumps(_columns(drawn), ensure_ascii=False, separators=(",", ":")).replace(
         "<", "\\u003c"
     )
@@ -181,8 +200,8 @@ def draw_page(trie: TokenCharacterTrie, ws: Any, max_nodes: int) -> str:
 
 
 def _columns(drawn: list[Drawn]) -> dict[str, Any]:
-    """The nodes by column, numbered in the order drawn; a node's children follow it, the heaviest
-    first."""
+    """The nodes by column, numbered in the order drawn. Children come after their parent, the
+    heaviest first."""
     row = {node.node: i for i, node in enumerate(drawn)}
     return {
         "node": [node.node for node in drawn],

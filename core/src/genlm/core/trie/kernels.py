@@ -21,23 +21,22 @@ if TYPE_CHECKING:
     import torch
 
 
-# Smaller blocks the allocator keeps by itself; larger ones are not worth holding.
+# The allocator itself keeps smaller blocks; larger ones would occupy too much memory.
 _LEAST, _MOST = 4 << 20, 256 << 20
 
 
 class Recycler:
-    """Makes arrays for results, out of the last one that was given up if that fits.
+    """Makes arrays for results, in the memory of the last one that was released if that fits.
 
-    Large blocks go back to the operating system when they are freed, which then clears every page
-    of the next one: for a batch of sums that takes as long as the sums. Only one block is kept.
+    A large block goes back to the operating system when it is freed. The system then clears every
+    page of the next block, which takes as long as a batch of sums. So one block is kept.
     """
 
     def __init__(self) -> None:
         self._spare: deque[npt.NDArray[np.uint8]] = deque(maxlen=1)  # its methods are atomic
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
-        """As ``np.empty``. The memory is free again when the array, its views and all that shares
-        it are gone."""
+        """Like ``np.empty``. The memory is free again when the array and all its views are gone."""
         size = math.prod(shape) * np.dtype(dtype).itemsize
         if not _LEAST <= size <= _MOST:
             return np.empty(shape, dtype)
@@ -51,8 +50,7 @@ class Recycler:
 
 
 class _Lease:
-    """What a result's array is made of: gives the block back when the last array that refers to it
-    goes."""
+    """The base of a result's array. Gives the block back when the last array on it is gone."""
 
     def __init__(
         self,
@@ -74,17 +72,17 @@ class _Lease:
         self._home.append(self._block)
 
 
-# What ``take`` does to indices that are out of range. There are none, and with this it is quickest.
+# How ``take`` treats indices out of range. There are none, and this mode is the fastest.
 _UNCHECKED: Final = "wrap"
-# Below so many elements in all, a second thread costs more than it saves.
+# With fewer elements in all, a second thread costs more than it saves.
 _WORTH_A_THREAD = 1 << 17
 
 
 class CpuKernel:
     """Sums and maxima over the nodes of a trie, for rows in main memory.
 
-    NumPy releases the interpreter lock while it works on a row, so other threads go on, and large
-    batches use all cores.
+    Works on one row after the other, so that its values stay in the processor's cache. NumPy
+    releases the interpreter lock meanwhile: other threads run, and large batches use all cores.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -92,33 +90,35 @@ class CpuKernel:
         self._results = Recycler()
 
     def rows(self, ws: Any, batch: bool) -> list[FloatArray]:
-        """Weights of any kind as a list of ``[words]``.
+        """Weights of any kind as a list of rows ``[items]``.
 
-        :raises InvalidInputError: they have another shape.
+        Raises:
+            InvalidInputError: The weights have another shape.
         """
         if isinstance(ws, list | tuple) or not batch:
             rows = [to_array(row) for row in (ws if batch else [ws])]
         else:
             rows = list(np.atleast_1d(to_array(ws)))
         for row in rows:
-            check_shape(row.shape, self.plan.words)
+            check_shape(row.shape, self.plan.items)
         return rows
 
     def reduce(self, operation: Operation, rows: list[FloatArray], wanted: ResultType) -> Any:
-        """Combine each row of weights, ``[words]``, to ``[nodes + words]``; computed in float64.
+        """Combine each row of weights, ``[items]``, in float64.
 
-        :returns: ``[len(rows), nodes + words]``.
+        Returns:
+            ``[len(rows), nodes + items]``
         """
         plan = self.plan
-        result = self._results.empty((len(rows), plan.nodes + plan.words), wanted.name)
+        result = self._results.empty((len(rows), plan.nodes + plan.items), wanted.name)
 
-        # Whoever is free takes the next: on this, next() is atomic.
+        # Each thread takes the next row when it is free; next() on this iterator is atomic.
         left = iter(list(zip(rows, result, strict=True)))
         helpers = min(self._cores, len(rows), len(rows) * plan.width // _WORTH_A_THREAD) - 1
         helping = [self._pool.submit(self._run, operation, left) for _ in range(helpers)]
         self._run(operation, left)
         for helper in helping:
-            if not helper.cancel():  # one that never got to run is not waited for
+            if not helper.cancel():  # do not wait for one that has not started
                 helper.result()
         return wanted.of_array(result)
 
@@ -127,7 +127,7 @@ class CpuKernel:
         work = np.empty(self.plan.width)
         for row, answer in left:
             self._combine(operation, row, work)
-            answer[nodes:] = work[: self.plan.words]
+            answer[nodes:] = work[: self.plan.items]
             work.astype(answer.dtype, copy=False).take(
                 self.plan.place, out=answer[:nodes], mode=_UNCHECKED
             )
@@ -135,11 +135,11 @@ class CpuKernel:
     def _combine(
         self, operation: Operation, row: FloatArray, work: npt.NDArray[np.float64]
     ) -> None:
-        """Fill the work row; see :mod:`genlm.core.trie.plan`."""
+        """Fill the work row, as :mod:`genlm.core.trie.plan` describes."""
         plan, combine = self.plan, operation.of(np)
-        work[: plan.words] = row
+        work[: plan.items] = row
         if plan.rounds:
-            work[plan.rounds[0].new] = work[: plan.words].take(plan.first, mode=_UNCHECKED)
+            work[plan.rounds[0].new] = work[: plan.items].take(plan.first, mode=_UNCHECKED)
         for step in plan.rounds:
             combine(work[step.new], work.take(step.other, mode=_UNCHECKED), out=work[step.results])
         if len(plan.rest.starts):
@@ -168,7 +168,8 @@ class DeviceKernel:
     def __init__(self, plan: Plan, device: str) -> None:
         """Move the plan to the device.
 
-        :raises InvalidOptionError: PyTorch knows no device of that name, or cannot use it here.
+        Raises:
+            InvalidOptionError: PyTorch does not know the device, or cannot use it here.
         """
         import torch
 
@@ -192,14 +193,15 @@ class DeviceKernel:
         self._place = torch.from_numpy(plan.place).to(device)
 
     def rows(self, ws: Any, batch: bool) -> torch.Tensor:
-        """Weights of any kind as ``[rows, words]`` on the device.
+        """Weights of any kind as ``[rows, items]`` on the device.
 
-        :raises InvalidInputError: they have another shape.
+        Raises:
+            InvalidInputError: The weights have another shape.
         """
         import torch
 
         if batch and isinstance(ws, list | tuple):
-            none = torch.empty((0, self.plan.words), dtype=self.dtype, device=self.device)
+            none = torch.empty((0, self.plan.items), dtype=self.dtype, device=self.device)
             return torch.cat([none, *(self.rows(row, batch=False) for row in ws)])
         tensor = (
             ws.detach()
@@ -207,25 +209,25 @@ class DeviceKernel:
             else torch.from_numpy(np.ascontiguousarray(to_array(ws)))
         )
         rows: torch.Tensor = tensor if batch else tensor[None]
-        check_shape(rows.shape[1:], self.plan.words)
+        check_shape(rows.shape[1:], self.plan.items)
         # MPS cannot even receive float64.
         return rows.to(self.dtype).to(self.device)
 
     def reduce(self, operation: Operation, weights: torch.Tensor, wanted: ResultType) -> Any:
-        """Combine ``weights``, ``[rows, words]``, to ``[rows, nodes + words]``."""
+        """Combine ``weights``, ``[rows, items]``, to ``[rows, nodes + items]``."""
         import torch
 
         work = self._combine(operation, weights)
         return wanted.of_tensor(torch.cat([work.index_select(1, self._place), weights], dim=1))
 
     def _combine(self, operation: Operation, weights: torch.Tensor) -> torch.Tensor:
-        """The work rows; see :mod:`genlm.core.trie.plan`."""
+        """The work rows that :mod:`genlm.core.trie.plan` describes, ``[rows, width + 1]``."""
         import torch
 
         plan, combine = self.plan, operation.of(torch)
-        # One element more than the plan needs: with it the rest is padded.
+        # The extra element is the identity; it pads the rest.
         work = weights.new_full((len(weights), plan.width + 1), operation.identity)
-        work[:, : plan.words] = weights
+        work[:, : plan.items] = weights
         if plan.rounds:
             work[:, plan.rounds[0].new] = weights.index_select(1, self._first)
         for step, other in zip(plan.rounds, self._others, strict=True):

@@ -1,12 +1,12 @@
-"""How to sum or maximise over every node's words in a few dozen array operations.
+"""How to sum or maximise over the items below every node, in a few dozen array operations.
 
-Differences of prefix sums would be one operation, but they lose small masses to cancellation.
-Instead, the words below each node are combined pair by pair, in rounds, for all nodes at once (see
-:class:`Pairing`). As only disjoint parts are ever combined, results are exact up to
-rounding, for weights of any sign.
+Differences of prefix sums would take one operation, but cancellation destroys small masses.
+Instead, the items below each node are combined pair by pair, in rounds, for all nodes at once (see
+:class:`Pairing`). Only disjoint parts are ever combined. So results are exact up to rounding, for
+weights of any sign, and the rounding error grows with the logarithm of the number of items.
 
-At least one value of each pair was made in the round before. So the results of a round are kept in
-the order in which the next one takes them, and only the other value of each pair must be looked up.
+At least one value of each pair was made in the round before. So the results of a round are stored
+in the order in which the next round takes them. Only the other value of a pair must be looked up.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from genlm.core.trie.layout import Ints, Layout
 
 @frozen(eq=False)
 class Groups:
-    """The sets of two or more words that lie below some node. They are nested; each is the union of
-    groups and words.
+    """The sets of two or more items that lie below some node.
+
+    Groups are nested: each is the union of smaller groups and single items. Nodes with the same
+    items below share a group.
 
     Attributes:
-        of_node: ``[nodes]`` The group below each node; -1 where there is only one word.
-        of_word: ``[words]`` The smallest group with the word of each rank; -1 for a word that is
-            alone.
+        of_node: ``[nodes]`` The group below each node; -1 where there is only one item.
+        of_item: ``[items]`` The smallest group with the item of each rank; -1 for an item
+            that is in none.
         above: ``[groups]`` The smallest group that holds each group and more; -1 for the one that
             holds all.
     """
 
     of_node: Ints
-    of_word: Ints
+    of_item: Ints
     above: Ints
 
     def __len__(self) -> int:
@@ -42,7 +44,7 @@ class Groups:
 
     @classmethod
     def of(cls, layout: Layout) -> Groups:
-        """The groups of a trie's nodes."""
+        """Find the groups of a trie's nodes."""
         several = np.flatnonzero(layout.end - layout.begin > 1)
         keys = layout.begin[several] * (int(layout.end.max()) + 1) + layout.end[several]
         _, uppermost, group = np.unique(keys, return_index=True, return_inverse=True)
@@ -50,13 +52,14 @@ class Groups:
         of_node[several] = group
         parent = layout.parent[several[uppermost]]
         return cls(
-            of_node, _above_words(layout, of_node), np.where(parent < 0, -1, of_node[parent])
+            of_node, _above_items(layout, of_node), np.where(parent < 0, -1, of_node[parent])
         )
 
 
-def _above_words(layout: Layout, of_node: Ints) -> Ints:
-    """The smallest group with each word: that of the lowest node above it that has one."""
-    node = layout.node_of_word.copy()
+def _above_items(layout: Layout, of_node: Ints) -> Ints:
+    """``[items]`` The smallest group with each item: that of the lowest node above it that has
+    one."""
+    node = layout.node_of_item.copy()
     climbing = np.flatnonzero(of_node[node] < 0)
     while len(climbing):
         node[climbing] = layout.parent[node[climbing]]
@@ -64,8 +67,7 @@ def _above_words(layout: Layout, of_node: Ints) -> Ints:
     return np.where(node < 0, -1, of_node[node])
 
 
-# A round of fewer pairs takes as long as a round of none: all that is left then is combined at
-# once.
+# A round of fewer pairs takes as long as an empty one. So what is left then is combined at once.
 _FEWEST_PAIRS = 100
 
 
@@ -74,9 +76,9 @@ class Pairs:
     """The values that one round combines.
 
     Attributes:
-        new: ``[pairs]`` One value of each pair, made in the round before (in the first round, a
-            word).
-        other: ``[pairs]`` The other one, made in any round before.
+        new: ``[pairs]`` One value of each pair, made in the round before (in the first round, an
+            item).
+        other: ``[pairs]`` The other value, made in any round before.
     """
 
     new: Ints
@@ -84,10 +86,10 @@ class Pairs:
 
 
 class Pairing:
-    """Combines the words of each group two by two, in rounds, in all groups at once.
+    """Combines the items of each group two by two, in rounds, in all groups at once.
 
-    A group that is left with a single value is done, and passes it on to the group above. Values
-    are numbered: the words by position, then the results in the order made.
+    A group with a single value left is done, and passes it on to the group above. Values have
+    numbers: first the items by position, then the results in the order made.
 
     Attributes:
         rounds: What is combined, one round after the other.
@@ -100,10 +102,10 @@ class Pairing:
         self.result = np.full(len(groups), -1)
         self._made = len(order)
         self._awaited = self._count(groups.above)  # groups below each that are not done
-        grouped = groups.of_word >= 0
-        # What can be combined now. What is older comes first in its group; of that there is one at
-        # most.
-        self._value, self._group = order[grouped], groups.of_word[grouped]
+        grouped = groups.of_item >= 0
+        # What can be combined now. Each group has at most one value from an earlier round; it comes
+        # first.
+        self._value, self._group = order[grouped], groups.of_item[grouped]
         while len(self._value):
             pair = self._pairs()
             if np.count_nonzero(pair) < _FEWEST_PAIRS:
@@ -111,10 +113,11 @@ class Pairing:
             self._combine(pair)
 
     def rest(self) -> tuple[Ints, Ints]:
-        """End the groups that are not done yet: the values that they consist of, each with its
-        group, sorted by group.
+        """End the groups that are not done yet.
 
-        A value occurs once for each group that it belongs to, up to the one that holds all.
+        Returns:
+            The values that these groups consist of, and the group of each, sorted by group. A value
+            occurs once for each group that it belongs to, up to the one that holds all.
         """
         values, groups = [self._value], [self._group]
         while len(groups[-1]):
@@ -128,8 +131,12 @@ class Pairing:
         return value[order], group[order]
 
     def _pairs(self) -> npt.NDArray[np.bool_]:
-        """Sort by group; whether each value is the second of two, counted from the first of its
-        group."""
+        """Sort the values by group.
+
+        Returns:
+            ``[values]`` Whether each value is the second of two, counted from the start of its
+            group.
+        """
         order = np.argsort(self._group, kind="stable")
         self._value, self._group = self._value[order], self._group[order]
         place = np.arange(len(order))
@@ -140,6 +147,7 @@ class Pairing:
         return is_second
 
     def _combine(self, is_second: npt.NDArray[np.bool_]) -> None:
+        """Add a round, and pass on the results of the groups that are done."""
         second = np.flatnonzero(is_second)
         self.rounds.append(Pairs(self._value[second], self._value[second - 1]))
         made, group = self._made + np.arange(len(second)), self._group[second]
@@ -169,7 +177,7 @@ class Round:
     """Pairs of values that are combined at once, in the work row.
 
     Attributes:
-        new: Where the new values are, side by side.
+        new: Where the new values are, next to each other.
         other: ``[pairs]`` Where the other value of each pair is.
         results: Where the results go; in the first round, where the new values are.
     """
@@ -184,8 +192,7 @@ class Rest:
     """Results of more than two values each, in the work row.
 
     Attributes:
-        values: Where the values are: those of the first result, then those of the second, and so
-            on.
+        values: Where the values are: those of the first result, then those of the second, ...
         starts: ``[results]`` Where in ``values`` those of each result begin.
         results: Where the results go.
     """
@@ -197,19 +204,20 @@ class Rest:
 
 @frozen(eq=False)
 class Plan:
-    """What to combine with what, in a work row ``[width]``: the weights by position, then all
-    results.
+    """What to combine with what, in a *work row* ``[width]``.
+
+    The work row holds the weights by position, then all results.
 
     Attributes:
-        words: The number of weights.
-        first: ``[pairs]`` The positions of the first round's new values: to be put where its
-            results go.
+        items: The number of weights.
+        first: ``[pairs]`` The positions of the first round's new values. They are put where the
+            first round finds them.
         rounds: What to combine, one after the other.
         rest: What to combine after that.
         place: ``[nodes]`` Where in the work row each node's result is.
     """
 
-    words: int
+    items: int
     first: Indices
     rounds: tuple[Round, ...]
     rest: Rest
@@ -227,7 +235,12 @@ class Plan:
 
     @classmethod
     def of(cls, order: Ints, layout: Layout) -> Plan:
-        """Plan for the nodes of ``layout``; nodes with the same words below are computed once."""
+        """Plan for the nodes of ``layout``. Nodes with the same items below are computed once.
+
+        Args:
+            order: ``[items]`` The position of the item of each rank.
+            layout: The shape of the trie.
+        """
         groups = Groups.of(layout)
         pairing = Pairing(order, groups)
         values, group = pairing.rest()
@@ -236,19 +249,28 @@ class Plan:
         index = np.arange(made + len(starts))
         first, rounds = _arrange(pairing.rounds, len(order), index)
         rest = Rest(index[values].astype(np.intp), starts.astype(np.intp), slice(made, len(index)))
-        place = order[layout.begin]  # of a node with a single word
+        place = order[layout.begin]  # of a node with a single item
         several = groups.of_node >= 0
         place[several] = index[pairing.result[groups.of_node[several]]]
         return cls(len(order), first, rounds, rest, place.astype(np.intp))
 
 
-def _arrange(rounds: Sequence[Pairs], words: int, index: Ints) -> tuple[Indices, tuple[Round, ...]]:
-    """The rounds, each with its results in the order in which the next one takes them.
+def _arrange(rounds: Sequence[Pairs], items: int, index: Ints) -> tuple[Indices, tuple[Round, ...]]:
+    """Place the results of each round in the order in which the next one takes them.
 
-    :param index: where each value is in the work row: itself, until it is changed here.
+    The last round comes first: only it may keep its order.
+
+    Args:
+        rounds: What to combine, by the numbers of the values.
+        items: The number of items.
+        index: ``[values]`` Where each value is in the work row: at first, at its own number. The
+            new places are written here.
+
+    Returns:
+        The positions of the first round's new values, and the rounds by places in the work row.
     """
     taken = np.empty(0, np.int64)
-    stop = words + sum(len(pairs.new) for pairs in rounds)
+    stop = items + sum(len(pairs.new) for pairs in rounds)
     arranged: list[tuple[slice, Ints]] = []
     for pairs in reversed(rounds):
         results = slice(stop - len(pairs.new), stop)
@@ -259,7 +281,7 @@ def _arrange(rounds: Sequence[Pairs], words: int, index: Ints) -> tuple[Indices,
         index[results.start + order] = np.arange(results.start, results.stop)
         arranged.append((results, pairs.other[order]))
         taken = pairs.new[order]
-    start = words
+    start = items
     final = []
     for results, other in reversed(arranged):
         final.append(Round(slice(start, start + len(other)), index[other].astype(np.intp), results))

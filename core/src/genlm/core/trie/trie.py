@@ -14,7 +14,7 @@ import numpy.typing as npt
 from genlm.core.errors import InvalidOptionError
 from genlm.core.trie.drawing import draw_dot, draw_page
 from genlm.core.trie.kernels import CpuKernel
-from genlm.core.trie.layout import Layout, Words, key_of
+from genlm.core.trie.layout import Layout, SortedItems, key_of
 from genlm.core.trie.plan import Plan
 from genlm.core.trie.walk import Walker, children_view, prefixes_view
 from genlm.core.trie.weights import (
@@ -29,30 +29,39 @@ from genlm.core.trie.weights import (
 
 
 class TokenCharacterTrie:
-    """A trie over the letters of a vocabulary's items, which sums or maximises weights over all
-    items below each node.
+    """A trie over the symbols of a vocabulary's items. It sums or maximises weights over all items
+    below each node.
 
     Nodes are ``0..len(trie)-1``. Every item has a leaf of its own below the node of its last
-    letter, so items with the same letters have different leaves. Weights are given by position:
+    symbol, so items with the same symbols have different leaves. Weights are given by position:
     ``ws[i]`` belongs to ``decode[i]``.
 
-    :param decode: the vocabulary: tokens, bytes, str or any hashable iterables of hashable letters,
-        mixed as you like; an end-of-sequence object may yield itself. The letters of bytes are
-        ints.
-    :param device: the PyTorch device that computes, for instance ``"cuda"``. On the CPU, the
-        default, NumPy computes.
-    :raises VocabularyError: ``decode`` is empty, or an item occurs twice.
-    :raises InvalidOptionError: PyTorch knows no such device.
+    Args:
+        decode: The vocabulary: tokens, bytes, str or any hashable iterables of hashable symbols.
+            They may be mixed, and an end-of-sequence object may yield itself. The symbols of bytes
+            are ints.
+        device: The PyTorch device that computes, for instance ``"cuda"``. With ``"cpu"``, the
+            default, NumPy computes.
+
+    Raises:
+        VocabularyError: ``decode`` is empty, or an item occurs twice.
+        InvalidOptionError: PyTorch does not know the device, or cannot use it here.
+
+    Example:
+        >>> trie = TokenCharacterTrie([b"the", b"then", b"a"])
+        >>> sums = trie.weight_sum([0.5, 0.25, 0.25])
+        >>> float(sums[trie.find(b"th")])
+        0.75
     """
 
     def __init__(self, decode: Iterable[Any], device: str | None = None) -> None:
-        self.decode = list(decode)  # a list of its own, which nobody lengthens
+        self.decode = list(decode)  # a copy: the caller may change the original
         self.device = str(device or "cpu")
         self.root = 0
-        self._words = Words.of(self.decode)
-        self._layout = Layout.of(self._words)
-        self._walker = Walker(self._words, self._layout)
-        self._kernel = self._make_kernel(Plan.of(self._words.order, self._layout))
+        self._items = SortedItems.of(self.decode)
+        self._layout = Layout.of(self._items)
+        self._walker = Walker(self._items, self._layout)
+        self._kernel = self._make_kernel(Plan.of(self._items.order, self._layout))
 
     def _make_kernel(self, plan: Plan) -> Any:
         if self.device == "cpu":
@@ -63,7 +72,7 @@ class TokenCharacterTrie:
 
     def __len__(self) -> int:
         """The number of nodes, leaves included."""
-        return self._layout.size + len(self._words.order)
+        return self._layout.size + len(self._items.order)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.decode, self.device)
@@ -71,30 +80,36 @@ class TokenCharacterTrie:
     # --- all nodes at once ------------------------------------------------------------------------
 
     def weight_sum(self, ws: Any, dtype: Any = None) -> Any:
-        """For every node, the sum of the weights of all items below it.
+        """The sum of the weights of all items below each node.
 
         Parts are disjoint and only ever added, so small masses keep their precision. Computed in
         float64 (float32 on MPS).
 
-        :param ws: ``[len(decode)]`` weights of any sign, by position: a NumPy array or PyTorch
-            tensor of any float dtype on any device, or a list.
-        :param dtype: what to return: ``np.float64`` (the default) or ``np.float32`` for an array;
-            ``torch.float64`` or ``torch.float32`` for a tensor on the trie's device.
-        :returns: ``[len(trie)]`` sums by node.
-        :raises InvalidInputError: ``ws`` has another shape.
-        :raises InvalidOptionError: ``dtype`` is another.
+        Args:
+            ws: ``[len(decode)]`` Weights of any sign, by position: a NumPy array or PyTorch tensor
+                of any float dtype on any device, or a list.
+            dtype: What to return: ``np.float64`` (the default) or ``np.float32`` for an array;
+                ``torch.float64`` or ``torch.float32`` for a tensor on the trie's device.
+
+        Returns:
+            ``[len(trie)]`` Sums by node.
+
+        Raises:
+            InvalidInputError: ``ws`` has another shape.
+            InvalidOptionError: ``dtype`` is not one of these.
         """
         return self._reduce(SUM, ws, dtype, batch=False)[0]
 
     def weight_max(self, ws: Any, dtype: Any = None) -> Any:
-        """For every node, the largest weight of the items below it; arguments and result as for
+        """The largest weight of the items below each node. Arguments and result are those of
         :meth:`weight_sum`."""
         return self._reduce(MAX, ws, dtype, batch=False)[0]
 
     def batch_weight_sum(self, ws: Any, dtype: Any = None) -> Any:
         """:meth:`weight_sum` of each row of ``ws``: ``[rows, len(decode)]``, or a list of rows.
 
-        :returns: ``[rows, len(trie)]``.
+        Returns:
+            ``[rows, len(trie)]``
         """
         return self._reduce(SUM, ws, dtype, batch=True)
 
@@ -117,44 +132,52 @@ class TokenCharacterTrie:
     # --- one node at a time -----------------------------------------------------------------------
 
     def find(self, prefix: Iterable[Hashable]) -> int | None:
-        """The node that ``prefix`` leads to, or ``None``. Costs a binary search among siblings for
-        each letter."""
+        """The node that ``prefix`` leads to, or ``None``. One binary search among siblings for each
+        symbol."""
         return self._walker.find(prefix)
 
     @property
     def positions(self) -> npt.NDArray[np.int64]:
-        """``[len(decode)]`` The positions of all items, sorted by their letters. Read only."""
-        return self._words.order
+        """``[len(decode)]`` The positions of all items, sorted by their symbols. Read only."""
+        return self._items.order
 
     def positions_under(self, node: int) -> npt.NDArray[np.int64]:
-        """The positions of the items below ``node`` (the token ids, for a vocabulary): a slice of
-        :attr:`positions`, O(1).
+        """The positions of the items below ``node``: for a vocabulary, their token ids.
 
-        :raises InvalidInputError: there is no such node.
+        A slice of :attr:`positions`, in constant time.
+
+        Raises:
+            InvalidInputError: There is no such node.
         """
         return self._walker.below(node)
 
     def children_sum(self, node: int, ws: Any) -> dict[Any, float]:
-        """The sums of the weights below each child of ``node``, by the keys of ``children[node]``.
+        """The sum of the weights below each child of ``node``, by the keys of ``children[node]``.
 
-        Costs time in proportion to the items below ``node``: a walk from the root down costs little
-        more than its first step.
+        Takes time in proportion to the items below ``node``. So a walk from the root down costs
+        little more than its first step.
 
-        :param ws: one vector of weights, as for :meth:`weight_sum`.
-        :raises InvalidInputError: ``ws`` has another shape, or there is no such node.
+        Args:
+            node: A node.
+            ws: One vector of weights, as for :meth:`weight_sum`.
+
+        Raises:
+            InvalidInputError: ``ws`` has another shape, or there is no such node.
         """
         return self._walker.children(SUM, node, self._row(ws))
 
     def children_max(self, node: int, ws: Any) -> dict[Any, float]:
-        """The largest weight below each child of ``node``; arguments and cost as for
+        """The largest weight below each child of ``node``. Arguments and cost are those of
         :meth:`children_sum`."""
         return self._walker.children(MAX, node, self._row(ws))
 
     def heaviest_children(self, node: int, ws: Any, k: int) -> list[tuple[Any, float]]:
-        """The ``k`` children of ``node`` with the largest sums, the heaviest first, as pairs of key
-        and sum.
+        """The ``k`` children of ``node`` with the largest sums, the heaviest first.
 
         Costs as much as :meth:`children_sum`.
+
+        Returns:
+            Pairs of a key of ``children[node]`` and its sum.
         """
         children = self.children_sum(node, ws)
         return heapq.nlargest(k, children.items(), key=operator.itemgetter(1))
@@ -164,18 +187,18 @@ class TokenCharacterTrie:
         check_shape(row.shape, len(self.decode))
         return row
 
-    # --- as dictionaries, built when first touched ------------------------------------------------
+    # --- as dictionaries, built when first used ---------------------------------------------------
 
     @cached_property
     def children(self) -> list[dict[Hashable, int]]:
-        """For each node its edges: letter to node, and ``(None, position)`` to the leaf of an item
+        """For each node its edges: symbol to node, and ``(None, position)`` to the leaf of an item
         that ends there."""
-        return children_view(self._words, self._layout)
+        return children_view(self._items, self._layout)
 
     @cached_property
     def word2leaf(self) -> dict[Any, int]:
-        """The leaf of every item: a token's under ``(byte_string, token_id)``, any other's under
-        the item itself."""
+        """The leaf of every item. The key of a token is ``(byte_string, token_id)``, that of
+        another item the item itself."""
         return {
             key_of(item): self._layout.size + position for position, item in enumerate(self.decode)
         }
@@ -183,44 +206,49 @@ class TokenCharacterTrie:
     @cached_property
     def leaf2word(self) -> dict[int, Any]:
         """The inverse of :attr:`word2leaf`."""
-        return {leaf: word for word, leaf in self.word2leaf.items()}
+        return {leaf: item for item, leaf in self.word2leaf.items()}
 
     @cached_property
     def node2prefix(self) -> dict[int, list[Any]]:
-        """The letters that lead to each node, leaves included."""
-        return prefixes_view(self._words, self._layout)
+        """The symbols that lead to each node, leaves included."""
+        return prefixes_view(self._items, self._layout)
 
     # --- for people -------------------------------------------------------------------------------
 
     def visualize(
         self, ws: Any = None, format: str = "graphviz", max_nodes: int | None = None
     ) -> Any:
-        """Draw the trie, or of a large one the part that weighs most.
+        """Draw the trie, or the heaviest part of a large one.
 
-        :param ws: ``[len(trie)]`` weights by node, such as :meth:`weight_sum` gives. Without them
-            the nodes with the most items below are drawn.
-        :param format: ``"graphviz"`` gives a ``graphviz.Digraph`` (needs the extra ``visualize``);
-            ``"html"`` the text of a web page that can be opened, closed and searched, and needs
-            nothing else.
-        :param max_nodes: the most nodes to draw; by default 100, or 20,000 in a page.
-        :raises InvalidInputError: ``ws`` has another shape.
-        :raises InvalidOptionError: ``format`` or ``max_nodes`` is not accepted.
-        :raises ImportError: the package graphviz is missing.
+        Args:
+            ws: ``[len(trie)]`` Weights by node, such as :meth:`weight_sum` gives. Without them the
+                nodes with the most items below are drawn.
+            format: ``"graphviz"`` gives a ``graphviz.Digraph`` (needs the extra ``visualize``).
+                ``"html"`` gives the text of a web page, which needs only a browser.
+            max_nodes: The most nodes to draw; by default 100, or 20,000 in a page.
+
+        Raises:
+            InvalidInputError: ``ws`` has another shape.
+            InvalidOptionError: ``format`` or ``max_nodes`` is not accepted.
+            ImportError: The package graphviz is missing.
         """
         match format:
             case "graphviz":
                 return draw_dot(self, ws, 100 if max_nodes is None else max_nodes)
             case "html":
                 return draw_page(self, ws, 20_000 if max_nodes is None else max_nodes)
-        raise InvalidOptionError(f"format is {format!r}: it must be 'graphviz' or 'html'")
+        raise InvalidOptionError(f"format must be 'graphviz' or 'html'; got {format!r}")
 
 
 class ParallelTokenCharacterTrie(TokenCharacterTrie):
     """A :class:`TokenCharacterTrie` that computes on the machine's accelerator.
 
-    :param decode: the vocabulary.
-    :param device: a PyTorch device; ``None`` is CUDA or MPS where there is one, else the CPU.
-    :raises InvalidOptionError: PyTorch knows no such device.
+    Args:
+        decode: The vocabulary.
+        device: A PyTorch device; ``None`` is CUDA or MPS if the machine has one, otherwise the CPU.
+
+    Raises:
+        InvalidOptionError: PyTorch does not know the device, or cannot use it here.
     """
 
     def __init__(self, decode: Iterable[Any], device: str | None = None) -> None:
@@ -228,7 +256,7 @@ class ParallelTokenCharacterTrie(TokenCharacterTrie):
 
 
 def best_device() -> str:
-    """The accelerator that PyTorch sees, else ``"cpu"``."""
+    """The accelerator that PyTorch can use, otherwise ``"cpu"``."""
     import torch
 
     if torch.cuda.is_available():

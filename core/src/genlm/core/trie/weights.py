@@ -20,7 +20,7 @@ FloatArray = npt.NDArray[np.floating[Any]]
 
 @frozen
 class ResultType:
-    """What a caller wants back: a NumPy array or a PyTorch tensor, and of which precision.
+    """What a caller wants: a NumPy array or a PyTorch tensor, and its precision.
 
     Attributes:
         name: ``"float64"`` or ``"float32"``.
@@ -32,9 +32,10 @@ class ResultType:
 
     @classmethod
     def of(cls, dtype: Any) -> ResultType:
-        """Read a ``dtype`` argument of NumPy's or of PyTorch's; ``None`` is ``np.float64``.
+        """Read a ``dtype`` of NumPy or of PyTorch; ``None`` is ``np.float64``.
 
-        :raises InvalidOptionError: it is neither float64 nor float32.
+        Raises:
+            InvalidOptionError: It is neither float64 nor float32.
         """
         if dtype is None:
             return cls("float64", tensor=False)
@@ -46,12 +47,12 @@ class ResultType:
         )
         if wanted.name not in ("float64", "float32"):
             raise InvalidOptionError(
-                f"dtype is {dtype}: it must be float64 or float32, of NumPy or PyTorch"
+                f"dtype must be float64 or float32, of NumPy or PyTorch; got {dtype}"
             )
         return wanted
 
     def of_array(self, result: FloatArray) -> FloatArray | torch.Tensor:
-        """``result``, which has the right precision, as what was asked for."""
+        """Convert ``result``, which has the right precision."""
         if not self.tensor:
             return result
         import torch
@@ -59,7 +60,7 @@ class ResultType:
         return torch.from_numpy(result)
 
     def of_tensor(self, result: torch.Tensor) -> FloatArray | torch.Tensor:
-        """``result``, on whatever device, as what was asked for."""
+        """Convert ``result``, which is on any device."""
         import torch
 
         if self.tensor:
@@ -75,21 +76,21 @@ def _numpy_name(dtype: Any) -> str:
         return str(dtype)
 
 
-def check_shape(shape: Sequence[int], words: int) -> None:
-    """Refuse a row that is not ``[words]``.
+def check_shape(shape: Sequence[int], items: int) -> None:
+    """Check that a row has the shape ``[items]``.
 
-    :raises InvalidInputError: ``shape`` is another.
+    Raises:
+        InvalidInputError: It has another shape.
     """
-    if tuple(shape) != (words,):
+    if tuple(shape) != (items,):
         raise InvalidInputError(
-            f"a row of weights has the shape {list(shape)}, but the trie needs [{words}]: give one "
-            "weight for each item "
-            "of `decode`, by position"
+            f"a row of weights has the shape {list(shape)}, but the trie needs [{items}]: give one "
+            "weight for each item of `decode`, by position"
         )
 
 
 def to_array(ws: Any) -> FloatArray:
-    """Weights of any kind as a NumPy array of floats, copied only where they must be."""
+    """Weights of any kind as a NumPy array of floats, copied only if necessary."""
     if hasattr(ws, "detach"):
         return _tensor_to_array(ws)
     array = np.asarray(ws)
@@ -112,7 +113,7 @@ class Operation:
 
     Attributes:
         name: Its name, which is the same in NumPy and PyTorch.
-        reduction: The name in PyTorch of combining all along a dimension.
+        reduction: The name in PyTorch of the reduction along a dimension.
         identity: Combining with it changes nothing.
     """
 
@@ -121,8 +122,7 @@ class Operation:
     identity: float
 
     def of(self, library: Any) -> Any:
-        """The operation as the module ``numpy`` or ``torch`` has it: ``f(left, right,
-        out=...)``."""
+        """The function of the module ``numpy`` or ``torch``: ``f(left, right, out=...)``."""
         return getattr(library, self.name)
 
 
