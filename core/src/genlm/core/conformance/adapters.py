@@ -35,11 +35,6 @@ class AdapterClauses:
         theirs."""
         names = [None, *live.needs_adapters()]
 
-        @live.for_all(
-            asked=st.lists(
-                st.tuples(live.contexts.any(), st.sampled_from(names)), min_size=2, max_size=5
-            ),
-        )
         def adapters_in_one_batch(asked: list[tuple[TokenIds, str | None]]) -> None:
             rows = live.gather([context for context, _ in asked], [name for _, name in asked])
             for row, (context, name) in zip(rows, asked, strict=True):
@@ -50,17 +45,18 @@ class AdapterClauses:
                     how=f"in a batch with {', '.join(_shown(n) for _, n in asked)}",
                 )
 
+        live.check_all(
+            adapters_in_one_batch,
+            asked=st.lists(
+                st.tuples(live.contexts.any(), st.sampled_from(names)), min_size=2, max_size=5
+            ),
+        )
+
     def test_adapters_in_turn(self, live: Subject) -> None:
         """The same contexts with one adapter after the other: nothing kept under one serves
         another."""
         names = [None, *live.needs_adapters()]
 
-        @live.for_all(
-            context=live.contexts.any(),
-            tail=live.contexts.tails(),
-            turns=st.lists(st.sampled_from(names), min_size=2, max_size=4),
-            pinned=st.booleans(),
-        )
         def adapters_in_turn(
             context: TokenIds, tail: TokenIds, turns: list[str | None], pinned: bool
         ) -> None:
@@ -71,12 +67,19 @@ class AdapterClauses:
                 live.expect(live.ask(context, name), context, name, how=before)
                 live.expect(live.ask(context + tail, name), context + tail, name, how=before)
 
+        live.check_all(
+            adapters_in_turn,
+            context=live.contexts.any(),
+            tail=live.contexts.tails(),
+            turns=st.lists(st.sampled_from(names), min_size=2, max_size=4),
+            pinned=st.booleans(),
+        )
+
     def test_default_adapter(self, live: Subject) -> None:
         """``set_lora`` is for the calls that give no ``lora_name``; an explicit ``None`` is the
         base model."""
         name, *_ = live.needs_adapters()
 
-        @live.for_all(examples=5, context=live.contexts.any())
         def default_adapter(context: TokenIds) -> None:
             live.lm.set_lora(name)
             live.expect(
@@ -91,14 +94,13 @@ class AdapterClauses:
                 how="after clear_lora",
             )
 
+        live.check_all(default_adapter, examples=5, context=live.contexts.any())
+
     def test_rebound_adapter(self, live: Subject) -> None:
         """A name that is bound to another adapter gives that one's rows from then on, whatever was
         cached under it."""
         first, second, *_ = live.needs_adapters(2)
 
-        @live.for_all(
-            examples=10, context=live.contexts.any(), pinned=st.booleans(), removed=st.booleans()
-        )
         def rebound_adapter(context: TokenIds, pinned: bool, removed: bool) -> None:
             old, new = live.cold(context, first), live.cold(context, second)
             if pinned:
@@ -123,12 +125,19 @@ class AdapterClauses:
                 live.ask(context, first), old, f"{list(context)} with {first!r} bound back"
             )
 
+        live.check_all(
+            rebound_adapter,
+            examples=10,
+            context=live.contexts.any(),
+            pinned=st.booleans(),
+            removed=st.booleans(),
+        )
+
     def test_removed_adapter(self, live: Subject) -> None:
         """A removed adapter is unknown, the base model and the other adapters are as before, and it
         can come back."""
         name, *_ = live.needs_adapters()
 
-        @live.for_all(examples=5, context=live.contexts.any())
         def removed_adapter(context: TokenIds) -> None:
             expected = live.cold(context, name)
             live.ask(context, name)
@@ -146,6 +155,8 @@ class AdapterClauses:
             live.expect_row(
                 live.ask(context, name), expected, f"{list(context)} with {name!r} added again"
             )
+
+        live.check_all(removed_adapter, examples=5, context=live.contexts.any())
 
     def test_adapter_that_fails_to_load(self, live: Subject) -> None:
         """If loading an adapter fails, the name keeps its old binding and every row is as

@@ -22,18 +22,13 @@ class CallerClauses:
         """Cancelling one caller, alone or beside another with the same question, leaves every other
         answer as it is."""
 
-        @live.for_all(
-            contexts=live.contexts.several(),
-            cancelled=st.integers(0, 5),
-            while_running=st.booleans(),
-        )
         def cancelled_caller_leaves_others_alone(
             contexts: list[TokenIds], cancelled: int, while_running: bool
         ) -> None:
             cancelled %= len(contexts)
 
             async def scenario() -> list[Outcome]:
-                with live.probe.held():
+                with live.gate.held():
                     blocker = None if while_running else await self._blocked(live)
                     tasks = [
                         asyncio.ensure_future(live.lm.next_token_logprobs(context))
@@ -41,7 +36,7 @@ class CallerClauses:
                     ]
                     await submitted()
                     if while_running:
-                        await asyncio.wrap_future(live.thread(live.probe.wait_inside))
+                        await asyncio.wrap_future(live.thread(live.gate.wait_inside))
                     tasks[cancelled].cancel()
                     await submitted()
                 if blocker is not None:
@@ -59,13 +54,19 @@ class CallerClauses:
                     row, context, how=f"while the caller of {list(contexts[cancelled])} cancelled"
                 )
 
+        live.check_all(
+            cancelled_caller_leaves_others_alone,
+            contexts=live.contexts.several(),
+            cancelled=st.integers(0, 5),
+            while_running=st.booleans(),
+        )
+
     def test_abandoned_question_is_dropped(self, live: Subject) -> None:
         """A question all of whose callers have gone does not reach the engine."""
 
-        @live.for_all(examples=5, context=live.contexts.any())
         def abandoned_question_is_dropped(context: TokenIds) -> None:
             async def scenario() -> None:
-                with live.probe.held():
+                with live.gate.held():
                     blocker = await self._blocked(live)
                     tasks = [
                         asyncio.ensure_future(live.lm.next_token_logprobs(context))
@@ -83,30 +84,31 @@ class CallerClauses:
                 live.contexts.stem[:5],
                 how="after an abandoned question",
             )
-            seen = [query.token_ids for query in live.probe.seen]
+            seen = [query.token_ids for query in live.gate.seen]
             check(
                 context not in seen,
                 f"both callers of {list(context)} had cancelled, and the engine evaluated it",
             )
 
+        live.check_all(abandoned_question_is_dropped, examples=5, context=live.contexts.any())
+
     async def _blocked(self, live: Subject) -> asyncio.Future[Outcome]:
         """A question that the engine has in hand, so that all others wait."""
         blocker = asyncio.ensure_future(live.lm.next_token_logprobs(live.contexts.stem[:2]))
         await submitted()
-        await asyncio.wrap_future(live.thread(live.probe.wait_inside))
+        await asyncio.wrap_future(live.thread(live.gate.wait_inside))
         return blocker
 
     def test_failing_question_fails_alone(self, live: Subject) -> None:
         """If the engine fails on one question of a batch, its caller gets the error and the others
         their rows."""
 
-        @live.for_all(contexts=live.contexts.distinct(), failing=st.integers(0, 3))
         def failing_question_fails_alone(contexts: list[TokenIds], failing: int) -> None:
             bad = contexts[failing % len(contexts)]
             good = [context for context in contexts if context != bad]
             for context in good:
                 live.cold(context)
-            live.probe.poison(bad)
+            live.gate.poison(bad)
             for outcome, context in zip(live.gather(contexts), contexts, strict=True):
                 if context == bad:
                     check(
@@ -115,17 +117,22 @@ class CallerClauses:
                     )
                 else:
                     live.expect(outcome, context, how=f"in a batch in which {list(bad)} failed")
-            live.probe.reset()
+            live.gate.reset()
             live.expect(live.ask(bad), bad, how="after it had failed once")
+
+        live.check_all(
+            failing_question_fails_alone,
+            contexts=live.contexts.distinct(),
+            failing=st.integers(0, 3),
+        )
 
     def test_reset_fails_what_is_pending(self, live: Subject) -> None:
         """``reset_async_queries`` answers every waiting caller with an error at once; the model
         goes on."""
 
-        @live.for_all(examples=5, contexts=live.contexts.distinct())
         def reset_fails_what_is_pending(contexts: list[TokenIds]) -> None:
             async def scenario() -> tuple[Outcome, list[Outcome]]:
-                with live.probe.held():
+                with live.gate.held():
                     blocker = await self._blocked(live)
                     tasks = [
                         asyncio.ensure_future(live.lm.next_token_logprobs(context))
@@ -146,11 +153,12 @@ class CallerClauses:
             for row, context in zip(live.gather(contexts), contexts, strict=True):
                 live.expect(row, context, how="after a reset")
 
+        live.check_all(reset_fails_what_is_pending, examples=5, contexts=live.contexts.distinct())
+
     def test_blocking_call_inside_a_running_loop(self, live: Subject) -> None:
         """A blocking call works inside a running event loop, also while that loop's own questions
         are pending."""
 
-        @live.for_all(examples=5, contexts=live.contexts.distinct(least=2, most=2))
         def blocking_call_inside_a_running_loop(contexts: list[TokenIds]) -> None:
             async def scenario() -> tuple[Outcome, Outcome]:
                 task = asyncio.ensure_future(live.lm.next_token_logprobs(contexts[0]))
@@ -171,13 +179,16 @@ class CallerClauses:
                 how="by a coroutine while a blocking call was made in its loop",
             )
 
+        live.check_all(
+            blocking_call_inside_a_running_loop,
+            examples=5,
+            contexts=live.contexts.distinct(least=2, most=2),
+        )
+
     def test_several_threads(self, live: Subject) -> None:
         """Threads with blocking calls and threads with event loops of their own, all at once, get
         their cold rows."""
 
-        @live.for_all(
-            examples=10, shares=st.lists(live.contexts.distinct(least=1), min_size=2, max_size=4)
-        )
         def several_threads(shares: list[list[TokenIds]]) -> None:
             def loop(contexts: list[TokenIds]) -> list[Outcome]:
                 return live.gather(contexts)
@@ -199,11 +210,16 @@ class CallerClauses:
                 for row, context in zip(outcome, contexts, strict=True):
                     live.expect(row, context, how=f"by one of {len(shares)} threads")
 
+        live.check_all(
+            several_threads,
+            examples=10,
+            shares=st.lists(live.contexts.distinct(least=1), min_size=2, max_size=4),
+        )
+
     def test_loops_one_after_the_other(self, live: Subject) -> None:
         """The model works in one event loop after another, also when a loop was closed with
         questions pending."""
 
-        @live.for_all(examples=5, contexts=live.contexts.distinct())
         def loops_one_after_the_other(contexts: list[TokenIds]) -> None:
             abandoned = asyncio.new_event_loop()
             # It would complain of the tasks that are left in it.
@@ -217,3 +233,5 @@ class CallerClauses:
                 for row, context in zip(live.gather(contexts), contexts, strict=True):
                     live.expect(row, context, how="in another event loop, after one was closed")
             del tasks
+
+        live.check_all(loops_one_after_the_other, examples=5, contexts=live.contexts.distinct())

@@ -112,10 +112,10 @@ class LifecycleClauses:
 
 async def _say_goodbye(live: Subject) -> Farewell:
     lm, stem = live.lm, live.contexts.stem
-    live.probe.hold()
+    live.gate.hold()
     taken = asyncio.ensure_future(lm.next_token_logprobs(stem[:2]))
     await submitted()
-    await asyncio.wrap_future(live.thread(live.probe.wait_inside))
+    await asyncio.wrap_future(live.thread(live.gate.wait_inside))
     waiting = [asyncio.ensure_future(lm.next_token_logprobs(stem[:n])) for n in (3, 4, 4)]
     await submitted()
     blocked = live.thread(lambda: lm.next_token_logprobs_sync(stem[:5]))
@@ -123,7 +123,7 @@ async def _say_goodbye(live: Subject) -> Farewell:
     # These must end while the engine is still busy with the first question.
     ended = [await _outcome(live, future) for future in waiting]
     ended_in_thread = await _outcome(live, asyncio.wrap_future(blocked))
-    live.probe.release()
+    live.gate.release()
     return Farewell(
         waiting=ended,
         blocked=ended_in_thread,

@@ -137,7 +137,7 @@ class Operations(RuleBasedStateMachine):
             await submitted()
             return task
 
-        self.live.probe.hold()
+        self.live.gate.hold()
         task = self.loops[loop].run(start())
         self.asked.append(Asked(f"{list(context)} with {lora}", self.loops[loop], task, expected))
 
@@ -170,7 +170,7 @@ class Operations(RuleBasedStateMachine):
     @rule()
     def gather(self) -> None:
         """Look at all the answers."""
-        self.live.probe.release()
+        self.live.gate.release()
         asked, self.asked = self.asked, []
         for question in asked:
             self._look(question)
@@ -197,7 +197,7 @@ class Operations(RuleBasedStateMachine):
         expected = self._expected(context, lora)
         if isinstance(expected, type):
             return
-        self.live.probe.release()
+        self.live.gate.release()
         lm = self.live.lm
         (best,) = self.live.run(lm.sample(context, 1, [], temperature=0.0, lora_name=_given(lora)))
         behind = float(expected.max() - expected[best])
@@ -218,11 +218,11 @@ class Operations(RuleBasedStateMachine):
     def fail(self, context: TokenIds) -> None:
         """The engine fails on one context, asked together with others."""
         self.gather()
-        self.live.probe.poison(context)
+        self.live.gate.poison(context)
         self.fork(context, None, loop=0)
         self.asked[0].excuses += (EngineError,)  # or a cache has its row
         self.gather()
-        self.live.probe.reset()
+        self.live.gate.reset()
 
     @rule()
     def reset(self) -> None:
@@ -236,14 +236,14 @@ class Operations(RuleBasedStateMachine):
     @rule(context=drawn("contexts"), lora=drawn("loras"))
     def pin(self, context: TokenIds, lora: str | None) -> None:
         if not isinstance(self._expected(context, lora), type):
-            self.live.probe.release()
+            self.live.gate.release()
             self.live.lm.cache_kv(context, lora_name=_given(lora))
 
     @rule(state=st.booleans())
     def clear(self, state: bool) -> None:
         """Clear the rows, or the key/value state."""
         if state:
-            self.live.probe.release()
+            self.live.gate.release()
             self.live.lm.clear_kv_cache()
         else:
             self.live.lm.clear_cache()
@@ -253,7 +253,7 @@ class Operations(RuleBasedStateMachine):
     def bind(self, name: str, adapter: str) -> None:
         """Bind a name, perhaps anew. What was asked before is answered with what it stood for
         then."""
-        self.live.probe.release()
+        self.live.gate.release()
         self.live.bind(name, self.live.adapters[adapter])
         self.bound[name] = adapter
 
@@ -261,7 +261,7 @@ class Operations(RuleBasedStateMachine):
     @rule(name=drawn("names"))
     def remove(self, name: str) -> None:
         if name in self.bound:
-            self.live.probe.release()
+            self.live.gate.release()
             self.live.remove(name)
             del self.bound[name]
 
@@ -300,7 +300,7 @@ class Operations(RuleBasedStateMachine):
         try:
             self.gather()
         finally:
-            self.live.probe.reset()
+            self.live.gate.reset()
             for loop in self.loops:
                 loop.close()
 
@@ -316,7 +316,7 @@ class Operations(RuleBasedStateMachine):
 
     def _expect(self, context: TokenIds, lora: str | None, ask: Any) -> None:
         expected = self._expected(context, lora)
-        self.live.probe.release()
+        self.live.gate.release()
         outcome = self.live.outcome(self.live.thread(lambda: ask(_given(lora))))
         self._compare(f"{list(context)} with {lora}", outcome, expected)
 

@@ -109,7 +109,7 @@ class RefusalClauses:
     def _refused(
         self, live: Subject, what: str, error: type[Exception], call: Callable[[], Any]
     ) -> None:
-        live.probe.reset()
+        live.gate.reset()
         try:
             result = call()
         except error as refusal:
@@ -124,7 +124,7 @@ class RefusalClauses:
             ) from other
         else:
             raise Violation(f"{what} was answered: {result!r:.200}")
-        seen = [query.token_ids for query in live.probe.seen]
+        seen = [query.token_ids for query in live.gate.seen]
         check(not seen, f"{what} was refused only after the engine had seen {seen}")
 
     def _still_works(self, live: Subject) -> None:

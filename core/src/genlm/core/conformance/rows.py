@@ -38,7 +38,6 @@ class RowClauses:
         """Every way of asking gives float32 of one number per token of ``byte_vocab``, without
         autograd graph."""
 
-        @live.for_all(context=live.contexts.any())
         def row_has_shape_and_type(context: TokenIds) -> None:
             for way, row in every_way(live, context).items():
                 check(
@@ -48,29 +47,32 @@ class RowClauses:
                 check(str(row.dtype) == "torch.float32", f"{way}: {row.dtype}, not torch.float32")
                 check(not row.requires_grad, f"{way}: the row requires grad")
 
+        live.check_all(row_has_shape_and_type, context=live.contexts.any())
+
     def test_row_is_normalised(self, live: Subject) -> None:
         """``logsumexp(row) == 0`` within 1e-4, and no number is nan or infinite (``-inf`` is no
         mass at all)."""
 
-        @live.for_all(context=live.contexts.any())
         def row_is_normalised(context: TokenIds) -> None:
             for way, row in every_way(live, context).items():
                 check(not bool(row.isnan().any()), f"{way}: the row has nan")
                 mass = float(row.detach().double().logsumexp(dim=0))
                 check(abs(mass) <= NORMALISATION, f"{way}: logsumexp(row) is {mass:.6g}")
 
+        live.check_all(row_is_normalised, context=live.contexts.any())
+
     def test_every_way_of_asking_agrees(self, live: Subject) -> None:
         """Asynchronous, blocking, batched, uncached: all the same row."""
 
-        @live.for_all(context=live.contexts.any())
         def every_way_of_asking_agrees(context: TokenIds) -> None:
             for way, row in every_way(live, context).items():
                 live.expect(row, context, how=f"by {way}")
 
+        live.check_all(every_way_of_asking_agrees, context=live.contexts.any())
+
     def test_cold_row_is_repeatable(self, live: Subject) -> None:
         """The oracle itself: a context's cold row is the same, whatever was asked before."""
 
-        @live.for_all(contexts=live.contexts.distinct())
         def cold_row_is_repeatable(contexts: list[TokenIds]) -> None:
             for context in contexts:
                 live.cold(context)
@@ -82,11 +84,12 @@ class RowClauses:
                     how="asked uncached once more",
                 )
 
+        live.check_all(cold_row_is_repeatable, contexts=live.contexts.distinct())
+
     def test_engine_keeps_its_contract(self, live: Subject) -> None:
         """What the hooks themselves return, before the core touches it: number, shape, type,
         values, mass."""
 
-        @live.for_all(contexts=live.contexts.several(), tokens=live.contexts.tails())
         def engine_keeps_its_contract(contexts: list[TokenIds], tokens: TokenIds) -> None:
             live.gather(contexts)
             live.lm.cache_kv(contexts[0])
@@ -94,6 +97,12 @@ class RowClauses:
             live.run(live.lm.sequence_logprobs(contexts[0], tokens))
             found = [str(violation) for violation in live.contract_violations]
             check(not found, "; ".join(found[:3]))
+
+        live.check_all(
+            engine_keeps_its_contract,
+            contexts=live.contexts.several(),
+            tokens=live.contexts.tails(),
+        )
 
     def test_longest_context(self, live: Subject) -> None:
         """A context of exactly ``max_context`` tokens has a row; run only where that is at most
@@ -114,7 +123,6 @@ class OwnershipClauses:
     def test_row_belongs_to_its_caller(self, live: Subject) -> None:
         """Writing into a row changes no other caller's row, and nothing that is cached."""
 
-        @live.for_all(context=live.contexts.any(), callers=st.integers(2, 4))
         def row_belongs_to_its_caller(context: TokenIds, callers: int) -> None:
             mine, *others = live.gather([context] * callers)
             mine.fill_(0.0)
@@ -127,14 +135,19 @@ class OwnershipClauses:
                 live.ask(context), context, how="after an earlier caller wrote into its row"
             )
 
+        live.check_all(
+            row_belongs_to_its_caller, context=live.contexts.any(), callers=st.integers(2, 4)
+        )
+
     def test_row_does_not_keep_its_batch(self, live: Subject) -> None:
         """A row's memory holds that row and nothing else."""
 
-        @live.for_all(contexts=live.contexts.distinct())
         def row_does_not_keep_its_batch(contexts: list[TokenIds]) -> None:
             for row in live.gather(contexts):
                 held, needed = row.untyped_storage().nbytes(), row.numel() * row.element_size()
                 check(held == needed, f"a row of {needed} bytes keeps {held} bytes alive")
+
+        live.check_all(row_does_not_keep_its_batch, contexts=live.contexts.distinct())
 
 
 def every_way(live: Subject, context: TokenIds) -> dict[str, torch.Tensor]:

@@ -28,7 +28,6 @@ class SamplingClauses:
         a batch."""
         live.needs_rounding_below(ROUNDING)
 
-        @live.for_all(examples=10, prompts=live.contexts.several(most=4), seed=SEEDS)
         def seed_fixes_the_draw(prompts: list[TokenIds], seed: int) -> None:
             alone = self._sample(live, prompts[0], seed=seed)
             check(
@@ -51,6 +50,10 @@ class SamplingClauses:
                 "beside others",
             )
 
+        live.check_all(
+            seed_fixes_the_draw, examples=10, prompts=live.contexts.several(most=4), seed=SEEDS
+        )
+
     def test_draws_are_separate(self, live: Subject) -> None:
         """Without a seed every draw is a draw of its own; with one every place in a batch has its
         own stream."""
@@ -69,17 +72,17 @@ class SamplingClauses:
     def test_temperature_zero_is_argmax(self, live: Subject) -> None:
         """At temperature 0 every token is a most likely one of its row (within the tolerance)."""
 
-        @live.for_all(examples=10, prompt=live.contexts.any())
         def temperature_zero_is_argmax(prompt: TokenIds) -> None:
             self._expect_greedy(
                 live, prompt, self._sample(live, prompt, temperature=0.0), "temperature=0"
             )
 
+        live.check_all(temperature_zero_is_argmax, examples=10, prompt=live.contexts.any())
+
     def test_top_k_and_top_p(self, live: Subject) -> None:
         """``top_k=1`` and a tiny ``top_p`` leave the most likely token, ``top_k=5`` the five most
         likely."""
 
-        @live.for_all(examples=5, prompt=live.contexts.any(), seed=SEEDS)
         def top_k_and_top_p(prompt: TokenIds, seed: int) -> None:
             self._expect_greedy(
                 live, prompt, self._sample(live, prompt, seed=seed, top_k=1), "top_k=1"
@@ -97,12 +100,13 @@ class SamplingClauses:
                 f"{list(prompt)} with top_k=5 drew token {token_id}, not one of the five",
             )
 
+        live.check_all(top_k_and_top_p, examples=5, prompt=live.contexts.any(), seed=SEEDS)
+
     def test_stop_token_ends_the_draw(self, live: Subject) -> None:
         """A stop token ends the continuation and is not in it; a token that is not listed does not
         stop."""
         live.needs_rounding_below(ROUNDING)
 
-        @live.for_all(examples=10, prompt=live.contexts.any(), seed=SEEDS, place=st.integers(0, 3))
         def stop_token_ends_the_draw(prompt: TokenIds, seed: int, place: int) -> None:
             free = self._sample(live, prompt, seed=seed)
             stop = free[place]
@@ -113,10 +117,17 @@ class SamplingClauses:
                 f"{list(prompt)} with seed {seed} draws {free}, with stop token {stop} {stopped}",
             )
 
+        live.check_all(
+            stop_token_ends_the_draw,
+            examples=10,
+            prompt=live.contexts.any(),
+            seed=SEEDS,
+            place=st.integers(0, 3),
+        )
+
     def test_max_tokens(self, live: Subject) -> None:
         """Without stop tokens a continuation has exactly ``max_tokens`` tokens; 0 gives none."""
 
-        @live.for_all(examples=10, prompt=live.contexts.any(), count=st.integers(0, 4))
         def max_tokens(prompt: TokenIds, count: int) -> None:
             drawn = live.run(live.lm.sample(prompt, count, [], seed=0))
             check(len(drawn) == count, f"max_tokens={count} gave {len(drawn)} tokens")
@@ -125,6 +136,8 @@ class SamplingClauses:
                 all(0 <= token_id < vocab_size for token_id in drawn),
                 f"{drawn} is not all in range({vocab_size})",
             )
+
+        live.check_all(max_tokens, examples=10, prompt=live.contexts.any(), count=st.integers(0, 4))
 
     def test_frequencies_agree_with_rows(self, live: Subject) -> None:
         """The frequencies of drawn tokens are those of the cold row, at temperature 1 and others (a
@@ -156,23 +169,18 @@ class SamplingClauses:
         """A continuation is drawn with its adapter: greedy ones follow the adapter's rows."""
         names = [None, *live.needs_adapters()]
 
-        @live.for_all(examples=5, prompt=live.contexts.any())
         def adapter_in_sampling(prompt: TokenIds) -> None:
             for name in names:
                 drawn = live.run(live.lm.sample(prompt, 2, [], temperature=0.0, lora_name=name))
                 self._expect_greedy(live, prompt, drawn, f"temperature=0, adapter {name!r}", name)
+
+        live.check_all(adapter_in_sampling, examples=5, prompt=live.contexts.any())
 
     def test_scores_agree_with_rows(self, live: Subject) -> None:
         """``sequence_logprobs`` gives the entries of the cold rows, token by token, with each
         adapter."""
         names = [None, *(live.adapters if live.lm.supports("genlm_add_lora") else [])]
 
-        @live.for_all(
-            examples=10,
-            prompt=live.contexts.any(),
-            tokens=live.contexts.tails(),
-            name=st.sampled_from(names),
-        )
         def scores_agree_with_rows(prompt: TokenIds, tokens: TokenIds, name: str | None) -> None:
             scores = live.run(live.lm.sequence_logprobs(prompt, tokens, lora_name=name))
             check(
@@ -192,6 +200,14 @@ class SamplingClauses:
                     f"{list(prompt)}, then {list(tokens)}: token {i} scores {score:.6g}, its row "
                     f"has {expected:.6g}",
                 )
+
+        live.check_all(
+            scores_agree_with_rows,
+            examples=10,
+            prompt=live.contexts.any(),
+            tokens=live.contexts.tails(),
+            name=st.sampled_from(names),
+        )
 
     def _sample(self, live: Subject, prompt: TokenIds, **options: float | None) -> list[int]:
         return live.run(live.lm.sample(prompt, 4, [], **options))  # type: ignore[arg-type]

@@ -19,20 +19,22 @@ class BatchClauses:
         """Row ``i`` of a batch is the cold row of context ``i``: any order, any lengths, with
         duplicates."""
 
-        @live.for_all(contexts=live.contexts.several())
         def batch_answers_in_order(contexts: list[TokenIds]) -> None:
             rows = live.run(live.lm.batch_next_token_logprobs(contexts))
             check(len(rows) == len(contexts), f"{len(rows)} rows for {len(contexts)} contexts")
             for row, context in zip(rows, contexts, strict=True):
                 live.expect(row, context, how=f"in a batch of {len(contexts)}")
 
+        live.check_all(batch_answers_in_order, contexts=live.contexts.several())
+
     def test_gathered_questions_equal_single_ones(self, live: Subject) -> None:
         """Questions asked together by coroutines of their own get their cold rows."""
 
-        @live.for_all(contexts=live.contexts.several())
         def gathered_questions_equal_single_ones(contexts: list[TokenIds]) -> None:
             for row, context in zip(live.gather(contexts), contexts, strict=True):
                 live.expect(row, context, how=f"gathered with {len(contexts) - 1} others")
+
+        live.check_all(gathered_questions_equal_single_ones, contexts=live.contexts.several())
 
     def test_large_batch(self, live: Subject) -> None:
         """A batch of any size: forty contexts at once, and none at all."""
@@ -50,23 +52,23 @@ class BatchClauses:
     def test_equal_questions_share_one_slot(self, live: Subject) -> None:
         """The engine sees each of the pending questions once, however many callers ask it."""
 
-        @live.for_all(context=live.contexts.any(), callers=st.integers(2, 4))
         def equal_questions_share_one_slot(context: TokenIds, callers: int) -> None:
             live.gather([context] * callers)
-            times = sum(query.token_ids == context for query in live.probe.seen)
+            times = sum(query.token_ids == context for query in live.gate.seen)
             check(
                 times == 1,
                 f"{callers} callers asked for {list(context)} together: the engine saw it {times} "
                 "times",
             )
 
+        live.check_all(
+            equal_questions_share_one_slot, context=live.contexts.any(), callers=st.integers(2, 4)
+        )
+
     def test_same_tail_under_different_prefixes(self, live: Subject) -> None:
         """Contexts that end alike and begin differently stay different, their prefixes pinned or
         not."""
 
-        @live.for_all(
-            prefixes=live.contexts.distinct(), tail=live.contexts.tails(), pinned=st.booleans()
-        )
         def same_tail_under_different_prefixes(
             prefixes: list[TokenIds], tail: TokenIds, pinned: bool
         ) -> None:
@@ -76,6 +78,13 @@ class BatchClauses:
             for row, context in zip(live.gather(contexts), contexts, strict=True):
                 live.expect(row, context, how="together with others of the same tail")
 
+        live.check_all(
+            same_tail_under_different_prefixes,
+            prefixes=live.contexts.distinct(),
+            tail=live.contexts.tails(),
+            pinned=st.booleans(),
+        )
+
 
 class StateClauses:
     """Warm equals cold."""
@@ -84,7 +93,6 @@ class StateClauses:
         """Asked again, from the row cache or with what the engine has kept of it, a context has its
         cold row."""
 
-        @live.for_all(contexts=live.contexts.several())
         def warm_row_equals_cold_row(contexts: list[TokenIds]) -> None:
             for context in contexts:
                 live.expect(live.ask(context), context, how="asked for the first time")
@@ -93,21 +101,23 @@ class StateClauses:
             for context in contexts:
                 live.expect(live.ask(context), context, how="asked again without the row cache")
 
+        live.check_all(warm_row_equals_cold_row, contexts=live.contexts.several())
+
     def test_extended_context(self, live: Subject) -> None:
         """A context that grows token by token has its cold row at every length."""
 
-        @live.for_all(context=live.contexts.any(), tokens=live.contexts.tails(most=4))
         def extended_context(context: TokenIds, tokens: TokenIds) -> None:
             for end in range(len(tokens) + 1):
                 grown = context + tokens[:end]
                 live.expect(live.ask(grown), grown, how=f"after {end} extensions")
 
+        live.check_all(
+            extended_context, context=live.contexts.any(), tokens=live.contexts.tails(most=4)
+        )
+
     def test_forked_contexts(self, live: Subject) -> None:
         """Contexts that fork from a shared stem do not disturb each other, nor the stem."""
 
-        @live.for_all(
-            stem=live.contexts.any(), tails=st.lists(live.contexts.tails(), min_size=2, max_size=3)
-        )
         def forked_contexts(stem: TokenIds, tails: list[TokenIds]) -> None:
             live.expect(live.ask(stem), stem)
             for tail in tails:
@@ -117,15 +127,17 @@ class StateClauses:
             live.lm.clear_cache()
             live.expect(live.ask(stem), stem, how="after others had forked from it")
 
+        live.check_all(
+            forked_contexts,
+            stem=live.contexts.any(),
+            tails=st.lists(live.contexts.tails(), min_size=2, max_size=3),
+        )
+
     def test_pinned_prefix(self, live: Subject) -> None:
         """Contexts that begin with a pinned prefix have their cold rows, again and again, and so
         has the prefix."""
         live.needs("genlm_cache_prefix")
 
-        @live.for_all(
-            prefix=live.contexts.any(),
-            tails=st.lists(live.contexts.tails(), min_size=2, max_size=3),
-        )
         def pinned_prefix(prefix: TokenIds, tails: list[TokenIds]) -> None:
             live.lm.cache_kv(prefix)
             for tail in [*tails, ()]:
@@ -135,11 +147,16 @@ class StateClauses:
                     how=f"with the prefix {list(prefix)} pinned",
                 )
 
+        live.check_all(
+            pinned_prefix,
+            prefix=live.contexts.any(),
+            tails=st.lists(live.contexts.tails(), min_size=2, max_size=3),
+        )
+
     def test_dropped_state(self, live: Subject) -> None:
         """After ``clear_kv_cache`` contexts have their cold rows, those behind pinned prefixes
         too."""
 
-        @live.for_all(contexts=live.contexts.distinct(), tail=live.contexts.tails())
         def dropped_state(contexts: list[TokenIds], tail: TokenIds) -> None:
             for context in contexts:
                 live.lm.cache_kv(context)
@@ -148,3 +165,5 @@ class StateClauses:
             live.lm.clear_cache()
             for context in [*contexts, *(context + tail for context in contexts)]:
                 live.expect(live.ask(context), context, how="after clear_kv_cache")
+
+        live.check_all(dropped_state, contexts=live.contexts.distinct(), tail=live.contexts.tails())

@@ -15,7 +15,7 @@ from hypothesis.strategies import SearchStrategy
 
 from genlm.core.conformance.compare import Violation, check, difference
 from genlm.core.conformance.contexts import Contexts
-from genlm.core.conformance.probe import Probe
+from genlm.core.conformance.gate import EngineGate
 from genlm.core.errors import PluginError
 from genlm.core.lm import AsyncLM
 from genlm.core.runtime.cache import OutputCache
@@ -51,7 +51,7 @@ class Subject:
         self.effort = effort
         self.patience = patience
         self._patience = patience
-        self.probe = Probe(patience)
+        self.gate = EngineGate(patience)
         self.contract_violations: list[PluginError] = []
         self._load = load
         self._lm: AsyncLM | None = None
@@ -79,7 +79,7 @@ class Subject:
 
             try:
                 self._lm = self._load(
-                    [self.probe, ContractCheck("under test", self.contract_violations.append)]
+                    [self.gate, ContractCheck("under test", self.contract_violations.append)]
                 )
             except Exception as error:
                 self._broken = error
@@ -104,7 +104,7 @@ class Subject:
     def reset(self) -> None:
         """Bring the model to the state that every example begins in: caches empty, the given
         adapters bound."""
-        self.probe.reset()
+        self.gate.reset()
         self.contract_violations.clear()
         self.lm.clear_lora()
         if self.lm.supports("genlm_add_lora"):
@@ -129,7 +129,7 @@ class Subject:
     def close(self) -> None:
         """Close the model if it is open."""
         self._runner.close()
-        self.probe.reset()
+        self.gate.reset()
         if self._lm is not None:
             self._lm.close()
         self.forget()
@@ -163,27 +163,24 @@ class Subject:
 
     # --- properties -------------------------------------------------------------------------------
 
-    def for_all(
-        self, examples: int = 20, **strategies: SearchStrategy[Any]
-    ) -> Callable[[Callable[..., None]], None]:
-        """Check the decorated property at once, on examples that are the same in every run.
+    def check_all(
+        self, holds: Callable[..., None], examples: int = 20, **strategies: SearchStrategy[Any]
+    ) -> None:
+        """Check that a property holds of all examples, which are the same in every run.
 
-        The decorated function runs once per example, each in a clean state. Built here and not at
-        import, because the strategies depend on the model; for the same reason nothing is shared
-        between two classes that inherit a clause.
+        ``holds`` runs once per example, each in a clean state. The test is built here and not at
+        import, because the strategies depend on the model. So two classes that inherit a clause
+        share nothing.
         """
 
-        def run(holds: Callable[..., None]) -> None:
-            @self.settings(examples)
-            @given(**strategies)
-            @functools.wraps(holds)
-            def example(**drawn: Any) -> None:
-                self.reset()
-                holds(**drawn)
+        @self.settings(examples)
+        @given(**strategies)
+        @functools.wraps(holds)
+        def example(**drawn: Any) -> None:
+            self.reset()
+            holds(**drawn)
 
-            example()
-
-        return run
+        example()
 
     def settings(self, examples: int, **more: Any) -> settings:
         """How Hypothesis runs: ``examples`` times the effort, always the same ones, no deadline."""

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class PlantedError(RuntimeError):
-    """What the probe makes the engine raise."""
+    """What the gate makes the engine raise."""
 
 
-class Probe:
+class EngineGate:
     """Observes, holds and fails evaluations. All is as it was after :meth:`reset`.
 
     Args:
