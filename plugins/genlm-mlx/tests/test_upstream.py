@@ -73,7 +73,7 @@ def test_gpt2_wants_a_name_that_transformers_5_does_not_write(folders: Folders) 
 def test_rotating_rows_padded_on_the_left_are_masked_wrongly_after_a_single_token(
     folders: Folders,
 ) -> None:
-    """What ``Block._settle`` avoids: rows of 3 and 15 tokens, then one token each, then a block of
+    """What ``Block.settle`` avoids: rows of 3 and 15 tokens, then one token each, then a block of
     several."""
     model = gemma3(folders)
     rng = random.Random(0)

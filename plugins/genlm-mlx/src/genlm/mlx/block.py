@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from genlm.mlx.prefix_index import Key
-from genlm.mlx.runner import Cache, Runner
+from genlm.mlx.runner import Cache, Key, Runner
 
 #: Tokens by which a cache grows when it is full. With mlx-lm's 256 a batch of short contexts would
 #: be mostly room to grow.
@@ -117,7 +116,7 @@ class Block:
     def feed(self, runner: Runner, tokens: Sequence[Key]) -> None:
         """Append ``tokens[i]``, one or more, to row ``i``."""
         if max(map(len, tokens)) > 1:
-            self._settle()
+            self.settle()
         runner.feed(self.cache, [key[0] for key in self.keys], tokens)
         self._append(tokens)
 
@@ -135,7 +134,7 @@ class Block:
         block.logits = None if self.logits is None else self.logits[mx.array(rows, mx.int32)]
         return block
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Lay rotating rows out anew, oldest token first.
 
         mlx-lm 0.32.2 masks a block of several tokens wrongly where a rotating cache has taken

@@ -12,8 +12,7 @@ import mlx.core as mx
 from genlm.core import Adapter, Query, hookimpl
 from genlm.mlx.adapters import Adapters
 from genlm.mlx.pool import Pool
-from genlm.mlx.prefix_index import Key
-from genlm.mlx.runner import Runner
+from genlm.mlx.runner import Key, Runner
 
 
 class MlxEngine:
@@ -52,6 +51,31 @@ class MlxEngine:
         if self.pool is None or any(query.cold for query in queries):
             return _rows(mx.concatenate([self._runner.cold(key) for key in keys]))
         return _rows(self.pool.logits(keys))
+
+    @hookimpl
+    def genlm_sequence_logprobs(
+        self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
+        return [
+            self._score(key_of(q), tuple(c)) for q, c in zip(queries, continuations, strict=True)
+        ]
+
+    def _score(self, key: Key, continuation: Key) -> torch.Tensor:
+        """One pass over what is new of the context and over the continuation."""
+        version, *context = key
+        if self.pool is None:
+            cache, known = self._runner.empty_cache(), 0
+        else:
+            branch = self.pool.branch(key)
+            cache, known = branch.cache, branch.length
+        new = (*context[known:], *continuation[:-1])
+        rows = self._runner.following(cache, version, new, len(continuation))
+        wanted = torch.tensor(continuation)
+        scores: list[torch.Tensor] = []
+        for block in map(_rows, rows):
+            some, wanted = wanted[: len(block)], wanted[len(block) :]
+            scores.append(block.gather(1, some[:, None])[:, 0])
+        return torch.cat(scores)
 
     @hookimpl
     def genlm_cache_prefix(self, query: Query) -> bool:

@@ -11,9 +11,9 @@ from operator import attrgetter, itemgetter
 from attrs import frozen
 
 import mlx.core as mx
+from genlm.core.prefixes import PrefixIndex, common_length
 from genlm.mlx.block import Block
-from genlm.mlx.prefix_index import Key, PrefixIndex, common_length
-from genlm.mlx.runner import Runner
+from genlm.mlx.runner import Key, Runner
 
 #: From so many tokens on, a shared prefix is computed on its own first, a longer row is trimmed
 #: rather than left aside, and state that cannot be trimmed is kept when a context goes beyond it.
@@ -79,7 +79,7 @@ class Pool:
         self._max_bytes = max_bytes
         self._ragged = ragged
         self._blocks: list[Block] = []
-        self._index: PrefixIndex[Place] = PrefixIndex()
+        self._index: PrefixIndex[Key, Place] = PrefixIndex()
         self._tick = 0
 
     def __len__(self) -> int:
@@ -103,6 +103,18 @@ class Pool:
             (key, block.logits[row]) for block in computed for row, key in enumerate(block.keys)
         )
         return mx.stack([known[key] for key in keys])
+
+    def branch(self, key: Key) -> Block:
+        """A block of one row, apart from the pool: what is known of ``key`` but its last token."""
+        place, reused = self._source(key)
+        if place is None:
+            return Block.empty(self._runner, key[:1])
+        place.block.used = self._tick
+        if reused < len(place.key):
+            return place.block.trimmed(place.row, reused - 1)
+        branch = place.block.copied([place.row])
+        branch.settle()
+        return branch
 
     def pin(self, key: Key) -> None:
         """Compute ``key`` if need be, and keep it until it is dropped."""

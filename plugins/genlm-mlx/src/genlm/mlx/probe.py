@@ -6,8 +6,7 @@ from enum import Enum
 
 import mlx.core as mx
 from genlm.mlx.pool import Pool
-from genlm.mlx.prefix_index import Key
-from genlm.mlx.runner import Runner
+from genlm.mlx.runner import Key, Runner
 from mlx.utils import tree_flatten
 
 #: The most total variation between a batched row and the same row alone, for float32 weights and

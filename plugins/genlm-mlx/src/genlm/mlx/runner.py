@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import Any
 
@@ -11,9 +11,14 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx.core as mx
 from genlm.mlx.adapters import Adapters
-from genlm.mlx.prefix_index import Key
 
+Key = tuple[int, ...]  # the version of an adapter, then tokens
 Cache = list[Any]  # one mlx-lm cache per layer
+
+#: The most bytes of logits that are computed together for a score, and how many rows of them before
+#: the model's vocabulary is known.
+LOGITS_BYTES = 128 << 20
+FIRST_LOGITS = 64
 
 
 class Runner:
@@ -67,6 +72,25 @@ class Runner:
         )
         mx.eval(logits, [layer.state for layer in cache])
         return logits
+
+    def following(self, cache: Cache, version: int, tokens: Key, last: int) -> Iterator[mx.array]:
+        """Append ``tokens`` to a cache of one row.
+
+        Yields:
+            The logits after each of the ``last`` tokens, ``[n, vocab_size]`` float32: a few at a
+            time, for those of a long text together may not fit into memory.
+        """
+        if head := tokens[:-last]:
+            self.feed(cache, [version], [head])
+        width, start = FIRST_LOGITS, len(tokens) - last
+        while start < len(tokens):
+            chunk = mx.array([tokens[start : start + width]], mx.int32)
+            self._adapters.select([version])
+            logits = self.model(chunk, cache=cache)[0].astype(mx.float32)
+            mx.eval(logits, [layer.state for layer in cache])
+            yield logits
+            start += width
+            width = max(1, min(self._step_size, LOGITS_BYTES // (4 * logits.shape[-1])))
 
     def cold(self, key: Key) -> mx.array:
         """The logits after ``key``, ``[1, vocab_size]`` float32, by way of no batch and no kept
