@@ -11,6 +11,7 @@ from typing import Any
 from mlx_lm.utils import load_model, snapshot_download
 from transformers import AutoTokenizer
 
+from genlm.core import checks
 from genlm.core.logs import get_logger
 from genlm.mlx.adapters import Adapters
 from genlm.mlx.engine import MlxEngine
@@ -39,9 +40,10 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
     """Load a model folder or hub name.
 
     Raises:
-        InvalidOptionError: an option is unknown or out of range.
+        InvalidOptionError: an option is unknown or out of range, or there is no such folder.
     """
     chosen = Options.read(options)
+    checks.model_name(name)
     folder = (
         Path(name)
         if Path(name).exists()
@@ -50,7 +52,7 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
     config = json.loads((folder / "config.json").read_text())
     model, _ = load_model(folder, model_config=amended(config))
     repair(model)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     adapters = Adapters(model)
     runner = Runner(model, adapters, chosen.prefill_step_size)
     support = probe(runner)

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from genlm.core import checks
 from genlm.core.errors import BackendUnavailableError
 from genlm.core.options import refuse_unknown
 from genlm.sgl.engine import SglEngine
 from genlm.sgl.internals import Scheduler
-from genlm.sgl.options import OPTIONS, gpu_index, server_options
+from genlm.sgl.options import (
+    OPTIONS,
+    gpu_index,
+    refuse_lora_without_pinned_memory,
+    server_options,
+)
+from genlm.sgl.trust import refuse_code
 from genlm.sgl.versions import why_unavailable
 
 
@@ -23,12 +30,16 @@ def load(model: str, options: Mapping[str, Any]) -> SglEngine:
     Raises:
         BackendUnavailableError: SGLang is not installed in a supported version, or this process
             holds an SGLang model.
-        InvalidOptionError: an option is not accepted.
+        InvalidOptionError: an option is not accepted, there is no such folder, or the model brings
+            code that is not trusted.
     """
     if reason := why_unavailable():
         raise BackendUnavailableError(reason)
     refuse_unknown("sgl", options, OPTIONS)
+    checks.model_name(model)
     arguments = server_options(model, options.get("engine_opts") or {})
+    refuse_code(arguments)
+    refuse_lora_without_pinned_memory(arguments)
     scheduler = Scheduler(arguments, gpu_index(arguments["device"], options.get("gpu_id", 0)))
     if arguments.get("enable_lora"):
         from genlm.sgl.lora import SglLoraEngine

@@ -94,3 +94,21 @@ def gpu_index(device: str, gpu_id: int) -> int:
             "those, counted from 0, or the engine option device='cpu'"
         )
     return gpu_id
+
+
+def refuse_lora_without_pinned_memory(arguments: Mapping[str, Any]) -> None:
+    """SGLang's LoRA layers ask for pinned memory, also on the CPU: say so before loading.
+
+    Raises:
+        InvalidOptionError: the model is to have adapters, and this PyTorch cannot pin memory.
+    """
+    if not arguments.get("enable_lora"):
+        return
+    try:
+        torch.empty(1, pin_memory=True)
+    except RuntimeError as error:
+        raise InvalidOptionError(
+            "engine option enable_lora=True is not possible here: SGLang keeps adapters in pinned "
+            f"memory, which this PyTorch cannot allocate ({error}); load the model on a GPU, or "
+            "serve adapters with another backend (hf, vllm)"
+        ) from error

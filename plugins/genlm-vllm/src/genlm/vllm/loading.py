@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from genlm.core import checks
 from genlm.core.errors import InvalidOptionError
 from genlm.core.logs import get_logger
 from genlm.vllm.capture import RowStore, capture_into
@@ -25,10 +26,12 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
     """Start vLLM on the calling thread.
 
     Raises:
-        InvalidOptionError: an unknown option, or one that rows cannot be had with.
+        InvalidOptionError: an option is unknown, or does not work with full rows; or there is no
+            such folder.
         BackendUnavailableError: the installed vLLM is outside the supported range.
     """
     chosen = Options.read(options)
+    checks.model_name(model)
     check_version()
     check_engine_opts(chosen.engine_opts)
     import vllm

@@ -1,0 +1,150 @@
+"""Model folders that try to run code when they are loaded, to test that a backend refuses.
+
+A model folder is a stranger's file. Loading it must run none of its code, unless the user said so
+with the engine's own option (``trust_remote_code``).
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+#: How a folder's files name the class ``Canary`` in its file ``canary.py``.
+REFERENCE = "canary.Canary"
+AUTO_MAP = {name: REFERENCE for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM")}
+CLASS = "CanaryForCausalLM"
+
+ESCAPE = "{{{{ cycler.__init__.__globals__.os.open({mark!r}, 65) }}}}"  # 65 is O_CREAT | O_WRONLY
+
+
+@frozen
+class Canary:
+    """A model folder with a trap.
+
+    Attributes:
+        name: Where in the folder the trap is.
+        folder: The folder.
+        mark: A file that exists once any code of the folder has run.
+    """
+
+    name: str
+    folder: Path
+    mark: Path
+
+    @property
+    def sprung(self) -> bool:
+        """Whether code of the folder has run."""
+        return self.mark.exists()
+
+
+@frozen
+class _Pickled:
+    """Makes the mark when it is unpickled."""
+
+    mark: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (self.mark, "w")
+
+
+def canaries(model: Path, into: Path) -> list[Canary]:
+    """Copies of a small model's folder, each with one trap.
+
+    Args:
+        model: A folder as transformers saves it, with a fast tokenizer.
+        into: An empty folder, for the copies and their marks.
+    """
+    return [_make(name, trap, model, into) for name, trap in TRAPS.items()]
+
+
+def _make(name: str, trap: Callable[[Path, str], None], model: Path, into: Path) -> Canary:
+    place = into / name.replace(" ", "-")
+    canary = Canary(name, place / "model", place / "mark")
+    shutil.copytree(model, canary.folder)
+    code = f"open({str(canary.mark)!r}, 'w').close()\n\n\nclass Canary:\n    pass\n"
+    (canary.folder / "canary.py").write_text(code)
+    trap(canary.folder, str(canary.mark))
+    return canary
+
+
+def _amend(file: Path, **settings: Any) -> None:
+    known = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**known, **settings}))
+
+
+def _known_type(folder: Path, mark: str) -> None:
+    _amend(folder / "config.json", auto_map=AUTO_MAP)
+
+
+def _known_type_of_another_class(folder: Path, mark: str) -> None:
+    _amend(folder / "config.json", auto_map=AUTO_MAP, architectures=[CLASS])
+
+
+def _unknown_type(folder: Path, mark: str) -> None:
+    _amend(folder / "config.json", auto_map=AUTO_MAP, architectures=[CLASS], model_type="canary")
+
+
+def _nested(folder: Path, mark: str) -> None:
+    inner = {**json.loads((folder / "config.json").read_text()), "auto_map": AUTO_MAP}
+    _amend(
+        folder / "config.json",
+        model_type="llava",
+        architectures=[CLASS],
+        text_config={**inner, "architectures": [CLASS]},
+    )
+
+
+def _model_file(folder: Path, mark: str) -> None:
+    _amend(folder / "config.json", model_file="canary.py")
+
+
+def _tokenizer(folder: Path, mark: str) -> None:
+    _amend(
+        folder / "tokenizer_config.json",
+        tokenizer_class="CanaryTokenizer",
+        auto_map={"AutoTokenizer": [REFERENCE, REFERENCE]},
+    )
+
+
+def _processor(folder: Path, mark: str) -> None:
+    for file in ("processor_config.json", "preprocessor_config.json"):
+        names = ("AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor")
+        _amend(folder / file, auto_map={name: REFERENCE for name in names})
+
+
+def _custom_generate(folder: Path, mark: str) -> None:
+    (folder / "custom_generate").mkdir()
+    shutil.copy(folder / "canary.py", folder / "custom_generate" / "generate.py")
+    _amend(folder / "generation_config.json", custom_generate=str(folder))
+
+
+def _pickled_weights(folder: Path, mark: str) -> None:
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(_Pickled(mark)))
+
+
+def _chat_template(folder: Path, mark: str) -> None:
+    template = ESCAPE.format(mark=mark)
+    _amend(folder / "tokenizer_config.json", chat_template=template)
+    (folder / "chat_template.jinja").write_text(template)
+
+
+TRAPS: dict[str, Callable[[Path, str], None]] = {
+    "auto_map of a known type": _known_type,
+    "auto_map of an unknown class": _known_type_of_another_class,
+    "auto_map of an unknown type": _unknown_type,
+    "auto_map of a nested configuration": _nested,
+    "model_file": _model_file,
+    "tokenizer": _tokenizer,
+    "processor": _processor,
+    "custom_generate": _custom_generate,
+    "pickled weights": _pickled_weights,
+    "chat template": _chat_template,
+}

@@ -1,0 +1,59 @@
+"""The traps in model folders go off where somebody does run them: else their tests show nothing."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import runpy
+from pathlib import Path
+
+import pytest
+
+from genlm.core import checks
+from genlm.core.conformance.canaries import ESCAPE, TRAPS, canaries
+from genlm.core.errors import InvalidOptionError
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+def test_every_trap_goes_off_where_it_is_run(model, tmp_path):
+    made = canaries(model, tmp_path / "canaries")
+    assert [canary.name for canary in made] == list(TRAPS)
+    for canary in made:
+        assert not canary.sprung
+        weights = canary.folder / "pytorch_model.bin"
+        if weights.exists():
+            pickle.loads(weights.read_bytes()).close()
+        else:
+            runpy.run_path(str(canary.folder / "canary.py"))
+        assert canary.sprung
+
+
+def test_the_chat_template_goes_off_where_templates_are_not_confined(tmp_path):
+    jinja2 = pytest.importorskip("jinja2")
+    mark = tmp_path / "mark"
+    jinja2.Template(ESCAPE.format(mark=str(mark))).render()
+    assert mark.exists()
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./model", "~/model", "a/b/c", "tests/none"])
+def test_a_path_where_nothing_is_is_refused(name, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[1])
+    with pytest.raises(InvalidOptionError, match=f"model folder '{name}' does not exist; give"):
+        checks.model_name(name)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "HuggingFaceTB/SmolLM2-135M-Instruct"])
+def test_a_name_on_a_hub_may_be_one(name):
+    assert checks.model_name(name) == name
+
+
+def test_a_folder_that_is_there_is_taken(tmp_path):
+    assert checks.model_name(str(tmp_path)) == str(tmp_path)
