@@ -48,6 +48,23 @@ def test_writing_a_key_again_at_capacity_evicts_nobody():
     assert torch.equal(cache.get("b"), row(3))
 
 
+def test_it_is_a_mapping():
+    cache = OutputCache(2, False)
+    cache["a"] = row(1.0)
+    cache["b"] = row(2.0)
+    cache["b"] = row(3.0)  # at capacity: evicts nothing
+    assert torch.equal(cache["a"], row(1.0))
+    assert torch.equal(cache["b"], row(3.0))
+    cache["a"].zero_()
+    assert torch.equal(cache["a"], row(1.0))
+    cache["c"] = row(4.0)
+    assert ("a" in cache, "b" in cache, "c" in cache, len(cache)) == (True, False, True, 2)
+    with pytest.raises(KeyError, match="b"):
+        cache["b"]
+    cache.clear()
+    assert ("a" in cache, len(cache)) == (False, 0)
+
+
 def test_bytes_are_bounded_and_counted():
     cache = OutputCache(maxsize=None, max_bytes=3 * 16)
     for i in range(10):

@@ -54,6 +54,23 @@ def test_a_distribution_of_ones_own():
         assert asyncio.run(lm.sample([1], 3, [], temperature=0)) == [1, 2, 4]
 
 
+def test_a_distribution_over_fewer_tokens_than_the_vocabulary():
+    class Short(MockAsyncLM):
+        """As over a model with fewer logits than its tokenizer has tokens."""
+
+        def _get_logprobs(self, token_ids):
+            return np.full(257, -np.log(257))
+
+    with Short() as lm:
+        row = lm.next_token_logprobs_sync([1])
+        assert row.shape == (258,)
+        assert torch.equal(row == -torch.inf, torch.arange(258) == 257)
+        assert row.logsumexp(0).item() == pytest.approx(0, abs=1e-4)
+        scores = asyncio.run(lm.sequence_logprobs([1], [3, 257]))
+        assert scores.tolist() == [pytest.approx(-np.log(257)), -np.inf]
+        assert len(asyncio.run(lm.sample([1], 20, [], seed=1))) == 20
+
+
 def test_a_distribution_that_changes_is_asked_every_time():
     class Changing(MockAsyncLM):
         best = 3

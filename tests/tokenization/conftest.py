@@ -43,6 +43,17 @@ def split_byte_level() -> Any:
     return tokenizer
 
 
+def deepseek_coder() -> Any:
+    """DeepSeek-Coder: the pieces of the 13 bytes that UTF-8 does not use are added tokens too."""
+    tok = pytest.importorskip("tokenizers", reason="trains a tokenizer of the library tokenizers")
+    tokenizer = byte_level()
+    unused = [0xC0, 0xC1, *range(0xF5, 0x100)]
+    before = tokenizer.get_vocab_size()
+    tokenizer.add_tokens([tok.AddedToken(chr(byte), normalized=True) for byte in unused])
+    assert tokenizer.get_vocab_size() == before
+    return tokenizer
+
+
 def byte_fallback(normalizer: Any, decoders: list[Any]) -> Any:
     tok = pytest.importorskip("tokenizers", reason="trains a tokenizer of the library tokenizers")
     tokenizer = tok.Tokenizer(tok.models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
@@ -104,7 +115,9 @@ def unigram() -> Any:
     return tokenizer
 
 
-FAMILIES = {f.__name__: f for f in (byte_level, split_byte_level, llama, gemma, unigram)}
+FAMILIES = {
+    f.__name__: f for f in (byte_level, split_byte_level, deepseek_coder, llama, gemma, unigram)
+}
 
 
 @pytest.fixture(scope="session", params=FAMILIES)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import doctest
+import itertools
+import json
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ import pytest
 
 from genlm.core import InvalidOptionError, VocabularyError
 from genlm.core.tokenization import decode_vocab
+from genlm.core.tokenization import decoder as decoder_module
 from genlm.core.tokenization import vocab as documented
 
 tok = pytest.importorskip("tokenizers", reason="defines tokenizers of the library tokenizers")
@@ -67,6 +70,8 @@ def contents(tokenizer):
 )
 def test_decoders(decoder, pieces, expected):
     tokenizer = tokenizer_of(pieces, decoder)
+    if "ByteLevel" in repr(decoder):
+        tokenizer.pre_tokenizer = tok.pre_tokenizers.ByteLevel(add_prefix_space=False)
     assert contents(tokenizer) == expected
     for piece, token in zip(pieces, expected, strict=True):
         assert tokenizer.decoder.decode(["a", piece, "b"]) == f"a{token.decode(errors='replace')}b"
@@ -118,6 +123,123 @@ def test_a_pre_tokenizer_that_drops_spaces_is_refused_unless_another_marks_them(
     split, mark = tok.pre_tokenizers.WhitespaceSplit(), tok.pre_tokenizers.Metaspace()
     tokenizer.pre_tokenizer = tok.pre_tokenizers.Sequence([split, mark])
     assert contents(tokenizer) == [b" a"]
+
+
+p = tok.pre_tokenizers
+REGEX = tok.Regex("a+")
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [
+        (p.Whitespace(), "pre-tokenizer Whitespace does not keep the white space"),
+        (p.WhitespaceSplit(), "pre-tokenizer WhitespaceSplit does not keep the white space"),
+        (p.BertPreTokenizer(), "pre-tokenizer BertPreTokenizer does not keep the white space"),
+        (p.Split(" ", "removed"), "pre-tokenizer Split does not keep the text that it splits at"),
+        (p.Split(REGEX, "removed"), "pre-tokenizer Split does not keep"),
+        (p.Punctuation("removed"), "pre-tokenizer Punctuation does not keep"),
+        (p.CharDelimiterSplit("|"), "pre-tokenizer CharDelimiterSplit does not keep"),
+        (p.Sequence([p.Digits(), p.Split("x", "removed")]), "pre-tokenizer Split does not keep"),
+    ],
+)
+@pytest.mark.parametrize("mark", ["bytes", "spaces"])
+def test_a_pre_tokenizer_that_removes_text_is_refused(before, reason, mark):
+    tokenizer = tokenizer_of(["a"], d.ByteLevel() if mark == "bytes" else d.Metaspace())
+    after = p.ByteLevel(add_prefix_space=False) if mark == "bytes" else p.Metaspace()
+    tokenizer.pre_tokenizer = p.Sequence([before, after])
+    if mark == "spaces" and "white space" in reason:
+        reason = "components belong together"  # white space may be marked, but only at spaces
+    if mark == "spaces" and "WhitespaceSplit" in repr(before):
+        assert contents(tokenizer) == [b"a"]
+        return
+    with pytest.raises(VocabularyError, match=reason):
+        decode_vocab(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("pre_tokenizer", "decoder"),
+    [
+        (p.Sequence([p.Digits(), p.ByteLevel(add_prefix_space=True)]), d.ByteLevel()),
+        (p.Sequence([p.Punctuation(), p.Metaspace()]), d.Metaspace()),
+        (p.Sequence([p.WhitespaceSplit(), p.Metaspace(prepend_scheme="first")]), d.Metaspace()),
+        (p.Sequence([p.WhitespaceSplit(), p.Metaspace(prepend_scheme="never")]), d.Metaspace()),
+        (p.ByteLevel(add_prefix_space=False), d.Fuse()),
+        (p.Metaspace(), d.Fuse()),
+        (None, d.ByteLevel()),
+        (p.Metaspace(), d.ByteLevel()),
+    ],
+)
+def test_components_that_change_the_text_between_them_are_refused(pre_tokenizer, decoder):
+    tokenizer = tokenizer_of(["a"], decoder)
+    if pre_tokenizer is not None:
+        tokenizer.pre_tokenizer = pre_tokenizer
+    with pytest.raises(VocabularyError, match="components belong together"):
+        decode_vocab(tokenizer)
+
+
+def test_the_message_of_the_older_package_is_kept():
+    with pytest.raises(ValueError, match="Could not decode byte representation"):
+        decode_vocab(tokenizer_of(["a"], d.WordPiece()))
+    with pytest.raises(ValueError, match="Could not decode byte representation"):
+        decode_vocab(object())
+
+
+# --- hostile files --------------------------------------------------------------------------------
+
+
+def test_a_token_id_beyond_all_reason_is_refused_before_memory_is_taken():
+    tokenizer = tok.Tokenizer(tok.models.BPE(vocab={"a": 0, "b": 2**31}, merges=[]))
+    tokenizer.decoder = d.Fuse()
+    with pytest.raises(
+        VocabularyError, match=r"token id 2147483648, but ids must be below 4194304"
+    ):
+        decode_vocab(tokenizer)
+
+
+def test_token_bytes_without_an_end_are_refused():
+    class Endless:
+        def token_bytes(self):
+            return itertools.repeat(b"a")
+
+    with pytest.raises(VocabularyError, match="ids must be below 4194304"):
+        decode_vocab(Endless())
+
+
+@pytest.mark.parametrize("where", ["decoder", "pre_tokenizer"])
+def test_a_regular_expression_that_takes_too_many_steps_is_refused(where):
+    pattern = tok.Regex(r"(.+)+\d$")
+    decoder = d.Replace(pattern, "x") if where == "decoder" else d.Fuse()
+    tokenizer = tokenizer_of(["a" * 40 + "b"], decoder)
+    if where == "pre_tokenizer":
+        tokenizer.pre_tokenizer = p.Split(tok.Regex("^" + ".*" * 20 + "X"), "isolated")
+    with pytest.raises(VocabularyError, match="retry-limit"):
+        decode_vocab(tokenizer)
+
+
+def test_a_regular_expression_may_not_take_too_long_for_the_whole_vocabulary(monkeypatch):
+    monkeypatch.setattr(decoder_module, "REGEX_SECONDS", -1.0)
+    with pytest.raises(VocabularyError, match="takes longer than -1 s for the vocabulary"):
+        decode_vocab(tokenizer_of(["a"], d.Replace(REGEX, "x")))
+
+
+def test_added_tokens_out_of_order_and_empty_ones():
+    tokenizer = tokenizer_of(["a", "b"], d.Fuse())
+    definition = json.loads(tokenizer.to_str())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    definition["added_tokens"] = [
+        {"id": 9, "content": "nine", **flags},
+        {"id": 2, "content": "", **flags},
+        {"id": 3, "content": "three", **flags},
+    ]
+    tokenizer = tok.Tokenizer.from_str(json.dumps(definition))
+    byte_vocab, _ = decode_vocab(tokenizer)
+    for content in ("a", "b", "nine", "three"):
+        assert byte_vocab[tokenizer.token_to_id(content)] == content.encode()
+    assert joined(tokenizer, byte_vocab, "anineb") == b"anineb"
+
+
+def joined(tokenizer, byte_vocab, text):
+    return b"".join(byte_vocab[i] for i in tokenizer.encode(text).ids)
 
 
 def test_a_pre_tokenizer_in_python_is_no_hindrance():

@@ -281,14 +281,38 @@ def test_a_result_of_another_precision_is_refused(dtype):
 def test_a_vocabulary_that_makes_no_trie_is_refused():
     with pytest.raises(VocabularyError, match="at least one item"):
         TokenCharacterTrie([])
-    with pytest.raises(VocabularyError, match=r"b'ab' is at positions 0 and 3"):
+    with pytest.raises(
+        ValueError, match=r"Duplicate word in vocabulary: b'ab' is at positions 0 and 3"
+    ):
         TokenCharacterTrie([b"ab", Token(0, b"ab"), Token(1, b"ab"), b"ab"])
     with pytest.raises(VocabularyError, match="positions 0 and 1"):
         TokenCharacterTrie([Token(3, b"x"), Token(3, b"x")])
-    with pytest.raises(VocabularyError, match="iterables of hashable symbols"):
-        TokenCharacterTrie([b"a", 7])
-    with pytest.raises(VocabularyError, match="hashable iterables of hashable symbols"):
-        TokenCharacterTrie([[1, 2], [3]])
+
+
+@pytest.mark.parametrize(
+    ("items", "reason"),
+    [
+        ([b"a", 7], "'int' object is not iterable"),
+        ([b"a", None], "'NoneType' object is not iterable"),
+        ([Token(0, b"a"), object()], "'object' object is not iterable"),
+        ([[1, 2], [3]], "unhashable type: 'list'"),
+        ([Token(0, b"a"), {1: 2}], "unhashable type: 'dict'"),
+        ([b"a", bytearray(b"b")], "unhashable type: 'bytearray'"),
+        ([(1, [2])], "unhashable type: 'list'"),
+    ],
+)
+def test_an_item_that_is_not_a_sequence_of_symbols_is_refused(items, reason):
+    with pytest.raises(TypeError, match=reason) as refusal:
+        TokenCharacterTrie(items)
+    assert isinstance(refusal.value, VocabularyError)
+    assert "hashable iterables of hashable symbols" in str(refusal.value)
+
+
+def test_every_item_has_a_leaf_also_with_equal_symbols():
+    trie = TokenCharacterTrie([Token(0, b"ab"), Token(1, b"ab"), b"ab", EOS])
+    assert [position for position, _ in trie.idx_to_leaf] == [0, 1, 2, 3]
+    assert [leaf for _, leaf in trie.idx_to_leaf] == list(trie.word2leaf.values())
+    assert len({leaf for _, leaf in trie.idx_to_leaf}) == 4
 
 
 def test_the_vocabulary_may_be_any_iterable_and_is_the_tries_own():

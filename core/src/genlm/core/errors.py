@@ -30,6 +30,10 @@ class VocabularyError(InvalidInputError):
     """A tokenizer whose tokens have no byte strings of their own."""
 
 
+class VocabularyItemError(VocabularyError, TypeError):
+    """An item of a vocabulary that cannot stand in a trie: not iterable, or not hashable."""
+
+
 class UnsupportedError(GenlmError, NotImplementedError):
     """The backend does not implement the hook that the call needs."""
 

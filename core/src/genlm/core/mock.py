@@ -122,7 +122,9 @@ class MockEngine:
         import torch
 
         if query.adapter is None and self._row is not None:
-            return torch.as_tensor(self._row(list(query.token_ids)), dtype=torch.float32)
+            row = torch.as_tensor(self._row(list(query.token_ids)), dtype=torch.float32)
+            missing = max(self.vocab_size - row.shape[-1], 0)
+            return torch.nn.functional.pad(row, (0, missing), value=-torch.inf)
         return hashed_row(query.token_ids, query.adapter, self.vocab_size)
 
     def _draw(self, query: Query, params: SamplingParams) -> list[int]:
@@ -234,8 +236,8 @@ class MockAsyncLM(AsyncLM):
         return cls(_tokenizer(model_name), **options)
 
     def _get_logprobs(self, token_ids: Sequence[int]) -> Any:
-        """The row of a context under the base model: a tensor or array ``[vocab_size]`` of
-        normalised log-probabilities.
+        """The row of a context under the base model: a tensor or array of normalised
+        log-probabilities, ``[vocab_size]``. If it is shorter, the tokens at its end have -inf.
 
         Called on the engine thread. ``self._rng`` is a NumPy ``RandomState`` for the use of
         overriding methods.

@@ -25,16 +25,16 @@ class OutputCache:
 
     Args:
         maxsize: The most rows kept; 0 keeps none, ``None`` is no limit.
+        move_to_cpu: Keep rows in main memory; they come back on the device they were computed on.
         max_bytes: The most bytes kept, of rows and of their contexts' ids (8 bytes each); ``None``
             is no limit.
-        move_to_cpu: Keep rows in main memory; they come back on the device they were computed on.
     """
 
     def __init__(
         self,
         maxsize: int | None = 1000,
-        max_bytes: int | None = 512 << 20,
         move_to_cpu: bool = False,
+        max_bytes: int | None = 512 << 20,
     ) -> None:
         self.maxsize = maxsize
         self.max_bytes = max_bytes
@@ -52,6 +52,25 @@ class OutputCache:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._rows and not self._forked()
+
+    def __getitem__(self, key: Hashable) -> torch.Tensor:
+        """A copy of the row of ``key``, now the most recently used.
+
+        Raises:
+            KeyError: There is no row of ``key``.
+        """
+        row = self.get(key)
+        if row is None:
+            raise KeyError(key)
+        return row
+
+    def __setitem__(self, key: Hashable, row: torch.Tensor) -> None:
+        """Keep a copy of ``row``, unless it is larger than the whole cache. Writing a key again
+        evicts no other."""
+        self.put(key, row, self._generation)
 
     @property
     def nbytes(self) -> int:

@@ -10,8 +10,11 @@ Source: the library's Rust sources, ``decoders/``, ``pre_tokenizers/byte_level.r
 
 from __future__ import annotations
 
+import codecs
 import re
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -60,12 +63,51 @@ Definition = Mapping[str, Any]
 # A piece is text, or a byte that is not text by itself.
 Piece = str | bytes
 
+# The bytes that continue a character in UTF-8.
+_CONTINUATION = bytes(range(0x80, 0xC0))
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _LOSSY = {
     "WordPiece": "puts a space between words whether or not the text had one",
     "BPEDecoder": "puts a space after each word whether or not the text had one",
     "CTC": "merges repeated tokens",
 }
+
+
+# The most ids of a vocabulary. The largest ones of today have about 300,000.
+MOST_IDS = 1 << 22
+# The longest time that a decoder's regular expression may take for a whole vocabulary.
+REGEX_SECONDS = 60.0
+
+
+def undecodable(reason: str) -> VocabularyError:
+    """The error for a tokenizer whose tokens have no bytes of their own, or none that we know."""
+    return VocabularyError(f"Could not decode byte representation of the tokens: {reason}")
+
+
+def checked_size(size: int) -> int:
+    """``size`` itself, the number of ids of a vocabulary.
+
+    Raises:
+        VocabularyError: It is so large that the file must be wrong, or hostile.
+    """
+    if size > MOST_IDS:
+        raise VocabularyError(
+            f"the vocabulary reaches to token id {size - 1}, but ids must be below {MOST_IDS}; "
+            "number its tokens without gaps"
+        )
+    return size
+
+
+@contextmanager
+def refusing_panics(culprit: str) -> Iterator[None]:
+    """Refuse the tokenizer if the library panics, as it does when an expression takes too many
+    steps. A panic is not an ``Exception``."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise undecodable(f"{culprit} fails: {error}; use a simpler one") from None
 
 
 def decode_pieces(pieces: Sequence[str], definition: Definition) -> list[bytes]:
@@ -83,8 +125,8 @@ def decode_pieces(pieces: Sequence[str], definition: Definition) -> list[bytes]:
     joined = False
     for step in _steps(definition):
         if step["type"] in _LOSSY:
-            raise VocabularyError(
-                f"tokens have no byte strings: the tokenizer's decoder {step['type']} "
+            raise undecodable(
+                f"the tokenizer's decoder {step['type']} "
                 f"{_LOSSY[step['type']]}; use a byte-level or SentencePiece tokenizer"
             )
         if step["type"] == "ByteLevel" and not joined:
@@ -117,10 +159,7 @@ def _change_of_piece(step: Definition) -> Callable[[Piece], Piece]:
         case "Fuse":
             return _encode
         case unknown:
-            raise VocabularyError(
-                f"tokens have no known byte strings: the tokenizer's decoder {unknown} is not "
-                "supported"
-            )
+            raise undecodable(f"the tokenizer's decoder {unknown} is not supported")
 
 
 def _change_of_text(step: Definition) -> Callable[[Piece], Piece]:
@@ -133,9 +172,8 @@ def _change_of_text(step: Definition) -> Callable[[Piece], Piece]:
             pattern, content = _encode(step["pattern"]["String"]), _encode(step["content"])
             return lambda piece: _encode(piece).replace(pattern, content)
         case late:
-            raise VocabularyError(
-                f"tokens have no byte strings: the tokenizer's decoder {late} works on the joined "
-                "text, across tokens"
+            raise undecodable(
+                f"the tokenizer's decoder {late} works on the joined text, across tokens"
             )
 
 
@@ -165,6 +203,18 @@ def _named_byte(piece: str) -> Piece:
     return chr(byte) if byte < 0x80 else bytes([byte])
 
 
+def can_be_in_text(token: bytes) -> bool:
+    """Whether any UTF-8 text contains these bytes."""
+    beginning = len(token) - len(token.lstrip(_CONTINUATION))
+    if beginning > 3:
+        return False
+    try:  # an incomplete character at the end is no error
+        codecs.getincrementaldecoder("utf-8")().decode(token[beginning:])
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def _replacing(pattern: str, content: str) -> Callable[[str], str]:
     return lambda piece: piece.replace(pattern, content)
 
@@ -176,8 +226,20 @@ def _replace(step: Definition) -> Callable[[str], str]:
     from tokenizers import Regex
     from tokenizers.decoders import Replace
 
-    replace = Replace(Regex(step["pattern"]["Regex"]), step["content"])
-    return lambda piece: str(replace.decode([piece]))
+    pattern = step["pattern"]["Regex"]
+    replace = Replace(Regex(pattern), step["content"])
+    deadline = time.monotonic() + REGEX_SECONDS
+
+    def apply(piece: str) -> str:
+        if time.monotonic() > deadline:
+            raise undecodable(
+                f"the decoder's regular expression {pattern!r:.80} takes longer than "
+                f"{REGEX_SECONDS:g} s for the vocabulary; use a simpler one"
+            )
+        with refusing_panics(f"the decoder's regular expression {pattern!r:.80}"):
+            return str(replace.decode([piece]))
+
+    return apply
 
 
 def _strip(content: str, start: int, stop: int) -> Callable[[str], str]:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 from genlm.core.errors import VocabularyError
-from genlm.core.tokenization.decoder import Definition, decode_pieces
+from genlm.core.tokenization.decoder import (
+    Definition,
+    can_be_in_text,
+    checked_size,
+    decode_pieces,
+    refusing_panics,
+    undecodable,
+)
 
-# Pre-tokenizers that drop the white space between words, and those that leave a mark for it.
-_DROP_SPACES = {"BertPreTokenizer", "CharDelimiterSplit", "Whitespace", "WhitespaceSplit"}
-_MARK_SPACES = {"ByteLevel", "Metaspace"}
+# A text that normalizers leave as it is, except for its space. Byte-level decoders read the
+# character U+00DF as another byte, if no pre-tokenizer has spelled the text for them.
+_PROBE = "a ж\u00df, c.1"
+# Pre-tokenizers that remove the white space between words.
+_REMOVE_SPACES = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
 
 
 def is_fast(tokenizer: Any) -> bool:
@@ -23,19 +32,23 @@ def is_fast(tokenizer: Any) -> bool:
 def fast_token_bytes(tokenizer: Any) -> list[bytes]:
     """The bytes of every token by id, from the tokenizer's model, decoder and added tokens.
 
-    Added tokens are verbatim, except ordinary ones that are pieces of the model too: other text
-    leads to these as well (Gemma lists its runs of spaces, ``▁▁``, among the added tokens), so they
-    are what the decoder makes of the piece.
+    Added tokens are verbatim: they match the text as it is. An ordinary added token may also be a
+    piece of the model. If the piece's bytes occur in texts, other text leads to it too, so it is
+    what the decoder makes of the piece. (Gemma lists its runs of spaces, ``▁▁``, among the added
+    tokens.) If they do not, only the verbatim match leads to it. (DeepSeek-Coder lists the pieces
+    of the 13 bytes that UTF-8 does not use, such as ``ÿ``.)
 
     Raises:
         VocabularyError: The tokenizer does not keep the bytes of the text.
     """
     backend = _backend(tokenizer)
-    _check_keeps_spaces(backend)
+    decoder = _decoder_definition(backend)
+    _check_keeps_text(backend, decoder)
     pieces, added = _pieces(backend), backend.get_added_tokens_decoder()
-    token_bytes = decode_pieces(pieces, _decoder_definition(backend))
+    token_bytes = decode_pieces(pieces, decoder)
     for token_id, token in added.items():
-        if token.special or pieces[token_id] != token.content:
+        is_piece = not token.special and pieces[token_id] == token.content
+        if not (is_piece and can_be_in_text(token_bytes[token_id])):
             token_bytes[token_id] = token.content.encode()
     return token_bytes
 
@@ -47,9 +60,9 @@ def _pieces(backend: Any) -> list[str]:
     pieces = list(map(piece_of, range(backend.get_vocab_size(with_added_tokens=False))))
     if None in pieces:  # ids have gaps, so the last ones are larger than the number of pieces
         ids = backend.get_vocab(with_added_tokens=False).values()
-        pieces = [piece_of(token_id) or "" for token_id in range(max(ids) + 1)]
-    beyond = max(backend.get_added_tokens_decoder(), default=-1) + 1 - len(pieces)
-    return pieces + [""] * beyond
+        pieces = [piece_of(token_id) or "" for token_id in range(checked_size(max(ids) + 1))]
+    size = checked_size(max(backend.get_added_tokens_decoder(), default=-1) + 1)
+    return pieces + [""] * (size - len(pieces))
 
 
 def _backend(tokenizer: Any) -> Any:
@@ -74,45 +87,78 @@ def _definition(component: Any) -> Definition | None:
 
 def _decoder_definition(backend: Any) -> Definition:
     if backend.decoder is None:
-        raise VocabularyError(
-            "tokens have no byte strings: the tokenizer has no decoder, so decoding puts a space "
-            "between any two tokens; set the decoder that belongs to its model"
+        raise undecodable(
+            "the tokenizer has no decoder, so decoding puts a space between any two tokens; set "
+            "the decoder that belongs to its model"
         )
     definition = _definition(backend.decoder)
     if definition is None:
-        raise VocabularyError(
-            "tokens have no known byte strings: the tokenizer's decoder is Python code, not a "
-            "definition; give the tokenizer a method token_bytes() that returns them"
+        raise undecodable(
+            "the tokenizer's decoder is Python code, not a definition; give the tokenizer a method "
+            "token_bytes() that returns them"
         )
     return definition
 
 
-def _check_keeps_spaces(backend: Any) -> None:
-    """Refuse a tokenizer whose pieces do not tell what white space stood between them."""
+def _check_keeps_text(backend: Any, decoder: Definition) -> None:
+    """Refuse a tokenizer whose pieces do not tell what text they stand for."""
     model = backend.model
-    affixes = [
-        affix
-        for affix in ("continuing_subword_prefix", "end_of_word_suffix")
-        if getattr(model, affix, None)
-    ]
     if type(model).__name__ == "WordPiece":
-        raise _drops_spaces("model WordPiece")
-    if affixes:
-        raise _drops_spaces(f"{affixes[0]} {getattr(model, affixes[0])!r}")
-    kinds = set(_kinds(_definition(backend.pre_tokenizer))) if backend.pre_tokenizer else set()
-    if kinds & _DROP_SPACES and not kinds & _MARK_SPACES:
-        raise _drops_spaces(f"pre-tokenizer {min(kinds & _DROP_SPACES)}")
+        raise _loses("model WordPiece", "the white space of the text")
+    for affix in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if getattr(model, affix, None):
+            raise _loses(f"{affix} {getattr(model, affix)!r}", "the white space of the text")
+    definition = _definition(backend.pre_tokenizer) if backend.pre_tokenizer else None
+    if definition is not None:
+        _check_removes_nothing(_steps(definition))
+    _check_round_trip(backend, decoder)
 
 
-def _drops_spaces(culprit: str) -> VocabularyError:
-    return VocabularyError(
-        f"tokens have no byte strings: the tokenizer's {culprit} does not keep the white space of "
-        "the text; use a byte-level or SentencePiece tokenizer"
+def _check_removes_nothing(steps: Sequence[Definition]) -> None:
+    """Refuse a pre-tokenizer that removes text.
+
+    White space may be removed if a step leaves a mark for it: then it is only normalised.
+    """
+    for step in steps:
+        if step.get("behavior") == "Removed" or step["type"] == "CharDelimiterSplit":
+            raise _loses(f"pre-tokenizer {step['type']}", "the text that it splits at")
+    kinds = {step["type"] for step in steps}
+    if kinds & _REMOVE_SPACES and "Metaspace" not in kinds:
+        raise _loses(f"pre-tokenizer {min(kinds & _REMOVE_SPACES)}", "the white space of the text")
+
+
+def _check_round_trip(backend: Any, decoder: Definition) -> None:
+    """Refuse a tokenizer whose decoder does not undo what its normalizer and pre-tokenizer do to a
+    short text. The model may split that into single characters."""
+    try:
+        with refusing_panics("the tokenizer's pre-tokenizer"):
+            text = _PROBE
+            if backend.normalizer:
+                text = backend.normalizer.normalize_str(text)
+            if backend.pre_tokenizer:
+                text = "".join(part for part, _ in backend.pre_tokenizer.pre_tokenize_str(text))
+    except VocabularyError:
+        raise
+    except Exception:  # from a component written in Python, which may need more than the text
+        return
+    back = b"".join(decode_pieces(list(text), decoder))
+    if back not in (_PROBE.encode(), b" " + _PROBE.encode()):
+        raise undecodable(
+            f"the tokenizer's normalizer and pre-tokenizer make {text!r} of {_PROBE!r}, which its "
+            f"decoder reads as {back!r}; use a byte-level or SentencePiece tokenizer whose "
+            "components belong together"
+        )
+
+
+def _steps(pre_tokenizer: Definition) -> list[Definition]:
+    """The chain of steps, flat."""
+    if pre_tokenizer["type"] != "Sequence":
+        return [pre_tokenizer]
+    return [step for part in pre_tokenizer["pretokenizers"] for step in _steps(part)]
+
+
+def _loses(culprit: str, lost: str) -> VocabularyError:
+    return undecodable(
+        f"the tokenizer's {culprit} does not keep {lost}; use a byte-level or SentencePiece "
+        "tokenizer"
     )
-
-
-def _kinds(pre_tokenizer: Definition | None) -> Iterator[str]:
-    if pre_tokenizer is not None:
-        yield pre_tokenizer["type"]
-        for part in pre_tokenizer.get("pretokenizers", ()):
-            yield from _kinds(part)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from genlm.core.errors import VocabularyError
+from genlm.core.tokenization.decoder import checked_size, undecodable
 
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -15,11 +15,14 @@ _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 def library_token_bytes(tokenizer: Any) -> list[bytes] | None:
     """The bytes of every token by id; ``None`` for a tokenizer of another library."""
     if hasattr(tokenizer, "get_piece_size"):
-        return [_sentencepiece_bytes(tokenizer, i) for i in range(tokenizer.get_piece_size())]
+        size = checked_size(tokenizer.get_piece_size())
+        return [_sentencepiece_bytes(tokenizer, i) for i in range(size)]
     if hasattr(tokenizer, "decode_single_token_bytes"):
-        return [_tiktoken_bytes(tokenizer, i) for i in range(tokenizer.n_vocab)]
+        return [_tiktoken_bytes(tokenizer, i) for i in range(checked_size(tokenizer.n_vocab))]
     mistral = _mistral_tokenizer(tokenizer)
-    return None if mistral is None else [_mistral_bytes(mistral, i) for i in range(mistral.n_words)]
+    if mistral is None:
+        return None
+    return [_mistral_bytes(mistral, i) for i in range(checked_size(mistral.n_words))]
 
 
 def piece_bytes(piece: str) -> bytes:
@@ -81,7 +84,7 @@ def slow_token_bytes(tokenizer: Any) -> list[bytes]:
         if token_id not in added
     }
     decode = _decoding(tokenizer, pieces)
-    token_bytes = [b""] * (max([*pieces, *added], default=-1) + 1)
+    token_bytes = [b""] * checked_size(max([*pieces, *added], default=-1) + 1)
     for token_id, piece in pieces.items():
         token_bytes[token_id] = decode(piece)
     for token_id, token in added.items():
@@ -103,8 +106,8 @@ def _decoding(tokenizer: Any, pieces: Mapping[int, Any]) -> Callable[[Any], byte
     ):
         # ByT5: each token is the character whose code point is the byte.
         return _latin_1
-    raise VocabularyError(
-        f"tokens have no known byte strings: {type(tokenizer).__name__} is neither byte-level nor "
+    raise undecodable(
+        f"{type(tokenizer).__name__} is neither byte-level nor "
         "SentencePiece; give the tokenizer a method token_bytes() that returns them, or load its "
         "fast version"
     )

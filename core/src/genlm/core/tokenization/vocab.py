@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 from genlm.core.errors import InvalidOptionError, VocabularyError
+from genlm.core.tokenization.decoder import MOST_IDS, checked_size, undecodable
 from genlm.core.tokenization.fast import fast_token_bytes, is_fast
 from genlm.core.tokenization.libraries import library_token_bytes, slow_token_bytes
 from genlm.core.tokenization.token import Token
@@ -61,14 +63,15 @@ def decode_vocab(
 
 def _token_bytes(tokenizer: Any) -> Sequence[bytes]:
     if hasattr(tokenizer, "token_bytes"):
-        return [_checked(i, token) for i, token in enumerate(tokenizer.token_bytes())]
+        tokens = islice(tokenizer.token_bytes(), MOST_IDS + 1)
+        return [_checked(checked_size(i + 1) - 1, token) for i, token in enumerate(tokens)]
     if is_fast(tokenizer):
         return fast_token_bytes(tokenizer)
     token_bytes = library_token_bytes(tokenizer)
     if token_bytes is not None:
         return token_bytes
     if not hasattr(tokenizer, "get_vocab"):
-        raise VocabularyError(
+        raise undecodable(
             f"{type(tokenizer).__name__} is not a tokenizer of a known family: it has neither "
             "get_vocab nor token_bytes; give it a method token_bytes() that returns the bytes of "
             "every token"

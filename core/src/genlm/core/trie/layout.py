@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
-from genlm.core.errors import VocabularyError
+from genlm.core.errors import VocabularyError, VocabularyItemError
 from genlm.core.tokenization.token import Token
 
 Ints = npt.NDArray[np.int64]
@@ -38,8 +38,8 @@ class SortedItems:
         """Read and sort the items.
 
         Raises:
-            VocabularyError: There is no item, one occurs twice, or one is not a sequence of
-                hashable symbols.
+            VocabularyError: There is no item, or one occurs twice.
+            VocabularyItemError: An item is not a hashable iterable of hashable symbols.
         """
         if not items:
             raise VocabularyError("a trie needs at least one item; the vocabulary given is empty")
@@ -81,9 +81,9 @@ def _spell_symbols(item: Iterable[Hashable], codes: dict[Hashable, int]) -> byte
         hash(item)  # it is looked up in `word2leaf`
         return np.array([codes.setdefault(symbol, len(codes)) for symbol in item], ">u4").tobytes()
     except TypeError as error:
-        raise VocabularyError(
-            f"the items of a trie must be Tokens, bytes, str or hashable iterables of hashable "
-            f"symbols; got {item!r:.80}"
+        raise VocabularyItemError(
+            f"{error}: the items of a trie must be Tokens, bytes, str or hashable iterables of "
+            f"hashable symbols; got {item!r:.80}"
         ) from error
 
 
@@ -99,8 +99,8 @@ def _refuse_duplicates(
         first = seen.setdefault(key_of(items[position]), position)
         if first != position:
             raise VocabularyError(
-                f"item {items[position]!r} is at positions {first} and {position}: give every item "
-                "once, or make them Tokens with different ids"
+                f"Duplicate word in vocabulary: {items[position]!r} is at positions {first} and "
+                f"{position}; give every item once, or make them Tokens with different ids"
             )
 
 

@@ -45,6 +45,7 @@ class TokenCharacterTrie:
 
     Raises:
         VocabularyError: ``decode`` is empty, or an item occurs twice.
+        VocabularyItemError: An item is not iterable or not hashable (a ``TypeError``).
         InvalidOptionError: PyTorch does not know the device, or cannot use it here.
 
     Example:
@@ -202,6 +203,13 @@ class TokenCharacterTrie:
         return {
             key_of(item): self._layout.size + position for position, item in enumerate(self.decode)
         }
+
+    @cached_property
+    def idx_to_leaf(self) -> npt.NDArray[np.int64]:
+        """``[len(decode), 2]`` The position of every item, and its leaf. Items with equal symbols
+        have a leaf each."""
+        positions = np.arange(len(self.decode))
+        return np.stack([positions, self._layout.size + positions], axis=1)
 
     @cached_property
     def leaf2word(self) -> dict[int, Any]:
