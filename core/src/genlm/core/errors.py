@@ -26,6 +26,11 @@ class UnknownAdapterError(InvalidInputError):
     """A LoRA adapter name that is not registered (or no longer)."""
 
 
+class InvalidAdapterError(InvalidInputError):
+    """A LoRA adapter folder that is not sound, is made for another model, or is of a kind that the
+    engine does not apply."""
+
+
 class VocabularyError(InvalidInputError):
     """A tokenizer whose tokens have no byte strings of their own."""
 

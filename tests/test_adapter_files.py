@@ -1,0 +1,271 @@
+"""Adapter folders are read without loading, running or trusting what is in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from genlm.core import InvalidAdapterError
+from genlm.core import adapter_files as files
+from genlm.core.adapter_files import Feature, module_shapes, plain_tensors, read_adapter
+
+Q = "model.layers.0.self_attn.q_proj"
+V = "model.layers.0.self_attn.v_proj"
+BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+Write = Callable[..., Path]
+
+
+def lora(module: str, rank: int = 2, inputs: int = 8, outputs: int = 8) -> dict[str, list[int]]:
+    name = f"base_model.model.{module}"
+    return {f"{name}.lora_A.weight": [rank, inputs], f"{name}.lora_B.weight": [outputs, rank]}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes an adapter folder: settings beyond plain ones, and shapes by the tensor's name."""
+
+    def folder(
+        shapes: dict[str, list[int]] | None = None, dtype: str = "F32", **settings: Any
+    ) -> Path:
+        config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **settings}
+        (tmp_path / files.CONFIG).write_text(json.dumps(config))
+        header, data = {}, b""
+        for name, shape in (lora(Q) if shapes is None else shapes).items():
+            size = torch.Size(shape).numel()
+            start = len(data)
+            data += torch.arange(1.0, size + 1).numpy().tobytes()[: size * BYTES[dtype]]
+            header[name] = {"shape": shape, "dtype": dtype, "data_offsets": [start, len(data)]}
+        write_safetensors(tmp_path, json.dumps(header).encode(), data)
+        return tmp_path
+
+    return folder
+
+
+def write_safetensors(folder: Path, header: bytes, data: bytes = b"") -> None:
+    (folder / files.WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header + data)
+
+
+def test_a_plain_adapter_has_no_features(write: Write) -> None:
+    adapter = read_adapter(write(megatron_core="os.system", auto_mapping={"parent_library": "os"}))
+    assert not adapter.features
+    module = adapter.modules[Q]
+    assert (module.rank, module.inputs, module.outputs, module.scale) == (2, 8, 8, 2.0)
+    adapter.require((), "an engine that knows plain LoRA only")
+
+
+@pytest.mark.parametrize(
+    ("settings", "feature"),
+    [
+        ({"use_rslora": True}, Feature.RSLORA),
+        ({"alpha_pattern": {"q_proj": 9}}, Feature.ALPHAS),
+        ({"use_dora": True}, Feature.DORA),
+        ({"bias": "lora_only"}, Feature.BIAS),
+        ({"lora_bias": True}, Feature.LORA_BIAS),
+        ({"modules_to_save": ["norm"]}, Feature.RETRAINED),
+        ({"trainable_token_indices": [1]}, Feature.TOKENS),
+        ({"target_parameters": ["experts.down_proj"]}, Feature.PARAMETERS),
+        ({"alora_invocation_tokens": [1]}, Feature.ALORA),
+        ({"layer_replication": [[0, 1]]}, Feature.REPLICATION),
+        ({"init_lora_weights": "pissa_niter_4"}, Feature.BASE),
+        ({"a_setting_of_the_future": {"x": 1}}, Feature.OTHER),
+    ],
+)
+def test_a_setting_that_is_not_applied_is_refused_by_its_value(
+    write: Write, settings: dict[str, Any], feature: Feature
+) -> None:
+    adapter = read_adapter(write(**settings))
+    assert list(adapter.features) == [feature]
+    (name, value) = next(iter(settings.items()))
+    with pytest.raises(InvalidAdapterError) as refused:
+        adapter.require(set(Feature) - {feature}, "the engine")
+    for part in (f"{name}={json.dumps(value)}", "the engine does not apply", feature.remedy):
+        assert part in str(refused.value)
+    adapter.require({feature}, "the engine")
+
+
+@pytest.mark.parametrize(
+    ("name", "feature"),
+    [
+        (f"{V}.lora_B.bias", Feature.LORA_BIAS),
+        (f"{V}.lora_magnitude_vector", Feature.DORA),
+        (f"{V}.bias", Feature.BIAS),
+        ("model.embed_tokens.weight", Feature.SAVED_EMBEDDINGS),
+        ("lm_head.base_layer.weight", Feature.SAVED_EMBEDDINGS),
+        ("model.embed_tokens.token_adapter.trainable_tokens_delta", Feature.TOKENS),
+        (f"{V}.something", Feature.OTHER),
+    ],
+)
+def test_a_tensor_counts_though_the_configuration_does_not_say_so(
+    write: Write, name: str, feature: Feature
+) -> None:
+    adapter = read_adapter(write({**lora(Q), f"base_model.model.{name}": [8]}))
+    assert list(adapter.features) == [feature]
+    with pytest.raises(InvalidAdapterError, match=name):
+        adapter.require((), "the engine")
+
+
+def test_the_output_layer_and_embeddings_are_features(write: Write) -> None:
+    name = "base_model.model.model.embed_tokens"
+    embedding = {f"{name}.lora_embedding_A": [2, 9], f"{name}.lora_embedding_B": [8, 2]}
+    adapter = read_adapter(write({**lora("lm_head"), **embedding}))
+    assert set(adapter.features) == {Feature.HEAD, Feature.EMBEDDING}
+    module = adapter.modules["model.embed_tokens"]
+    assert (module.inputs, module.outputs) == (9, 8)
+
+
+def test_scales_and_ranks_by_module(write: Write) -> None:
+    adapter = read_adapter(
+        write(
+            {**lora(Q), **lora(V, rank=3)},
+            rank_pattern={r"self_attn\.v_proj": 3},
+            alpha_pattern={f"^{Q}": 10, "proj": 7},
+            use_rslora=True,
+        )
+    )
+    assert adapter.modules[Q].scale == pytest.approx(10 / 2**0.5)
+    assert adapter.modules[V].scale == pytest.approx(4 / 3**0.5)  # "proj" is only a part of a name
+    rank, tensors = plain_tensors(adapter)
+    assert rank == 3
+    for name, module in adapter.modules.items():
+        down = files.read_tensor(adapter.path / files.WEIGHTS, adapter.tensors[module.down])
+        up = files.read_tensor(adapter.path / files.WEIGHTS, adapter.tensors[module.up])
+        product = tensors[module.up] @ tensors[module.down]
+        torch.testing.assert_close(product, module.scale * up @ down, msg=name)
+        assert len(tensors[module.down]) == 3
+
+
+def test_an_adapter_of_another_model_names_both_shapes(write: Write) -> None:
+    adapter = read_adapter(write({**lora(Q, inputs=16)}))
+    with pytest.raises(InvalidAdapterError, match=r"q_proj it maps 16 to 8 features.*model 8 to 8"):
+        adapter.require_modules({Q: (8, 8)})
+    adapter = read_adapter(write(lora("model.layers.7.self_attn.q_proj")))
+    with pytest.raises(
+        InvalidAdapterError, match=r"layers\.7.*\(8 to 8 features\).*1 q_proj is model.layers.0"
+    ):
+        adapter.require_modules({Q: (8, 8)})
+    adapter = read_adapter(write(lora(f"base_model.model.{Q}")))
+    with pytest.raises(InvalidAdapterError, match="no such module"):
+        adapter.require_modules({Q: (8, 8)})
+
+
+def test_shapes_of_a_model() -> None:
+    model = torch.nn.ModuleDict(
+        {"a": torch.nn.Linear(3, 4), "b": torch.nn.Embedding(5, 6), "c": torch.nn.ReLU()}
+    )
+    assert module_shapes(model) == {"a": (3, 4), "b": (5, 6)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type='LOHA'"),
+        ({"r": "8"}, 'r="8" in adapter_config.json; it must be an integer'),
+        ({"r": True}, "r=true"),
+        ({"lora_alpha": float("nan")}, "lora_alpha=NaN"),
+        ({"r": 7}, "rank 2 at .*q_proj, and 7 by"),
+        ({"rank_pattern": {"q_proj": -1}}, "rank_pattern="),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern="),
+        ({"alpha_pattern": {"(.*)*(.*)*Z": 2}}, "regular expression .* are not run"),
+        ({"modules_to_save": "(.*)*Z"}, "a list of module names"),
+        ({"target_parameters": ["(a*)*b"]}, "a list of module names"),
+    ],
+)
+def test_a_configuration_that_is_not_sound(
+    write: Write, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidAdapterError, match=message):
+        read_adapter(write(**settings))
+
+
+def test_expressions_of_the_configuration_are_not_run(write: Write) -> None:
+    started = time.process_time()
+    read_adapter(write(target_modules="(.*)*(.*)*(.*)*Z", exclude_modules="(.*)*(.*)*(.*)*Z"))
+    assert time.process_time() - started < 5  # the expression takes for ever
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({}, "has no tensors"),
+        ({f"base_model.model.{Q}.lora_A.weight": [2, 8]}, "only one of the two matrices"),
+        ({name[17:]: shape for name, shape in lora(Q).items()}, "must begin with 'base_model"),
+        ({"base_model.model.lm_head.weight": [8, 8]}, "has no LoRA matrices"),
+        (
+            {**lora(Q), f"base_model.model.{Q}.lora_B.weight": [8, 3]},
+            r"shapes \[2, 8\] and \[8, 3\]",
+        ),
+    ],
+)
+def test_tensors_that_are_not_lora(
+    write: Write, shapes: dict[str, list[int]], message: str
+) -> None:
+    with pytest.raises(InvalidAdapterError, match=message):
+        read_adapter(write(shapes))
+
+
+def header(**changes: Any) -> bytes:
+    tensor = {"shape": [2, 2], "dtype": "F32", "data_offsets": [0, 16], **changes}
+    return json.dumps({"base_model.model.q.lora_A.weight": tensor}).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "sound safetensors"),
+        (b"\x80\x04pickle", "sound safetensors"),
+        (b"[" * 100_000, "sound safetensors"),
+        (b"[]", "sound safetensors"),
+        (header(shape=[-2, -2]), "sound safetensors"),
+        (header(shape=[2, 3]), "sound safetensors"),
+        (header(data_offsets=[0, 1 << 60]), "sound safetensors"),
+        (header(dtype="I8", data_offsets=[0, 4]), 'of type "I8"'),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "",
+)
+def test_a_file_that_is_not_sound(write: Write, content: bytes, message: str) -> None:
+    folder = write()
+    write_safetensors(folder, content, bytes(16))
+    with pytest.raises(InvalidAdapterError, match=message):
+        read_adapter(folder)
+
+
+def test_a_header_beyond_the_limit_is_not_read(write: Write) -> None:
+    folder = write()
+    for length in (1 << 62, files.MOST_HEADER + 1):
+        with (folder / files.WEIGHTS).open("r+b") as file:
+            file.write(length.to_bytes(8, "little"))
+            file.truncate(2 * files.MOST_HEADER)  # a hole, which takes no room
+        with pytest.raises(InvalidAdapterError, match=f"its header has {length} bytes"):
+            read_adapter(folder)
+
+
+def test_a_configuration_beyond_the_limit_is_not_read(write: Write) -> None:
+    folder = write()
+    with (folder / files.CONFIG).open("r+b") as file:
+        file.truncate(files.MOST_CONFIG + 1)
+    with pytest.raises(InvalidAdapterError, match=f"at most {files.MOST_CONFIG} are read"):
+        read_adapter(folder)
+    (folder / files.CONFIG).write_text("[" * 100_000)
+    with pytest.raises(InvalidAdapterError, match="is not JSON"):
+        read_adapter(folder)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.pt"])
+def test_a_pickle_is_never_opened(write: Write, name: str) -> None:
+    folder = write()
+    (folder / files.WEIGHTS).unlink()
+    os.mkfifo(folder / name)  # opening it would wait for ever
+    with pytest.raises(InvalidAdapterError, match=f"{name}, a pickle, which can run code"):
+        read_adapter(folder)
+
+
+def test_a_folder_that_is_not_there() -> None:
+    with pytest.raises(InvalidAdapterError, match=r"nowhere/adapter_config\.json does not exist"):
+        read_adapter("/nowhere")
