@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from genlm.core.errors import UnsupportedError
+import torch
+
+from genlm.core.adapter_files import (
+    WEIGHTS,
+    AdapterFolder,
+    Feature,
+    module_shapes,
+    read_adapter,
+    read_tensor,
+)
+from genlm.core.errors import InvalidAdapterError, UnsupportedError
 from genlm.core.types import Adapter
 
 #: What PEFT calls the base model in a list of adapter names.
 BASE = "__base__"
+
+#: What may share a forward with other adapters and with the base model.
+MIXED = frozenset({
+    Feature.RSLORA, Feature.RANKS, Feature.ALPHAS, Feature.LORA_BIAS, Feature.EMBEDDING,
+    Feature.HEAD, Feature.SAVED_EMBEDDINGS,
+})  # fmt: skip
+
+#: What PEFT applies to whole batches only.
+ALONE = frozenset({Feature.DORA, Feature.RETRAINED, Feature.TOKENS, Feature.PARAMETERS})
 
 
 class AdapterSet:
@@ -28,19 +48,24 @@ class AdapterSet:
         self._active: int | None = None  # the version that a forward without adapter names applies
         # None: not known, because PEFT has just wrapped or unwrapped modules.
         self._enabled: bool | None = None
+        self._shapes: Mapping[str, tuple[int, int]] = {}  # of the model without adapters
+        self._trainable: list[Any] = []  # parameters of the model that PEFT freezes
         self._names: list[str] | None = None  # of the rows of the mixed batch under way
+        self._wanted: list[str] | None = None  # of those of its rows that the output layer sees
         self._hooks: list[Any] = []
 
     def add(self, adapter: Adapter) -> None:
         """Load an adapter's weights.
 
         Raises:
+            InvalidAdapterError: the folder is not sound, is made for another model, or of a kind
+                that cannot be applied.
             UnsupportedError: PEFT is not installed, or had its layers in the model before: they
                 would go with ours.
-            Exception: whatever PEFT says of the folder; nothing of the adapter remains.
+            Exception: whatever else PEFT says of the folder; nothing of the adapter remains.
         """
         try:
-            from peft import LoraConfig, PeftConfig, PeftModel
+            from peft import PeftModel
             from peft.tuners.tuners_utils import BaseTunerLayer
         except ImportError as error:
             raise UnsupportedError(
@@ -55,18 +80,18 @@ class AdapterSet:
                 "merge them (merge_and_unload), or give the plain model and add every adapter by "
                 "add_new_lora"
             )
+        if self._peft is None:
+            self._shapes = module_shapes(self._model)
+            self._trainable = [each for each in self._model.parameters() if each.requires_grad]
+        folder = read_adapter(adapter.path)
+        folder.require(MIXED | ALONE, "hf")
+        folder.require_modules(self._shapes)
+        self._require_same_embeddings(folder)
         name = _name(adapter.version)
-        config = PeftConfig.from_pretrained(adapter.path)
-        config.inference_mode = True
-        if not isinstance(config, LoraConfig):
-            raise UnsupportedError(
-                f"{adapter.path} is a {config.peft_type} adapter; only LoRA adapters can be "
-                "switched"
-            )
         try:
             if self._peft is None:
-                self._peft = PeftModel(self._model, config, adapter_name=name)
-            self._peft.load_adapter(adapter.path, adapter_name=name, peft_config=config)
+                self._peft = PeftModel(self._model, _config(folder), adapter_name=name)
+            self._load(folder, name)
         except Exception:
             if not self._alone:
                 self.close()
@@ -76,9 +101,7 @@ class AdapterSet:
             raise
         self._model.eval()
         self._changed()
-        self._alone[adapter.version] = (
-            config.use_dora or bool(config.modules_to_save) or self._adapts_head(name)
-        )
+        self._alone[adapter.version] = bool(folder.features.keys() & ALONE)
 
     def remove(self, adapter: Adapter) -> None:
         """Drop an adapter's weights."""
@@ -90,10 +113,13 @@ class AdapterSet:
         self._changed()
 
     def close(self) -> None:
-        """Take PEFT's layers out of the model again."""
+        """Take PEFT's layers out of the model again, and leave it as it was."""
         if self._peft is not None:
+            self._unwrap(kept=())
             self._peft.unload()
             self._peft = None
+            for parameter in self._trainable:
+                parameter.requires_grad_(True)
 
     def groups(self, adapters: Sequence[Adapter | None]) -> list[list[int]]:
         """Which jobs may share a forward: all, but for adapters that PEFT cannot mix (DoRA,
@@ -108,21 +134,104 @@ class AdapterSet:
         return [group for group in (mixed, *alone.values()) if group]
 
     @contextmanager
-    def applied(self, rows: Sequence[Adapter | None]) -> Iterator[None]:
-        """While it lasts, row ``i`` of every batch is computed with ``rows[i]``."""
+    def applied(self, rows: Sequence[Adapter | None], wanted: Sequence[int]) -> Iterator[None]:
+        """While it lasts, row ``i`` of every batch is computed with ``rows[i]``.
+
+        Args:
+            rows: One adapter per row.
+            wanted: The rows that the output layer sees, in its order.
+        """
         if not self._alone:
             yield
             return
-        if len(set(rows)) == 1:
+        distinct = set(rows)
+        if len(distinct) == 1:
             self._switch_to(rows[0])
             yield
             return
-        self._enable(True)
+        # One of those that may be mixed, so that whole modules of another are off.
+        self._switch_to(next(adapter for adapter in distinct if adapter is not None))
         self._names = [BASE if row is None else _name(row.version) for row in rows]
+        self._wanted = [self._names[row] for row in wanted]
         try:
             yield
         finally:
-            self._names = None
+            self._names = self._wanted = None
+
+    def _require_same_embeddings(self, folder: AdapterFolder) -> None:
+        """PEFT saves the embeddings of the base model beside LoRA matrices of them; they may be
+        others than this model's.
+
+        Raises:
+            InvalidAdapterError: they are.
+        """
+        for name, saved in folder.saved_copies().items():
+            module = self._model.get_submodule(name.rpartition(".")[0])
+            weight = getattr(module, "base_layer", module).weight
+            if saved.shape != tuple(weight.shape):
+                raise InvalidAdapterError(
+                    f"LoRA adapter {folder.path} is made for another model: it holds {name} of "
+                    f"shape {list(saved.shape)}, where this model has {list(weight.shape)}; give "
+                    "an adapter made for this model"
+                )
+            copy = read_tensor(folder.path / WEIGHTS, saved).to(weight.device, weight.dtype)
+            if not torch.allclose(copy, weight, rtol=2**-7, atol=1e-6):
+                raise InvalidAdapterError(
+                    f"LoRA adapter {folder.path} holds {name} of another base model; give the "
+                    "base model that it was trained on, or an adapter made for this model"
+                )
+
+    def _load(self, folder: AdapterFolder, name: str) -> None:
+        # PEFT changes a configuration that it is given.
+        result = self._peft.load_adapter(
+            str(folder.path), adapter_name=name, peft_config=_config(folder)
+        )
+        copies = {each.replace(".weight", "") for each in folder.saved_copies()}
+        ignored = [
+            key
+            for key in getattr(result, "unexpected_keys", ())
+            if not any(copy in key for copy in copies)
+        ]
+        if ignored:
+            raise InvalidAdapterError(
+                f"LoRA adapter {folder.path} has {ignored[0]}, which this model has no place for; "
+                "give an adapter made for this model"
+            )
+
+    def _delete(self, name: str) -> None:
+        """Delete one adapter of several; another one is made active first, or PEFT would warn of
+        every module."""
+        self._peft.set_adapter(_name(next(iter(self._alone))))
+        self._peft.delete_adapter(name)
+        self._unwrap(kept=self._peft.peft_config)
+
+    def _unwrap(self, kept: Any) -> None:
+        """Put back the modules that no adapter of ``kept`` has a copy of: PEFT would put the copy
+        in their place."""
+        from peft.utils.other import AuxiliaryTrainingWrapper
+
+        for name, module in list(self._model.named_modules()):
+            if isinstance(module, AuxiliaryTrainingWrapper) and not module._adapters & set(kept):
+                parent, _, last = name.rpartition(".")
+                original = module.original_module
+                setattr(self._model.get_submodule(parent), last, original)
+
+    def _switch_to(self, adapter: Adapter | None) -> None:
+        if adapter is None:
+            self._enable(False)
+            return
+        if self._active != adapter.version:
+            self._peft.set_adapter(_name(adapter.version))
+            self._active = adapter.version
+        self._enable(True)
+
+    def _enable(self, enabled: bool) -> None:
+        """Switch PEFT's layers on or off; it walks over all modules, so only where that changes
+        something."""
+        if enabled != self._enabled:
+            layers = self._peft.base_model
+            (layers.enable_adapter_layers if enabled else layers.disable_adapter_layers)()
+            self._enabled = enabled
 
     def _changed(self) -> None:
         """PEFT has wrapped or unwrapped modules: the new ones are on, whatever the others are, and
@@ -136,12 +245,12 @@ class AdapterSet:
             hook.remove()
         self._hooks = []
         if self._peft is not None:
-            from peft.tuners.lora import LoraLayer
+            from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 
             self._hooks = [
                 module.register_forward_pre_hook(self._name_rows, with_kwargs=True)
                 for module in self._model.modules()
-                if isinstance(module, LoraLayer)
+                if isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper)
             ]
 
     def _name_rows(
@@ -149,33 +258,40 @@ class AdapterSet:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self._names is None:
             return None
-        return args, {**kwargs, "adapter_names": self._names}
+        names = self._wanted if layer is self._model.get_output_embeddings() else self._names
+        return args, {**kwargs, "adapter_names": names}
 
-    def _delete(self, name: str) -> None:
-        """Delete one adapter of several; another one is made active first, or PEFT would warn of
-        every module."""
-        self._peft.set_adapter(_name(next(iter(self._alone))))
-        self._peft.delete_adapter(name)
 
-    def _switch_to(self, adapter: Adapter | None) -> None:
-        self._enable(adapter is not None)
-        if adapter is not None and self._active != adapter.version:
-            self._peft.set_adapter(_name(adapter.version))
-            self._active = adapter.version
+def _config(folder: AdapterFolder) -> Any:
+    """The configuration that PEFT gets: made anew from what the file holds, so that no expression
+    of the file is run, nothing is imported by it, and no base weight is initialised anew."""
+    from peft import LoraConfig
 
-    def _enable(self, enabled: bool) -> None:
-        """Switch PEFT's layers on or off; it walks over all modules, so only where that changes
-        something."""
-        if enabled != self._enabled:
-            layers = self._peft.base_model
-            (layers.enable_adapter_layers if enabled else layers.disable_adapter_layers)()
-            self._enabled = enabled
+    given = folder.config
+    patterns = {
+        name: {_literal(key): value for key, value in (given.get(name) or {}).items()}
+        for name in ("rank_pattern", "alpha_pattern")
+    }
+    return LoraConfig(
+        r=given["r"],
+        lora_alpha=given["lora_alpha"],
+        target_modules=[name for name in folder.modules if not folder.adapts_parameters(name)],
+        target_parameters=given.get("target_parameters"),
+        modules_to_save=given.get("modules_to_save"),
+        trainable_token_indices=given.get("trainable_token_indices"),
+        fan_in_fan_out=bool(given.get("fan_in_fan_out")),
+        use_rslora=bool(given.get("use_rslora")),
+        use_dora=bool(given.get("use_dora")),
+        lora_bias=bool(given.get("lora_bias")),
+        inference_mode=True,
+        **patterns,
+    )
 
-    def _adapts_head(self, name: str) -> bool:
-        """Whether the adapter changes the output layer, which sees other rows than the batch
-        has."""
-        head = self._model.get_output_embeddings()
-        return head is not None and name in getattr(head, "lora_A", {})
+
+def _literal(key: str) -> str:
+    """A key of a pattern as an expression that matches itself."""
+    text = re.escape(key.removeprefix("^").replace("\\.", "."))
+    return f"^{text}" if key.startswith("^") else text
 
 
 def _name(version: int) -> str:

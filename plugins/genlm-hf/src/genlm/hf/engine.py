@@ -135,12 +135,14 @@ class HFEngine:
 
     @hookimpl
     def genlm_add_lora(self, adapter: Adapter) -> bool:
-        self._adapters.add(adapter)
+        with self._runner.head_may_change():
+            self._adapters.add(adapter)
         return True
 
     @hookimpl
     def genlm_remove_lora(self, adapter: Adapter) -> bool:
-        self._adapters.remove(adapter)
+        with self._runner.head_may_change():
+            self._adapters.remove(adapter)
         self._store.drop_adapter(adapter)
         return True
 
@@ -148,8 +150,8 @@ class HFEngine:
     def genlm_close(self) -> None:
         """Leave the model as it was before."""
         self._store.clear()
-        self._adapters.close()
         self._runner.close()
+        self._adapters.close()
         if self.model.config._attn_implementation != self._original_attention:
             self.model.set_attn_implementation(self._original_attention)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,13 +41,27 @@ class Runner:
         self._wanted: torch.Tensor | None = None
         takes = inspect.signature(model.forward).parameters
         self._cache_name = "cache_params" if "cache_params" in takes else "past_key_values"
-        head = model.get_output_embeddings()
-        self._hook = head.register_forward_pre_hook(self._select) if head is not None else None
+        self._hook: Any = None
+        self._hook_head()
 
     def close(self) -> None:
         """Take the hook off the model."""
         if self._hook is not None:
             self._hook.remove()
+
+    @contextmanager
+    def head_may_change(self) -> Iterator[None]:
+        """While adapters are added or removed, which may wrap the output layer, or copy it with its
+        hooks."""
+        self.close()
+        try:
+            yield
+        finally:
+            self._hook_head()
+
+    def _hook_head(self) -> None:
+        head = self._model.get_output_embeddings()
+        self._hook = head.register_forward_pre_hook(self._select) if head is not None else None
 
     def packed(
         self,
@@ -170,8 +185,10 @@ class Runner:
     ) -> tuple[torch.Tensor, Any]:
         inputs.setdefault("use_cache", True)
         self._wanted = torch.tensor(wanted, dtype=torch.long)
+        width = inputs["input_ids"].shape[1]
+        of_wanted = [at // width for at in wanted]
         try:
-            with torch.inference_mode(), self._adapters.applied(rows):
+            with torch.inference_mode(), self._adapters.applied(rows, of_wanted):
                 outputs = self._model(**inputs)
         finally:
             self._wanted = None

@@ -1,0 +1,126 @@
+"""Every kind of adapter that PEFT saves is right, or refused; ``docs/adapters.md`` says which."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from genlm.core import InvalidAdapterError
+from genlm.core.conformance.adapter_kinds import (
+    KINDS,
+    Kind,
+    make_adapter,
+    outcome,
+    reference_row,
+    tabled,
+)
+from genlm.hf import AsyncTransformer
+
+DOCS = Path(__file__).parents[3] / "docs" / "adapters.md"
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_kind(tiny: str, tmp_path: Path, kind: Kind) -> None:
+    forwards: list[int] = []
+    with AsyncTransformer.from_name(tiny, cache_size=0) as lm:
+        model: Any = lm.underlying_model
+        model.register_forward_pre_hook(lambda *_: forwards.append(1))
+        before = {name: weight.clone() for name, weight in model.state_dict().items()}
+        modules = [(name, type(module)) for name, module in model.named_modules()]
+        trainable = [parameter.requires_grad for parameter in model.parameters()]
+        found = outcome(lm, kind, tiny, tmp_path, 1e-4, forwards)
+    assert found == tabled(DOCS, kind, "hf", found)
+    # The user's model is what it was, to the bit.
+    assert [(name, type(module)) for name, module in model.named_modules()] == modules
+    assert [parameter.requires_grad for parameter in model.parameters()] == trainable
+    after = model.state_dict()
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    assert after.keys() == before.keys()
+
+
+def test_the_output_layer_in_scores_and_large_batches(tiny: str, tmp_path: Path) -> None:
+    """The output layer sees the wanted rows only, which are not those of the batch."""
+    (kind,) = [kind for kind in KINDS if kind.name == "LoRA on the output layer"]
+    path = make_adapter(kind, tiny, tmp_path / "head")
+    context, continuation = [5, 6, 7], [8, 9, 10, 11]
+    with AsyncTransformer.from_name(tiny, cache_size=0) as lm:
+        lm.add_new_lora(path, "head")
+        forwards: list[int] = []
+        model: Any = lm.underlying_model
+        model.register_forward_pre_hook(lambda *_: forwards.append(1))
+
+        async def ask() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            names = [None, "head"] * 8
+            rows = [
+                lm.next_token_logprobs([*context, at], lora_name=name)
+                for at, name in enumerate(names)
+            ]
+            answered = await asyncio.gather(*rows)
+            assert len(forwards) == 1
+            scores = [
+                lm.sequence_logprobs(context, continuation, lora_name=name)
+                for name in ("head", None)
+            ]
+            return answered, await asyncio.gather(*scores)
+
+        rows, scores = asyncio.run(ask())
+    for at, row in enumerate(rows):
+        expected = reference_row(tiny, path if at % 2 else None, [*context, at])
+        torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
+    for score, adapter in zip(scores, (path, None), strict=True):
+        for at, token in enumerate(continuation):
+            row = reference_row(tiny, adapter, [*context, *continuation[:at]])
+            assert float(score[at]) == pytest.approx(float(row[token]), abs=1e-4)
+
+
+def test_what_an_adapter_names_is_not_imported_or_run(tiny: str, tmp_path: Path) -> None:
+    """``megatron_core`` and ``auto_mapping`` name modules; PEFT has imported them."""
+    canary = tmp_path / "genlm_adapter_canary.py"
+    canary.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    path = make_adapter(KINDS[0], tiny, tmp_path / "adapter")
+    for name in ("megatron_config", "auto_mapping", "custom_modules"):
+        config = json.loads(Path(path, "adapter_config.json").read_text())
+        mapping = {"base_model_class": "X", "parent_library": canary.stem}
+        config |= {"megatron_core": canary.stem, name: mapping, "target_modules": "(.*)*(.*)*Z"}
+        Path(path, "adapter_config.json").write_text(json.dumps(config))
+        sys.path.insert(0, str(tmp_path))
+        try:
+            with AsyncTransformer.from_name(tiny) as lm:
+                if name == "auto_mapping":
+                    lm.add_new_lora(path, "a")
+                    lm.next_token_logprobs_sync([1, 2], lora_name="a")
+                else:
+                    with pytest.raises(InvalidAdapterError, match=name):
+                        lm.add_new_lora(path, "a")
+        finally:
+            sys.path.remove(str(tmp_path))
+        assert not (tmp_path / "ran").exists()
+        make_adapter(KINDS[0], tiny, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 128}, r"it maps 128 to 128 features, the model 64 to 64"),
+        ({"num_key_value_heads": 4}, r"v_proj it maps 64 to 64 features, the model 64 to 32"),
+        ({"num_hidden_layers": 3}, r"adapts model\.layers\.2.*no such module"),
+    ],
+)
+def test_an_adapter_of_another_model(
+    tiny: str, tmp_path: Path, llama_config: Any, change: dict[str, int], message: str
+) -> None:
+    config = llama_config(**{"hidden_size": 64, "intermediate_size": 128, **change})
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "other")
+    path = make_adapter(KINDS[0], str(tmp_path / "other"), tmp_path / "adapter")
+    with AsyncTransformer.from_name(tiny, cache_size=0) as lm:
+        before = lm.next_token_logprobs_uncached([1, 2, 3])
+        with pytest.raises(InvalidAdapterError, match=message):
+            lm.add_new_lora(path, "a")
+        assert torch.equal(lm.next_token_logprobs_uncached([1, 2, 3]), before)
