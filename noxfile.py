@@ -161,6 +161,28 @@ def minimums(session: nox.Session) -> None:
     session.run("pytest", "tests", str(PLUGINS["hf"] / "tests"), *session.posargs)
 
 
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation site, strictly, and a look at it in a browser: nox -s docs -- --only smc.
+
+    Arguments go to ``tools/site.py``. The site is in ``build/site``, pictures of it are in
+    ``build/screenshots``.
+    """
+    prepare(session)
+    install_plugin(session, "hf")
+    session.install(*GROUPS["docs"])
+    session.env["GENLM_TEST_MODEL"] = model = real_model(session)
+    session.run("python", "-m", "tools.site", "--model", model, *session.posargs)
+    session.run("zensical", "build", "--strict", "--clean")
+    screenshots = ROOT / "build" / "screenshots"
+    screenshots.mkdir(parents=True, exist_ok=True)
+    session.env |= {
+        "GENLM_SITE": str(ROOT / "build" / "site"),
+        "GENLM_SCREENSHOTS": str(screenshots),
+    }
+    session.run("pytest", "tests/site/browser.py", "tests/site/test_programs.py")
+
+
 @nox.session(reuse_venv=False)
 def wheels(session: nox.Session) -> None:
     """Build every wheel, install them in an empty environment, and run the demo on the mock."""

@@ -1,0 +1,57 @@
+"""What the pages of the site show outside tutorials is run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def run_as_one_program(page: Path) -> str:
+    pytest.importorskip("genlm.hf", reason="the pages use genlm-hf, which is not installed here")
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    program = "\n".join(blocks).replace(HUB_NAME, os.environ["GENLM_TEST_MODEL"])
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_first_page() -> None:
+    assert " Paris" in run_as_one_program(DOCS / "index.md")
+
+
+def test_the_page_start() -> None:
+    printed = run_as_one_program(DOCS / "start.md")
+    assert " Paris" in printed
+    assert "Stats(" in printed
+
+
+def test_every_error_has_a_row_in_the_page_on_troubleshooting() -> None:
+    from genlm.core import errors
+
+    page = (DOCS / "how-to" / "troubleshooting.md").read_text()
+    names = [name for name in vars(errors) if name.endswith("Error") and name != "GenlmError"]
+    assert len(names) > 10
+    assert [name for name in names if f"| `{name}` |" not in page] == []
+
+
+def test_the_wrapper_of_the_page_on_tracing() -> None:
+    page = (DOCS / "how-to" / "tracing.md").read_text()
+    (program,) = (
+        block
+        for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        if "class Timer" in block
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.startswith("1 rows in "), done.stderr

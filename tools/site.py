@@ -1,0 +1,146 @@
+"""Prepare the source of the documentation site, in ``build/site-source``.
+
+The site has the pages of ``docs/``, the READMEs of the plugins and a few pages of the repository's
+root. Tutorials are executed: their outputs and plots become part of the page, and an error in one
+of them is an error here. ``zensical build`` does the rest (see ``mkdocs.yml``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import os
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "build" / "site-source"
+
+#: Pages from outside ``docs/``, and where they go in the site.
+PAGES = {
+    ROOT / "CHANGELOG.md": "changelog.md",
+    ROOT / "CONTRIBUTING.md": "contributing.md",
+    ROOT / "SECURITY.md": "security.md",
+    ROOT / "benchmarks" / "README.md": "benchmarks.md",
+    ROOT / "benchmarks" / "RESULTS.md": "results.md",
+    **{
+        readme: f"how-to/backends/{readme.parent.name.removeprefix('genlm-')}.md"
+        for readme in sorted(ROOT.glob("plugins/*/README.md"))
+    },
+}
+
+#: Tutorials name the model as a reader does; they run on a copy in a local folder.
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
+
+
+def prepare(model: str, only: str | None = None) -> None:
+    """Write the source of the site. ``only`` executes one tutorial, the others keep no outputs."""
+    shutil.rmtree(SOURCE, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", SOURCE)
+    shutil.copytree(ROOT / "benchmarks" / "plots", SOURCE / "plots")
+    places = {page: SOURCE / page.relative_to(ROOT / "docs") for page in ROOT.glob("docs/**/*.md")}
+    places |= {page: SOURCE / place for page, place in PAGES.items() if page.exists()}
+    for page, place in places.items():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(relinked(page.read_text(), page, place, places))
+    for tutorial in sorted((SOURCE / "tutorials").glob("*.md")):
+        if only in (None, tutorial.stem) and tutorial.stem != "index":
+            print(f"site: executing {tutorial.name}", file=sys.stderr, flush=True)
+            tutorial.write_text(executed(tutorial, model))
+
+
+def relinked(text: str, page: Path, place: Path, places: dict[Path, Path]) -> str:
+    """A page with its links to files of the repository turned into links of the site.
+
+    A file that is not in the site is named, without a link.
+    """
+
+    def link(match: re.Match[str]) -> str:
+        label, target = match.groups()
+        path, _, anchor = target.partition("#")
+        if ":" in target or not path:
+            return match[0]
+        file = (page.parent / path).resolve()
+        if file not in places:
+            return match[0] if file.is_relative_to(ROOT / "docs") else label
+        where = os.path.relpath(places[file], place.parent)
+        return f"[{label}]({where}{'#' * bool(anchor)}{anchor})"
+
+    # A link in a block of code is code.
+    parts = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
+    return "".join(part if part.startswith("```") else LINK.sub(link, part) for part in parts)
+
+
+def executed(page: Path, model: str) -> str:
+    """A tutorial with the outputs of its Python cells."""
+    import jupytext
+    from nbclient import NotebookClient
+
+    notebook = jupytext.reads(page.read_text().replace(HUB_NAME, model), fmt="md")
+    setup = '%config InlineBackend.figure_formats = ["svg"]'
+    notebook.cells.insert(0, jupytext.reads(f"```python\n{setup}\n```", fmt="md").cells[0])
+    with tempfile.TemporaryDirectory() as folder:
+        NotebookClient(
+            notebook,
+            timeout=600,
+            kernel_name="python3",
+            resources={"metadata": {"path": folder}},
+        ).execute()
+        for made in Path(folder).glob("*.html"):  # shown in a frame
+            shutil.copy(made, page.parent)
+    text = "\n\n".join(
+        rendered(cell, page, number) for number, cell in enumerate(notebook.cells[1:], 1)
+    )
+    return text.replace(model, HUB_NAME) + "\n"
+
+
+def rendered(cell: Any, page: Path, number: int) -> str:
+    if cell.cell_type != "code":
+        return str(cell.source)
+    parts = [fenced(cell.source, "python")]
+    printed = ""
+    for output in cell.outputs:
+        if output.output_type == "stream":
+            printed += output.text if output.name == "stdout" else ""
+            continue
+        data = output.get("data", {})
+        if "image/svg+xml" in data or "image/png" in data:
+            name = f"{page.stem}-{number}" + (".svg" if "image/svg+xml" in data else ".png")
+            write_image(page.with_name(name), data)
+            parts.append(f"![A plot made by the code above]({name})")
+        elif "text/html" in data:
+            parts.append(data["text/html"])
+        elif "text/plain" in data:
+            printed += data["text/plain"] + "\n"
+    if printed.strip():
+        parts.insert(1, fenced(printed.rstrip(), "text"))
+    return "\n\n".join(parts)
+
+
+def fenced(text: str, language: str) -> str:
+    return f"````{language}\n{text}\n````"
+
+
+def write_image(path: Path, data: dict[str, str]) -> None:
+    if path.suffix == ".svg":
+        path.write_text(data["image/svg+xml"])
+    else:
+        path.write_bytes(base64.b64decode(data["image/png"]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", required=True, help="the folder of SmolLM2-135M-Instruct")
+    parser.add_argument("--only", help="execute this tutorial alone, by the name of its file")
+    options = parser.parse_args()
+    prepare(options.model, options.only)
+
+
+if __name__ == "__main__":
+    main()
