@@ -10,7 +10,7 @@ import griffe
 ROLE = re.compile(r":(?:class|meth|func|mod|data|attr|exc):`(~?)([\w.]+)`")
 
 
-class Roles(griffe.Extension):
+class Roles(griffe.Extension):  # type: ignore[misc]
     """Turns ``:class:`~genlm.core.types.Query` `` into a link named ``Query``.
 
     A link to what has no place in the site stays code.
