@@ -263,15 +263,15 @@ def test_a_signal_handler_may_close_the_model_while_a_question_is_being_put(ask)
     result = run_python(f"""
         import asyncio
         from genlm.core import ModelClosedError
-        from genlm.core.runtime.batcher import Batcher
+        from genlm.core.runtime.batcher import Batcher, Executor
 
         class Interrupted:
             def __hash__(self):
                 batcher.close()
                 return 0
 
-        class Echo:
-            def step(self, newcomers):
+        class Echo(Executor):
+            def step(self, newcomers, dropped):
                 return [(request, request) for request in newcomers]
             def close(self):
                 print("released")
@@ -312,7 +312,7 @@ def test_a_forked_child_waits_for_no_lock_that_a_thread_of_its_parent_held():
         import asyncio, os, signal, sys, threading
         import torch
         from genlm.core import EngineDeadError
-        from genlm.core.runtime.batcher import Batcher
+        from genlm.core.runtime.batcher import Batcher, Executor
         from genlm.core.runtime.cache import OutputCache
 
         class Blocking:
@@ -326,8 +326,8 @@ def test_a_forked_child_waits_for_no_lock_that_a_thread_of_its_parent_held():
                     self.go_on.wait()
                 return 0
 
-        class Echo:
-            def step(self, newcomers):
+        class Echo(Executor):
+            def step(self, newcomers, dropped):
                 return [(request, request) for request in newcomers]
             def close(self):
                 pass

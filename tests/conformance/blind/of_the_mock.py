@@ -818,7 +818,7 @@ class TooBigToEverFit(ContinuousMockEngine):
 
     @hookimpl
     def genlm_step(self, queries: Sequence[Query]) -> list[Answer]:
-        answers = super().genlm_step([query for query in queries if len(query.token_ids) <= 700])
+        answers = self.advance([query for query in queries if len(query.token_ids) <= 700])
         return answers
 
 
@@ -832,10 +832,10 @@ class NewcomersAlwaysFirst(ContinuousMockEngine):
     def genlm_step(self, queries: Sequence[Query]) -> list[Answer]:
         if queries and self._in_flight:
             waiting, self._in_flight = self._in_flight, {}
-            answers = super().genlm_step(queries)
+            answers = self.advance(queries)
             self._in_flight = {**waiting, **self._in_flight}
             return answers
-        return super().genlm_step(queries)
+        return self.advance(queries)
 
 
 class ErrorRetriedForEver(ContinuousMockEngine):
@@ -848,7 +848,7 @@ class ErrorRetriedForEver(ContinuousMockEngine):
     def genlm_step(self, queries: Sequence[Query]) -> list[Answer]:
         before = {**self._in_flight, **dict.fromkeys(queries, self._steps)}
         try:
-            return super().genlm_step(queries)
+            return self.advance(queries)
         except RuntimeError:
             self._in_flight = before
             return []

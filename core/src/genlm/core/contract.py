@@ -9,7 +9,15 @@ from attrs import evolve
 
 from genlm.core.errors import PluginError
 from genlm.core.hookspecs import hookimpl
-from genlm.core.types import Adapter, Answer, Query, SamplingParams
+from genlm.core.types import (
+    Adapter,
+    Answer,
+    Query,
+    Request,
+    SampleRequest,
+    SamplingParams,
+    ScoreRequest,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +62,10 @@ class ContractCheck:
 
     @hookimpl(wrapper=True)
     def genlm_step(
-        self, queries: Sequence[Query]
+        self,
+        queries: Sequence[Query],
+        samples: Sequence[SampleRequest],
+        scores: Sequence[ScoreRequest],
     ) -> Generator[None, Sequence[Answer], Sequence[Answer]]:
         answers = yield
         return [self._checked(answer) for answer in answers]
@@ -63,7 +74,7 @@ class ContractCheck:
         if isinstance(answer.row, Exception):
             return answer
         try:
-            self._check("genlm_step", answer.query, _wrong_row(answer.row))
+            self._check("genlm_step", answer.query, _wrong_result(answer.query, answer.row))
         except PluginError as violation:  # concerns this query alone: the others are in order
             return evolve(answer, row=violation)
         return answer
@@ -130,6 +141,16 @@ class ContractCheck:
         return PluginError(
             f"backend {self._backend!r}: {hook} returned {what}, for {subject!r:.200}"
         )
+
+
+def _wrong_result(request: Request, result: Any) -> str | None:
+    if isinstance(request, Query):
+        return _wrong_row(result)
+    if result is None:
+        return None
+    if isinstance(request, SampleRequest):
+        return _wrong_draw(result, request.params)
+    return _wrong_score(result, len(request.continuation))
 
 
 def _wrong_row(row: Any) -> str | None:

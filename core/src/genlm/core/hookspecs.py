@@ -20,8 +20,20 @@ what the engine cannot do.
 no plugin.
 
 *Threads.* Every model has one engine thread. ``genlm_load`` and all engine hooks run on it, one at
-a time, so an engine needs no locks, may keep thread-bound state, and may block.
-``genlm_backend_info`` runs on any thread.
+a time, so an engine needs no locks, may keep thread-bound state, and may block. Only
+``genlm_backend_info`` and ``genlm_wake`` are called on any thread.
+
+*Requests.* There are three kinds: a query asks for one row, a
+:class:`~genlm.core.types.SampleRequest` for one drawn continuation, a
+:class:`~genlm.core.types.ScoreRequest` for the log-probabilities of one continuation.
+
+*Order and fairness.* **No request is passed over for ever**, whatever stream of others never
+pauses. Requests that may be in flight together are admitted in the order asked, up to
+``batch_size`` of them. Requests that may not take turns: as soon as one of another sort waits, no
+more are admitted, and it is its turn when nothing is in flight. For an engine with ``genlm_step``
+everything that its steps take may be in flight together; a cold query is alone. An engine without
+is called for one kind at a time. What is not a request (adapters, key/value state) waits for
+everything asked before it, and everything asked after it waits behind it.
 
 *Trust.* Queries have been checked (see :class:`~genlm.core.types.Query`): an engine validates
 nothing.
@@ -32,14 +44,14 @@ its whole width within 1e-4.
 
 *Errors.* An exception from an evaluation hook is not fatal: the core asks again in smaller batches
 until only the query that causes it fails, so an engine must be sound after it has raised. An engine
-that cannot go on raises :class:`~genlm.core.errors.EngineDeadError`: everything pending fails and
-the model refuses further work.
+that cannot continue raises :class:`~genlm.core.errors.EngineDeadError`: everything pending fails
+and the model refuses further work.
 
 *Adapters.* :class:`~genlm.core.types.Adapter` values are never reused: binding a name again gives a
 new ``version``. Keep weights and key/value state by ``adapter.version`` and no adapter can ever be
 mistaken for another.
 
-A misspelt hook is an error when the model loads, not a silence.
+A misspelt hook is an error when the model loads.
 """
 
 from __future__ import annotations
@@ -49,7 +61,17 @@ from typing import TYPE_CHECKING
 
 import pluggy
 
-from genlm.core.types import Adapter, Answer, BackendInfo, Engine, Query, SamplingParams
+from genlm.core.types import (
+    Adapter,
+    Answer,
+    BackendInfo,
+    Engine,
+    Query,
+    Request,
+    SampleRequest,
+    SamplingParams,
+    ScoreRequest,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +91,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 def genlm_backend_info() -> BackendInfo:
     """Say what the backend is and whether it can run on this machine.
 
-    Called when backends are listed, and when none was named and one must be chosen. Required.
+    Called when backends are listed, and when one must be chosen automatically. Required.
 
     Must be cheap and must import no engine: look at installed distributions
     (``importlib.util.find_spec``) and at the platform. ``import torch`` is too much.
@@ -84,17 +106,20 @@ def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
     Called once per model, on its engine thread, before any other hook. Import the engine here, not
     at module level.
 
-    :param model: a local path or a hub name, as the user gave it.
-    :param options: the user's options, without those of the core (``batch_size``, ``timeout``,
-        ``cache_size``, ...). Refuse an unknown name with
-        :class:`~genlm.core.errors.InvalidOptionError`.
-    :raises Exception: any; it reaches the user as it is.
+    Args:
+        model: A local path or a hub name, as the user gave it.
+        options: The user's options, without those of the core (``batch_size``, ``timeout``,
+            ``cache_size``, ...). Refuse unknown names with
+            :func:`~genlm.core.options.refuse_unknown`.
+
+    Raises:
+        Exception: any; it reaches the user as it is.
     """
     raise NotImplementedError
 
 
 # --------------------------------------------------------------------------------------------------
-# Evaluation: an engine implements one of the two, or both (then the second is used)
+# Evaluation: an engine implements one of the first two, or both (then the second is used)
 # --------------------------------------------------------------------------------------------------
 
 
@@ -103,8 +128,8 @@ def genlm_next_token_logprobs(queries: Sequence[Query]) -> torch.Tensor:
     """Answer a batch: ``[len(queries), vocab_size]`` float32 log-probabilities, row ``i`` for
     ``queries[i]``.
 
-    The queries are distinct and at least one. Order, grouping and chunking within the call are the
-    engine's affair, but a query's row must not depend on its companions beyond rounding.
+    The queries are distinct and at least one. Order, grouping and chunking within the call are up
+    to the engine, but a query's row must not depend on its companions beyond rounding.
 
     A query with ``cold=True`` comes alone; answer it from its tokens only.
     """
@@ -112,21 +137,66 @@ def genlm_next_token_logprobs(queries: Sequence[Query]) -> torch.Tensor:
 
 
 @hookspec(firstresult=True)
-def genlm_step(queries: Sequence[Query]) -> Sequence[Answer]:
-    """Admit newcomers, advance the engine by one step, and return what that step finished.
+def genlm_step(
+    queries: Sequence[Query],
+    samples: Sequence[SampleRequest],
+    scores: Sequence[ScoreRequest],
+    dropped: Sequence[Request],
+) -> Sequence[Answer]:
+    """Admit newcomers, drop what is not wanted any more, advance the engine by one step, and return
+    what that step finished.
 
     For engines that admit requests between steps (continuous batching). The core calls it again,
-    with new queries or none, until every admitted query has been answered exactly once; it never
-    admits a query equal to one in flight.
+    with newcomers or without, until every request in flight has been answered exactly once. It
+    never admits a request equal to one in flight. It is not called where nothing is in flight,
+    nothing is new and nothing is to be dropped.
 
-    With nothing in flight and ``queries`` empty it is not called. Return an
-    :class:`~genlm.core.types.Answer` holding an exception for a query that failed alone. If the
-    call raises instead, the engine must have dropped everything in
-    flight: the core then asks again, one query at a time, to find the one that fails.
+    **Naming an argument says that the engine takes it.** An engine that names only ``queries`` gets
+    only queries. Its draws and scores go to ``genlm_sample`` and ``genlm_sequence_logprobs``, if it
+    has them, while nothing is in flight; else they are made from rows. A wrapper that may change
+    rows must name ``samples`` and ``scores`` too, or draws and scores do not go through the steps.
 
-    Every other hook is called only while nothing is in flight.
+    Args:
+        queries: New queries. A cold one comes alone, when nothing is in flight; answer it from its
+            tokens only.
+        samples: New draws. Equal ones are separate draws.
+        scores: New scores.
+        dropped: Requests in flight, of any kind, all of whose callers have gone. Drop them now and
+            never answer them; an answer in this same step is ignored. An engine that does not name
+            ``dropped`` runs them to their end.
+
+    Returns:
+        One :class:`~genlm.core.types.Answer` for each request that is finished: its result, the
+        exception that it alone met, or ``None`` for a draw or a score whose parameters the engine
+        declines, which the core then makes from rows. A step that finished nothing returns an empty
+        list, and does not count as a batch in ``Stats``.
+
+    Raises:
+        Exception: the engine must have dropped everything in flight. The core then admits the same
+            requests again, one at a time, to find the one that fails; newcomers wait meanwhile.
+
+    Every other hook but ``genlm_wake`` and ``genlm_close`` is called only while nothing is in
+    flight.
     """
     raise NotImplementedError
+
+
+@hookspec
+def genlm_wake() -> None:
+    """Make the step under way return early; if none is, the next one. Optional.
+
+    For engines whose work happens elsewhere: in another process, on another machine. With this
+    hook, ``genlm_step`` may block until something is finished. Without it, ``genlm_step`` must
+    return after a bounded time, for newcomers are not admitted before that.
+
+    Called on **any thread**, when something waits for the engine thread while a step may be under
+    way: newcomers, requests to be dropped, a task, the end of the model. At most once for each
+    step. It must return at once and must not raise. It may be called by a signal handler or by the
+    garbage collector, in the middle of any line, so it must not take a lock that such a line may
+    hold: put a message into a ``queue.SimpleQueue``, or write a byte into a pipe or socket.
+
+    The step that is woken returns what is finished, perhaps nothing. Work under way goes on.
+    """
 
 
 # --------------------------------------------------------------------------------------------------
@@ -141,10 +211,10 @@ def genlm_sample(
     """Draw one continuation per query natively: token ids without the stop token, at most
     ``params[i].max_tokens``.
 
-    Return ``None`` if these parameters are beyond the engine; without an implementation, or on
-    ``None``, the core draws from next-token rows. Equal queries with equal parameters are separate
-    draws. The stop tokens are exactly ``params[i].stop_token_ids``: the model's own end-of-sequence
-    token does not stop unless it is listed.
+    Return ``None`` if the engine does not support these parameters. Then, and without an
+    implementation, the core draws from next-token rows. Equal queries with equal parameters are
+    separate draws. The stop tokens are exactly ``params[i].stop_token_ids``: the model's own
+    end-of-sequence token does not stop unless it is listed.
     """
     raise NotImplementedError
 
@@ -220,4 +290,7 @@ def genlm_remove_lora(adapter: Adapter) -> bool | None:
 
 @hookspec
 def genlm_close() -> None:
-    """Release everything the engine holds. The last hook, on the engine thread, called once."""
+    """Release everything the engine holds. The last hook, on the engine thread, called once.
+
+    Requests may still be in flight: their callers have got an error. Drop them.
+    """

@@ -17,7 +17,7 @@ from genlm.core.errors import InvalidQueryError
 from genlm.core.options import CoreOptions
 from genlm.core.plugins import choose_backend, find_backend, installed_wrappers
 from genlm.core.runtime.batcher import Batcher
-from genlm.core.runtime.executor import EngineCounters, EngineExecutor, Result, describe, kind_of
+from genlm.core.runtime.executor import EngineCounters, EngineExecutor, Result, describe
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.runtime.timeline import Timeline, Trace
 from genlm.core.sampling import checked_params, sample_from_rows, seed_of
@@ -114,7 +114,6 @@ class AsyncLM:
             name=f"genlm-{backend}",
             batch_size=options.batch_size,
             timeout=options.timeout,
-            kind=kind_of,
             share=_copy,
             timeline=timeline,
         )
@@ -275,7 +274,7 @@ class AsyncLM:
     async def _draw(self, query: Query, params: SamplingParams) -> list[int]:
         if params.max_tokens == 0:
             return []
-        if self._engine.native("genlm_sample"):
+        if self._engine.draws:
             drawn: list[int] | None = await self._batcher.submit(SampleRequest(query, params))
             if drawn is not None:
                 return drawn
@@ -299,10 +298,7 @@ class AsyncLM:
         query = self._query(prompt_token_ids, lora_name, room_for=len(continuation))
         # A native score is normalised over the engine's rows, which is right unless those have
         # padding to drop.
-        if (
-            self._engine.native("genlm_sequence_logprobs")
-            and self._engine.vocab_size <= self._engine.width
-        ):
+        if self._engine.scores and self._engine.vocab_size <= self._engine.width:
             scores: torch.Tensor | None = await self._batcher.submit(
                 ScoreRequest(query, continuation)
             )

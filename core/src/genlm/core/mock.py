@@ -8,6 +8,7 @@ what the core promises can be tested without an engine.
 from __future__ import annotations
 
 import hashlib
+import queue
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,18 @@ from genlm.core.hookspecs import hookimpl
 from genlm.core.lm import AsyncLM
 from genlm.core.options import CoreOptions, refuse_unknown
 from genlm.core.sampling import TokenDrawer
-from genlm.core.types import Adapter, Answer, BackendInfo, Engine, Query, SamplingParams
+from genlm.core.types import (
+    Adapter,
+    Answer,
+    BackendInfo,
+    Engine,
+    Query,
+    Request,
+    SampleRequest,
+    SamplingParams,
+    ScoreRequest,
+    query_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -96,6 +108,7 @@ class MockEngine:
         import torch
 
         self._obey(queries)
+        self._wait()
         return torch.stack([self.row(query) for query in queries])
 
     @hookimpl
@@ -103,6 +116,7 @@ class MockEngine:
         self, queries: Sequence[Query], params: Sequence[SamplingParams]
     ) -> list[list[int]]:
         self._obey(queries)
+        self._wait()
         return [self._draw(query, how) for query, how in zip(queries, params, strict=True)]
 
     @hookimpl
@@ -137,10 +151,16 @@ class MockEngine:
             drawn.append(token_id)
         return drawn
 
+    def _score(self, query: Query, continuation: Sequence[int]) -> torch.Tensor:
+        import torch
+
+        contexts = [query.extended(tuple(continuation[:i])) for i in range(len(continuation))]
+        return torch.stack(
+            [self.row(context)[t] for context, t in zip(contexts, continuation, strict=True)]
+        )
+
     def _obey(self, queries: Sequence[Query]) -> None:
         self._on_batch(queries)
-        if self._delay:
-            time.sleep(self._delay)
         for query in queries:
             if self._die_on(query):
                 raise EngineDeadError(f"the mock was told to die on {query.token_ids}")
@@ -148,6 +168,10 @@ class MockEngine:
                 raise RuntimeError(f"the mock was told to fail on {query.token_ids}")
             if query.adapter is not None and query.adapter.version not in self.adapters:
                 raise RuntimeError(f"the mock has no adapter {query.adapter}")
+
+    def _wait(self) -> None:
+        if self._delay:
+            time.sleep(self._delay)
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -178,27 +202,74 @@ class MockEngine:
 
 
 class ContinuousMockEngine(MockEngine):
-    """The same rows from an engine that admits newcomers between steps: every query takes ``steps``
-    of them."""
+    """The same results from an engine that takes every kind of request in its steps.
+
+    A row and a score take ``steps`` of them, a draw as many as it has tokens at most. ``delay`` is
+    the time of a step. A step that is woken returns before that, and the next one continues it.
+    """
 
     def __init__(self, tokenizer: Any, *, steps: int = 2, **options: Any) -> None:
         super().__init__(tokenizer, **options)
         self._steps = steps
-        self._in_flight: dict[Query, int] = {}
+        self._in_flight: dict[Request, int] = {}  # how many steps each still takes
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._due: float | None = None  # when the step under way ends
 
     @hookimpl
-    def genlm_step(self, queries: Sequence[Query]) -> list[Answer]:
-        self._in_flight.update(dict.fromkeys(queries, self._steps))
+    def genlm_step(
+        self,
+        queries: Sequence[Query],
+        samples: Sequence[SampleRequest],
+        scores: Sequence[ScoreRequest],
+        dropped: Sequence[Request],
+    ) -> list[Answer]:
+        return self.advance([*queries, *samples, *scores], dropped)
+
+    @hookimpl
+    def genlm_wake(self) -> None:
+        self._wakes.put(None)
+
+    def advance(
+        self, newcomers: Sequence[Request], dropped: Sequence[Request] = ()
+    ) -> list[Answer]:
+        """Make one step. A subclass whose ``genlm_step`` names fewer arguments calls this."""
+        for request in dropped:
+            del self._in_flight[request]
+        self._in_flight.update({request: self._steps_of(request) for request in newcomers})
+        if not (self._in_flight and self._time_passes()):
+            return []
         try:
-            self._obey(list(self._in_flight))
+            self._obey([query_of(request) for request in self._in_flight])
         except Exception:
             self._in_flight.clear()
             raise
-        self._in_flight = {query: left - 1 for query, left in self._in_flight.items()}
-        finished = [query for query, left in self._in_flight.items() if left == 0]
-        for query in finished:
-            del self._in_flight[query]
-        return [Answer(query, self.row(query)) for query in finished]
+        self._in_flight = {request: left - 1 for request, left in self._in_flight.items()}
+        finished = [request for request, left in self._in_flight.items() if left <= 0]
+        for request in finished:
+            del self._in_flight[request]
+        return [Answer(request, self._result(request)) for request in finished]
+
+    def _steps_of(self, request: Request) -> int:
+        return request.params.max_tokens if isinstance(request, SampleRequest) else self._steps
+
+    def _result(self, request: Request) -> torch.Tensor | list[int]:
+        if isinstance(request, SampleRequest):
+            return self._draw(request.query, request.params)
+        if isinstance(request, ScoreRequest):
+            return self._score(request.query, request.continuation)
+        return self.row(request)
+
+    def _time_passes(self) -> bool:
+        """Wait for the end of the step. ``False`` if the engine was woken before that."""
+        if self._delay:
+            now = time.monotonic()
+            self._due = now + self._delay if self._due is None else self._due
+            try:
+                self._wakes.get(timeout=max(self._due - now, 0.0))
+                return False
+            except queue.Empty:
+                self._due = None
+        return True
 
 
 class MockAsyncLM(AsyncLM):

@@ -178,9 +178,23 @@ def implemented_hooks(manager: pluggy.PluginManager) -> dict[str, bool]:
     return {hook.name: any(not i.wrapper for i in hook.get_hookimpls()) for hook in _hooks(manager)}
 
 
-def wrappers_of(manager: pluggy.PluginManager, hook: str) -> set[int]:
-    """The identities of the wrappers around a hook."""
-    return {id(impl.plugin) for impl in getattr(manager.hook, hook).get_hookimpls() if impl.wrapper}
+def wrappers_of(manager: pluggy.PluginManager, hook: str, argument: str | None = None) -> set[int]:
+    """The identities of the wrappers around a hook; with ``argument``, of those that name it."""
+    return {
+        id(impl.plugin)
+        for impl in getattr(manager.hook, hook).get_hookimpls()
+        if impl.wrapper and (argument is None or argument in impl.argnames)
+    }
+
+
+def arguments_of(manager: pluggy.PluginManager, hook: str) -> set[str]:
+    """The arguments that the implementation of a hook, wrappers apart, names."""
+    return {
+        name
+        for impl in getattr(manager.hook, hook).get_hookimpls()
+        if not impl.wrapper
+        for name in impl.argnames
+    }
 
 
 def _hooks(manager: pluggy.PluginManager) -> list[pluggy.HookCaller]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from attrs import field, frozen
 
 from genlm.core.context import Context, hash_of
 from genlm.core.context import TokenIds as TokenIds
-
-if TYPE_CHECKING:
-    import torch
 
 
 @frozen
@@ -128,6 +125,11 @@ class ScoreRequest:
 Request = Query | SampleRequest | ScoreRequest
 
 
+def query_of(request: Request) -> Query:
+    """The query of a request of any kind: what it begins with."""
+    return request if isinstance(request, Query) else request.query
+
+
 @frozen
 class BackendInfo:
     """What a backend says of itself without importing its engine.
@@ -193,15 +195,20 @@ class Stats:
 
 @frozen(eq=False)
 class Answer:
-    """What a continuous engine says of one query: its row, or why it has none.
+    """What a continuous engine says of one request: its result, or why it has none.
 
     Attributes:
-        query: The query, as it was admitted.
-        row: ``[vocab_size]`` float32 log-probabilities, or the exception that this query alone met.
+        query: The request, as it was admitted: a :class:`Query`, a :class:`SampleRequest` or a
+            :class:`ScoreRequest`.
+        row: The result, or the exception that this request alone met. For a query the row,
+            ``[vocab_size]`` float32 log-probabilities. For a draw the ids drawn, without the stop
+            token. For a score ``[len(continuation)]`` float32 log-probabilities. ``None`` for a
+            draw or a score says that the engine declines these parameters: the core then does it
+            from rows.
     """
 
-    query: Query
-    row: torch.Tensor | Exception = field(repr=False)
+    query: Request
+    row: Any = field(repr=False)
 
 
 @runtime_checkable

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve
 
 from genlm.core.hookspecs import hookimpl
-from genlm.core.types import Answer, Query, SamplingParams, TokenIds
+from genlm.core.types import (
+    Answer,
+    Query,
+    Request,
+    SampleRequest,
+    SamplingParams,
+    ScoreRequest,
+    TokenIds,
+    query_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -113,13 +122,22 @@ class EngineGate:
 
     @hookimpl(wrapper=True)
     def genlm_step(
-        self, queries: Sequence[Query]
+        self,
+        queries: Sequence[Query],
+        samples: Sequence[SampleRequest],
+        scores: Sequence[ScoreRequest],
     ) -> Generator[None, Sequence[Answer], Sequence[Answer]]:
-        self._enter(queries)
+        requests: list[Request] = [*queries, *samples, *scores]
+        self._enter([query_of(request) for request in requests])
         # To raise here would break the engine's promise to have dropped what is in flight: fail the
         # one query instead.
         answers = yield
-        return [evolve(a, row=self._planted()) if self._poisons(a.query) else a for a in answers]
+        return [
+            evolve(a, row=self._planted())
+            if isinstance(a.query, Query) and self._poisons(a.query)
+            else a
+            for a in answers
+        ]
 
     @hookimpl(wrapper=True)
     def genlm_sample(

@@ -1,10 +1,10 @@
-"""The engine thread: gathers questions, deduplicates them, batches them, and delivers the answers.
+"""The engine thread: gathers requests, deduplicates them, batches them, and delivers the answers.
 
-A :class:`Batcher` knows nothing of language models. It owns one thread, on which it calls a
+A :class:`Batcher` knows nothing of language models. It owns one thread, on which it calls an
 :class:`Executor` with whatever has been asked since it last looked. Nothing waits by default: while
 the executor works, requests queue; when it is free it takes all of them. A request from a coroutine
 is held until one pass of its event loop adds no other, a batch is full, or a hundred passes are
-over, so that requests gathered together make one batch and a lone one waits for nobody.
+over. So requests gathered together make one batch, and a lone one is not held up.
 """
 
 from __future__ import annotations
@@ -21,9 +21,19 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from attrs import frozen
+
 from genlm.core.errors import EngineDeadError, ModelClosedError, QueriesResetError, ReentrancyError
 from genlm.core.logs import get_logger
-from genlm.core.runtime.request_queue import Counters, Pending, RequestQueue, Task, Waiting
+from genlm.core.runtime.request_queue import (
+    ROWS,
+    Counters,
+    Lane,
+    Pending,
+    RequestQueue,
+    Task,
+    Waiting,
+)
 from genlm.core.runtime.timeline import Timeline
 
 log = get_logger()
@@ -38,19 +48,42 @@ EXIT_PATIENCE = 60.0
 
 
 class Executor(Protocol[R, A_co]):
-    """What the engine thread drives. All methods are called on that thread."""
+    """What the engine thread drives. All methods but ``wake`` are called on that thread."""
 
-    def step(self, newcomers: Sequence[R]) -> Iterable[tuple[R, A_co | Exception]]:
-        """Admit ``newcomers`` and return what has been answered; requests left out are still in
-        flight.
+    @property
+    def drops(self) -> bool:
+        """Whether ``step`` takes requests back."""
+        return False
+
+    def lane(self, request: R) -> Lane:
+        """What the request may be in flight with."""
+        return ROWS
+
+    def step(
+        self, newcomers: Sequence[R], dropped: Sequence[R]
+    ) -> Iterable[tuple[R, A_co | Exception]]:
+        """Admit ``newcomers``, drop ``dropped``, and return what has been answered; requests left
+        out are still in flight.
 
         Raising means that nothing can be answered any more.
         """
         ...
 
+    def wake(self) -> None:
+        """Make the step under way return early, if it can. Called on any thread."""
+        return None
+
     def close(self) -> None:
         """Release everything. Called last."""
         ...
+
+
+@frozen
+class Step(Generic[R]):
+    """One call of the executor's ``step``."""
+
+    newcomers: list[R]
+    dropped: list[R]
 
 
 class Batcher(Generic[R, A]):
@@ -61,9 +94,8 @@ class Batcher(Generic[R, A]):
         name: The engine thread's name.
         batch_size: The most requests in flight at once; ``None`` is no limit.
         timeout: Seconds to hold a batch open for latecomers after its first request.
-        kind: Requests share a batch only if their kinds are equal.
         share: Makes a further caller's own copy of an answer.
-        timeline: Told of questions, batches, and the time spent queueing and delivering.
+        timeline: Receives requests, batches, and the time spent queueing and delivering.
     """
 
     def __init__(
@@ -73,7 +105,6 @@ class Batcher(Generic[R, A]):
         name: str = "genlm-engine",
         batch_size: int | None = None,
         timeout: float = 0.0,
-        kind: Callable[[R], Hashable] = lambda request: None,
         share: Callable[[A], A] = lambda answer: answer,
         timeline: Timeline | None = None,
     ) -> None:
@@ -85,10 +116,12 @@ class Batcher(Generic[R, A]):
         # from any line, also from one that holds it.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._queue: RequestQueue[R, A] = RequestQueue(
-            kind, batch_size, self._timeline, self.counters
-        )
+        self._queue: RequestQueue[R, A] = RequestQueue(batch_size, self._timeline, self.counters)
         self._running: Pending[R, A] = {}  # the engine thread's own
+        self._executor: Executor[R, A] | None = None  # until the engine thread ends
+        self._stepping = False  # whether a step is under way, and has not been woken
+        self._drops = False  # whether the executor takes requests back
+        self._gone = False  # whether a caller has gone since the engine thread last looked
         # Makes the error for whoever asks from now on. An error that is raised keeps its callers'
         # frames, and with them the model: one that was kept here and raised each time would keep
         # the model for as long as the model keeps this.
@@ -128,6 +161,7 @@ class Batcher(Generic[R, A]):
             self._check_open()
             self.counters.questions += 1
             self._timeline.asked(request, future)
+        self._watch(future)
         return future
 
     def ask(self, requests: Sequence[R]) -> list[A]:
@@ -147,8 +181,10 @@ class Batcher(Generic[R, A]):
                 self._timeline.asked(request, future)
             self._check_open()
             self.counters.questions += len(futures)
-            self._changed.notify_all()
+            self._notify()
         try:
+            for future in futures:
+                self._watch(future)
             for future in futures:
                 future.exception()
         except BaseException:
@@ -166,7 +202,7 @@ class Batcher(Generic[R, A]):
             self._check_open()
             self._queue.put_task(task)
             self._check_open()
-            self._changed.notify_all()
+            self._notify()
         try:
             return task.future.result()
         except BaseException:
@@ -188,7 +224,7 @@ class Batcher(Generic[R, A]):
             self._stopping = True
             if self._refusal is None:
                 self._refusal = closed
-            self._changed.notify_all()
+            self._notify()
 
     def close(self, patience: float | None = None) -> None:
         """Fail what is pending, let the step under way end, release the engine. Idempotent.
@@ -238,7 +274,25 @@ class Batcher(Generic[R, A]):
             if self._queue.passed(loop):
                 loop.call_soon(self._after_pass, loop)
             else:
-                self._changed.notify_all()
+                self._notify()
+
+    def _notify(self) -> None:
+        """Something is there for the engine thread. Called with the lock."""
+        self._changed.notify_all()
+        if self._stepping and self._executor is not None:
+            self._stepping = False  # once for each step
+            self._executor.wake()
+
+    def _watch(self, future: Waiting[Any]) -> None:
+        """Notice when a caller goes, where the executor takes requests back."""
+        if self._drops:
+            future.add_done_callback(self._caller_done)
+
+    def _caller_done(self, future: Waiting[Any]) -> None:
+        if future.cancelled():
+            with self._changed:
+                self._gone = True
+                self._notify()
 
     # --- the engine thread ------------------------------------------------------------------------
 
@@ -264,6 +318,8 @@ class Batcher(Generic[R, A]):
             self._forget_exit_hook()
             started.set_exception(error)
             return
+        self._executor, self._drops = executor, executor.drops
+        self._queue.lane_of = executor.lane
         started.set_result(None)
         try:
             while (work := self._take()) is not None:
@@ -276,18 +332,19 @@ class Batcher(Generic[R, A]):
         finally:
             self._end(executor)
 
-    def _do(self, executor: Executor[R, A], work: Task[Any] | Sequence[R]) -> None:
+    def _do(self, executor: Executor[R, A], work: Task[Any] | Step[R]) -> None:
         if isinstance(work, Task):
             work.run()
         else:
             began = self._timeline.clock()
-            self._deliver(list(executor.step(work)))
-            self._timeline.batch(began, len(work))
+            self._deliver(list(executor.step(work.newcomers, work.dropped)))
+            self._timeline.batch(began, len(work.newcomers))
 
-    def _take(self) -> Task[Any] | list[R] | None:
-        """Wait for work. A task comes alone; an empty list means that requests are in flight and
-        none joins them."""
+    def _take(self) -> Task[Any] | Step[R] | None:
+        """Wait for work. A step without newcomers means that requests are in flight and none joins
+        them."""
         with self._changed:
+            self._stepping = False
             while True:
                 while not (self._stopping or self._running or self._queue):
                     self._changed.wait()
@@ -295,9 +352,29 @@ class Batcher(Generic[R, A]):
                     self._hold_open()
                 if self._stopping:
                     return None
-                work = self._queue.take(self._running)
-                if work or self._running:
+                self._queue.sort(self._running)
+                dropped = self._drop()
+                # Every task finds nothing in flight: the engine must have dropped these before.
+                work = self._queue.take(self._running, tasks=not dropped)
+                if isinstance(work, Task):
                     return work
+                if work or dropped or self._running:
+                    self._stepping = True
+                    return Step(work, dropped)
+
+    def _drop(self) -> list[R]:
+        """The requests in flight all of whose callers have gone: they are not any more."""
+        if not self._gone:
+            return []
+        self._gone = False
+        dropped = [
+            request
+            for request, waiting in self._running.items()
+            if all(future.done() for future in waiting)
+        ]
+        for request in dropped:
+            self.counters.cancelled += len(self._running.pop(request))
+        return dropped
 
     def _hold_open(self) -> None:
         """Wait up to ``timeout`` for the batch to fill. A task or the end of the model cuts it
@@ -367,6 +444,8 @@ class Batcher(Generic[R, A]):
     def _end(self, executor: Executor[R, A]) -> None:
         self.stop()
         with self._changed:
+            self._stepping = False
+            self._executor = None
             dropped = self._queue.withdraw()
         self._fail(dropped, closed_while_pending)
         self._fail_running(closed_while_pending)

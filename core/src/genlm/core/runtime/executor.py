@@ -3,7 +3,7 @@ rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from attrs import define, field
@@ -14,8 +14,9 @@ from genlm.core.logs import get_logger
 from genlm.core.runtime.cache import OutputCache
 from genlm.core.runtime.isolation import IsolatedSteps, Outcomes, evaluate_isolated
 from genlm.core.runtime.loaded_engine import LoadedEngine
+from genlm.core.runtime.request_queue import ROWS, Lane
 from genlm.core.runtime.timeline import Timeline
-from genlm.core.types import Query, Request, SampleRequest, ScoreRequest
+from genlm.core.types import Query, Request, SampleRequest, ScoreRequest, query_of
 
 if TYPE_CHECKING:
     import torch
@@ -28,14 +29,8 @@ T = TypeVar("T")
 # A row for a Query; ids, or None, for a SampleRequest; scores, or None, for a ScoreRequest.
 Result = Any
 
-
-def kind_of(request: Request) -> Hashable:
-    """What may share a batch: requests of one type; a cold query is alone."""
-    return request if isinstance(request, Query) and request.cold else type(request).__name__
-
-
-def query_of(request: Request) -> Query:
-    return request if isinstance(request, Query) else request.query
+#: Cold queries, and draws and scores that the engine does not take in its steps.
+COLD, DRAWS, SCORES = Lane("cold rows", alone=True), Lane("draws"), Lane("scores")
 
 
 def describe(request: Request) -> dict[str, Any]:
@@ -54,10 +49,10 @@ class EngineCounters:
     rows: int = 0
     largest_batch: int = 0
 
-    def count(self, queries: int, rows: int) -> None:
+    def count(self, requests: int, rows: int) -> None:
         self.batches += 1
         self.rows += rows
-        self.largest_batch = max(self.largest_batch, queries)
+        self.largest_batch = max(self.largest_batch, requests)
 
 
 @define(eq=False)
@@ -69,23 +64,48 @@ class EngineExecutor:
     adapters: AdapterRegistry
     counters: EngineCounters
     timeline: Timeline
-    _steps: IsolatedSteps[Query, torch.Tensor] = field(init=False)
+    _steps: IsolatedSteps[Request, Result] = field(init=False)
     # Of the cache, when the query was admitted.
     _generation: dict[Query, int] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
         self._steps = IsolatedSteps(self._advance)
 
-    def step(self, newcomers: Sequence[Request]) -> Outcomes[Request, Result]:
-        """Answer what can be answered now. The newcomers are of one kind."""
+    @property
+    def drops(self) -> bool:
+        return self.engine.drops
+
+    def lane(self, request: Request) -> Lane:
+        """What the request may be in flight with: what the engine takes in its steps, or in one
+        call of one hook."""
+        if isinstance(request, Query):
+            return COLD if request.cold else ROWS
+        if isinstance(request, SampleRequest):
+            return ROWS if "samples" in self.engine.in_steps else DRAWS
+        return ROWS if "scores" in self.engine.in_steps else SCORES
+
+    def step(
+        self, newcomers: Sequence[Request], dropped: Sequence[Request] = ()
+    ) -> Outcomes[Request, Result]:
+        """Answer what can be answered now. The newcomers are of one lane."""
         outcomes, askable = self._refuse_stale(newcomers)
-        if askable and isinstance(askable[0], SampleRequest):
-            outcomes += self._evaluate(self._sample, askable)
-        elif askable and isinstance(askable[0], ScoreRequest):
-            outcomes += self._evaluate(self._score, askable)
+        lane = self.lane(askable[0]) if askable else ROWS
+        if lane is DRAWS:
+            return outcomes + self._evaluate(self._sample, askable)
+        if lane is SCORES:
+            return outcomes + self._evaluate(self._score, askable)
+        outcomes += self._known(askable)
+        if self.engine.continuous:
+            answered = self._advance_isolated(askable, dropped)
         else:
-            outcomes += self._rows(cast("Sequence[Query]", askable))
-        return outcomes
+            answered = evaluate_isolated(self._next_token_logprobs, askable)
+        with self.timeline.stage("caching"):
+            return outcomes + [
+                (request, self._finish(request, result)) for request, result in answered
+            ]
+
+    def wake(self) -> None:
+        self.engine.wake()
 
     def close(self) -> None:
         self.engine.close()
@@ -107,43 +127,63 @@ class EngineExecutor:
 
     # --- rows -------------------------------------------------------------------------------------
 
-    def _rows(self, queries: Sequence[Query]) -> Outcomes[Request, Result]:
-        outcomes: Outcomes[Request, Result] = []
-        asked: list[Query] = []
+    def _known(self, requests: list[Request]) -> Outcomes[Request, Result]:
+        """The rows that the cache has after all; their queries are removed from ``requests``."""
+        known: Outcomes[Request, Result] = []
         with self.timeline.stage("caching"):
             # Read first: what is dropped from here on must not be kept.
             generation = self.cache.generation
-            for query in queries:
-                # An equal question may have been answered since this one looked.
-                row = None if query.cold else self.cache.get(query, counted=False)
+            for request in requests:
+                if not isinstance(request, Query) or request.cold:
+                    continue  # these are never kept
+                # An equal request may have been answered since this one looked.
+                row = self.cache.get(request, counted=False)
                 if row is None:
-                    asked.append(query)
-                    self._generation[query] = generation
+                    self._generation[request] = generation
                 else:
                     self.counters.cache_hits += 1
-                    outcomes.append((query, row))
-        if self.engine.continuous:
-            answered = self._steps.step(asked) if asked or self._generation else []
-        else:
-            answered = evaluate_isolated(self._next_token_logprobs, asked)
-        with self.timeline.stage("caching"):
-            return outcomes + [(query, self._finish(query, outcome)) for query, outcome in answered]
+                    known.append((request, row))
+        if known:
+            answered = {id(request) for request, _ in known}
+            requests[:] = [request for request in requests if id(request) not in answered]
+        return known
 
-    def _finish(self, query: Query, outcome: torch.Tensor | Exception) -> Result:
-        generation = self._generation.pop(query)
+    def _finish(self, request: Request, outcome: Result | Exception) -> Result:
+        generation = self._generation.pop(request, None) if isinstance(request, Query) else None
         if isinstance(outcome, Exception):
-            return self._explained(query, outcome)
-        if not query.cold:
-            self.cache.put(query, outcome, generation)
+            return self._explained(query_of(request), outcome)
+        if generation is not None:
+            self.cache.put(cast(Query, request), outcome, generation)
         return outcome
 
-    def _next_token_logprobs(self, queries: Sequence[Query]) -> list[torch.Tensor]:
+    def _next_token_logprobs(self, requests: Sequence[Request]) -> list[torch.Tensor]:
+        queries = cast("Sequence[Query]", requests)
         return self._counted(
             len(queries), len(queries), lambda: self.engine.next_token_logprobs(queries)
         )
 
-    def _advance(self, queries: Sequence[Query]) -> Outcomes[Query, torch.Tensor]:
-        return self._counted(len(self._generation), len(queries), lambda: self.engine.step(queries))
+    # --- steps ------------------------------------------------------------------------------------
+
+    def _advance_isolated(
+        self, newcomers: Sequence[Request], dropped: Sequence[Request]
+    ) -> Outcomes[Request, Result]:
+        for request in dropped:
+            if isinstance(request, Query):
+                self._generation.pop(request, None)
+        return self._steps.step(newcomers, dropped)
+
+    def _advance(
+        self, newcomers: Sequence[Request], dropped: Sequence[Request]
+    ) -> Outcomes[Request, Result]:
+        queries = [request for request in newcomers if isinstance(request, Query)]
+        samples = [request for request in newcomers if isinstance(request, SampleRequest)]
+        scores = [request for request in newcomers if isinstance(request, ScoreRequest)]
+        began = self.timeline.clock()
+        answers = self.engine.step(queries, samples, scores, dropped)
+        if answers:  # a step that finished nothing is not a batch
+            rows = sum(isinstance(request, Query) for request, _ in answers)
+            self._count(self._steps.in_flight, rows, began)
+        return answers
 
     # --- everything else --------------------------------------------------------------------------
 
@@ -172,13 +212,16 @@ class EngineExecutor:
         )
         return [None] * len(requests) if scores is None else scores
 
-    def _counted(self, queries: int, rows: int, call: Callable[[], T]) -> T:
+    def _counted(self, requests: int, rows: int, call: Callable[[], T]) -> T:
         began = self.timeline.clock()
         result = call()
-        self.counters.count(queries, rows)
-        milliseconds = round((self.timeline.clock() - began) * 1e3, 3)
-        log.debug("batch.evaluated", backend=self.engine.backend, n=queries, ms=milliseconds)
+        self._count(requests, rows, began)
         return result
+
+    def _count(self, requests: int, rows: int, began: float) -> None:
+        self.counters.count(requests, rows)
+        milliseconds = round((self.timeline.clock() - began) * 1e3, 3)
+        log.debug("batch.evaluated", backend=self.engine.backend, n=requests, ms=milliseconds)
 
     def _explained(self, query: Query, error: Exception) -> Exception:
         """The engine's error, with the query that met it."""

@@ -38,40 +38,83 @@ def evaluate_isolated(
 class IsolatedSteps(Generic[R, A]):
     """The same promise for an engine that is advanced step by step.
 
+    When a step raises, everything that was in flight is suspect. The suspects are admitted again,
+    each alone, so that only the one that fails gets the error. What is asked meanwhile waits until
+    the last suspect is answered.
+
     Args:
-        advance: Admits newcomers, makes one step, returns what it finished. If it raises, nothing
-            is in flight any more.
+        advance: Admits newcomers, drops requests, makes one step, returns what it finished. If it
+            raises, nothing is in flight any more.
     """
 
-    def __init__(self, advance: Callable[[Sequence[R]], Iterable[tuple[R, A | Exception]]]) -> None:
+    def __init__(
+        self,
+        advance: Callable[[Sequence[R], Sequence[R]], Iterable[tuple[R, A | Exception]]],
+    ) -> None:
         self._advance = advance
         self._in_flight: dict[R, None] = {}
+        self._suspects: dict[R, None] = {}  # one of them may be in flight, alone
+        self._held: dict[R, None] = {}  # newcomers that wait for the last suspect
         self._failure: Exception | None = None  # the last one
 
-    def step(self, newcomers: Sequence[R]) -> Outcomes[R, A]:
-        self._in_flight.update(dict.fromkeys(newcomers))
+    @property
+    def in_flight(self) -> int:
+        """How many requests the engine has."""
+        return len(self._in_flight)
+
+    def step(self, newcomers: Sequence[R], dropped: Sequence[R] = ()) -> Outcomes[R, A]:
+        """Make one step.
+
+        Raises:
+            EngineDeadError: the engine cannot continue.
+            PluginError: it answered what is not in flight.
+        """
+        dropped = [request for request in dropped if self._forget(request)]
+        self._held.update(dict.fromkeys(newcomers))
+        admitted = self._admit()
+        if not (self._in_flight or dropped):
+            return []
         try:
-            return self._finished(self._advance(newcomers))
+            return self._finished(self._advance(admitted, dropped), dropped)
         except (EngineDeadError, PluginError):
             raise
         except Exception as error:
-            self._failure = error
-            suspects, self._in_flight = list(self._in_flight), {}
-            if len(suspects) == 1:
-                return [(suspects[0], error)]
-            return [outcome for suspect in suspects for outcome in self._alone(suspect)]
+            return self._failed(error)
 
-    def _finished(self, answers: Iterable[tuple[R, A | Exception]]) -> Outcomes[R, A]:
-        answers = list(answers)
-        for request, _ in answers:
-            if request not in self._in_flight:
+    def _forget(self, request: R) -> bool:
+        """A request is dropped. ``True`` if the engine has it."""
+        self._suspects.pop(request, None)
+        self._held.pop(request, None)
+        if request not in self._in_flight:
+            return False
+        del self._in_flight[request]
+        return True
+
+    def _admit(self) -> list[R]:
+        """The requests that enter flight now."""
+        if self._suspects:
+            admitted = [] if self._in_flight else [next(iter(self._suspects))]
+        else:
+            admitted, self._held = list(self._held), {}
+        self._in_flight.update(dict.fromkeys(admitted))
+        return admitted
+
+    def _finished(
+        self, answers: Iterable[tuple[R, A | Exception]], dropped: Sequence[R]
+    ) -> Outcomes[R, A]:
+        finished: Outcomes[R, A] = []
+        for request, answer in answers:
+            if request in self._in_flight:
+                del self._in_flight[request]
+                self._suspects.pop(request, None)
+                finished.append((request, answer))
+            elif request not in dropped:  # it may have been finished before it could be dropped
                 raise PluginError(
-                    f"genlm_step answered {request!r}, which is not in flight; answer every query "
-                    "once, and none admitted "
+                    f"genlm_step answered {request!r}, which is not in flight; answer every "
+                    "request once, and none admitted "
                     f"before genlm_step, or a wrapper around it, raised{self._when_it_raised()}"
                 ) from self._failure
-            del self._in_flight[request]
-        return answers
+        return finished
 
     def _when_it_raised(self) -> str:
         return (
@@ -80,8 +123,12 @@ class IsolatedSteps(Generic[R, A]):
             else f" (it did: {type(self._failure).__name__}: {self._failure})"
         )
 
-    def _alone(self, request: R) -> Outcomes[R, A]:
-        answers = self.step([request])
-        while not answers:
-            answers = self.step([])
-        return answers
+    def _failed(self, error: Exception) -> Outcomes[R, A]:
+        self._failure = error
+        lost, self._in_flight = self._in_flight, {}
+        if len(lost) == 1:  # it was alone
+            (request,) = lost
+            self._suspects.pop(request, None)
+            return [(request, error)]
+        self._suspects |= lost
+        return []

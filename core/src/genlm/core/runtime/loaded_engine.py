@@ -9,10 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 from genlm.core.errors import InvalidInputError, ModelClosedError, PluginError, UnsupportedError
 from genlm.core.logs import get_logger
-from genlm.core.plugins import check_engine, implemented_hooks, plugin_manager, wrappers_of
+from genlm.core.plugins import (
+    arguments_of,
+    check_engine,
+    implemented_hooks,
+    plugin_manager,
+    wrappers_of,
+)
 from genlm.core.runtime.timeline import Timeline
 from genlm.core.tokenization import Token, decode_vocab
-from genlm.core.types import Adapter, Answer, Engine, Query, SamplingParams
+from genlm.core.types import (
+    Adapter,
+    Answer,
+    Engine,
+    Query,
+    Request,
+    SampleRequest,
+    SamplingParams,
+    ScoreRequest,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -58,17 +73,24 @@ class LoadedEngine:
         self._manager = plugin_manager(self._owner, engine, wrappers)
         self._hooks: Any = self._manager.hook
         self._implemented = implemented_hooks(self._manager)
-        around_rows = set[int]().union(
-            *(wrappers_of(self._manager, hook) for hook in EVALUATION_HOOKS)
-        )
-        own = filter(self.supports, self._implemented)
-        self._native = {hook for hook in own if around_rows <= wrappers_of(self._manager, hook)}
         if not any(self.supports(hook) for hook in EVALUATION_HOOKS):
             raise PluginError(
                 f"{self._owner} has no hook that evaluates; implement one of "
                 f"{', '.join(EVALUATION_HOOKS)}"
             )
         self.continuous = self.supports("genlm_step")
+        taken = arguments_of(self._manager, "genlm_step")
+        #: Which requests besides queries it takes in its steps.
+        self.in_steps = frozenset(
+            kind
+            for kind in ("samples", "scores")
+            if kind in taken and self._may_answer("genlm_step", kind)
+        )
+        #: Whether it takes back requests in its steps.
+        self.drops = "dropped" in taken
+        #: Whether it draws and scores itself, in its steps or by hooks of their own.
+        self.draws = "samples" in self.in_steps or self._native("genlm_sample")
+        self.scores = "scores" in self.in_steps or self._native("genlm_sequence_logprobs")
         self.tokenizer = engine.tokenizer
         self.vocab_size = engine.vocab_size
         self.max_context = engine.max_context
@@ -115,10 +137,16 @@ class LoadedEngine:
             raise InvalidInputError(f"there is no hook {hook!r}; {hint}")
         return self._implemented[hook]
 
-    def native(self, hook: str) -> bool:
-        """Whether ``hook`` may answer in place of rows: the engine implements it, and every wrapper
-        around the rows, which may change them, is around it too."""
-        return hook in self._native
+    def _native(self, hook: str) -> bool:
+        return self.supports(hook) and self._may_answer(hook)
+
+    def _may_answer(self, hook: str, argument: str | None = None) -> bool:
+        """Whether a hook, or one argument of it, may answer in place of rows: every wrapper around
+        the rows, which may change them, is around it too."""
+        around_rows = set[int]().union(
+            *(wrappers_of(self._manager, hook) for hook in EVALUATION_HOOKS)
+        )
+        return around_rows <= wrappers_of(self._manager, hook, argument)
 
     def require(self, hook: str, feature: str) -> None:
         """Raises: UnsupportedError: the engine does not implement ``hook``."""
@@ -142,12 +170,28 @@ class LoadedEngine:
             own: Any = torch.unbind_copy(self._align(rows))  # type: ignore[func-returns-value]  # so its stub says
             return list(own)
 
-    def step(self, queries: Sequence[Query]) -> list[tuple[Query, torch.Tensor | Exception]]:
-        """Advance a continuous engine; the rows that it finished, as above."""
-        with self._timeline.stage("engine", newcomers=len(queries)):
-            answers: Sequence[Answer] = self._hooks.genlm_step(queries=queries)
+    def step(
+        self,
+        queries: Sequence[Query],
+        samples: Sequence[SampleRequest] = (),
+        scores: Sequence[ScoreRequest] = (),
+        dropped: Sequence[Request] = (),
+    ) -> list[tuple[Request, Any]]:
+        """Advance a continuous engine; what it finished, each result checked as above."""
+        newcomers = len(queries) + len(samples) + len(scores)
+        with self._timeline.stage("engine", newcomers=newcomers):
+            answers: Sequence[Answer] = self._hooks.genlm_step(
+                queries=queries, samples=samples, scores=scores, dropped=dropped
+            )
         with self._timeline.stage("alignment"):
-            return [(answer.query, self._own(answer.row)) for answer in answers]
+            return [(answer.query, self._own(answer)) for answer in answers]
+
+    def wake(self) -> None:
+        """Make the step under way return early, if the engine can. On any thread."""
+        try:
+            self._hooks.genlm_wake()
+        except Exception:
+            log.exception("engine.wake_failed", backend=self.backend)
 
     def sample(
         self, queries: Sequence[Query], params: Sequence[SamplingParams]
@@ -162,7 +206,7 @@ class LoadedEngine:
                 f"{self._owner}: genlm_sample gave {len(drawn)} continuations for {len(queries)} "
                 "queries"
             )
-        return [[int(token_id) for token_id in continuation] for continuation in drawn]
+        return [self._own_draw(continuation) for continuation in drawn]
 
     def sequence_logprobs(
         self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
@@ -174,9 +218,10 @@ class LoadedEngine:
             )
         if scores is None:
             return None
-        for score, continuation in zip(scores, continuations, strict=True):
-            self._check_shape(score, (len(continuation),), "genlm_sequence_logprobs")
-        return [score.clone() for score in scores]
+        return [
+            self._own_score(score, len(continuation), "genlm_sequence_logprobs")
+            for score, continuation in zip(scores, continuations, strict=True)
+        ]
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -203,16 +248,33 @@ class LoadedEngine:
             for plugin in self._manager.get_plugins():
                 self._manager.unregister(plugin)
 
-    # --- rows -------------------------------------------------------------------------------------
+    # --- results ----------------------------------------------------------------------------------
 
-    def _own(self, row: torch.Tensor | Exception) -> torch.Tensor | Exception:
-        if isinstance(row, Exception):
-            return row
+    def _own(self, answer: Answer) -> Any:
+        """The result of one request, or the exception that it met, or that says what is wrong with
+        the result; the other answers are in order."""
+        request, result = answer.query, answer.row
+        if isinstance(result, Exception):
+            return result
         try:
-            self._check_shape(row, (self.vocab_size,), "genlm_step")
-            return self._align(row.unsqueeze(0))[0].clone()
-        except Exception as error:  # concerns this query alone: the others are in order
+            if isinstance(request, Query):
+                self._check_shape(result, (self.vocab_size,), "genlm_step")
+                return self._align(result.unsqueeze(0))[0].clone()
+            if result is None:
+                return None
+            if isinstance(request, SampleRequest):
+                return self._own_draw(result)
+            return self._own_score(result, len(request.continuation), "genlm_step")
+        except Exception as error:
             return error
+
+    def _own_draw(self, drawn: Sequence[int]) -> list[int]:
+        return [int(token_id) for token_id in drawn]
+
+    def _own_score(self, score: Any, length: int, hook: str) -> torch.Tensor:
+        self._check_shape(score, (length,), hook)
+        own: torch.Tensor = score.clone()
+        return own
 
     def _check_shape(self, rows: Any, shape: tuple[int, ...], hook: str) -> None:
         import torch

@@ -1,13 +1,12 @@
-"""The intake: what has been asked and not been taken by the engine thread yet."""
+"""The request queue: what has been asked, and has not been taken by the engine thread yet."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import itertools
-from collections import deque
-from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Sized
+from typing import Any, Generic, TypeVar, cast
 
 from attrs import Factory, define
 
@@ -30,6 +29,23 @@ Pending = dict[R, list[Waiting[A]]]
 #: start together, or in waves a pass apart, are all there after a few tens; a loop that asks
 #: something new in every pass is never done.
 PASSES = 100
+
+
+@define(eq=False)
+class Lane:
+    """Requests of one lane may be in flight together; those of different lanes may not.
+
+    Attributes:
+        name: For people.
+        alone: Whether each of its requests is in flight alone.
+    """
+
+    name: str
+    alone: bool = False
+
+
+#: The lane of requests that any other may join.
+ROWS = Lane("rows")
 
 
 @define(eq=False)
@@ -74,32 +90,36 @@ class RequestQueue(Generic[R, A]):
     """Requests and tasks in the order asked; equal requests share a place. The batcher calls it
     under its lock.
 
+    What may be in flight together is a lane. Within a lane the order is that of asking. Between
+    lanes it is turns: while requests of one lane are in flight, more of that lane may join, until
+    one of another lane waits. So no request is passed over for ever. A task waits for everything
+    asked before it, and everything asked after it waits for the task.
+
+    Taking a request costs the same however many wait.
+
     Args:
-        kind: Requests may be in flight together only if their kinds are equal.
         limit: The most requests in flight; ``None`` is no limit.
-        timeline: Told of the time spent queueing.
-        counters: Told of equal requests, and of callers that do not wait any more.
+        timeline: Receives the time spent queueing.
+        counters: Receive equal requests, and requests without callers.
     """
 
-    def __init__(
-        self,
-        kind: Callable[[R], Hashable],
-        limit: int | None,
-        timeline: Timeline,
-        counters: Counters,
-    ) -> None:
-        self._kind = kind
+    def __init__(self, limit: int | None, timeline: Timeline, counters: Counters) -> None:
+        #: Says which lane a request is in. Used by the engine thread, which sets it.
+        self.lane_of: Callable[[R], Lane] = lambda request: ROWS
         self._limit = limit
         self._timeline = timeline
         self._counters = counters
         self._gatherings: dict[asyncio.AbstractEventLoop, Gathering[R, A]] = {}
-        # A task is a barrier between requests.
-        self._queue: deque[Pending[R, A] | Task[Any]] = deque()
+        # What the engine thread has not looked at yet. It looks no further than the first task.
+        self._arrived: deque[Pending[R, A] | Task[Any]] = deque()
+        # Requests before that task. The lane whose turn it is comes first.
+        self._lanes: dict[Lane, OrderedDict[R, list[Waiting[A]]]] = {}
+        self._in_flight = ROWS  # the lane of what is in flight, if anything is
         self._queued_since = 0.0  # by the timeline's clock; holds while requests are in the queue
 
     def __bool__(self) -> bool:
         """Whether there is something to take."""
-        return bool(self._queue)
+        return bool(self._lanes or self._arrived)
 
     # --- what comes in ----------------------------------------------------------------------------
 
@@ -146,97 +166,88 @@ class RequestQueue(Generic[R, A]):
         self._put({request: [future]})
 
     def _put(self, asked: Pending[R, A]) -> None:
-        if not self._queue:
+        if not self:
             self._queued_since = self._timeline.clock()
-        last = self._queue[-1] if self._queue else None
-        if not isinstance(last, dict):
-            self._queue.append(asked)
-            return
-        for request, futures in asked.items():
-            waiting = last.setdefault(request, futures)
-            if waiting is not futures:
-                waiting += futures
-                self._counters.dedup_hits += len(futures)
+        self._arrived.append(asked)
 
     def put_task(self, task: Task[Any]) -> None:
         """Put a task into the queue, behind everything asked so far."""
         for loop in list(self._gatherings):
             self.release(loop)
-        self._queue.append(task)
+        self._arrived.append(task)
 
     # --- what goes out ----------------------------------------------------------------------------
 
     def full(self) -> bool:
-        """Whether a batch that begins now would not grow by waiting: it has its limit, or a task
-        stands behind it."""
-        first = self._queue[0] if self._queue else None
-        if len(self._queue) != 1 or not isinstance(first, dict):
-            return True
-        return self._fills(first)
+        """Whether a batch that begins now would not grow by waiting: it has its limit, or
+        something that cannot join it waits too."""
+        self.sort({})
+        return bool(self._arrived) or len(self._lanes) != 1 or self._fills(*self._lanes.values())
 
-    def take(self, running: Pending[R, A]) -> Task[Any] | list[R]:
-        """A task, alone and when nothing is running; or requests, now in ``running``, that may join
-        what is."""
-        first = self._queue[0] if self._queue else {}
-        if not isinstance(first, Task):
-            return self._admit(first, running)
-        if running:
-            return []
-        self._queue.popleft()
-        return first
+    def sort(self, running: Pending[R, A]) -> None:
+        """Put what has arrived, up to the first task, into lanes. A request equal to one in flight
+        joins its callers."""
+        while self._arrived and not isinstance(arrived := self._arrived[0], Task):
+            self._arrived.popleft()
+            for request, asked in arrived.items():
+                waiting = running.get(request) if running else None
+                if waiting is None:
+                    lane = self.lane_of(request)
+                    if (pending := self._lanes.get(lane)) is None:
+                        pending = self._lanes[lane] = OrderedDict()
+                    waiting = pending.setdefault(request, asked)
+                if waiting is not asked:
+                    waiting += asked
+                    self._counters.dedup_hits += len(asked)
+
+    def take(self, running: Pending[R, A], tasks: bool = True) -> Task[Any] | list[R]:
+        """What is next of what has been sorted: a task, alone and when nothing is running; or
+        requests, now in ``running``, that may join what is."""
+        newcomers: list[R] = []
+        if self._lanes and not running:
+            while self._lanes and not newcomers:  # a lane may hold nothing but cancelled requests
+                newcomers = self._admit(next(iter(self._lanes)), running)
+        elif self._lanes.keys() == {self._in_flight}:
+            newcomers = self._admit(self._in_flight, running)
+        if tasks and self._arrived and not (self._lanes or running):
+            return cast("Task[Any]", self._arrived.popleft())
+        return newcomers
+
+    def _admit(self, lane: Lane, running: Pending[R, A]) -> list[R]:
+        """Move requests of one lane into ``running``, as many as fit, and return those."""
+        newcomers: list[R] = []
+        taken = self._timeline.clock()
+        pending = self._lanes.pop(lane)
+        while pending and not self._fills(running) and not (lane.alone and running):
+            request, asked = pending.popitem(last=False)
+            waiting = [future for future in asked if not future.done()]
+            self._counters.cancelled += len(asked) - len(waiting)
+            if waiting:
+                running[request] = waiting
+                newcomers.append(request)
+        if pending:
+            self._lanes[lane] = pending  # behind the others: it is their turn
+        if newcomers:
+            self._in_flight = lane
+            self._timeline.add("queue", self._queued_since, requests=len(newcomers))
+            self._queued_since = taken  # of those left behind, if any
+        return newcomers
 
     def withdraw(self, tasks: bool = True) -> list[Waiting[Any]]:
         """Take back all requests; with ``tasks`` the tasks too."""
         for loop in list(self._gatherings):
             self.release(loop)
-        kept = [item for item in self._queue if isinstance(item, Task) and not tasks]
-        withdrawn: list[Waiting[Any]] = []
-        for item in self._queue:
-            if isinstance(item, dict):
-                withdrawn += itertools.chain.from_iterable(item.values())
-            elif tasks:
-                withdrawn.append(item.future)
-        self._queue = deque(kept)
+        requests = [*self._lanes.values(), *(x for x in self._arrived if not isinstance(x, Task))]
+        withdrawn: list[Waiting[Any]] = [
+            future for asked in requests for futures in asked.values() for future in futures
+        ]
+        kept: list[Task[Any]] = [item for item in self._arrived if isinstance(item, Task)]
+        if tasks:
+            withdrawn += [task.future for task in kept]
+            kept = []
+        self._lanes = {}
+        self._arrived = deque(kept)
         return withdrawn
 
-    def _fills(self, requests: Pending[R, A]) -> bool:
+    def _fills(self, requests: Sized) -> bool:
         return self._limit is not None and len(requests) >= self._limit
-
-    def _admit(self, pending: Pending[R, A], running: Pending[R, A]) -> list[R]:
-        """Move requests of one kind from ``pending`` into flight, as many as fit, and return
-        those."""
-        newcomers: list[R] = []
-        taken = self._timeline.clock()
-        kind = self._kind(next(iter(running))) if running else None
-        for request, asked in list(pending.items()):
-            if self._fills(running):
-                break
-            waiting = [future for future in asked if not future.done()]
-            if not waiting:
-                self._counters.cancelled += len(asked)
-                del pending[request]
-                continue
-            own_kind = self._kind(request)
-            if not running:
-                kind = own_kind
-            elif own_kind != kind:
-                # The first of another kind waits for its turn; those behind it of this kind may
-                # still join, unless the batch is already on its way: else a stream of one kind
-                # could starve the other.
-                if newcomers:
-                    continue
-                break
-            if request in running:
-                running[request] += waiting
-                self._counters.dedup_hits += 1
-            else:
-                running[request] = waiting
-                newcomers.append(request)
-            self._counters.cancelled += len(asked) - len(waiting)
-            del pending[request]
-        if newcomers:
-            self._timeline.add("queue", self._queued_since, requests=len(newcomers))
-            self._queued_since = taken  # of those left behind, if any
-        if not pending and self._queue and self._queue[0] is pending:
-            self._queue.popleft()
-        return newcomers

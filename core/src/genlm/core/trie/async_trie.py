@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import operator
 import os
 import threading
 import weakref
@@ -13,7 +12,8 @@ from typing import Any
 from attrs import frozen
 
 from genlm.core.errors import InvalidOptionError
-from genlm.core.runtime.batcher import Batcher
+from genlm.core.runtime.batcher import Batcher, Executor
+from genlm.core.runtime.request_queue import Lane
 from genlm.core.trie.trie import ParallelTokenCharacterTrie, TokenCharacterTrie
 from genlm.core.trie.weights import MAX, SUM, Operation
 
@@ -29,13 +29,22 @@ class Request:
     weights: Any
 
 
-class TrieExecutor:
+#: Sums and maxima are computed by different kernel calls.
+SUMS, MAXIMA = Lane("sums"), Lane("maxima")
+
+
+class TrieExecutor(Executor[Request, Any]):
     """Answers all requests of a batch with one kernel call. Lives on the batcher's thread."""
 
     def __init__(self, trie: TokenCharacterTrie) -> None:
         self.trie = trie
 
-    def step(self, newcomers: Sequence[Request]) -> Iterable[tuple[Request, Any]]:
+    def lane(self, request: Request) -> Lane:
+        return SUMS if request.operation is SUM else MAXIMA
+
+    def step(
+        self, newcomers: Sequence[Request], dropped: Sequence[Request] = ()
+    ) -> Iterable[tuple[Request, Any]]:
         """Answer all of ``newcomers``, which ask for the same operation.
 
         If that fails, each is answered alone.
@@ -139,9 +148,7 @@ class AsyncTokenCharacterTrie:
             batcher = self._batcher
             if batcher is None:
                 executor = TrieExecutor(self.trie)
-                batcher = Batcher(
-                    lambda: executor, name="genlm-trie", kind=operator.attrgetter("operation")
-                )
+                batcher = Batcher(lambda: executor, name="genlm-trie")
                 # At the interpreter's exit the batcher stops itself.
                 weakref.finalize(self, batcher.stop).atexit = False
                 self._batcher = batcher

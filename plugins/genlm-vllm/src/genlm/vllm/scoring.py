@@ -42,7 +42,7 @@ class Score:
         """
         if isinstance(answer.row, Exception):
             raise answer.row
-        last = answer.row[self.continuation[-1]].reshape(1)
+        last: torch.Tensor = answer.row[self.continuation[-1]].reshape(1)
         if len(self.continuation) == 1:
             return last
         if self.flight.prompt_logprobs is None:

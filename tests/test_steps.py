@@ -1,0 +1,479 @@
+"""What travels through the steps of a continuous engine: admission, drops, the wake-up, fairness.
+
+The engine here blocks in every step until the test says what that step finished, or the core wakes
+it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import queue
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from genlm.core import Answer, AsyncLM, EngineError, ModelClosedError, Query, hookimpl
+from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine, hashed_row
+from genlm.core.types import SampleRequest, ScoreRequest
+
+from .conftest import PATIENCE
+
+
+def row_of(*token_ids):
+    return hashed_row(token_ids, None, 258)
+
+
+def result_of(request):
+    if isinstance(request, SampleRequest):
+        return [1] * request.params.max_tokens
+    if isinstance(request, ScoreRequest):
+        return torch.zeros(len(request.continuation))
+    return hashed_row(request.token_ids, request.adapter, 258)
+
+
+class Elsewhere:
+    """An engine whose work happens elsewhere: ``genlm_step`` waits for :meth:`finish`, or is
+    woken."""
+
+    tokenizer, vocab_size, max_context, device, model = ByteTokenizer(), 258, None, "cpu", None
+
+    def __init__(self):
+        self.in_flight = {}
+        self.steps = queue.SimpleQueue()  # of every step: what it admitted, and what it dropped
+        self.cleared = 0
+        self._events = queue.SimpleQueue()
+
+    @hookimpl
+    def genlm_step(self, queries, samples, scores, dropped):
+        for request in dropped:
+            del self.in_flight[request]
+        newcomers = [*queries, *samples, *scores]
+        self.in_flight.update(dict.fromkeys(newcomers))
+        self.steps.put((newcomers, list(dropped)))
+        happened = self._events.get(timeout=PATIENCE)
+        if happened is None:  # woken
+            return []
+        if isinstance(happened, Exception):
+            self.in_flight.clear()
+            raise happened
+        finished = [request for request in self.in_flight if happened(request)]
+        for request in finished:
+            del self.in_flight[request]
+        return [Answer(request, self.result(request)) for request in finished]
+
+    def result(self, request):
+        return result_of(request)
+
+    @hookimpl
+    def genlm_wake(self):
+        self._events.put(None)
+
+    @hookimpl
+    def genlm_clear_kv_cache(self):
+        assert not self.in_flight
+        self.cleared += 1
+
+    # --- for the test -----------------------------------------------------------------------------
+
+    def finish(self, which=lambda request: True):
+        self._events.put(which)
+
+    def fail(self, error):
+        self._events.put(error)
+
+    def next_step(self):
+        return self.steps.get(timeout=PATIENCE)
+
+    async def step_with(self, what):
+        """The next step that admits (0) or drops (1) something; and what."""
+        while True:
+            step = await asyncio.to_thread(self.next_step)
+            if step[what]:
+                return step[what]
+
+
+@contextlib.contextmanager
+def opened(engine, **options):
+    lm = AsyncLM(lambda: engine, backend="elsewhere", **options)
+    try:
+        yield lm
+    finally:
+        lm.close()  # wakes the engine
+
+
+def kinds(requests):
+    return sorted(type(request).__name__ for request in requests)
+
+
+def test_every_kind_of_request_is_in_flight_together():
+    engine = Elsewhere()
+
+    async def ask(lm):
+        asked = asyncio.gather(
+            lm.next_token_logprobs([1]), lm.sample([2], 5, []), lm.sequence_logprobs([3], [4, 5])
+        )
+        newcomers = await engine.step_with(0)
+        engine.finish()
+        return kinds(newcomers), await asked
+
+    with opened(engine) as lm:
+        admitted, (row, drawn, scores) = asyncio.run(ask(lm))
+    assert admitted == ["Query", "SampleRequest", "ScoreRequest"]
+    assert torch.equal(row, row_of(1))
+    assert drawn == [1] * 5
+    assert scores.tolist() == [0.0, 0.0]
+
+
+def test_newcomers_of_any_kind_wake_the_engine_and_are_answered_before_a_long_draw():
+    engine = Elsewhere()
+
+    async def ask(lm):
+        long = asyncio.ensure_future(lm.sample([1], 100, []))
+        await engine.step_with(0)
+        row = asyncio.ensure_future(lm.next_token_logprobs([2]))
+        assert kinds(await engine.step_with(0)) == ["Query"]  # the step under way was woken
+        engine.finish(lambda request: isinstance(request, Query))
+        await row
+        short = asyncio.ensure_future(lm.sample([3], 1, []))
+        await engine.step_with(0)
+        engine.finish(lambda request: request.params.max_tokens == 1)
+        assert await short == [1]
+        assert not long.done()
+        engine.finish()
+        assert await long == [1] * 100
+
+    with opened(engine) as lm:
+        asyncio.run(ask(lm))
+
+
+def test_a_request_from_a_thread_wakes_the_engine():
+    engine = Elsewhere()
+    with opened(engine) as lm, ThreadPoolExecutor() as threads:
+        first = threads.submit(lm.next_token_logprobs_sync, [1])
+        engine.next_step()
+        second = threads.submit(lm.next_token_logprobs_sync, [2])
+        newcomers, _ = engine.next_step()
+        assert [request.token_ids for request in newcomers] == [(2,)]
+        engine.finish()
+        assert torch.equal(first.result(PATIENCE), row_of(1))
+        assert torch.equal(second.result(PATIENCE), row_of(2))
+
+
+def test_a_request_without_callers_is_dropped_and_may_be_asked_again():
+    engine = Elsewhere()
+
+    async def ask(lm):
+        draw = asyncio.ensure_future(lm.sample([1], 100, []))
+        row = asyncio.ensure_future(lm.next_token_logprobs([2]))
+        kept = asyncio.ensure_future(lm.next_token_logprobs([3]))
+        await engine.step_with(0)
+        draw.cancel()
+        row.cancel()
+        dropped = await engine.step_with(1)
+        while len(dropped) < 2:
+            dropped += await engine.step_with(1)
+        assert kinds(dropped) == ["Query", "SampleRequest"]
+        again = asyncio.ensure_future(lm.next_token_logprobs([2]))
+        assert [query.token_ids for query in await engine.step_with(0)] == [(2,)]
+        engine.finish()
+        return await again, await kept
+
+    with opened(engine) as lm:
+        again, kept = asyncio.run(ask(lm))
+        assert lm.stats.cancelled == 2
+    assert torch.equal(again, row_of(2))
+    assert torch.equal(kept, row_of(3))
+
+
+def test_a_request_keeps_running_for_the_caller_that_is_left():
+    engine = Elsewhere()
+
+    async def ask(lm):
+        one = asyncio.ensure_future(lm.next_token_logprobs([1]))
+        two = asyncio.ensure_future(lm.next_token_logprobs([1]))
+        await engine.step_with(0)
+        one.cancel()
+        # The cancellation wakes the engine; nothing is dropped.
+        assert await asyncio.to_thread(engine.next_step) == ([], [])
+        engine.finish()
+        return await two
+
+    with opened(engine) as lm:
+        assert torch.equal(asyncio.run(ask(lm)), row_of(1))
+
+
+def test_an_answer_for_a_request_that_is_dropped_in_the_same_step_is_ignored():
+    class Finishes(Elsewhere):
+        @hookimpl
+        def genlm_step(self, queries, samples, scores, dropped):
+            answers = super().genlm_step(queries, samples, scores, dropped)
+            return [*answers, *(Answer(request, result_of(request)) for request in dropped)]
+
+    engine = Finishes()
+
+    async def ask(lm):
+        gone = asyncio.ensure_future(lm.next_token_logprobs([1]))
+        kept = asyncio.ensure_future(lm.next_token_logprobs([2]))
+        await engine.step_with(0)
+        gone.cancel()
+        await engine.step_with(1)
+        engine.finish()
+        return await kept
+
+    with opened(engine) as lm:
+        assert torch.equal(asyncio.run(ask(lm)), row_of(2))
+
+
+def test_an_engine_that_does_not_name_dropped_runs_requests_to_their_end():
+    class Keeps(Elsewhere):
+        @hookimpl
+        def genlm_step(self, queries, samples):
+            return super().genlm_step(queries, samples, [], [])
+
+    engine = Keeps()
+
+    async def ask(lm):
+        gone = asyncio.ensure_future(lm.sample([1], 3, []))
+        await engine.step_with(0)
+        gone.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await gone
+        row = asyncio.ensure_future(lm.next_token_logprobs([2]))
+        await engine.step_with(0)
+        assert kinds(engine.in_flight) == ["Query", "SampleRequest"]
+        engine.finish()
+        return await row
+
+    with opened(engine) as lm:
+        assert torch.equal(asyncio.run(ask(lm)), row_of(2))
+
+
+def test_a_task_wakes_the_engine_and_waits_until_nothing_is_in_flight():
+    engine = Elsewhere()
+    with opened(engine) as lm, ThreadPoolExecutor() as threads:
+        row = threads.submit(lm.next_token_logprobs_sync, [1])
+        engine.next_step()
+        cleared = threads.submit(lm.clear_kv_cache)
+        assert engine.next_step() == ([], [])  # woken
+        later = threads.submit(lm.next_token_logprobs_sync, [2])
+        assert engine.next_step() == ([], [])  # woken, but what was asked later waits
+        assert engine.cleared == 0
+        engine.finish()
+        row.result(PATIENCE), cleared.result(PATIENCE)
+        assert engine.cleared == 1
+        assert [query.token_ids for query in engine.next_step()[0]] == [(2,)]
+        engine.finish()
+        later.result(PATIENCE)
+
+
+def test_closing_wakes_the_engine():
+    engine = Elsewhere()
+    with opened(engine) as lm, ThreadPoolExecutor() as threads:
+        asked = threads.submit(lm.next_token_logprobs_sync, [1])
+        engine.next_step()
+        threads.submit(lm.close).result(PATIENCE)
+        with pytest.raises(ModelClosedError):
+            asked.result(PATIENCE)
+
+
+def test_a_wake_up_that_raises_harms_nobody():
+    class Broken(Elsewhere):
+        @hookimpl
+        def genlm_wake(self):
+            super().genlm_wake()
+            raise OSError("the pipe is broken")
+
+    engine = Broken()
+    with opened(engine) as lm, ThreadPoolExecutor() as threads:
+        first = threads.submit(lm.next_token_logprobs_sync, [1])
+        engine.next_step()
+        second = threads.submit(lm.next_token_logprobs_sync, [2])
+        engine.next_step()
+        engine.finish()
+        first.result(PATIENCE), second.result(PATIENCE)
+
+
+def test_what_the_engine_declines_is_made_from_rows():
+    class Declines(ContinuousMockEngine):
+        @hookimpl
+        def genlm_step(self, queries, samples, scores, dropped):
+            declined = [Answer(request, None) for request in (*samples, *scores)]
+            return [*self.advance(queries, dropped), *declined]
+
+    async def ask(lm):
+        return await lm.sample([1], 3, [], seed=1), await lm.sequence_logprobs([1], [2, 3])
+
+    with opened(Declines(ByteTokenizer())) as lm, opened(MockEngine(ByteTokenizer())) as plain:
+        drawn, scores = asyncio.run(ask(lm))
+        expected, expected_scores = asyncio.run(ask(plain))
+    assert drawn == expected
+    assert torch.allclose(scores, expected_scores)
+
+
+def test_a_wrong_result_is_an_error_of_its_own_request():
+    class Wrong(ContinuousMockEngine):
+        def _result(self, request):
+            return torch.zeros(7) if isinstance(request, ScoreRequest) else super()._result(request)
+
+    async def ask(lm):
+        return await asyncio.gather(
+            lm.sequence_logprobs([1], [2, 3]), lm.sample([1], 2, []), return_exceptions=True
+        )
+
+    with opened(Wrong(ByteTokenizer())) as lm:
+        wrong, drawn = asyncio.run(ask(lm))
+        assert "genlm_step returned shape (7,)" in str(wrong)
+        assert len(drawn) == 2
+
+
+def test_an_engine_that_names_queries_alone_draws_while_nothing_is_in_flight():
+    asked = []
+
+    class RowsOnly(ContinuousMockEngine):
+        @hookimpl
+        def genlm_step(self, queries):
+            asked.append(("step", len(queries)))
+            return self.advance(queries)
+
+        @hookimpl
+        def genlm_sample(self, queries, params):
+            assert not self._in_flight
+            asked.append(("sample", len(queries)))
+            return super().genlm_sample(queries, params)
+
+    async def ask(lm):
+        await asyncio.gather(
+            lm.next_token_logprobs([1]), lm.sample([2], 3, []), lm.next_token_logprobs([3])
+        )
+
+    with opened(RowsOnly(ByteTokenizer())) as lm:
+        asyncio.run(ask(lm))
+    assert asked == [("step", 2), ("step", 0), ("sample", 1)]
+
+
+def test_a_wrapper_around_rows_alone_turns_draws_into_rows():
+    seen = []
+
+    class Watching:
+        @hookimpl(wrapper=True)
+        def genlm_step(self, queries):
+            seen.extend(queries)
+            return (yield)
+
+    class WatchingAll:
+        @hookimpl(wrapper=True)
+        def genlm_step(self, queries, samples, scores):
+            seen.extend((*queries, *samples, *scores))
+            return (yield)
+
+    for wrapper, expected in [(Watching(), ["Query"] * 3), (WatchingAll(), ["SampleRequest"])]:
+        seen.clear()
+        with opened(ContinuousMockEngine(ByteTokenizer()), wrappers=[wrapper]) as lm:
+            assert len(asyncio.run(lm.sample([1], 3, []))) == 3
+        assert kinds(seen) == expected
+
+
+def test_a_step_that_finished_nothing_is_not_a_batch(mock):
+    lm = mock(continuous=True, steps=5)
+    lm.next_token_logprobs_sync([1])
+    assert (lm.stats.batches, lm.stats.rows) == (1, 1)
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+def test_after_a_failure_requests_are_admitted_one_by_one_and_newcomers_wait():
+    engine = Elsewhere()
+
+    async def ask(lm):
+        draws = [asyncio.ensure_future(lm.sample([i], 3, [])) for i in range(3)]
+        await engine.step_with(0)
+        engine.fail(RuntimeError("out of memory"))
+        (first,) = await engine.step_with(0)
+        newcomer = asyncio.ensure_future(lm.next_token_logprobs([7]))
+        draws[1].cancel()  # while it waits for its turn
+        await asyncio.to_thread(engine.next_step)
+        engine.fail(RuntimeError("this is the one"))
+        (third,) = await engine.step_with(0)
+        engine.finish()
+        assert kinds(await engine.step_with(0)) == ["Query"]
+        engine.finish()
+        await newcomer
+        assert [r.query.token_ids for r in (first, third)] == [(0,), (2,)]
+        return await asyncio.gather(*draws, return_exceptions=True)
+
+    with opened(engine) as lm:
+        failed, gone, drawn = asyncio.run(ask(lm))
+    assert isinstance(failed, EngineError)
+    assert "this is the one" in str(failed)
+    assert isinstance(gone, asyncio.CancelledError)
+    assert drawn == [1] * 3
+
+
+# --- fairness -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+@pytest.mark.parametrize("batch_size", [None, 4])
+def test_a_stream_of_rows_that_never_pauses_does_not_starve_other_requests(
+    mock, continuous, batch_size
+):
+    """A cold row is alone; draws have a call of their own on a simple engine."""
+    lm = mock(continuous=continuous, batch_size=batch_size)
+
+    async def ask():
+        numbers = itertools.count()
+        stop = asyncio.Event()
+
+        async def stream():
+            while not stop.is_set():
+                number = next(numbers)
+                await lm.next_token_logprobs([number % 250, number // 250 % 250, number // 62_500])
+
+        streams = [asyncio.ensure_future(stream()) for _ in range(20)]
+        await asyncio.sleep(0)
+        others = asyncio.gather(
+            lm.sample([1], 2, []),
+            lm.sequence_logprobs([1], [2]),
+            asyncio.to_thread(lm.next_token_logprobs_uncached, [9]),
+        )
+        try:
+            await asyncio.wait_for(others, PATIENCE)
+        finally:
+            stop.set()
+            await asyncio.gather(*streams)
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+def test_kinds_take_turns_however_many_of_one_wait(mock, gate, continuous):
+    """A thousand rows wait. A cold one asked after them has its turn after one batch or two."""
+    lm = mock(batch_size=10, **({"continuous": True, "steps": 1} if continuous else {}))
+    gate.shut()
+    with ThreadPoolExecutor() as threads:
+        contexts = [[1, i // 250, i % 250] for i in range(1000)]
+        rows = threads.submit(lm.batch_next_token_logprobs_sync, contexts)
+        gate.wait_entered()
+        cold = threads.submit(lm.next_token_logprobs_uncached, [9])
+        while lm.stats.questions < 1001:
+            pass
+        gate.open()
+        cold.result(PATIENCE), rows.result(PATIENCE)
+    assert [(9,)] in gate.batches[1:3]
+    assert sum(map(len, gate.batches)) == 1001
+
+
+def test_the_wake_up_of_the_mock_lets_a_step_return_before_its_time(mock):
+    """Its steps take an hour, and closing does not wait for one."""
+    lm = mock(continuous=True, delay=3600.0, on_batch=lambda queries: None)
+    with ThreadPoolExecutor() as threads:
+        asked = threads.submit(lm.next_token_logprobs_sync, [1])
+        while lm.stats.questions < 1:
+            pass
+        lm.close()
+        with pytest.raises(ModelClosedError):
+            asked.result(PATIENCE)
