@@ -67,6 +67,25 @@ def contents(tokenizer):
     return [token.byte_string for token in decode_vocab(tokenizer)[0]]
 
 
+def special(tokenizer):
+    return [token.byte_string for token in decode_vocab(tokenizer)[0] if token.is_special]
+
+
+def test_special_tokens_are_marked(family):
+    tok = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers", reason="names special tokens")
+    name, original = family
+    expected = {b"<|end|>"} if "byte" in name or "deepseek" in name else {b"<s>", b"</s>", b"<unk>"}
+    tokenizer = tok.Tokenizer.from_str(original.to_str())
+    assert {*special(tokenizer)} == expected
+    tokenizer.add_tokens(["ordinary"])
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    expected.add(b"<|im_end|>")
+    assert {*special(tokenizer)} == expected
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<turn>")
+    assert {*special(wrapped)} == {*expected, b"<turn>"}
+
+
 def test_added_tokens_are_verbatim(family):
     tok = pytest.importorskip("tokenizers")
     _, original = family
@@ -106,6 +125,10 @@ def test_sentencepiece(sentencepiece_model, text):
     assert joined == (b" " + text.encode() if text else b"")
 
 
+def test_special_tokens_of_sentencepiece(sentencepiece_model):
+    assert special(sentencepiece_model) == [b"<unk>", b"<s>", b"</s>"]
+
+
 def test_a_slow_sentencepiece_tokenizer(sentencepiece_model, tmp_path):
     transformers = pytest.importorskip(
         "transformers", reason="has tokenizers that wrap SentencePiece"
@@ -125,6 +148,7 @@ def test_tiktoken():
     byte_vocab, _ = decode_vocab(encoding)
     assert len(byte_vocab) == 301
     assert (byte_vocab[257], byte_vocab[258], byte_vocab[300]) == (b"the", b"", b"<|end|>")
+    assert special(encoding) == [b"<|end|>"]
     assert b"".join(byte_vocab[i] for i in encoding.encode("the füße")) == "the füße".encode()
 
 
@@ -134,6 +158,7 @@ class Slow:
     def __init__(self, vocab, **attributes):
         self.vocab = vocab
         self.added_tokens_decoder = {4: "<|end|>"}
+        self.all_special_ids = [4]
         vars(self).update(attributes)
 
     def get_vocab(self):
@@ -152,6 +177,7 @@ def test_slow_byte_level():
         b"",
         b"<|end|>",
     ]
+    assert special(Slow({"Ġa": 0}, byte_decoder=byte_decoder)) == [b"<|end|>"]
 
 
 def test_slow_with_tokens_that_are_bytes():

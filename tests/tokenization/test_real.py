@@ -45,6 +45,13 @@ def test_smollm2_texts(smollm2, smollm2_bytes, text):
     )
 
 
+def test_smollm2_special_tokens(smollm2, smollm2_bytes):
+    special = {t.byte_string for t in smollm2_bytes if t.is_special}
+    assert {b"<|im_start|>", b"<|im_end|>", b"<|endoftext|>"} <= special
+    assert {t.token_id for t in smollm2_bytes if t.is_special} >= {*smollm2.all_special_ids}
+    assert len(special) < 30
+
+
 def test_smollm2_tokens(smollm2, smollm2_bytes):
     assert len(smollm2_bytes) == 49_152
     pieces = smollm2.convert_ids_to_tokens(range(len(smollm2_bytes)))
@@ -85,6 +92,8 @@ def test_mistral_texts(mistral, mistral_bytes, text):
 def test_mistral_tokens(mistral, mistral_bytes):
     assert len(mistral_bytes) == mistral.n_words
     assert mistral_bytes[1] == b"<s>"
+    assert mistral_bytes[1].is_special
+    assert not mistral_bytes[2000].is_special
     assert (
         len({bytes(token) for token in mistral_bytes} & {bytes([byte]) for byte in range(256)})
         == 256

@@ -83,6 +83,17 @@ def test_a_vocabulary_numbers_its_tokens() -> None:
     ]
 
 
+def test_special_tokens_know_that_they_are() -> None:
+    tokens = Token.vocabulary([b"a", b"<end>", b"b"], special=[1])
+    assert [token.is_special for token in tokens] == [False, True, False]
+    assert not Token(3, b"a").is_special
+    token = Token(3, b"<end>", is_special=True)
+    for again in (token, pickle.loads(pickle.dumps(token)), copy.copy(token), copy.deepcopy(token)):
+        assert (again.is_special, again.token_id, again.byte_string) == (True, 3, b"<end>")
+    with pytest.raises(AttributeError):
+        token.is_special = False  # type: ignore[misc]
+
+
 def test_tokens_are_small() -> None:
     code = """
 import tracemalloc

@@ -361,4 +361,4 @@ def test_on_cuda(vocabulary, weights):
 
 
 def test_the_examples_of_the_documentation():
-    assert doctest.testmod(documented) == (0, 3)
+    assert doctest.testmod(documented) == (0, 7)

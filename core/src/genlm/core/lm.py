@@ -404,6 +404,12 @@ class AsyncLM:
         return self._engine.tokenizer
 
     @property
+    def special_token_ids(self) -> list[int]:
+        """The ids of the special tokens, such as the end of the sequence: those for which
+        ``byte_vocab[i].is_special``. Their bytes are names, not text that the model has written."""
+        return list(self._engine.special_token_ids)
+
+    @property
     def max_context(self) -> int | None:
         """The longest context that can be asked, in tokens; ``None`` where there is no limit."""
         return self._engine.max_context

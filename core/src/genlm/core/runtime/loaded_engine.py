@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from genlm.core.errors import InvalidInputError, ModelClosedError, PluginError, UnsupportedError
@@ -108,6 +109,11 @@ class LoadedEngine:
             getattr(engine, "genlm_close", lambda: None)()
         except Exception:
             log.exception("engine.close_failed", backend=self.backend)
+
+    @cached_property
+    def special_token_ids(self) -> list[int]:
+        """The ids of the special tokens."""
+        return [token.token_id for token in self.byte_vocab if token.is_special]
 
     @property
     def model(self) -> Any:

@@ -53,6 +53,15 @@ def fast_token_bytes(tokenizer: Any) -> list[bytes]:
     return token_bytes
 
 
+def special_added_ids(tokenizer: Any) -> list[int]:
+    """The ids of the added tokens that are marked as special; also of a tokenizer in Python."""
+    if is_fast(tokenizer):
+        added = _backend(tokenizer).get_added_tokens_decoder()
+    else:
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+    return [token_id for token_id, token in added.items() if getattr(token, "special", False)]
+
+
 def _pieces(backend: Any) -> list[str]:
     """The model's pieces by id, up to the largest id of any token; ``""`` for an id that is not the
     model's."""

@@ -25,6 +25,17 @@ def library_token_bytes(tokenizer: Any) -> list[bytes] | None:
     return [_mistral_bytes(mistral, i) for i in range(checked_size(mistral.n_words))]
 
 
+def library_special_ids(tokenizer: Any) -> list[int]:
+    """The ids of the special tokens of a tokenizer of these libraries; of another, none."""
+    if hasattr(tokenizer, "get_piece_size"):
+        ids = range(tokenizer.get_piece_size())
+        return [i for i in ids if tokenizer.is_control(i) or tokenizer.is_unknown(i)]
+    if hasattr(tokenizer, "decode_single_token_bytes"):
+        return [tokenizer.encode_single_token(name) for name in tokenizer.special_tokens_set]
+    mistral = _mistral_tokenizer(tokenizer)
+    return [] if mistral is None else list(filter(mistral.is_special, range(mistral.n_words)))
+
+
 def piece_bytes(piece: str) -> bytes:
     """What a SentencePiece piece stands for: ``▁`` is a space, and ``<0x0A>`` names a byte."""
     return (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 # An id is kept in two parts; this is the number of values of the lower one. The interpreter holds
 # such small ints only once.
 _PAGE = 256
+# Few tokens are special, so only those have an item for it.
+_SPECIAL = "is special"
 
 
 class _Fields(dict[str, Any]):
@@ -36,6 +38,8 @@ class Token(bytes):
     Args:
         token_id: The token's id in its vocabulary.
         byte_string: The token's bytes.
+        is_special: Whether it is a special token, such as the end of the sequence: its bytes are
+            its name and not text that the model has written.
 
     Raises:
         TypeError: ``token_id`` is not an int, or ``byte_string`` is not bytes.
@@ -43,7 +47,7 @@ class Token(bytes):
 
     __dict__: _Fields
 
-    def __new__(cls, token_id: int, byte_string: bytes) -> Token:
+    def __new__(cls, token_id: int, byte_string: bytes, is_special: bool = False) -> Token:
         if not isinstance(token_id, int):
             raise TypeError(
                 f"token_id must be an int, not {type(token_id).__name__}: pass int({token_id!r})"
@@ -56,13 +60,15 @@ class Token(bytes):
         token = super().__new__(cls, byte_string)
         fields = _Fields()
         fields.page, fields.index = divmod(token_id, _PAGE)
+        if is_special:
+            fields[_SPECIAL] = True
         token.__dict__ = fields
         return token
 
     @classmethod
-    def vocabulary(cls, byte_strings: Sequence[bytes]) -> list[Token]:
+    def vocabulary(cls, byte_strings: Sequence[bytes], special: Iterable[int] = ()) -> list[Token]:
         """The tokens of a whole vocabulary: element ``i`` has id ``i`` and the bytes
-        ``byte_strings[i]``."""
+        ``byte_strings[i]``. The ids ``special`` are those of special tokens."""
         with _no_collection():
             tokens = list(map(bytes.__new__, repeat(cls), byte_strings))
             for page in range(-(-len(tokens) // _PAGE)):
@@ -70,6 +76,8 @@ class Token(bytes):
                     fields = _Fields()
                     fields.page, fields.index = page, index
                     token.__dict__ = fields
+        for token_id in special:
+            tokens[token_id].__dict__[_SPECIAL] = True
         return tokens
 
     @property
@@ -77,6 +85,11 @@ class Token(bytes):
         """The token's id."""
         fields = self.__dict__
         return fields.page * _PAGE + fields.index
+
+    @property
+    def is_special(self) -> bool:
+        """Whether the token is special, such as the end of the sequence."""
+        return _SPECIAL in self.__dict__
 
     @property
     def byte_string(self) -> bytes:
@@ -125,8 +138,8 @@ class Token(bytes):
             self.token_id >= other.token_id if isinstance(other, Token) else super().__ge__(other)
         )
 
-    def __reduce__(self) -> tuple[type[Token], tuple[int, bytes]]:
-        return type(self), (self.token_id, bytes(self))
+    def __reduce__(self) -> tuple[type[Token], tuple[int, bytes, bool]]:
+        return type(self), (self.token_id, bytes(self), self.is_special)
 
 
 @contextmanager

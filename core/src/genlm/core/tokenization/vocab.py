@@ -10,6 +10,7 @@ from genlm.core.errors import InvalidOptionError, VocabularyError
 from genlm.core.tokenization.decoder import MOST_IDS, checked_size, undecodable
 from genlm.core.tokenization.fast import fast_token_bytes, is_fast
 from genlm.core.tokenization.libraries import library_token_bytes, slow_token_bytes
+from genlm.core.tokenization.special import special_ids
 from genlm.core.tokenization.token import Token
 
 
@@ -21,7 +22,11 @@ def decode_vocab(
     The bytes of a token are those that it adds to a text. Joined over the ids of a text they are
     its UTF-8, except for what the tokenizer's normalizer changes. SentencePiece, for instance, puts
     a space before the text. The bytes follow from the tokenizer's own definition: model, decoder
-    and added tokens. No text is encoded to find them. Special tokens are their literal text.
+    and added tokens. No text is encoded to find them. Special tokens have ``token.is_special``, and
+    their literal text as bytes.
+
+    A few tokenizers lose text all the same: where an added token strips the white space next to it
+    (``lstrip``, ``rstrip``), and where their model has no token for a character.
 
     Both lists have one more element than the largest id. An id without a token gives ``b""``.
     Strings are for reading: several tokens may have the same.
@@ -56,7 +61,8 @@ def decode_vocab(
             f"the vocabulary of {type(tokenizer).__name__} is empty; give a tokenizer that has "
             "tokens"
         )
-    return Token.vocabulary(token_bytes), [
+    special = {i for i in special_ids(tokenizer) if 0 <= i < len(token_bytes)}
+    return Token.vocabulary(token_bytes, special), [
         _to_string(i, token, fallback) for i, token in enumerate(token_bytes)
     ]
 

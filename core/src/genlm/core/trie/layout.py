@@ -33,6 +33,11 @@ class SortedItems:
     symbols: npt.NDArray[Any]
     alphabet: Sequence[Hashable]
 
+    @property
+    def is_bytes(self) -> bool:
+        """Whether all items are bytes."""
+        return isinstance(self.alphabet, range)
+
     @classmethod
     def of(cls, items: Sequence[Any]) -> SortedItems:
         """Read and sort the items.

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.errors import InvalidOptionError
+from genlm.core.errors import InvalidInputError, InvalidOptionError
+from genlm.core.tokenization.token import Token
 from genlm.core.trie.drawing import draw_dot, draw_page
 from genlm.core.trie.kernels import CpuKernel
 from genlm.core.trie.layout import Layout, SortedItems, key_of
@@ -48,11 +49,26 @@ class TokenCharacterTrie:
         VocabularyItemError: An item is not iterable or not hashable (a ``TypeError``).
         InvalidOptionError: PyTorch does not know the device, or cannot use it here.
 
+    Attributes:
+        decode: The items.
+        device: The device that computes.
+        root: The node of the empty prefix, where a walk along :attr:`children` starts.
+
     Example:
         >>> trie = TokenCharacterTrie([b"the", b"then", b"a"])
         >>> sums = trie.weight_sum([0.5, 0.25, 0.25])
         >>> float(sums[trie.find(b"th")])
         0.75
+        >>> trie.mass(np.log([0.5, 0.25, 0.25]), b"zzz")
+        0.0
+
+        A walk from the root, and the item that ends at node 1:
+
+        >>> trie = TokenCharacterTrie([b"a", b"ab"])
+        >>> trie.children[trie.root]
+        {97: 1}
+        >>> trie.children[1]
+        {98: 2, (None, 0): 3}
     """
 
     def __init__(self, decode: Iterable[Any], device: str | None = None) -> None:
@@ -134,8 +150,44 @@ class TokenCharacterTrie:
 
     def find(self, prefix: Iterable[Hashable]) -> int | None:
         """The node that ``prefix`` leads to, or ``None``. One binary search among siblings for each
-        symbol."""
+        symbol.
+
+        Check for ``None`` before you index with it: ``sums[None]`` is the whole array. For a
+        model's row use :meth:`mass`.
+
+        Raises:
+            InvalidInputError: ``prefix`` is a str, but the symbols are bytes.
+        """
         return self._walker.find(prefix)
+
+    def mass(self, row: Any, prefix: Iterable[Hashable], special: bool = False) -> float:
+        """The probability that the next item begins with ``prefix``; 0.0 if no item does.
+
+        This is about the next *token*. The text may also begin with ``prefix`` by several shorter
+        tokens: :func:`~genlm.core.trie.next_bytes_logprob` counts those too.
+
+        Args:
+            row: ``[len(decode)]`` Log-probabilities, as a model's row has them.
+            prefix: The first symbols.
+            special: Whether special tokens count. Their bytes are names, such as ``<|im_end|>``,
+                and not text.
+
+        Raises:
+            InvalidInputError: ``row`` has another shape or is not of log-probabilities, or
+                ``prefix`` is a str where symbols are bytes.
+        """
+        probabilities = np.exp(self._row(row), dtype=np.float64)
+        total = float(probabilities.sum())
+        if not total < 1.01:  # also NaN
+            raise InvalidInputError(
+                f"row must be log-probabilities, but the probabilities sum to {total:.6g}; give "
+                "the model's row itself, without exp()"
+            )
+        node = self._walker.find(prefix)
+        if node is None:
+            return 0.0
+        below = self._walker.below(node)
+        return float(probabilities[below if special else below[~self._is_special[below]]].sum())
 
     @property
     def positions(self) -> npt.NDArray[np.int64]:
@@ -183,6 +235,12 @@ class TokenCharacterTrie:
         children = self.children_sum(node, ws)
         return heapq.nlargest(k, children.items(), key=operator.itemgetter(1))
 
+    @cached_property
+    def _is_special(self) -> npt.NDArray[np.bool_]:
+        """``[len(decode)]`` Whether each item is a special token."""
+        special = [isinstance(item, Token) and item.is_special for item in self.decode]
+        return np.array(special, np.bool_)
+
     def _row(self, ws: Any) -> FloatArray:
         row = to_array(ws)
         check_shape(row.shape, len(self.decode))
@@ -192,8 +250,11 @@ class TokenCharacterTrie:
 
     @cached_property
     def children(self) -> list[dict[Hashable, int]]:
-        """For each node its edges: symbol to node, and ``(None, position)`` to the leaf of an item
-        that ends there."""
+        """The edges of each node: symbol to node, and ``(None, position)`` to the leaf of an item.
+
+        So a walk from :attr:`root` visits the nodes that it wants, and finds the items that end
+        there. A leaf has no edges.
+        """
         return children_view(self._items, self._layout)
 
     @cached_property

@@ -25,7 +25,16 @@ class Walker:
 
     def find(self, prefix: Iterable[Hashable]) -> int | None:
         """The node that ``prefix`` leads to, or ``None``. One binary search among siblings for each
-        symbol."""
+        symbol.
+
+        Raises:
+            InvalidInputError: ``prefix`` is a str, but no item is.
+        """
+        if isinstance(prefix, str) and self.items.is_bytes:
+            raise InvalidInputError(
+                f"the symbols of this trie are bytes; got the str {prefix!r:.80}: encode it first, "
+                "for instance with .encode()"
+            )
         node = 0
         for symbol in prefix:
             first, stop = self.layout.first_child[node : node + 2].tolist()
