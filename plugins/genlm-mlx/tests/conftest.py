@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.falcon_h1 import FalconH1Config
 from transformers.models.gemma2 import Gemma2Config
 from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.gpt2 import GPT2Config
@@ -38,6 +39,24 @@ LFM2 = {
     "conv_bias": False,
 }
 
+FALCON_H1 = {
+    "mamba_d_ssm": 32,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.7,
+    "attention_in_multiplier": 0.6,
+    "key_multiplier": 0.4,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.6,
+    "mlp_multipliers": [0.9, 0.5],
+    "ssm_multipliers": [0.9, 0.8, 1.1, 0.7, 1.2],
+}
+
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -56,6 +75,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **{**SIZES, "num_hidden_layers": 6}, **HEADS, sliding_window=12, query_pre_attn_scalar=8
     ),
     "gemma2": lambda: Gemma2Config(**SIZES, **HEADS, query_pre_attn_scalar=8, sliding_window=4096),
+    "falcon_h1": lambda: FalconH1Config(**SIZES, **HEADS, **FALCON_H1),
     "mamba": lambda: MambaConfig(**SIZES, state_size=8, intermediate_size=64, time_step_rank=4),
     "lfm2": lambda: Lfm2Config(
         **SIZES, **HEADS, **LFM2, layer_types=["conv", "full_attention", "conv"]

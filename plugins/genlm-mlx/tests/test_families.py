@@ -18,7 +18,7 @@ from genlm.mlx.loading import load
 from genlm.mlx.pool import Pool
 from genlm.mlx.runner import Runner
 
-FAMILIES = ["llama", "gpt2", "gemma2", "gemma3", "mamba", "lfm2"]
+FAMILIES = ["llama", "gpt2", "gemma2", "gemma3", "mamba", "lfm2", "falcon_h1"]
 Folders = Callable[[str], Path]
 
 

@@ -17,15 +17,18 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from mlx_lm.utils import load_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from genlm.core import Adapter, Query
-from genlm.core.errors import InvalidOptionError
+from genlm.core import Adapter, InvalidAdapterError, Query
+from genlm.core.conformance.adapter_kinds import KINDS, Kind, outcome, tabled
+from genlm.mlx import AsyncMlxLM
 from genlm.mlx.loading import amended, load
 
 Folders = Callable[[str], Path]
 
 CONTEXT = (5, 6, 7, 8)
+
+DOCS = Path(__file__).parents[3] / "docs" / "adapters.md"
 
 
 def mlx_model(folder: Path) -> Any:
@@ -159,21 +162,10 @@ def changed_weights(
 
 
 REFUSED = {
-    "of another kind": (changed_config(peft_type="LOHA"), "has peft_type='LOHA'; only plain LoRA"),
-    "DoRA": (changed_config(use_dora=True), "has use_dora=True; only plain LoRA"),
-    "with a bias": (changed_config(bias="all"), "has bias='all'; only plain LoRA"),
-    "with whole modules": (changed_config(modules_to_save=["lm_head"]), "only plain LoRA"),
-    "with ranks by layer": (changed_config(rank_pattern={"q_proj": 4}), "only plain LoRA"),
-    "of repeated layers": (changed_config(layer_replication=[[0, 2]]), "only plain LoRA"),
-    "that waits for tokens": (changed_config(alora_invocation_tokens=[1]), "only plain LoRA"),
-    "without a rank": (changed_config(r=None), "has r=None"),
-    "for a wider model": (
-        changed_weights(
-            lambda tensors: {name: torch.cat([one, one], 1) for name, one in tensors.items()}
-        ),
-        "made for another model: at model.layers.0.self_attn.[qv]_proj it maps 64 to 32 features, "
-        "the model 32 to",
-    ),
+    "of another kind": (changed_config(peft_type="LOHA"), "has peft_type='LOHA'"),
+    "DoRA": (changed_config(use_dora=True), "has use_dora=true .* mlx does not apply; merge it"),
+    "of repeated layers": (changed_config(layer_replication=[[0, 2]]), "has layer_replication="),
+    "without a rank": (changed_config(r=None), "has r=null"),
     "of other layers": (
         changed_weights(
             lambda tensors: {
@@ -181,6 +173,15 @@ REFUSED = {
             }
         ),
         "where the model has nothing; only linear layers",
+    ),
+    "of a layer that is not linear": (
+        changed_weights(
+            lambda tensors: {
+                name.replace("self_attn.q_proj", "input_layernorm"): one
+                for name, one in tensors.items()
+            }
+        ),
+        "where the model has RMSNorm; only linear layers",
     ),
     "with half a pair": (
         changed_weights(
@@ -190,9 +191,9 @@ REFUSED = {
     ),
     "with other tensors": (
         changed_weights(lambda tensors: {**tensors, "base_model.model.extra": torch.ones(2)}),
-        "where LoRA weights were expected",
+        "has a tensor base_model.model.extra",
     ),
-    "without tensors": (changed_weights(lambda tensors: {}), "where LoRA weights were expected"),
+    "without tensors": (changed_weights(lambda tensors: {}), "has no tensors"),
 }
 
 
@@ -204,7 +205,7 @@ def test_refused(folders: Folders, tmp_path: Path, case: str) -> None:
     spoil(path)
     engine = load(str(folder), {})
     before = engine.genlm_next_token_logprobs([Query(CONTEXT)])
-    with pytest.raises(InvalidOptionError, match=message):
+    with pytest.raises(InvalidAdapterError, match=message):
         engine.genlm_add_lora(Adapter("bad", str(path), 1))
     engine.genlm_clear_kv_cache()
     assert torch.equal(engine.genlm_next_token_logprobs([Query(CONTEXT)]), before)
@@ -215,7 +216,7 @@ def test_kinds_of_mlx_lm_that_are_refused(folders: Folders, tmp_path: Path, kind
     path = mlx_adapter(folders("llama"), tmp_path / "adapter")
     changed_config(fine_tune_type=kind)(path)
     with pytest.raises(
-        InvalidOptionError, match=f"fine_tune_type='{kind}'; only 'lora' is applied"
+        InvalidAdapterError, match=f"fine_tune_type='{kind}'; only 'lora' is applied"
     ):
         load(str(folders("llama")), {}).genlm_add_lora(Adapter("bad", str(path), 1))
 
@@ -224,5 +225,52 @@ def test_kinds_of_mlx_lm_that_are_refused(folders: Folders, tmp_path: Path, kind
 def test_a_folder_that_is_no_adapter(folders: Folders, tmp_path: Path, missing: str) -> None:
     path = peft_adapter(folders("llama"), tmp_path / "adapter")
     (path / missing).unlink()
-    with pytest.raises(FileNotFoundError, match=missing):
+    with pytest.raises(InvalidAdapterError, match=missing):
         load(str(folders("llama")), {}).genlm_add_lora(Adapter("bad", str(path), 1))
+
+
+def test_an_adapter_of_another_model_names_both_shapes(folders: Folders, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(folders("llama"))
+    config.num_key_value_heads = 4
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "other")
+    path = peft_adapter(tmp_path / "other", tmp_path / "adapter")
+    engine = load(str(folders("llama")), {})
+    with pytest.raises(
+        InvalidAdapterError, match=r"v_proj it maps 32 to 32 features, the model 32 to 16"
+    ):
+        engine.genlm_add_lora(Adapter("bad", str(path), 1))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_every_kind_that_peft_saves(folders: Folders, tmp_path: Path, kind: Kind) -> None:
+    folder = str(folders("llama"))
+    with AsyncMlxLM.from_name(folder, cache_size=0) as lm:
+        found = outcome(lm, kind, folder, tmp_path, 1e-3)
+    assert found == tabled(DOCS, kind, "mlx", found)
+
+
+def test_an_adapter_in_bfloat16_is_scaled_in_float32(folders: Folders, tmp_path: Path) -> None:
+    folder = folders("llama")
+    path = peft_adapter(folder, tmp_path / "adapter", r=3, lora_alpha=7)
+    changed_weights(lambda tensors: {name: one.bfloat16() for name, one in tensors.items()})(path)
+    engine = load(str(folder), {})
+    engine.genlm_add_lora(adapter := Adapter("a", str(path), 1))
+    (row,) = engine.genlm_next_token_logprobs([Query(CONTEXT, adapter)])
+    torch.testing.assert_close(row, peft_row(folder, path), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "targets", ["q_proj k_proj v_proj o_proj", "gate_proj down_proj", "in_proj", "lm_head"]
+)
+def test_falcon_h1(folders: Folders, tmp_path: Path, targets: str) -> None:
+    """Its multipliers are in the weights here, and go into the adapter's too."""
+    folder = folders("falcon_h1")
+    path = peft_adapter(folder, tmp_path / "adapter", target_modules=targets.split())
+    engine = load(str(folder), {})
+    engine.genlm_add_lora(adapter := Adapter("a", str(path), 1))
+    row, base = engine.genlm_next_token_logprobs([Query(CONTEXT, adapter), Query(CONTEXT)])
+    torch.testing.assert_close(row, peft_row(folder, path), atol=1e-3, rtol=0)
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([CONTEXT]))
+    torch.testing.assert_close(base, expected.logits[0, -1].log_softmax(-1), atol=1e-3, rtol=0)
+    assert (row - base).abs().max() > 1e-2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,29 +10,33 @@ from attrs import define
 
 import mlx.core as mx
 import mlx.nn as nn
-from genlm.core.errors import InvalidOptionError
+from genlm.core.adapter_files import (
+    WEIGHTS,
+    AdapterFolder,
+    Feature,
+    find_adapter,
+    read_adapter,
+    read_config,
+    read_header,
+)
+from genlm.core.errors import InvalidAdapterError
 from genlm.core.types import Adapter
+from genlm.mlx.repairs import folded
 from mlx.utils import tree_unflatten
 
-#: Settings of PEFT's LoRA by which an adapter is more than two matrices a layer, and the values at
-#: which it is not.
-BEYOND_LORA: Mapping[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": (None, "none"),
-    "use_dora": (None, False),
-    "use_qalora": (None, False),
-    "lora_bias": (None, False),
-    "modules_to_save": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "fan_in_fan_out": (None, False),
-    "layer_replication": (None, []),
-    "alora_invocation_tokens": (None, []),
-}
+#: Where mlx-lm saves an adapter's weights.
+MLX_WEIGHTS = "adapters.safetensors"
+
+#: What PEFT may save beyond plain LoRA that is applied by row.
+APPLIED = frozenset({
+    Feature.RSLORA, Feature.RANKS, Feature.ALPHAS, Feature.HEAD, Feature.SAVED_EMBEDDINGS,
+})  # fmt: skip
 
 FUSE = "merge the adapter into the model's weights, or train plain LoRA"
 
-Weights = tuple[mx.array, mx.array]  # A [in, rank], and B [rank, out] with the scale multiplied in
+#: A [in, rank], and B [rank, out] with the scale multiplied in; float32, as PEFT and mlx-lm compute
+#: whatever type the adapter was saved in.
+Weights = tuple[mx.array, mx.array]
 
 
 @define
@@ -85,13 +88,12 @@ class Adapters:
         """Load an adapter from a folder of mlx-lm or of PEFT.
 
         Raises:
-            InvalidOptionError: it is of a kind, or touches layers, that cannot be applied by row.
+            InvalidAdapterError: it is not sound, made for another model, or of a kind, or touches
+                layers, that cannot be applied by row.
         """
-        weights = read_adapter(Path(adapter.path))
         modules = dict(self._model.named_modules())
-        layers = {name: modules.get(name) for name in weights}
-        for name, layer in layers.items():
-            self._check(adapter, name, layer, weights[name])
+        weights = self._read(find_adapter(adapter.path), modules)
+        layers = {name: modules[name] for name in weights}
         mx.eval(list(weights.values()))
         wrapped = {
             name: layer if isinstance(layer, RowLoRA) else RowLoRA(layer, self._selection)
@@ -107,77 +109,121 @@ class Adapters:
             if isinstance(module, RowLoRA):
                 module._weights.pop(version, None)
 
-    def _check(self, adapter: Adapter, name: str, layer: Any, weights: Weights) -> None:
-        base = layer.base if isinstance(layer, RowLoRA) else layer
-        if not isinstance(base, nn.Linear | nn.QuantizedLinear):
-            found = "nothing" if base is None else type(base).__name__
-            raise InvalidOptionError(
-                f"adapter {adapter.path} changes {name}, where the model has {found}; only linear "
-                "layers can be adapted: "
-                "give an adapter of them, made for this model"
+    def _read(self, folder: Path, modules: Mapping[str, Any]) -> dict[str, Weights]:
+        shapes = _shapes(modules)
+        if "peft_type" not in read_config(folder):
+            weights = _read_mlx(folder)
+            for name, (down, up) in weights.items():
+                _check(folder, name, (down.shape[0], up.shape[1]), modules, shapes)
+            return weights
+        adapter = read_adapter(folder)
+        adapter.require(APPLIED, "mlx")
+        for name, module in adapter.modules.items():
+            _check(folder, name, (module.inputs, module.outputs), modules, shapes)
+        self._require_same_weights(adapter, modules)
+        tensors = _tensors(folder / WEIGHTS)
+        return {
+            name: (
+                tensors[module.down].T.astype(mx.float32),
+                tensors[module.up].T.astype(mx.float32)
+                * module.scale
+                * folded(self._model, name, module.outputs),
             )
-        outputs, inputs = base.weight.shape
-        if isinstance(base, nn.QuantizedLinear):
-            inputs = inputs * 32 // base.bits
-        if (weights[0].shape[0], weights[1].shape[1]) != (inputs, outputs):
-            raise InvalidOptionError(
-                f"adapter {adapter.path} is made for another model: at {name} it maps "
-                f"{weights[0].shape[0]} to "
-                f"{weights[1].shape[1]} features, the model {inputs} to {outputs}; give one made "
-                "for this model"
+            for name, module in adapter.modules.items()
+        }
+
+    def _require_same_weights(self, adapter: AdapterFolder, modules: Mapping[str, Any]) -> None:
+        """PEFT saves a layer of the model beside LoRA matrices of the output layer; it may be
+        another model's.
+
+        Raises:
+            InvalidAdapterError: it is, or this model's weights are quantised, so that it cannot be
+                told.
+        """
+        tensors = _tensors(adapter.path / WEIGHTS)
+        for name, saved in adapter.saved_copies().items():
+            layer = name.rpartition(".")[0]
+            module = modules.get(layer)
+            module = module.base if isinstance(module, RowLoRA) else module
+            weight = getattr(module, "weight", None)
+            copy = next(each for full, each in tensors.items() if adapter.tensors[full] == saved)
+            if weight is not None and weight.shape == copy.shape:
+                copy = (copy.T * folded(self._model, layer, len(copy))).T.astype(weight.dtype)
+                if mx.allclose(copy, weight, rtol=2**-7, atol=1e-6):
+                    continue
+            raise InvalidAdapterError(
+                f"LoRA adapter {adapter.path} holds {name}, which is not this model's; give the "
+                "base model that it was trained on, or save the adapter with "
+                "save_embedding_layers=False"
             )
 
 
-def read_adapter(folder: Path) -> dict[str, Weights]:
-    """The weights of an adapter folder, by the name of the layer.
+def _shapes(modules: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """How many features each linear layer takes and gives."""
+    shapes = {}
+    for name, module in modules.items():
+        base = module.base if isinstance(module, RowLoRA) else module
+        if isinstance(base, nn.Linear | nn.QuantizedLinear):
+            outputs, inputs = base.weight.shape
+            packed = isinstance(base, nn.QuantizedLinear)
+            shapes[name] = (inputs * 32 // base.bits if packed else inputs, outputs)
+    return shapes
+
+
+def _check(
+    folder: Path,
+    name: str,
+    shape: tuple[int, int],
+    modules: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, int]],
+) -> None:
+    """Raises: InvalidAdapterError: the model has no linear layer of that name and shape."""
+    if name not in shapes:
+        found = type(modules[name]).__name__ if name in modules else "nothing"
+        raise InvalidAdapterError(
+            f"LoRA adapter {folder} changes {name}, where the model has {found}; only linear "
+            "layers can be adapted: give an adapter of them, made for this model"
+        )
+    if shape != shapes[name]:
+        raise InvalidAdapterError(
+            f"LoRA adapter {folder} is made for another model: at {name} it maps {shape[0]} to "
+            f"{shape[1]} features, the model {shapes[name][0]} to {shapes[name][1]}; give one made "
+            "for this model"
+        )
+
+
+def _read_mlx(folder: Path) -> dict[str, Weights]:
+    """The weights of a folder of mlx-lm's, by the name of the layer.
 
     Raises:
-        FileNotFoundError: the folder has no ``adapter_config.json`` or no weights.
-        InvalidOptionError: the adapter is no plain LoRA.
+        InvalidAdapterError: the folder has no weights, or is not plain LoRA.
     """
-    config = json.loads((folder / "adapter_config.json").read_text())
-    return _read_peft(folder, config) if "peft_type" in config else _read_mlx(folder, config)
-
-
-def _read_mlx(folder: Path, config: Mapping[str, Any]) -> dict[str, Weights]:
+    config = read_config(folder)
     kind = config.get("fine_tune_type", "lora")
     if kind != "lora":
-        raise InvalidOptionError(
-            f"adapter {folder} has fine_tune_type={kind!r}; only 'lora' is applied by row: {FUSE}"
+        raise InvalidAdapterError(
+            f"LoRA adapter {folder} has fine_tune_type={kind!r}; only 'lora' is applied by row: "
+            f"{FUSE}"
         )
-    scale = _number(folder, "lora_parameters.scale", config.get("lora_parameters", {}).get("scale"))
-    pairs = _pairs(folder, _tensors(folder / "adapters.safetensors"), ".lora_a", ".lora_b")
-    return {layer: (a, b * scale) for layer, (a, b) in pairs.items()}
-
-
-def _read_peft(folder: Path, config: Mapping[str, Any]) -> dict[str, Weights]:
-    for name, value in config.items():
-        if name in BEYOND_LORA and value not in BEYOND_LORA[name]:
-            raise InvalidOptionError(
-                f"adapter {folder} has {name}={value!r}; only plain LoRA can be applied by row: "
-                f"{FUSE}"
-            )
-    rank, alpha = (_number(folder, name, config.get(name)) for name in ("r", "lora_alpha"))
-    scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
-    tensors = _tensors(folder / "adapter_model.safetensors")
-    named = {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items()}
-    pairs = _pairs(folder, named, ".lora_A.weight", ".lora_B.weight")
-    return {layer: (a.T, b.T * scale) for layer, (a, b) in pairs.items()}
-
-
-def _number(folder: Path, name: str, value: Any) -> float:
-    if not isinstance(value, int | float):
-        raise InvalidOptionError(
-            f"adapter {folder} has {name}={value!r} in adapter_config.json; it must be a number"
+    scale = (config.get("lora_parameters") or {}).get("scale")
+    if not isinstance(scale, int | float):
+        raise InvalidAdapterError(
+            f"LoRA adapter {folder} has lora_parameters.scale={scale!r} in adapter_config.json; "
+            "it must be a number"
         )
-    return value
+    pairs = _pairs(folder, _tensors(folder / MLX_WEIGHTS), ".lora_a", ".lora_b")
+    return {
+        layer: (a.astype(mx.float32), b.astype(mx.float32) * scale)
+        for layer, (a, b) in pairs.items()
+    }
 
 
 def _tensors(file: Path) -> Mapping[str, mx.array]:
-    if not file.exists():
-        raise FileNotFoundError(
+    if not file.is_file():
+        raise InvalidAdapterError(
             f"{file} does not exist; give the folder that mlx-lm or PEFT saved the adapter in"
         )
+    read_header(file)
     tensors: Mapping[str, mx.array] = mx.load(str(file))
     return tensors
 
@@ -187,8 +233,8 @@ def _pairs(folder: Path, tensors: Mapping[str, mx.array], *suffixes: str) -> dic
     strange = [name for name in tensors if not name.endswith(suffixes)]
     if strange or not tensors:
         found = strange[0] if strange else "no tensors"
-        raise InvalidOptionError(
-            f"adapter {folder} has {found} where LoRA weights were expected; {FUSE}"
+        raise InvalidAdapterError(
+            f"LoRA adapter {folder} has {found} where LoRA weights were expected; {FUSE}"
         )
     layers = sorted(
         {
@@ -200,7 +246,7 @@ def _pairs(folder: Path, tensors: Mapping[str, mx.array], *suffixes: str) -> dic
     )
     for layer in layers:
         if any(layer + suffix not in tensors for suffix in suffixes):
-            raise InvalidOptionError(
-                f"adapter {folder} has only one of the two matrices of {layer}; save it again"
+            raise InvalidAdapterError(
+                f"LoRA adapter {folder} has only one of the two matrices of {layer}; save it again"
             )
     return {layer: (tensors[layer + suffixes[0]], tensors[layer + suffixes[1]]) for layer in layers}

@@ -1,10 +1,10 @@
-"""What mlx-lm 0.32 computes wrongly in batches, put right in a model that it has loaded."""
+"""What mlx-lm 0.32 computes wrongly, put right in a model that it has loaded."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mlx_lm.models import gemma2
+from mlx_lm.models import falcon_h1, gemma2
 
 import mlx.core as mx
 
@@ -25,8 +25,41 @@ class Gemma2Attention(gemma2.Attention):  # type: ignore[misc]
 
 
 def repair(model: Any) -> None:
-    """Put right, in place, what a batch would get wrong."""
+    """Put right, in place, what rows would get wrong."""
+    if isinstance(model, falcon_h1.Model):
+        for name, module in model.named_modules():
+            if (factor := _left_out(model, name)) != 1:
+                # Of a quantised layer, what its packed weights are multiplied with and added to.
+                packed = "scales" in module
+                for part in ("scales", "biases", "bias") if packed else ("weight", "bias"):
+                    if part in module and (part != "bias" or name.endswith("k_proj")):
+                        module[part] = module[part] * factor
     for _, module in model.named_modules():
         if type(module) is gemma2.Attention:
             # The class alone: parameters, and the names by which adapters find them, stay.
             module.__class__ = Gemma2Attention
+
+
+def folded(model: Any, name: str, outputs: int) -> Any:
+    """What a linear layer's outputs are multiplied with by its weights here, and not in
+    transformers: a number, or ``[outputs]``.
+
+    Falcon-H1 multiplies what goes through its layers; mlx-lm multiplies their weights instead.
+    What it makes of ones says by how much.
+    """
+    if not isinstance(model, falcon_h1.Model):
+        return 1.0
+    unconverted = {"model.layers.0.mamba.conv1d.weight": mx.zeros((1, 1, 2))}
+    ones = {f"{name}.weight": mx.ones((outputs, 1))}
+    weights = model.sanitize({**unconverted, **ones})
+    return weights[f"{name}.weight"][:, 0] * _left_out(model, name)
+
+
+def _left_out(model: Any, name: str) -> float:
+    """By what mlx-lm should multiply the weights of a layer of Falcon-H1 too, and does not: keys
+    are named otherwise there, and values are forgotten."""
+    if name.endswith("self_attn.k_proj"):
+        return float(model.args.key_multiplier)
+    if name.endswith("self_attn.v_proj"):
+        return float(model.args.attention_in_multiplier)
+    return 1.0
