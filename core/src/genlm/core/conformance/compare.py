@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,6 +30,23 @@ def check(holds: bool, otherwise: str) -> None:
         raise Violation(otherwise)
 
 
+def shown(token_ids: Sequence[int]) -> str:
+    """Token ids as a message shows them: all of a few, the beginning and the end of many."""
+    ids = [int(token_id) for token_id in token_ids]
+    if len(ids) <= 24:
+        return str(ids)
+    begin, end = ", ".join(map(str, ids[:8])), ", ".join(map(str, ids[-8:]))
+    return f"[{begin}, ..., {end}] ({len(ids)} tokens)"
+
+
+def deviation(row: torch.Tensor, expected: torch.Tensor) -> float:
+    """The greatest difference of two rows' probabilities; 0 where they cannot be compared."""
+    if row.shape != expected.shape:
+        return 0.0
+    away = (row.cpu().double().exp() - expected.cpu().double().exp()).abs()
+    return float(away.nan_to_num(0.0).max()) if len(away) else 0.0
+
+
 def difference(row: torch.Tensor, expected: torch.Tensor, atol: float) -> str | None:
     """What tells two rows of log-probabilities apart beyond the tolerance; ``None`` if nothing
     does.
@@ -38,6 +57,10 @@ def difference(row: torch.Tensor, expected: torch.Tensor, atol: float) -> str | 
     if row.shape != expected.shape:
         return f"its shape is {tuple(row.shape)}, not {tuple(expected.shape)}"
     row, expected = row.cpu().double(), expected.cpu().double()
+    if bool(((row == -math.inf) != (expected == -math.inf)).any()):
+        token_id = int(((row == -math.inf) != (expected == -math.inf)).nonzero()[0])
+        p, q = float(row[token_id]), float(expected[token_id])
+        return f"the log-probability of token {token_id} is {p:.6g} instead of {q:.6g}"
     away = (row.exp() - expected.exp()).abs()
     if not bool((away <= atol).all()):  # nan is not within anything
         token_id = int(away.nan_to_num(float("inf")).argmax())

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from attrs import frozen
 
-from genlm.core.conformance.compare import check
+from genlm.core.conformance.compare import check, shown
 from genlm.core.conformance.subject import Outcome, Subject, submitted
 from genlm.core.errors import ModelClosedError
+from genlm.core.lm import AsyncLM
 from genlm.core.plugins import find_backend
 
 #: What importing a plugin module may not bring along, besides the engine's own distribution.
@@ -41,10 +48,130 @@ class Farewell:
     afterwards: dict[str, Outcome]  # of each method called on the closed model
 
 
+@frozen
+class Alive:
+    """What the process holds."""
+
+    tensors: int  # bytes, each storage counted once
+    threads: frozenset[str]
+    files: int
+
+
+def alive() -> Alive:
+    """Count what the process holds, after collecting what nobody refers to."""
+    import torch
+
+    gc.collect()
+    storages = {}
+    for found in gc.get_objects():
+        if type(found) in (torch.Tensor, torch.nn.Parameter):
+            try:
+                storage = found.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+            except (RuntimeError, NotImplementedError):  # a tensor without memory
+                continue
+    threads = frozenset(f"{thread.name} ({thread.ident})" for thread in threading.enumerate())
+    files = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    return Alive(sum(storages.values()), threads, files)
+
+
 class LifecycleClauses:
     """Import, close."""
 
     backend: str
+    second_model: bool
+
+    def load(self, wrappers: Sequence[object]) -> AsyncLM:
+        raise NotImplementedError
+
+    def test_two_models_in_one_process(self, live: Subject) -> None:
+        """Two more models of the same backend draw differently without a seed, keep their own
+        adapters and state, and one closes without a trace on the others."""
+        self._needs_a_second_model()
+        prompt = live.contexts.stem[:4]
+        length = min(24, live.contexts.limit - 5)
+        cold = live.cold(prompt)
+        names = list(live.adapters)[:2] if live.lm.supports("genlm_add_lora") else []
+        with contextlib.ExitStack() as stack:
+            models = [stack.enter_context(contextlib.closing(self.load([]))) for _ in range(2)]
+            drawn = [live.run(lm.sample(prompt, length, [], temperature=100.0)) for lm in models]
+            check(
+                drawn[0] != drawn[1],
+                f"without a seed, two models draw the same {length} tokens after loading: "
+                f"{shown(drawn[0])}",
+            )
+            for lm, name in zip(models, names, strict=False):
+                lm.add_new_lora(live.adapters[name], "mine")
+            for lm in models:
+                lm.cache_kv(prompt)
+                row = lm.next_token_logprobs_sync((*prompt, live.contexts.tokens[0]))
+                expected = live.cold((*prompt, live.contexts.tokens[0]))
+                live.expect_row(row, expected, "a row of one of two models")
+            models[0].close()
+            for lm, name in zip(models[1:], names[1:], strict=False):
+                row = lm.next_token_logprobs_sync(prompt, lora_name="mine")
+                live.expect_row(
+                    row, live.cold(prompt, name), "with an adapter, after another model was closed"
+                )
+            live.expect_row(
+                models[1].next_token_logprobs_sync(prompt), cold, "after another model was closed"
+            )
+        live.lm.clear_cache()
+        live.expect(live.ask(prompt), prompt, how="after two other models were closed")
+
+    def test_nothing_grows(self, live: Subject) -> None:
+        """After ``clear_cache`` and ``clear_kv_cache``, as many bytes of tensors are alive as
+        before the same amount of work."""
+        contexts = live.contexts.many(live.scaled(200, 90))
+        third = len(contexts) // 3
+        row = len(live.lm.byte_vocab) * 4
+        before: list[int] = []
+        for turn in range(3):
+            live.gather(contexts[turn * third : (turn + 1) * third])
+            live.run(live.lm.sample(contexts[0], 3, [], seed=0))
+            live.lm.cache_kv(contexts[turn])
+            live.lm.clear_cache()
+            live.lm.clear_kv_cache()
+            before.append(alive().tensors)
+        grown = before[2] - before[1]
+        check(
+            grown < third * row / 2,
+            f"{grown} bytes of tensors are left of {third} rows of {row} bytes, after both clears",
+        )
+
+    def test_nothing_is_left_after_close(self, live: Subject) -> None:
+        """A model that has been used and closed leaves no tensors, threads or open files."""
+        self._needs_a_second_model()
+        contexts = live.contexts.many(30)
+
+        def use() -> None:
+            lm = self.load([])
+            lm.batch_next_token_logprobs_sync(contexts)
+            live.run(lm.sample(contexts[0], 3, [], seed=0))
+            lm.cache_kv(contexts[1])
+            lm.close()
+
+        use()  # what is made once in a process is not counted
+        before = alive()
+        use()
+        left = alive()
+        threads = left.threads - before.threads
+        check(not threads, f"threads that outlive the model: {', '.join(sorted(threads))}")
+        row = len(live.lm.byte_vocab) * 4
+        grown = left.tensors - before.tensors
+        check(
+            grown < len(contexts) * row / 2, f"{grown} bytes of tensors are left of a closed model"
+        )
+        check(
+            left.files <= before.files,
+            f"{left.files - before.files} files are left open by a closed model",
+        )
+
+    def _needs_a_second_model(self) -> None:
+        if not self.second_model:
+            pytest.skip(
+                "this class says that there is no room for a second model (second_model = False)"
+            )
 
     def test_close_fails_what_is_pending(self, live: Subject) -> None:
         """``close`` answers every waiting caller with ``ModelClosedError``; a question in the

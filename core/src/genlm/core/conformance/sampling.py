@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
-from genlm.core.conformance.compare import TOP_FACTOR, check
+from genlm.core.conformance.compare import TOP_FACTOR, check, shown
 from genlm.core.conformance.subject import Subject
 from genlm.core.types import TokenIds
+
+if TYPE_CHECKING:
+    import torch
 
 #: Beyond it a change of the batch's shape may move a drawing point across a boundary between two
 #: tokens.
@@ -165,6 +171,156 @@ class SamplingClauses:
                 f"{len(cells)} degrees of freedom",
             )
 
+    def test_options_together(self, live: Subject) -> None:
+        """Temperature, then ``top_k``, then ``top_p`` of what remains: the draws are among the
+        tokens that are left, at their frequencies."""
+        prompt = live.contexts.stem[:6]
+        row = live.cold(prompt)
+        count = live.scaled(400, 150)
+        # The cut that a wrong order would make is another one where the row is not very peaked.
+        for temperature, top_k, top_p in (
+            (0.6, None, 0.7),
+            (2.0, 12, 0.5),
+            (1.5, 6, 0.8),
+            (3.0, None, 0.3),
+            (1.0, 8, None),
+        ):
+            options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+            drawn = live.run(
+                live.lm.batch_sample([prompt] * count, 1, [], seed=7, **options)  # type: ignore[arg-type]
+            )
+            mass, unsure = _left(row, temperature, top_k, top_p, live.atol)
+            what = f"{count} draws after {shown(prompt)} with {_given(options)}"
+            for ids in drawn:
+                check(
+                    len(ids) == 1 and (bool(mass[ids[0]] > 0) or ids[0] in unsure),
+                    f"{what}: {ids} is not among the tokens that are left",
+                )
+            if unsure:
+                continue  # rounding decides who is left
+            _expect_frequencies(live, what, [ids[0] for ids in drawn], mass)
+
+    def test_several_stop_tokens(self, live: Subject) -> None:
+        """Of several stop tokens each ends the draw where it first comes, those that never come end
+        nothing."""
+        live.needs_rounding_below(ROUNDING)
+
+        def several_stop_tokens(prompt: TokenIds, seed: int, places: list[int]) -> None:
+            free = live.run(live.lm.sample(prompt, 6, [], seed=seed, temperature=1.5))
+            stops = {free[place] for place in places}
+            others = [token for token in live.contexts.plain[:40] if token not in free][:3]
+            stopped = live.run(
+                live.lm.sample(prompt, 6, [*others, *stops], seed=seed, temperature=1.5)
+            )
+            first = min(free.index(stop) for stop in stops)
+            check(
+                stopped == free[:first],
+                f"{shown(prompt)} with seed {seed} draws {free}, with stop tokens "
+                f"{sorted({*stops, *others})} {stopped}",
+            )
+
+        live.check_all(
+            several_stop_tokens,
+            examples=10,
+            prompt=live.contexts.any(room_for=6),
+            seed=SEEDS,
+            places=st.lists(st.integers(1, 5), min_size=1, max_size=3, unique=True),
+        )
+
+    def test_draws_of_full_length(self, live: Subject) -> None:
+        """Without stop tokens nothing stops, at a temperature at which every token comes up."""
+        count = live.scaled(200, 60)
+        prompts = [live.contexts.stem[:n] for n in (2, 4, 5)] * (count // 3)
+        length = min(16, live.contexts.limit - 5)
+        for ids in live.run(live.lm.batch_sample(prompts, length, [], temperature=100.0)):
+            check(len(ids) == length, f"without stop tokens {length} were asked, {len(ids)} drawn")
+
+    def test_seeds_among_companions(self, live: Subject) -> None:
+        """A seeded draw is the same among draws with other options, other seeds, none, and other
+        adapters."""
+        live.needs_rounding_below(ROUNDING)
+        name = next(iter(live.adapters), None) if live.lm.supports("genlm_add_lora") else None
+        neighbours = st.sampled_from(
+            [
+                {"seed": None},
+                {"seed": 3},
+                {"top_k": 2, "seed": 5},
+                {"top_p": 0.5},
+                {"temperature": 0.0},
+                {"temperature": 3.0, "seed": 1},
+                {"lora_name": name},
+            ]
+        )
+
+        def seeds_among_companions(
+            prompt: TokenIds, seed: int, others: list[dict[str, Any]], place: int
+        ) -> None:
+            async def together() -> list[list[int]]:
+                mine = live.lm.sample(prompt, 5, [], seed=seed)
+                draws = [live.lm.sample(prompt, 5, [], **other) for other in others]
+                draws.insert(place % (len(draws) + 1), mine)
+                return list(await asyncio.gather(*draws))
+
+            alone = live.run(live.lm.sample(prompt, 5, [], seed=seed))
+            live.lm.clear_cache()
+            drawn = live.run(together())[place % (len(others) + 1)]
+            check(
+                drawn == alone,
+                f"{shown(prompt)} with seed {seed} draws {alone} alone, and {drawn} beside "
+                f"{others}",
+            )
+
+        live.check_all(
+            seeds_among_companions,
+            examples=15,
+            prompt=live.contexts.any(room_for=5),
+            seed=SEEDS,
+            others=st.lists(neighbours, min_size=1, max_size=5),
+            place=st.integers(0, 5),
+        )
+
+    def test_successive_tokens_are_independent(self, live: Subject) -> None:
+        """Draws of two tokens, with seeds one after the other: all pairs come at the frequencies
+        that the rows give them."""
+        prompt = live.contexts.stem[:5]
+        count = live.scaled(400, 200)
+        expected: dict[tuple[int, ...], float] = {}
+        first = live.cold(prompt)
+        for token_id in first.topk(2).indices.tolist():
+            second = live.cold((*prompt, token_id))
+            for next_id in second.topk(2).indices.tolist():
+                p = _among(first, 2, token_id) * _among(second, 2, next_id)
+                expected[token_id, next_id] = p
+
+        async def together() -> list[list[int]]:
+            draws = [live.lm.sample(prompt, 2, [], seed=i, top_k=2) for i in range(count)]
+            return list(await asyncio.gather(*draws))
+
+        drawn = [tuple(ids) for ids in live.run(together())]
+        strange = [ids for ids in drawn if ids not in expected]
+        check(len(strange) <= count // 50, f"with top_k=2 some draws are {strange[:3]}")
+        keys = list(expected)
+        chi2 = sum(
+            (drawn.count(key) - count * expected[key]) ** 2 / max(1.0, count * expected[key])
+            for key in keys
+        )
+        check(
+            chi2 <= len(keys) + 8 * math.sqrt(2 * len(keys)) + 8,
+            f"{count} draws of two tokens after {shown(prompt)}, with seeds from 0: the pairs come "
+            f"{[drawn.count(key) for key in keys]} times, "
+            f"{[round(count * expected[key]) for key in keys]} are expected",
+        )
+
+    def test_unseeded_after_seeded(self, live: Subject) -> None:
+        """A seed fixes one draw, and none of those without a seed that follow."""
+        prompt = live.contexts.stem[:4]
+        length = min(24, live.contexts.limit - 5)
+        free = []
+        for _ in range(2):
+            live.run(live.lm.sample(prompt, 4, [], seed=11))
+            free.append(live.run(live.lm.sample(prompt, length, [], temperature=100.0)))
+        check(free[0] != free[1], f"after a seeded draw, unseeded ones repeat: {free[0]}")
+
     def test_adapter_in_sampling(self, live: Subject) -> None:
         """A continuation is drawn with its adapter: greedy ones follow the adapter's rows."""
         names = [None, *live.needs_adapters()]
@@ -228,3 +384,54 @@ class SamplingClauses:
                 f"{list(prompt)} with {how} draws {drawn}: token {token_id} is {behind:.3g} (log) "
                 "behind the most likely",
             )
+
+
+def _left(
+    row: torch.Tensor, temperature: float, top_k: int | None, top_p: float | None, atol: float
+) -> tuple[torch.Tensor, set[int]]:
+    """What temperature, then ``top_k``, then ``top_p`` leave of a row: the masses, and the tokens
+    of which rounding decides whether they are left."""
+    import torch
+
+    mass = (row.double().cpu() / temperature).softmax(0)
+    order = mass.argsort(descending=True, stable=True)
+    kept = order[:top_k]
+    unsure: set[int] = set()
+    if top_k is not None and top_k < len(order):
+        gap = float(mass[order[top_k - 1]] - mass[order[top_k]])
+        unsure |= {int(order[top_k - 1]), int(order[top_k])} if gap <= 4 * atol else set()
+    if top_p is not None:
+        cumulative = mass[kept].cumsum(0) / mass[kept].sum()
+        end = int((cumulative < top_p).sum())
+        for i in (end - 1, end):
+            if 0 <= i < len(kept) and abs(float(cumulative[i]) - top_p) <= 20 * atol:
+                unsure |= {int(t) for t in kept[max(0, i - 1) : i + 3]}
+        kept = kept[: end + 1]
+    left = torch.zeros_like(mass)
+    left[kept] = mass[kept]
+    return left / left.sum(), unsure
+
+
+def _expect_frequencies(live: Subject, what: str, drawn: Sequence[int], mass: torch.Tensor) -> None:
+    """Check by a chi-squared test that tokens were drawn at the frequencies ``mass``."""
+    count = len(drawn)
+    cells = [int(token_id) for token_id in (mass * count >= 5).nonzero().flatten()]
+    observed = [drawn.count(cell) for cell in cells]
+    expected = [float(mass[cell]) * count for cell in cells]
+    observed.append(count - sum(observed))
+    expected.append(max(count - sum(expected), 1.0))
+    chi2 = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
+    check(
+        chi2 <= len(cells) + 8 * math.sqrt(2 * len(cells)) + 8,
+        f"{what}: chi-squared {chi2:.1f} with {len(cells)} degrees of freedom",
+    )
+
+
+def _among(row: torch.Tensor, k: int, token_id: int) -> float:
+    """The probability of a token among the ``k`` most likely ones."""
+    top = row.double().topk(k)
+    return float((row[token_id].double() - top.values.logsumexp(0)).exp())
+
+
+def _given(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from genlm.core.conformance.compare import check
+from genlm.core.conformance.contexts import BATCHES
 from genlm.core.conformance.subject import Subject
 from genlm.core.types import TokenIds
-
-#: More than an engine is likely to evaluate at once.
-LARGE = 40
 
 
 class BatchClauses:
@@ -37,12 +35,16 @@ class BatchClauses:
         live.check_all(gathered_questions_equal_single_ones, contexts=live.contexts.several())
 
     def test_large_batch(self, live: Subject) -> None:
-        """A batch of any size: forty contexts at once, and none at all."""
-        tokens = live.contexts.tokens
-        contexts = [(tokens[i % 6], tokens[i // 6 % 6], tokens[i // 36]) for i in range(LARGE)]
-        rows = live.gather(contexts)
-        for i in range(0, LARGE, 3):  # to ask for every one again would take long
-            live.expect(rows[i], contexts[i], how=f"in a batch of {LARGE}")
+        """Batches of many sizes up to 300, of contexts of unequal lengths, and of none at all: each
+        row is its context's."""
+        most = live.scaled(max(BATCHES), 70)
+        contexts = live.contexts.many(most)
+        source = live.random("batches")
+        for size in (size for size in BATCHES if 5 <= size <= most):
+            live.lm.clear_cache()
+            batch = source.sample(contexts, min(size, len(contexts)))
+            for row, context in zip(live.gather(batch), batch, strict=True):
+                live.expect(row, context, how=f"in a batch of {size}")
         nothing = live.run(live.lm.batch_next_token_logprobs([]))
         check(
             tuple(nothing.shape) == (0, len(live.lm.byte_vocab)),

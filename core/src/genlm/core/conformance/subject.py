@@ -5,25 +5,33 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
+import random
+import re
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+import hypothesis
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 
-from genlm.core.conformance.compare import Violation, check, difference
-from genlm.core.conformance.contexts import Contexts
+from genlm.core.conformance.compare import Violation, check, deviation, difference, shown
+from genlm.core.conformance.contexts import EDGES, Contexts
 from genlm.core.conformance.gate import EngineGate
 from genlm.core.errors import PluginError
 from genlm.core.lm import AsyncLM
 from genlm.core.runtime.cache import OutputCache
+from genlm.core.types import TokenIds
 
 if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+
+#: How many of the first cold rows are asked for again at the end.
+REMEMBERED = 40
 Outcome = Any  # an answer, or the exception in its place
 
 
@@ -36,6 +44,9 @@ class Subject:
         atol: The tolerance of probabilities.
         effort: Multiplies the numbers of examples.
         patience: The most seconds to wait for what must happen before saying that it hangs.
+        backend: Its name, for messages.
+        longest: The longest context to ask; ``None`` is what the engine can bear.
+        seed: Chooses the examples.
     """
 
     def __init__(
@@ -45,7 +56,17 @@ class Subject:
         atol: float,
         effort: float,
         patience: float,
+        *,
+        backend: str = "the backend",
+        longest: int | None = None,
+        seed: int = 0,
     ) -> None:
+        self.backend = backend
+        self.seed = seed
+        self._longest = longest
+        #: The largest deviation of a probability from the oracle's, in this clause.
+        self.deviation = 0.0
+        self._together = ""
         self.adapters = dict(adapters)
         self.atol = atol
         self.effort = effort
@@ -62,6 +83,8 @@ class Subject:
         self._bound: dict[str, str] = {}
         #: What clauses keep for each other.
         self.notes: dict[str, object] = {}
+        #: The first cold rows of the base model, to be asked for once more at the end.
+        self.first_rows: dict[TokenIds, torch.Tensor] = {}
         self._cold = OutputCache(maxsize=None, max_bytes=512 << 20, move_to_cpu=True)
 
     # --- the model --------------------------------------------------------------------------------
@@ -79,7 +102,7 @@ class Subject:
 
             try:
                 self._lm = self._load(
-                    [self.gate, ContractCheck("under test", self.contract_violations.append)]
+                    [self.gate, ContractCheck(self.backend, self.contract_violations.append)]
                 )
             except Exception as error:
                 self._broken = error
@@ -94,7 +117,34 @@ class Subject:
         """Begin another clause."""
         self._clean = False
         self._patience = self.patience
+        self.deviation = 0.0
         return self
+
+    def random(self, what: str) -> random.Random:
+        """A source of chance for a clause: the same in every run with the same seed."""
+        return random.Random(f"{what} {self.seed}")
+
+    def scaled(self, most: int, least: int) -> int:
+        """A number of examples: ``most`` at effort 1 and above, fewer below, at least ``least``."""
+        return max(least, min(most, round(most * self.effort)))
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """The longest context that clauses on lengths ask, in tokens.
+
+        At most one token more than 1,024. Less where ``max_context`` is less, or where the engine
+        would need too long: the time of one cold row of 200 tokens tells.
+        """
+        limit = min(self.contexts.limit, max(self.contexts.lengths(1 << 20)))
+        if self._longest is not None:
+            return min(limit, self._longest)
+        probe = self.contexts.long(min(200, limit))
+        self.lm.next_token_logprobs_uncached(probe)  # the first may compile something
+        began = time.perf_counter()
+        self.lm.next_token_logprobs_uncached(probe)
+        seconds = (time.perf_counter() - began) / len(probe)
+        bearable = (edge + 1 for edge in reversed(EDGES) if seconds * edge <= 0.3)
+        return min(limit, next(bearable, EDGES[0]))
 
     @functools.cached_property
     def contexts(self) -> Contexts:
@@ -105,7 +155,7 @@ class Subject:
         """Bring the model to the state that every example begins in: caches empty, the given
         adapters bound."""
         self.gate.reset()
-        self.contract_violations.clear()
+        self._together = ""
         self.lm.clear_lora()
         if self.lm.supports("genlm_add_lora"):
             for name in sorted(set(self._bound) - set(self.adapters)):
@@ -180,13 +230,18 @@ class Subject:
             self.reset()
             holds(**drawn)
 
-        example()
+        try:
+            (hypothesis.seed(self.seed)(example) if self.seed else example)()
+        except BaseException as error:
+            error.__notes__ = [compact(note) for note in getattr(error, "__notes__", ())]
+            raise
 
     def settings(self, examples: int, **more: Any) -> settings:
         """How Hypothesis runs: ``examples`` times the effort, always the same ones, no deadline."""
         return settings(
             max_examples=max(2, round(examples * self.effort)),
-            derandomize=True,
+            derandomize=not self.seed,
+            database=None,
             deadline=None,
             phases=(Phase.explicit, Phase.generate, Phase.shrink),
             suppress_health_check=list(HealthCheck),
@@ -204,6 +259,8 @@ class Subject:
         if row is None:
             row = self.lm.next_token_logprobs_uncached(token_ids, lora_name=adapter)
             self._cold.put(key, row, self._cold.generation)
+            if len(self.first_rows) < REMEMBERED and adapter is None:
+                self.first_rows[tuple(token_ids)] = row.clone()
         return row
 
     def expect(
@@ -213,20 +270,22 @@ class Subject:
         self.expect_row(
             row,
             self.cold(token_ids, adapter),
-            f"the context {list(token_ids)}{_with(adapter)}, {how}",
+            f"the context {shown(token_ids)}{_with(adapter)}, {how}",
         )
 
     def expect_row(self, row: Outcome, expected: torch.Tensor, what: str) -> None:
         """Check that ``row`` is ``expected`` within the tolerance."""
         if isinstance(row, BaseException):
-            raise Violation(f"{what}: {type(row).__name__}: {row}") from row
+            raise Violation(f"{what}: {type(row).__name__}: {row}{self._together}") from row
+        self.deviation = max(self.deviation, deviation(row, expected))
         found = difference(row, expected, self.atol)
-        check(found is None, f"{what}: {found}")
+        check(found is None, f"{what}: {found}{self._together}")
 
     # --- asking -----------------------------------------------------------------------------------
 
     def ask(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
         """The row of a context, asked the usual way."""
+        self._together = ""
         return self.run(self.lm.next_token_logprobs(token_ids, lora_name=adapter))
 
     def gather(
@@ -234,6 +293,11 @@ class Subject:
     ) -> list[Outcome]:
         """The outcomes of questions asked together, each by a coroutine of its own."""
         chosen = adapters if adapters is not None else [None] * len(contexts)
+        asked_together = [
+            f"{shown(ids)}{_with(name)}" for ids, name in zip(contexts, chosen, strict=True)
+        ]
+        more = f", and {len(contexts) - 6} more" if len(contexts) > 6 else ""
+        self._together = f"\n  asked together: {', '.join(asked_together[:6])}{more}"
 
         async def together() -> list[Outcome]:
             asked = [
@@ -305,6 +369,11 @@ async def submitted() -> None:
     queue."""
     for _ in range(5):
         await asyncio.sleep(0)
+
+
+def compact(note: str) -> str:
+    """What Hypothesis notes of an example, with token ids side by side instead of one a line."""
+    return re.sub(r"(?<=\d,)\s*\n\s*(?=-?\d)", " ", note)
 
 
 def _with(adapter: str | None) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import pytest
@@ -11,6 +12,14 @@ import pytest
 from genlm.core.conformance.adapters import AdapterClauses
 from genlm.core.conformance.callers import CallerClauses
 from genlm.core.conformance.compare import ATOL, check
+from genlm.core.conformance.faults import failing_forward
+from genlm.core.conformance.histories import (
+    FaultClauses,
+    HistoryClauses,
+    MoreAdapterClauses,
+    RefusedOptionClauses,
+)
+from genlm.core.conformance.lengths import LengthClauses
 from genlm.core.conformance.lifecycle import LifecycleClauses
 from genlm.core.conformance.machine import MachineClauses
 from genlm.core.conformance.refusals import RefusalClauses
@@ -18,6 +27,7 @@ from genlm.core.conformance.rows import OwnershipClauses, RowClauses
 from genlm.core.conformance.sampling import SamplingClauses
 from genlm.core.conformance.state import BatchClauses, StateClauses
 from genlm.core.conformance.subject import Subject
+from genlm.core.conformance.tokens import TokenizerClauses
 from genlm.core.lm import AsyncLM, load_model_by_name
 
 SUBJECT = pytest.StashKey[Subject]()
@@ -26,15 +36,21 @@ SUBJECT = pytest.StashKey[Subject]()
 # Clauses run from the last base to the first: those that close the model come at the end.
 class ConformanceSuite(
     LifecycleClauses,
+    HistoryClauses,
     MachineClauses,
+    FaultClauses,
     SamplingClauses,
+    MoreAdapterClauses,
     AdapterClauses,
+    RefusedOptionClauses,
     RefusalClauses,
     CallerClauses,
     OwnershipClauses,
     StateClauses,
+    LengthClauses,
     BatchClauses,
     RowClauses,
+    TokenizerClauses,
 ):
     """Every clause of the contract, as tests. Inherit it, name the backend and a model, and run
     pytest::
@@ -56,6 +72,11 @@ class ConformanceSuite(
         options: Further ``llm_opts``.
         effort: Multiplies the numbers of examples; 0.1 takes about a tenth of the time.
         patience: The most seconds to wait for what must happen before the suite says that it hangs.
+        longest: The longest context to ask, in tokens; ``None`` is what the engine can bear.
+        window: How many tokens back the model looks; ``None`` is all of them.
+        second_model: Whether a second model of the backend has room in the process.
+        text_is_normalised: Whether the tokenizer changes text, for instance to lower case.
+        seed: Chooses the examples; 0 gives the same ones in every version of Hypothesis.
     """
 
     backend: str
@@ -65,6 +86,11 @@ class ConformanceSuite(
     options: Mapping[str, Any] = {}
     effort: float = 1.0
     patience: float = 120.0
+    longest: int | None = None
+    window: int | None = None
+    second_model: bool = True
+    text_is_normalised: bool = False
+    seed: int = 0
 
     clauses: ClassVar[tuple[str, ...]]
 
@@ -77,7 +103,26 @@ class ConformanceSuite(
     def subject(self) -> Subject:
         """The model under test, not loaded yet."""
         adapters = {name: os.fspath(path) for name, path in self.adapters.items()}
-        return Subject(self.load, adapters, self.atol, self.effort, self.patience)
+        return Subject(
+            self.load,
+            adapters,
+            self.atol,
+            self.effort,
+            self.patience,
+            backend=self.backend,
+            longest=self.longest,
+            seed=self.seed,
+        )
+
+    def fail_inside(self, lm: AsyncLM) -> Callable[[int], AbstractContextManager[None]] | None:
+        """A way to make the engine itself fail in the middle of its work; ``None`` where there is
+        none. Override it for an engine whose model is not a torch module in this process.
+
+        Returns:
+            A function that takes a number of times and returns a context manager: inside it, that
+            many of the next evaluations fail.
+        """
+        return failing_forward(lm.underlying_model)
 
     @pytest.fixture
     def live(self, request: pytest.FixtureRequest) -> Subject:

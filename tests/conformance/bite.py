@@ -1,0 +1,240 @@
+"""How much the suite bites: every mutant against every clause.
+
+    python -m tests.conformance.bite [--effort quick|default|both] [--jobs 1] [PATTERN ...]
+
+Two kinds of mutants: ``mutants/`` has at least one for each clause, written with the suite.
+``blind/`` has those of bugs that real engines had, written before the suite was looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import json
+import logging
+import multiprocessing
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from genlm.core import AsyncLM
+from genlm.core.conformance import ConformanceSuite
+from genlm.core.conformance.report import run
+from genlm.core.errors import EngineDeadError
+from genlm.core.mock import ByteTokenizer, MockEngine
+from genlm.core.options import refuse_unknown
+
+EFFORTS = {"quick": 0.1, "default": 1.0}
+
+#: Clauses that look at the plugin's module or at the class that inherits the suite, not at an
+#: engine.
+ELSEWHERE = ("import_of_plugin_imports_no_engine", "no_clause_is_missing")
+
+#: How long what hangs is waited for, seconds.
+PATIENCE = 5.0
+
+
+class Trouble:
+    """A switch for the mock: the engine itself fails inside so many of the next evaluations."""
+
+    def __init__(self) -> None:
+        self.left = 0
+
+    def __call__(self, query: Any) -> bool:
+        self.left -= 1
+        return self.left >= 0
+
+    @contextlib.contextmanager
+    def during(self, times: int) -> Any:
+        self.left = times
+        try:
+            yield
+        finally:
+            self.left = 0
+
+
+class OfTheMock(ConformanceSuite):
+    """The suite on a faulty mock."""
+
+    backend = "mock"
+    model = "mock"
+    adapters = {"a": "first-adapter", "b": "second-adapter"}  # noqa: RUF012
+    patience = PATIENCE
+
+    def __init__(self, engine: Callable[..., MockEngine], effort: float) -> None:
+        self.engine = engine
+        self.effort = effort
+        self.trouble = Trouble()
+
+    def load(self, wrappers: Sequence[object]) -> AsyncLM:
+        refuse_unknown("mock", self.options, ())
+        return AsyncLM(
+            lambda: self.engine(ByteTokenizer(), max_context=1024, fail_on=self.trouble),
+            backend="mock",
+            wrappers=wrappers,
+        )
+
+    def fail_inside(self, lm: AsyncLM) -> Any:
+        return self.trouble.during
+
+
+class OfARealModel(ConformanceSuite):
+    """The suite on a faulty tiny model behind genlm-hf."""
+
+    backend = "hf"
+    patience = PATIENCE
+
+    def __init__(self, engine: Any, effort: float) -> None:
+        self.engine = engine
+        self.effort = effort
+        self.model, self.adapters = tiny()
+
+    def load(self, wrappers: Sequence[object]) -> AsyncLM:
+        def load() -> Any:
+            from genlm.hf.loading import load_pretrained
+            from genlm.hf.options import HFOptions
+
+            options = HFOptions.parse(self.options)
+            return self.engine(*load_pretrained(str(self.model), options), options)
+
+        return AsyncLM(load, backend="hf", wrappers=wrappers)
+
+
+@functools.cache
+def tiny() -> tuple[str, dict[str, str]]:
+    from .tiny import write_model
+
+    return write_model(Path(tempfile.mkdtemp()))
+
+
+@frozen
+class Bite:
+    """What one mutant came to: the clauses that failed at one effort, and the seconds it took."""
+
+    name: str
+    effort: str
+    caught_by: tuple[str, ...]
+    seconds: float
+
+
+def suites() -> dict[str, Callable[[float], ConformanceSuite]]:
+    """The suite on every mutant, by name."""
+    from .blind import of_the_mock
+
+    made: dict[str, Callable[[float], ConformanceSuite]] = {}
+    for engine in of_the_mock.MUTANTS:
+        made[f"blind.mock.{engine.__name__}"] = functools.partial(OfTheMock, engine)
+    with contextlib.suppress(ImportError):
+        from .blind import of_a_real_model
+
+        for engine in of_a_real_model.MUTANTS:
+            made[f"blind.hf.{engine.__name__}"] = functools.partial(OfARealModel, engine)
+    from .mutants import MUTANTS
+    from .test_mutants import Mutated
+
+    for name, mutant in MUTANTS.items():
+        made[f"clauses.{name}"] = functools.partial(Mutated, mutant)
+    return made
+
+
+def clean() -> dict[str, Callable[[float], ConformanceSuite]]:
+    """The suite on engines without fault."""
+    from genlm.core.mock import ContinuousMockEngine
+
+    made: dict[str, Callable[[float], ConformanceSuite]] = {
+        "clean.mock": functools.partial(OfTheMock, MockEngine),
+        "clean.continuous": functools.partial(OfTheMock, ContinuousMockEngine),
+    }
+    with contextlib.suppress(ImportError):
+        from genlm.hf.engine import HFEngine
+
+        made["clean.hf"] = functools.partial(OfARealModel, HFEngine)
+    return made
+
+
+def bite(name: str, effort: str, only: str = "", seed: int = 0) -> tuple[Bite, dict[str, str]]:
+    """Run the suite on one mutant. It stops early when nothing can be learnt: the model is dead."""
+    logging.disable(logging.CRITICAL)
+    suite = (suites() | clean())[name](EFFORTS[effort])
+    suite.seed = seed
+    began = time.process_time()
+    with contextlib.redirect_stderr(io.StringIO()):
+        report = run(
+            suite,
+            only=lambda clause: clause not in ELSEWHERE and bool(re.search(only, clause)),
+        )
+    caught = {verdict.clause: verdict.detail for verdict in report.failed}
+    slow = sorted(report.verdicts, key=lambda v: -v.seconds)[:6]
+    caught["slowest"] = ", ".join(f"{v.clause} {v.seconds:.1f}" for v in slow)
+    clauses = tuple(clause for clause in caught if clause != "slowest")
+    return Bite(name, effort, clauses, time.process_time() - began), caught
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a line for each mutant, and what was caught of all at each effort."""
+    parser = argparse.ArgumentParser(description="how much the conformance suite bites")
+    parser.add_argument("pattern", nargs="*", help="of the mutants' names; default all")
+    parser.add_argument("--effort", choices=[*EFFORTS, "both"], default="both")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--only", default="", help="a pattern of the clauses to run")
+    parser.add_argument("--clean", type=int, default=0, help="run the clean engines, so many seeds")
+    parser.add_argument("--verbose", action="store_true", help="print the counterexamples")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    options = parser.parse_args(arguments)
+    efforts = list(EFFORTS) if options.effort == "both" else [options.effort]
+    known = clean() if options.clean else suites()
+    chosen = [
+        name for name in known if not options.pattern or any(p in name for p in options.pattern)
+    ]
+    seeds = range(options.clean or 1)
+    work = [(n, e, options.only, s) for e in efforts for s in seeds for n in chosen]
+    bites = []
+    with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=1) as pool:
+        jobs = [pool.apply_async(bite, job) for job in work]
+        for job, (name, effort, *_) in zip(jobs, work, strict=True):
+            try:
+                one, details = job.get(timeout=900)
+            except (multiprocessing.TimeoutError, EngineDeadError) as error:
+                one, details = Bite(name, effort, (f"({type(error).__name__})",), 900.0), {}
+            bites.append(one)
+            caught = ", ".join(one.caught_by) or "-"
+            print(f"{one.effort:8}{one.name:45}{one.seconds:6.1f} s  {caught}", flush=True)
+            if options.verbose:
+                for clause, detail in details.items():
+                    print(f"    {clause}: {detail[:1500]}")
+    if not options.clean:
+        print(table(bites))
+    if options.json:
+        options.json.write_text(json.dumps([one.__getstate__() for one in bites], default=str))
+    return int(bool(options.clean and any(one.caught_by for one in bites)))
+
+
+def table(bites: Sequence[Bite]) -> str:
+    """Caught of total, by kind and effort; and the clauses that alone catch something."""
+    lines = []
+    for effort in dict.fromkeys(one.effort for one in bites):
+        of_effort = [one for one in bites if one.effort == effort]
+        for kind in dict.fromkeys(one.name.rpartition(".")[0] for one in of_effort):
+            of_kind = [one for one in of_effort if one.name.rpartition(".")[0] == kind]
+            caught = sum(bool(one.caught_by) for one in of_kind)
+            lines.append(f"{effort:8} {kind:12} {caught:3} of {len(of_kind):3} caught")
+        missed = [one.name for one in of_effort if not one.caught_by]
+        lines.append(f"{effort:8} missed: {', '.join(missed) or 'none'}")
+        alone = Counter(one.caught_by[0] for one in of_effort if len(one.caught_by) == 1)
+        names = [name.removeprefix("test_") for name in ConformanceSuite.clauses]
+        never = [name for name in names if not alone[name] and name not in ELSEWHERE]
+        lines.append(f"{effort:8} clauses that catch nothing alone: {', '.join(never) or 'none'}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
