@@ -33,33 +33,21 @@ from genlm.core.errors import EngineDeadError
 from genlm.core.mock import ByteTokenizer, MockEngine
 from genlm.core.options import refuse_unknown
 
+from .blind import of_the_mock
+from .mutants.registry import Trouble
+
 EFFORTS = {"quick": 0.1, "default": 1.0}
 
 #: Clauses that look at the plugin's module or at the class that inherits the suite, not at an
 #: engine.
-ELSEWHERE = ("import_of_plugin_imports_no_engine", "no_clause_is_missing")
+ELSEWHERE = (
+    "import_of_plugin_imports_no_engine",
+    "no_clause_is_missing",
+    "unknown_option_is_refused",
+)
 
 #: How long what hangs is waited for, seconds.
 PATIENCE = 5.0
-
-
-class Trouble:
-    """A switch for the mock: the engine itself fails inside so many of the next evaluations."""
-
-    def __init__(self) -> None:
-        self.left = 0
-
-    def __call__(self, query: Any) -> bool:
-        self.left -= 1
-        return self.left >= 0
-
-    @contextlib.contextmanager
-    def during(self, times: int) -> Any:
-        self.left = times
-        try:
-            yield
-        finally:
-            self.left = 0
 
 
 class OfTheMock(ConformanceSuite):
@@ -128,8 +116,6 @@ class Bite:
 
 def suites() -> dict[str, Callable[[float], ConformanceSuite]]:
     """The suite on every mutant, by name."""
-    from .blind import of_the_mock
-
     made: dict[str, Callable[[float], ConformanceSuite]] = {}
     for engine in of_the_mock.MUTANTS:
         made[f"blind.mock.{engine.__name__}"] = functools.partial(OfTheMock, engine)
@@ -138,11 +124,16 @@ def suites() -> dict[str, Callable[[float], ConformanceSuite]]:
 
         for engine in of_a_real_model.MUTANTS:
             made[f"blind.hf.{engine.__name__}"] = functools.partial(OfARealModel, engine)
+        from .mutants import of_a_real_model as further
+
+        for engine in further.MUTANTS:
+            made[f"clauses.hf.{engine.__name__}"] = functools.partial(OfARealModel, engine)
     from .mutants import MUTANTS
     from .test_mutants import Mutated
 
     for name, mutant in MUTANTS.items():
-        made[f"clauses.{name}"] = functools.partial(Mutated, mutant)
+        if f"blind.mock.{name}" not in made:
+            made[f"clauses.mock.{name}"] = functools.partial(Mutated, mutant)
     return made
 
 

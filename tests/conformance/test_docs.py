@@ -9,10 +9,14 @@ from genlm.core.conformance import ConformanceSuite
 from .kit import ROOT
 from .mutants import MUTANTS
 
-#: Faults that no engine can have: test_mutants.py plants them in other ways.
+#: Faults that no mock can have: they are planted in other ways.
 PLANTED = {
     "import_of_plugin_imports_no_engine": "a plugin module that imports torch",
     "no_clause_is_missing": "a class that deletes a clause, one that overrides it",
+    "unknown_option_is_refused": "a plugin that takes any option",
+    "weights_changed_in_place": "`StateOutlivesTheWeights`, of a tiny real model",
+    "same_path_with_other_weights": "`WeightsKeptByPath`, of a tiny real model",
+    "adapter_of_another_model": "`WrongAdapterPassedOver`, of a tiny real model",
 }
 
 

@@ -3,22 +3,45 @@ engine."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from genlm.core import AsyncLM
 from genlm.core.conformance import ConformanceSuite
+
+from .mutants.registry import Trouble
 
 ADAPTERS = {"a": "first-adapter", "b": "second-adapter"}  # the mock takes any path
 OPTIONS = {"max_context": 64}
 CONTINUOUS = {**OPTIONS, "continuous": True, "steps": 3}
 
 
-class TestMock(ConformanceSuite):
+class Mock(ConformanceSuite):
+    __test__ = False
     backend = "mock"
     model = "mock"
     adapters = ADAPTERS
-    options = OPTIONS
+    trouble: Trouble
+
+    def fail_inside(self, lm: AsyncLM) -> Any:
+        return self.trouble.during
 
 
-class TestContinuousMock(ConformanceSuite):
-    backend = "mock"
-    model = "mock"
-    adapters = ADAPTERS
-    options = CONTINUOUS
+class TestMock(Mock):
+    __test__ = True
+    trouble = Trouble()
+    options = {**OPTIONS, "fail_on": trouble}  # noqa: RUF012
+
+
+class TestContinuousMock(Mock):
+    __test__ = True
+    trouble = Trouble()
+    options = {**CONTINUOUS, "fail_on": trouble}  # noqa: RUF012
+
+
+class TestLongMock(Mock):
+    """Without a limit: contexts of a thousand tokens."""
+
+    __test__ = True
+    trouble = Trouble()
+    effort = 0.1
+    options = {"fail_on": trouble}  # noqa: RUF012

@@ -11,10 +11,10 @@ from attrs import evolve
 from genlm.core import Adapter, AsyncLM, Query, hookimpl
 from genlm.core.mock import ByteTokenizer, MockEngine
 
-from .registry import ADAPTERS, breaks
+from .registry import breaks
 
 
-@breaks("adapter_changes_the_rows", "rebound_adapter", also_in_state_machine=False)
+@breaks("adapter_changes_the_rows")
 class AdaptersIgnored(MockEngine):
     def row(self, query: Query) -> torch.Tensor:
         return super().row(evolve(query, adapter=None))
@@ -31,7 +31,7 @@ class AdapterBleedsIntoTheBatch(MockEngine):
         )
 
 
-@breaks("adapters_in_turn", *ADAPTERS)
+@breaks("adapters_in_turn")
 class StateKeptWithoutItsAdapter(MockEngine):
     """State is kept by tokens alone: the next adapter reads what the last one left."""
 
@@ -56,7 +56,7 @@ class NoneIsTheDefault(AsyncLM):
         return await super().next_token_logprobs(token_ids, **chosen)
 
 
-@breaks("rebound_adapter", "adapter_that_fails_to_load")
+@breaks("rebound_adapter")
 class ReboundNameKeepsItsWeights(MockEngine):
     """Weights are kept by name: a name bound again has those of before."""
 
@@ -69,7 +69,7 @@ class ReboundNameKeepsItsWeights(MockEngine):
         return super().row(evolve(query, adapter=evolve(query.adapter, path=path)))
 
 
-@breaks("removed_adapter", *ADAPTERS)
+@breaks("removed_adapter")
 class RemovingOneRemovesAll(MockEngine):
     @hookimpl
     def genlm_remove_lora(self, adapter: Adapter) -> bool:
@@ -79,7 +79,7 @@ class RemovingOneRemovesAll(MockEngine):
         return True
 
 
-@breaks("adapter_that_fails_to_load", also_in_state_machine=False)
+@breaks("adapter_that_fails_to_load")
 class FailedLoadingLosesTheOldOne(AsyncLM):
     def add_new_lora(self, lora_path: Any, lora_name: str = "lora_1") -> None:
         if lora_path == "there-is-no-such-adapter":
@@ -101,7 +101,7 @@ class EngineWithoutLoRA:
         return self._mock.genlm_next_token_logprobs(queries)
 
 
-@breaks("lora_without_support", also_in_state_machine=False)
+@breaks("lora_without_support")
 class MissingLoRAPassedOver(AsyncLM):
     """Adding an adapter does nothing where the engine cannot."""
 

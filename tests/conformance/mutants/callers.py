@@ -37,7 +37,7 @@ class CancelledNeighbour(LMWithTasks):
         return await task
 
 
-@breaks("abandoned_question_is_dropped", also_in_state_machine=False)
+@breaks("abandoned_question_is_dropped")
 class AbandonedQuestionsEvaluated(LMWithTasks):
     """A question lives on when all its callers have gone."""
 
@@ -67,7 +67,7 @@ class ResetForgetsTheCallers(AsyncLM):
             return await asyncio.get_running_loop().create_future()
 
 
-@breaks("blocking_call_inside_a_running_loop", also_in_state_machine=False)
+@breaks("blocking_call_inside_a_running_loop")
 class BlockingCallsRunALoop(AsyncLM):
     """The blocking call runs the coroutine, which no thread with a running loop can."""
 
@@ -75,7 +75,7 @@ class BlockingCallsRunALoop(AsyncLM):
         return asyncio.run(self.next_token_logprobs(*args, **options))
 
 
-@breaks("several_threads", "blocking_call_inside_a_running_loop")
+@breaks("several_threads")
 class ThreadsMixedUp(AsyncLM):
     """What a thread is computing is kept where another one takes it for its own."""
 
@@ -127,21 +127,21 @@ class LenientLM(AsyncLM):
             return []
 
 
-@breaks("bad_context_is_refused", also_in_state_machine=False)
+@breaks("bad_context_is_refused")
 class EmptyContextAnswered(LenientLM):
     lenient = (ValueError, "is empty")
 
 
-@breaks("too_long_context_is_refused", also_in_state_machine=False)
+@breaks("too_long_context_is_refused")
 class LongContextCut(LenientLM):
     lenient = (ValueError, "exceeds")
 
 
-@breaks("unknown_adapter_is_refused", "removed_adapter")
+@breaks("unknown_adapter_is_refused")
 class UnknownAdapterIsTheBaseModel(LenientLM):
     lenient = (ValueError, "no LoRA adapter")
 
 
-@breaks("bad_sampling_option_is_refused", also_in_state_machine=False)
+@breaks("bad_sampling_option_is_refused")
 class BadOptionIgnored(LenientLM):
     lenient = (ValueError, "top_k")

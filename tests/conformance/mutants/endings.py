@@ -13,10 +13,10 @@ from genlm.core import Answer, AsyncLM, Query, hookimpl
 from genlm.core.errors import ModelClosedError
 from genlm.core.mock import ContinuousMockEngine
 
-from .registry import ANYTHING, COMPANY, breaks
+from .registry import breaks
 
 
-@breaks(ANYTHING)
+@breaks("any_order_of_operations")
 class ResetForgetsTheDefaultAdapter(AsyncLM):
     """Every operation is right by itself; only after one another are they not."""
 
@@ -25,9 +25,7 @@ class ResetForgetsTheDefaultAdapter(AsyncLM):
         self.clear_lora()
 
 
-@breaks(
-    "close_fails_what_is_pending", "close_again_and_use_after_close", also_in_state_machine=False
-)
+@breaks("close_fails_what_is_pending")
 class HangAfterClose(AsyncLM):
     """Whoever waits when the model is closed waits for ever."""
 
@@ -38,7 +36,7 @@ class HangAfterClose(AsyncLM):
             return await asyncio.get_running_loop().create_future()
 
 
-@breaks("close_again_and_use_after_close", also_in_state_machine=False)
+@breaks("close_again_and_use_after_close")
 class ClosedTwiceFails(AsyncLM):
     def close(self) -> None:
         if self.__dict__.setdefault("closed", False):
@@ -47,7 +45,7 @@ class ClosedTwiceFails(AsyncLM):
         super().close()
 
 
-@breaks("same_tail_under_different_prefixes", *COMPANY, "pinned_prefix")
+@breaks("same_tail_under_different_prefixes")
 class ContinuousDeduplicationBySuffix(ContinuousMockEngine):
     """Queries in flight together whose last token is the same share a row."""
 

@@ -11,7 +11,7 @@ from attrs import evolve
 from genlm.core import AsyncLM, Query, Token, hookimpl
 from genlm.core.mock import MockEngine
 
-from .registry import ALL, breaks
+from .registry import breaks
 
 
 class LMWith(AsyncLM):
@@ -24,7 +24,7 @@ class LMWith(AsyncLM):
         raise NotImplementedError
 
 
-@breaks("vocabulary_is_consistent", also_in_state_machine=False)
+@breaks("vocabulary_is_consistent")
 class TokensInDisorder(AsyncLM):
     @property
     def byte_vocab(self) -> list[Token]:
@@ -32,31 +32,31 @@ class TokensInDisorder(AsyncLM):
         return [second, first, *others]
 
 
-@breaks("row_has_shape_and_type", also_in_state_machine=False)
+@breaks("row_has_shape_and_type")
 class DoubleRows(LMWith):
     def changed(self, row: torch.Tensor) -> torch.Tensor:
         return row.double()
 
 
-@breaks("row_has_shape_and_type", "row_belongs_to_its_caller", also_in_state_machine=False)
+@breaks("row_has_shape_and_type")
 class RowsWithGraph(LMWith):
     def changed(self, row: torch.Tensor) -> torch.Tensor:
         return row.requires_grad_()
 
 
-@breaks("row_is_normalised", "engine_keeps_its_contract", also_in_state_machine=False)
+@breaks("row_is_normalised")
 class UnnormalisedRows(MockEngine):
     def row(self, query: Query) -> torch.Tensor:
         return super().row(query) + 0.01
 
 
-@breaks("every_way_of_asking_agrees", also_in_state_machine=False)
+@breaks("every_way_of_asking_agrees")
 class BatchesAtAnotherTemperature(AsyncLM):
     def batch_next_token_logprobs_sync(self, *args: Any, **options: Any) -> torch.Tensor:
         return (super().batch_next_token_logprobs_sync(*args, **options) / 2).log_softmax(dim=-1)
 
 
-@breaks("cold_row_is_repeatable", *ALL)
+@breaks("cold_row_is_repeatable")
 class ColdRowsThatReadState(MockEngine):
     """A cold query reads the state that warm ones left, and that with a fault: the oracle itself is
     wrong."""
@@ -75,7 +75,7 @@ class ColdRowsThatReadState(MockEngine):
         self.__dict__.pop("known", None)
 
 
-@breaks("engine_keeps_its_contract", also_in_state_machine=False)
+@breaks("engine_keeps_its_contract")
 class PrefixRefusedQuietly(MockEngine):
     """A hook returns what its contract does not know."""
 
@@ -84,7 +84,7 @@ class PrefixRefusedQuietly(MockEngine):
         return not super().genlm_cache_prefix(query)
 
 
-@breaks("longest_context", also_in_state_machine=False)
+@breaks("longest_context")
 class LastPositionMissing(MockEngine):
     """The longest context is cut by one token."""
 
@@ -93,7 +93,7 @@ class LastPositionMissing(MockEngine):
         return super().row(evolve(query, token_ids=query.token_ids[1:]) if full else query)
 
 
-@breaks("row_belongs_to_its_caller", also_in_state_machine=False)
+@breaks("row_belongs_to_its_caller")
 class SharedRows(AsyncLM):
     """Who asks for a context of which somebody has the row gets that very tensor."""
 
@@ -103,7 +103,7 @@ class SharedRows(AsyncLM):
         return rows.setdefault((tuple(token_ids), *options.items()), row)
 
 
-@breaks("row_does_not_keep_its_batch", also_in_state_machine=False)
+@breaks("row_does_not_keep_its_batch")
 class RowsThatAreViews(LMWith):
     def changed(self, row: torch.Tensor) -> torch.Tensor:
         return torch.stack([row, row])[0]

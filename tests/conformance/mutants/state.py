@@ -11,33 +11,23 @@ from attrs import evolve
 from genlm.core import AsyncLM, Query, hookimpl
 from genlm.core.mock import MockEngine
 
-from .registry import COMPANY, DRAWS, breaks
+from .registry import breaks
 
 
-@breaks("gathered_questions_equal_single_ones", *COMPANY)
+@breaks("gathered_questions_equal_single_ones")
 class RowsInTheWrongOrder(MockEngine):
     @hookimpl
     def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
         return super().genlm_next_token_logprobs(queries).flip(0)
 
 
-@breaks("batch_answers_in_order", also_in_state_machine=False)
+@breaks("batch_answers_in_order")
 class BatchesSorted(AsyncLM):
     """A batch comes back sorted by length, as it went to the engine."""
 
     async def batch_next_token_logprobs(self, token_ids_list: Any, **options: Any) -> torch.Tensor:
         rows = await super().batch_next_token_logprobs(token_ids_list, **options)
         return rows[sorted(range(len(rows)), key=lambda i: len(token_ids_list[i]))]
-
-
-@breaks("large_batch", also_in_state_machine=False)
-class LargeBatchesCut(MockEngine):
-    """What is beyond the engine's own limit is answered with the last row that fits."""
-
-    @hookimpl
-    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
-        rows = super().genlm_next_token_logprobs(queries[:16])
-        return torch.cat([rows, rows[-1:].expand(len(queries) - len(rows), -1)])
 
 
 @breaks("equal_questions_share_one_slot")
@@ -50,7 +40,7 @@ class NothingShared(AsyncLM):
         return await super().next_token_logprobs(*args, **options)
 
 
-@breaks("same_tail_under_different_prefixes", *COMPANY, "pinned_prefix")
+@breaks("same_tail_under_different_prefixes")
 class DeduplicationBySuffix(MockEngine):
     """Queries of one batch whose last token is the same share a row."""
 
@@ -62,14 +52,7 @@ class DeduplicationBySuffix(MockEngine):
         )
 
 
-@breaks(
-    "warm_row_equals_cold_row",
-    "forked_contexts",
-    "every_way_of_asking_agrees",
-    "adapters_in_turn",
-    "rebound_adapter",
-    *DRAWS,
-)
+@breaks("warm_row_equals_cold_row")
 class WarmRowsOneTokenShort(MockEngine):
     """A context that was evaluated before starts from its own state, and is evaluated without its
     last token."""
@@ -86,15 +69,7 @@ class WarmRowsOneTokenShort(MockEngine):
         self.__dict__.pop("known", None)
 
 
-@breaks(
-    "extended_context",
-    "forked_contexts",
-    "warm_row_equals_cold_row",
-    "adapters_in_turn",
-    "dropped_state",
-    *COMPANY,
-    *DRAWS,
-)
+@breaks("extended_context")
 class ExtensionsAtTheWrongPosition(MockEngine):
     """A context that extends one evaluated just before is evaluated as if that were not there."""
 
@@ -111,7 +86,7 @@ class ExtensionsAtTheWrongPosition(MockEngine):
         self.__dict__.pop("last", None)
 
 
-@breaks("forked_contexts", "warm_row_equals_cold_row", "dropped_state", "adapters_in_turn", *DRAWS)
+@breaks("forked_contexts")
 class StateChangedByItsReader(MockEngine):
     """The state of a context grows with whoever extends it, so that later readers start from
     something else."""
@@ -132,13 +107,7 @@ class StateChangedByItsReader(MockEngine):
         self.__dict__.pop("states", None)
 
 
-@breaks(
-    "pinned_prefix",
-    "same_tail_under_different_prefixes",
-    "adapters_in_turn",
-    "dropped_state",
-    "rebound_adapter",
-)
+@breaks("pinned_prefix")
 class PinnedPrefixCountedTwice(MockEngine):
     """A context that begins with a pinned prefix is evaluated with the prefix twice."""
 

@@ -118,7 +118,7 @@ class ContractCheck:
         return self._done("genlm_remove_lora", adapter, (yield))
 
     def _done(self, hook: str, subject: object, result: bool | None) -> bool | None:
-        self._check(hook, subject, None if result in (True, None) else f"{result!r}; expected True")
+        self._check(hook, subject, None if result is True else f"{result!r}; expected True")
         return result
 
     # --- violations -------------------------------------------------------------------------------

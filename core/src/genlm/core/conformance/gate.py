@@ -125,7 +125,7 @@ class EngineGate:
         self._look_back()
         return self._given_away("genlm_next_token_logprobs", rows)
 
-    def _given_away(self, hook: str, rows: Any) -> Any:
+    def _given_away(self, hook: str, rows: torch.Tensor) -> torch.Tensor:
         """Keep what the engine returned beside a copy, and hand on another copy: so an engine that
         uses the memory again is noticed."""
         if hasattr(rows, "clone") and not rows.requires_grad and rows.ndim == 2:

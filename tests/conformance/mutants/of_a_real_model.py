@@ -1,0 +1,88 @@
+"""Faults of a tiny real model: of clauses that no mock can break."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attrs import evolve
+
+from genlm.core import hookimpl
+from genlm.core.types import Adapter, Query
+from genlm.hf.engine import HFEngine
+
+
+class WeightsKeptByPath(HFEngine):
+    """The weights of an adapter are kept by the path of its folder, whatever that holds now.
+
+    Breaks ``same_path_with_other_weights``.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.by_path: dict[str, Adapter] = {}
+
+    @hookimpl
+    def genlm_add_lora(self, adapter: Adapter) -> bool:
+        if adapter.path not in self.by_path:
+            super().genlm_add_lora(adapter)
+            self.by_path[adapter.path] = adapter
+        return True
+
+    @hookimpl
+    def genlm_remove_lora(self, adapter: Adapter) -> bool:
+        return True
+
+    @hookimpl
+    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+        known = [
+            evolve(query, adapter=query.adapter and self.by_path[query.adapter.path])
+            for query in queries
+        ]
+        unique = list(dict.fromkeys(known))
+        rows = super().genlm_next_token_logprobs(unique)
+        return rows[torch.tensor([unique.index(query) for query in known])]
+
+
+class WrongAdapterPassedOver(HFEngine):
+    """An adapter that does not fit is passed over, and its rows are the base model's.
+
+    Breaks ``adapter_of_another_model``.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.passed_over: set[int] = set()
+
+    @hookimpl
+    def genlm_add_lora(self, adapter: Adapter) -> bool:
+        try:
+            return super().genlm_add_lora(adapter)
+        except Exception:
+            if adapter.name != "wider":
+                raise
+            self.passed_over.add(adapter.version)
+            return True
+
+    @hookimpl
+    def genlm_remove_lora(self, adapter: Adapter) -> bool:
+        return adapter.version in self.passed_over or super().genlm_remove_lora(adapter)
+
+    @hookimpl
+    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+        return super().genlm_next_token_logprobs(
+            [
+                evolve(query, adapter=None)
+                if query.adapter and query.adapter.version in self.passed_over
+                else query
+                for query in queries
+            ]
+        )
+
+
+#: By name, with the clause that each breaks.
+MUTANTS = {
+    WeightsKeptByPath: "same_path_with_other_weights",
+    WrongAdapterPassedOver: "adapter_of_another_model",
+}
