@@ -1,0 +1,91 @@
+"""The soak program finds what it looks for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from genlm.core import hookimpl
+from tools import soak
+
+
+def arguments(tmp_path: Path, **changes: Any) -> argparse.Namespace:
+    given = {
+        "backend": "mock",
+        "model": "mock",
+        "minutes": 0.05,
+        "seed": 1,
+        "threads": 2,
+        "workers": 2,
+        "longest": 60,
+        "atol": 1e-3,
+        "no_adapters": False,
+        "alone": False,
+        "option": [],
+        "replay": None,
+        "operations": str(tmp_path / "operations.jsonl"),
+    }
+    return argparse.Namespace(**{**given, **changes})
+
+
+ADAPTERS = {"first": "first", "second": "second", "rebound": "first"}
+
+
+class MixedUp:
+    """An engine that swaps two rows of a batch."""
+
+    @hookimpl(wrapper=True)
+    def genlm_next_token_logprobs(
+        self, queries: Any
+    ) -> Generator[None, torch.Tensor, torch.Tensor]:
+        rows = yield
+        return rows.flip(0)
+
+
+class Losing:
+    """An engine that fails now and then."""
+
+    calls = 0
+
+    @hookimpl(wrapper=True)
+    def genlm_next_token_logprobs(
+        self, queries: Any
+    ) -> Generator[None, torch.Tensor, torch.Tensor]:
+        rows = yield
+        self.calls += 1
+        if self.calls > 20:
+            raise RuntimeError("lost")
+        return rows
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+def test_nothing_is_found_on_the_mock(tmp_path: Path, continuous: bool) -> None:
+    given = arguments(tmp_path, option=[("continuous", continuous)])
+    assert soak.soak(given, ADAPTERS)
+    assert not Path(given.operations).exists()
+
+
+def test_swapped_rows_are_found_and_the_operations_are_replayable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [("wrappers", [MixedUp()]), ("cache_size", 0)]
+    given = arguments(tmp_path, option=options, minutes=1.0)
+    assert not soak.soak(given, ADAPTERS)
+    assert "off its cold row" in capsys.readouterr().out
+    operations = Path(given.operations)
+    assert all(len(json.loads(line)) == 6 for line in operations.read_text().splitlines())
+    again = arguments(tmp_path, option=options, replay=str(operations))
+    assert not soak.replay(again, ADAPTERS)
+    assert "off its cold row" in capsys.readouterr().out
+
+
+def test_an_engine_that_fails_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = arguments(tmp_path, option=[("wrappers", [Losing()])], minutes=1.0)
+    assert not soak.soak(given, ADAPTERS)
+    assert "EngineError" in capsys.readouterr().out
