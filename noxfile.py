@@ -240,7 +240,15 @@ def release_check(session: nox.Session) -> None:
     session.run(tools, "tools/release.py", "check", external=True)
     for folder in DISTRIBUTIONS:
         session.run(
-            tools, "-m", "build", "--outdir", str(built), str(folder), external=True, silent=True
+            tools,
+            "-m",
+            "build",
+            "--no-isolation",
+            "--outdir",
+            str(built),
+            str(folder),
+            external=True,
+            silent=True,
         )
     archives = [str(archive) for archive in sorted(built.iterdir())]
     session.run(tools, "-m", "twine", "check", "--strict", *archives, external=True)
