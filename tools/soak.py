@@ -425,9 +425,8 @@ def report(one: Soak, took: float, memory: list[int]) -> bool:
     with file.open("w") as lines:
         for operation in one.history:
             lines.write(json.dumps([getattr(operation, name) for name in FIELDS]) + "\n")
-    print(
-        f"the operations are in {file}; --replay {file} runs them again, one by one, and compares all rows"
-    )
+    print(f"the operations are in {file}")
+    print(f"--replay {file} runs them again, one by one, and compares every row")
     return False
 
 
