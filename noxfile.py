@@ -113,7 +113,7 @@ def types(session: nox.Session) -> None:
     """Strict types, by mypy, for everything but the tests. No engine is needed."""
     prepare(session)
     session.install("--editable", "core[conformance]", *GROUPS["types"])
-    sources = [str(folder / "src") for folder in (CORE, *PLUGINS.values())]
+    sources = [str(folder / "src") for folder in DISTRIBUTIONS]
     session.env["MYPYPATH"] = os.pathsep.join(sources)
     session.run("mypy", *sources, "examples", "tools", *session.posargs)
 
@@ -257,6 +257,7 @@ def release_check(session: nox.Session) -> None:
     # Without their engines: listing the backends must not need them.
     session.install("--no-deps", *others)
     session.run("genlm", "backends")
+    session.run("python", "-c", "import genlm.backend.llm, genlm_backend.llm")
     session.run("python", "examples/smc.py", "--backend", "mock", *session.posargs)
 
 

@@ -1,0 +1,16 @@
+"""What every language model has."""
+
+from genlm.backend._former import ADAPTERS, BATCHED, former
+from genlm.core import AsyncLM as AsyncLM
+from genlm.core import MockAsyncLM as MockAsyncLM
+from genlm.core import decode_vocab as decode_vocab
+
+__getattr__ = former(
+    __name__,
+    {
+        "BatchAbandoned": "use genlm.core.QueriesResetError, or genlm.core.ModelClosedError",
+        "batch_abandoned": BATCHED,
+        "fail_futures": BATCHED,
+        **ADAPTERS,
+    },
+)

@@ -1,0 +1,3 @@
+"""A token: bytes with an id."""
+
+from genlm.core import Token as Token
