@@ -105,7 +105,7 @@ def allowed_tokens(lm: AsyncLM, avoid: str) -> torch.Tensor:
     plain = [
         token.token_id
         for token in lm.byte_vocab
-        if token.byte_string and alphabet.issuperset(token.byte_string)
+        if token and not token.is_special and alphabet.issuperset(token)
     ]
     return torch.tensor([*plain, lm.tokenizer.eos_token_id])
 

@@ -249,7 +249,7 @@ class TokenCharacterTrie:
     # --- as dictionaries, built when first used ---------------------------------------------------
 
     @cached_property
-    def children(self) -> list[dict[Hashable, int]]:
+    def children(self) -> list[dict[Any, int]]:
         """The edges of each node: symbol to node, and ``(None, position)`` to the leaf of an item.
 
         So a walk from :attr:`root` visits the nodes that it wants, and finds the items that end

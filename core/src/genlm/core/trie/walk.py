@@ -85,9 +85,9 @@ class Walker:
         return np.argsort(self.items.order)
 
 
-def children_view(items: SortedItems, layout: Layout) -> list[dict[Hashable, int]]:
+def children_view(items: SortedItems, layout: Layout) -> list[dict[Any, int]]:
     """The edges of each node: symbol to node, ``(None, position)`` to leaf. A leaf has none."""
-    children: list[dict[Hashable, int]] = [{} for _ in range(layout.size + len(items.order))]
+    children: list[dict[Any, int]] = [{} for _ in range(layout.size + len(items.order))]
     edges = zip(
         layout.parent[1:].tolist(), layout.symbol[1:].tolist(), range(1, layout.size), strict=True
     )

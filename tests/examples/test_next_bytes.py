@@ -1,0 +1,34 @@
+"""examples/next_bytes.py: over a byte tokenizer, what it prints can be computed by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from genlm.core import load_model_by_name
+
+PROGRAM = Path(__file__).parents[2] / "examples" / "next_bytes.py"
+
+
+def test_the_next_token_and_the_next_bytes(example):
+    with load_model_by_name("mock", backend="mock") as lm:
+        ((token, exact), (longer, both)) = asyncio.run(
+            example("next_bytes").compare(lm, "x", ["a", "ab"])
+        )
+        row = lm.next_token_logprobs_sync([*b"x"]).exp()
+        after = lm.next_token_logprobs_sync([*b"xa"]).exp()
+    assert token == pytest.approx(float(row[ord("a")]), rel=1e-6)
+    assert exact == pytest.approx(token, rel=1e-6)
+    assert longer == 0.0
+    assert both == pytest.approx(float(row[ord("a")] * after[ord("b")]), rel=1e-5)
+
+
+def test_the_program_runs_on_the_mock() -> None:
+    command = [sys.executable, PROGRAM, " a", "--backend", "mock"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "' a'" in ran.stdout
+    assert ran.stderr == ""
