@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from attrs import frozen
 
 from genlm.core import AsyncLM
 from genlm.core.conformance import ConformanceSuite
-from genlm.core.conformance.report import run
+from genlm.core.conformance.report import Verdict, run
 from genlm.core.errors import EngineDeadError
 from genlm.core.mock import ByteTokenizer, MockEngine
 from genlm.core.options import refuse_unknown
@@ -114,12 +115,12 @@ class Bite:
     seconds: float
 
 
-def suites() -> dict[str, Callable[[float], ConformanceSuite]]:
-    """The suite on every mutant, by name."""
+def suites(real: bool = True) -> dict[str, Callable[[float], ConformanceSuite]]:
+    """The suite on every mutant, by name; those of a real model too where genlm-hf is installed."""
     made: dict[str, Callable[[float], ConformanceSuite]] = {}
     for engine in of_the_mock.MUTANTS:
         made[f"blind.mock.{engine.__name__}"] = functools.partial(OfTheMock, engine)
-    with contextlib.suppress(ImportError):
+    if real and find_spec("genlm.hf") and find_spec("peft"):
         from .blind import of_a_real_model
 
         for engine in of_a_real_model.MUTANTS:
@@ -152,17 +153,28 @@ def clean() -> dict[str, Callable[[float], ConformanceSuite]]:
     return made
 
 
-def bite(name: str, effort: str, only: str = "", seed: int = 0) -> tuple[Bite, dict[str, str]]:
-    """Run the suite on one mutant. It stops early when nothing can be learnt: the model is dead."""
+def bite(
+    name: str, effort: str, only: str = "", seed: int = 0, first: bool = False
+) -> tuple[Bite, dict[str, str]]:
+    """Run the suite on one mutant; with ``first`` until a clause fails."""
     logging.disable(logging.CRITICAL)
-    suite = (suites() | clean())[name](EFFORTS[effort])
+    known = suites(".hf." in name) if not name.startswith("clean.") else clean()
+    suite = known[name](EFFORTS[effort])
     suite.seed = seed
+    failed = False
+
+    def tell(verdict: Verdict) -> None:
+        nonlocal failed
+        failed |= verdict.status == "failed"
+
+    def wanted(clause: str) -> bool:
+        if first and failed:
+            return False
+        return clause not in ELSEWHERE and bool(re.search(only, clause))
+
     began = time.process_time()
     with contextlib.redirect_stderr(io.StringIO()):
-        report = run(
-            suite,
-            only=lambda clause: clause not in ELSEWHERE and bool(re.search(only, clause)),
-        )
+        report = run(suite, tell, wanted)
     caught = {verdict.clause: verdict.detail for verdict in report.failed}
     slow = sorted(report.verdicts, key=lambda v: -v.seconds)[:6]
     caught["slowest"] = ", ".join(f"{v.clause} {v.seconds:.1f}" for v in slow)
@@ -178,6 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--only", default="", help="a pattern of the clauses to run")
     parser.add_argument("--clean", type=int, default=0, help="run the clean engines, so many seeds")
+    parser.add_argument("--first", action="store_true", help="stop at the first clause that fails")
     parser.add_argument("--verbose", action="store_true", help="print the counterexamples")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     options = parser.parse_args(arguments)
@@ -187,9 +200,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name for name in known if not options.pattern or any(p in name for p in options.pattern)
     ]
     seeds = range(options.clean or 1)
-    work = [(n, e, options.only, s) for e in efforts for s in seeds for n in chosen]
+    work = [(n, e, options.only, s, options.first) for e in efforts for s in seeds for n in chosen]
     bites = []
-    with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=1) as pool:
+    with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=8) as pool:
         jobs = [pool.apply_async(bite, job) for job in work]
         for job, (name, effort, *_) in zip(jobs, work, strict=True):
             try:
