@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from attrs import evolve
+from attrs import evolve, frozen
 
 from genlm.core.hookspecs import hookimpl
 from genlm.core.types import (
@@ -30,6 +30,15 @@ class PlantedError(RuntimeError):
     """What the gate makes the engine raise."""
 
 
+@frozen
+class Round:
+    """One call of an evaluation hook: what was new in it, and what it answered."""
+
+    hook: str
+    asked: tuple[Query, ...]
+    answered: tuple[Query, ...]
+
+
 class EngineGate:
     """Observes, holds and fails evaluations. All is as it was after :meth:`reset`.
 
@@ -42,8 +51,12 @@ class EngineGate:
         self._changed = threading.Condition()
         self._is_open = True
         self._inside = False
+        self._entered = 0
+        self._passes = 0
         self._seen: list[Query] = []
         self._poison: TokenIds | None = None
+        #: The calls that have ended since the last reset.
+        self.rounds: list[Round] = []
         #: What the engine has written into after it had returned it, in words.
         self.rewritten: list[str] = []
         self._returned: tuple[str, torch.Tensor, torch.Tensor] | None = None
@@ -54,8 +67,10 @@ class EngineGate:
         """Forget what was seen, fail nothing, hold nothing."""
         with self._changed:
             self._seen.clear()
+            self.rounds = []
             self._poison = None
             self._is_open = True
+            self._passes = 0
             self._changed.notify_all()
 
     @property
@@ -94,6 +109,15 @@ class EngineGate:
             if not self._changed.wait_for(lambda: self._inside, self._patience):
                 raise TimeoutError(f"no question reached the engine within {self._patience:g} s")
 
+    def let_one_through(self) -> None:
+        """Let the evaluation that is held go on, and wait until the next one is held."""
+        with self._changed:
+            before = self._entered
+            self._passes = 1
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: self._entered > before, self._patience):
+                raise TimeoutError(f"no further call of the engine within {self._patience:g} s")
+
     # --- around the engine: its thread ------------------------------------------------------------
 
     def _enter(self, queries: Sequence[Query]) -> None:
@@ -102,11 +126,19 @@ class EngineGate:
             if self._is_open:
                 return
             self._inside = True
+            self._entered += 1
             self._changed.notify_all()
-            released = self._changed.wait_for(lambda: self._is_open, self._patience)
+            released = self._changed.wait_for(
+                lambda: self._is_open or self._passes > 0, self._patience
+            )
+            self._passes = 0
             self._inside = False
         if not released:
             raise TimeoutError(f"the suite held the engine for more than {self._patience:g} s")
+
+    def _ended(self, hook: str, asked: Sequence[Query], answered: Sequence[Query]) -> None:
+        with self._changed:
+            self.rounds.append(Round(hook, tuple(asked), tuple(answered)))
 
     def _poisons(self, query: Query) -> bool:
         return query.token_ids == self._poison
@@ -122,6 +154,7 @@ class EngineGate:
         if any(map(self._poisons, queries)):
             raise self._planted()
         rows = yield
+        self._ended("genlm_next_token_logprobs", queries, queries)
         self._look_back()
         return self._given_away("genlm_next_token_logprobs", rows)
 
@@ -152,10 +185,12 @@ class EngineGate:
         scores: Sequence[ScoreRequest],
     ) -> Generator[None, Sequence[Answer], Sequence[Answer]]:
         requests: list[Request] = [*queries, *samples, *scores]
-        self._enter([query_of(request) for request in requests])
+        asked = [query_of(request) for request in requests]
+        self._enter(asked)
         # To raise here would break the engine's promise to have dropped what is in flight: fail the
         # one query instead.
         answers = yield
+        self._ended("genlm_step", asked, [query_of(answer.query) for answer in answers])
         return [
             evolve(a, row=self._planted())
             if isinstance(a.query, Query) and self._poisons(a.query)
@@ -168,7 +203,9 @@ class EngineGate:
         self, queries: Sequence[Query], params: Sequence[SamplingParams]
     ) -> Generator[None, Any, Any]:
         self._enter(queries)
-        return (yield)
+        drawn = yield
+        self._ended("genlm_sample", queries, queries)
+        return drawn
 
     @hookimpl(wrapper=True)
     def genlm_sequence_logprobs(

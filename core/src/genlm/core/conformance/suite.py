@@ -11,6 +11,7 @@ import pytest
 
 from genlm.core.conformance.adapters import AdapterClauses
 from genlm.core.conformance.callers import CallerClauses
+from genlm.core.conformance.company import CompanyClauses
 from genlm.core.conformance.compare import ATOL, check
 from genlm.core.conformance.faults import failing_forward
 from genlm.core.conformance.histories import (
@@ -44,6 +45,7 @@ class ConformanceSuite(
     AdapterClauses,
     RefusedOptionClauses,
     RefusalClauses,
+    CompanyClauses,
     CallerClauses,
     OwnershipClauses,
     StateClauses,

@@ -1,0 +1,170 @@
+"""Clauses on requests of different kinds and lengths that share one engine: none waits for the
+long work of another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from genlm.core.conformance.compare import check
+from genlm.core.conformance.gate import Round
+from genlm.core.conformance.subject import Outcome, Subject, submitted
+from genlm.core.types import TokenIds
+
+#: Tokens of a long draw.
+LONG = 40
+
+#: In how many calls of the engine a request must be answered, whatever stream of others never
+#: pauses. Engines differ in how many calls a request takes; a starved one is not answered at all.
+BOUND = 40
+
+
+class CompanyClauses:
+    """Long work and short work together."""
+
+    def test_short_draw_returns_before_a_long_one(self, live: Subject) -> None:
+        """A draw of one token, asked together with one of many, is answered first."""
+        self._needs_draws_in_steps(live)
+        short, long = live.contexts.long(3, 2), live.contexts.long(5, 1)
+        length = self._length(live, long)
+
+        async def together() -> None:
+            draws = [
+                live.lm.sample(long, length, [], seed=1),
+                live.lm.sample(short, 1, [], seed=2),
+            ]
+            await asyncio.gather(*draws)
+
+        live.reset()
+        live.run(together())
+        rounds = live.gate.rounds
+        check(
+            _last(rounds, short) < _last(rounds, long),
+            f"a draw of 1 token was answered in call {_last(rounds, short) + 1} of the engine, one "
+            f"of {length} tokens in call {_last(rounds, long) + 1}",
+        )
+
+    def test_row_during_a_draw(self, live: Subject) -> None:
+        """A row that is asked while a long draw is under way is answered before the draw ends, and
+        is right."""
+        self._needs_draws_in_steps(live)
+        row, long = live.contexts.long(3, 2), live.contexts.long(5, 1)
+        length = self._length(live, long)
+        live.cold(row)
+
+        async def scenario() -> list[Outcome]:
+            with live.gate.held():
+                draw = asyncio.ensure_future(live.lm.sample(long, length, [], seed=1))
+                await submitted()
+                await asyncio.wrap_future(live.thread(live.gate.wait_inside))
+                asked = asyncio.ensure_future(live.lm.next_token_logprobs(row))
+                await submitted()
+            return list(await asyncio.gather(asked, draw, return_exceptions=True))
+
+        live.reset()
+        answer, _ = live.run(scenario())
+        rounds = [*live.gate.rounds]
+        live.expect(answer, row, how=f"during a draw of {length} tokens")
+        check(
+            _last(rounds, row) < _last(rounds, long),
+            f"a row asked in call 1 of a draw of {length} tokens was answered in call "
+            f"{_last(rounds, row) + 1} of the engine, after the draw",
+        )
+
+    def test_cancelled_draw_ends(self, live: Subject) -> None:
+        """A long draw whose caller has gone is not drawn to its end, and what is asked next is
+        right."""
+        self._needs_draws_in_steps(live)
+        long = live.contexts.long(5, 1)
+        length = self._length(live, long)
+        if live.lm._engine.in_steps and not live.lm._engine.drops:
+            pytest.skip("the engine draws in its steps, and takes nothing back (no `dropped`)")
+
+        async def scenario() -> None:
+            with live.gate.held():
+                draw = asyncio.ensure_future(live.lm.sample(long, length, [], seed=1))
+                await submitted()
+                await asyncio.wrap_future(live.thread(live.gate.wait_inside))
+                draw.cancel()
+                await submitted()
+
+        live.reset()
+        live.run(scenario())
+        for row in (live.contexts.long(3, 2), live.contexts.long(4, 2)):
+            live.expect(live.ask(row), row, how="after a draw was cancelled")
+        rounds = live.gate.rounds
+        check(
+            len(rounds) < length,
+            f"a draw of {length} tokens was cancelled in its first call; the engine was called "
+            f"{len(rounds)} times",
+        )
+        check(
+            not any(query.token_ids[:5] == long for r in rounds[1:] for query in r.answered),
+            "a draw whose caller had gone was answered",
+        )
+
+    def test_nobody_is_passed_over(self, live: Subject) -> None:
+        """A row and a draw are answered within a bounded number of calls of the engine, while every
+        call brings another request."""
+        contexts = live.contexts.many(BOUND + 12)
+        victims = [context for context in contexts if len(context) > 4][:2]
+        others = [c for c in contexts if not any(_of(c, victim) for victim in victims)]
+        draws = "genlm_sample" not in self._hooks_of_a_draw(live)
+
+        async def scenario() -> tuple[list[bool], list[Outcome]]:
+            with live.gate.held():
+                stream = [asyncio.ensure_future(live.lm.next_token_logprobs(others[0]))]
+                await submitted()
+                await asyncio.wrap_future(live.thread(live.gate.wait_inside))
+                asked: list[asyncio.Future[Outcome]] = [
+                    asyncio.ensure_future(live.lm.next_token_logprobs(victims[0]))
+                ]
+                if draws:
+                    asked.append(asyncio.ensure_future(live.lm.sample(victims[1], 2, [], seed=1)))
+                for context in others[1:BOUND]:
+                    stream.append(asyncio.ensure_future(live.lm.next_token_logprobs(context)))
+                    await submitted()
+                    await live.soon(asyncio.wrap_future(live.thread(live.gate.let_one_through)))
+                    await submitted()
+                    if all(victim.done() for victim in asked):
+                        break
+                done = [victim.done() for victim in asked]
+            outcomes = await asyncio.gather(*asked, return_exceptions=True)
+            await asyncio.gather(*stream)
+            return done, list(outcomes)
+
+        live.reset()
+        done, (row, *_) = live.run(scenario())
+        live.expect(row, victims[0], how="while others kept coming")
+        for what, is_done in zip(("a row", "a draw of 2 tokens"), done, strict=False):
+            check(
+                is_done,
+                f"{what} was not answered within {BOUND} calls of the engine, while every call "
+                "brought another request",
+            )
+
+    def _needs_draws_in_steps(self, live: Subject) -> None:
+        if "genlm_sample" in self._hooks_of_a_draw(live):
+            pytest.skip("the engine draws in one call of genlm_sample, not in its steps")
+
+    def _hooks_of_a_draw(self, live: Subject) -> set[str]:
+        live.reset()
+        live.run(live.lm.sample(live.contexts.stem[:3], 2, [], seed=0))
+        return {each.hook for each in live.gate.rounds}
+
+    def _length(self, live: Subject, prompt: TokenIds) -> int:
+        return min(LONG, live.contexts.limit - len(prompt))
+
+
+def _last(rounds: Sequence[Round], prompt: TokenIds) -> int:
+    """The number of the last call that answered a prompt, or what was drawn after it."""
+    found = [
+        i for i, r in enumerate(rounds) if any(_of(query.token_ids, prompt) for query in r.answered)
+    ]
+    return found[-1] if found else len(rounds)
+
+
+def _of(token_ids: TokenIds, prompt: TokenIds) -> bool:
+    return token_ids[: len(prompt)] == prompt
