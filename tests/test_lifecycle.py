@@ -309,7 +309,7 @@ def test_a_forked_child_is_told_and_its_exit_is_clean():
 
 def test_a_forked_child_waits_for_no_lock_that_a_thread_of_its_parent_held():
     result = run_python("""
-        import asyncio, os, signal, sys, threading
+        import asyncio, os, signal, sys, threading, warnings
         import torch
         from genlm.core import EngineDeadError
         from genlm.core.runtime.batcher import Batcher, Executor
@@ -346,6 +346,8 @@ def test_a_forked_child_waits_for_no_lock_that_a_thread_of_its_parent_held():
         ):
             threading.Thread(target=use).start()
             held.reached.wait()
+        # From Python 3.12 on, to fork a process with threads warns of what is tested here.
+        warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
         child = os.fork()
         if not child:
             signal.alarm(60)

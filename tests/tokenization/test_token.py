@@ -107,7 +107,9 @@ print(tracemalloc.get_traced_memory()[0])
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    assert int(result.stdout) < 40 << 20
+    # From Python 3.12 on, every object with a __dict__ of its own takes 8 bytes more.
+    bound = 160 if sys.version_info < (3, 12) else 168
+    assert int(result.stdout) < 1.01 * bound * 260_000
 
 
 @pytest.mark.parametrize("token_id", [0, 255, 256, 65_537, -1, 1 << 40])

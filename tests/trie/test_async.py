@@ -200,8 +200,10 @@ def test_one_that_nobody_holds_any_more_ends_its_thread(vocabulary, weights):
 
 def test_a_forked_child_has_a_worker_of_its_own():
     program = """
-import asyncio, os, signal
+import asyncio, os, signal, warnings
 from genlm.core.trie import AsyncTokenCharacterTrie
+# From Python 3.12 on, to fork a process with threads warns of what is tested here.
+warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
 trie = AsyncTokenCharacterTrie.from_vocab([b"a", b"ab"], backend="sequential")
 trie.start()
 if child := os.fork():
