@@ -90,18 +90,18 @@ def config(name: str, **arguments: Any) -> Callable[[], PretrainedConfig]:
 
 
 FAMILIES = {
-    "llama, grouped heads": (config("Llama", **SHAPE), Reuse.PACKED),
-    "gpt2, learned positions": (config("GPT2", **GPT2), Reuse.PACKED),
+    "llama, grouped heads": (config("Llama", **SHAPE), Reuse.SHARED),
+    "gpt2, learned positions": (config("GPT2", **GPT2), Reuse.SHARED),
     "mistral, a window in every layer": (
         config("Mistral", **SHAPE, sliding_window=7),
-        Reuse.PACKED,
+        Reuse.SHARED,
     ),
-    "gemma2, window in some layers, capped": (config("Gemma2", **SHAPE, **MIXED), Reuse.PACKED),
-    "gemma3, window in some layers": (config("Gemma3Text", **SHAPE, **MIXED), Reuse.PACKED),
-    "gpt-oss, sinks": (config("GptOss", **SHAPE, **MIXED, num_local_experts=4), Reuse.PACKED),
-    "llama4, chunks": (config("Llama4Text", **LLAMA4), Reuse.PACKED),
+    "gemma2, window in some layers, capped": (config("Gemma2", **SHAPE, **MIXED), Reuse.SHARED),
+    "gemma3, window in some layers": (config("Gemma3Text", **SHAPE, **MIXED), Reuse.SHARED),
+    "gpt-oss, sinks": (config("GptOss", **SHAPE, **MIXED, num_local_experts=4), Reuse.SHARED),
+    "llama4, chunks": (config("Llama4Text", **LLAMA4), Reuse.SHARED),
     "deepseek3, latent attention": (config("DeepseekV3", **DEEPSEEK), Reuse.PACKED),
-    "mixtral, experts": (config("Mixtral", **SHAPE, num_local_experts=4), Reuse.PACKED),
+    "mixtral, experts": (config("Mixtral", **SHAPE, num_local_experts=4), Reuse.SHARED),
     "bloom, alibi": (config("Bloom", **OLD), Reuse.UNIFORM),
     "gpt-neo, a window of its own": (
         config(

@@ -26,7 +26,7 @@ def load(folder: str, **options: Any) -> Any:
 def test_half_precision(dtype: str, pair: Make, llama_config: Make, interleave: Make) -> None:
     model = pair(llama_config(dtype=dtype), max_batch_tokens=48)
     assert model.engine.model.dtype == getattr(torch, dtype)
-    assert model.engine.reuse is Reuse.PACKED
+    assert model.engine.reuse is Reuse.SHARED
     rows = model.ask((1, 2, 3), (1, 2, 3, 4))
     assert rows.dtype == torch.float32
     assert rows.logsumexp(-1).abs().max() < 1e-4
@@ -43,7 +43,7 @@ def test_quantised(
     options = {f"load_in_{bits}bit": True}
     model = beside(load(tiny, bitsandbytes_opts=options), load(tiny, bitsandbytes_opts=options))
     assert stored in {weight.dtype for weight in model.engine.model.parameters()}
-    assert model.engine.reuse is Reuse.PACKED
+    assert model.engine.reuse is Reuse.SHARED
     assert model.ask((1, 2, 3)).dtype == torch.float32
     interleave(model, seed=0, atol=0.1)
 
@@ -63,6 +63,6 @@ def test_compiled(tiny: str, beside: Make) -> None:
     graphs = counters["stats"]["unique_graphs"]
     model = beside(load(tiny, compile_opts={"dynamic": True}), load(tiny))
     assert counters["stats"]["unique_graphs"] > graphs
-    assert model.engine.reuse is Reuse.PACKED
+    assert model.engine.reuse is Reuse.SHARED
     model.check((1, 2, 3, 4), (5, 6))
     model.check((1, 2, 3, 4, 7), (1, 2, 3, 4, 8), (5, 6, 9, 10))

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from genlm.core import Adapter
-from genlm.hf.job import Job
-from genlm.hf.layout import Span, UniformLayout
+from genlm.hf import store as store_module
+from genlm.hf.layout import Chunk, UniformLayout
 from genlm.hf.pool import RowPool
-from genlm.hf.store import COLUMN_STEP, KVStore, Placement
+from genlm.hf.segments import Row, Segment
+from genlm.hf.sequence import TokenSequence
+from genlm.hf.store import COLUMN_STEP, Assignment, KVStore
 
 ADAPTERS = (None, Adapter("a", "folder", 1))
 BYTES_PER_ROW = 2 * 4 * COLUMN_STEP  # a key and a value of one float32 for each token
 
 
 @st.composite
-def batches(draw: Any) -> list[list[Job]]:
+def batches(draw: Any) -> list[list[TokenSequence]]:
     """Contexts that extend, cut and fork those before them."""
     known: list[tuple[int, ...]] = [(1,)]
     made = []
@@ -35,7 +38,7 @@ def batches(draw: Any) -> list[list[Job]]:
             grown = draw(st.lists(st.integers(1, 3), max_size=3)) * draw(
                 st.sampled_from([1, 1, 1, 40])
             )
-            job = Job((*context[:cut], *grown)[:150], draw(st.sampled_from(ADAPTERS)))
+            job = TokenSequence((*context[:cut], *grown)[:150], draw(st.sampled_from(ADAPTERS)))
             jobs[job.key] = job
         made.append(list(jobs.values()))
         known.extend(tuple(job.tokens) for job in made[-1])
@@ -48,56 +51,87 @@ class Tokens:
     def __init__(self) -> None:
         self.pool = RowPool()
         self.pool.resize(1, 1)
-        self.pool.layout = UniformLayout([Span(0, 0, 1)])
+        self.pool.layout = UniformLayout([Chunk(Row(TokenSequence([1]).key, 0, slot=0), 0, 1)])
         self.pool.update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), 0)
         self.pool.resize(0, 0)
 
-    def read(self, slot: int, length: int) -> list[int]:
+    def read(self, segment: Segment | None, length: int) -> list[int]:
+        """The first tokens of the context that a segment ends."""
+        if segment is None:
+            return []
         layer = self.pool.layers[0]
-        assert torch.equal(layer.keys, layer.values)
-        return [int(token) for token in layer.keys[slot, 0, :length, 0]]
+        own = layer.keys[segment.slot] if isinstance(segment, Row) else segment.layers[0][0][0]
+        tokens = [int(token) for token in own[0, : max(length - segment.start, 0), 0]]
+        return self.read(segment.parent, min(length, segment.start)) + tokens
 
     @torch.inference_mode()
-    def write(self, placement: Placement) -> None:
-        tokens = torch.tensor(placement.job.tokens[placement.start :], dtype=torch.float32)
-        for states in (self.pool.layers[0].keys, self.pool.layers[0].values):
-            states[placement.slot, 0, placement.start : placement.job.length, 0] = tokens
+    def write(self, one: Assignment) -> None:
+        layer = self.pool.layers[0]
+        for chunk in one.chunks(one.start, one.sequence.length):
+            tokens = torch.tensor(
+                one.sequence.tokens[chunk.start : chunk.stop], dtype=torch.float32
+            )
+            segment = chunk.segment
+            for which, rows in enumerate((layer.keys, layer.values)):
+                states = (
+                    rows[segment.slot] if isinstance(segment, Row) else segment.layers[0][which][0]
+                )
+                states[0, chunk.columns, 0] = tokens
 
 
-@settings(deadline=None, max_examples=150)
-@given(batches(), st.integers(0, 12), st.data())
-def test_rows_are_whole(asked: list[list[Job]], rows: int, data: st.DataObject) -> None:
+@pytest.fixture(params=[1, 2, 8, 64], autouse=True)
+def worth_sharing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trunks of any length."""
+    monkeypatch.setattr(store_module, "WORTH_SHARING", request.param)
+    monkeypatch.setattr(store_module, "WORTH_A_TRUNK", 2 * request.param)
+
+
+@settings(
+    deadline=None,
+    max_examples=100,
+    # The constants are the same for all examples of one parameter.
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(batches(), st.integers(0, 12), st.booleans(), st.data())
+def test_segments_are_whole(
+    asked: list[list[TokenSequence]], rows: int, trunks: bool, data: st.DataObject
+) -> None:
     state = Tokens()
-    store = KVStore(state.pool, rows * BYTES_PER_ROW)
+    store = KVStore(state.pool, rows * BYTES_PER_ROW, trunks)
     pinned = None
-    for jobs in asked:
-        left = [job for job in jobs if store.fits(job.length)]
+    for sequences in asked:
+        left = [one for one in sequences if store.fits(one.length)]
         while left:
-            placements = store.place(left)
-            if not placements:
+            shared = {
+                at: data.draw(st.integers(1, one.latest_start))
+                for at, one in enumerate(left)
+                if one.latest_start > 0 and data.draw(st.booleans(), "is shared")
+            }
+            shared = {at: n for at, n in shared.items() if n > store.known(left[at])}
+            assignments = store.place(left, shared)
+            if not assignments:
                 break
-            assert len({placement.slot for placement in placements}) == len(placements)
-            for placement in placements:
-                assert placement.start <= placement.job.latest_start
-                assert state.read(placement.slot, placement.start) == list(
-                    placement.job.tokens[: placement.start]
-                )
-            for placement in placements:
-                state.write(placement)
-            if data.draw(st.integers(0, 4), "fails") == 0:
-                store.abandon(placements)
-            else:
-                store.commit(placements)
-                assert all(
-                    store.known(placement.job) == placement.job.latest_start
-                    for placement in placements
-                )
-                if pinned is None and data.draw(st.booleans(), "pins"):
-                    pinned = placements[0].job
-                    store.pin(pinned)
-            left = left[len(placements) :]
             store.check_integrity()
-            assert state.pool.rows * state.pool.columns <= rows * COLUMN_STEP
+            slots = [one.row.slot for one in assignments if one.row is not None]
+            assert len({*slots}) == len(slots)
+            for one in assignments:
+                assert one.start <= one.sequence.latest_start
+                known = list(one.sequence.tokens[: one.start])
+                assert state.read(one.row or one.trunk, one.start) == known
+            for one in assignments:
+                state.write(one)
+            if data.draw(st.integers(0, 4), "fails") == 0:
+                store.abandon(assignments)
+            else:
+                store.commit(assignments)
+                for one in assignments:
+                    assert store.known(one.sequence) == one.sequence.latest_start
+                if pinned is None and data.draw(st.booleans(), "pins"):
+                    pinned = assignments[0].sequence
+                    assert store.pin(pinned)
+            left = left[len(assignments) :]
+            store.check_integrity()
+            assert store.positions <= rows * COLUMN_STEP
             assert pinned is None or store.known(pinned) == pinned.latest_start
     store.drop_unpinned()
     store.check_integrity()
@@ -107,3 +141,4 @@ def test_rows_are_whole(asked: list[list[Job]], rows: int, data: st.DataObject) 
         assert store.known(pinned) == 0
     store.clear()
     store.check_integrity()
+    assert store.positions == 0

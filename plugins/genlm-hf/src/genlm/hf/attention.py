@@ -1,4 +1,4 @@
-"""Attention over the rows of the pool, through transformers' public attention interface."""
+"""Attention over the segments of contexts, through transformers' public attention interface."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from genlm.hf.layout import PackedLayout
+from genlm.hf.partial import Partial, partial_attention
+from genlm.hf.patterns import Pattern
 
 #: The name under which models find it (``model.set_attn_implementation``).
 ROW_ATTENTION = "genlm_rows"
@@ -40,25 +42,70 @@ def row_attention(
         query: ``[tokens, heads, 1, dim]``: every token is a batch row of its own.
         key, value: ``[rows, kv_heads, columns, dim]``: what the pool gave to the layer.
         attention_mask: Used without a layout only; a layout makes its own masks.
-        genlm_layout: Which tokens belong to which row.
+        genlm_layout: Which tokens belong to which segment.
 
     Returns:
         ``[tokens, 1, heads, dim]``, as transformers expects it.
     """
     if genlm_layout is None:
         return _attend(module, query, key, value, attention_mask, **kwargs), None
-    pattern = genlm_layout.pattern(module.layer_idx)  # type: ignore[arg-type]
+    layout, layer = genlm_layout, int(module.layer_idx)  # type: ignore[arg-type]
+    pattern = layout.pattern(layer)
+    if layout.products:
+        return _over_trunks(layout, layer, pattern, query, key, value, **kwargs).unsqueeze(1), None
     outputs = []
-    for segment in genlm_layout.segments:
-        keys, values = (
-            key[segment.rows, :, : segment.width],
-            value[segment.rows, :, : segment.width],
+    for block in layout.blocks:
+        keys, values = block.own(layer, key, value)
+        mask = block.mask(pattern, query.dtype, query.device)
+        output = _attend(module, block.gather(query), keys, values, mask, **kwargs)
+        outputs.append(block.scatter(output))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(1), None
+
+
+def _over_trunks(
+    layout: PackedLayout,
+    layer: int,
+    pattern: Pattern,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Attention where trunks lie below: ``[tokens, heads, dim]``.
+
+    Attention over a trunk is one product for all tokens that share it. Its result and that over a
+    token's own segment are merged by their log-sum-exps, which gives the softmax over both
+    (Hydragen, arXiv 2402.05099).
+    """
+    scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    parts: list[Partial] = []
+    for block in layout.blocks:
+        keys, values = block.own(layer, key, value)
+        mask = block.mask(pattern, query.dtype, query.device)
+        causal = mask is None and block.size > 1
+        part = partial_attention(
+            block.gather(query), keys, values, mask, scale, causal=causal, softcap=softcap
         )
-        mask = segment.mask(pattern, query.dtype, query.device)
-        outputs.append(
-            segment.scatter(_attend(module, segment.gather(query), keys, values, mask, **kwargs))
-        )
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs), None
+        parts.append(Partial(block.scatter(part.output), block.scatter(part.log_sum_exp)))
+    whole = parts[0] if len(parts) == 1 else Partial.cat(parts)
+    if kwargs.get("s_aux") is not None:
+        whole = whole.with_sinks(kwargs["s_aux"])
+    for product in layout.products:
+        columns = product.columns(pattern)
+        if columns.start < columns.stop:
+            keys, values = (states[:, :, columns] for states in product.trunk.layers[layer])
+            mask = product.mask(pattern, query.dtype, query.device)
+            tokens = (
+                product.tokens
+                if isinstance(product.tokens, slice)
+                else product.tokens.to(query.device)
+            )
+            # As if the tokens were the positions of one context.
+            asked = query[tokens].squeeze(2).transpose(0, 1).unsqueeze(0)
+            part = partial_attention(asked, keys, values, mask, scale, softcap=softcap)
+            whole.merge(tokens, Partial(part.output[0], part.log_sum_exp[0]))
+    return whole.output
 
 
 def _attend(

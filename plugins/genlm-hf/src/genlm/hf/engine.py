@@ -15,15 +15,14 @@ from genlm.core.types import Adapter, Query
 from genlm.hf.adapters import AdapterSet
 from genlm.hf.attention import register_row_attention
 from genlm.hf.evaluator import Evaluator
-from genlm.hf.job import Job
 from genlm.hf.options import HFOptions
 from genlm.hf.patterns import layer_patterns, reuse_limit
 from genlm.hf.pool import RowPool
 from genlm.hf.probe import choose_reuse
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
-from genlm.hf.snapshots import Snapshots
-from genlm.hf.store import KVStore
+from genlm.hf.sequence import TokenSequence
+from genlm.hf.strategies import strategy_for
 
 GIB = 1 << 30
 
@@ -51,52 +50,44 @@ class HFEngine:
         self.device = str(model.device)
         self._original_attention = model.config._attn_implementation
         self._adapters = AdapterSet(model)
-        self._pool = RowPool()
-        self._runner = Runner(model, self._adapters, self._pool, layer_patterns(config))
+        self._runner = Runner(model, self._adapters, RowPool(), layer_patterns(config))
         register_row_attention()
         window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
         self.reuse: Reuse = choose_reuse(
             model, self._runner, self.vocab_size, self.max_context, window
         )
-        budget = (
-            options.kv_cache_bytes
-            if options.kv_cache_bytes is not None
-            else _default_budget(model.device)
-        )
-        self._store = (
-            Snapshots(budget) if self.reuse is Reuse.SNAPSHOTS else KVStore(self._pool, budget)
-        )
-        self._evaluator = Evaluator(
-            self._runner,
-            self._store,
-            self._adapters,
-            self.reuse,
-            options.max_batch_tokens,
-            reuse_limit(config),
-        )
+        budget = options.kv_cache_bytes
+        if budget is None:
+            budget = _default_budget(model.device)
+        self._strategy = strategy_for(self.reuse, self._runner, options.max_batch_tokens, budget)
+        self._evaluator = Evaluator(self._strategy, self._adapters, reuse_limit(config))
 
     @hookimpl
     def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
-        jobs = [Job(query.token_ids, query.adapter) for query in queries]
+        sequences = [TokenSequence(query.token_ids, query.adapter) for query in queries]
         if queries[0].cold:
-            return _logprobs(self._evaluator.cold(jobs[0]).logits)
-        parts = [(result.owners, _logprobs(result.logits)) for result in self._evaluator.run(jobs)]
+            return _logprobs(self._evaluator.cold(sequences[0]).logits)
+        parts = [
+            (result.owners, _logprobs(result.logits)) for result in self._evaluator.run(sequences)
+        ]
         return _in_order(parts)
 
     @hookimpl
     def genlm_sequence_logprobs(
         self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
     ) -> Sequence[torch.Tensor]:
-        """One job per pair: logits of the continuation's positions only, reduced as they come."""
-        jobs = [
-            Job((*query.token_ids, *continuation[:-1]), query.adapter, keep=len(continuation))
+        """One sequence per pair: logits of the continuation's positions only, reduced at once."""
+        sequences = [
+            TokenSequence(
+                (*query.token_ids, *continuation[:-1]), query.adapter, keep=len(continuation)
+            )
             for query, continuation in zip(queries, continuations, strict=True)
         ]
         scores = [
             torch.empty(len(continuation), device=self.device) for continuation in continuations
         ]
-        done = [0] * len(jobs)
-        for result in self._evaluator.run(jobs):
+        done = [0] * len(sequences)
+        for result in self._evaluator.run(sequences):
             runs = [(owner, len(list(run))) for owner, run in groupby(result.owners)]
             targets = [
                 token
@@ -116,22 +107,22 @@ class HFEngine:
     @hookimpl
     def genlm_cache_prefix(self, query: Query) -> bool:
         """Raises: EngineError: there is no room beside what is pinned."""
-        job = Job(query.token_ids, query.adapter)
+        sequence = TokenSequence(query.token_ids, query.adapter)
         if self.reuse is Reuse.NONE:
             return True  # nothing can be kept of this model; it was logged at load
-        if self._evaluator.keeps(job):
-            for _ in self._evaluator.run([job]):
+        if self._evaluator.keeps(sequence):
+            for _ in self._evaluator.run([sequence]):
                 pass
-            if self._store.pin(job):
+            if self._strategy.pin(sequence):
                 return True
         raise EngineError(
-            f"a prefix of {job.length} tokens cannot be pinned beside the others; "
+            f"a prefix of {sequence.length} tokens cannot be pinned beside the others; "
             "raise kv_cache_bytes or call clear_kv_cache()"
         )
 
     @hookimpl
     def genlm_clear_kv_cache(self) -> None:
-        self._store.clear()
+        self._strategy.clear()
 
     @hookimpl
     def genlm_add_lora(self, adapter: Adapter) -> bool:
@@ -143,13 +134,13 @@ class HFEngine:
     def genlm_remove_lora(self, adapter: Adapter) -> bool:
         with self._runner.head_may_change():
             self._adapters.remove(adapter)
-        self._store.drop_adapter(adapter)
+        self._strategy.drop_adapter(adapter)
         return True
 
     @hookimpl
     def genlm_close(self) -> None:
         """Leave the model as it was before."""
-        self._store.clear()
+        self._strategy.clear()
         self._runner.close()
         self._adapters.close()
         if self.model.config._attn_implementation != self._original_attention:
@@ -163,8 +154,8 @@ def _logprobs(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _in_order(parts: Sequence[tuple[list[int], torch.Tensor]]) -> torch.Tensor:
-    """One row per job, from what the forwards gave: without a copy where one forward gave all, in
-    order."""
+    """One row per sequence, from what the forwards gave: without a copy where one forward gave
+    all, in order."""
     owners = [owner for part, _ in parts for owner in part]
     rows = parts[0][1] if len(parts) == 1 else torch.cat([rows for _, rows in parts])
     if owners == sorted(owners):

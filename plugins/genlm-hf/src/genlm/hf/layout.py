@@ -1,4 +1,4 @@
-"""How the tokens of one forward lie in the row pool."""
+"""How the tokens of one forward lie in the key/value state."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import torch
 from attrs import define, field, frozen
 
 from genlm.hf.patterns import Pattern
+from genlm.hf.segments import Row, Segment, Trunk
 
-#: A segment may compute attention for this many padding tokens, and half of its tokens more.
+#: A block may compute attention for this many padding tokens, and half of its tokens more.
 SPARE_TOKENS = 32
+
+MaskKey = tuple[Pattern, torch.dtype, torch.device]
 
 
 @frozen(eq=False)
-class Span:
-    """The part of a job that one forward computes: tokens ``start`` to ``stop`` (exclusive), kept
-    in row ``slot``."""
+class Chunk:
+    """The part of a sequence that one forward computes: positions ``start`` to ``stop``
+    (exclusive), kept in ``segment``."""
 
-    slot: int
+    segment: Segment
     start: int
     stop: int
 
@@ -28,132 +31,198 @@ class Span:
         """The number of tokens."""
         return self.stop - self.start
 
+    @property
+    def columns(self) -> slice:
+        """Where the segment keeps them."""
+        return slice(self.start - self.segment.start, self.stop - self.segment.start)
+
 
 class Layout:
     """Which rows of the pool a forward reads, and where it writes.
 
     Args:
-        slots: The rows, ascending.
+        rows: The rows, by ascending slot.
         width: How many columns are read.
     """
 
     #: The length that models are told the cache has; only uniform layouts have one.
     past: int = 0
 
-    def __init__(self, slots: Sequence[int], width: int) -> None:
-        self._adjacent = slots[-1] - slots[0] + 1 == len(slots)
-        self._first, self._last = slots[0], slots[-1]
+    def __init__(self, rows: Sequence[Row], width: int) -> None:
+        slots = [row.slot for row in rows]
+        self._adjacent = not slots or slots[-1] - slots[0] + 1 == len(slots)
+        self._range = slice(slots[0], slots[-1] + 1) if slots else slice(0, 0)
         self._slots = torch.tensor(slots)
         self._width = width
 
-    def write(self, states: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Write new states into one layer's tensor and return the rows and columns to read."""
+    def write(self, states: torch.Tensor, new: torch.Tensor, layer: int, which: int) -> None:
+        """Write new states of a layer.
+
+        Args:
+            states: The layer's rows.
+            new: ``[batch, heads, tokens, head_dim]``, as the model computed them.
+            layer: The layer.
+            which: 0 for keys, 1 for values.
+        """
         raise NotImplementedError
 
-    def _read(self, states: torch.Tensor) -> torch.Tensor:
+    def read(self, states: torch.Tensor) -> torch.Tensor:
+        """The rows and columns of a layer that this forward reads."""
         if self._adjacent:
-            return states[self._first : self._last + 1, :, : self._width]
+            return states[self._range, :, : self._width]
         return states[:, :, : self._width].index_select(0, self._slots.to(states.device))
 
 
-class UniformLayout(Layout):
-    """Spans of equal start and size: ``[len(spans), size]`` tokens, as any model expects them."""
+def _rows_of(chunks: Sequence[Chunk]) -> list[Row]:
+    return [chunk.segment for chunk in chunks if isinstance(chunk.segment, Row)]
 
-    def __init__(self, spans: Sequence[Span]) -> None:
-        first = spans[0]
-        super().__init__([span.slot for span in spans], first.stop)
+
+class UniformLayout(Layout):
+    """Chunks of equal start and size: ``[len(chunks), size]`` tokens, as any model expects
+    them."""
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        first = chunks[0]
+        super().__init__(_rows_of(chunks), first.stop)
         self.past = first.start
         self._stop = first.stop
 
-    def write(self, states: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    def write(self, states: torch.Tensor, new: torch.Tensor, layer: int, which: int) -> None:
         columns = slice(self.past, self._stop)
         if self._adjacent:
-            states[self._first : self._last + 1, :, columns] = new
+            states[self._range, :, columns] = new
         else:
             states[self._slots.to(states.device), :, columns] = new
-        return self._read(states)
 
 
 class PackedLayout(Layout):
-    """Any spans: every token is a batch row of length one, and only attention knows which belong
+    """Any chunks: every token is a batch row of length one, and only attention knows which belong
     together.
 
     So no forward is padded: 31 rows that grow by one token and a newcomer of 200 are a forward over
     231 tokens.
+
+    Args:
+        chunks: Those kept in rows first, by ascending slot, then those kept in trunks.
+        patterns: What each layer attends to.
+
+    Attributes:
+        positions: The position of every token in its context, ``[tokens]`` int64.
+        blocks: Attention of the tokens over their own segments.
+        products: Attention over the trunks below: one for all tokens that share a trunk.
     """
 
-    def __init__(self, spans: Sequence[Span], patterns: Sequence[Pattern]) -> None:
-        super().__init__([span.slot for span in spans], max(span.stop for span in spans))
+    def __init__(self, chunks: Sequence[Chunk], patterns: Sequence[Pattern]) -> None:
+        in_rows = [chunk for chunk in chunks if isinstance(chunk.segment, Row)]
+        width = max((chunk.columns.stop for chunk in in_rows), default=0)
+        super().__init__(_rows_of(in_rows), width)
         self._patterns = patterns
-        self._token_slots = torch.tensor([span.slot for span in spans for _ in range(span.size)])
-        self.positions = torch.tensor([at for span in spans for at in range(span.start, span.stop)])
-        self.segments = _segments(spans)
+        self._in_rows = sum(chunk.size for chunk in in_rows)
+        self._token_slots = torch.tensor(
+            [
+                row.slot
+                for chunk, row in zip(in_rows, _rows_of(in_rows), strict=True)
+                for _ in range(chunk.size)
+            ]
+        )
+        self._token_columns = torch.tensor(
+            [at for chunk in in_rows for at in range(chunk.columns.start, chunk.columns.stop)]
+        )
+        self.positions = torch.tensor(
+            [at for chunk in chunks for at in range(chunk.start, chunk.stop)]
+        )
+        self.blocks = _blocks(in_rows)
+        self._trunk_blocks: list[Block] = []
+        token = self._in_rows
+        for chunk in chunks[len(in_rows) :]:
+            block = Block(slice(0, 1), slice(token, token + chunk.size), [chunk])
+            self._trunk_blocks.append(block)
+            token += chunk.size
+        self.blocks.extend(self._trunk_blocks)
+        self.products = _products(chunks, self.positions)
 
-    def pattern(self, layer_idx: int) -> Pattern:
+    def pattern(self, layer: int) -> Pattern:
         """What a layer attends to."""
-        return self._patterns[layer_idx]
+        return self._patterns[layer]
 
-    def write(self, states: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        slots, positions = self._token_slots.to(states.device), self.positions.to(states.device)
-        states[slots, :, positions] = new.squeeze(2)
-        return self._read(states)
+    def write(self, states: torch.Tensor, new: torch.Tensor, layer: int, which: int) -> None:
+        new = new.squeeze(2)
+        if self._in_rows:
+            slots = self._token_slots.to(states.device)
+            states[slots, :, self._token_columns.to(states.device)] = new[: self._in_rows]
+        for block in self._trunk_blocks:
+            (chunk,) = block.chunks
+            assert isinstance(chunk.segment, Trunk)
+            chunk.segment.layers[layer][which][0, :, chunk.columns] = new[block.tokens].transpose(
+                0, 1
+            )
 
 
 @define(eq=False, slots=False)
-class Segment:
-    """Neighbouring rows of a packed layout whose attention is computed together, padded to the
-    longest span among them.
+class Block:
+    """Neighbouring rows of a packed layout, or one trunk that is being computed: their attention is
+    computed together, padded to the longest chunk among them.
 
     Attributes:
         rows: Their place among the layout's rows.
         tokens: The place of their tokens in the forward.
-        spans: One per row.
+        chunks: One per row.
     """
 
     rows: slice
     tokens: slice
-    spans: Sequence[Span]
-    _masks: dict[tuple[Pattern, torch.dtype, torch.device], torch.Tensor | None] = field(
-        factory=dict
-    )
+    chunks: Sequence[Chunk]
+    _masks: dict[MaskKey, torch.Tensor | None] = field(factory=dict)
 
     @cached_property
     def size(self) -> int:
         """Tokens per row, padding included."""
-        return max(span.size for span in self.spans)
+        return max(chunk.size for chunk in self.chunks)
 
     @cached_property
     def width(self) -> int:
         """Columns to read."""
-        return max(span.stop for span in self.spans)
+        return max(chunk.columns.stop for chunk in self.chunks)
 
     @cached_property
     def _ragged(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Row and column of every token in the padded rectangle; ``None`` where nothing is
         padded."""
-        if all(span.size == self.size for span in self.spans):
+        if all(chunk.size == self.size for chunk in self.chunks):
             return None
-        rows = torch.tensor([row for row, span in enumerate(self.spans) for _ in range(span.size)])
-        columns = torch.tensor([column for span in self.spans for column in range(span.size)])
+        rows = torch.tensor([row for row, one in enumerate(self.chunks) for _ in range(one.size)])
+        columns = torch.tensor([column for chunk in self.chunks for column in range(chunk.size)])
         return rows, columns
+
+    def own(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of these segments, ``[rows, heads, width, dim]``.
+
+        Args:
+            layer: The layer.
+            key, value: The layout's rows.
+        """
+        segment = self.chunks[0].segment
+        if isinstance(segment, Trunk):
+            key, value = segment.layers[layer]
+        return key[self.rows, :, : self.width], value[self.rows, :, : self.width]
 
     def gather(self, query: torch.Tensor) -> torch.Tensor:
         """``[tokens, heads, 1, dim]`` of the forward to ``[rows, heads, size, dim]`` of this
-        segment."""
+        block."""
         part = query[self.tokens]
         if self.size == 1:
             return part
         if self._ragged is None:
-            return part.view(len(self.spans), self.size, *part.shape[1::2]).transpose(1, 2)
-        padded = query.new_zeros(len(self.spans), self.size, query.shape[1], query.shape[3])
+            return part.view(len(self.chunks), self.size, *part.shape[1::2]).transpose(1, 2)
+        padded = query.new_zeros(len(self.chunks), self.size, query.shape[1], query.shape[3])
         padded[self._ragged] = part.squeeze(2)
         return padded.transpose(1, 2)
 
     def scatter(self, output: torch.Tensor) -> torch.Tensor:
-        """``[rows, size, heads, dim]`` of this segment to ``[tokens, 1, heads, dim]`` of the
-        forward."""
-        flat = output.flatten(0, 1) if self._ragged is None else output[self._ragged]
-        return flat.unsqueeze(1)
+        """``[rows, size, ...]`` of this block to ``[tokens, ...]`` of the forward."""
+        return output.flatten(0, 1) if self._ragged is None else output[self._ragged]
 
     def mask(
         self, pattern: Pattern, dtype: torch.dtype, device: torch.device
@@ -168,30 +237,101 @@ class Segment:
     def _make_mask(
         self, pattern: Pattern, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor | None:
-        from_scratch = all(span.start == 0 for span in self.spans)
-        all_equal = all(span.stop == self.width for span in self.spans) and self.size == 1
-        if (from_scratch or all_equal) and pattern.is_causal_within(self.width):
+        from_scratch = all(chunk.columns.start == 0 for chunk in self.chunks)
+        all_equal = all(one.columns.stop == self.width for one in self.chunks) and self.size == 1
+        longest = max(chunk.stop for chunk in self.chunks)
+        if (from_scratch or all_equal) and pattern.is_causal_within(longest):
             return None
-        starts = torch.tensor([span.start for span in self.spans], device=device)
+        starts = torch.tensor([chunk.start for chunk in self.chunks], device=device)
+        firsts = torch.tensor([chunk.segment.start for chunk in self.chunks], device=device)
         queries = starts[:, None] + torch.arange(self.size, device=device)
-        allowed = pattern.allowed(
-            queries[:, None, :, None], torch.arange(self.width, device=device)
-        )
-        return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill_(
-            ~allowed, torch.finfo(dtype).min
-        )
+        keys = firsts[:, None] + torch.arange(self.width, device=device)
+        return additive(pattern.allowed(queries[:, None, :, None], keys[:, None, None]), dtype)
 
 
-def _segments(spans: Sequence[Span]) -> list[Segment]:
+@define(eq=False, slots=False)
+class Product:
+    """Attention of many tokens over one trunk below them.
+
+    Attributes:
+        trunk: The trunk.
+        length: How many of its positions belong to these tokens' contexts.
+        tokens: Their place in the forward: a slice where they are neighbours, else ``[n]`` int64.
+        positions: Their positions, ``[n]`` int64.
+    """
+
+    trunk: Trunk
+    length: int
+    tokens: slice | torch.Tensor
+    positions: torch.Tensor
+    _masks: dict[MaskKey, torch.Tensor | None] = field(factory=dict)
+
+    @cached_property
+    def _nearest(self) -> int:
+        return int(self.positions.min())
+
+    @cached_property
+    def _farthest(self) -> int:
+        return int(self.positions.max())
+
+    def columns(self, pattern: Pattern) -> slice:
+        """The columns of the trunk that some of the tokens attend to; perhaps none."""
+        first = pattern.first_seen(self._nearest) - self.trunk.start
+        return slice(max(first, 0), self.length)
+
+    def mask(
+        self, pattern: Pattern, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor | None:
+        """Additive ``[1, 1, n, columns]``; ``None`` where every token attends to all of them."""
+        key = (pattern, dtype, device)
+        if key not in self._masks:
+            columns = self.columns(pattern)
+            seen_by_all = pattern.first_seen(self._farthest) <= self.trunk.start + columns.start
+            self._masks[key] = None
+            if not seen_by_all:
+                keys = self.trunk.start + torch.arange(columns.start, columns.stop, device=device)
+                allowed = pattern.allowed(self.positions.to(device)[:, None], keys)
+                self._masks[key] = additive(allowed[None, None], dtype)
+        return self._masks[key]
+
+
+def additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask to add to attention's logits."""
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
+
+
+def _products(chunks: Sequence[Chunk], positions: torch.Tensor) -> list[Product]:
+    """Group the tokens by the trunks below them."""
+    tokens: dict[tuple[Trunk, int], list[int]] = {}
+    first = 0
+    for chunk in chunks:
+        for shared in chunk.segment.path():
+            tokens.setdefault(shared, []).extend(range(first, first + chunk.size))
+        first += chunk.size
+    products = []
+    for (trunk, length), places in tokens.items():
+        if places[-1] - places[0] + 1 == len(places):
+            at: slice | torch.Tensor = slice(places[0], places[-1] + 1)
+        else:
+            at = torch.tensor(places)
+        products.append(Product(trunk, length, at, positions[at]))
+    return products
+
+
+def _blocks(chunks: Sequence[Chunk]) -> list[Block]:
     """Cut the rows where padding them together would waste more attention than another call
     costs."""
-    segments: list[Segment] = []
+    if not chunks:
+        return []
+    blocks: list[Block] = []
     first, token, longest, total = 0, 0, 0, 0
-    for at, span in enumerate(spans):
-        padded = max(longest, span.size) * (at - first + 1)
-        if at > first and padded > 1.5 * (total + span.size) + SPARE_TOKENS:
-            segments.append(Segment(slice(first, at), slice(token, token + total), spans[first:at]))
+    for at, chunk in enumerate(chunks):
+        padded = max(longest, chunk.size) * (at - first + 1)
+        if at > first and padded > 1.5 * (total + chunk.size) + SPARE_TOKENS:
+            blocks.append(Block(slice(first, at), slice(token, token + total), chunks[first:at]))
             first, token, longest, total = at, token + total, 0, 0
-        longest, total = max(longest, span.size), total + span.size
-    segments.append(Segment(slice(first, len(spans)), slice(token, token + total), spans[first:]))
-    return segments
+        longest, total = max(longest, chunk.size), total + chunk.size
+    rows, tokens = slice(first, len(chunks)), slice(token, token + total)
+    blocks.append(Block(rows, tokens, chunks[first:]))
+    return blocks

@@ -24,6 +24,15 @@ class Pattern:
         """Whether the first ``width`` positions see no limit."""
         return all(limit is None or width <= limit for limit in (self.window, self.chunk))
 
+    def first_seen(self, position: int) -> int:
+        """The first position that ``position`` attends to."""
+        limits = [0]
+        if self.window is not None:
+            limits.append(position - self.window + 1)
+        if self.chunk is not None:
+            limits.append(position // self.chunk * self.chunk)
+        return max(limits)
+
     def allowed(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Whether positions ``queries`` attend to positions ``keys``; the two are broadcast."""
         allowed = keys <= queries

@@ -10,21 +10,22 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from genlm.hf.layout import Layout
+from genlm.hf.segments import LayerStates
 
 
 class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no types
-    """One layer of the pool: keys and values ``[rows, heads, columns, head_dim]``; column ``p``
-    holds position ``p``.
+    """One layer of the pool: keys and values ``[rows, heads, columns, head_dim]``.
 
-    Sliding-window layers keep all columns too: the window is the mask's affair, so that any prefix
-    can be forked.
+    Sliding-window layers keep all columns too, so that any prefix can be forked: masks apply the
+    window.
     """
 
     is_sliding = False
 
-    def __init__(self, pool: RowPool) -> None:
+    def __init__(self, pool: RowPool, index: int) -> None:
         super().__init__()
         self._pool = pool
+        self._index = index
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         rows, columns = self._pool.rows, self._pool.columns
@@ -42,7 +43,9 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         layout = self._pool.layout
-        return layout.write(self.keys, key_states), layout.write(self.values, value_states)
+        layout.write(self.keys, key_states, self._index, 0)
+        layout.write(self.values, value_states, self._index, 1)
+        return layout.read(self.keys), layout.read(self.values)
 
     def get_seq_length(self) -> int:
         return self._pool.layout.past
@@ -71,6 +74,12 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no
                 else:
                     to_rows, from_rows = torch.tensor([targets, sources], device=part.device)
                     part.index_copy_(0, to_rows, part.index_select(0, from_rows))
+
+    def shift(self, slot: int, columns: slice) -> None:
+        """Move some columns of a row to its front."""
+        for states in (self.keys, self.values):
+            moved = states[slot, :, columns].clone()
+            states[slot, :, : moved.shape[1]] = moved
 
     @property
     def bytes_per_column(self) -> int:
@@ -108,7 +117,7 @@ class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         while len(self.layers) <= layer_idx:
-            self.layers.append(PoolLayer(self))
+            self.layers.append(PoolLayer(self, len(self.layers)))
         keys, values = self.layers[layer_idx].update(key_states, value_states)
         return keys, values
 
@@ -131,6 +140,37 @@ class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
         """Copy the first ``columns`` columns of rows ``sources`` to rows ``targets``."""
         for layer in self.layers:
             layer.fork(sources, targets, columns)
+
+    @torch.inference_mode()
+    def shift(self, slot: int, columns: slice) -> None:
+        """Move some columns of a row to its front."""
+        for layer in self.layers:
+            layer.shift(slot, columns)
+
+    @torch.inference_mode()
+    def new_trunk(self, size: int) -> list[LayerStates]:
+        """Memory for ``size`` positions that belong to no row."""
+        return [
+            (
+                layer.keys.new_empty(1, layer.keys.shape[1], size, layer.keys.shape[3]),
+                layer.values.new_empty(1, layer.values.shape[1], size, layer.values.shape[3]),
+            )
+            for layer in self.layers
+        ]
+
+    @torch.inference_mode()
+    def from_row(self, slot: int, size: int, trunk: Sequence[LayerStates]) -> None:
+        """Copy the first columns of a row to the front of a trunk."""
+        for layer, (keys, values) in zip(self.layers, trunk, strict=True):
+            keys[0, :, :size] = layer.keys[slot, :, :size]
+            values[0, :, :size] = layer.values[slot, :, :size]
+
+    @torch.inference_mode()
+    def to_row(self, trunk: Sequence[LayerStates], slot: int, size: int) -> None:
+        """Copy the front of a trunk to the first columns of a row."""
+        for layer, (keys, values) in zip(self.layers, trunk, strict=True):
+            layer.keys[slot, :, :size] = keys[0, :, :size]
+            layer.values[slot, :, :size] = values[0, :, :size]
 
     @property
     def bytes_per_column(self) -> int:

@@ -11,9 +11,11 @@ from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
 from genlm.core.types import Adapter
 from genlm.hf.attention import ROW_ATTENTION
-from genlm.hf.layout import Span
+from genlm.hf.layout import Chunk
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
+from genlm.hf.segments import Row, Trunk
+from genlm.hf.sequence import TokenSequence
 from genlm.hf.snapshots import Snapshot, joined
 
 logger = get_logger()
@@ -28,6 +30,9 @@ TOLERANCES = {torch.float32: 5e-4, torch.float16: 0.1, torch.bfloat16: 0.5}
 #: The same under LLM.int8(), which rounds activations too; which of them depends on the whole
 #: forward.
 INT8_TOLERANCE = 3.0
+
+#: The ways whose state is in the pool.
+IN_ROWS = (Reuse.SHARED, Reuse.PACKED, Reuse.UNIFORM)
 
 #: Attention implementations that row attention computes the same as.
 REPLACEABLE = ("sdpa", "eager")
@@ -48,10 +53,10 @@ def choose_reuse(
     reasons = {}
     for reuse in Reuse:
         try:
-            if reuse is Reuse.PACKED:
+            if reuse in (Reuse.SHARED, Reuse.PACKED):
                 _use_row_attention(model)
             rows = _logprobs(_WAYS[reuse](runner, contexts))
-            if reuse in (Reuse.PACKED, Reuse.UNIFORM) and not runner.pool.layers:
+            if reuse in IN_ROWS and not runner.pool.layers:
                 raise ValueError("its state is not in the cache's rows")
         except Exception as error:
             # Whatever this model's code says of a cache or an attention it does not expect
@@ -106,15 +111,48 @@ def _logprobs(logits: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(logits)).float().log_softmax(-1)
 
 
+def _row(slot: int, parent: Trunk | None = None, start: int = 0) -> Row:
+    return Row(TokenSequence([0]).key, start, parent, slot=slot)
+
+
+def _shared(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """The first context in a row, the second through two trunks to a row of its own, beside a third
+    one that leaves the first trunk earlier."""
+    short, long = contexts
+    half, first, second = len(short) // 2, len(long) // 3, len(long) - 2
+    runner.pool.resize(3, len(long))
+    rows: list[Row] = [_row(0)]
+    none: list[Adapter | None] = [None, None, None]
+    # Only after a forward does the pool know the shape of a trunk.
+    runner.packed([Chunk(rows[0], 0, half)], short[:half], none[:1], [0])
+    below = Trunk(TokenSequence(long[:first]).key, 0, layers=runner.pool.new_trunk(first))
+    above = Trunk(
+        TokenSequence(long[:second]).key, first, below, layers=runner.pool.new_trunk(second - first)
+    )
+    rows.extend([_row(1, below, first - 1), _row(2, above, second)])
+    chunks = [Chunk(below, 0, first)]
+    runner.packed(chunks, long[:first], none[:1], [0])
+    chunks = [Chunk(rows[1], first - 1, first + 1), Chunk(above, first, second)]
+    runner.packed(chunks, [*short[:2], *long[first:second]], none[:2], [0])
+    chunks = [
+        Chunk(rows[0], half, len(short)),
+        Chunk(rows[1], first + 1, first + 2),
+        Chunk(rows[2], second, len(long)),
+    ]
+    tokens = [*short[half:], short[0], *long[second:]]
+    return [runner.packed(chunks, tokens, none, [len(short) - half - 1, len(tokens) - 1])]
+
+
 def _packed(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """In two forwards, the first context forked between them."""
     short, long = contexts
     cut_short, cut_long = len(short) // 2, len(long) - 1
     runner.pool.resize(3, len(long))
-    first = [Span(0, 0, cut_short), Span(2, 0, cut_long)]
+    rows = [_row(slot) for slot in range(3)]
+    first = [Chunk(rows[0], 0, cut_short), Chunk(rows[2], 0, cut_long)]
     runner.packed(first, [*short[:cut_short], *long[:cut_long]], [None, None], [0])
     runner.pool.fork([0], [1], cut_short)
-    second = [Span(1, cut_short, len(short)), Span(2, cut_long, len(long))]
+    second = [Chunk(rows[1], cut_short, len(short)), Chunk(rows[2], cut_long, len(long))]
     return [
         runner.packed(
             second,
@@ -131,11 +169,11 @@ def _uniform(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Te
     for context in contexts:
         runner.pool.resize(2, len(context))
         cut = len(context) // 2
-        runner.uniform([Span(0, 0, cut)], context[:cut], [None], [0])
+        runner.uniform([Chunk(_row(0), 0, cut)], context[:cut], [None], [0])
         runner.pool.fork([0], [1], cut)
-        spans = [Span(0, cut, len(context)), Span(1, cut, len(context))]
+        chunks = [Chunk(_row(slot), cut, len(context)) for slot in (0, 1)]
         last = len(context) - cut - 1
-        rows.append(runner.uniform(spans, [*context[cut:]] * 2, [None, None], [2 * last + 1]))
+        rows.append(runner.uniform(chunks, [*context[cut:]] * 2, [None, None], [2 * last + 1]))
     return rows
 
 
@@ -168,6 +206,7 @@ def _plain(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tens
 
 
 _WAYS = {
+    Reuse.SHARED: _shared,
     Reuse.PACKED: _packed,
     Reuse.UNIFORM: _uniform,
     Reuse.SNAPSHOTS: _snapshots,

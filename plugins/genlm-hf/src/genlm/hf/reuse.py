@@ -8,8 +8,12 @@ from enum import Enum
 class Reuse(Enum):
     """The ways, best first."""
 
+    SHARED = "shared"
+    """Any mixture of contexts in one forward, nothing padded; a prefix that several contexts share
+    is kept once and read once."""
+
     PACKED = "packed"
-    """Any mixture of contexts in one forward, nothing padded."""
+    """Any mixture of contexts in one forward, nothing padded; every context keeps its own state."""
 
     UNIFORM = "uniform"
     """One forward for contexts that grow from equal length by equal length: for models with

@@ -12,7 +12,7 @@ import torch
 from genlm.core.types import Adapter
 from genlm.hf.adapters import AdapterSet
 from genlm.hf.attention import LAYOUT_ARGUMENT
-from genlm.hf.layout import PackedLayout, Span, UniformLayout
+from genlm.hf.layout import Chunk, PackedLayout, UniformLayout
 from genlm.hf.patterns import Pattern
 from genlm.hf.pool import RowPool
 
@@ -65,17 +65,17 @@ class Runner:
 
     def packed(
         self,
-        spans: Sequence[Span],
+        chunks: Sequence[Chunk],
         tokens: Sequence[int],
         adapters: Sequence[Adapter | None],
         wanted: Sequence[int],
     ) -> torch.Tensor:
-        """Run spans of any start and size at once.
+        """Run chunks of any start and size at once.
 
         Args:
-            spans: By ascending slot.
+            chunks: Those in rows first, by ascending slot, then those in trunks.
             tokens: All their tokens, in the same order.
-            adapters: One per span.
+            adapters: One per chunk.
             wanted: Indices into ``tokens``.
 
         Returns:
@@ -83,12 +83,14 @@ class Runner:
         """
         if self._patterns is None:
             raise ValueError("packed forwards need the layers' attention patterns")
-        layout = PackedLayout(spans, self._patterns)
+        layout = PackedLayout(chunks, self._patterns)
         device = self._model.device
         self.pool.layout = layout
         ids = torch.tensor(tokens, device=device)[:, None]
         rows = [
-            adapter for span, adapter in zip(spans, adapters, strict=True) for _ in range(span.size)
+            adapter
+            for chunk, adapter in zip(chunks, adapters, strict=True)
+            for _ in range(chunk.size)
         ]
         return self._forward(
             rows,
@@ -103,16 +105,16 @@ class Runner:
 
     def uniform(
         self,
-        spans: Sequence[Span],
+        chunks: Sequence[Chunk],
         tokens: Sequence[int],
         adapters: Sequence[Adapter | None],
         wanted: Sequence[int],
     ) -> torch.Tensor:
-        """Run spans of equal start and size, see :meth:`packed`; the model need only use the cache
+        """Run chunks of equal start and size, see :meth:`packed`; the model need only use the cache
         it is given."""
-        self.pool.layout = UniformLayout(spans)
-        ids = torch.tensor(tokens, device=self._model.device).view(len(spans), -1)
-        positions = torch.arange(spans[0].start, spans[0].stop, device=ids.device).expand_as(ids)
+        self.pool.layout = UniformLayout(chunks)
+        ids = torch.tensor(tokens, device=self._model.device).view(len(chunks), -1)
+        positions = torch.arange(chunks[0].start, chunks[0].stop, device=ids.device).expand_as(ids)
         return self._forward(
             adapters, wanted, input_ids=ids, position_ids=positions, past_key_values=self.pool
         )

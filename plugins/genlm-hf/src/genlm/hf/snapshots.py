@@ -12,7 +12,8 @@ import torch
 from attrs import define, field
 
 from genlm.core.types import Adapter
-from genlm.hf.job import Job, key_of_prefix, key_prefix
+from genlm.hf.runner import Runner
+from genlm.hf.sequence import TokenSequence, key_of_prefix, key_prefix
 
 #: Tokens after a snapshot are run one at a time; each such step counts as much as this many tokens
 #: of a whole forward.
@@ -25,7 +26,8 @@ class Snapshot:
 
     Attributes:
         cache: transformers' cache object; never written to, since it is copied before use.
-        keys: For each row of the cache the context, see :class:`~genlm.hf.job.Job`.
+        keys: For each row of the cache the context, see
+            :class:`~genlm.hf.sequence.TokenSequence`.
         pinned: Whether it stays until the state is cleared.
         size: Bytes of memory that its tensors hold.
     """
@@ -63,15 +65,33 @@ class Snapshots:
         there."""
         return self._budget > 0
 
-    def find(self, job: Job) -> tuple[int, Place | None]:
-        """Where a job starts: after the longest snapshot that is worth stepping from, or at 0."""
-        shortest = job.length - max(job.length // STEP_COST, 1)
-        for length in range(job.latest_start, max(shortest, 1) - 1, -1):
-            place = self._places.get(key_of_prefix(job.key, length))
+    def find(self, sequence: TokenSequence) -> tuple[int, Place | None]:
+        """Where a sequence starts: after the longest snapshot worth stepping from, or at 0."""
+        shortest = sequence.length - max(sequence.length // STEP_COST, 1)
+        for length in range(sequence.latest_start, max(shortest, 1) - 1, -1):
+            place = self._places.get(key_of_prefix(sequence.key, length))
             if place is not None:
                 self._used[place[0]] = self._used.pop(place[0])
                 return length, place
         return 0, None
+
+    def groups(
+        self, sequences: Sequence[TokenSequence], indices: Sequence[int], max_tokens: int
+    ) -> Iterator[tuple[int, list[int], Any]]:
+        """Sequences that start and end together: where they start, which they are, and the cache
+        that they start from (``None`` at 0), of at most about ``max_tokens`` new tokens each."""
+        places: dict[int, Place] = {}
+        groups: dict[tuple[int, int, int], list[int]] = {}
+        for at in indices:
+            start, place = self.find(sequences[at])
+            if place is not None:
+                places[at] = place
+            groups.setdefault((start, sequences[at].length, sequences[at].keep), []).append(at)
+        for (start, length, _), group in groups.items():
+            count = max(max_tokens // (length - start), 1)
+            for first in range(0, len(group), count):
+                rows = group[first : first + count]
+                yield start, rows, joined([places[at] for at in rows]) if start else None
 
     def keep(self, keys: Sequence[bytes], cache: Any) -> None:
         """Keep what a forward left of contexts, unless it is larger than what the pinned ones leave
@@ -90,10 +110,10 @@ class Snapshots:
             if key not in self._places or not self._places[key][0].pinned:
                 self._places[key] = (snapshot, row)
 
-    def pin(self, job: Job) -> bool:
-        """Keep the snapshot of a job just computed alone until :meth:`clear`; ``False`` if there
-        was no room for it."""
-        place = self._places.get(job.key)
+    def pin(self, sequence: TokenSequence) -> bool:
+        """Keep the snapshot of a sequence just computed alone until :meth:`clear`; ``False`` if
+        there was no room for it."""
+        place = self._places.get(sequence.key)
         if place is None:
             return False
         place[0].pinned = True
@@ -121,6 +141,35 @@ class Snapshots:
         for key in snapshot.keys:
             if key in self._places and self._places[key][0] is snapshot:
                 del self._places[key]
+
+
+def steps(
+    runner: Runner, sequences: Sequence[TokenSequence], start: int, cache: Any
+) -> tuple[list[int], torch.Tensor, Any]:
+    """Run the rest of some sequences of one length, at once where it is all, else token by token.
+
+    Recurrent models may take several tokens as a beginning, whatever their cache holds.
+
+    Returns:
+        For each row of logits, the index of its sequence; the logits; the cache.
+    """
+    length, latest_start = sequences[0].length, sequences[0].latest_start
+    owners: list[int] = []
+    parts = []
+    for stop in range(start + 1, length + 1) if start else [length]:
+        wanted = range(max(latest_start, start) - start, stop - start)
+        places = [row * (stop - start) + at for row in range(len(sequences)) for at in wanted]
+        tokens = [sequence.tokens[start:stop] for sequence in sequences]
+        adapters = [sequence.adapter for sequence in sequences]
+        logits, cache = runner.stateful(cache, tokens, adapters, places)
+        owners.extend(row for row in range(len(sequences)) for _ in wanted)
+        parts.append(logits)
+        start = stop
+    if len(parts) == 1:
+        return owners, parts[0], cache
+    # The steps of one sequence together, in order.
+    by_owner = sorted(range(len(owners)), key=owners.__getitem__)
+    return sorted(owners), torch.cat(parts)[by_owner], cache
 
 
 @torch.inference_mode()

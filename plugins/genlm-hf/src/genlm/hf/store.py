@@ -1,267 +1,565 @@
-"""The key/value store: which rows are kept, where a job starts from, what must go when the budget
-is spent."""
+"""The key/value store: which state is kept, where a sequence starts from, what must go when the
+budget is spent."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import TypeVar
 
 import torch
-from attrs import define, frozen
+from attrs import define, field
 
 from genlm.core.logs import get_logger
+from genlm.core.prefixes import PrefixIndex
 from genlm.core.types import Adapter
-from genlm.hf.index import PrefixIndex, Row
-from genlm.hf.job import Job, key_prefix
+from genlm.hf.layout import Chunk
 from genlm.hf.pool import RowPool
+from genlm.hf.segments import Row, Segment, Trunk
+from genlm.hf.sequence import TokenSequence, key_of_prefix, key_prefix, tokens_in
 
 logger = get_logger()
 
 #: Columns are allotted in steps of this many.
 COLUMN_STEP = 64
 
+#: From so many positions on, a fork shares its parent's state as a trunk. Fewer are copied: another
+#: trunk is another product in every layer of every forward.
+WORTH_SHARING = 64
 
-@frozen(eq=False)
-class Placement:
-    """Where a job runs.
+#: A new context with so many positions of its own gets a trunk of its own: rows are all as long as
+#: the longest.
+WORTH_A_TRUNK = 512
+
+#: Rows may take so many times the positions that are in them; then the longest becomes a trunk.
+MOST_WASTE = 1.25
+
+#: The most trunks below a context, as a rule: each costs a product in every layer.
+MOST_TRUNKS = 6
+
+
+@define(eq=False)
+class Assignment:
+    """Where a sequence runs.
 
     Attributes:
-        job: The job.
-        slot: Its row of the pool.
+        sequence: The sequence.
         start: The first position to compute; all before it is there already.
-        continued: The kept row that it continues in place; ``None`` for a new row.
+        row: The row that the sequence ends in; ``None`` where it ends in ``trunk``.
+        trunk: A trunk that is computed for this sequence, before the row.
+        continued: Whether the row was there before, with a beginning of this sequence.
+        kept: Whether the sequence's state is kept; else its context is in the store already.
     """
 
-    job: Job
-    slot: int
+    sequence: TokenSequence
     start: int
-    continued: Row | None
+    row: Row | None
+    trunk: Trunk | None = None
+    continued: bool = False
+    kept: bool = True
+
+    def chunks(self, start: int, stop: int) -> list[Chunk]:
+        """Where positions ``start`` to ``stop`` (exclusive) are kept."""
+        found = []
+        if self.trunk is not None and start < self.trunk.stop:
+            found.append(Chunk(self.trunk, start, min(stop, self.trunk.stop)))
+            start = found[0].stop
+        if start < stop and self.row is not None:
+            found.append(Chunk(self.row, start, stop))
+        return found
 
 
 @define(eq=False)
 class _Plan:
-    """What a batch needs, before anything is moved."""
+    """What a sequence needs, before anything is moved.
 
-    matches: list[tuple[Row | None, int]]
-    in_place: dict[int, Row]
-    needed: int
-    protected: set[int]
+    Attributes:
+        sequence: The sequence.
+        start: The first position to compute.
+        found: What it starts from.
+        base: The first position of the new segment; those before it are in ``parent``'s path.
+        source: The segment that positions ``base`` to ``start`` are copied from.
+        cut: Where the new trunk stops; ``base`` where there is none.
+        row: The row that is continued in place.
+        kept: See :class:`Assignment`.
+    """
+
+    sequence: TokenSequence
+    start: int = 0
+    found: Segment | None = None
+    parent: Trunk | None = None
+    base: int = 0
+    source: Segment | None = None
+    cut: int = 0
+    row: Row | None = None
+    kept: bool = True
+
+    @property
+    def needs_row(self) -> bool:
+        return self.row is None and self.cut < self.sequence.length
+
+    @property
+    def tail(self) -> int:
+        """How many columns the sequence takes in its row."""
+        if self.row is not None:
+            return self.sequence.length - self.row.start
+        return self.sequence.length - max(self.base, self.cut)
+
+    @property
+    def trunk_size(self) -> int:
+        return max(self.cut - self.base, 0)
+
+
+@define(eq=False)
+class _Needs:
+    """What plans take, in positions."""
+
+    rows: int = 0
+    columns: int = 0
+    trunks: int = 0
+    protected: set[Segment] = field(factory=set)
 
 
 class KVStore:
-    """Keeps the state of contexts as rows of a pool, within a budget, least recently used first
+    """Keeps the state of contexts as a tree of segments, within a budget, least recently used first
     out.
 
-    A job starts from the kept row that shares the longest prefix with it. If it extends the whole
-    row, or ends within it, it runs in that very row, and nothing is copied; else the shared prefix
-    is copied to a new row. A row's state is valid up to its key; what lies beyond is never read, so
-    a forward that fails leaves the store sound.
+    A sequence starts from the kept context that shares the longest prefix with it. If it extends
+    that context, or ends within its row, it runs in that very row, and nothing is copied. Else it
+    is a fork: a long shared prefix is (or becomes) a trunk, a short one is copied to a new row. A
+    row's state is valid up to its key. What lies beyond is never read, so a forward that fails
+    leaves the store sound.
 
     Args:
         pool: The tensors.
         budget: The most bytes that they may take.
+        trunks: Whether prefixes may be shared; else every context has a row of its own.
     """
 
-    def __init__(self, pool: RowPool, budget: int) -> None:
+    def __init__(self, pool: RowPool, budget: int, trunks: bool = True) -> None:
         self._pool = pool
         self._budget = budget
-        self._index = PrefixIndex()
-        self._pinned: list[Row] = []
+        self._shares = trunks
+        self._index: PrefixIndex[bytes, Segment] = PrefixIndex()
+        self._running: set[Segment] = set()  # of assignments, not in the index yet
+        self._trunk_positions = 0
         self._free: list[int] = []  # descending, so that the lowest is taken first
-        self._tick = 0
+
+    # --- what is known ----------------------------------------------------------------------------
 
     def fits(self, length: int) -> bool:
         """Whether a context of this length can be kept beside the pinned ones."""
-        return self._limit(max(_columns(length), self._longest(self._pinned))) > len(self._pinned)
+        staying = self._with_paths(one for one in self._index.values() if one.pinned)
+        taken = sum(one.size for one in staying if isinstance(one, Trunk))
+        rows = [one.size for one in staying if isinstance(one, Row)]
+        if self._shares and length >= WORTH_A_TRUNK:
+            taken += length
+        else:
+            rows.append(length)
+        return taken + len(rows) * _columns(max(rows, default=0)) <= self._limit
 
-    def known(self, job: Job) -> int:
-        """How many leading tokens of a job need not be computed."""
-        return min(self._index.longest(job.key)[1], job.latest_start)
+    def known(self, sequence: TokenSequence) -> int:
+        """How many leading tokens of a sequence need not be computed."""
+        return min(self._nearest(sequence.key)[1], sequence.latest_start)
 
-    def place(self, jobs: Sequence[Job]) -> list[Placement]:
-        """Place as many of ``jobs`` as fit together, from the first on: at least one if it
-        :meth:`fits`."""
-        self._tick += 1
-        while jobs:
-            plan = self._plan(jobs, alone=len(jobs) == 1)
-            if self._make_room(plan, jobs):
-                return self._carry_out(plan, jobs)
-            jobs = jobs[: len(jobs) // 2]
+    @property
+    def positions(self) -> int:
+        """How many positions memory is taken for."""
+        return self._pool.rows * self._pool.columns + self._trunk_positions
+
+    # --- running sequences ------------------------------------------------------------------------
+
+    def place(
+        self, sequences: Sequence[TokenSequence], shared: Mapping[int, int] | None = None
+    ) -> list[Assignment]:
+        """Place as many of ``sequences`` as fit together, from the first on: at least one if it
+        :meth:`fits`.
+
+        Args:
+            sequences: The sequences.
+            shared: For some of them, by index, how many leading tokens others share that will be
+                asked next.
+        """
+        shared = shared or {}
+        if self._shares:
+            self._share_forked(sequences)
+        while sequences:
+            plans = self._planned(sequences, shared)
+            needs = self._needs(plans)
+            if not self._affordable(needs) and len(sequences) == 1:
+                # Not even beside its own source: start from nothing, in the cheapest way.
+                plans = [self._from_nothing(sequences[0])]
+                needs = self._needs(plans)
+            if self._affordable(needs):
+                self._make_room(needs)
+                return self._carried_out(plans)
+            sequences = sequences[: len(sequences) // 2]
         return []
 
-    def commit(self, placements: Sequence[Placement]) -> None:
-        """Record that the jobs have been computed."""
-        for placement in placements:
-            if (
-                placement.continued is not None
-                and placement.continued.length < placement.job.length
-            ):
-                self._index.remove(placement.continued)
-        for placement in placements:
-            self._record(placement)
+    def commit(self, assignments: Sequence[Assignment]) -> None:
+        """Record that the sequences have been computed."""
+        for one in assignments:  # first all: the new key of one may be the old key of another
+            if one.kept and one.continued and one.row is not None:
+                self._index.remove(one.row.key)
+        for one in assignments:
+            self._record(one)
 
-    def abandon(self, placements: Sequence[Placement]) -> None:
-        """Give back the new rows of jobs that failed."""
-        self._release(placement.slot for placement in placements if placement.continued is None)
+    def abandon(self, assignments: Sequence[Assignment]) -> None:
+        """Give back the new segments of sequences that failed."""
+        for one in assignments:
+            if one.row is not None and not one.continued:
+                self._discard(one.row)
+            if one.trunk is not None:
+                self._discard(one.trunk)
 
-    def pin(self, job: Job) -> bool:
-        """Keep a committed job's row until :meth:`clear`; ``False`` if there is none."""
-        row, shared = self._index.longest(job.key)
-        if row is None or shared < job.length:
+    # --- what stays and what goes -----------------------------------------------------------------
+
+    def pin(self, sequence: TokenSequence) -> bool:
+        """Keep a committed sequence's state until :meth:`clear`; ``False`` if there is none."""
+        found, shared = self._nearest(sequence.key)
+        if found is None or shared < sequence.length:
             return False
-        if not row.pinned:
-            row.pinned = True
-            self._pinned.append(row)
+        key = sequence.key
+        while found.parent is not None and found.start >= sequence.length:
+            found = found.parent
+        if (
+            self._shares
+            and isinstance(found, Row)
+            and sequence.length - found.start >= WORTH_SHARING
+        ):
+            self._to_trunk(found, sequence.length, set())
+            found = self._index.get(key) or found
+        found.pinned = True
         return True
 
     def clear(self) -> None:
         """Drop everything and release the memory."""
-        self._index, self._pinned = PrefixIndex(), []
+        for one in list(self._index.values()):
+            one.detach()
+        self._index.clear()
+        self._running.clear()
+        self._trunk_positions = 0
         self._resize(0, 0)
 
     def drop_unpinned(self) -> None:
-        """Drop all rows but the pinned ones and release the memory."""
-        for row in self._index.rows():
-            if not row.pinned:
-                self._index.remove(row)
-        self._resize(len(self._pinned), self._longest(self._pinned))
+        """Drop all but the pinned contexts and release the memory."""
+        staying = self._with_paths(one for one in self._index.values() if one.pinned)
+        for one in list(self._index.values()):
+            if one not in staying:
+                self._drop(one)
+        rows = self._rows()
+        self._resize(len(rows), max((_columns(row.size) for row in rows), default=0))
 
     def drop_adapter(self, adapter: Adapter) -> None:
-        """Drop the rows computed with an adapter, pinned ones included."""
+        """Drop the state computed with an adapter, pinned or not."""
         header = key_prefix(adapter)
-        for row in self._index.rows():
-            if row.key.startswith(header):
-                self._evict(row)
+        for one in list(self._index.values()):
+            if one.key.startswith(header):
+                self._drop(one)
 
     def check_integrity(self) -> None:
-        """Raises: RuntimeError: rows and places do not add up."""
-        slots = sorted([row.slot for row in self._index.rows()] + self._free)
+        """Raises: RuntimeError: segments, places and memory do not add up."""
+        rows = self._rows()
+        slots = sorted([row.slot for row in rows] + self._free)
         if slots != list(range(self._pool.rows)):
-            raise RuntimeError(
-                f"the rows' places {slots} are not exactly those of a pool of {self._pool.rows} "
-                "rows"
-            )
-        if any(row.length > self._pool.columns for row in self._index.rows()):
+            raise RuntimeError(f"rows {slots} are not those of a pool of {self._pool.rows} rows")
+        if any(row.size > self._pool.columns for row in rows):
             raise RuntimeError(f"a row is longer than the pool's {self._pool.columns} columns")
+        kept = {*self._index.values(), *self._running}
+        trunks = {one for one in kept if isinstance(one, Trunk)}
+        if sum(trunk.size for trunk in trunks) != self._trunk_positions:
+            raise RuntimeError(f"trunks do not take {self._trunk_positions} positions")
+        for one in self._index.values():
+            if self._index.get(one.key) is not one:
+                raise RuntimeError("a segment is not found by its key")
+            below = one.parent
+            if (below is None) != (one.start == 0):
+                raise RuntimeError(f"a segment from position {one.start} stands on {below}")
+            if below is not None and not (
+                below in trunks
+                and one in below.children
+                and below.start < one.start <= below.stop
+                and one.key.startswith(key_of_prefix(below.key, one.start))
+            ):
+                raise RuntimeError("a segment and its parent do not belong together")
+            if not one.children <= kept:
+                raise RuntimeError("a segment has a child that is not kept")
 
     # --- planning ---------------------------------------------------------------------------------
 
-    def _plan(self, jobs: Sequence[Job], alone: bool) -> _Plan:
-        matches = [self._index.longest(job.key) for job in jobs]
-        in_place: dict[int, Row] = {}
-        taken: set[int] = set()
-        for at, (job, (row, shared)) in enumerate(zip(jobs, matches, strict=True)):
-            if row is None or row.slot in taken:
+    def _nearest(self, key: bytes) -> tuple[Segment | None, int]:
+        """What shares the most leading tokens with ``key``, and how many."""
+        nearest, common = self._index.nearest(key)
+        shared = tokens_in(common)
+        if nearest is None or shared == 0:
+            return None, 0
+        # Among equals what ends there is preferred: it can be continued in place.
+        ends_there = self._index.get(key_of_prefix(key, shared))
+        return ends_there or self._index[nearest], shared
+
+    def _share_forked(self, sequences: Sequence[TokenSequence]) -> None:
+        """Turn into trunks what several contexts are about to share."""
+        wanted: dict[Row, list[int]] = {}
+        for sequence in sequences:
+            found, shared = self._nearest(sequence.key)
+            if isinstance(found, Row):
+                wanted.setdefault(found, []).append(min(shared, sequence.latest_start))
+        for row, cuts in wanted.items():
+            # One that extends the row, or ends in it, runs there: nothing is shared.
+            if len(cuts) == 1 and (cuts[0] >= row.stop - 1 and not row.pinned):
                 continue
-            extends = shared == row.length and not row.pinned
-            if extends or shared == job.length:
-                in_place[at] = row
-                taken.add(row.slot)
-        protected = {row.slot for row, _ in matches if row is not None}
-        plan = _Plan(matches, in_place, len(jobs) - len(in_place), protected)
-        # Not even beside its own source: start from nothing.
-        if alone and not self._affordable(plan, jobs):
-            plan = _Plan([(None, 0)], {}, 1, set())
+            cut = max(cuts)
+            if cut - row.start >= WORTH_SHARING:
+                self._to_trunk(row, cut)
+
+    def _planned(
+        self, sequences: Sequence[TokenSequence], shared: Mapping[int, int]
+    ) -> list[_Plan]:
+        taken: set[Segment] = set()
+        plans = []
+        for at, sequence in enumerate(sequences):
+            plan = self._plan(sequence, shared.get(at, 0), taken)
+            if plan.row is not None:
+                taken.add(plan.row)
+            plans.append(plan)
+        if self._shares:
+            self._set_apart(plans)
+        return plans
+
+    def _plan(self, sequence: TokenSequence, shared: int, taken: set[Segment]) -> _Plan:
+        found, common = self._nearest(sequence.key)
+        start = min(common, sequence.latest_start)
+        kept = common < sequence.length
+        if isinstance(found, Row) and found not in taken and start >= found.start:
+            extends = common == found.stop and not found.pinned
+            if extends or not kept:
+                return _Plan(
+                    sequence, start, found, found.parent, found.start, row=found, kept=kept
+                )
+        below = found
+        while below is not None and start <= below.start:
+            below = below.parent
+        plan = _Plan(sequence, start, found, kept=kept)
+        if isinstance(below, Trunk) and start - below.start >= WORTH_SHARING:
+            plan.parent, plan.base = below, start
+        elif below is not None:
+            plan.parent, plan.base, plan.source = below.parent, below.start, below
+        plan.cut = self._cut(plan, shared) if kept else plan.base
         return plan
 
-    def _affordable(self, plan: _Plan, jobs: Sequence[Job]) -> bool:
-        staying = [row for row in self._index.rows() if row.pinned or row.slot in plan.protected]
-        columns = max(self._longest(staying), *(_columns(job.length) for job in jobs))
-        return len(staying) + plan.needed <= self._limit(columns)
+    def _from_nothing(self, sequence: TokenSequence) -> _Plan:
+        plan = _Plan(sequence)
+        plan.cut = self._cut(plan, 0)
+        return plan
 
-    def _make_room(self, plan: _Plan, jobs: Sequence[Job]) -> bool:
-        """Evict and resize until the plan's new rows are free; ``False`` if the budget does not
-        allow it."""
-        if not self._affordable(plan, jobs):
-            return False
-        width = max(_columns(job.length) for job in jobs)
-        victims = sorted(
-            (
-                row
-                for row in self._index.rows()
-                if not row.pinned and row.slot not in plan.protected
-            ),
-            key=lambda row: row.used,
-            reverse=True,
+    def _cut(self, plan: _Plan, shared: int) -> int:
+        """Where a new context's own trunk stops: where others will fork, or at its end if it is
+        long."""
+        if self._shares and shared - plan.base >= WORTH_SHARING:
+            return shared
+        long = self._shares and plan.sequence.length - plan.start >= WORTH_A_TRUNK
+        return plan.sequence.length if long else plan.base
+
+    def _set_apart(self, plans: Sequence[_Plan]) -> None:
+        """Give trunks of their own to the few new contexts that would make all rows longer."""
+        tails = [(row.size, None) for row in self._rows()]
+        tails += [(plan.tail, plan) for plan in plans if plan.needs_row or plan.row is not None]
+        for plan in _outliers(tails):
+            if plan is not None and plan.row is None and plan.kept:
+                plan.cut = plan.sequence.length
+
+    # --- trunks -----------------------------------------------------------------------------------
+
+    def _share_forked(self, sequences: Sequence[TokenSequence]) -> None:
+        """Turn into trunks what several contexts are about to share, and the few rows that make
+        all others longer."""
+        wanted: dict[Row, list[int]] = {}
+        protected: set[Segment] = set()
+        for sequence in sequences:
+            found, shared = self._nearest(sequence.key)
+            if found is not None:
+                protected.add(found)
+            if isinstance(found, Row):
+                wanted.setdefault(found, []).append(min(shared, sequence.latest_start))
+        for row, cuts in wanted.items():
+            # One that extends the row, or ends in it, runs there: nothing is shared.
+            alone = len(cuts) == 1 and cuts[0] >= row.stop - 1 and not row.pinned
+            if not alone and max(cuts) - row.start >= WORTH_SHARING:
+                self._to_trunk(row, max(cuts), protected)
+        for row in _outliers([(row.size, row) for row in self._rows()]):
+            if row not in self._running:
+                self._to_trunk(row, row.stop, protected)
+
+    def _to_trunk(self, row: Row, cut: int, protected: set[Segment]) -> None:
+        """Store a row up to position ``cut`` as a trunk; what is left of it stands on that. Does
+        nothing where the budget does not allow it."""
+        size = cut - row.start
+        key = key_of_prefix(row.key, cut)
+        trunk = self._index.get(key)
+        if not isinstance(trunk, Trunk):
+            needs = _Needs(trunks=size, protected={*protected, row})
+            if not self._affordable(needs):
+                return
+            self._make_room(needs)
+            layers = self._pool.new_trunk(size)
+            self._pool.from_row(row.slot, size, layers)
+            twin = self._index.get(key)
+            trunk = Trunk(key, row.start, row.parent, layers=layers)
+            if twin is not None:
+                trunk.pinned = twin.pinned
+                if twin is not row:
+                    self._drop(twin)
+            self._trunk_positions += size
+            trunk.attach()
+        if cut == row.stop:
+            self._drop(row)
+        else:
+            self._pool.shift(row.slot, slice(size, row.size))
+            row.detach()
+            row.start, row.parent = cut, trunk
+            row.attach()
+        self._index.add(key, trunk)
+        self._shorten(trunk, protected)
+
+    def _shorten(self, trunk: Trunk, protected: set[Segment]) -> None:
+        """Merge trunks that one context alone goes through, and keep the path short."""
+        upper = trunk
+        while upper.parent is not None:
+            below = upper.parent
+            mine_alone = below.children == {upper} and not below.pinned
+            if mine_alone and below.size <= 2 * upper.size:
+                self._merge(upper)  # of like sizes only: nothing is copied more often than log(n)
+            else:
+                upper = below
+        while len(path := [trunk, *(below for below, _ in trunk.path())]) > MOST_TRUNKS:
+            others = {
+                upper: self._above(below, but=upper)
+                for upper, below in pairwise(path)
+                if not below.pinned
+            }
+            free = [
+                upper
+                for upper, above in others.items()
+                if not any(one.pinned or one in protected or one in self._running for one in above)
+            ]
+            if not free:
+                return
+            chosen = min(free, key=lambda upper: len(others[upper]))
+            for one in others[chosen]:
+                self._drop(one)
+            self._merge(chosen)
+
+    def _above(self, trunk: Trunk, but: Segment) -> list[Segment]:
+        """All that stands on a trunk, except one child and what stands on that."""
+        found: list[Segment] = []
+        for child in trunk.children:
+            if child is not but:
+                found.append(child)
+                if isinstance(child, Trunk):
+                    found.extend(self._above(child, but))
+        return found
+
+    def _merge(self, upper: Trunk) -> None:
+        """Make a trunk and its parent, whose only child it is, one."""
+        below = upper.parent
+        if below is None:
+            return
+        length = upper.start - below.start
+        upper.layers = [
+            (torch.cat([keys[:, :, :length], more], 2), torch.cat([values[:, :, :length], most], 2))
+            for (keys, values), (more, most) in zip(below.layers, upper.layers, strict=True)
+        ]
+        upper.detach()
+        upper.start, upper.parent = below.start, below.parent
+        self._trunk_positions += length
+        self._drop(below)
+        upper.attach()
+
+    # --- room -------------------------------------------------------------------------------------
+
+    @property
+    def _limit(self) -> int:
+        """The most positions that memory may be taken for."""
+        return self._budget // max(self._pool.bytes_per_column, 1)
+
+    def _rows(self) -> list[Row]:
+        kept = [one for one in self._index.values() if isinstance(one, Row)]
+        return kept + [one for one in self._running if isinstance(one, Row)]
+
+    def _with_paths(self, segments: Iterable[Segment]) -> set[Segment]:
+        staying = set(segments)
+        for one in list(staying):
+            staying.update(trunk for trunk, _ in one.path())
+        return staying
+
+    def _needs(self, plans: Sequence[_Plan]) -> _Needs:
+        used = {one for plan in plans for one in (plan.found, plan.parent, plan.source, plan.row)}
+        return _Needs(
+            rows=sum(plan.needs_row for plan in plans),
+            columns=max(_columns(plan.tail) for plan in plans),
+            trunks=sum(plan.trunk_size for plan in plans),
+            protected={one for one in used if one is not None},
         )
-        staying = self._index.rows()
-        while len(staying) + plan.needed > self._limit(max(width, self._longest(staying))):
-            self._evict(victims.pop())
-            staying = self._index.rows()
-        self._grow(len(staying) + plan.needed, max(width, self._longest(staying)))
-        return True
 
-    def _grow(self, rows: int, columns: int) -> None:
-        """Make room for at least so many rows and columns, and for some more where the budget
-        allows it.
+    def _affordable(self, needs: _Needs) -> bool:
+        pinned = {one for one in self._index.values() if one.pinned}
+        staying = self._with_paths(pinned | needs.protected | self._running)
+        rows = [one.size for one in staying if isinstance(one, Row)]
+        trunks = sum(one.size for one in staying if isinstance(one, Trunk))
+        columns = max(needs.columns, *map(_columns, rows), 0)
+        return (len(rows) + needs.rows) * columns + trunks + needs.trunks <= self._limit
 
-        Fresh memory is dear, so forks should find their rows there already, and growth by one token
-        should seldom move all.
+    def _make_room(self, needs: _Needs) -> None:
+        """Drop what was used least recently until there is room, then make the pool so large."""
+        rows = Counter(_columns(row.size) for row in self._rows())
+        room = self._limit - self._trunk_positions - needs.trunks
+        columns, count = max(needs.columns, *rows, 0), rows.total() + needs.rows
+        dropped = True
+        while count * columns > room and dropped:
+            dropped = False
+            for one in list(self._index.values()):
+                if one.pinned or one.children or one in needs.protected:
+                    continue
+                self._drop(one)
+                dropped = True
+                if isinstance(one, Trunk):
+                    room += one.size
+                else:
+                    rows[_columns(one.size)] -= 1
+                    count -= 1
+                    columns = max(needs.columns, *(+rows), 0)
+                if count * columns <= room:
+                    break
+        self._fit(count, columns, room)
+
+    def _fit(self, rows: int, columns: int, room: int) -> None:
+        """Give the pool at least so many rows and columns, at most ``room`` positions in all.
+
+        Allocating memory is slow, so some more rows are allocated where the budget allows it: forks
+        find their rows there already.
         """
         pool = self._pool
-        if rows <= pool.rows and columns <= pool.columns:
+        too_large = pool.rows * pool.columns > room
+        if rows <= pool.rows and columns <= pool.columns and not too_large:
             return
-        spare_rows = pool.rows if rows <= pool.rows else rows + -(-rows // 2)
-        spare_columns = (
-            pool.columns
-            if columns <= pool.columns
-            else max(columns, _columns(pool.columns * 5 // 4))
-        )
-        if rows > self._limit(spare_columns):
-            spare_columns = columns
-        self._resize(max(rows, min(spare_rows, self._limit(spare_columns))), spare_columns)
-
-    def _carry_out(self, plan: _Plan, jobs: Sequence[Job]) -> list[Placement]:
-        placements = []
-        forks: list[tuple[int, int, int]] = []
-        for at, (job, (row, shared)) in enumerate(zip(jobs, plan.matches, strict=True)):
-            start = min(shared, job.latest_start)
-            continued = plan.in_place.get(at)
-            if row is not None:
-                row.used = self._tick
-            slot = continued.slot if continued is not None else self._free.pop()
-            if continued is None and row is not None and start > 0:
-                forks.append((row.slot, slot, start))
-            placements.append(Placement(job, slot, start, continued))
-        if forks:
-            sources, targets, lengths = zip(*forks, strict=True)
-            self._pool.fork(sources, targets, max(lengths))
-        return placements
-
-    # --- bookkeeping ------------------------------------------------------------------------------
-
-    def _record(self, placement: Placement) -> None:
-        job, row = placement.job, placement.continued
-        if row is not None and row.length >= job.length:
-            return  # it ended within the row, which stays what it was
-        twin = self._index.get(job.key)
-        if twin is not None and twin.pinned:
-            self._release([placement.slot])
-            return
-        if twin is not None:
-            self._evict(twin)
-        if row is None:
-            row = Row(placement.slot, job.key)
-        row.key, row.used = job.key, self._tick
-        self._index.add(row)
-
-    def _evict(self, row: Row) -> None:
-        self._index.remove(row)
-        if row.pinned:
-            self._pinned.remove(row)
-        self._release([row.slot])
-
-    def _release(self, slots: Iterable[int]) -> None:
-        self._free = sorted([*self._free, *slots], reverse=True)
+        if columns > pool.columns:
+            wide = max(columns, _columns(pool.columns * 9 // 8))
+        else:
+            wide = pool.columns
+        if rows * wide > room:
+            wide = columns
+        spare = rows if too_large else max(rows + rows // 8, pool.rows)
+        self._resize(max(rows, min(spare, room // max(wide, 1))), wide)
 
     def _resize(self, rows: int, columns: int) -> None:
         """Resize the pool, rows moved to its front."""
-        kept = sorted(self._index.rows(), key=lambda row: row.slot)
+        kept = sorted(self._rows(), key=lambda row: row.slot)
         try:
             self._pool.resize(rows, columns, [row.slot for row in kept])
         except torch.OutOfMemoryError:  # with some layers moved and others not, no row is whole
-            logger.warning(
-                "kv.lost", rows=len(kept), pinned=len(self._pinned), reason="out of memory"
-            )
+            pinned = sum(one.pinned for one in self._index.values())
+            logger.warning("kv.lost", rows=len(kept), pinned=pinned, reason="out of memory")
             self.clear()
             raise
         for slot, row in enumerate(kept):
@@ -269,12 +567,131 @@ class KVStore:
         self._free = list(range(rows - 1, len(kept) - 1, -1))
         logger.debug("kv.resized", rows=rows, columns=columns, kept=len(kept))
 
-    def _longest(self, rows: Sequence[Row]) -> int:
-        return max((_columns(row.length) for row in rows), default=0)
+    # --- bookkeeping ------------------------------------------------------------------------------
 
-    def _limit(self, columns: int) -> int:
-        """How many rows of so many columns the budget allows."""
-        return self._budget // max(columns * self._pool.bytes_per_column, 1)
+    def _carried_out(self, plans: Sequence[_Plan]) -> list[Assignment]:
+        # First what may fail.
+        memory = [
+            self._pool.new_trunk(plan.trunk_size) if plan.trunk_size else [] for plan in plans
+        ]
+        assignments = []
+        forks: list[tuple[int, int, int]] = []
+        for plan, layers in zip(plans, memory, strict=True):
+            self._touch(plan.found)
+            one = Assignment(plan.sequence, plan.start, plan.row, kept=plan.kept)
+            assignments.append(one)
+            if plan.row is not None:
+                one.continued = True
+                continue
+            parent, base, copied = plan.parent, plan.base, plan.start - plan.base
+            if layers:
+                key = key_of_prefix(plan.sequence.key, plan.cut)
+                one.trunk = parent = Trunk(key, base, parent, layers=layers)
+                base = plan.cut
+                self._trunk_positions += plan.trunk_size
+                self._enter(one.trunk)
+            if plan.needs_row:
+                one.row = Row(plan.sequence.key, base, parent, slot=self._free.pop())
+                self._enter(one.row)
+            source = plan.source
+            if source is None or not copied:
+                continue
+            if isinstance(source, Trunk) or one.trunk is not None:
+                self._copy(source, one.trunk or one.row, copied)
+            elif isinstance(source, Row) and one.row is not None:
+                forks.append((source.slot, one.row.slot, copied))
+        if forks:
+            sources, targets, lengths = zip(*forks, strict=True)
+            self._pool.fork(sources, targets, max(lengths))
+        return assignments
+
+    def _copy(self, source: Segment, target: Segment | None, size: int) -> None:
+        """Copy the first positions from or to a trunk."""
+        if isinstance(target, Row) and isinstance(source, Trunk):
+            self._pool.to_row(source.layers, target.slot, size)
+        elif isinstance(target, Trunk) and isinstance(source, Row):
+            self._pool.from_row(source.slot, size, target.layers)
+        elif isinstance(target, Trunk) and isinstance(source, Trunk):
+            with torch.inference_mode():
+                for states, others in zip(target.layers, source.layers, strict=True):
+                    for mine, other in zip(states, others, strict=True):
+                        mine[:, :, :size] = other[:, :, :size]
+
+    def _touch(self, segment: Segment | None) -> None:
+        if segment is not None:
+            for trunk, _ in segment.path():
+                self._index.touch(trunk.key)
+            self._index.touch(segment.key)
+
+    def _enter(self, segment: Segment) -> None:
+        segment.attach()
+        self._running.add(segment)
+
+    def _record(self, one: Assignment) -> None:
+        row, trunk = one.row, one.trunk
+        if not one.kept:
+            if row is not None and not one.continued:
+                self._discard(row)
+            return
+        if trunk is not None:
+            twin = self._index.get(trunk.key)
+            if isinstance(twin, Trunk):
+                if row is not None:
+                    row.detach()
+                    row.parent = twin
+                    row.attach()
+                self._discard(trunk)
+            else:
+                if twin is not None:
+                    trunk.pinned = twin.pinned
+                    self._drop(twin)
+                self._index.add(trunk.key, trunk)
+                self._running.discard(trunk)
+        if row is not None:
+            row.key = one.sequence.key
+            twin = self._index.get(row.key)
+            if isinstance(twin, Trunk) or (twin is not None and twin.pinned):
+                self._discard(row)
+                return
+            if twin is not None:
+                self._drop(twin)
+            self._index.add(row.key, row)
+            self._running.discard(row)
+        if trunk is not None and trunk.parent is not None and trunk.key in self._index:
+            self._shorten(trunk, set())
+
+    def _drop(self, segment: Segment) -> None:
+        """Forget a kept segment."""
+        self._index.remove(segment.key)
+        self._discard(segment)
+
+    def _discard(self, segment: Segment) -> None:
+        """Give back what a segment takes."""
+        segment.detach()
+        self._running.discard(segment)
+        if isinstance(segment, Row):
+            self._free = sorted([*self._free, segment.slot], reverse=True)
+        elif isinstance(segment, Trunk):
+            self._trunk_positions -= segment.size
+            segment.layers = []
+
+
+Owner = TypeVar("Owner")
+
+
+def _outliers(tails: Sequence[tuple[int, Owner]]) -> list[Owner]:
+    """The few long ones without which rows would not be much longer than what is in them."""
+    tails = sorted(tails, key=lambda one: one[0], reverse=True)
+    total = sum(size for size, _ in tails)
+    outliers = []
+    for at, (size, owner) in enumerate(tails[: max(len(tails) // 8, 4)]):
+        if size < WORTH_SHARING + COLUMN_STEP:
+            return outliers
+        if (size - COLUMN_STEP) * (len(tails) - at) <= MOST_WASTE * total:
+            return outliers
+        outliers.append(owner)
+        total -= size
+    return []
 
 
 def _columns(length: int) -> int:

@@ -1,4 +1,4 @@
-"""A job: a sequence of tokens to run through the model, and the rows wanted of it."""
+"""A sequence of tokens to run through the model, and the rows wanted of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from attrs import field, frozen
 
+from genlm.core.prefixes import common_length
 from genlm.core.types import Adapter
 
 #: Bytes before the first token of a key: the adapter's version, so that no state crosses adapters
@@ -16,7 +17,7 @@ WIDTH = array("I").itemsize
 
 
 @frozen(eq=False)
-class Job:
+class TokenSequence:
     """Tokens whose last ``keep`` positions are wanted as rows.
 
     Attributes:
@@ -47,7 +48,7 @@ class Job:
 
 
 def key_prefix(adapter: Adapter | None) -> bytes:
-    """What the keys of an adapter's jobs begin with."""
+    """What the keys of an adapter's sequences begin with."""
     return (0 if adapter is None else adapter.version).to_bytes(HEADER, "big")
 
 
@@ -58,13 +59,14 @@ def key_of_prefix(key: bytes, length: int) -> bytes:
 
 def shared_tokens(left: bytes, right: bytes) -> int:
     """How many leading tokens two keys share; 0 for different adapters."""
-    low, high = 0, min(len(left), len(right))
-    if left[:high] == right[:high]:
-        return (high - HEADER) // WIDTH
-    while low + 1 < high:  # left[:low] == right[:low], left[:high] != right[:high]
-        middle = (low + high) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return max(low - HEADER, 0) // WIDTH
+    return tokens_in(common_length(left, right))
+
+
+def length_of(key: bytes) -> int:
+    """The number of tokens of a key."""
+    return (len(key) - HEADER) // WIDTH
+
+
+def tokens_in(shared: int) -> int:
+    """How many whole tokens lie in the first ``shared`` bytes of a key."""
+    return max(shared - HEADER, 0) // WIDTH

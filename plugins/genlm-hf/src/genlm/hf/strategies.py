@@ -1,0 +1,291 @@
+"""The ways to compute sequences: with key/value state in rows and trunks, or in snapshots, or
+without any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from attrs import define, frozen
+
+from genlm.core.types import Adapter
+from genlm.hf.layout import Chunk
+from genlm.hf.reuse import Reuse
+from genlm.hf.runner import Runner
+from genlm.hf.segments import Row
+from genlm.hf.sequence import TokenSequence
+from genlm.hf.snapshots import Snapshots, steps
+from genlm.hf.store import Assignment, KVStore
+
+#: A forward: chunks, their tokens, an adapter for each chunk, which tokens are wanted; gives their
+#: logits.
+Run = Callable[
+    [Sequence[Chunk], Sequence[int], Sequence[Adapter | None], Sequence[int]], torch.Tensor
+]
+
+
+@frozen(eq=False)
+class Result:
+    """What one forward gave.
+
+    Attributes:
+        owners: For each row of ``logits``, the index of the sequence that it belongs to; the rows
+            of a sequence come in order.
+        logits: ``[len(owners), vocab_size]``, in the model's type.
+    """
+
+    owners: list[int]
+    logits: torch.Tensor
+
+
+@define(eq=False)
+class Strategy:
+    """Without state: every context is computed whole, in padded batches of similar length.
+
+    The base of the others, which compute so what they cannot keep.
+
+    Attributes:
+        runner: Runs forwards.
+        max_tokens: The most new tokens in one forward.
+    """
+
+    runner: Runner
+    max_tokens: int
+
+    #: Whether sequences that share a prefix may wait for one of them, and go on from its state.
+    shares_prefixes = False
+
+    def fits(self, length: int) -> bool:
+        """Whether the state of a context of this length can be kept."""
+        return False
+
+    def known(self, sequence: TokenSequence) -> int:
+        """How many leading tokens of a sequence need not be computed."""
+        return 0
+
+    def compute(
+        self, sequences: Sequence[TokenSequence], indices: Sequence[int], shared: Mapping[int, int]
+    ) -> Iterator[Result]:
+        """Compute some sequences and keep their state.
+
+        Args:
+            sequences: All sequences.
+            indices: Those to compute.
+            shared: For some of them, how many leading tokens others share that wait for it.
+        """
+        return self.plain(sequences, indices)
+
+    def plain(self, sequences: Sequence[TokenSequence], indices: Sequence[int]) -> Iterator[Result]:
+        """Compute some sequences without state."""
+        ordered = sorted(indices, key=lambda at: -sequences[at].length)
+        while ordered:
+            longest = sequences[ordered[0]].length
+            count = max(self.max_tokens // longest, 1)
+            batch = [at for at in ordered[:count] if 2 * sequences[at].length >= longest]
+            ordered = ordered[len(batch) :]
+            logits = self.runner.plain(
+                [sequences[at].tokens for at in batch],
+                [sequences[at].adapter for at in batch],
+                [sequences[at].keep for at in batch],
+            )
+            yield Result([at for at in batch for _ in range(sequences[at].keep)], logits)
+
+    def pin(self, sequence: TokenSequence) -> bool:
+        """Keep the state of a sequence just computed until :meth:`clear`; ``False`` if there is no
+        room for it."""
+        return True  # there is nothing to keep
+
+    def clear(self) -> None:
+        """Drop all state."""
+
+    def drop_unpinned(self) -> None:
+        """Drop all state but that of pinned contexts."""
+
+    def drop_adapter(self, adapter: Adapter) -> None:
+        """Drop the state computed with an adapter, pinned or not."""
+
+
+@define(eq=False)
+class Work:
+    """What remains to be computed of an assigned sequence: what follows its first ``done``
+    tokens."""
+
+    index: int
+    assignment: Assignment
+    done: int
+
+    @property
+    def left(self) -> int:
+        return self.assignment.sequence.length - self.done
+
+
+@define(eq=False)
+class InRows(Strategy):
+    """With state in rows and trunks; how forwards are made is left to the two below."""
+
+    store: KVStore
+    shares_prefixes = True
+
+    def fits(self, length: int) -> bool:
+        return self.store.fits(length)
+
+    def known(self, sequence: TokenSequence) -> int:
+        return self.store.known(sequence)
+
+    def compute(
+        self, sequences: Sequence[TokenSequence], indices: Sequence[int], shared: Mapping[int, int]
+    ) -> Iterator[Result]:
+        left = list(indices)
+        while left:
+            hints = {n: shared[at] for n, at in enumerate(left) if at in shared}
+            assignments = self.store.place([sequences[at] for at in left], hints)
+            if not assignments:
+                yield from self.plain(sequences, left)
+                return
+            works = [
+                Work(at, assignment, assignment.start)
+                for at, assignment in zip(left, assignments, strict=False)
+            ]
+            left = left[len(assignments) :]
+            finished = False
+            try:
+                yield from self.forwards(works)
+                finished = True
+            finally:
+                if not finished:
+                    self.store.abandon(assignments)
+            self.store.commit(assignments)
+
+    def forwards(self, works: Sequence[Work]) -> Iterator[Result]:
+        """Compute what remains of some works."""
+        raise NotImplementedError
+
+    def pin(self, sequence: TokenSequence) -> bool:
+        return self.store.pin(sequence)
+
+    def clear(self) -> None:
+        self.store.clear()
+
+    def drop_unpinned(self) -> None:
+        self.store.drop_unpinned()
+
+    def drop_adapter(self, adapter: Adapter) -> None:
+        self.store.drop_adapter(adapter)
+
+
+@define(eq=False)
+class Packed(InRows):
+    """Any chunks of any works in one forward."""
+
+    def forwards(self, works: Sequence[Work]) -> Iterator[Result]:
+        while works:
+            chosen, works = self._filled(works)
+            yield _forward(self.runner.packed, chosen)
+
+    def _filled(self, works: Sequence[Work]) -> tuple[list[tuple[Work, int]], list[Work]]:
+        """Choose at most ``max_tokens`` tokens; return works with where they stop, and what is left
+        to do."""
+        room, chosen, rest = self.max_tokens, [], []
+        for work in works:
+            size = min(work.left, room)
+            if size:
+                chosen.append((work, work.done + size))
+                room -= size
+            if size < work.left:
+                rest.append(Work(work.index, work.assignment, work.done + size))
+        return chosen, rest
+
+
+@define(eq=False)
+class Uniform(InRows):
+    """Works that begin and end together in one forward."""
+
+    def forwards(self, works: Sequence[Work]) -> Iterator[Result]:
+        groups: dict[tuple[int, int], list[Work]] = {}
+        for work in works:
+            groups.setdefault((work.done, work.left), []).append(work)
+        for group in groups.values():
+            count = max(self.max_tokens // group[0].left, 1)
+            for first in range(0, len(group), count):
+                yield from self._together(group[first : first + count])
+
+    def _together(self, works: Sequence[Work]) -> Iterator[Result]:
+        size = max(self.max_tokens // len(works), 1)
+        while works[0].left:
+            stop = works[0].done + min(size, works[0].left)
+            yield _forward(self.runner.uniform, [(work, stop) for work in works])
+            works = [Work(work.index, work.assignment, stop) for work in works]
+
+
+def _forward(run: Run, chosen: Sequence[tuple[Work, int]]) -> Result:
+    """One forward over the works' tokens up to where they stop."""
+    pieces = [
+        (chunk, work) for work, stop in chosen for chunk in work.assignment.chunks(work.done, stop)
+    ]
+    # Rows by slot, so that neighbours are read without a copy; then trunks.
+    pieces.sort(key=lambda piece: _place(piece[0]))
+    tokens: list[int] = []
+    wanted: list[tuple[int, int, int]] = []
+    for chunk, work in pieces:
+        sequence = work.assignment.sequence
+        first = max(sequence.latest_start, chunk.start)
+        wanted.extend(
+            (work.index, at, len(tokens) + at - chunk.start) for at in range(first, chunk.stop)
+        )
+        tokens.extend(sequence.tokens[chunk.start : chunk.stop])
+    wanted.sort()
+    adapters = [work.assignment.sequence.adapter for _, work in pieces]
+    logits = run([chunk for chunk, _ in pieces], tokens, adapters, [at for _, _, at in wanted])
+    return Result([index for index, _, _ in wanted], logits)
+
+
+def _place(chunk: Chunk) -> tuple[bool, int]:
+    return (False, chunk.segment.slot) if isinstance(chunk.segment, Row) else (True, 0)
+
+
+@define(eq=False)
+class InSnapshots(Strategy):
+    """With snapshots: contexts that grow from equal length to equal length together."""
+
+    snapshots: Snapshots
+
+    def fits(self, length: int) -> bool:
+        return self.snapshots.fits(length)
+
+    def compute(
+        self, sequences: Sequence[TokenSequence], indices: Sequence[int], shared: Mapping[int, int]
+    ) -> Iterator[Result]:
+        for start, rows, cache in self.snapshots.groups(sequences, indices, self.max_tokens):
+            chosen = [sequences[at] for at in rows]
+            owners, logits, cache = steps(self.runner, chosen, start, cache)
+            self.snapshots.keep([sequence.key for sequence in chosen], cache)
+            yield Result([rows[owner] for owner in owners], logits)
+
+    def pin(self, sequence: TokenSequence) -> bool:
+        return self.snapshots.pin(sequence)
+
+    def clear(self) -> None:
+        self.snapshots.clear()
+
+    def drop_unpinned(self) -> None:
+        self.snapshots.drop_unpinned()
+
+    def drop_adapter(self, adapter: Adapter) -> None:
+        self.snapshots.drop_adapter(adapter)
+
+
+def strategy_for(reuse: Reuse, runner: Runner, max_tokens: int, budget: int) -> Strategy:
+    """The strategy for a way of reuse.
+
+    Args:
+        reuse: The way.
+        runner: Runs forwards.
+        max_tokens: The most new tokens in one forward.
+        budget: The most bytes of state to keep.
+    """
+    if reuse is Reuse.NONE:
+        return Strategy(runner, max_tokens)
+    if reuse is Reuse.SNAPSHOTS:
+        return InSnapshots(runner, max_tokens, Snapshots(budget))
+    store = KVStore(runner.pool, budget, trunks=reuse is Reuse.SHARED)
+    return (Uniform if reuse is Reuse.UNIFORM else Packed)(runner, max_tokens, store)
