@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,11 @@ from structlog.testing import capture_logs
 from transformers import PretrainedConfig
 
 from genlm.core import Query
+from genlm.hf import store as store_module
 from genlm.hf.reuse import Reuse
+
+Contexts = Callable[..., list[tuple[int, ...]]]
+Make = Callable[..., Any]
 
 TOKENS = 257
 SHAPE = {
@@ -196,3 +201,59 @@ def test_rotary_embeddings_that_change_with_the_length_are_not_mixed(
         for row, context in zip(rows, batch, strict=True):
             fresh = pair(transformers.LlamaConfig(**shape, rope_parameters=scaling))
             assert (row - fresh.expected(context)[0]).abs().max() < 1e-4
+
+
+SHARED = [family for family, (_, reuse) in FAMILIES.items() if reuse is Reuse.SHARED]
+
+
+@pytest.fixture(params=[1, 2, 63, 64, 65])
+def worth_sharing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The length from which on prefixes are shared."""
+    monkeypatch.setattr(store_module, "WORTH_SHARING", request.param)
+    return int(request.param)
+
+
+def resampled(source: random.Random, contexts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Parents chosen with repetition, each continued by a token of its own."""
+    parents = source.choices(contexts, k=len(contexts))
+    return [
+        (*parent, token)
+        for parent, token in zip(parents, source.sample(range(TOKENS), len(parents)), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("family", SHARED)
+def test_rows_behind_trunks(
+    family: str, worth_sharing: int, pair: Make, contexts: Contexts
+) -> None:
+    source = random.Random(f"{family} {worth_sharing}")
+    model = pair(FAMILIES[family][0](), max_batch_tokens=48)
+    (prompt,) = contexts(1, worth_sharing + 2)
+    live = [(*prompt, token) for token in range(4)]  # the prompt is not computed yet
+    model.check(*live)
+    for step in range(4):
+        live = resampled(source, live)
+        model.check(*live, live[0][: source.randint(1, len(live[0]))])
+        if step == 1:  # ragged growth, a newcomer, and one that leaves the prompt within it
+            live = [(*context, *range(at)) for at, context in enumerate(live)]
+            model.check(
+                *live,
+                contexts(1, worth_sharing + 5, seed=1)[0],
+                (*prompt[: worth_sharing // 2], 3, 4),
+            )
+
+
+@pytest.mark.parametrize("family", SHARED)
+def test_rows_behind_a_long_trunk(family: str, pair: Make, contexts: Contexts) -> None:
+    config = FAMILIES[family][0]()
+    config.max_position_embeddings = 1100
+    model = pair(config)
+    (prompt,) = contexts(1, 1000)
+    live = [(*prompt, token) for token in range(3)]
+    model.check(*live)
+    model.forwards.clear()
+    live = resampled(random.Random(family), live)
+    model.check(*live)
+    assert model.forwards == [3]
+    model.check(*live, (*prompt[:700], 5), prompt)
+    assert model.forwards[1:] == [3 + 1 + 1]

@@ -95,7 +95,7 @@ def test_a_pinned_prompt_outlives_pressure(
 def test_a_prompt_that_cannot_be_pinned_is_refused(
     pair: Make, llama_config: Make, contexts: Contexts
 ) -> None:
-    model = pair(llama_config(), kv_cache_bytes=64 * 256)
+    model = pair(llama_config(), kv_cache_bytes=32 * 256)
     first, second = contexts(2, 30)
     model.engine.genlm_cache_prefix(Query(first))
     with pytest.raises(EngineError, match="kv_cache_bytes"):

@@ -6,6 +6,8 @@ The tokens themselves stand in for key/value state, so that every row can be rea
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from typing import Any
 
 import pytest
@@ -79,13 +81,14 @@ class Tokens:
                 states[0, chunk.columns, 0] = tokens
 
 
-@pytest.fixture(params=[1, 2, 8, 64], autouse=True)
+@pytest.fixture(params=[1, 2, 8, 64])
 def worth_sharing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trunks of any length."""
     monkeypatch.setattr(store_module, "WORTH_SHARING", request.param)
     monkeypatch.setattr(store_module, "WORTH_A_TRUNK", 2 * request.param)
 
 
+@pytest.mark.usefixtures("worth_sharing")
 @settings(
     deadline=None,
     max_examples=100,
@@ -142,3 +145,64 @@ def test_segments_are_whole(
     store.clear()
     store.check_integrity()
     assert store.positions == 0
+
+
+class Particles:
+    """Contexts that are extended and resampled, and a count of their distinct positions.
+
+    The count asks the store for nothing but how much of a context it knows.
+    """
+
+    def __init__(self, n: int, prompt: int, seed: int) -> None:
+        self._source = random.Random(seed)
+        self._nodes: dict[tuple[int, int], int] = {}  # of a trie: parent and token
+        self.live = [(1,) * prompt] * n
+        self.asked: deque[tuple[int, ...]] = deque(maxlen=2000)
+
+    def extend(self) -> list[TokenSequence]:
+        self.live = [(*context, at) for at, context in enumerate(self.live)]
+        self.asked.extend(self.live)
+        return [TokenSequence(context) for context in self.live]
+
+    def resample(self) -> None:
+        self.live = self._source.choices(self.live, k=len(self.live))
+
+    def known_positions(self, store: KVStore) -> int:
+        seen: set[int] = set()
+        for context in self.asked:
+            node = -1
+            for token in context[: store.known(TokenSequence((*context, 0)))]:
+                node = self._nodes.setdefault((node, token), len(self._nodes))
+                seen.add(node)
+        return len(seen)
+
+
+@pytest.mark.parametrize(("every", "budget"), [(1, 20_000)])
+def test_resampling_a_thousand_times(every: int, budget: int) -> None:
+    """Nothing is computed again, memory stays near what is known, and paths stay short."""
+    state = Tokens()
+    store = KVStore(state.pool, budget * 2 * 4)
+    particles = Particles(32, prompt=200, seed=every)
+    for step in range(1000):
+        sequences = particles.extend()
+        if step % every == 0:
+            particles.resample()
+        left = sequences
+        while left:  # the first step: the others wait for the prompt
+            now = left[:1] if step == 0 and left is sequences else left
+            assignments = store.place(now, {0: 200} if len(now) == 1 else {})
+            assert len(assignments) == len(now)
+            for one in assignments:
+                assert step == 0 or one.start == one.sequence.latest_start
+                assert len([*(one.row or one.trunk).path()]) <= store_module.MOST_TRUNKS
+                state.write(one)
+            if step % 100 == 99:
+                store.check_integrity()
+                for one in assignments:
+                    read = state.read(one.row or one.trunk, one.sequence.length)
+                    assert read == list(one.sequence.tokens)
+            store.commit(assignments)
+            left = left[len(now) :]
+        if step in (199, 999):
+            distinct = particles.known_positions(store)
+            assert store.positions <= 1.3 * distinct + 64 * state.pool.rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -169,9 +170,21 @@ def _vocab_size(model: Any, config: Any) -> int:
 
 
 def _default_budget(device: torch.device) -> int:
-    """Half of the free device memory; on the CPU a quarter of the free memory, at most 4 GiB."""
+    """Half of the free device memory; on the CPU a quarter of the available memory, at most 4
+    GiB."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]) // 2
+    available = _available_memory()
+    return 2 * GIB if available is None else min(available // 4, 4 * GIB)
+
+
+def _available_memory() -> int | None:
+    """Bytes that this machine can give without swapping; ``None`` where it does not say."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():  # it counts what files are cached in; free pages are without that
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
     if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return min(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4, 4 * GIB)
-    return 2 * GIB
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None

@@ -22,11 +22,11 @@ from genlm.hf.sequence import TokenSequence, key_of_prefix, key_prefix, tokens_i
 logger = get_logger()
 
 #: Columns are allotted in steps of this many.
-COLUMN_STEP = 64
+COLUMN_STEP = 32
 
 #: From so many positions on, a fork shares its parent's state as a trunk. Fewer are copied: another
 #: trunk is another product in every layer of every forward.
-WORTH_SHARING = 64
+WORTH_SHARING = 32
 
 #: A new context with so many positions of its own gets a trunk of its own: rows are all as long as
 #: the longest.
@@ -543,12 +543,9 @@ class KVStore:
         too_large = pool.rows * pool.columns > room
         if rows <= pool.rows and columns <= pool.columns and not too_large:
             return
-        if columns > pool.columns:
-            wide = max(columns, _columns(pool.columns * 9 // 8))
-        else:
-            wide = pool.columns
-        if rows * wide > room:
-            wide = columns
+        wide = columns
+        if columns > pool.columns and rows * _columns(columns * 9 // 8) <= room:
+            wide = _columns(columns * 9 // 8)
         spare = rows if too_large else max(rows + rows // 8, pool.rows)
         self._resize(max(rows, min(spare, room // max(wide, 1))), wide)
 
@@ -684,10 +681,9 @@ def _outliers(tails: Sequence[tuple[int, Owner]]) -> list[Owner]:
     tails = sorted(tails, key=lambda one: one[0], reverse=True)
     total = sum(size for size, _ in tails)
     outliers = []
-    for at, (size, owner) in enumerate(tails[: max(len(tails) // 8, 4)]):
-        if size < WORTH_SHARING + COLUMN_STEP:
-            return outliers
-        if (size - COLUMN_STEP) * (len(tails) - at) <= MOST_WASTE * total:
+    for at, (size, owner) in enumerate(tails[: max(len(tails) // 4, 4)]):
+        count = len(tails) - at
+        if size <= 2 * COLUMN_STEP or _columns(size) * count <= MOST_WASTE * total + 32 * count:
             return outliers
         outliers.append(owner)
         total -= size
