@@ -182,7 +182,7 @@ class Block:
     @cached_property
     def width(self) -> int:
         """Columns to read."""
-        return max(chunk.columns.stop for chunk in self.chunks)
+        return max(int(chunk.columns.stop) for chunk in self.chunks)
 
     @cached_property
     def _ragged(self) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -298,21 +298,6 @@ class KVStore:
         ends_there = self._index.get(key_of_prefix(key, shared))
         return ends_there or self._index[nearest], shared
 
-    def _share_forked(self, sequences: Sequence[TokenSequence]) -> None:
-        """Turn into trunks what several contexts are about to share."""
-        wanted: dict[Row, list[int]] = {}
-        for sequence in sequences:
-            found, shared = self._nearest(sequence.key)
-            if isinstance(found, Row):
-                wanted.setdefault(found, []).append(min(shared, sequence.latest_start))
-        for row, cuts in wanted.items():
-            # One that extends the row, or ends in it, runs there: nothing is shared.
-            if len(cuts) == 1 and (cuts[0] >= row.stop - 1 and not row.pinned):
-                continue
-            cut = max(cuts)
-            if cut - row.start >= WORTH_SHARING:
-                self._to_trunk(row, cut)
-
     def _planned(
         self, sequences: Sequence[TokenSequence], shared: Mapping[int, int]
     ) -> list[_Plan]:
@@ -363,7 +348,7 @@ class KVStore:
 
     def _set_apart(self, plans: Sequence[_Plan]) -> None:
         """Give trunks of their own to the few new contexts that would make all rows longer."""
-        tails = [(row.size, None) for row in self._rows()]
+        tails: list[tuple[int, _Plan | None]] = [(row.size, None) for row in self._rows()]
         tails += [(plan.tail, plan) for plan in plans if plan.needs_row or plan.row is not None]
         for plan in _outliers(tails):
             if plan is not None and plan.row is None and plan.kept:
@@ -680,7 +665,7 @@ def _outliers(tails: Sequence[tuple[int, Owner]]) -> list[Owner]:
     """The few long ones without which rows would not be much longer than what is in them."""
     tails = sorted(tails, key=lambda one: one[0], reverse=True)
     total = sum(size for size, _ in tails)
-    outliers = []
+    outliers: list[Owner] = []
     for at, (size, owner) in enumerate(tails[: max(len(tails) // 4, 4)]):
         count = len(tails) - at
         if size <= 2 * COLUMN_STEP or _columns(size) * count <= MOST_WASTE * total + 32 * count:
