@@ -263,3 +263,46 @@ def test_an_interrupted_synchronous_caller_lets_go(mock, gate):
     lm.next_token_logprobs_sync([2])
     assert [(1,)] not in gate.batches
     assert lm.stats.cancelled == 1
+
+
+class Unshowable(Exception):
+    def __str__(self):
+        raise RuntimeError("cannot be shown")
+
+    __repr__ = __str__
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+def test_an_error_that_cannot_be_shown_fails_its_own_request(mock, continuous):
+    def on_batch(queries):
+        if any(query.token_ids == (13,) for query in queries):
+            raise Unshowable
+
+    lm = mock(on_batch=on_batch, continuous=continuous)
+
+    async def ask():
+        return await asyncio.gather(
+            lm.next_token_logprobs([1]),
+            lm.next_token_logprobs([13]),
+            lm.next_token_logprobs([13]),
+            return_exceptions=True,
+        )
+
+    row, *failed = asyncio.run(ask())
+    assert row.shape == (258,)
+    for error in failed:
+        assert isinstance(error, EngineError)
+        assert "Unshowable: <its text cannot be shown: RuntimeError>" in str(error)
+
+
+def test_an_engine_may_die_of_an_error_that_cannot_be_shown(mock):
+    class Fatal(BaseException):
+        __str__ = __repr__ = Unshowable.__str__
+
+    def on_batch(queries):
+        raise Fatal
+
+    lm = mock(on_batch=on_batch)
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="whose repr raised RuntimeError"):
+            lm.next_token_logprobs_sync([1])

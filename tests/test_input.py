@@ -4,12 +4,21 @@ after it."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import numpy as np
 import pytest
 import torch
 
 from genlm.core import GenlmError, InvalidOptionError, InvalidQueryError
+
+
+class Unshowable:
+    def __repr__(self):
+        raise RuntimeError("no")
+
+    __str__ = __repr__
+
 
 BAD_CONTEXTS = [
     ([], "the context is empty"),
@@ -18,20 +27,25 @@ BAD_CONTEXTS = [
         "token id 258 at position 0 of the context is out of range; the model has ids 0 to 257",
     ),
     ([1, -1], "token id -1 at position 1"),
-    ([1, 2.0], "2.0 at position 1 of the context is no token id"),
-    ([True], "True at position 0"),
-    ([None], "None at position 0"),
-    ([[1, 2]], "at position 0"),
+    ([1, 2.0], "token ids must be integers; position 1 of the context is 2.0"),
+    ([True], "position 0 of the context is True"),
+    ([None], "position 0 of the context is None"),
+    ([[1, 2]], "position 0 of the context is [1, 2]"),
     ("text", "is text"),
     (b"text", "is text"),
     (bytearray(b"text"), "is text"),
-    ({1, 2}, "the context is a set, which has no order"),
-    ({1: 2}, "the context is a dict, which has no order"),
-    ([10**5000], "token id of 16610 bits at position 0 of the context is out of range"),
-    (7, "the context is 7"),
-    (None, "the context is None"),
-    (np.array([1.5]), "1.5 at position 0"),
-    (torch.tensor(3), "the context is 3"),
+    ({1, 2}, "the context is a set; give a sequence of token ids, which has an order"),
+    ({1: 2}, "the context is a dict; give a sequence"),
+    ([10**5000], "an integer of 16610 bits at position 0 of the context is out of range"),
+    (7, "the context must be a sequence of token ids; got 7"),
+    (None, "the context must be a sequence of token ids; got None"),
+    (np.array([1.5]), "position 0 of the context is 1.5"),
+    (torch.tensor(3), "the context must be 1-dimensional; it is 0-dimensional"),
+    ({"input_ids": [1]}, "the context is a dict; give its 'input_ids'"),
+    (torch.tensor([[1, 2]]), "it is 2-dimensional; give x[0] for its first row"),
+    (np.zeros((1, 1, 1), dtype=int), "it is 3-dimensional"),
+    (range(10**9), "the context of 1000000000 tokens exceeds the 10 tokens that the model takes"),
+    (Unshowable(), "must be a sequence of token ids; got <Unshowable, whose repr raised"),
     ([0] * 11, "the context of 11 tokens exceeds the 10 tokens that the model takes"),
 ]
 
@@ -47,7 +61,7 @@ def test_bad_contexts(mock, gate, context, message):
         lambda: asyncio.run(lm.next_token_logprobs(context)),
         lambda: asyncio.run(lm.batch_next_token_logprobs([[1], context])),
         lambda: asyncio.run(lm.sample(context, 1, [])),
-        lambda: asyncio.run(lm.batch_sample([context], 1, [])),
+        lambda: asyncio.run(lm.batch_sample([[1], context], 1, [])),
         lambda: asyncio.run(lm.sequence_logprobs(context, [1])),
     ]
     for way in ways:
@@ -91,7 +105,7 @@ def test_a_context_of_the_greatest_length(mock):
     assert len(asyncio.run(lm.sample([0] * 8, 3, [], seed=0))) == 3
     with pytest.raises(
         InvalidQueryError,
-        match="the context of 8 tokens and 3 of the 4 tokens to follow exceeds the 10",
+        match=r"a context of 8 tokens leaves room for 3 of the 4 tokens to follow, .* takes 10",
     ):
         asyncio.run(lm.sample([0] * 8, 4, []))
 
@@ -118,3 +132,46 @@ def test_bad_sampling_options(mock, gate, arguments, message):
     with pytest.raises(InvalidOptionError, match=message):
         asyncio.run(lm.sample([1], **arguments))
     assert gate.batches == []
+
+
+def test_what_has_no_end_is_read_no_further_than_the_limit(mock):
+    lm = mock(max_context=10)
+    read = itertools.count()
+    with pytest.raises(InvalidQueryError, match="more than the 10 tokens that the model takes"):
+        lm.next_token_logprobs_sync(0 for _ in read)
+    assert next(read) == 11
+    with pytest.raises(InvalidQueryError, match="the continuation has more than the 10 tokens"):
+        asyncio.run(lm.sequence_logprobs([1], itertools.repeat(1)))
+    with pytest.raises(InvalidQueryError, match="a batch may have at most 1048576 contexts"):
+        lm.batch_next_token_logprobs_sync(itertools.repeat([1]))
+
+
+def test_what_has_no_end_is_refused_by_a_model_without_a_limit(mock, monkeypatch):
+    monkeypatch.setattr("genlm.core.context.MOST", 100)
+    with pytest.raises(InvalidQueryError, match="more than the 100 tokens"):
+        mock().next_token_logprobs_sync(itertools.repeat(1))
+
+
+@pytest.mark.parametrize(
+    ("contexts", "message"),
+    [
+        ([1, 2, 3], "a list of contexts must be given, each a list of token ids; .* is 1"),
+        ("text", "a list of contexts must be given; got a str"),
+        ({"input_ids": [[1]]}, "a list of contexts must be given; got a dict"),
+        (7, "a list of contexts must be given; got 7"),
+    ],
+)
+def test_what_is_not_a_list_of_contexts(mock, contexts, message):
+    lm = mock()
+    for way in (
+        lambda: lm.batch_next_token_logprobs_sync(contexts),
+        lambda: asyncio.run(lm.batch_next_token_logprobs(contexts)),
+        lambda: asyncio.run(lm.batch_sample(contexts, 1, [])),
+    ):
+        with pytest.raises(InvalidQueryError, match=message):
+            way()
+
+
+def test_an_empty_continuation(mock):
+    with pytest.raises(InvalidQueryError, match=r"the continuation is empty; .* one token id$"):
+        asyncio.run(mock().sequence_logprobs([1], []))

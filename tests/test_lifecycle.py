@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import subprocess
 import sys
@@ -406,3 +407,53 @@ def test_death_is_not_closing(mock):
     lm.close()
     with pytest.raises(EngineDeadError, match="told to die"):
         lm.next_token_logprobs_sync([1])
+
+
+def test_a_copy_of_a_model_is_the_model(mock):
+    lm = mock()
+    holder = {"lm": lm, "more": [1]}
+    assert copy.copy(lm) is lm
+    assert copy.deepcopy(holder)["lm"] is lm
+    assert copy.deepcopy(holder)["more"] is not holder["more"]
+
+
+def test_a_closed_model_is_refused_on_entry(mock):
+    lm = mock()
+    lm.close()
+    with pytest.raises(ModelClosedError, match="the model is closed"), lm:
+        pass
+
+    async def enter():
+        async with lm:
+            pass
+
+    with pytest.raises(ModelClosedError, match="the model is closed"):
+        asyncio.run(enter())
+
+
+def test_a_signal_handler_may_ask_a_blocking_question_while_one_is_being_put():
+    """The interrupted code holds the batcher's lock: a request is hashed under it."""
+    done = run_python("""
+        from genlm.core.runtime.batcher import Batcher, Executor
+
+        class Interrupted:
+            asked = False
+            def __hash__(self):
+                if not Interrupted.asked:
+                    Interrupted.asked = True
+                    print(batcher.ask([7]), batcher.run(lambda: 8))
+                return 0
+
+        class Echo(Executor):
+            def step(self, newcomers, dropped):
+                return [(request, request) for request in newcomers]
+            def close(self):
+                pass
+
+        batcher = Batcher(Echo)
+        request = Interrupted()
+        print(batcher.ask([request]) == [request])
+        batcher.close()
+        print("done")
+        """)
+    assert done.stdout.splitlines() == ["[7] 8", "True", "done"], done.stderr

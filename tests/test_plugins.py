@@ -17,7 +17,7 @@ from genlm.core import (
     BackendImportError,
     BackendNotFoundError,
     BackendUnavailableError,
-    EngineDeadError,
+    EngineError,
     InvalidInputError,
     InvalidOptionError,
     ModelClosedError,
@@ -581,27 +581,53 @@ def test_a_wrapper_that_would_shadow_the_engine():
         AsyncLM(Engine, backend="x", wrappers=[Shadow()])
 
 
-def test_a_wrapper_that_loses_the_answers_of_a_continuous_engine_is_told_of():
-    class Once:
-        raised = False
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("times", [1, 2, 5])
+def test_a_wrapper_that_raises_around_a_step_fails_requests_and_not_the_model(before, times):
+    """Before its yield it keeps the step from the engine, after it it loses the answers."""
+
+    class Broken:
+        left = times
 
         @hookimpl(wrapper=True)
-        def genlm_step(self, queries):
+        def genlm_step(self, queries, samples, scores):
+            if before:
+                self.perhaps_raise()
             answers = yield
-            if not self.raised:
-                self.raised = True
-                raise RuntimeError("the wrapper's own bug")
+            if not before and answers:
+                self.perhaps_raise()
             return answers
 
-    lm = AsyncLM(lambda: ContinuousMockEngine(ByteTokenizer()), backend="x", wrappers=[Once()])
+        def perhaps_raise(self):
+            if self.left:
+                self.left -= 1
+                raise RuntimeError("the wrapper's own bug")
+
+    async def ask(lm):
+        return await asyncio.gather(
+            lm.next_token_logprobs([1]),
+            lm.next_token_logprobs([2]),
+            lm.sample([3], 3, [], seed=1),
+            return_exceptions=True,
+        )
+
     with (
-        lm,
-        pytest.raises(
-            EngineDeadError,
-            match=r"a wrapper around it, raised \(it did: RuntimeError: the wrapper's own",
-        ),
+        AsyncLM(
+            lambda: ContinuousMockEngine(ByteTokenizer()), backend="x", wrappers=[Broken()]
+        ) as lm,
+        AsyncLM(lambda: ContinuousMockEngine(ByteTokenizer()), backend="x") as sound,
     ):
-        lm.batch_next_token_logprobs_sync([[1], [2]])
+        expected = asyncio.run(ask(sound))
+        answers = asyncio.run(ask(lm))
+        while any(isinstance(answer, Exception) for answer in answers):
+            for answer, right in zip(answers, expected, strict=True):
+                if isinstance(answer, Exception):
+                    assert isinstance(answer, EngineError)
+                    assert "the wrapper's own bug" in str(answer)
+                else:
+                    assert list(answer) == list(right)
+            answers = asyncio.run(ask(lm))
+        assert all(list(a) == list(b) for a, b in zip(answers, expected, strict=True))
 
 
 def test_one_plugin_manager_per_model():

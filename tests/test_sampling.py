@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import collections
+import math
 
 import pytest
 import torch
 
 from genlm.core import AsyncLM, EngineError, InvalidQueryError, MockAsyncLM, SamplingParams
+from genlm.core.lm import PREFIXES
 from genlm.core.mock import ByteTokenizer, MockEngine
 from genlm.core.sampling import TokenDrawer, seed_of
 
@@ -159,3 +162,73 @@ def test_scores_by_rows_and_native_scores_agree(mock, monkeypatch):
     native = asyncio.run(mock().sequence_logprobs([1, 2], [3, 4, 5]))
     monkeypatch.delattr(MockEngine, "genlm_sequence_logprobs")
     assert torch.equal(asyncio.run(mock().sequence_logprobs([1, 2], [3, 4, 5])), native)
+
+
+def test_scores_by_rows_ask_few_contexts_at_a_time(mock, monkeypatch, gate):
+    """Every prefix may take key/value state as large as the whole context's."""
+    native = asyncio.run(mock().sequence_logprobs([1, 2], range(150)))
+    monkeypatch.delattr(MockEngine, "genlm_sequence_logprobs")
+    gate.batches.clear()
+    scores = asyncio.run(mock().sequence_logprobs([1, 2], range(150)))
+    assert torch.equal(scores, native)
+    assert sum(map(len, gate.batches)) == 150
+    assert max(map(len, gate.batches)) <= PREFIXES
+
+
+# --- filters --------------------------------------------------------------------------------------
+
+
+def drawable(row, **options):
+    """The ids that can be drawn, with their probabilities, over many draws."""
+    drawer = TokenDrawer(SamplingParams(max_tokens=1, seed=0, **options))
+    counts = collections.Counter(drawer.draw(row) for _ in range(4000))
+    return {token_id: count / 4000 for token_id, count in sorted(counts.items())}
+
+
+def by_hand(row, temperature=1.0, top_k=None, top_p=None, min_p=None):
+    """Temperature, then top_k, then top_p of what remains, then min_p: token by token."""
+    weights = {i: math.exp(float(x) / temperature) for i, x in enumerate(row)}
+    kept = sorted(weights, key=lambda i: (-float(row[i]), i))[:top_k]
+    if top_p is not None:
+        whole, mass, few = sum(weights[i] for i in kept), 0.0, []
+        for i in kept:
+            if mass >= top_p * whole:
+                break
+            few.append(i)
+            mass += weights[i]
+        kept = few
+    if min_p is not None:
+        kept = [i for i in kept if weights[i] >= min_p * max(weights.values())]
+    return {i: weights[i] / sum(weights[j] for j in kept) for i in sorted(kept)}
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("top_k", [None, 2, 4])
+@pytest.mark.parametrize("top_p", [None, 0.3, 0.75])
+@pytest.mark.parametrize("min_p", [None, 0.2])
+def test_filters_apply_in_the_stated_order(temperature, top_k, top_p, min_p):
+    row = torch.tensor([0.05, 0.35, 0.1, 0.27, 0.23]).log()
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    drawn, expected = drawable(row, **options), by_hand(row, **options)
+    assert drawn.keys() == expected.keys()
+    assert all(abs(drawn[i] - expected[i]) < 0.05 for i in expected)
+
+
+def test_the_order_of_top_k_and_top_p_matters():
+    """Of the two most likely tokens, 0.4 and 0.3, the first has more than half of their mass."""
+    row = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    assert drawable(row, top_k=2, top_p=0.55).keys() == {0}
+    assert drawable(row, top_p=0.55).keys() == {0, 1}
+
+
+@pytest.mark.parametrize("temperature", [1e30, 1e300])
+def test_extreme_temperatures_keep_the_most_likely_tokens(temperature):
+    """Their weights are all rounded to 1."""
+    row = torch.tensor([0.1, 0.2, 0.4, 0.3]).log()
+    assert drawable(row, temperature=temperature, top_k=2).keys() == {2, 3}
+
+
+def test_min_p_is_drawn_by_the_core(mock):
+    lm = mock(FewTokens)
+    drawn = draw(lm, [1], 200, [], seed=0, min_p=0.5)  # half of 0.5: 0.25
+    assert set(drawn) == {10, 20}

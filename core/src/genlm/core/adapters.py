@@ -8,6 +8,7 @@ import threading
 from enum import Enum
 from typing import Any, Final, Literal
 
+from genlm.core.checks import shown
 from genlm.core.errors import InvalidOptionError, UnknownAdapterError
 from genlm.core.types import Adapter
 
@@ -45,7 +46,7 @@ class AdapterRegistry:
             return Adapter(name, os.fsdecode(path), next(self._versions))
         except TypeError:
             raise InvalidOptionError(
-                f"{path!r} is no path of a LoRA adapter; give a string or a pathlib.Path"
+                f"the path of a LoRA adapter must be a string or a pathlib.Path; got {shown(path)}"
             ) from None
 
     def bind(self, adapter: Adapter) -> Adapter | None:
@@ -84,15 +85,21 @@ class AdapterRegistry:
             return None
         if name is not UNSET:
             return self.named(name)
-        if self._default is None:
+        default = self._default  # read once: another thread may change it
+        if default is None:
             return None
-        if self._default not in self._bound:
+        adapter = self._bound.get(default)
+        if adapter is None and self._default == default:
             raise UnknownAdapterError(
-                f"the default LoRA adapter {self._default!r} has been removed; call clear_lora() "
-                "to go back to the base "
-                "model, or set_lora(name) to choose another"
+                f"the default LoRA adapter {default!r} has been removed; call clear_lora() to go "
+                "back to the base model, or set_lora(name) to choose another"
             )
-        return self._bound[self._default]
+        # Else the default has been changed since: ask again.
+        return self.resolve(name) if adapter is None else adapter
+
+    def bound(self) -> dict[str, Adapter]:
+        """The adapters by their names."""
+        return dict(self._bound)
 
     def require_current(self, adapter: Adapter) -> None:
         """Raises: UnknownAdapterError: the adapter has been removed or bound again since it was

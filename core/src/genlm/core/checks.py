@@ -33,6 +33,15 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
+def told(error: BaseException) -> str:
+    """The kind of an error and what it says, for a message: never an exception itself."""
+    try:
+        said = str(error)
+    except Exception as another:
+        said = f"<its text cannot be shown: {type(another).__name__}>"
+    return f"{type(error).__name__}: {said}"
+
+
 @overload
 def integer(name: str, value: Any, least: int, optional: Literal[False] = False) -> int: ...
 

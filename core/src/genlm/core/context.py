@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set, Sized
 from typing import Any, overload
 
 from attrs import frozen
 
+from genlm.core.checks import shown
 from genlm.core.errors import InvalidQueryError
 
 TokenIds = tuple[int, ...]
+
+#: The most tokens of a context where the model has no limit, and the most contexts of a batch. They
+#: only end what has no end.
+MOST, MOST_CONTEXTS = 1 << 24, 1 << 20
 
 #: Tokens that are hashed, and shared by the contexts that extend one another, at a time.
 BLOCK = 128
@@ -150,50 +156,95 @@ class Context(Sequence[int]):
         return f"Context([{shown}], {len(self)} tokens)"
 
 
-def token_ids_of(what: str, token_ids: Any, vocab_size: int) -> TokenIds:
+def token_ids_of(what: str, token_ids: Any, vocab_size: int, most: int | None = None) -> TokenIds:
     """The token ids as a tuple of plain ints in ``range(vocab_size)``.
 
     Args:
         what: What they are, for messages: ``"context"``.
         token_ids: Any iterable of integers; a NumPy array or tensor of integers too.
         vocab_size: The number of ids that the model has.
+        most: The most ids that can be of use. An iterator is read no further than that.
 
     Raises:
-        InvalidQueryError: there are none, or one is no integer or out of range.
+        InvalidQueryError: there are none or too many, or one is not an integer or out of range.
     """
-    ids = _as_ints(what, token_ids)
+    ids = _as_ints(what, token_ids, MOST if most is None else min(most, MOST))
     if not ids:
-        raise InvalidQueryError(
-            f"the {what} is empty; give at least one token id (a beginning-of-sequence token, say)"
-        )
+        remedy = " (a beginning-of-sequence token, say)" if what == "context" else ""
+        raise InvalidQueryError(f"the {what} is empty; give at least one token id{remedy}")
     if min(ids) < 0 or max(ids) >= vocab_size:
         position, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
         raise InvalidQueryError(
-            f"token id {_shown(bad)} at position {position} of the {what} is out of range; "
+            f"token id {shown(bad)} at position {position} of the {what} is out of range; "
             f"the model has ids 0 to {vocab_size - 1}"
         )
     return ids
 
 
-def _as_ints(what: str, token_ids: Any) -> TokenIds:
+def contexts_of(contexts: Any) -> list[Any]:
+    """The contexts of a batch, not checked themselves.
+
+    Raises:
+        InvalidQueryError: they are not a list of contexts, or too many.
+    """
+    if isinstance(contexts, str | bytes | bytearray | Mapping):
+        raise InvalidQueryError(
+            f"a list of contexts must be given; got a {type(contexts).__name__}"
+        )
+    try:
+        given = list(itertools.islice(contexts, MOST_CONTEXTS + 1))
+    except TypeError as error:
+        raise InvalidQueryError(
+            f"a list of contexts must be given; got {shown(contexts)}"
+        ) from error
+    if len(given) > MOST_CONTEXTS:
+        raise InvalidQueryError(f"a batch may have at most {MOST_CONTEXTS} contexts; ask for fewer")
+    if given and isinstance(given[0], int):
+        raise InvalidQueryError(
+            f"a list of contexts must be given, each a list of token ids; its first element is "
+            f"{shown(given[0])}; for one context give [context], or call the method for one"
+        )
+    return given
+
+
+def _as_ints(what: str, token_ids: Any, most: int) -> TokenIds:
     if isinstance(token_ids, str | bytes | bytearray):
         raise InvalidQueryError(
             f"the {what} is text ({token_ids!r:.40}); give token ids, as lm.tokenizer.encode(text) "
             "does"
         )
+    dimensions = getattr(token_ids, "ndim", 1)
+    if dimensions != 1:
+        remedy = "; give x[0] for its first row" if dimensions == 2 else ""
+        raise InvalidQueryError(
+            f"the {what} must be 1-dimensional; it is {dimensions}-dimensional{remedy}"
+        )
+    if isinstance(token_ids, Set | Mapping):
+        remedy = (
+            "its 'input_ids'"
+            if isinstance(token_ids, Mapping) and "input_ids" in token_ids
+            else "a sequence of token ids, which has an order"
+        )
+        raise InvalidQueryError(f"the {what} is a {type(token_ids).__name__}; give {remedy}")
+    if isinstance(token_ids, Sized) and len(token_ids) > most:
+        raise InvalidQueryError(
+            f"the {what} of {len(token_ids)} tokens exceeds the {most} tokens that the model "
+            "takes; shorten it"
+        )
     if hasattr(token_ids, "tolist"):
         token_ids = token_ids.tolist()  # NumPy and torch: one call instead of one for each id
-    if isinstance(token_ids, Set | Mapping):
-        raise InvalidQueryError(
-            f"the {what} is a {type(token_ids).__name__}, which has no order; give a sequence of "
-            "token ids"
-        )
     try:
+        if not isinstance(token_ids, Sized):
+            token_ids = itertools.islice(token_ids, most + 1)
         ids = tuple(token_ids)
     except TypeError as error:  # chained: it may be of the caller's own generator
         raise InvalidQueryError(
-            f"the {what} is {token_ids!r:.40}; give a sequence of token ids"
+            f"the {what} must be a sequence of token ids; got {shown(token_ids)}"
         ) from error
+    if len(ids) > most:
+        raise InvalidQueryError(
+            f"the {what} has more than the {most} tokens that the model takes; shorten it"
+        )
     if {int}.issuperset(map(type, ids)):
         return ids
     return tuple(_as_int(what, token_id, position) for position, token_id in enumerate(ids))
@@ -206,10 +257,5 @@ def _as_int(what: str, token_id: Any, position: int) -> int:
         return operator.index(token_id)
     except TypeError:
         raise InvalidQueryError(
-            f"{token_id!r} at position {position} of the {what} is no token id; give integers"
+            f"token ids must be integers; position {position} of the {what} is {shown(token_id)}"
         ) from None
-
-
-def _shown(token_id: int) -> str:
-    """Python refuses to spell out an int of thousands of digits."""
-    return str(token_id) if token_id.bit_length() <= 64 else f"of {token_id.bit_length()} bits"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 from attrs import evolve
 
 from genlm.core.adapters import UNSET, AdapterRegistry, LoraName
-from genlm.core.context import Context, token_ids_of
+from genlm.core.context import Context, contexts_of, token_ids_of
 from genlm.core.errors import InvalidQueryError
 from genlm.core.options import CoreOptions
 from genlm.core.plugins import choose_backend, find_backend, installed_wrappers
@@ -31,12 +31,17 @@ from genlm.core.types import (
     SamplingParams,
     ScoreRequest,
     Stats,
+    TokenIds,
 )
 
 if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+
+#: How many contexts of one continuation are asked at a time where the engine has no scores of its
+#: own. Each may take key/value state as large as the whole context's.
+PREFIXES = 32
 
 
 def load_model_by_name(
@@ -148,9 +153,8 @@ class AsyncLM:
     def context(self, token_ids: Iterable[int]) -> Context:
         """A context to be extended token by token. It goes wherever token ids go, and costs less
         where it is long: ``context.extend(token_id)`` checks and hashes the new token alone."""
-        return Context(
-            token_ids_of("context", token_ids, self._engine.vocab_size), self._engine.vocab_size
-        )
+        vocab_size, most = self._engine.vocab_size, self._engine.max_context
+        return Context(token_ids_of("context", token_ids, vocab_size, most), vocab_size)
 
     async def next_token_logprobs(
         self, token_ids: Iterable[int], lora_name: LoraName = UNSET
@@ -164,7 +168,7 @@ class AsyncLM:
         self, token_ids_list: Iterable[Iterable[int]], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
         """The rows of several contexts, ``[len(token_ids_list), len(lm.byte_vocab)]``."""
-        found = [self._look_up(token_ids, lora_name) for token_ids in token_ids_list]
+        found = [self._look_up(ids, lora_name) for ids in contexts_of(token_ids_list)]
         answers = iter(
             await asyncio.gather(
                 *(self._batcher.submit(query) for query, row in found if row is None)
@@ -184,7 +188,7 @@ class AsyncLM:
         self, token_ids_list: Iterable[Iterable[int]], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
         """The rows of several contexts, ``[len(token_ids_list), len(lm.byte_vocab)]``, blocking."""
-        found = [self._look_up(token_ids, lora_name) for token_ids in token_ids_list]
+        found = [self._look_up(ids, lora_name) for ids in contexts_of(token_ids_list)]
         answers = iter(self._batcher.ask([query for query, row in found if row is None]))
         return self._stack([next(answers) if row is None else row for _, row in found])
 
@@ -221,13 +225,14 @@ class AsyncLM:
         self,
         prompt_token_ids: Iterable[int],
         max_tokens: int,
-        eos_token_ids: Iterable[int],
+        eos_token_ids: Iterable[int] | None = None,
         temperature: float = 1.0,
         seed: int | None = None,
         lora_name: LoraName = UNSET,
         *,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
     ) -> list[int]:
         """Draw a continuation of a prompt.
 
@@ -235,16 +240,22 @@ class AsyncLM:
             prompt_token_ids: The prompt.
             max_tokens: The most tokens to draw; 0 draws none.
             eos_token_ids: Drawing one of these ends the continuation; it is not part of the result.
+                ``None`` is :attr:`eos_token_ids`, and ``[]`` none.
             temperature: Divides the log-probabilities; 0 takes the most likely token every time.
             seed: Fixes the result, whatever else is being asked.
             lora_name: The adapter.
             top_k: Draw among the ``top_k`` most likely tokens.
-            top_p: Draw among the fewest most likely tokens that have at least this mass.
+            top_p: Draw among the fewest most likely tokens that have at least this share of the
+                mass that ``top_k`` leaves.
+            min_p: Draw among tokens at least this fraction as likely as the most likely one.
+
+        There are no stop strings and no penalties: draw fewer tokens at a time and look at them, or
+        change rows with a wrapper.
 
         Raises:
             InvalidOptionError: an argument is out of range (a ``ValueError``).
         """
-        params = checked_params(max_tokens, eos_token_ids, temperature, seed, top_k, top_p)
+        params = self._params(max_tokens, eos_token_ids, temperature, seed, top_k, top_p, min_p)
         return await self._draw(
             self._query(prompt_token_ids, lora_name, room_for=params.max_tokens), params
         )
@@ -253,28 +264,35 @@ class AsyncLM:
         self,
         prompt_token_ids_list: Iterable[Iterable[int]],
         max_tokens: int,
-        eos_token_ids: Iterable[int],
+        eos_token_ids: Iterable[int] | None = None,
         temperature: float = 1.0,
         seed: int | None = None,
         lora_name: LoraName = UNSET,
         *,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
     ) -> list[list[int]]:
         """Draw one continuation for each prompt. With a ``seed`` each prompt has a stream of its
         own, by its position; the first one's is that of :meth:`sample`."""
-        params = checked_params(max_tokens, eos_token_ids, temperature, seed, top_k, top_p)
+        params = self._params(max_tokens, eos_token_ids, temperature, seed, top_k, top_p, min_p)
         queries = [
             self._query(prompt, lora_name, room_for=params.max_tokens)
-            for prompt in prompt_token_ids_list
+            for prompt in contexts_of(prompt_token_ids_list)
         ]
         own = [evolve(params, seed=seed_of(params.seed, i)) for i in range(len(queries))]
         return await all_of(map(self._draw, queries, own))
 
+    def _params(
+        self, max_tokens: int, eos_token_ids: Iterable[int] | None, *options: Any
+    ) -> SamplingParams:
+        stops = self.eos_token_ids if eos_token_ids is None else eos_token_ids
+        return checked_params(max_tokens, stops, *options)
+
     async def _draw(self, query: Query, params: SamplingParams) -> list[int]:
         if params.max_tokens == 0:
             return []
-        if self._engine.draws:
+        if self._engine.draws and params.min_p is None:
             drawn: list[int] | None = await self._batcher.submit(SampleRequest(query, params))
             if drawn is not None:
                 return drawn
@@ -293,8 +311,9 @@ class AsyncLM:
             InvalidQueryError: the continuation is empty or has an invalid token id.
         """
         # Rows have no place for what the tokenizer lacks, nor for what the model lacks.
-        scored = min(self._engine.vocab_size, self._engine.width)
-        continuation = token_ids_of("continuation", continuation_token_ids, scored)
+        known = min(self._engine.vocab_size, self._engine.width)
+        most = self._engine.max_context
+        continuation = token_ids_of("continuation", continuation_token_ids, known, most)
         query = self._query(prompt_token_ids, lora_name, room_for=len(continuation))
         # A native score is normalised over the engine's rows, which is right unless those have
         # padding to drop.
@@ -304,13 +323,14 @@ class AsyncLM:
             )
             if scores is not None:
                 return scores
-        contexts = [query]
-        for token_id in continuation[:-1]:
-            contexts.append(contexts[-1].extended((token_id,)))
-        rows = await all_of(map(self._row, contexts))
-        return self._stack(
-            [row[token_id] for row, token_id in zip(rows, continuation, strict=True)]
-        )
+        scored = []
+        for start in range(0, len(continuation), PREFIXES):
+            ids = continuation[start : start + PREFIXES]
+            prefixes = [query.extended(ids[:end]) for end in range(len(ids))]
+            rows = await all_of(map(self._row, prefixes))
+            scored += [row[token_id] for row, token_id in zip(rows, ids, strict=True)]
+            query = query.extended(ids)
+        return self._stack(scored)
 
     # --- adapters ---------------------------------------------------------------------------------
 
@@ -410,6 +430,14 @@ class AsyncLM:
         return list(self._engine.special_token_ids)
 
     @property
+    def eos_token_ids(self) -> list[int]:
+        """The tokens that end a text, as the tokenizer names them; perhaps none."""
+        named = getattr(self._engine.tokenizer, "eos_token_id", None)
+        if named is None:
+            return []
+        return [int(named)] if isinstance(named, int) else [int(token_id) for token_id in named]
+
+    @property
     def max_context(self) -> int | None:
         """The longest context that can be asked, in tokens; ``None`` where there is no limit."""
         return self._engine.max_context
@@ -467,14 +495,23 @@ class AsyncLM:
 
     cleanup = close
 
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """The model itself: objects that hold a model may be copied, and an engine exists once."""
+        return self
+
     def __enter__(self) -> Self:
+        """Raises: ModelClosedError: the model has been closed."""
+        self._batcher.require_open()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     async def __aenter__(self) -> Self:
-        return self
+        return self.__enter__()
 
     async def __aexit__(self, *exc_info: object) -> None:
         await asyncio.to_thread(self.close)
@@ -484,18 +521,15 @@ class AsyncLM:
     def _query(self, token_ids: Iterable[int], lora_name: LoraName, room_for: int = 1) -> Query:
         """A checked query, with room for drawing or scoring ``room_for`` tokens after it."""
         vocab_size, limit = self._engine.vocab_size, self._engine.max_context
-        checked = isinstance(token_ids, Context) and token_ids.vocab_size <= vocab_size
-        ids = (
-            cast(Context, token_ids) if checked else token_ids_of("context", token_ids, vocab_size)
-        )
+        ids: TokenIds | Context
+        if isinstance(token_ids, Context) and token_ids.vocab_size <= vocab_size:
+            ids = token_ids
+        else:
+            ids = token_ids_of("context", token_ids, vocab_size, limit)
+            if room_for > 1:
+                ids = Context(ids, vocab_size)  # it may be extended token by token
         if limit is not None and len(ids) + max(room_for - 1, 0) > limit:
-            continued = (
-                f" and {room_for - 1} of the {room_for} tokens to follow" if room_for > 1 else ""
-            )
-            raise InvalidQueryError(
-                f"the context of {len(ids)} tokens{continued} exceeds the {limit} tokens that the "
-                "model takes; shorten it"
-            )
+            raise InvalidQueryError(_too_long(len(ids), room_for, limit))
         return Query(ids, self._adapters.resolve(lora_name))
 
     def _stack(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -514,6 +548,18 @@ async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         raise
+
+
+def _too_long(length: int, room_for: int, limit: int) -> str:
+    if room_for <= 1 or length > limit:
+        return (
+            f"the context of {length} tokens exceeds the {limit} tokens that the model takes; "
+            "shorten it"
+        )
+    return (
+        f"a context of {length} tokens leaves room for {limit - length + 1} of the {room_for} "
+        f"tokens to follow, since the model takes {limit}; shorten it, or ask for fewer tokens"
+    )
 
 
 def _copy(answer: Result) -> Result:

@@ -53,18 +53,21 @@ class TokenDrawer:
         )
 
     def _weights(self, logprobs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """What each token is drawn in proportion to: temperature, then top_k, then top_p of what
+        remains, then min_p."""
         with np.errstate(over="ignore"):  # next to no temperature: -inf is what is meant
             scaled = (logprobs - logprobs.max()) / self._params.temperature
         weights: NDArray[np.float64] = np.exp(scaled)
-        if self._params.top_k is None and self._params.top_p is None:
+        top_k, top_p, min_p = self._params.top_k, self._params.top_p, self._params.min_p
+        if top_k is None and top_p is None and min_p is None:
             return weights
-        order = np.argsort(-weights, kind="stable")
-        kept = order[: self._params.top_k]
-        if self._params.top_p is not None:
+        # By the log-probabilities: extreme temperatures round different ones to the same weight.
+        kept = np.argsort(-logprobs, kind="stable")[:top_k]
+        if top_p is not None:
             mass = np.cumsum(weights[kept])
-            kept = kept[
-                : int(np.searchsorted(mass, self._params.top_p * mass[-1], side="left")) + 1
-            ]
+            kept = kept[: int(np.searchsorted(mass, top_p * mass[-1], side="left")) + 1]
+        if min_p is not None:
+            kept = kept[weights[kept] >= min_p]  # the greatest weight is 1
         filtered: NDArray[np.float64] = np.zeros_like(weights)
         filtered[kept] = weights[kept]
         return filtered
@@ -103,6 +106,7 @@ def checked_params(
     seed: Any = None,
     top_k: Any = None,
     top_p: Any = None,
+    min_p: Any = None,
 ) -> SamplingParams:
     """Check a user's sampling options.
 
@@ -120,6 +124,9 @@ def checked_params(
         top_p=None
         if top_p is None
         else number("top_p", top_p, "above 0 and at most 1, or None", lambda p: 0 < p <= 1),
+        min_p=None
+        if min_p is None
+        else number("min_p", min_p, "from 0 to 1, or None", lambda p: 0 <= p <= 1),
     )
 
 

@@ -87,6 +87,10 @@ class Query:
 class SamplingParams:
     """How to draw one continuation. The core has checked every field.
 
+    The order is temperature, then ``top_k``, then ``top_p`` of what remains, as in transformers
+    and vLLM; ``min_p`` comes last. Equal probabilities at the edge of ``top_k`` or ``top_p`` go to
+    the lowest ids.
+
     Attributes:
         max_tokens: The most tokens to draw; at least 1.
         stop_token_ids: Drawing one of these ends the continuation; it is not part of the result.
@@ -94,8 +98,10 @@ class SamplingParams:
             (lowest id on a tie).
         seed: Fixes the result, whatever else is in the batch; ``None`` draws fresh entropy.
         top_k: Draw among the ``top_k`` most likely tokens; ``None`` is all.
-        top_p: Draw among the fewest most likely tokens that together have at least this mass;
-            ``None`` is all.
+        top_p: Draw among the fewest most likely tokens that together have at least this share of
+            the mass that remains; ``None`` is all.
+        min_p: Draw among tokens at least this fraction as likely as the most likely one; ``None``
+            is all. No engine sees it: where it is given, the core draws from rows.
     """
 
     max_tokens: int
@@ -104,6 +110,7 @@ class SamplingParams:
     seed: int | None = None
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
 
 
 @frozen(eq=False)

@@ -23,6 +23,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from attrs import frozen
 
+from genlm.core.checks import shown
 from genlm.core.errors import EngineDeadError, ModelClosedError, QueriesResetError, ReentrancyError
 from genlm.core.logs import get_logger
 from genlm.core.runtime.request_queue import (
@@ -45,6 +46,10 @@ A_co = TypeVar("A_co", covariant=True)
 
 #: How long the interpreter waits at exit for a step under way, seconds.
 EXIT_PATIENCE = 60.0
+
+#: How often a signal handler that asks looks for its answer, seconds. Only for one that interrupted
+#: code which was asking itself.
+POLL = 0.01
 
 
 class Executor(Protocol[R, A_co]):
@@ -185,8 +190,7 @@ class Batcher(Generic[R, A]):
         try:
             for future in futures:
                 self._watch(future)
-            for future in futures:
-                future.exception()
+            self._wait_for(futures)
         except BaseException:
             for future in futures:
                 future.cancel()
@@ -204,10 +208,17 @@ class Batcher(Generic[R, A]):
             self._check_open()
             self._notify()
         try:
+            self._wait_for([task.future])
             return task.future.result()
         except BaseException:
             task.future.cancel()
             raise
+
+    def require_open(self) -> None:
+        """Refuse, with the error for whoever asks now, a batcher that cannot answer."""
+        self._check_process()
+        with self._lock:
+            self._check_open()
 
     def reset(self) -> None:
         """Fail every request that the engine has not taken yet with :class:`QueriesResetError`."""
@@ -282,6 +293,23 @@ class Batcher(Generic[R, A]):
         if self._stepping and self._executor is not None:
             self._stepping = False  # once for each step
             self._executor.wake()
+
+    def _wait_for(self, futures: Iterable[concurrent.futures.Future[Any]]) -> None:
+        """Wait until all are done."""
+        for future in futures:
+            while self._lock_is_mine() and not future.done():
+                # A signal handler that interrupted code which holds the lock. To wait on the
+                # condition releases it, so that the engine thread can go on.
+                self._changed.wait(POLL)
+            with contextlib.suppress(concurrent.futures.CancelledError):
+                future.exception()  # waits
+
+    def _lock_is_mine(self) -> bool:
+        try:
+            self._changed.notify(0)
+        except RuntimeError:
+            return False
+        return True
 
     def _watch(self, future: Waiting[Any]) -> None:
         """Notice when a caller goes, where the executor takes requests back."""
@@ -430,9 +458,9 @@ class Batcher(Generic[R, A]):
     def _die(self, cause: BaseException) -> None:
         """The executor cannot go on: fail everything, refuse everything."""
         message = (
-            str(cause) if isinstance(cause, EngineDeadError) else f"the engine died: {cause!r}"
+            str(cause) if isinstance(cause, EngineDeadError) else f"the engine died: {shown(cause)}"
         )
-        log.error("engine.died", error=repr(cause))
+        log.error("engine.died", error=shown(cause))
         with self._changed:
             # Without the cause, which has frames too.
             self._refusal = functools.partial(EngineDeadError, message)
@@ -495,10 +523,11 @@ def another(error: Exception) -> Exception:
     of the others."""
     try:
         own = copy.copy(error)
-    except Exception:  # some classes are not made from their ``args``
+        same = str(own) == str(error)
+    except Exception:  # some classes are not made from their ``args``, or cannot be shown
         return error
     own.__cause__ = error.__cause__
-    return own if str(own) == str(error) else error
+    return own if same else error
 
 
 def resolve(resolved: Sequence[tuple[Waiting[Any], Any]], timeline: Timeline, began: float) -> None:

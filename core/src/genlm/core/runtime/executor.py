@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from attrs import define, field
 
 from genlm.core.adapters import AdapterRegistry
+from genlm.core.checks import told
 from genlm.core.errors import EngineError, GenlmError
 from genlm.core.logs import get_logger
 from genlm.core.runtime.cache import OutputCache
@@ -69,7 +70,7 @@ class EngineExecutor:
     _generation: dict[Query, int] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
-        self._steps = IsolatedSteps(self._advance)
+        self._steps = IsolatedSteps(self._advance, self.engine.drops)
 
     @property
     def drops(self) -> bool:
@@ -234,7 +235,7 @@ class EngineExecutor:
         explained = EngineError(
             f"backend {self.engine.backend!r} failed on the context [{shown}] of "
             f"{len(query.token_ids)} tokens{adapter}: "
-            f"{type(error).__name__}: {error}"
+            f"{told(error)}"
         )
         explained.__cause__ = error
         return explained

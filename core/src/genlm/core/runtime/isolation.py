@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from genlm.core.checks import shown, told
 from genlm.core.errors import EngineDeadError, PluginError
 
 R = TypeVar("R", bound=Hashable)
@@ -35,27 +36,44 @@ def evaluate_isolated(
     )
 
 
+class WrapperError(Exception):
+    """A wrapper around a step raised, and not the engine. The wrapper's error is the cause.
+
+    Args:
+        answered: What the engine had answered in that step; ``None`` if it was not called at all.
+    """
+
+    def __init__(self, answered: Sequence[Any] | None) -> None:
+        super().__init__(answered)
+        self.answered = answered
+
+
 class IsolatedSteps(Generic[R, A]):
     """The same promise for an engine that is advanced step by step.
 
     When a step raises, everything that was in flight is suspect. The suspects are admitted again,
     each alone, so that only the one that fails gets the error. What is asked meanwhile waits until
-    the last suspect is answered.
+    the last suspect is answered. When it was a wrapper that raised, only what that step admitted or
+    answered is suspect, and the rest stays in flight.
 
     Args:
         advance: Admits newcomers, drops requests, makes one step, returns what it finished. If it
-            raises, nothing is in flight any more.
+            raises, nothing is in flight any more, but for a :class:`WrapperError`.
+        drops: Whether the engine drops requests.
     """
 
     def __init__(
         self,
         advance: Callable[[Sequence[R], Sequence[R]], Iterable[tuple[R, A | Exception]]],
+        drops: bool = False,
     ) -> None:
         self._advance = advance
+        self._drops = drops
         self._in_flight: dict[R, None] = {}
         self._suspects: dict[R, None] = {}  # one of them may be in flight, alone
         self._held: dict[R, None] = {}  # newcomers that wait for the last suspect
-        self._failure: Exception | None = None  # the last one
+        self._unwanted: dict[R, None] = {}  # the engine has them, and no caller waits for them
+        self._failure: BaseException | None = None  # the last one
 
     @property
     def in_flight(self) -> int:
@@ -69,66 +87,91 @@ class IsolatedSteps(Generic[R, A]):
             EngineDeadError: the engine cannot continue.
             PluginError: it answered what is not in flight.
         """
-        dropped = [request for request in dropped if self._forget(request)]
+        for request in dropped:
+            self._forget(request)
         self._held.update(dict.fromkeys(newcomers))
         admitted = self._admit()
-        if not (self._in_flight or dropped):
+        unwanted = list(self._unwanted)
+        if not (self._in_flight or (unwanted and self._drops)):
             return []
         try:
-            return self._finished(self._advance(admitted, dropped), dropped)
+            finished = self._finished(self._advance(admitted, unwanted if self._drops else []))
         except (EngineDeadError, PluginError):
             raise
+        except WrapperError as error:
+            return self._lost(error, admitted)
         except Exception as error:
-            return self._failed(error)
+            self._unwanted.clear()
+            return self._failed(list(self._in_flight), error)
+        if self._drops:
+            self._unwanted.clear()
+        return finished
 
-    def _forget(self, request: R) -> bool:
-        """A request is dropped. ``True`` if the engine has it."""
+    def _forget(self, request: R) -> None:
+        """A request is dropped."""
         self._suspects.pop(request, None)
         self._held.pop(request, None)
-        if request not in self._in_flight:
-            return False
-        del self._in_flight[request]
-        return True
+        if request in self._in_flight:
+            del self._in_flight[request]
+            self._unwanted[request] = None
 
     def _admit(self) -> list[R]:
-        """The requests that enter flight now."""
+        """The requests that enter flight now; returns those that the engine does not have yet."""
         if self._suspects:
-            admitted = [] if self._in_flight else [next(iter(self._suspects))]
+            entering = [] if self._in_flight else [next(iter(self._suspects))]
         else:
-            admitted, self._held = list(self._held), {}
-        self._in_flight.update(dict.fromkeys(admitted))
-        return admitted
+            entering, self._held = list(self._held), {}
+        self._in_flight.update(dict.fromkeys(entering))
+        known = [request for request in entering if request in self._unwanted]
+        for request in known:
+            del self._unwanted[request]
+        return [request for request in entering if request not in known] if known else entering
 
-    def _finished(
-        self, answers: Iterable[tuple[R, A | Exception]], dropped: Sequence[R]
-    ) -> Outcomes[R, A]:
+    def _finished(self, answers: Iterable[tuple[R, A | Exception]]) -> Outcomes[R, A]:
         finished: Outcomes[R, A] = []
         for request, answer in answers:
             if request in self._in_flight:
                 del self._in_flight[request]
                 self._suspects.pop(request, None)
                 finished.append((request, answer))
-            elif request not in dropped:  # it may have been finished before it could be dropped
+            elif request in self._unwanted:  # finished before it could be dropped
+                del self._unwanted[request]
+            else:
                 raise PluginError(
-                    f"genlm_step answered {request!r}, which is not in flight; answer every "
-                    "request once, and none admitted "
-                    f"before genlm_step, or a wrapper around it, raised{self._when_it_raised()}"
+                    f"genlm_step answered {shown(request)}, which is not in flight; answer every "
+                    f"request once, and none that was admitted before it raised{self._when()}"
                 ) from self._failure
         return finished
 
-    def _when_it_raised(self) -> str:
-        return (
-            ""
-            if self._failure is None
-            else f" (it did: {type(self._failure).__name__}: {self._failure})"
-        )
+    def _when(self) -> str:
+        return "" if self._failure is None else f" (it did: {told(self._failure)})"
 
-    def _failed(self, error: Exception) -> Outcomes[R, A]:
+    def _failed(self, requests: Sequence[R], error: Exception) -> Outcomes[R, A]:
+        """``requests``, which the engine has not any more, met an error together."""
         self._failure = error
-        lost, self._in_flight = self._in_flight, {}
-        if len(lost) == 1:  # it was alone
-            (request,) = lost
+        for request in requests:
+            self._in_flight.pop(request, None)
             self._suspects.pop(request, None)
-            return [(request, error)]
-        self._suspects |= lost
+        if len(requests) == 1:
+            return [(requests[0], error)]
+        self._suspects.update(dict.fromkeys(requests))
         return []
+
+    def _lost(self, error: WrapperError, admitted: Sequence[R]) -> Outcomes[R, A]:
+        """A wrapper lost the answers of a step, or the step."""
+        cause = error.__cause__
+        assert isinstance(cause, Exception)
+        if error.answered is not None:
+            if self._drops:
+                self._unwanted.clear()
+            lost = [request for request in error.answered if request in self._in_flight]
+            for request in error.answered:
+                self._unwanted.pop(request, None)
+            return self._failed(lost, cause)
+        if admitted:
+            return self._failed(admitted, cause)
+        # It raises before every step: nothing can be answered any more.
+        stuck = list(self._in_flight)
+        for request in stuck:
+            self._forget(request)
+        return [(request, cause) for request in stuck]

@@ -4,11 +4,18 @@ the core's own."""
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from genlm.core.errors import InvalidInputError, ModelClosedError, PluginError, UnsupportedError
+from genlm.core.errors import (
+    EngineDeadError,
+    InvalidInputError,
+    ModelClosedError,
+    PluginError,
+    UnsupportedError,
+)
+from genlm.core.hookspecs import hookimpl
 from genlm.core.logs import get_logger
 from genlm.core.plugins import (
     arguments_of,
@@ -17,6 +24,7 @@ from genlm.core.plugins import (
     plugin_manager,
     wrappers_of,
 )
+from genlm.core.runtime.isolation import WrapperError
 from genlm.core.runtime.timeline import Timeline
 from genlm.core.tokenization import Token, decode_vocab
 from genlm.core.types import (
@@ -36,6 +44,26 @@ if TYPE_CHECKING:
 log = get_logger()
 
 EVALUATION_HOOKS = ("genlm_next_token_logprobs", "genlm_step")
+
+
+class Innermost:
+    """The wrapper nearest to the engine: knows what the engine itself did in a step, whatever other
+    wrappers make of it.
+
+    Attributes:
+        entered: Whether the engine was called.
+        answers: What it returned; ``None`` if it raised.
+    """
+
+    def __init__(self) -> None:
+        self.entered = False
+        self.answers: Sequence[Answer] | None = None
+
+    @hookimpl(wrapper=True, trylast=True)
+    def genlm_step(self) -> Generator[None, Sequence[Answer], Sequence[Answer]]:
+        self.entered = True
+        self.answers = yield
+        return self.answers
 
 
 class LoadedEngine:
@@ -92,6 +120,10 @@ class LoadedEngine:
         #: Whether it draws and scores itself, in its steps or by hooks of their own.
         self.draws = "samples" in self.in_steps or self._native("genlm_sample")
         self.scores = "scores" in self.in_steps or self._native("genlm_sequence_logprobs")
+        # Registered last, and it wants to be the last that is called: nearest to the engine.
+        self._innermost = Innermost()
+        if self.continuous:
+            self._manager.register(self._innermost)
         self.tokenizer = engine.tokenizer
         self.vocab_size = engine.vocab_size
         self.max_context = engine.max_context
@@ -186,11 +218,25 @@ class LoadedEngine:
         """Advance a continuous engine; what it finished, each result checked as above."""
         newcomers = len(queries) + len(samples) + len(scores)
         with self._timeline.stage("engine", newcomers=newcomers):
-            answers: Sequence[Answer] = self._hooks.genlm_step(
+            answers: Sequence[Answer] = self._call_step(
                 queries=queries, samples=samples, scores=scores, dropped=dropped
             )
         with self._timeline.stage("alignment"):
             return [(answer.query, self._own(answer)) for answer in answers]
+
+    def _call_step(self, **arguments: Any) -> Sequence[Answer]:
+        core = self._innermost
+        core.entered, core.answers = False, None
+        try:
+            answers: Sequence[Answer] = self._hooks.genlm_step(**arguments)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            if core.entered and core.answers is None:
+                raise
+            answered = None if core.answers is None else [a.query for a in core.answers]
+            raise WrapperError(answered) from error
+        return answers
 
     def wake(self) -> None:
         """Make the step under way return early, if the engine can. On any thread."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sized
 from typing import Any, Generic, TypeVar, cast
@@ -237,16 +238,16 @@ class RequestQueue(Generic[R, A]):
         """Take back all requests; with ``tasks`` the tasks too."""
         for loop in list(self._gatherings):
             self.release(loop)
-        requests = [*self._lanes.values(), *(x for x in self._arrived if not isinstance(x, Task))]
-        withdrawn: list[Waiting[Any]] = [
-            future for asked in requests for futures in asked.values() for future in futures
-        ]
-        kept: list[Task[Any]] = [item for item in self._arrived if isinstance(item, Task)]
-        if tasks:
-            withdrawn += [task.future for task in kept]
-            kept = []
-        self._lanes = {}
-        self._arrived = deque(kept)
+        # At once, for a signal handler may look at any line.
+        lanes, arrived, self._lanes, self._arrived = self._lanes, self._arrived, {}, deque()
+        withdrawn: list[Waiting[Any]] = []
+        for item in (*lanes.values(), *arrived):
+            if not isinstance(item, Task):
+                withdrawn += itertools.chain.from_iterable(item.values())
+            elif tasks:
+                withdrawn.append(item.future)
+            else:
+                self._arrived.append(item)
         return withdrawn
 
     def _fills(self, requests: Sized) -> bool:
