@@ -405,16 +405,15 @@ def plugin_steps(name: str, recipe: str = "environment.txt") -> list[list[str]]:
 
 
 def further_environment(session: nox.Session, name: str, steps: list[list[str]]) -> str:
-    """The Python of a second environment for a session, made the first time."""
+    """The Python of a second environment for a session, made when its steps are new."""
     folder = environments_of(session) / f"{session.name}-{name}"
     python = str(folder / PROGRAMS / "python")
-    if not (folder / "complete").exists():
+    complete = folder / "complete"
+    if not complete.exists() or complete.read_text() != repr(steps):
         session.run_install("python", "-m", "venv", "--clear", str(folder), external=True)
         for command in steps:
-            session.run_install(
-                python, "-m", *command, external=True, silent=not session.interactive
-            )
-        (folder / "complete").touch()
+            python_in(session, folder / PROGRAMS, "-m", *command)
+        complete.write_text(repr(steps))
     return python
 
 

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cases import changes
 from benchmarks.report import write_report
 
 FOLDER = Path(__file__).resolve().parent
@@ -38,6 +39,15 @@ def main() -> None:
         help="hf=..., theirs=...",
     )
     parser.add_argument("--results", type=Path, default=FOLDER, help="where to write")
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        nargs="?",
+        const=Path("newest"),
+        metavar="JSON",
+        help="write nothing; print what has moved by more than 10 %% against a file of results, by "
+        "default the newest in benchmarks/results",
+    )
     options = parser.parse_args()
     pythons = dict(given.split("=", 1) for given in options.python)
     names = options.names or [name for name in workloads() if plugin_of(name) == "hf"]
@@ -51,6 +61,11 @@ def main() -> None:
         for side in sides_of(name)
         if environment_of(name, side) in pythons
     ]
+    if options.compare is not None:
+        known = FOLDER / "results" if str(options.compare) == "newest" else options.compare
+        before = newest(known) if known.is_dir() else known
+        print("\n".join(changes(json.loads(before.read_text()), {"runs": runs})))
+        return
     result = {
         "date": str(datetime.date.today()),
         "machine": machine(),
@@ -68,6 +83,11 @@ def main() -> None:
     file.write_text(json.dumps(result, indent=1) + "\n")
     report = write_report(result, options.results)
     print(f"{file}\n{report}")
+
+
+def newest(folder: Path) -> Path:
+    """The results of the last day, not of a quick run."""
+    return max(file for file in folder.glob("*.json") if not file.stem.endswith("-quick"))
 
 
 def workloads() -> list[str]:

@@ -58,3 +58,47 @@ def cases_of(result: dict[str, Any]) -> dict[str, list[Case]]:
     for case in sorted(found.values(), key=lambda case: case.name == PEAK):
         by_workload.setdefault(case.workload, []).append(case)
     return by_workload
+
+
+def changes(before: dict[str, Any], after: dict[str, Any], share: float = 0.1) -> list[str]:
+    """What has moved by more than ``share``, one line each, the worst first.
+
+    Compared is the ratio to the other side where there is one, since the machine may be another
+    one or busier; else the value itself. A move within the spread of the rounds is left out.
+    """
+    old = {
+        (case.workload, case.name, case.x): case
+        for cases in cases_of(before).values()
+        for case in cases
+    }
+    moved = []
+    for cases in cases_of(after).values():
+        for case in cases:
+            known = old.get((case.workload, case.name, case.x))
+            if known is None or not (change := moves(known, case)):
+                continue
+            factor, basis = change
+            if abs(factor - 1) > share and abs(factor - 1) > noise(known) + noise(case):
+                at = "" if case.x is None else f" at {case.x:g}"
+                word = "better" if factor > 1 else "WORSE"
+                line = f"{factor:6.2f} times, {word}: {case.workload}: {case.name}{at} ({basis})"
+                moved.append((factor, line))
+    return [line for _, line in sorted(moved)] or [f"nothing has moved by more than {share:.0%}"]
+
+
+def moves(before: Case, after: Case) -> tuple[float, str] | None:
+    """How many times better a case has become, and by which measure."""
+    for side in ("theirs", "floor"):
+        old, new = before.ratio(side), after.ratio(side)
+        if old and new:
+            return new / old, f"against {side}"
+    old, new = before.median("ours"), after.median("ours")
+    if not old or not new:
+        return None
+    return (new / old if after.unit.endswith("/s") else old / new), "the value itself"
+
+
+def noise(case: Case) -> float:
+    """The spread of ours, as a share of its median."""
+    median = case.median("ours")
+    return case.spread("ours") / median if median else 0.0
