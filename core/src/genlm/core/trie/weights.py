@@ -31,14 +31,14 @@ class ResultType:
     tensor: bool
 
     @classmethod
-    def of(cls, dtype: Any) -> ResultType:
-        """Read a ``dtype`` of NumPy or of PyTorch; ``None`` is ``np.float64``.
+    def of(cls, dtype: Any, default: str) -> ResultType:
+        """Read a ``dtype`` of NumPy or of PyTorch; ``None`` is NumPy's of the name ``default``.
 
         Raises:
             InvalidOptionError: It is neither float64 nor float32.
         """
         if dtype is None:
-            return cls("float64", tensor=False)
+            return cls(default, tensor=False)
         library, _, torch_name = str(dtype).rpartition(".")
         wanted = (
             cls(torch_name, tensor=True)
