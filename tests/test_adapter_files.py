@@ -14,7 +14,13 @@ import torch
 
 from genlm.core import InvalidAdapterError
 from genlm.core import adapter_files as files
-from genlm.core.adapter_files import Feature, module_shapes, plain_tensors, read_adapter
+from genlm.core.adapter_files import (
+    AdapterFolder,
+    Feature,
+    module_shapes,
+    read_adapter,
+    write_plain,
+)
 
 Q = "model.layers.0.self_attn.q_proj"
 V = "model.layers.0.self_attn.v_proj"
@@ -131,14 +137,36 @@ def test_scales_and_ranks_by_module(write: Write) -> None:
     )
     assert adapter.modules[Q].scale == pytest.approx(10 / 2**0.5)
     assert adapter.modules[V].scale == pytest.approx(4 / 3**0.5)  # "proj" is only a part of a name
-    rank, tensors = plain_tensors(adapter)
-    assert rank == 3
-    for name, module in adapter.modules.items():
-        down = files.read_tensor(adapter.path / files.WEIGHTS, adapter.tensors[module.down])
-        up = files.read_tensor(adapter.path / files.WEIGHTS, adapter.tensors[module.up])
-        product = tensors[module.up] @ tensors[module.down]
-        torch.testing.assert_close(product, module.scale * up @ down, msg=name)
-        assert len(tensors[module.down]) == 3
+
+
+def test_the_same_as_plain_lora(write: Write, tmp_path: Path) -> None:
+    adapter = read_adapter(
+        write(
+            {**lora(Q), **lora(V, rank=3)},
+            rank_pattern={"v_proj": 3},
+            use_rslora=True,
+            target_modules="(.*)*Z",
+        )
+    )
+    (tmp_path / "plain").mkdir()
+    assert write_plain(adapter, tmp_path / "plain", {"model.k_proj": (8, 6)}) == 3
+    plain = read_adapter(tmp_path / "plain")
+    assert not plain.features
+    assert plain.config["target_modules"] == ["k_proj", "q_proj", "v_proj"]
+    assert plain.modules.keys() == {*adapter.modules, "model.k_proj"}
+    for name, module in plain.modules.items():
+        assert (module.rank, module.scale) == (3, 1)
+        if name in adapter.modules:
+            torch.testing.assert_close(product(plain, name), product(adapter, name))
+        else:
+            assert product(plain, name).shape == (6, 8)
+            assert not product(plain, name).any()
+
+
+def product(adapter: AdapterFolder, name: str) -> torch.Tensor:
+    file, module = adapter.path / files.WEIGHTS, adapter.modules[name]
+    up = files.read_tensor(file, adapter.tensors[module.up])
+    return module.scale * up @ files.read_tensor(file, adapter.tensors[module.down])
 
 
 def test_an_adapter_of_another_model_names_both_shapes(write: Write) -> None:

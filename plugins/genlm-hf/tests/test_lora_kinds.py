@@ -17,8 +17,9 @@ from genlm.core.conformance.adapter_kinds import (
     KINDS,
     Kind,
     make_adapter,
+    make_case,
     outcome,
-    reference_row,
+    reference_rows,
     tabled,
 )
 from genlm.hf import AsyncTransformer
@@ -28,6 +29,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "adapters.md"
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_kind(tiny: str, tmp_path: Path, kind: Kind) -> None:
+    case = make_case(kind, tiny, tmp_path)
     forwards: list[int] = []
     with AsyncTransformer.from_name(tiny, cache_size=0) as lm:
         model: Any = lm.underlying_model
@@ -35,7 +37,7 @@ def test_kind(tiny: str, tmp_path: Path, kind: Kind) -> None:
         before = {name: weight.clone() for name, weight in model.state_dict().items()}
         modules = [(name, type(module)) for name, module in model.named_modules()]
         trainable = [parameter.requires_grad for parameter in model.parameters()]
-        found = outcome(lm, kind, tiny, tmp_path, 1e-4, forwards)
+        found = outcome(lm, case, 1e-4, forwards)
     assert found == tabled(DOCS, kind, "hf", found)
     # The user's model is what it was, to the bit.
     assert [(name, type(module)) for name, module in model.named_modules()] == modules
@@ -72,11 +74,12 @@ def test_the_output_layer_in_scores_and_large_batches(tiny: str, tmp_path: Path)
 
         rows, scores = asyncio.run(ask())
     for at, row in enumerate(rows):
-        expected = reference_row(tiny, path if at % 2 else None, [*context, at])
+        (expected,) = reference_rows(tiny, path if at % 2 else None, [[*context, at]])
         torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
     for score, adapter in zip(scores, (path, None), strict=True):
-        for at, token in enumerate(continuation):
-            row = reference_row(tiny, adapter, [*context, *continuation[:at]])
+        contexts = [[*context, *continuation[:at]] for at in range(len(continuation))]
+        right = reference_rows(tiny, adapter, contexts)
+        for at, (row, token) in enumerate(zip(right, continuation, strict=True)):
             assert float(score[at]) == pytest.approx(float(row[token]), abs=1e-4)
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from genlm.core import Adapter, InvalidAdapterError, Query
-from genlm.core.conformance.adapter_kinds import KINDS, Kind, outcome, tabled
+from genlm.core.conformance.adapter_kinds import KINDS, Kind, make_case, outcome, tabled
 from genlm.mlx import AsyncMlxLM
 from genlm.mlx.loading import amended, load
 
@@ -245,7 +245,7 @@ def test_an_adapter_of_another_model_names_both_shapes(folders: Folders, tmp_pat
 def test_every_kind_that_peft_saves(folders: Folders, tmp_path: Path, kind: Kind) -> None:
     folder = str(folders("llama"))
     with AsyncMlxLM.from_name(folder, cache_size=0) as lm:
-        found = outcome(lm, kind, folder, tmp_path, 1e-3)
+        found = outcome(lm, make_case(kind, folder, tmp_path), 1e-3)
     assert found == tabled(DOCS, kind, "mlx", found)
 
 

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,12 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve, frozen
 
 from genlm.core.errors import InvalidAdapterError
+from genlm.core.logs import get_logger
 
 if TYPE_CHECKING:
     import torch
+
+log = get_logger()
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -548,33 +551,27 @@ def read_tensor(file: Path, tensor: Tensor) -> torch.Tensor:
     return torch.frombuffer(data, dtype=dtypes[tensor.dtype]).view(tensor.shape)
 
 
-def plain_config(rank: int, modules: Iterable[str]) -> dict[str, Any]:
-    """A configuration of plain LoRA with scale 1.
-
-    Args:
-        rank: Of all matrices.
-        modules: The adapted modules; the configuration names them by their last parts.
-    """
-    return {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": rank,
-        "target_modules": sorted({name.rpartition(".")[2] for name in modules}),
-        "bias": "none",
-    }
-
-
-def plain_tensors(adapter: AdapterFolder) -> tuple[int, dict[str, torch.Tensor]]:
-    """The matrices of an adapter as plain LoRA with scale 1, for engines that know no other.
+def write_plain(
+    adapter: AdapterFolder, folder: Path, zeros: Mapping[str, tuple[int, int]] | None = None
+) -> int:
+    """Save an adapter as plain LoRA of one rank and scale 1, for engines that know no other.
 
     B has the scale multiplied in, in float32. Matrices of less than the largest rank are filled up
-    with zeros.
+    with zeros. What else the folder held is left out: nothing of it reaches the engine.
+
+    Args:
+        adapter: The adapter.
+        folder: Where to save it.
+        zeros: Further modules to adapt, by nothing, and what they take and give: for engines that
+            adapt several together.
 
     Returns:
-        The rank of all matrices, and the matrices by PEFT's names.
+        The rank.
     """
     import torch
+    from safetensors.torch import save_file
 
+    zeros = zeros or {}
     file = adapter.path / WEIGHTS
     rank = max(module.rank for module in adapter.modules.values())
     tensors = {}
@@ -584,9 +581,44 @@ def plain_tensors(adapter: AdapterFolder) -> tuple[int, dict[str, torch.Tensor]]
         if module.scale != 1:
             up = up.float() * module.scale
         missing = rank - module.rank
-        tensors[module.down] = torch.nn.functional.pad(down, (0, 0, 0, missing))
-        tensors[module.up] = torch.nn.functional.pad(up, (0, missing))
-    return rank, tensors
+        tensors[module.down] = torch.nn.functional.pad(down, (0, 0, 0, missing)).contiguous()
+        tensors[module.up] = torch.nn.functional.pad(up, (0, missing)).contiguous()
+    for name, (inputs, outputs) in zeros.items():
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = torch.zeros(rank, inputs)
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = torch.zeros(outputs, rank)
+    names = {name.rpartition(".")[2] for name in (*adapter.modules, *zeros)}
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": sorted(names),
+        "bias": "none",
+    }
+    save_file(tensors, folder / WEIGHTS)
+    (folder / CONFIG).write_text(json.dumps(config))
+    return rank
+
+
+def shapes_in_transformers(config: Any) -> dict[str, tuple[int, int]] | None:
+    """What :func:`module_shapes` gives for the model that transformers makes of a configuration;
+    made without weights.
+
+    ``None`` where transformers has no such model of its own.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:
+        log.warning(
+            "adapter.unchecked",
+            consequence="an adapter of another model may not be noticed",
+            reason=f"{type(error).__name__}: {error}",
+        )
+        return None
+    return module_shapes(model)
 
 
 def module_shapes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:

@@ -106,6 +106,11 @@ class Scheduler:
         return self._scheduler.tokenizer
 
     @property
+    def config(self) -> Any:
+        """The model's configuration, as transformers reads it."""
+        return self._scheduler.model_config.hf_config
+
+    @property
     def model(self) -> Any:
         """The ``torch.nn.Module`` that SGLang runs."""
         return self._scheduler.tp_worker.model_runner.model
@@ -307,8 +312,13 @@ class Scheduler:
 
     # --- adapters ---------------------------------------------------------------------------------
 
-    def load_adapter(self, adapter: str, path: str) -> None:
-        """Load a PEFT folder under an id.
+    def load_adapter(self, adapter: str, path: str, *, named: str) -> None:
+        """Load a folder of plain LoRA under an id.
+
+        Args:
+            adapter: The id.
+            path: The folder.
+            named: What errors call it.
 
         Raises:
             EngineError: SGLang refuses it. Nothing of it remains.
@@ -332,9 +342,8 @@ class Scheduler:
             for remains in (manager.configs, manager.loras, manager.lora_refs):
                 remains.pop(adapter, None)
             raise EngineError(
-                f"SGLang cannot load the adapter at {path}: {str(error).rstrip('.')}; give a PEFT "
-                "folder, or its name on "
-                f"the hub, made for this model, of rank {manager.max_lora_rank} or less (engine "
+                f"SGLang cannot load the adapter at {named}: {str(error).rstrip('.')}; give a "
+                f"PEFT folder made for this model, of rank {manager.max_lora_rank} or less (engine "
                 "option max_lora_rank)"
             ) from error
 

@@ -2,8 +2,30 @@
 
 from __future__ import annotations
 
+import tempfile
+from functools import cached_property
+from pathlib import Path
+
 from genlm.core import Adapter, Query, hookimpl
+from genlm.core.adapter_files import (
+    AdapterFolder,
+    Feature,
+    read_adapter,
+    shapes_in_transformers,
+    write_plain,
+)
 from genlm.sgl.engine import SglEngine, adapter_id
+
+#: What is applied rightly once the scale is multiplied into the matrices: SGLang (to 0.5.23) scales
+#: by ``lora_alpha / r`` whatever the configuration says.
+APPLIED = frozenset({Feature.RSLORA, Feature.RANKS, Feature.ALPHAS})
+
+#: Last parts of the names of modules that SGLang has as one, of which it needs all or none.
+ONE_MODULE = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
 
 
 class SglLoraEngine(SglEngine):
@@ -11,7 +33,15 @@ class SglLoraEngine(SglEngine):
 
     @hookimpl
     def genlm_add_lora(self, adapter: Adapter) -> bool:
-        self.scheduler.load_adapter(_id(adapter), adapter.path)
+        """Raises: InvalidAdapterError: it is not sound, made for another model, or of a kind that
+        SGLang applies wrongly."""
+        folder = read_adapter(adapter.path)
+        folder.require(APPLIED, "SGLang")
+        if self._shapes is not None:
+            folder.require_modules(self._shapes)
+        with tempfile.TemporaryDirectory() as plain:
+            write_plain(folder, Path(plain), self._missing(folder))
+            self.scheduler.load_adapter(_id(adapter), plain, named=adapter.path)
         return True
 
     @hookimpl
@@ -20,6 +50,22 @@ class SglLoraEngine(SglEngine):
             self.scheduler.unlock(self._pinned.pop(query))
         self.scheduler.unload_adapter(_id(adapter))
         return True
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, int]] | None:
+        return shapes_in_transformers(self.scheduler.config)
+
+    def _missing(self, folder: AdapterFolder) -> dict[str, tuple[int, int]]:
+        """The modules that SGLang has as one with an adapted one, and that the adapter lacks."""
+        missing = {}
+        for name in folder.modules:
+            parent, _, last = name.rpartition(".")
+            for group in ONE_MODULE:
+                for each in group if last in group else ():
+                    other = f"{parent}.{each}"
+                    if other not in folder.modules and other in (self._shapes or {}):
+                        missing[other] = (self._shapes or {})[other]
+        return missing
 
 
 def _id(adapter: Adapter) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from genlm.core.errors import InvalidOptionError
+from genlm.core.errors import BackendUnavailableError, InvalidOptionError
 from genlm.sgl.internals import NEVER
 
 #: The options of this backend.
@@ -75,8 +75,23 @@ def server_options(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
     on_cpu = device == "cpu"
     defaults = {**DEFAULTS, **(CPU_DEFAULTS if on_cpu else {})}
     if given.get("enable_lora"):
+        if on_cpu:
+            _require_pinned_memory()
         defaults |= {**LORA_DEFAULTS, **(CPU_LORA_DEFAULTS if on_cpu else {})}
     return {**defaults, **given, **REQUIRED, "model_path": model, "device": device}
+
+
+def _require_pinned_memory() -> None:
+    """Raises: BackendUnavailableError: SGLang's LoRA layers ask for pinned memory on every device,
+    and this PyTorch has none."""
+    try:
+        torch.empty(1, pin_memory=True)
+    except RuntimeError as error:
+        raise BackendUnavailableError(
+            "SGLang's LoRA (engine option enable_lora=True) needs pinned memory, which PyTorch has "
+            f"only with an accelerator ({error}); load the model on a GPU, leave enable_lora out, "
+            "or use another backend for adapters, such as 'hf'"
+        ) from error
 
 
 def gpu_index(device: str, gpu_id: int) -> int:
