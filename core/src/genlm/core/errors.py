@@ -22,6 +22,10 @@ class InvalidOptionError(InvalidInputError):
     """An option with a value or a name that is not accepted."""
 
 
+class ModelNotFoundError(InvalidInputError, OSError):
+    """A model that is not there: no such folder, an empty one, or no such name on the hub."""
+
+
 class UnknownAdapterError(InvalidInputError):
     """A LoRA adapter name that is not registered (or no longer)."""
 

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from genlm.core.errors import EngineDeadError
+from genlm.core.errors import EngineDeadError, ModelNotFoundError
 from genlm.core.hookspecs import hookimpl
 from genlm.core.lm import AsyncLM
+from genlm.core.model_files import require_model
 from genlm.core.options import CoreOptions, refuse_unknown
 from genlm.core.sampling import TokenDrawer
 from genlm.core.types import (
@@ -357,6 +358,12 @@ def _engine(
 def _tokenizer(model: str) -> Any:
     if model == BUILT_IN:
         return ByteTokenizer()
+    try:
+        require_model(model, ("tokenizer*", "vocab*", "*.model", "config.json"))
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(
+            f"backend 'mock' takes the name 'mock', or the folder of a tokenizer: {error}"
+        ) from None
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model)
