@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from genlm.core import checks
 from genlm.core.conformance.canaries import ESCAPE, TRAPS, canaries
-from genlm.core.errors import InvalidOptionError
 
 
 @pytest.fixture
@@ -41,19 +39,3 @@ def test_the_chat_template_goes_off_where_templates_are_not_confined(tmp_path):
     mark = tmp_path / "mark"
     jinja2.Template(ESCAPE.format(mark=str(mark))).render()
     assert mark.exists()
-
-
-@pytest.mark.parametrize("name", ["/no/such/folder", "./model", "~/model", "a/b/c", "tests/none"])
-def test_a_path_where_nothing_is_is_refused(name, monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[1])
-    with pytest.raises(InvalidOptionError, match=f"model folder '{name}' does not exist; give"):
-        checks.model_name(name)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "HuggingFaceTB/SmolLM2-135M-Instruct"])
-def test_a_name_on_a_hub_may_be_one(name):
-    assert checks.model_name(name) == name
-
-
-def test_a_folder_that_is_there_is_taken(tmp_path):
-    assert checks.model_name(str(tmp_path)) == str(tmp_path)

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import math
 import operator
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal, overload
 
 from genlm.core.errors import InvalidOptionError
 
 #: How many characters of a value a message shows.
 SHOWN = 200
-
-#: A model on a hub: a name, or an owner and a name.
-HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def shown(value: object) -> str:
@@ -106,25 +101,3 @@ def flag(name: str, value: Any) -> bool | None:
     if value is None or isinstance(value, bool):
         return value
     raise InvalidOptionError(f"{name} must be True, False or None; got {shown(value)}")
-
-
-def model_name(name: str) -> str:
-    """A folder or file that is there, or what may be a name on a hub, as it is.
-
-    Engines take any other text for a hub's name, ask the hub, and fail late with its message.
-
-    Raises:
-        InvalidOptionError: it is a path where nothing is.
-    """
-    path = Path(name)
-    if not path.exists() and (not HUB_NAME.fullmatch(name) or _within_a_folder(path)):
-        raise InvalidOptionError(
-            f"the model folder {shown(name)} does not exist; give an existing one, or a hub name "
-            "such as 'owner/name'"
-        )
-    return name
-
-
-def _within_a_folder(path: Path) -> bool:
-    """Whether a relative path of several parts begins in a folder that is there."""
-    return len(path.parts) > 1 and Path(path.parts[0]).is_dir()

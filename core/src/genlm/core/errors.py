@@ -22,7 +22,7 @@ class InvalidOptionError(InvalidInputError):
     """An option with a value or a name that is not accepted."""
 
 
-class ModelNotFoundError(InvalidInputError, OSError):
+class ModelNotFoundError(InvalidOptionError, OSError):
     """A model that is not there: no such folder, an empty one, or no such name on the hub."""
 
 

@@ -46,7 +46,8 @@ def require_model(name: str, files: Sequence[str] = ("config.json",)) -> None:
 
 
 def _require_on_hub(name: str, files: Sequence[str]) -> None:
-    if not HUB_NAME.fullmatch(name):
+    first, *rest = Path(name).parts or ("",)
+    if not HUB_NAME.fullmatch(name) or (rest and Path(first).is_dir()):
         home = "; write the whole path instead of '~'" if name.startswith("~") else ""
         raise ModelNotFoundError(
             f"there is no folder {name!r}, and a hub name looks like 'organisation/model'{home}"

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 
 from genlm.core import BackendInfo, hookimpl
+from genlm.core.model_files import require_model
 from genlm.core.types import Engine
 
 
@@ -23,11 +24,14 @@ def genlm_backend_info() -> BackendInfo:
 def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
     """Load a model folder, a folder with a GGUF file, or a hub name; the options are those of
     ``HFOptions``."""
-    from genlm.hf.engine import HFEngine
-    from genlm.hf.loading import load_pretrained
     from genlm.hf.options import HFOptions
 
     parsed = HFOptions.parse(options)
+    if "subfolder" not in parsed.hf_opts:
+        require_model(model, ("config.json", "*.gguf"))
+    from genlm.hf.engine import HFEngine
+    from genlm.hf.loading import load_pretrained
+
     hf_model, hf_tokenizer = load_pretrained(model, parsed)
     return HFEngine(hf_model, hf_tokenizer, parsed)
 

@@ -11,8 +11,8 @@ from typing import Any
 from mlx_lm.utils import load_model, snapshot_download
 from transformers import AutoTokenizer
 
-from genlm.core import checks
 from genlm.core.logs import get_logger
+from genlm.core.model_files import require_model
 from genlm.mlx.adapters import Adapters
 from genlm.mlx.engine import MlxEngine
 from genlm.mlx.options import Options
@@ -43,7 +43,7 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
         InvalidOptionError: an option is unknown or out of range, or there is no such folder.
     """
     chosen = Options.read(options)
-    checks.model_name(name)
+    require_model(name)
     folder = (
         Path(name)
         if Path(name).exists()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from genlm.core import checks
 from genlm.core.errors import BackendUnavailableError
+from genlm.core.model_files import require_model
 from genlm.core.options import refuse_unknown
 from genlm.sgl.engine import SglEngine
 from genlm.sgl.internals import Scheduler
@@ -36,7 +36,7 @@ def load(model: str, options: Mapping[str, Any]) -> SglEngine:
     if reason := why_unavailable():
         raise BackendUnavailableError(reason)
     refuse_unknown("sgl", options, OPTIONS)
-    checks.model_name(model)
+    require_model(model)
     arguments = server_options(model, options.get("engine_opts") or {})
     refuse_code(arguments)
     refuse_lora_without_pinned_memory(arguments)

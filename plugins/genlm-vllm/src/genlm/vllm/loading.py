@@ -6,9 +6,9 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from genlm.core import checks
 from genlm.core.errors import InvalidOptionError
 from genlm.core.logs import get_logger
+from genlm.core.model_files import require_model
 from genlm.vllm.capture import RowStore, capture_into
 from genlm.vllm.engine import VllmEngine
 from genlm.vllm.internals import EngineCore, check_version, engine_core_here
@@ -31,7 +31,7 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
         BackendUnavailableError: the installed vLLM is outside the supported range.
     """
     chosen = Options.read(options)
-    checks.model_name(model)
+    require_model(model, ("config.json", "params.json", "*.gguf"))
     check_version()
     check_engine_opts(chosen.engine_opts)
     import vllm

@@ -1,0 +1,71 @@
+"""A model that is not there is said at once, on every backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from genlm.core import InvalidOptionError, ModelNotFoundError, load_model_by_name
+from genlm.core.model_files import require_model
+
+hub = pytest.importorskip("huggingface_hub")
+constants = pytest.importorskip("huggingface_hub.constants")
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./model", "~/model", "a/b/c", "tests/none"])
+def test_a_path_where_nothing_is(name, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[1])
+    with pytest.raises(ModelNotFoundError, match=f"there is no folder '{name}', and a hub name"):
+        require_model(name)
+
+
+def test_it_is_a_bad_option_and_a_file_that_cannot_be_opened():
+    for kind in (InvalidOptionError, ValueError, OSError):
+        with pytest.raises(kind):
+            require_model("/no/such/folder")
+
+
+def test_a_folder_without_a_model_says_what_was_looked_for(tmp_path):
+    wanted = "holds no config.json or \\*.gguf; .* holds "
+    with pytest.raises(ModelNotFoundError, match=wanted + "nothing"):
+        require_model(str(tmp_path), ("config.json", "*.gguf"))
+    (tmp_path / "readme").touch()
+    with pytest.raises(ModelNotFoundError, match=wanted + "readme"):
+        require_model(str(tmp_path), ("config.json", "*.gguf"))
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.gguf"])
+def test_a_folder_with_one_of_the_files(tmp_path, file):
+    (tmp_path / file).touch()
+    require_model(str(tmp_path), ("config.json", "*.gguf"))
+    require_model(str(tmp_path / file))
+
+
+def test_offline_only_the_cache_is_asked(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub.HfApi, "model_info", lambda *_, **__: pytest.fail("the hub was asked"))
+    with pytest.raises(ModelNotFoundError, match="the hub's cache has no such model, and offline"):
+        require_model("no-such/model")
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: "/cache/config.json")
+    require_model("no-such/model")
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch):
+    def unreachable(*_, **__):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub.HfApi, "model_info", unreachable)
+    with pytest.raises(ModelNotFoundError, match=r"cannot be reached \(ConnectionError: no route"):
+        require_model("no-such/model")
+
+
+def test_the_mock_says_what_it_takes():
+    with pytest.raises(ModelNotFoundError, match="takes the name 'mock', or the folder of a token"):
+        load_model_by_name("/no/such/folder", backend="mock")
+
+
+def test_what_is_not_a_name():
+    with pytest.raises(ModelNotFoundError, match="a model must be a folder or a hub name; got 7"):
+        require_model(7)
