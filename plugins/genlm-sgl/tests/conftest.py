@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from genlm.core import Query
+from genlm.core.types import Request, SampleRequest
 
 TOKENS = 257  # every byte, and the end
 WIDTH = 264  # its rows are wider than the vocabulary, as in many real models
@@ -127,13 +129,19 @@ class Hooks:
     def __init__(self, engine) -> None:
         self.engine = engine
 
-    def outcomes(self, queries: list[Query]) -> list[torch.Tensor | Exception]:
-        """What the engine says of each query, admitted together."""
-        answers = list(self.engine.genlm_step(queries))
-        while len(answers) < len(queries):
-            answers += self.engine.genlm_step([])
-        said = {answer.query: answer.row for answer in answers}
-        return [said[query] for query in queries]
+    def step(self, *newcomers: Request, dropped: Sequence[Request] = ()) -> dict[Request, Any]:
+        """One step: what was answered."""
+        queries = [request for request in newcomers if isinstance(request, Query)]
+        samples = [request for request in newcomers if isinstance(request, SampleRequest)]
+        answers = self.engine.genlm_step(queries, samples, list(dropped))
+        return {answer.query: answer.row for answer in answers}
+
+    def outcomes(self, requests: Sequence[Request]) -> list[Any]:
+        """What the engine says of each request, admitted together."""
+        said = self.step(*requests)
+        while len(said) < len(set(requests)):
+            said |= self.step()
+        return [said[request] for request in requests]
 
     def rows(self, contexts: Iterable[Iterable[int]], **query) -> torch.Tensor:
         return torch.stack(self.outcomes([Query(tuple(context), **query) for context in contexts]))
@@ -143,6 +151,11 @@ class Hooks:
         before = self.engine.scheduler.computed_tokens
         self.rows(contexts, **query)
         return self.engine.scheduler.computed_tokens - before
+
+
+@pytest.fixture(scope="session")
+def driven() -> type[Hooks]:
+    return Hooks
 
 
 @pytest.fixture(scope="module")

@@ -43,15 +43,15 @@ def test_the_longest_prompt_is_answered(hooks, contexts, reference):
 def test_a_failing_step_drops_what_is_in_flight(hooks, contexts, reference):
     asked = contexts(30, 10, 20)  # 16 run at once: the others wait
     with pytest.raises(IndexError):
-        hooks.engine.genlm_step([Query(context) for context in [(UNKNOWN_TOKEN,), *asked]])
+        hooks.step(*map(Query, [(UNKNOWN_TOKEN,), *asked]))
     torch.testing.assert_close(hooks.rows(asked), reference(asked), atol=1e-4, rtol=0)
 
 
 def test_failing_steps_leave_the_pool_whole(hooks, contexts):
     for seed in range(20):
         with pytest.raises(IndexError):
-            hooks.engine.genlm_step(
-                [Query((*context, UNKNOWN_TOKEN)) for context in contexts(4, 80, 100, seed)]
+            hooks.step(
+                *(Query((*context, UNKNOWN_TOKEN)) for context in contexts(4, 80, 100, seed))
             )
     assert hooks.tokens(contexts(1, 400, 400)) == 400
 
@@ -60,7 +60,7 @@ def test_pinned_prefixes_outlive_a_failing_step(hooks, contexts):
     (prefix,) = contexts(1, 100, 100)
     hooks.engine.genlm_cache_prefix(Query(prefix))
     with pytest.raises(IndexError):
-        hooks.engine.genlm_step([Query((UNKNOWN_TOKEN,))])
+        hooks.step(Query((UNKNOWN_TOKEN,)))
     hooks.rows(contexts(20, 80, 100, seed=1))
     assert hooks.tokens([(*prefix, 1)]) == 1
 
@@ -90,7 +90,7 @@ def test_a_model_that_always_fails_is_declared_dead(hooks, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(hooks.engine.model, "forward", fail)
         with pytest.raises(EngineDeadError, match="out of order"):
-            hooks.engine.genlm_step([Query((1, 2, 3))])
+            hooks.step(Query((1, 2, 3)))
 
 
 LIFE = textwrap.dedent(
@@ -106,7 +106,7 @@ LIFE = textwrap.dedent(
         engine = load(sys.argv[1], {})
         for attempt in (1, 2):
             try:
-                engine.genlm_step([Query((10**6,))])
+                engine.genlm_step([Query((10**6,))], [], [])
             except IndexError:
                 print("failed")
         engine.genlm_close()

@@ -157,7 +157,7 @@ def test_the_watchdog_sleeps_while_a_step_takes_its_time(tiny, monkeypatch):
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(engine.model, "forward", look)
-    engine.genlm_step([Query((1, 2, 3))])
+    engine.genlm_step([Query((1, 2, 3))], [], [])
     monkeypatch.undo()
     engine.genlm_close()
     assert active

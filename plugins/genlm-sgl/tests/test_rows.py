@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from genlm.core import Query, SamplingParams
+from genlm.core.types import SampleRequest
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +76,13 @@ def test_clearing_forgets(hooks, contexts):
 
 def test_newcomers_join_between_steps(hooks, contexts, reference):
     asked = contexts(20, 10, 19)
-    answers = list(hooks.engine.genlm_step([Query(context) for context in asked[:18]]))
+    answers = hooks.step(*map(Query, asked[:18]))
     assert 0 < len(answers) < 18  # 16 run at once
-    answers += hooks.engine.genlm_step([Query(context) for context in asked[18:]])
-    assert {answer.query.token_ids for answer in answers} == set(asked)
-    rows = torch.stack([answer.row for answer in answers])
+    answers |= hooks.step(*map(Query, asked[18:]))
+    assert set(answers) == set(map(Query, asked))
+    rows = torch.stack(list(answers.values()))
     torch.testing.assert_close(
-        rows, reference([answer.query.token_ids for answer in answers]), atol=1e-4, rtol=0
+        rows, reference([query.token_ids for query in answers]), atol=1e-4, rtol=0
     )
 
 
@@ -121,4 +122,5 @@ def test_rows_may_be_written(hooks):
 
 
 def test_a_draw_that_could_be_padding_is_left_to_the_core(hooks):
-    assert hooks.engine.genlm_sample([Query((1, 2, 3))], [SamplingParams(max_tokens=2)]) is None
+    request = SampleRequest(Query((1, 2, 3)), SamplingParams(max_tokens=2))
+    assert hooks.outcomes([request]) == [None]

@@ -11,6 +11,7 @@ import torch
 from sgl_torch_cpu import without_pinned_memory
 
 from genlm.core import Adapter, EngineError, Query, SamplingParams
+from genlm.core.types import SampleRequest
 from genlm.sgl.loading import load
 
 END = 256
@@ -22,72 +23,78 @@ def folders(make_adapter):
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_without_padding, folders):
+def hooks(tiny_without_padding, folders, driven):
     options = {"max_total_tokens": 600, "max_running_requests": 16, "enable_lora": True}
     with without_pinned_memory():
-        engine = load(tiny_without_padding, {"engine_opts": options})
-        yield engine
-        engine.genlm_close()
+        hooks = driven(load(tiny_without_padding, {"engine_opts": options}))
+        yield hooks
+        hooks.engine.genlm_close()
 
 
-def ask(engine, context, adapter=None):
-    (answer,) = engine.genlm_step([Query(tuple(context), adapter)])
-    return answer.row
+def ask(hooks, context, adapter=None):
+    (row,) = hooks.outcomes([Query(tuple(context), adapter)])
+    return row
 
 
-def draw(engine, contexts, **params):
-    return engine.genlm_sample(
-        [Query(context) for context in contexts], [SamplingParams(**params)] * len(contexts)
-    )
+def draw_each(hooks, queries, params):
+    drawn = hooks.outcomes([*map(SampleRequest, queries, params)])
+    for each in drawn:
+        if isinstance(each, Exception):
+            raise each
+    return drawn
 
 
-def assert_most_likely(engine, query, drawn):
+def draw(hooks, contexts, **params):
+    return draw_each(hooks, map(Query, contexts), [SamplingParams(**params)] * len(contexts))
+
+
+def assert_most_likely(hooks, query, drawn):
     for i, token in enumerate(drawn):
-        row = ask(engine, [*query.token_ids, *drawn[:i]], query.adapter)
+        row = ask(hooks, [*query.token_ids, *drawn[:i]], query.adapter)
         assert row[token] >= row.max() - 1e-4
 
 
-def test_temperature_zero_is_argmax(engine, contexts):
+def test_temperature_zero_is_argmax(hooks, contexts):
     asked = contexts(6, 3, 20)
     for context, drawn in zip(
-        asked, draw(engine, asked, max_tokens=8, temperature=0.0), strict=True
+        asked, draw(hooks, asked, max_tokens=8, temperature=0.0), strict=True
     ):
         assert len(drawn) == 8
-        assert_most_likely(engine, Query(context), drawn)
+        assert_most_likely(hooks, Query(context), drawn)
 
 
-def test_draws_of_several_adapters_in_one_batch(engine, contexts, folders):
+def test_draws_of_several_adapters_in_one_batch(hooks, contexts, folders):
     adapters = [Adapter(path, path, version) for version, path in enumerate(folders, start=1)]
     for adapter in adapters:
-        engine.genlm_add_lora(adapter)
+        hooks.engine.genlm_add_lora(adapter)
     (context,) = contexts(1, 20, 20)
     queries = [Query(context, adapter) for adapter in (None, *adapters)]
-    drawn = engine.genlm_sample(queries, [SamplingParams(max_tokens=8, temperature=0.0)] * 3)
+    drawn = draw_each(hooks, queries, [SamplingParams(max_tokens=8, temperature=0.0)] * 3)
     assert len(set(map(tuple, drawn))) == 3
     for query, ids in zip(queries, drawn, strict=True):
-        assert_most_likely(engine, query, ids)
+        assert_most_likely(hooks, query, ids)
     for adapter in adapters:
-        engine.genlm_remove_lora(adapter)
+        hooks.engine.genlm_remove_lora(adapter)
 
 
-def test_draws_of_several_kinds_in_one_batch(engine, contexts):
+def test_draws_of_several_kinds_in_one_batch(hooks, contexts):
     (context,) = contexts(1, 20, 20)
-    best = int(ask(engine, context).argmax())
+    best = int(ask(hooks, context).argmax())
     kinds = [
         SamplingParams(max_tokens=1, temperature=0.0),
         SamplingParams(max_tokens=5, top_k=1 << 40),
         SamplingParams(max_tokens=9, temperature=0.0, stop_token_ids=frozenset({END, best})),
     ]
-    greedy, free, stopped = engine.genlm_sample([Query(context)] * 3, kinds)
+    greedy, free, stopped = draw_each(hooks, [Query(context)] * 3, kinds)
     assert (greedy, len(free), stopped) == ([best], 5, [])
 
 
 @pytest.mark.parametrize(
     "cut", [{}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.5, "temperature": 0.5}]
 )
-def test_frequencies_are_those_of_the_row(engine, contexts, cut):
+def test_frequencies_are_those_of_the_row(hooks, contexts, cut):
     (context,), draws = contexts(1, 10, 10), 3000
-    mass = (ask(engine, context).double() / cut.get("temperature", 1.0)).softmax(dim=0)
+    mass = (ask(hooks, context).double() / cut.get("temperature", 1.0)).softmax(dim=0)
     order = mass.argsort(descending=True)
     kept = cut.get("top_k", len(mass))
     if "top_p" in cut:
@@ -96,7 +103,7 @@ def test_frequencies_are_those_of_the_row(engine, contexts, cut):
     expected[order[:kept]] = mass[order[:kept]]
     expected *= draws / expected.sum()
     torch.manual_seed(0)
-    seen = Counter(token for (token,) in draw(engine, [context] * draws, max_tokens=1, **cut))
+    seen = Counter(token for (token,) in draw(hooks, [context] * draws, max_tokens=1, **cut))
     observed = torch.tensor([float(seen[token]) for token in range(len(mass))])
     assert observed[expected == 0].sum() == 0
     cells = expected >= 5
@@ -105,35 +112,35 @@ def test_frequencies_are_those_of_the_row(engine, contexts, cut):
     assert chi2 < degrees + 5 * (2 * degrees) ** 0.5
 
 
-def test_stop_tokens_end_the_draw_and_are_not_in_it(engine, contexts):
+def test_stop_tokens_end_the_draw_and_are_not_in_it(hooks, contexts):
     asked = contexts(40, 3, 20)
     stops = frozenset({END, *range(64)})
-    drawn = draw(engine, asked, max_tokens=12, stop_token_ids=stops)
+    drawn = draw(hooks, asked, max_tokens=12, stop_token_ids=stops)
     assert all(not stops & set(ids) for ids in drawn)
     assert len({len(ids) for ids in drawn}) > 2
 
 
-def test_the_end_does_not_stop_unless_it_is_listed(engine, contexts):
+def test_the_end_does_not_stop_unless_it_is_listed(hooks, contexts):
     asked = contexts(40, 3, 20)
-    drawn = draw(engine, asked, max_tokens=12, temperature=100.0)  # hardly any token is unlikely
+    drawn = draw(hooks, asked, max_tokens=12, temperature=100.0)  # hardly any token is unlikely
     assert {len(ids) for ids in drawn} == {12}
-    assert draw(engine, asked, max_tokens=12, stop_token_ids=frozenset({5})) is None
+    assert draw(hooks, asked, max_tokens=12, stop_token_ids=frozenset({5})) == [None] * 40
 
 
-def test_more_draws_than_the_pool_holds(engine, contexts):
+def test_more_draws_than_the_pool_holds(hooks, contexts):
     asked = contexts(40, 60, 80)
-    drawn = draw(engine, asked, max_tokens=60)
+    drawn = draw(hooks, asked, max_tokens=60)
     assert [len(ids) for ids in drawn] == [60] * 40
 
 
-def test_a_draw_that_cannot_fit_says_so(engine, contexts, monkeypatch):
+def test_a_draw_that_cannot_fit_says_so(hooks, contexts, monkeypatch):
     (pinned,), (context,) = contexts(1, 400, 400), contexts(1, 100, 100, seed=1)
-    engine.genlm_cache_prefix(Query(pinned))
+    hooks.engine.genlm_cache_prefix(Query(pinned))
     with pytest.raises(
         EngineError,
         match=r"250 tokens, do not fit .* pool of 600 tokens, .* hold 400; call clear_kv_cache",
     ):
-        draw(engine, [context], max_tokens=150)
+        draw(hooks, [context], max_tokens=150)
     with monkeypatch.context() as patch:
         # Of longer draws SGLang reserves room for so many tokens only, and finds out in the middle.
         patch.setattr("sglang.srt.managers.schedule_policy.CLIP_MAX_NEW_TOKENS", 10)
@@ -141,15 +148,15 @@ def test_a_draw_that_cannot_fit_says_so(engine, contexts, monkeypatch):
             EngineError,
             match=r"half way: its pool of 600 tokens is full, .* ask for fewer max_tokens",
         ):
-            draw(engine, [context], max_tokens=150)
-    assert [len(ids) for ids in draw(engine, [context], max_tokens=90)] == [90]
-    engine.genlm_clear_kv_cache()
+            draw(hooks, [context], max_tokens=150)
+    assert [len(ids) for ids in draw(hooks, [context], max_tokens=90)] == [90]
+    hooks.engine.genlm_clear_kv_cache()
 
 
-def test_a_draw_that_fails_leaves_nothing_in_flight(engine, contexts, monkeypatch):
+def test_a_draw_that_fails_leaves_nothing_in_flight(hooks, contexts, monkeypatch):
     asked = contexts(4, 10, 20)
-    before = [ask(engine, context) for context in asked]
-    forward, steps = engine.model.forward, itertools.count()
+    before = [ask(hooks, context) for context in asked]
+    forward, steps = hooks.engine.model.forward, itertools.count()
 
     def fail_in_the_middle(*args, **kwargs):
         if next(steps) == 2:
@@ -157,23 +164,69 @@ def test_a_draw_that_fails_leaves_nothing_in_flight(engine, contexts, monkeypatc
         return forward(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.model, "forward", fail_in_the_middle)
+        patch.setattr(hooks.engine.model, "forward", fail_in_the_middle)
         with pytest.raises(RuntimeError, match="out of order"):
-            draw(engine, asked, max_tokens=5)
+            draw(hooks, asked, max_tokens=5)
     for row, context in zip(before, asked, strict=True):
-        torch.testing.assert_close(ask(engine, context), row, atol=1e-4, rtol=0)
-    assert [len(ids) for ids in draw(engine, asked, max_tokens=5)] == [5] * 4
+        torch.testing.assert_close(ask(hooks, context), row, atol=1e-4, rtol=0)
+    assert [len(ids) for ids in draw(hooks, asked, max_tokens=5)] == [5] * 4
 
 
-def test_questions_after_draws_are_right(engine, contexts):
+def test_questions_after_draws_are_right(hooks, contexts):
     asked = contexts(4, 10, 20)
-    before = [ask(engine, context) for context in asked]
-    draw(engine, asked, max_tokens=5, temperature=3.0)
+    before = [ask(hooks, context) for context in asked]
+    draw(hooks, asked, max_tokens=5, temperature=3.0)
     for row, context in zip(before, asked, strict=True):
-        torch.testing.assert_close(ask(engine, context), row, atol=1e-4, rtol=0)
+        torch.testing.assert_close(ask(hooks, context), row, atol=1e-4, rtol=0)
 
 
-def test_seeds_and_both_cuts_are_left_to_the_core(engine, contexts):
+def test_seeds_and_both_cuts_are_left_to_the_core(hooks, contexts):
     asked = contexts(2, 3, 20)
-    assert draw(engine, asked, max_tokens=2, seed=1) is None
-    assert draw(engine, asked, max_tokens=2, top_k=5, top_p=0.5) is None
+    assert draw(hooks, asked, max_tokens=2, seed=1) == [None] * 2
+    assert draw(hooks, asked, max_tokens=2, top_k=5, top_p=0.5) == [None] * 2
+
+
+def request(context, **params):
+    return SampleRequest(Query(context), SamplingParams(**params))
+
+
+def test_rows_and_draws_share_steps_and_the_rows_are_right(hooks, contexts):
+    """The sampler overwrites the logits of a batch with draws in it: not the rows."""
+    asked = contexts(8, 10, 40)
+    alone = [ask(hooks, context) for context in asked]
+    hooks.engine.genlm_clear_kv_cache()
+    draws = [request(context, max_tokens=6, temperature=0.5) for context in asked]
+    rows = hooks.outcomes(
+        [each for pair in zip(map(Query, asked), draws, strict=True) for each in pair]
+    )
+    for row, expected in zip(rows[::2], alone, strict=True):
+        torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
+        row += 1.0  # a caller's own
+    assert {len(ids) for ids in rows[1::2]} == {6}
+
+
+def test_nobody_waits_for_a_long_draw(hooks, contexts):
+    first, second, third = contexts(3, 10, 20)
+    long, short, row = request(first, max_tokens=200), request(second, max_tokens=1), Query(third)
+    hooks.step(long)
+    for newcomer in (row, short):
+        answered = hooks.step(newcomer)
+        steps = 1
+        while newcomer not in answered:
+            answered |= hooks.step()
+            steps += 1
+        assert steps <= 3
+        assert long not in answered
+
+
+def test_a_dropped_draw_ends_and_its_room_is_free(hooks, contexts):
+    hooks.engine.genlm_clear_kv_cache()
+    running, waiting, short = contexts(3, 200, 200)
+    draws = [request(running, max_tokens=250), request(waiting, max_tokens=250)]
+    hooks.step(*draws)  # the pool of 600 tokens holds one of them to its end
+    assert hooks.step(dropped=draws) == {}
+    hooks.engine.genlm_clear_kv_cache()  # refused if SGLang still had one
+    assert hooks.tokens([short]) == 200
+    kept = request(short, max_tokens=3)
+    (drawn,) = hooks.outcomes([kept])
+    assert len(drawn) == 3

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from genlm.core.types import Query
+from genlm.core.types import Query, Request, SampleRequest, SamplingParams, ScoreRequest
 
 MiB = 1 << 20
 
@@ -20,6 +20,42 @@ SMALL = {
     "max_num_batched_tokens": 64,
     "kv_cache_memory_bytes": 40 * MiB,
 }
+
+
+class Driven:
+    """An engine, and ways to drive it through its one step, as the core does."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def step(self, *newcomers: Request, dropped: Sequence[Request] = ()) -> dict[Request, Any]:
+        """One step: what was answered."""
+        kinds: dict[type, list[Any]] = {Query: [], SampleRequest: [], ScoreRequest: []}
+        for request in newcomers:
+            kinds[type(request)].append(request)
+        answers = self._engine.genlm_step(*kinds.values(), list(dropped))
+        return {answer.query: answer.row for answer in answers}
+
+    def ask(self, *requests: Request) -> list[Any]:
+        """What the engine says of each request, admitted together."""
+        answers = self.step(*requests)
+        while len(answers) < len(set(requests)):
+            answers |= self.step()
+        return [answers[request] for request in requests]
+
+    def draw(self, queries: Sequence[Query], params: Sequence[SamplingParams]) -> list[Any]:
+        return self.ask(*map(SampleRequest, queries, params))
+
+    def score(self, queries: Sequence[Query], continuations: Sequence[Any]) -> list[Any]:
+        return self.ask(*map(ScoreRequest, queries, continuations))
+
+
+@pytest.fixture(scope="session")
+def driven() -> type[Driven]:
+    return Driven
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -78,9 +114,8 @@ def load_engine(model_path: str) -> Iterator[Callable[..., Any]]:
     opened = []
 
     def open_engine(live_sessions: bool | int = True, **engine_opts: Any) -> Any:
-        engine = load(
-            model_path, {"engine_opts": SMALL | engine_opts, "live_sessions": live_sessions}
-        )
+        options = {"engine_opts": SMALL | engine_opts, "live_sessions": live_sessions}
+        engine = Driven(load(model_path, options))
         opened.append(engine)
         return engine
 
@@ -94,13 +129,7 @@ def rows_of() -> Callable[..., list[Any]]:
     """Ask an engine through its step hook, as the core does: ``rows_of(engine, queries)``, in the
     order of the queries."""
 
-    def ask(engine: Any, queries: list[Query]) -> list[Any]:
-        answers = {answer.query: answer.row for answer in engine.genlm_step(queries)}
-        while len(answers) < len(set(queries)):
-            answers |= {answer.query: answer.row for answer in engine.genlm_step([])}
-        return [answers[query] for query in queries]
-
-    return ask
+    return lambda engine, queries: engine.ask(*queries)
 
 
 @pytest.fixture(scope="session")

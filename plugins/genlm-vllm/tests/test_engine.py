@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from genlm.core.errors import EngineError, UnsupportedError
-from genlm.core.types import Query, SamplingParams
+from genlm.core.types import Query, SamplingParams, ScoreRequest
 from genlm.vllm.scoring import worth_scoring
 
 ATOL = 5e-4  # float32, on prompts computed in other chunks
@@ -112,10 +112,10 @@ def test_newcomers_join_at_the_next_step(engine):
     """A long prompt takes several steps of 64 tokens; what is asked meanwhile does not wait for its
     end."""
     long, short = Query(context(0, 200)), Query(context(1, 5))
-    assert engine.genlm_step([long]) == []
-    seen, steps = [answer.query for answer in engine.genlm_step([short])], 1
+    assert engine.step(long) == {}
+    seen, steps = list(engine.step(short)), 1
     while len(seen) < 2:
-        seen += [answer.query for answer in engine.genlm_step([])]
+        seen += list(engine.step())
         steps += 1
     assert steps <= 3, "200 and 5 tokens fit four steps of 64, the first of which was made before"
 
@@ -217,7 +217,7 @@ def test_after_a_failed_step_every_answer_is_right(engine, rows_of):
     rows_of(engine, [live])
     longer = Query((*live.token_ids, 5))
     with failing_forward(engine), pytest.raises(RuntimeError, match="broke"):
-        engine.genlm_step([longer, fresh])
+        engine.step(longer, fresh)
     assert_rows_close(
         rows_of(engine, [longer, fresh]),
         [rows_of(engine, [cold(query)])[0] for query in (longer, fresh)],
@@ -228,7 +228,7 @@ def test_a_pinned_prefix_is_restored_after_a_failure(engine, rows_of):
     prefix = context(0, 96)
     engine.genlm_cache_prefix(Query(prefix))
     with failing_forward(engine), pytest.raises(RuntimeError, match="broke"):
-        engine.genlm_step([Query(context(1, 20))])
+        engine.step(Query(context(1, 20)))
     rows_of(engine, [Query(context(1, 20))])
     with computed_tokens(engine) as counts:
         rows_of(engine, [Query((*prefix, 5))])
@@ -240,7 +240,7 @@ def test_a_pinned_prefix_that_cannot_be_restored_harms_nobody(engine, rows_of):
     query = Query(context(1, 20))
     with failing_forward(engine, times=2):
         with pytest.raises(RuntimeError, match="broke"):
-            engine.genlm_step([query])
+            engine.step(query)
         assert_rows_close(rows_of(engine, [query]), rows_of(engine, [cold(query)]))
 
 
@@ -250,21 +250,19 @@ def test_a_pinned_prefix_that_cannot_be_restored_harms_nobody(engine, rows_of):
 def test_seeded_draws_do_not_depend_on_the_batch(engine):
     queries = [Query(context(seed, 10)) for seed in range(4)]
     params = [SamplingParams(max_tokens=6, seed=seed) for seed in (3, 2**64 - 1, -1, 0)]
-    together = engine.genlm_sample(queries, params)
-    assert together == [
-        engine.genlm_sample([q], [p])[0] for q, p in zip(queries, params, strict=True)
-    ]
-    assert together != engine.genlm_sample(queries, [SamplingParams(max_tokens=6, seed=9)] * 4)
+    together = engine.draw(queries, params)
+    assert together == [engine.draw([q], [p])[0] for q, p in zip(queries, params, strict=True)]
+    assert together != engine.draw(queries, [SamplingParams(max_tokens=6, seed=9)] * 4)
 
 
 def test_unseeded_draws_differ(engine):
-    draws = engine.genlm_sample([Query(context(0, 10))] * 4, [SamplingParams(max_tokens=8)] * 4)
+    draws = engine.draw([Query(context(0, 10))] * 4, [SamplingParams(max_tokens=8)] * 4)
     assert len({tuple(draw) for draw in draws}) > 1
 
 
 def test_zero_temperature_is_the_likeliest_token(engine, rows_of):
     query = Query(context(0, 10))
-    (drawn,) = engine.genlm_sample([query], [SamplingParams(max_tokens=4, temperature=0.0)])
+    (drawn,) = engine.draw([query], [SamplingParams(max_tokens=4, temperature=0.0)])
     ids = query.token_ids
     for token in drawn:
         assert token == int(rows_of(engine, [Query(ids)])[0].argmax())
@@ -273,10 +271,10 @@ def test_zero_temperature_is_the_likeliest_token(engine, rows_of):
 
 def test_stop_tokens_end_a_draw_and_are_left_out(engine):
     query, greedy = Query(context(0, 10)), SamplingParams(max_tokens=8, temperature=0.0)
-    (free,) = engine.genlm_sample([query], [greedy])
+    (free,) = engine.draw([query], [greedy])
     stop = free[3]
     stopping = SamplingParams(max_tokens=8, temperature=0.0, stop_token_ids=frozenset({stop}))
-    assert engine.genlm_sample([query], [stopping]) == [free[: free.index(stop)]]
+    assert engine.draw([query], [stopping]) == [free[: free.index(stop)]]
 
 
 def test_the_models_own_end_of_sequence_does_not_stop_unless_listed(engine):
@@ -284,9 +282,7 @@ def test_the_models_own_end_of_sequence_does_not_stop_unless_listed(engine):
     prompt = tuple(
         engine.tokenizer.encode("<|im_start|>user\nSay hi.<|im_end|>\n<|im_start|>assistant\n")
     )
-    (drawn,) = engine.genlm_sample(
-        [Query(prompt)], [SamplingParams(max_tokens=60, temperature=0.0)]
-    )
+    (drawn,) = engine.draw([Query(prompt)], [SamplingParams(max_tokens=60, temperature=0.0)])
     assert len(drawn) == 60
     assert end in drawn
 
@@ -297,15 +293,13 @@ def test_top_k_of_one_is_greedy(engine):
         SamplingParams(max_tokens=5, top_k=1, seed=1),
         SamplingParams(max_tokens=5, temperature=0.0),
     ]
-    first, second = engine.genlm_sample([query, query], wishes)
+    first, second = engine.draw([query, query], wishes)
     assert first == second
 
 
 def test_frequencies_agree_with_the_row(engine, rows_of):
     query, n = Query(tuple(engine.tokenizer.encode("The sky is"))), 400
-    draws = engine.genlm_sample(
-        [query] * n, [SamplingParams(max_tokens=1, seed=seed) for seed in range(n)]
-    )
+    draws = engine.draw([query] * n, [SamplingParams(max_tokens=1, seed=seed) for seed in range(n)])
     probabilities = rows_of(engine, [query])[0].exp()
     for token in probabilities.topk(3).indices.tolist():
         p = float(probabilities[token])
@@ -323,7 +317,7 @@ def test_frequencies_agree_with_the_row(engine, rows_of):
     ids=["temperature too low", "temperature too high", "seeded and chunked on CPU"],
 )
 def test_what_vllm_would_draw_wrongly_is_left_to_the_core(engine, length, params):
-    assert engine.genlm_sample([Query(context(0, length))], [params]) is None
+    assert engine.draw([Query(context(0, length))], [params]) == [None]
 
 
 # --- scoring --------------------------------------------------------------------------------------
@@ -336,7 +330,7 @@ def test_scores_are_the_entries_of_the_rows(engine, rows_of, lengths):
     """Of two continuations in a batch. The last token of one may be just beyond the longest
     context."""
     (ids, other), drawn = (context(seed, lengths[0]) for seed in (0, 1)), context(2, lengths[1] + 1)
-    scores = engine.genlm_sequence_logprobs([Query(ids), Query(other)], [drawn, drawn[:-1]])
+    scores = engine.score([Query(ids), Query(other)], [drawn, drawn[:-1]])
     assert [len(score) for score in scores] == [len(drawn), len(drawn) - 1]
     for i in {0, len(drawn) // 2, len(drawn) - 1}:
         (row,) = rows_of(engine, [Query(ids + drawn[:i], cold=True)])
@@ -349,28 +343,28 @@ def test_scores_read_no_state_that_vllm_leaves_out_of_them(engine, rows_of):
     """vLLM gives nothing for tokens whose key/value state it finds: here that of all of them."""
     ids, drawn = context(0, 40), context(1, 40)
     rows_of(engine, [Query(ids + drawn)])
-    (warm,) = engine.genlm_sequence_logprobs([Query(ids)], [drawn])
+    (warm,) = engine.score([Query(ids)], [drawn])
     engine.genlm_clear_kv_cache()
-    (cold_scores,) = engine.genlm_sequence_logprobs([Query(ids)], [drawn])
+    (cold_scores,) = engine.score([Query(ids)], [drawn])
     torch.testing.assert_close(warm, cold_scores, atol=ATOL, rtol=0)
 
 
 def test_a_short_continuation_of_a_long_context_is_left_to_rows(engine):
     """They find the context's key/value state, which vLLM would compute anew."""
-    assert engine.genlm_sequence_logprobs([Query(context(0, 200))], [(5, 6)]) is None
+    assert engine.score([Query(context(0, 200))], [(5, 6)]) == [None]
 
 
 @pytest.mark.parametrize(("mode", "worth"), [("raw_logprobs", True), ("raw_logits", False)])
 def test_an_engine_told_to_give_logits_scores_by_rows(mode, worth):
     core = SimpleNamespace(block_size=32, logprobs_mode=mode)
-    assert worth_scoring([(1, 2)], [(3, 4, 5)], core) is worth
+    assert worth_scoring(ScoreRequest(Query((1, 2)), (3, 4, 5)), core) is worth
 
 
 def test_after_a_failed_score_the_next_one_is_right(engine):
     ids, drawn = context(0, 20), context(1, 20)
     with failing_forward(engine), pytest.raises(RuntimeError, match="broke"):
-        engine.genlm_sequence_logprobs([Query(ids)], [drawn])
-    (scores,) = engine.genlm_sequence_logprobs([Query(ids)], [drawn])
+        engine.score([Query(ids)], [drawn])
+    (scores,) = engine.score([Query(ids)], [drawn])
     assert scores.shape == (20,)
     assert scores.isfinite().all()
 

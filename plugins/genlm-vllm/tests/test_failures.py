@@ -3,13 +3,17 @@ stand-in for its core."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from genlm.core.errors import EngineDeadError, EngineError
-from genlm.core.types import Query, SamplingParams
+from genlm.core.types import Query, SampleRequest, SamplingParams
 from genlm.vllm.capture import ROW_KEY, RowStore
 from genlm.vllm.engine import VllmEngine
 from genlm.vllm.internals import Output
@@ -21,7 +25,7 @@ QUERY = Query((1, 2, 3))
 
 
 class Core:
-    """Answers every request in one step, until it is told to do otherwise."""
+    """Draws a token for every request in each step, until it is told to do otherwise."""
 
     vocab_size, max_model_len, max_num_batched_tokens = WIDTH, 100, 64
     device_type, prefix_caching = "cuda", True
@@ -29,8 +33,9 @@ class Core:
     def __init__(self) -> None:
         self.store = RowStore()
         self.held: set[str] = set()  # requests that it works on or holds
-        # What it works on, with the key of the row that is wanted.
-        self.pending: dict[str, int | None] = {}
+        # What it works on: the key of the row that is wanted, and the tokens still to draw.
+        self.pending: dict[str, tuple[int | None, int]] = {}
+        self.slow = 0  # steps in which it only computes prompts
         self.trouble: Exception | None = None  # raised by the next step
         self.cannot_abort: Exception | None = None
         self.dead = self.stuck = False
@@ -41,7 +46,7 @@ class Core:
 
     def add(self, request_id, token_ids, params, adapter, *, resumable=False, cache_salt=None):
         self.held.add(request_id)
-        self.pending[request_id] = (params.extra_args or {}).get(ROW_KEY)
+        self.pending[request_id] = (params.extra_args or {}).get(ROW_KEY), params.max_tokens
 
     def step(self) -> list[Output]:
         if self.trouble is not None:
@@ -49,11 +54,18 @@ class Core:
             raise trouble
         if self.stuck:
             return []
-        keys = [key for key in self.pending.values() if key is not None]
+        if self.slow:
+            self.slow -= 1
+            return []
+        keys = [key for key, _ in self.pending.values() if key is not None]
         self.store.put(keys, torch.zeros(len(keys), WIDTH).log_softmax(-1))
-        drawn = [] if self.finish else [4]
-        outputs = [Output(request_id, drawn, self.finish) for request_id in self.pending]
-        self.pending.clear()
+        outputs = []
+        for request_id, (key, left) in list(self.pending.items()):
+            end = self.finish or ("length" if left == 1 else None)
+            outputs.append(Output(request_id, [] if self.finish else [4], end))
+            self.pending[request_id] = key, left - 1
+            if end:
+                del self.pending[request_id]
         return outputs
 
     def abort(self, request_ids):
@@ -76,40 +88,40 @@ def core() -> Core:
 
 
 @pytest.fixture
-def engine(core):
+def engine(core, driven):
     rows = LocalRows(core.store, "cpu")
     sessions = Sessions(limit=4, capacity=1000, footprint=core.footprint, longest=100, reach=8)
     llm = SimpleNamespace(get_tokenizer=lambda: range(WIDTH), collective_rpc=lambda method: [None])
-    return VllmEngine(llm, core, rows, sessions, live=True)
+    return driven(VllmEngine(llm, core, rows, sessions, live=True))
 
 
 def test_a_failed_step_leaves_no_request_with_vllm(engine, core):
-    engine.genlm_step([Query((1,))])
+    engine.step(Query((1,)))
     core.trouble = RuntimeError("out of memory")
     with pytest.raises(RuntimeError, match="out of memory"):
-        engine.genlm_step([QUERY, Query((1, 2))])
+        engine.step(QUERY, Query((1, 2)))
     assert core.held == set(), "the live session has gone as well"
-    (answer,) = engine.genlm_step([QUERY])
-    assert answer.row.shape == (WIDTH,)
+    (row,) = engine.ask(QUERY)
+    assert row.shape == (WIDTH,)
 
 
 def test_a_failed_draw_leaves_no_request_with_vllm(engine, core):
     core.trouble = RuntimeError("out of memory")
     with pytest.raises(RuntimeError, match="out of memory"):
-        engine.genlm_sample([QUERY], [SamplingParams(max_tokens=1)])
+        engine.draw([QUERY], [SamplingParams(max_tokens=1)])
     assert core.held == set()
 
 
 def test_a_dead_engine_is_said_to_be_dead(engine, core):
     core.trouble, core.dead = RuntimeError("the worker has gone"), True
     with pytest.raises(EngineDeadError, match=r"the worker has gone.*load the model again"):
-        engine.genlm_step([QUERY])
+        engine.step(QUERY)
 
 
 def test_an_engine_that_cannot_drop_its_requests_is_dead(engine, core):
     core.trouble, core.cannot_abort = RuntimeError("first"), RuntimeError("no channel")
     with pytest.raises(EngineDeadError, match="no channel"):
-        engine.genlm_step([QUERY])
+        engine.step(QUERY)
 
 
 def test_an_engine_that_does_not_let_go_of_its_state_is_dead(engine, core):
@@ -120,23 +132,106 @@ def test_an_engine_that_does_not_let_go_of_its_state_is_dead(engine, core):
 
 def test_a_request_that_vllm_ends_without_a_row_fails_alone(engine, core):
     core.finish = "error"
-    (answer,) = engine.genlm_step([QUERY])
-    assert isinstance(answer.row, EngineError)
+    (row,) = engine.ask(QUERY)
+    assert isinstance(row, EngineError)
     core.finish = None
-    (answer,) = engine.genlm_step([QUERY])
-    assert answer.row.shape == (WIDTH,)
+    (row,) = engine.ask(QUERY)
+    assert row.shape == (WIDTH,)
 
 
 def advance(engine, steps):
     for _ in range(steps):
-        engine.genlm_step([])
+        engine.step()
 
 
 def test_an_engine_that_finishes_nothing_is_given_up(engine, core):
     core.stuck = True
-    engine.genlm_step([QUERY])
+    engine.step(QUERY)
     with pytest.raises(EngineError, match="kv_cache_memory_bytes"):
         advance(engine, 10_000)
     core.stuck = False
-    (answer,) = engine.genlm_step([QUERY])
-    assert answer.row.shape == (WIDTH,)
+    (row,) = engine.ask(QUERY)
+    assert row.shape == (WIDTH,)
+
+
+# --- draws ----------------------------------------------------------------------------------------
+
+
+def request(max_tokens: int, stop: int | None = None) -> SampleRequest:
+    stops = frozenset() if stop is None else frozenset({stop})
+    return SampleRequest(QUERY, SamplingParams(max_tokens=max_tokens, stop_token_ids=stops))
+
+
+def test_a_draw_may_take_more_steps_than_an_engine_is_given_to_compute_something(engine, core):
+    draws = [request(20_000), request(5000), request(10)]
+    engine.step(*draws)
+    answers = {}
+    for _ in range(20_000):
+        answers |= engine.step()
+    assert [len(answers[each]) for each in draws] == [20_000, 5000, 10]
+
+
+def test_requests_of_all_kinds_share_the_steps(engine):
+    long, short = request(9), request(2)
+    assert engine.step(long) == {}
+    assert list(engine.step(QUERY, short)) == [QUERY]
+    assert list(engine.step()) == [short]
+    assert len(engine.ask(Query((7,)))) == 1
+
+
+def test_what_is_dropped_is_let_go_and_never_answered(engine, core):
+    draw, row, kept = request(9), Query((7, 8)), request(3)
+    core.slow = 3  # steps until prompts are computed
+    engine.step(draw, row, kept)
+    assert engine.step(dropped=[draw, row]) == {}
+    assert len(core.held) == 1
+    answers = {}
+    for _ in range(6):
+        answers |= engine.step()
+    assert list(answers) == [kept]
+    engine.step(dropped=[draw])  # again, and for one that has gone
+
+
+# --- the end of the process -----------------------------------------------------------------------
+
+ENDS_IN_A_STEP = textwrap.dedent(
+    """
+    import asyncio, os, sys, threading
+    from genlm.vllm import AsyncVirtualLM
+
+    small = {"max_model_len": 256, "max_num_seqs": 4, "kv_cache_memory_bytes": 64 << 20}
+    lm = AsyncVirtualLM.from_name(sys.argv[1], small)
+    begun, never = threading.Event(), threading.Event()
+
+    def hold(*args):
+        begun.set()
+        never.wait(3)  # exit hooks run meanwhile; nothing tells when
+
+    lm.underlying_model.register_forward_pre_hook(hold)
+
+    def draw():
+        try:
+            asyncio.run(lm.sample([5, 6, 7], 200, []))
+        except Exception as error:
+            print("DRAW", type(error).__name__, flush=True)
+
+    threading.Thread(target=draw, daemon=True).start()
+    begun.wait()
+    """
+)
+
+
+def test_a_process_may_end_in_the_middle_of_a_draw(tiny_path):
+    """The step under way ends before vLLM is taken down; the draw's caller is told."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_IN_A_STEP, tiny_path],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = [line for line in done.stdout.splitlines() if line.startswith("DRAW")]
+    assert said in ([], ["DRAW ModelClosedError"]), done.stdout[-2000:]
+    assert "Traceback" not in done.stderr

@@ -90,7 +90,7 @@ def test_a_removed_adapter_leaves_no_session(engine, write_adapter, rows_of):
     engine.genlm_cache_prefix(Query(IDS[:40], adapter))
     rows_of(engine, [Query(IDS, adapter), Query(IDS)])
     assert engine.genlm_remove_lora(adapter) is True
-    assert engine.genlm_step([Query(LONGER)])[0].row.shape == (engine.vocab_size,)
+    assert engine.ask(Query(LONGER))[0].shape == (engine.vocab_size,)
 
 
 def test_a_missing_folder_fails_at_once_and_leaves_nothing(engine, add, rows_of, write_adapter):
@@ -125,12 +125,12 @@ def test_newcomers_of_the_other_kind_wait_their_turn_and_are_answered(engine, ad
     """On CPU the two kinds do not share a batch; a stream of one kind must not starve the other."""
     adapter = add(71, write_adapter("a", 1))
     long = Query(tuple(range(4000, 4200)))
-    answered = [answer.query for answer in engine.genlm_step([long])]
-    answered += [answer.query for answer in engine.genlm_step([Query(IDS, adapter)])]
+    answered = list(engine.step(long))
+    answered += list(engine.step(Query(IDS, adapter)))
     for n in range(6):
-        answered += [answer.query for answer in engine.genlm_step([Query((n + 1, *IDS))])]
+        answered += list(engine.step(Query((n + 1, *IDS))))
     while len(answered) < 8:
-        answered += [answer.query for answer in engine.genlm_step([])]
+        answered += list(engine.step())
     assert len(set(answered)) == 8
     assert answered.index(Query(IDS, adapter)) < answered.index(Query((6, *IDS)))
 
@@ -144,13 +144,13 @@ def test_draws_in_a_mixed_batch(engine, add, write_adapter):
         Query(IDS, add(82, write_adapter("b", 2), "b")),
     ]
     params = [SamplingParams(max_tokens=4, temperature=0.0)] * 3
-    together = engine.genlm_sample(queries, params)
-    assert together == [engine.genlm_sample([query], params[:1])[0] for query in queries]
+    together = engine.draw(queries, params)
+    assert together == [engine.draw([query], params[:1])[0] for query in queries]
     assert together[0] not in together[1:]
 
 
 def test_scores_are_left_to_rows(engine):
-    assert engine.genlm_sequence_logprobs([Query(IDS)], [IDS]) is None
+    assert engine.score([Query(IDS)], [IDS]) == [None]
 
 
 MIXED = """

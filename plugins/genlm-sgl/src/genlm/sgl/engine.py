@@ -10,16 +10,16 @@ from genlm.core import (
     EngineDeadError,
     EngineError,
     Query,
-    SamplingParams,
     hookimpl,
 )
 from genlm.core.logs import get_logger
+from genlm.core.types import Request, SampleRequest
 from genlm.sgl.internals import Finished, Scheduler
 from genlm.sgl.sampling import native_draw
 
 log = get_logger()
 
-#: A question that asks whether the scheduler still works.
+#: A request that shows whether the scheduler still works.
 PROBE = Query(token_ids=(0,), cold=True)
 
 
@@ -33,64 +33,82 @@ class SglEngine:
         self.vocab_size = scheduler.vocab_size
         self.max_context: int | None = scheduler.longest_prompt
         self.device = str(next(self.model.parameters()).device)
-        self._in_flight: dict[str, Query] = {}
+        self._in_flight: dict[str, Request] = {}
         self._pinned: dict[Query, Any] = {}
         self._asked = 0
 
     # --- evaluation -------------------------------------------------------------------------------
 
     @hookimpl
-    def genlm_step(self, queries: Sequence[Query]) -> list[Answer]:
+    def genlm_step(
+        self,
+        queries: Sequence[Query],
+        samples: Sequence[SampleRequest],
+        dropped: Sequence[Request],
+    ) -> list[Answer]:
         try:
-            for query in queries:
-                self._submit(query)
-            return [
-                Answer(query, end if isinstance(end, Exception) else end.row)
-                for query, end in self._advance()
-            ]
+            self._drop(dropped)
+            answers = self._receive(queries, samples)
+            if self._in_flight:
+                answers += [
+                    Answer(request, end if isinstance(end, Exception) else _result(request, end))
+                    for request, end in self._advance()
+                ]
+            if not self._in_flight:
+                self._settle()
+            return answers
         except Exception:
             self._recover()
             raise
 
-    @hookimpl
-    def genlm_sample(
-        self, queries: Sequence[Query], params: Sequence[SamplingParams]
-    ) -> list[list[int]] | None:
-        draws = [native_draw(each, self.scheduler.stop_token_ids) for each in params]
-        if None in draws or self.vocab_size > len(self.tokenizer):  # it would draw padding
-            return None
-        try:
-            keys = [self._submit(query, draw) for query, draw in zip(queries, draws, strict=True)]
-            drawn: dict[str, list[int]] = {}
-            while len(drawn) < len(keys):
-                for _, end in self._advance():
-                    if isinstance(end, Exception):
-                        raise end
-                    drawn[end.key] = end.drawn
-            return [drawn[key] for key in keys]
-        except Exception:
-            self._recover()
-            raise
+    def _receive(self, queries: Sequence[Query], samples: Sequence[SampleRequest]) -> list[Answer]:
+        """Hand newcomers to SGLang; the answers are for draws that it cannot make: ``None``."""
+        for query in queries:
+            self._submit(query)
+        declined = []
+        for request in samples:
+            draw = native_draw(request.params, self.scheduler.stop_token_ids)
+            if draw is None or self.vocab_size > len(self.tokenizer):  # it would draw padding
+                declined.append(Answer(request, None))
+            else:
+                self._submit(request, draw)
+        return declined
 
-    def _submit(self, query: Query, draw: Mapping[str, Any] | None = None) -> str:
+    def _drop(self, requests: Sequence[Request]) -> None:
+        """Let go of requests that have no callers any more."""
+        gone = set(requests)
+        for key in [key for key, request in self._in_flight.items() if request in gone]:
+            del self._in_flight[key]
+            self.scheduler.abort(key)
+
+    def _settle(self) -> None:
+        """SGLang lets go of what was running at its next step, and no other may follow."""
+        while self.scheduler.is_busy and self.scheduler.step() is not None:
+            pass
+
+    def _submit(self, request: Request, draw: Mapping[str, Any] | None = None) -> None:
         self._asked += 1
         key = f"{self._asked:016x}"
-        self._in_flight[key] = query
+        self._in_flight[key] = request
+        query = request if isinstance(request, Query) else request.query
         # Nothing was ever cached in a cold query's own namespace.
         namespace = f"cold-{key}" if query.cold else None
         self.scheduler.submit(
             key, query.token_ids, adapter=adapter_id(query), namespace=namespace, draw=draw
         )
-        return key
 
-    def _advance(self) -> list[tuple[Query, Finished | EngineError]]:
+    def _advance(self) -> list[tuple[Request, Finished | EngineError]]:
         """One step: how what it ended has ended."""
         finished = self.scheduler.step()
         # Nothing runs and nothing can start, so the first in the queue never will.
         if finished is None:
             key, needed = self.scheduler.refuse_next()
             return [(self._in_flight.pop(key), self._does_not_fit(needed))]
-        return [(self._in_flight.pop(each.key), _unless_aborted(each)) for each in finished]
+        return [
+            (self._in_flight.pop(each.key), _unless_aborted(each))
+            for each in finished
+            if each.key in self._in_flight  # else it has been dropped
+        ]
 
     def _does_not_fit(self, needed: int) -> EngineError:
         return EngineError(
@@ -116,9 +134,9 @@ class SglEngine:
         self.scheduler.flush()
 
     def _evaluate_alone(self, query: Query) -> None:
-        answers = self.genlm_step([query])
+        answers = self.genlm_step([query], [], [])
         while not answers:
-            answers = self.genlm_step([])
+            answers = self.genlm_step([], [], [])
         if isinstance(answers[0].row, Exception):
             raise answers[0].row
 
@@ -150,7 +168,7 @@ class SglEngine:
 
     def _probe(self, query: Query) -> None:
         self._submit(query)
-        ended: list[tuple[Query, Finished | EngineError]] = []
+        ended: list[tuple[Request, Finished | EngineError]] = []
         while not ended:
             ended = self._advance()
         if isinstance(end := ended[0][1], Exception):
@@ -164,6 +182,10 @@ class SglEngine:
         self._pinned.clear()
         del self.model
         self.scheduler.close()
+
+
+def _result(request: Request, finished: Finished) -> Any:
+    return finished.drawn if isinstance(request, SampleRequest) else finished.row
 
 
 def _unless_aborted(finished: Finished) -> Finished | EngineError:

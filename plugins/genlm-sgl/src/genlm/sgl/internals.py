@@ -35,13 +35,13 @@ class Finished:
 
     Attributes:
         key: The request's name.
-        row: ``[vocab_size]`` float32, of the last step; meaningless after a draw.
+        row: ``[vocab_size]`` float32; ``None`` or meaningless after a draw.
         drawn: What was drawn, without the stop token.
         failure: Why SGLang aborted the request; then nothing else counts.
     """
 
     key: str
-    row: torch.Tensor
+    row: torch.Tensor | None
     drawn: list[int]
     failure: str | None
 
@@ -49,9 +49,9 @@ class Finished:
 class Scheduler:
     """SGLang's scheduler, owned by one thread and driven step by step.
 
-    A question is a request for no new token: SGLang runs its prompt, samples nothing, and leaves
-    the logits as they are. A draw makes SGLang's sampler overwrite the logits of the whole batch,
-    so questions and draws must not be in flight together.
+    A row is a request for no new token: SGLang runs its prompt. Where all of a batch are such,
+    SGLang samples nothing, and leaves the logits as they are. A draw among them makes SGLang's
+    sampler overwrite the logits of the whole batch: then rows are read just before.
 
     Args:
         options: SGLang's server arguments.
@@ -84,8 +84,13 @@ class Scheduler:
         # Early releases make it in their event loop.
         if not hasattr(self._scheduler, "schedule_stream"):
             self._scheduler.schedule_stream = self._scheduler.device_module.Stream(priority=0)
-        self._question = SamplingParams(max_new_tokens=0)
-        self._question.normalize(None)
+        self._no_draw = SamplingParams(max_new_tokens=0)
+        self._no_draw.normalize(None)
+        # The rows of the step under way, if it samples and some of them are wanted.
+        self._rows_wanted = False
+        self._rows: torch.Tensor | None = None
+        sampler = self._scheduler.tp_worker.model_runner.sampler
+        sampler.register_forward_pre_hook(self._before_sampling)
         #: How many tokens have been run through the model.
         self.computed_tokens = 0
 
@@ -159,7 +164,7 @@ class Scheduler:
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        sampling = self._question
+        sampling = self._no_draw
         if draw is not None:
             sampling = SamplingParams(**draw)
             sampling.normalize(None)
@@ -191,22 +196,46 @@ class Scheduler:
             self.computed_tokens += (
                 batch.extend_num_tokens if batch.forward_mode.is_extend() else len(batch.reqs)
             )
+            self._rows_wanted = any(map(_wants_row, batch.reqs))
             with torch.inference_mode():
                 result = scheduler.run_batch(batch)
-            rows = result.logits_output.next_token_logits
-            if batch.is_prefill_only:
-                # Outside inference mode, so that callers may write into them, and before anything
-                # else sees the logits.
-                rows = torch.log_softmax(rows.float(), dim=-1)
+            rows, self._rows = self._rows, None
+            if rows is None and self._rows_wanted:
+                # Before anything else sees the logits.
+                rows = _log_probabilities(result.logits_output.next_token_logits)
             with torch.inference_mode():
                 scheduler.process_batch_result(batch, result)
             scheduler.last_batch = batch
-        self._hand_over(rows)
+        if rows is not None:
+            self._hand_over(rows)
         return [
-            _finished(request, rows[i])
+            _finished(request, None if rows is None else rows[i])
             for i, request in enumerate(batch.reqs)
             if request.finished()
         ]
+
+    def abort(self, key: str) -> None:
+        """Drop a request. One that waits goes now; of another, the next step may still say that it
+        finished."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        self._scheduler.abort_request(AbortReq(rid=key))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request waits or runs."""
+        scheduler = self._scheduler
+        batches = (scheduler.running_batch, scheduler.last_batch)
+        running = [request for batch in batches if batch is not None for request in batch.reqs]
+        return (
+            bool(scheduler.waiting_queue)
+            or scheduler.chunked_req is not None
+            or not all(request.finished() for request in running)
+        )
+
+    def _before_sampling(self, sampler: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+        if self._rows_wanted:
+            self._rows = _log_probabilities(arguments[0].next_token_logits)
 
     def refuse_next(self) -> tuple[str, int]:
         """Drop the request that the scheduler would have taken first.
@@ -218,8 +247,6 @@ class Scheduler:
             EngineError: none waits: the pool was exhausted in the middle of a draw, and SGLang has
                 dropped that already.
         """
-        from sglang.srt.managers.io_struct import AbortReq
-
         if not self._scheduler.waiting_queue:
             raise EngineError(
                 f"SGLang gave up a draw half way: its pool of {self.pool_tokens} tokens is full, "
@@ -229,7 +256,7 @@ class Scheduler:
                 "larger engine option max_total_tokens"
             )
         request = self._scheduler.waiting_queue[0]
-        self._scheduler.abort_request(AbortReq(rid=request.rid))
+        self.abort(str(request.rid))
         return str(request.rid), len(
             request.origin_input_ids
         ) + request.sampling_params.max_new_tokens
@@ -463,7 +490,17 @@ def _release_globals() -> None:
     destroy_distributed_environment()
 
 
-def _finished(request: Any, row: torch.Tensor) -> Finished:
+def _wants_row(request: Any) -> bool:
+    return int(request.sampling_params.max_new_tokens) == 0
+
+
+def _log_probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """Outside inference mode, so that callers may write into them."""
+    with torch.inference_mode(False):
+        return torch.log_softmax(logits.float(), dim=-1)
+
+
+def _finished(request: Any, row: torch.Tensor | None) -> Finished:
     from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_MATCHED_TOKEN
 
     reason = request.finished_reason

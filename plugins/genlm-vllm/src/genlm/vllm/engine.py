@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,12 +13,12 @@ import torch
 from genlm.core.errors import EngineDeadError, EngineError, UnsupportedError
 from genlm.core.hookspecs import hookimpl
 from genlm.core.logs import get_logger
-from genlm.core.types import Answer, Query, SamplingParams
-from genlm.vllm.flights import Flight, Flights
+from genlm.core.types import Answer, Query, Request, SampleRequest, ScoreRequest
+from genlm.vllm.in_flight import InFlightRequest, RequestsInFlight
 from genlm.vllm.internals import EngineCore
 from genlm.vllm.rows import Rows
-from genlm.vllm.sampling import Draw, batches, draw_params, row_params, vllm_draws
-from genlm.vllm.scoring import Score, scored, worth_scoring
+from genlm.vllm.sampling import draw_params, drawn_ids, may_join, row_params, vllm_draws
+from genlm.vllm.scoring import scored, scores, worth_scoring
 from genlm.vllm.sessions import Session, Sessions
 
 log = get_logger()
@@ -45,132 +46,134 @@ class VllmEngine:
         self.model = rows.model(llm)
         self.live = live
         self._core, self._rows, self._sessions = core, rows, sessions
-        self._flights = Flights(core)
-        self._waiting: list[Query] = []
+        self._in_flight = RequestsInFlight(core)
+        self._waiting: list[InFlightRequest] = []
         self._lost_pins: list[Query] = []
         self._numbers = itertools.count(1)
 
-    # --- rows -------------------------------------------------------------------------------------
+    # --- rows, draws and scores -------------------------------------------------------------------
 
     @hookimpl
-    def genlm_step(self, queries: Sequence[Query]) -> list[Answer]:
+    def genlm_step(
+        self,
+        queries: Sequence[Query],
+        samples: Sequence[SampleRequest],
+        scores: Sequence[ScoreRequest],
+        dropped: Sequence[Request],
+    ) -> list[Answer]:
         with self._all_or_nothing():
             self._restore_pins()
-            self._waiting += queries
-            for query in self._next_turn():
-                self._ask(query)
+            self._drop(dropped)
+            answers = self._receive([*queries, *samples, *scores])
+            self._admit()
             self._make_room()
-            over = self._flights.advance()
-            answers = self._answers(over)
-            self._park(over)
+            if len(self._in_flight):
+                over = self._in_flight.advance()
+                answers += self._answers(over)
+                self._park(over)
             return answers
 
-    def _next_turn(self) -> list[Query]:
-        """Those of the waiting queries that join the batch at this step: all."""
+    def _receive(self, requests: Sequence[Request]) -> list[Answer]:
+        """Queue newcomers; the answers are for those that vLLM cannot serve: ``None``."""
+        declined = []
+        for request in requests:
+            if self._is_native(request):
+                self._waiting.append(self._prepared(request))
+            else:
+                declined.append(Answer(request, None))
+        return declined
+
+    def _is_native(self, request: Request) -> bool:
+        """Whether vLLM answers this itself, exactly and at less cost than rows."""
+        match request:
+            case SampleRequest():
+                return vllm_draws(request, self._core)
+            case ScoreRequest():
+                return worth_scoring(request, self._core)
+        return True
+
+    def _prepared(self, request: Request) -> InFlightRequest:
+        key, drawn, resumable = next(self._numbers), 1, False
+        match request:
+            case SampleRequest(prompt, params):
+                drawn = params.max_tokens
+            case ScoreRequest():
+                prompt = scored(request)
+            case Query():
+                prompt, resumable = request, self.live and not request.cold
+        tokens = self._core.footprint(len(prompt.token_ids) + drawn - 1)
+        return InFlightRequest(request, prompt, key, f"genlm-{key}", tokens, resumable)
+
+    def _admit(self) -> None:
+        """Hand to vLLM what may join the batch, in the order asked."""
+        turn = self._next_turn()
+        while turn and may_join(turn[0], self._in_flight, self._core, self._sessions):
+            self._launch(turn.pop(0))
+        self._waiting = sorted([*turn, *self._waiting], key=attrgetter("key"))
+
+    def _next_turn(self) -> list[InFlightRequest]:
+        """Those of the waiting requests that may be in one batch with those in flight: all."""
         turn, self._waiting = self._waiting, []
         return turn
 
-    def _ask(self, query: Query) -> None:
-        """Have vLLM compute one row: continue a live session, or begin anew."""
-        session = None if query.cold else self._sessions.take(query)
+    def _launch(self, request: InFlightRequest) -> None:
+        """Have vLLM work on a request: continue a live session, or begin anew."""
+        prompt, params = request.prompt, self._params(request)
+        session = self._sessions.take(prompt) if request.resumable else None
         if session is None:
             # A cold query has a cache salt of its own, so that vLLM finds no key/value state for
             # it.
-            salt = f"cold-{next(self._numbers)}" if query.cold else None
-            flight = self._flight(query, self.live and not query.cold)
-            self._flights.launch(flight, query.token_ids, row_params(flight.key), salt)
+            salt = f"cold-{request.key}" if prompt.cold else None
+            self._in_flight.launch(request, prompt.token_ids, params, salt)
         else:
-            appended = query.token_ids[len(session.token_ids) :]
-            flight = Flight(session.request_id, query, next(self._numbers), resumable=True)
-            self._flights.launch(flight, appended, row_params(flight.key))
+            request.request_id = session.request_id
+            self._in_flight.launch(request, prompt.token_ids[len(session.token_ids) :], params)
 
-    def _flight(self, query: Query, resumable: bool) -> Flight:
-        number = next(self._numbers)
-        return Flight(f"genlm-{number}", query, number, resumable)
+    def _params(self, request: InFlightRequest) -> Any:
+        match request.request:
+            case SampleRequest(_, params):
+                return draw_params(params, len(self.tokenizer))
+            case ScoreRequest(_, continuation):
+                # Of one token the row says all.
+                return row_params(request.key, scores=len(continuation) > 1)
+        return row_params(request.key)
 
-    def _answers(self, flights: Sequence[Flight]) -> list[Answer]:
-        rows = self._rows.take([flight.key for flight in flights])
+    def _answers(self, over: Sequence[InFlightRequest]) -> list[Answer]:
+        keys = [each.key for each in over if each.wants_row]
+        rows = dict(zip(keys, self._rows.take(keys), strict=True))
         answers = []
-        for flight, row in zip(flights, rows, strict=True):
-            if row is None or flight.failure is not None:
-                reason = flight.failure or "no row was captured"
-                answers.append(
-                    Answer(
-                        flight.query, EngineError(f"vLLM ended the request without a row: {reason}")
-                    )
-                )
-            else:
-                answers.append(Answer(flight.query, row))
+        for each in over:
+            try:
+                answers.append(Answer(each.request, _result(each, rows.get(each.key))))
+            except EngineError as error:
+                answers.append(Answer(each.request, error))
         return answers
 
-    def _park(self, flights: Sequence[Flight]) -> None:
+    def _drop(self, requests: Sequence[Request]) -> None:
+        """Let go of requests that have no callers any more."""
+        if not requests:
+            return
+        gone = set(requests)
+        self._waiting = [each for each in self._waiting if each.request not in gone]
+        dropped = self._in_flight.drop(gone)
+        self._core.abort([each.request_id for each in dropped])
+        # Of a prompt that was computed in part there may be a row.
+        self._rows.take([each.key for each in dropped if each.wants_row])
+
+    def _park(self, over: Sequence[InFlightRequest]) -> None:
         """What vLLM holds on to becomes a live session."""
-        for flight in flights:
-            if flight.resumable and flight.failure is None:
-                self._release(self._sessions.park(_session(flight)))
+        for each in over:
+            if each.resumable and each.failure is None:
+                self._release(self._sessions.park(_session(each)))
         self._make_room()
 
     def _make_room(self) -> None:
         """Let sessions go until the rest and all that is in flight fit the key/value cache
         together."""
-        self._release(self._sessions.trim(self._flights.tokens))
+        self._release(self._sessions.trim(self._in_flight.tokens))
 
     def _release(self, sessions: Sequence[Session]) -> None:
         self._core.abort([session.request_id for session in sessions])
-
-    # --- sampling ---------------------------------------------------------------------------------
-
-    @hookimpl
-    def genlm_sample(
-        self, queries: Sequence[Query], params: Sequence[SamplingParams]
-    ) -> list[list[int]] | None:
-        native = {
-            vllm_draws(query, wish, self._core) for query, wish in zip(queries, params, strict=True)
-        }
-        if native == {False}:
-            return None
-        if len(native) > 1:
-            # The core then asks in smaller batches, so that who draws, and with it what a seed
-            # gives, is up to each alone.
-            raise EngineError("vLLM draws some of these continuations and the core the others")
-        draws = [
-            Draw(self._flight(query, resumable=False), wish)
-            for query, wish in zip(queries, params, strict=True)
-        ]
-        width = len(self.tokenizer)
-        with self._all_or_nothing():
-            for turn in self._turns(draws):
-                for batch in batches(turn, self._core):
-                    self._land([(draw.flight, draw_params(draw.params, width)) for draw in batch])
-        return [draw.result() for draw in draws]
-
-    def _turns(self, draws: Sequence[Draw]) -> list[Sequence[Draw]]:
-        """Which draws may share a batch: all."""
-        return [draws]
-
-    def _land(self, requests: Sequence[tuple[Flight, Any]]) -> None:
-        """Work on these requests, each with its parameters, to their end."""
-        for flight, params in requests:
-            self._flights.launch(flight, flight.query.token_ids, params)
-        self._make_room()
-        self._flights.land()
-
-    # --- scoring ----------------------------------------------------------------------------------
-
-    @hookimpl
-    def genlm_sequence_logprobs(
-        self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
-    ) -> list[torch.Tensor] | None:
-        if not worth_scoring([query.token_ids for query in queries], continuations, self._core):
-            return None
-        pairs = zip(queries, continuations, strict=True)
-        scores = [
-            Score(self._flight(scored(query, ids), resumable=False), ids) for query, ids in pairs
-        ]
-        with self._all_or_nothing():
-            self._land([(score.flight, score.params) for score in scores])
-            answers = self._answers([score.flight for score in scores])
-        return [score.result(answer) for score, answer in zip(scores, answers, strict=True)]
 
     # --- key/value state --------------------------------------------------------------------------
 
@@ -195,12 +198,14 @@ class VllmEngine:
     def _pin(self, query: Query) -> None:
         """Hold ``query`` as a session that is never extended: its blocks stay in vLLM's prefix
         cache."""
-        flight = self._flight(query, resumable=True)
-        self._land([(flight, row_params(flight.key))])
-        (answer,) = self._answers([flight])
+        request = self._prepared(query)
+        request.resumable = True
+        self._in_flight.launch(request, query.token_ids, row_params(request.key))
+        self._make_room()
+        (answer,) = self._answers(self._in_flight.finish())
         if isinstance(answer.row, Exception):
             raise answer.row
-        self._sessions.pin(_session(flight))
+        self._sessions.pin(_session(request))
 
     def _restore_pins(self) -> None:
         """Compute again what was pinned when a failure made vLLM forget everything; what fails now
@@ -234,7 +239,7 @@ class VllmEngine:
             log.warning(
                 "vllm.failed",
                 error=f"{type(error).__name__}: {error}",
-                in_flight=len(self._flights),
+                in_flight=len(self._in_flight),
             )
             self._lost_pins += self._sessions.pinned
             if self._core.is_dead(error):
@@ -253,7 +258,10 @@ class VllmEngine:
         self._waiting.clear()
         try:
             self._core.abort(
-                [*self._flights.drop(), *(session.request_id for session in self._sessions.clear())]
+                [
+                    *self._in_flight.clear(),
+                    *(session.request_id for session in self._sessions.clear()),
+                ]
             )
             self._rows.clear()
             forgotten = self._core.reset_prefix_cache()
@@ -272,5 +280,23 @@ class VllmEngine:
         self.model = None
 
 
-def _session(flight: Flight) -> Session:
-    return Session(flight.request_id, flight.query.token_ids, flight.query.adapter)
+def _session(request: InFlightRequest) -> Session:
+    return Session(request.request_id, request.prompt.token_ids, request.prompt.adapter)
+
+
+def _result(over: InFlightRequest, row: torch.Tensor | None) -> torch.Tensor | list[int]:
+    """What a request that is over has come to.
+
+    Raises:
+        EngineError: vLLM ended it without that.
+    """
+    if over.failure is not None or (over.wants_row and row is None):
+        reason = over.failure or "no row was captured"
+        wanted = "a row" if over.wants_row else "drawing a token"
+        raise EngineError(f"vLLM ended the request without {wanted}: {reason}")
+    match over.request:
+        case SampleRequest(_, params):
+            return drawn_ids(over.drawn, params)
+        case ScoreRequest(_, continuation):
+            return scores(continuation, row, over.prompt_logprobs)
+    return row

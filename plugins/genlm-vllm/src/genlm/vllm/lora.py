@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from genlm.core.errors import InvalidOptionError
 from genlm.core.hookspecs import hookimpl
-from genlm.core.types import Adapter, Query
+from genlm.core.types import Adapter, Request, ScoreRequest
 from genlm.vllm.engine import VllmEngine
-from genlm.vllm.sampling import Draw
+from genlm.vllm.in_flight import InFlightRequest
 
 
 class LoraEngine(VllmEngine):
@@ -53,32 +52,21 @@ class LoraEngine(VllmEngine):
         self._adapters.discard(adapter.version)
         return True
 
-    def _next_turn(self) -> list[Query]:
-        """All, or on CPU one kind: that of the oldest. While it flies, newcomers join it only if no
-        other kind waits."""
+    def _next_turn(self) -> list[InFlightRequest]:
+        """All, or on CPU one kind: that of the oldest. While it is in flight, newcomers join it
+        only if no other kind waits."""
         if not self._takes_turns or not self._waiting:
             return super()._next_turn()
-        flying = self._flights.uses_adapter
-        kind = self._waiting[0].adapter is not None if flying is None else flying
-        others = [query for query in self._waiting if (query.adapter is not None) != kind]
-        if flying is not None and others:
+        current = self._in_flight.uses_adapter
+        kind = self._waiting[0].prompt.adapter is not None if current is None else current
+        others = [each for each in self._waiting if (each.prompt.adapter is not None) != kind]
+        if current is not None and others:
             return []
-        turn = [query for query in self._waiting if (query.adapter is not None) == kind]
+        turn = [each for each in self._waiting if (each.prompt.adapter is not None) == kind]
         self._waiting = others
         return turn
 
-    def _turns(self, draws: Sequence[Draw]) -> list[Sequence[Draw]]:
-        if not self._takes_turns:
-            return super()._turns(draws)
-        kinds = [
-            [draw for draw in draws if (draw.flight.query.adapter is not None) == kind]
-            for kind in (False, True)
-        ]
-        return [kind for kind in kinds if kind]
-
-    @hookimpl
-    def genlm_sequence_logprobs(
-        self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
-    ) -> None:
-        """Left to rows: vLLM (to 0.32) has its LoRA layers take a prompt's logits for those of a
-        batch's last positions."""
+    def _is_native(self, request: Request) -> bool:
+        """Scores are left to rows: vLLM (to 0.32) has its LoRA layers take a prompt's logits for
+        those of a batch's last positions."""
+        return not isinstance(request, ScoreRequest) and super()._is_native(request)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
-from attrs import frozen
-
-from genlm.core.errors import EngineError
-from genlm.core.types import Query, SamplingParams
+from genlm.core.types import SampleRequest, SamplingParams
 from genlm.vllm.capture import ROW_KEY, WIDTH_KEY
-from genlm.vllm.flights import Flight
+from genlm.vllm.in_flight import InFlightRequest, RequestsInFlight
 from genlm.vllm.internals import EngineCore
+from genlm.vllm.sessions import Sessions
 
 LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this, and takes the very lowest for 0
 HIGHEST_TEMPERATURE = 2.0  # vLLM refuses higher ones
@@ -56,57 +53,41 @@ def draw_params(params: SamplingParams, width: int) -> Any:
     )
 
 
-@frozen(eq=False)
-class Draw:
-    """One continuation to draw."""
-
-    flight: Flight
-    params: SamplingParams
-
-    @property
-    def prompt(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.flight.query.token_ids)
-
-    def result(self) -> list[int]:
-        """What was drawn, without the stop token."""
-        if self.flight.failure is not None:
-            raise EngineError(
-                f"vLLM ended the request without drawing a token: {self.flight.failure}"
-            )
-        drawn = self.flight.drawn
-        return drawn[:-1] if drawn[-1] in self.params.stop_token_ids else drawn
+def drawn_ids(drawn: list[int], params: SamplingParams) -> list[int]:
+    """What was drawn, without the stop token."""
+    return drawn[:-1] if drawn[-1] in params.stop_token_ids else drawn
 
 
-def vllm_draws(query: Query, params: SamplingParams, core: EngineCore) -> bool:
-    """Whether vLLM draws from exactly the distribution that ``params`` describe, and reproducibly
-    if they have a seed.
+def vllm_draws(request: SampleRequest, core: EngineCore) -> bool:
+    """Whether vLLM draws from exactly the distribution that is asked for, and reproducibly if there
+    is a seed.
 
-    Not at temperatures that it raises or refuses. And on CPU it fails on a seeded prompt that it
+    Not at temperatures that it raises or refuses. And on a CPU it fails on a seeded prompt that it
     must compute in chunks.
     """
+    params = request.params
     if params.temperature and not LOWEST_TEMPERATURE <= params.temperature <= HIGHEST_TEMPERATURE:
         return False
-    chunked = len(query.token_ids) > core.max_num_batched_tokens
+    chunked = len(request.query.token_ids) > core.max_num_batched_tokens
     return not (chunked and params.seed is not None and core.device_type == "cpu")
 
 
-def batches(draws: Sequence[Draw], core: EngineCore) -> Iterator[Sequence[Draw]]:
-    """Which draws vLLM may work on together: all; but with seeds on CPU only as many prompts as one
-    step computes whole, and as many tokens as the cache holds to the end."""
-    if core.device_type != "cpu" or all(draw.params.seed is None for draw in draws):
-        yield draws
-        return
-    batch: list[Draw] = []
-    step = held = 0
-    for draw in draws:
-        footprint = core.footprint(draw.prompt + draw.params.max_tokens)
-        if batch and (
-            step + draw.prompt > core.max_num_batched_tokens or held + footprint > core.kv_capacity
-        ):
-            yield batch
-            batch, step, held = [], 0, 0
-        batch.append(draw)
-        step += draw.prompt
-        held += footprint
-    yield batch
+def may_join(
+    request: InFlightRequest, others: RequestsInFlight, core: EngineCore, sessions: Sessions
+) -> bool:
+    """Whether a request may join those in flight now.
+
+    Always, except for seeds on a CPU: there vLLM fails on a seeded prompt that it computes in
+    chunks, also after it has preempted a draw. So a seeded draw waits until the next step can
+    compute its prompt whole, and beside one nothing joins that might exhaust the cache.
+    """
+    if core.device_type != "cpu" or not len(others):
+        return True
+    if not (request.is_seeded or others.any_seeded):
+        return True
+    if others.tokens + request.tokens + sessions.pinned_tokens > core.kv_capacity:
+        return False
+    if not request.is_seeded:
+        return True
+    whole = others.next_tokens + len(request.prompt.token_ids) <= core.max_num_batched_tokens
+    return whole and len(others) + len(sessions) < core.max_num_seqs

@@ -64,6 +64,11 @@ class Sessions:
         return len(self._idle) + len(self._pinned)
 
     @property
+    def pinned_tokens(self) -> int:
+        """Tokens of the key/value cache that pinned sessions hold."""
+        return self._pinned_tokens
+
+    @property
     def pinned(self) -> list[Query]:
         """What is pinned, oldest first."""
         return [Query(session.token_ids, session.adapter) for session in self._pinned.values()]

@@ -1,0 +1,172 @@
+"""Requests that vLLM is working on: handed over, advanced step by step, and dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from attrs import define, field
+
+from genlm.core.errors import EngineError
+from genlm.core.types import Query, Request, SampleRequest
+from genlm.vllm.internals import EngineCore, Output, TokenIds
+
+# Steps beyond those that prompts in flight explain, before an engine that computes nothing is given
+# up.
+PATIENCE = 1000
+
+
+@define(eq=False)
+class InFlightRequest:
+    """One request on its way through vLLM.
+
+    Attributes:
+        request: As the core admitted it.
+        prompt: What vLLM computes: the context, and of a score all of the continuation but its last
+            token.
+        key: The number of the request; its row is captured under it.
+        request_id: By which vLLM knows it.
+        tokens: The most that it takes of the key/value cache, with what it may still draw.
+        resumable: Whether vLLM keeps it when it is over, for more tokens to come.
+        new_tokens: Tokens that vLLM has to compute before it draws the first one.
+        drawn: The tokens drawn so far.
+        failure: Why vLLM ended it without drawing anything.
+        prompt_logprobs: Those of its prompt's tokens from the second on, if it wants them and its
+            prompt is computed.
+    """
+
+    request: Request
+    prompt: Query
+    key: int
+    request_id: str
+    tokens: int
+    resumable: bool = False
+    new_tokens: int = field(init=False, default=0)
+    drawn: list[int] = field(init=False, factory=list)
+    failure: str | None = field(init=False, default=None)
+    prompt_logprobs: torch.Tensor | None = field(init=False, default=None)
+
+    @property
+    def wants_row(self) -> bool:
+        return not isinstance(self.request, SampleRequest)
+
+    @property
+    def is_seeded(self) -> bool:
+        return isinstance(self.request, SampleRequest) and self.request.params.seed is not None
+
+    def take(self, output: Output) -> bool:
+        """Note what a step gave. ``True`` when the request is over."""
+        self.drawn += output.token_ids
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.finished is not None and not self.drawn:
+            self.failure = output.finished
+        return output.finished is not None or (self.resumable and bool(self.drawn))
+
+
+class RequestsInFlight:
+    """All requests in flight on one engine core."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._by_id: dict[str, InFlightRequest] = {}
+        self._idle_steps = 0
+        self.tokens = 0  # the most that they take of the key/value cache together
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    @property
+    def uses_adapter(self) -> bool | None:
+        """Whether a request in flight has an adapter; ``None`` with nothing in flight."""
+        for each in self._by_id.values():
+            return each.prompt.adapter is not None
+        return None
+
+    @property
+    def any_seeded(self) -> bool:
+        return any(each.is_seeded for each in self._by_id.values())
+
+    @property
+    def next_tokens(self) -> int:
+        """The most tokens that the next step could have to compute for these."""
+        return sum(1 if each.drawn else each.new_tokens for each in self._by_id.values())
+
+    def launch(
+        self,
+        request: InFlightRequest,
+        token_ids: TokenIds,
+        params: Any,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Hand a request to vLLM.
+
+        Args:
+            request: The request.
+            token_ids: Its prompt, or what to append to the session that it continues.
+            params: vLLM's sampling parameters.
+            cache_salt: Only requests of one salt share key/value state.
+        """
+        request.new_tokens = len(token_ids)
+        self._by_id[request.request_id] = request
+        self.tokens += request.tokens
+        self._core.add(
+            request.request_id,
+            token_ids,
+            params,
+            request.prompt.adapter,
+            resumable=request.resumable,
+            cache_salt=cache_salt,
+        )
+
+    def advance(self) -> list[InFlightRequest]:
+        """One step of vLLM. Returns the requests that it brought to their end."""
+        over = []
+        outputs = self._core.step()
+        for output in outputs:
+            request = self._by_id.get(output.request_id)
+            if request is not None and request.take(output):
+                over.append(request)
+                self._remove(request)
+        self._watch(outputs)
+        return over
+
+    def finish(self) -> list[InFlightRequest]:
+        """Step until nothing is in flight."""
+        over = []
+        while self._by_id:
+            over += self.advance()
+        return over
+
+    def drop(self, requests: Iterable[Request]) -> list[InFlightRequest]:
+        """Forget some; vLLM must be told to let them go. Those not in flight are passed over."""
+        gone = set(requests)
+        dropped = [each for each in self._by_id.values() if each.request in gone]
+        for each in dropped:
+            self._remove(each)
+        return dropped
+
+    def clear(self) -> list[str]:
+        """Forget all; the request ids that vLLM must let go."""
+        dropped = list(self._by_id)
+        self._by_id.clear()
+        self.tokens = self._idle_steps = 0
+        return dropped
+
+    def _remove(self, request: InFlightRequest) -> None:
+        del self._by_id[request.request_id]
+        self.tokens -= request.tokens
+
+    def _watch(self, outputs: Sequence[Output]) -> None:
+        """Nothing ever hangs: give up on an engine that goes on without computing anything.
+
+        A step that gives no request anything may be one of many that compute a long prompt.
+        """
+        self._idle_steps = 0 if outputs or not self._by_id else self._idle_steps + 1
+        if self._idle_steps > PATIENCE + self.tokens // self._core.max_num_batched_tokens:
+            raise EngineError(
+                f"vLLM made {self._idle_steps} steps without computing anything for "
+                f"{len(self._by_id)} requests; load with a larger kv_cache_memory_bytes or "
+                "gpu_memory_utilization, or with live_sessions=False"
+            )
