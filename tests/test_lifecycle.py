@@ -228,6 +228,28 @@ def test_the_interpreter_exits_cleanly_in_the_middle_of_a_batch():
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
+def test_at_exit_the_model_is_closed_before_what_its_engine_registered_for_then():
+    """Engines take themselves down by such hooks, and by finalizers, which run in one hook too."""
+    result = run_python("""
+        import atexit, weakref
+        from genlm.core import AsyncLM, hookimpl
+        from genlm.core.mock import ByteTokenizer, MockEngine
+        class Engine(MockEngine):
+            @hookimpl
+            def genlm_close(self):
+                print("closed")
+        def load():
+            engine = Engine(ByteTokenizer())
+            atexit.register(print, "the engine's hook")
+            weakref.finalize(engine, print, "its finalizer")
+            return engine
+        lm = AsyncLM(load, backend="mine")
+    """)
+    assert (result.returncode, result.stderr) == (0, "")
+    said = result.stdout.splitlines()
+    assert (said[0], sorted(said[1:])) == ("closed", ["its finalizer", "the engine's hook"])
+
+
 def test_the_interpreter_exits_cleanly_with_an_uncaught_error():
     result = run_python("""
         import asyncio

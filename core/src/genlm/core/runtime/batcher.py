@@ -346,6 +346,14 @@ class Batcher(Generic[R, A]):
             self._forget_exit_hook()
             started.set_exception(error)
             return
+        # Anew: hooks run last first, and this one must run before those that the engine registered
+        # while it loaded, by which engines take themselves down.
+        self._forget_exit_hook()
+        atexit.register(self._at_exit)
+        # Anew: hooks run last first, and this one must run before those that the engine registered
+        # while it loaded, by which engines take themselves down.
+        self._forget_exit_hook()
+        atexit.register(self._at_exit)
         self._executor, self._drops = executor, executor.drops
         self._queue.lane_of = executor.lane
         started.set_result(None)
