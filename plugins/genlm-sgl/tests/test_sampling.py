@@ -217,6 +217,7 @@ def test_nobody_waits_for_a_long_draw(hooks, contexts):
             steps += 1
         assert steps <= 3
         assert long not in answered
+    hooks.step(dropped=[long])
 
 
 def test_a_dropped_draw_ends_and_its_room_is_free(hooks, contexts):

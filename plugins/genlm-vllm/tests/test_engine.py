@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from genlm.core.errors import EngineError, UnsupportedError
-from genlm.core.types import Query, SamplingParams, ScoreRequest
+from genlm.core.types import Query, SampleRequest, SamplingParams, ScoreRequest
 from genlm.vllm.scoring import worth_scoring
 
 ATOL = 5e-4  # float32, on prompts computed in other chunks
@@ -383,3 +383,49 @@ def test_without_live_sessions(load_engine, rows_of):
     assert_rows_close(rows, rows_of(engine, [cold(longer)]))
     with pytest.raises(UnsupportedError, match="prefix caching"):
         engine.genlm_cache_prefix(query)
+
+
+# --- all kinds together ---------------------------------------------------------------------------
+
+
+def steps_until(engine, request, *newcomers):
+    """How many steps a request takes that is asked now; and what else was answered meanwhile."""
+    answered, steps = engine.step(request, *newcomers), 1
+    while request not in answered:
+        answered |= engine.step()
+        steps += 1
+    return steps, answered
+
+
+def test_nobody_waits_for_a_long_draw(engine, rows_of):
+    long = SampleRequest(Query(context(0, 10)), SamplingParams(max_tokens=100, seed=1))
+    short = SampleRequest(Query(context(1, 10)), SamplingParams(max_tokens=1, seed=2))
+    score = ScoreRequest(Query(context(2, 3)), context(3, 4))
+    row = Query(context(4, 12))
+    engine.step(long)
+    for request in (short, score, row):
+        steps, answered = steps_until(engine, request)
+        assert steps <= 3
+        assert long not in answered
+    assert engine.step(dropped=[long]) == {}
+    assert engine.step() == {}, "nothing is in flight"
+    assert_rows_close(rows_of(engine, [row]), rows_of(engine, [cold(row)]))
+
+
+def test_a_draw_gets_room_from_idle_sessions(engine, rows_of):
+    """Six sessions leave 96 of the 864 tokens of the cache."""
+    rows_of(engine, [Query(context(seed, 120)) for seed in range(6)])
+    (drawn,) = engine.draw([Query(context(9, 5))], [SamplingParams(max_tokens=110)])
+    assert len(drawn) == 110
+
+
+def test_seeded_draws_wait_for_room_and_are_what_they_are_alone(engine):
+    """On a CPU vLLM fails on a seeded prompt that it computes in chunks of 64, or again after it
+    has preempted it: the cache holds three of these at once."""
+    queries = [Query(context(seed, 60)) for seed in range(6)]
+    params = [SamplingParams(max_tokens=190 if seed < 3 else 4, seed=seed) for seed in range(6)]
+    others = [Query(context(seed, 200)) for seed in range(10, 13)]
+    mixed = engine.ask(*others, *map(SampleRequest, queries, params))
+    assert [len(ids) for ids in mixed[3:]] == [190, 190, 190, 4, 4, 4]
+    for i in (0, 5):
+        assert engine.draw(queries[i : i + 1], params[i : i + 1]) == [mixed[3 + i]]

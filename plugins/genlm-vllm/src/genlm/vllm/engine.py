@@ -290,13 +290,13 @@ def _result(over: InFlightRequest, row: torch.Tensor | None) -> torch.Tensor | l
     Raises:
         EngineError: vLLM ended it without that.
     """
-    if over.failure is not None or (over.wants_row and row is None):
+    if isinstance(over.request, SampleRequest):
+        if over.failure is not None:
+            raise EngineError(f"vLLM ended the request without drawing a token: {over.failure}")
+        return drawn_ids(over.drawn, over.request.params)
+    if over.failure is not None or row is None:
         reason = over.failure or "no row was captured"
-        wanted = "a row" if over.wants_row else "drawing a token"
-        raise EngineError(f"vLLM ended the request without {wanted}: {reason}")
-    match over.request:
-        case SampleRequest(_, params):
-            return drawn_ids(over.drawn, params)
-        case ScoreRequest(_, continuation):
-            return scores(continuation, row, over.prompt_logprobs)
+        raise EngineError(f"vLLM ended the request without a row: {reason}")
+    if isinstance(over.request, ScoreRequest):
+        return scores(over.request.continuation, row, over.prompt_logprobs)
     return row

@@ -117,9 +117,6 @@ class EngineCore:
         self._in_process = hasattr(self._client, "engine_core")
         for part in IN_PROCESS_PARTS if self._in_process else PROCESS_PARTS:
             _require(self._client, part)
-        if self._in_process and (finalizer := getattr(self._client, "_finalizer", None)):
-            # At exit it would run before the core closes the model: in the middle of a step.
-            finalizer.atexit = False
         for struct, names in (
             (EngineCoreRequest, REQUEST_FIELDS),
             (EngineCoreOutput, OUTPUT_FIELDS),
