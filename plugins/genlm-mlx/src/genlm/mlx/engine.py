@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import mlx.core as mx
-from genlm.core import Adapter, Query, hookimpl
+from genlm.core import Adapter, Answer, Query, hookimpl
 from genlm.mlx.adapters import Adapters
 from genlm.mlx.pool import Pool
 from genlm.mlx.runner import Key, Runner
@@ -43,7 +43,39 @@ class MlxEngine:
         self.max_context = max_context
         self.pool = pool
         self._runner = runner
+        self._waiting: list[Query] = []
         self._adapters = adapters
+
+    # --- rows -------------------------------------------------------------------------------------
+
+    @hookimpl
+    def genlm_step(self, queries: Sequence[Query], dropped: Sequence[Query]) -> list[Answer]:
+        """Answer all but the queries that lack more than a chunk, and compute one chunk of the
+        oldest of those."""
+        gone, waiting = set(dropped), [*self._waiting, *queries]
+        self._waiting = []  # also where what follows fails
+        waiting = [query for query in waiting if query not in gone]
+        chunks = {query: chunk for query in waiting if (chunk := self._chunk(query))}
+        now = [query for query in waiting if query not in chunks]
+        if chunks and self.pool is not None:
+            # With the others, so that its row is not the least recently used.
+            part = next(iter(chunks.values()))
+            rows = _rows(self.pool.logits([*map(key_of, now), part])[: len(now)])
+        else:
+            rows = self.genlm_next_token_logprobs(now) if now else torch.empty(0)
+        self._waiting = list(chunks)
+        return [Answer(query, row) for query, row in zip(now, rows, strict=True)]
+
+    def _chunk(self, query: Query) -> Key | None:
+        """What to compute of a query first; ``None`` if all of it fits into a chunk.
+
+        Without a pool nothing can be kept between two chunks.
+        """
+        key, size = key_of(query), self._runner.step_size
+        if self.pool is None or query.cold or len(key) - 1 <= size:
+            return None
+        known = self.pool.known(key)
+        return key[: known + size] if len(key) - known > size else None
 
     @hookimpl
     def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:

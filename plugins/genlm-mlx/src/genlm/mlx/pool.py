@@ -104,6 +104,10 @@ class Pool:
         )
         return mx.stack([known[key] for key in keys])
 
+    def known(self, key: Key) -> int:
+        """How much of ``key`` is known, in its elements: its adapter's version at least."""
+        return len(key) if key in self._index else max(1, self._source(key)[1])
+
     def branch(self, key: Key) -> Block:
         """A block of one row, apart from the pool: what is known of ``key`` but its last token."""
         place, reused = self._source(key)

@@ -35,7 +35,7 @@ class Runner:
     def __init__(self, model: Any, adapters: Adapters, step_size: int) -> None:
         self.model = model
         self._adapters = adapters
-        self._step_size = step_size
+        self.step_size = step_size
 
     def empty_cache(self) -> Cache:
         """The cache of one row without tokens, as the model makes it."""
@@ -54,7 +54,7 @@ class Runner:
         self._adapters.select(versions)
         # Chunks of one length within one token: a ragged chunk of one token is beyond the rotating
         # caches.
-        chunks = ceil(width / max(2, self._step_size // len(tokens)))
+        chunks = ceil(width / max(2, self.step_size // len(tokens)))
         bounds = [width * i // chunks for i in range(chunks + 1)]
         for start, end in itertools.pairwise(bounds):
             self.model(block[:, start:end], cache=cache)
@@ -90,7 +90,7 @@ class Runner:
             mx.eval(logits, [layer.state for layer in cache])
             yield logits
             start += width
-            width = max(1, min(self._step_size, LOGITS_BYTES // (4 * logits.shape[-1])))
+            width = max(1, min(self.step_size, LOGITS_BYTES // (4 * logits.shape[-1])))
 
     def cold(self, key: Key) -> mx.array:
         """The logits after ``key``, ``[1, vocab_size]`` float32, by way of no batch and no kept

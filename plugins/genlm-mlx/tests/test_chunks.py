@@ -1,0 +1,63 @@
+"""A prompt longer than a chunk is computed in several steps, and others are answered between."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from genlm.core import Query
+from genlm.mlx.loading import load
+
+Folders = Callable[[str], Path]
+CHUNK = 16
+
+
+def context(n: int, seed: int) -> Query:
+    return Query(tuple(random.Random(seed).choices(range(256), k=n)))
+
+
+def cold(engine, query):
+    return engine.genlm_next_token_logprobs([Query(query.token_ids, cold=True)])[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "mamba", "lfm2"])
+def test_others_are_answered_between_the_chunks_of_a_long_prompt(
+    folders: Folders, family: str
+) -> None:
+    engine = load(str(folders(family)), {"prefill_step_size": CHUNK})
+    first, second = context(10 * CHUNK, seed=0), context(5 * CHUNK + 1, seed=1)
+    assert engine.genlm_step([first, second], []) == []
+    answered, short = {}, context(3, seed=2)
+    while first not in answered or second not in answered:
+        step = {answer.query: answer.row for answer in engine.genlm_step([short], [])}
+        assert short in step, "it is answered in the step that it joins"
+        answered |= step
+        short = Query((*short.token_ids, 7))
+        assert len(answered) < 20
+    assert list(answered).index(first) < list(answered).index(second)
+    for query, row in answered.items():
+        assert (row - cold(engine, query)).abs().max() < 1e-3
+
+
+def test_a_long_prompt_that_is_dropped_is_not_answered(folders: Folders) -> None:
+    engine = load(str(folders("llama")), {"prefill_step_size": CHUNK})
+    long, short = context(10 * CHUNK, seed=0), context(3, seed=1)
+    assert engine.genlm_step([long], []) == []
+    assert [answer.query for answer in engine.genlm_step([short], [long])] == [short]
+
+
+def test_contexts_behind_one_long_prompt_wait_for_it_once(folders: Folders) -> None:
+    """The oldest computes what they share; then all are near."""
+    engine = load(str(folders("llama")), {"prefill_step_size": CHUNK})
+    prompt = context(6 * CHUNK, seed=0).token_ids
+    queries = [Query((*prompt, i)) for i in range(20)]
+    answers, steps = engine.genlm_step(queries, []), 1
+    while len(answers) < len(queries):
+        answers += engine.genlm_step([], [])
+        steps += 1
+    assert steps <= 7
+    for answer in answers[::7]:
+        assert (answer.row - cold(engine, answer.query)).abs().max() < 1e-3
