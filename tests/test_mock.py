@@ -18,6 +18,7 @@ def test_no_files_and_no_engine_are_needed():
         ids = lm.tokenizer.encode("héllo")
         assert b"".join(lm.byte_vocab[i].byte_string for i in ids).decode() == "héllo"
         assert lm.tokenizer.decode([*ids, lm.tokenizer.eos_token_id]) == "héllo<|eos|>"
+        assert lm.special_token_ids == [256, 257]
         assert asyncio.run(lm.next_token_logprobs(ids)).shape == (len(lm.byte_vocab),) == (258,)
 
 

@@ -269,6 +269,28 @@ def test_an_ordinary_added_token_that_is_a_piece_is_decoded_and_a_special_one_is
     assert contents(tokenizer) == [b"  ", "▁<s>".encode()]
 
 
+@pytest.mark.parametrize(
+    ("piece", "expected"),
+    [
+        ("Ġa", b" a"),
+        ("Ã", b"\xc3"),  # the beginning of a character
+        ("©", b"\xa9"),  # the end of one
+        ("©©©a", b"\xa9\xa9\xa9a"),
+        ("aðŁĺ", b"a\xf0\x9f\x98"),
+        ("ÿ", "ÿ".encode()),  # no text has these bytes
+        ("ÀĢ", "ÀĢ".encode()),
+        ("Ãa", "Ãa".encode()),
+        ("©©©©", "©©©©".encode()),
+        ("íłĢ", "íłĢ".encode()),  # a surrogate
+    ],
+)
+def test_an_added_token_that_is_a_piece_is_verbatim_if_no_text_has_its_bytes(piece, expected):
+    tokenizer = tokenizer_of([piece], d.ByteLevel())
+    tokenizer.pre_tokenizer = p.ByteLevel(add_prefix_space=False)
+    tokenizer.add_tokens([piece])
+    assert contents(tokenizer) == [expected]
+
+
 class Own:
     """A tokenizer that says itself what its bytes are."""
 

@@ -16,7 +16,7 @@ import torch
 from genlm.core import InvalidInputError, InvalidOptionError, ModelClosedError
 from genlm.core.trie import AsyncTokenCharacterTrie, ParallelTokenCharacterTrie, TokenCharacterTrie
 
-PATIENCE = 30.0
+from ..conftest import PATIENCE
 
 
 class Watched(TokenCharacterTrie):
