@@ -31,9 +31,9 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
         BackendUnavailableError: the installed vLLM is outside the supported range.
     """
     chosen = Options.read(options)
-    require_model(model, ("config.json", "params.json", "*.gguf"))
     check_version()
     check_engine_opts(chosen.engine_opts)
+    require_model(model, ("config.json", "params.json", "*.gguf"))
     import vllm
 
     with engine_core_here() as here:
