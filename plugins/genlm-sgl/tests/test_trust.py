@@ -38,7 +38,7 @@ def test_no_code_of_a_model_folder_is_run(made, trap):
 
 
 def test_a_wrong_path_is_said_at_once():
-    with pytest.raises(InvalidOptionError, match="there is no folder '/no/such/model', and a hub name"):
+    with pytest.raises(InvalidOptionError, match="no folder '/no/such/model', and a hub"):
         load_model_by_name("/no/such/model", "sgl")
 
 

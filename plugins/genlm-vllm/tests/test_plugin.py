@@ -68,9 +68,10 @@ def test_without_vllm_it_says_how_to_install_it(monkeypatch):
         ({"engine_opts": {"tensor_parallel_size": 2, "worker_extension_cls": "a.B"}}, "RowAccess"),
     ],
 )
-def test_options_that_are_refused(options, said):
+def test_options_that_are_refused(options, said, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InvalidOptionError, match=said):
-        plugin.genlm_load("no-such-model", options)
+        plugin.genlm_load(str(tmp_path), options)
 
 
 @needs_vllm
