@@ -167,7 +167,7 @@ def genlm_backend_info():
         (
             "import sys; sys.exit('needs Linux')",
             None,
-            "importing plugin_bad failed: SystemExit: needs Linux; mend",
+            "importing plugin_bad failed: SystemExit: needs Linux; repair",
         ),
         (
             INFO.format(body="raise RuntimeError('no driver')"),
@@ -244,7 +244,7 @@ def test_the_mock_is_never_chosen(monkeypatch):
 
     monkeypatch.setattr(plugins, "backend_names", lambda: ["mock"])
     with pytest.raises(
-        BackendNotFoundError, match=r"no backend that is chosen unasked can run here; .*: mock;"
+        BackendNotFoundError, match=r"no backend can be chosen automatically .*: mock;"
     ):
         choose_backend()
 
@@ -255,7 +255,7 @@ def test_a_plugin_that_says_nothing_of_its_preference_is_never_chosen(install, m
     install("quiet", PLUGIN.replace(", preference={preference}", "").format(unavailable=None))
     assert find_backend("quiet").info().available
     monkeypatch.setattr(plugins, "backend_names", lambda: ["quiet"])
-    with pytest.raises(BackendNotFoundError, match="no backend that is chosen unasked"):
+    with pytest.raises(BackendNotFoundError, match="no backend can be chosen automatically"):
         choose_backend()
 
 

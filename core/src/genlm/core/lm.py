@@ -1,19 +1,27 @@
-"""AsyncLM: what users call. It checks a question, looks in the cache, and asks the batcher."""
+"""AsyncLM: what users call. It checks a request, looks in the cache, and asks the batcher."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
+import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
 
 from attrs import evolve
 
 from genlm.core.adapters import UNSET, AdapterRegistry, LoraName
+from genlm.core.checks import integer, shown
 from genlm.core.context import Context, contexts_of, token_ids_of
-from genlm.core.errors import InvalidQueryError
+from genlm.core.errors import (
+    InvalidInputError,
+    InvalidOptionError,
+    InvalidQueryError,
+    UnsupportedError,
+)
 from genlm.core.options import CoreOptions
 from genlm.core.plugins import choose_backend, find_backend, installed_wrappers
 from genlm.core.runtime.batcher import Batcher
@@ -39,31 +47,63 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+
+class TopToken(NamedTuple):
+    """One of the most likely tokens of a row.
+
+    Attributes:
+        token: The token: its bytes, with ``token.token_id``.
+        text: The token as a string, for display.
+        logprob: Its log-probability.
+    """
+
+    token: Token
+    text: str
+    logprob: float
+
+
 #: How many contexts of one continuation are asked at a time where the engine has no scores of its
 #: own. Each may take key/value state as large as the whole context's.
 PREFIXES = 32
 
 
 def load_model_by_name(
-    name: str, backend: str | None = None, llm_opts: Mapping[str, Any] | None = None
+    name: str,
+    backend: str | None = None,
+    llm_opts: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> AsyncLM:
     """Load a language model.
 
     Args:
         name: A local path or a hub name, as the backend takes it.
         backend: An installed backend (``genlm backends`` lists them); ``None`` chooses the best for
-            this machine: vLLM where CUDA is, MLX on Apple silicon, else hf. The choice is logged.
+            this machine: vLLM where CUDA is, MLX on Apple silicon, else hf. The choice is logged;
+            see :mod:`genlm.core.logs` for how to see it.
         llm_opts: Options of the backend, and of the core
             (:class:`~genlm.core.options.CoreOptions`).
+        **options: The same, as keywords: ``load_model_by_name(name, "hf", batch_size=3)``.
+
+    Example:
+        >>> with load_model_by_name("mock", backend="mock", batch_size=8) as lm:
+        ...     lm.next_token_logprobs_sync(lm.encode("Hello")).shape
+        torch.Size([258])
 
     Raises:
         BackendNotFoundError, BackendImportError, BackendUnavailableError: there is no such backend,
             it is broken, or it cannot run here.
-        InvalidOptionError: an option is not accepted.
+        InvalidOptionError: an option is not accepted, or given twice.
+        ModelNotFoundError: there is no such model (an ``InvalidOptionError``).
     """
-    return AsyncLM._from_backend(
-        backend if backend is not None else choose_backend(), name, llm_opts or {}
-    )
+    given = {} if llm_opts is None else llm_opts
+    if not isinstance(given, Mapping):
+        raise InvalidOptionError(f"llm_opts must be a dict of options; got {shown(given)}")
+    if twice := sorted(given.keys() & options.keys()):
+        raise InvalidOptionError(
+            f"{', '.join(twice)} is given in llm_opts and as a keyword; give it once"
+        )
+    chosen = backend if backend is not None else choose_backend()
+    return AsyncLM._from_backend(chosen, name, {**given, **options})
 
 
 class AsyncLM:
@@ -84,7 +124,7 @@ class AsyncLM:
             ``ValueError``).
         UnknownAdapterError: no adapter of that name is registered (a ``ValueError``).
         EngineError: the engine failed on this question; the model still works.
-        EngineDeadError: the engine is beyond help.
+        EngineDeadError: the engine cannot continue; load the model again.
         ModelClosedError: the model has been closed.
 
     Args:
@@ -123,6 +163,7 @@ class AsyncLM:
             timeline=timeline,
         )
         self._engine = loaded.result()
+        self._name: str | None = None  # of the model, where it was loaded by name
         # At exit the batcher ends itself, and waits.
         weakref.finalize(self, self._batcher.stop).atexit = False
 
@@ -146,7 +187,18 @@ class AsyncLM:
         AsyncLM.__init__(
             lm, lambda: chosen.load(model, engine_options), backend=chosen.name, options=core
         )
+        lm._name = model
         return lm
+
+    def __repr__(self) -> str:
+        engine = self._engine
+        limit = "no limit" if engine.max_context is None else f"{engine.max_context} tokens"
+        named = "" if self._name is None else f"model={self._name!r}, "
+        closed = ", closed" if engine.closed else ""
+        return (
+            f"<{type(self).__name__} {named}backend={engine.backend!r}, device={engine.device!r}, "
+            f"context of {limit}{closed}>"
+        )
 
     # --- rows -------------------------------------------------------------------------------------
 
@@ -289,6 +341,71 @@ class AsyncLM:
         stops = self.eos_token_ids if eos_token_ids is None else eos_token_ids
         return checked_params(max_tokens, stops, *options)
 
+    def sample_sync(
+        self,
+        prompt_token_ids: Iterable[int],
+        max_tokens: int,
+        eos_token_ids: Iterable[int] | None = None,
+        **options: Any,
+    ) -> list[int]:
+        """:meth:`sample`, blocking. The options are its keywords."""
+        return self._blocking(self.sample(prompt_token_ids, max_tokens, eos_token_ids, **options))
+
+    def batch_sample_sync(
+        self,
+        prompt_token_ids_list: Iterable[Iterable[int]],
+        max_tokens: int,
+        eos_token_ids: Iterable[int] | None = None,
+        **options: Any,
+    ) -> list[list[int]]:
+        """:meth:`batch_sample`, blocking. The options are its keywords."""
+        return self._blocking(
+            self.batch_sample(prompt_token_ids_list, max_tokens, eos_token_ids, **options)
+        )
+
+    def sequence_logprobs_sync(
+        self,
+        prompt_token_ids: Iterable[int],
+        continuation_token_ids: Iterable[int],
+        lora_name: LoraName = UNSET,
+    ) -> torch.Tensor:
+        """:meth:`sequence_logprobs`, blocking."""
+        return self._blocking(
+            self.sequence_logprobs(prompt_token_ids, continuation_token_ids, lora_name)
+        )
+
+    def _blocking(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in an event loop and a thread of its own, and wait for it: the calling
+        thread may have a running loop."""
+        try:
+            self._batcher.require_open()
+        except BaseException:
+            coroutine.close()
+            raise
+        answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+        tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
+
+        async def run() -> T:
+            task = asyncio.ensure_future(coroutine)
+            tasks.append((asyncio.get_running_loop(), task))
+            return await task
+
+        def main() -> None:
+            try:
+                answer.set_result(asyncio.run(run()))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=main, name="genlm-blocking", daemon=True).start()
+        try:
+            return answer.result()
+        except BaseException:
+            if not answer.done():  # an interrupt of the calling thread
+                for loop, task in tasks:
+                    with contextlib.suppress(RuntimeError):
+                        loop.call_soon_threadsafe(task.cancel)
+            raise
+
     async def _draw(self, query: Query, params: SamplingParams) -> list[int]:
         if params.max_tokens == 0:
             return []
@@ -332,6 +449,64 @@ class AsyncLM:
             query = query.extended(ids)
         return self._stack(scored)
 
+    # --- text -------------------------------------------------------------------------------------
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        """The token ids of a text. The options are those of the tokenizer's ``encode``."""
+        return [int(token_id) for token_id in self._engine.tokenizer.encode(text, **options)]
+
+    def decode(self, token_ids: Iterable[int], **options: Any) -> str:
+        """The text of token ids. The options are those of the tokenizer's ``decode``."""
+        text: str = self._engine.tokenizer.decode(list(token_ids), **options)
+        return text
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], **options: Any
+    ) -> list[int]:
+        """The token ids of a conversation, up to where the model's answer begins.
+
+        Args:
+            messages: ``{"role": "user", "content": "..."}``, in order.
+            **options: Those of the tokenizer's ``apply_chat_template``.
+
+        Raises:
+            UnsupportedError: the tokenizer has no chat template.
+        """
+        tokenizer = self._engine.tokenizer
+        apply = getattr(tokenizer, "apply_chat_template", None)
+        if apply is None or not (getattr(tokenizer, "chat_template", None) or options):
+            raise UnsupportedError(
+                "the tokenizer has no chat template; write the prompt as the model's page shows "
+                "it, or take an instruction-tuned model"
+            )
+        chosen = {"add_generation_prompt": True, **options, "tokenize": True, "return_dict": False}
+        return [int(token_id) for token_id in apply(list(messages), **chosen)]
+
+    def top_logprobs(self, row: Any, k: int = 10) -> list[TopToken]:
+        """The ``k`` most likely tokens of a row, the most likely first.
+
+        Args:
+            row: ``[len(lm.byte_vocab)]`` log-probabilities, as the methods for rows give them.
+            k: How many.
+
+        Raises:
+            InvalidInputError: ``row`` has another shape.
+            InvalidOptionError: ``k`` is not an integer of at least 1.
+        """
+        import torch
+
+        k = integer("k", k, least=1)
+        values = torch.as_tensor(row)
+        if tuple(values.shape) != (self._engine.width,):
+            raise InvalidInputError(
+                f"row must have the shape ({self._engine.width},); it has {tuple(values.shape)}"
+            )
+        best = values.topk(min(k, self._engine.width))
+        return [
+            TopToken(self.byte_vocab[i], self.str_vocab[i], logprob)
+            for i, logprob in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
+
     # --- adapters ---------------------------------------------------------------------------------
 
     def add_new_lora(self, lora_path: str | os.PathLike[str], lora_name: str = "lora_1") -> None:
@@ -340,7 +515,7 @@ class AsyncLM:
         binding stands.
 
         Raises:
-            InvalidOptionError: the name or the path is none.
+            InvalidOptionError: the name is not a string, or the path not a path.
             UnsupportedError: the backend has no LoRA.
         """
         self._engine.require("genlm_add_lora", "LoRA")
@@ -365,6 +540,11 @@ class AsyncLM:
     def _discard(self, adapter: Adapter) -> None:
         self._cache.drop(lambda query: cast(Query, query).adapter == adapter)
         self._engine.remove_lora(adapter)
+
+    @property
+    def adapters(self) -> dict[str, Adapter]:
+        """The LoRA adapters that are registered, by name."""
+        return self._adapters.bound()
 
     def set_lora(self, lora_name: str) -> None:
         """Make an adapter the default of all calls that do not give ``lora_name``.
@@ -444,7 +624,7 @@ class AsyncLM:
 
     def supports(self, hook: str) -> bool:
         """Whether the engine implements a hook of :mod:`genlm.core.hookspecs`, for instance
-        ``"genlm_add_lora"``.
+        ``"genlm_add_lora"`` for LoRA.
 
         Raises:
             InvalidInputError: there is no such hook.

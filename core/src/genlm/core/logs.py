@@ -1,4 +1,11 @@
-"""Logging that a program does not notice until it asks for it."""
+"""Logging that a program does not notice until it asks for it.
+
+Warnings are always shown. To see the rest, for instance which backend was chosen::
+
+    import structlog
+
+    structlog.configure()
+"""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import pluggy
 from attrs import frozen
 
 from genlm.core import hookspecs
+from genlm.core.checks import told
 from genlm.core.errors import (
     BackendImportError,
     BackendNotFoundError,
@@ -60,7 +61,7 @@ class Backend:
         except (Exception, SystemExit) as error:
             raise PluginError(
                 f"backend {self.name!r} ({self.distribution}): genlm_backend_info raised "
-                f"{type(error).__name__}: {error}"
+                f"{told(error)}"
             ) from error
         if not isinstance(info, BackendInfo):
             raise PluginError(
@@ -136,9 +137,9 @@ def choose_backend() -> str:
             candidates.append((info.preference, name))
     if not candidates:
         raise BackendNotFoundError(
-            "no backend that is chosen unasked can run here; installed, to be asked for by name: "
-            f"{', '.join(backend_names()) or 'none'}; pip install genlm-hf, or see `genlm "
-            "backends` for why one cannot run"
+            "no backend can be chosen automatically on this machine; pip install genlm-hf, or "
+            f"name one of those installed: {', '.join(backend_names()) or 'none'}; `genlm "
+            "backends` says why one cannot run"
         )
     _, name = max(candidates)
     log.info(
@@ -247,7 +248,7 @@ def _attributed(kind: str, entry_point: EntryPoint, load: Callable[[EntryPoint],
         raise BackendImportError(
             f"{kind} {entry_point.name!r} is installed ({distribution(entry_point)}), but "
             f"importing {entry_point.value} "
-            f"failed: {type(error).__name__}: {error}; mend or uninstall it"
+            f"failed: {told(error)}; repair or uninstall it"
         ) from error
 
 
@@ -261,7 +262,8 @@ def _not_found(name: str) -> str:
     message = f"no backend {name!r}; installed: {', '.join(installed) or 'none'}"
     if name in KNOWN:
         return f"{message}; pip install {KNOWN[name]}"
-    close = difflib.get_close_matches(name, sorted({*installed, *KNOWN}), n=1)
+    near = sorted({*installed, *KNOWN})
+    close = difflib.get_close_matches(name.lower(), near, n=1)
     if not close:
         return message
     remedy = (

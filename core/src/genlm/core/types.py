@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
-from attrs import field, frozen
+from attrs import asdict, field, frozen
 
 from genlm.core.context import Context, hash_of
 from genlm.core.context import TokenIds as TokenIds
@@ -147,7 +147,7 @@ class BackendInfo:
         unavailable: Why the backend cannot run on this machine, with the remedy; ``None`` when it
             can.
         preference: Where no backend is named, the available one with the highest preference on this
-            machine is chosen; one below 0 never unasked.
+            machine is chosen. A backend with a negative preference is used only when it is named.
     """
 
     summary: str
@@ -169,7 +169,8 @@ class Stats:
         questions: Rows asked for, by any method.
         cache_hits: Questions answered from the output cache.
         dedup_hits: Questions that shared the slot of an equal pending one.
-        cancelled: Questions whose callers had gone before the engine took them.
+        cancelled: Questions whose callers had gone before the engine took them, or while the engine
+            had them, if it drops such requests.
         failed: Questions that ended in an error.
         batches: Calls of the engine's evaluation hook.
         rows: Rows that the engine computed.
@@ -198,6 +199,17 @@ class Stats:
     alignment_seconds: float = 0.0
     caching_seconds: float = 0.0
     delivery_seconds: float = 0.0
+
+    def __str__(self) -> str:
+        """A small table: a line for each counter."""
+        values = asdict(self)
+        width = max(map(len, values))
+        return "\n".join(
+            f"{name:{width}}  {value:12.3f}"
+            if isinstance(value, float)
+            else f"{name:{width}}  {value:8d}"
+            for name, value in values.items()
+        )
 
 
 @frozen(eq=False)

@@ -127,8 +127,9 @@ class LoadedEngine:
         self.tokenizer = engine.tokenizer
         self.vocab_size = engine.vocab_size
         self.max_context = engine.max_context
+        self.device = str(engine.device)
         self._model = engine.model
-        self._closed = False
+        self.closed = False
         self.byte_vocab: list[Token]
         self.str_vocab: list[str]
         self.byte_vocab, self.str_vocab = decode_vocab(engine.tokenizer)
@@ -151,7 +152,7 @@ class LoadedEngine:
     def model(self) -> Any:
         """Raises: ModelClosedError: the engine has been let go."""
         model = self._model
-        if self._closed:
+        if self.closed:
             raise ModelClosedError(
                 f"the model of backend {self.backend!r} has been closed; load it again"
             )
@@ -166,10 +167,12 @@ class LoadedEngine:
             InvalidInputError: there is no such hook.
         """
         if hook not in self._implemented:
-            near = difflib.get_close_matches(str(hook), self._implemented, n=1)
+            meant = [name for name in self._implemented if str(hook) in name] or (
+                difflib.get_close_matches(str(hook), self._implemented, n=1)
+            )
             hint = (
-                f"did you mean {near[0]!r}?"
-                if near
+                f"did you mean {' or '.join(map(repr, meant))}?"
+                if meant
                 else f"there are {', '.join(self._implemented)}"
             )
             raise InvalidInputError(f"there is no hook {hook!r}; {hint}")
@@ -295,7 +298,7 @@ class LoadedEngine:
         try:
             self._hooks.genlm_close()
         finally:
-            self._closed = True
+            self.closed = True
             self._model = None
             for plugin in self._manager.get_plugins():
                 self._manager.unregister(plugin)

@@ -1,0 +1,180 @@
+"""Text in and out, the blocking siblings, and what a model shows of itself."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from genlm.core import (
+    AsyncLM,
+    EngineError,
+    InvalidInputError,
+    InvalidOptionError,
+    ModelClosedError,
+    ReentrancyError,
+    Stats,
+    UnsupportedError,
+    load_model_by_name,
+)
+from genlm.core.mock import ByteTokenizer, MockEngine
+
+from .conftest import PATIENCE
+
+
+def test_text_in_and_text_out(mock):
+    lm = mock()
+    assert lm.encode("h\u00e9") == [104, 195, 169]
+    assert lm.decode(torch.tensor([104, 195, 169]).tolist()) == "h\u00e9"
+
+
+def test_a_chat_template():
+    class Chat(ByteTokenizer):
+        chat_template = "..."
+
+        def apply_chat_template(self, messages, **options):
+            assert options == {
+                "add_generation_prompt": True,
+                "tokenize": True,
+                "return_dict": False,
+            }
+            return self.encode("".join(message["content"] for message in messages))
+
+    with AsyncLM(lambda: MockEngine(Chat()), backend="chat") as lm:
+        assert lm.apply_chat_template([{"role": "user", "content": "hi"}]) == [104, 105]
+    with (
+        AsyncLM(lambda: MockEngine(ByteTokenizer()), backend="plain") as lm,
+        pytest.raises(UnsupportedError, match="the tokenizer has no chat template; write"),
+    ):
+        lm.apply_chat_template([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(("named", "ids"), [(257, [257]), ([3, 4], [3, 4]), (None, [])])
+def test_the_end_of_a_text_is_what_the_tokenizer_says(named, ids):
+    class Named(ByteTokenizer):
+        eos_token_id = named
+
+    def likely_end(token_ids):
+        row = torch.full((258,), -20.0)
+        row[257] = 0.0
+        return row.log_softmax(0)
+
+    with AsyncLM(lambda: MockEngine(Named(), row=likely_end), backend="mock") as lm:
+        assert lm.eos_token_ids == ids
+        drawn = lm.sample_sync([1], 5, temperature=0)
+        assert drawn == ([] if 257 in ids else [257] * 5)
+        assert lm.sample_sync([1], 5, [], temperature=0) == [257] * 5  # [] is none
+
+
+def test_blocking_siblings_answer_the_same_also_inside_a_running_loop(mock):
+    lm = mock()
+    drawn = asyncio.run(lm.sample([1], 5, [], seed=3))
+    batch = asyncio.run(lm.batch_sample([[1], [2]], 5, [], seed=3))
+    scores = asyncio.run(lm.sequence_logprobs([1], [2, 3]))
+
+    async def inside():
+        return check()
+
+    def check():
+        assert lm.sample_sync([1], 5, [], seed=3) == drawn
+        assert lm.batch_sample_sync([[1], [2]], 5, [], seed=3) == batch
+        assert torch.equal(lm.sequence_logprobs_sync([1], [2, 3]), scores)
+
+    check()
+    asyncio.run(inside())
+
+
+def test_blocking_siblings_raise_what_the_others_raise(mock):
+    lm = mock(fail_on=lambda query: query.token_ids == (13,))
+    with pytest.raises(EngineError, match=r"failed on the context \[13\]"):
+        lm.sample_sync([13], 5, [])
+    with pytest.raises(InvalidOptionError, match="temperature must be a finite number"):
+        lm.sample_sync([1], 5, [], temperature=float("inf"))
+    lm.close()
+    with pytest.raises(ModelClosedError):
+        lm.sample_sync([1], 5, [])
+
+
+def test_a_blocking_sibling_on_the_engine_thread_is_refused(mock):
+    caught = []
+
+    def on_batch(queries):
+        try:
+            lm.sample_sync([1], 5, [])
+        except ReentrancyError as error:
+            caught.append(error)
+
+    lm = mock(on_batch=on_batch)
+    lm.next_token_logprobs_sync([1])
+    assert len(caught) == 1
+
+
+def test_closing_ends_a_blocking_draw(mock, gate):
+    lm = mock()
+    gate.shut()
+    with ThreadPoolExecutor() as threads:
+        threads.submit(lm.next_token_logprobs_sync, [1])
+        gate.wait_entered()
+        draw = threads.submit(lm.sample_sync, [1], 5, [])
+        while lm.stats.questions < 2:
+            pass
+        closing = threads.submit(lm.close)
+        with pytest.raises(ModelClosedError):
+            draw.result(PATIENCE)  # while the engine is still busy
+        gate.open()
+        closing.result(PATIENCE)
+
+
+def test_the_most_likely_tokens(mock):
+    lm = mock()
+    row = lm.next_token_logprobs_sync([1])
+    best, second = lm.top_logprobs(row, 2)
+    assert best.token.token_id == int(row.argmax())
+    assert best.logprob == float(row.max()) >= second.logprob
+    assert best.text == lm.str_vocab[best.token.token_id]
+    assert len(lm.top_logprobs(row, 1000)) == 258
+    with pytest.raises(InvalidInputError, match=r"shape \(258,\); it has \(1, 258\)"):
+        lm.top_logprobs(row[None])
+    with pytest.raises(InvalidOptionError, match="k must be an integer of at least 1; got 0"):
+        lm.top_logprobs(row, 0)
+
+
+def test_options_as_keywords():
+    with load_model_by_name("mock", "mock", batch_size=3, delay=0) as lm:
+        assert lm.next_token_logprobs_sync([1]).shape == (258,)
+    with pytest.raises(InvalidOptionError, match="batch_size is given in llm_opts and as a"):
+        load_model_by_name("mock", "mock", {"batch_size": 3}, batch_size=3)
+    with pytest.raises(InvalidOptionError, match="llm_opts must be a dict of options; got 7"):
+        load_model_by_name("mock", "mock", 7)
+    with pytest.raises(InvalidOptionError, match=r"no option batchsize \(did you mean batch_size"):
+        load_model_by_name("mock", "mock", batchsize=3)
+
+
+def test_what_a_model_shows_of_itself(tmp_path):
+    lm = load_model_by_name("mock", "mock", max_context=64)
+    assert repr(lm) == "<AsyncLM model='mock', backend='mock', device='cpu', context of 64 tokens>"
+    lm.add_new_lora(tmp_path, "a")
+    assert {name: adapter.path for name, adapter in lm.adapters.items()} == {"a": str(tmp_path)}
+    lm.close()
+    assert repr(lm).endswith("context of 64 tokens, closed>")
+
+
+def test_stats_are_a_small_table(mock):
+    lm = mock()
+    lm.next_token_logprobs_sync([1])
+    lines = str(lm.stats).splitlines()
+    assert lines[0].split() == ["questions", "1"]
+    assert len(lines) == len(Stats.__attrs_attrs__)
+    assert len({len(line) for line in lines if "seconds" in line}) == 1
+
+
+def test_a_hook_is_found_by_what_it_is_about(mock):
+    with pytest.raises(InvalidInputError, match="mean 'genlm_add_lora' or 'genlm_remove_lora'"):
+        mock().supports("lora")
+
+
+def test_the_case_of_a_backend():
+    with pytest.raises(ValueError, match=r"no backend 'MOCK'; .*did you mean 'mock'\?"):
+        load_model_by_name("mock", backend="MOCK")
