@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from genlm.core import InvalidOptionError, load_model_by_name
+from genlm.core import load_model_by_name
 from genlm.core.conformance.canaries import TRAPS, Canary, canaries
+from genlm.core.errors import ModelNotFoundError
 
 
 def _use(canary: Canary) -> None:
@@ -34,5 +35,5 @@ def test_no_code_of_a_model_folder_is_run(made, trap):
 
 
 def test_a_wrong_path_is_said_at_once():
-    with pytest.raises(InvalidOptionError, match="no folder '/no/such/model', and a hub"):
+    with pytest.raises(ModelNotFoundError, match="no folder '/no/such/model', and a hub"):
         load_model_by_name("/no/such/model", "mlx")

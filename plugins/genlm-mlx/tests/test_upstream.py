@@ -1,5 +1,5 @@
-"""Where mlx-lm 0.32 and MLX 0.32 go wrong on their own. A test fails once that is mended: then its
-workaround can go."""
+"""Where mlx-lm 0.32 and MLX 0.32 go wrong on their own. When upstream fixes one, its test fails:
+remove the workaround."""
 
 from __future__ import annotations
 

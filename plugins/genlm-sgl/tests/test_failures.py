@@ -1,4 +1,4 @@
-"""What fails fails alone and says why; the next question succeeds, and nobody is signalled."""
+"""What fails fails alone and says why; the next request succeeds, and nobody is signalled."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ LIFE = textwrap.dedent(
     """
 )
 
-#: Asks a question and ends without closing the model.
+#: Asks for a row and ends without closing the model.
 BRIEF_LIFE = textwrap.dedent(
     """
     import sys

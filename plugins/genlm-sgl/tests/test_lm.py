@@ -12,7 +12,7 @@ from genlm.core import EngineError
 from genlm.sgl import AsyncSGLTransformer
 
 
-def test_a_question_that_fails_fails_alone(tiny, monkeypatch):
+def test_a_request_that_fails_fails_alone(tiny, monkeypatch):
     contexts = [[1, 2, token] for token in range(3, 20)]
     with AsyncSGLTransformer.from_name(tiny, {"max_total_tokens": 1024}) as lm:
         rows = [lm.next_token_logprobs_uncached(context) for context in contexts]

@@ -172,7 +172,7 @@ def test_a_draw_that_fails_leaves_nothing_in_flight(hooks, contexts, monkeypatch
     assert [len(ids) for ids in draw(hooks, asked, max_tokens=5)] == [5] * 4
 
 
-def test_questions_after_draws_are_right(hooks, contexts):
+def test_rows_after_draws_are_right(hooks, contexts):
     asked = contexts(4, 10, 20)
     before = [ask(hooks, context) for context in asked]
     draw(hooks, asked, max_tokens=5, temperature=3.0)

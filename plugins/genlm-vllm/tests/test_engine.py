@@ -126,7 +126,7 @@ def test_the_longest_context(engine, rows_of):
     assert_rows_close([row], rows_of(engine, [cold(query)]))
 
 
-def test_a_full_cache_and_more_questions_than_places(engine, rows_of):
+def test_a_full_cache_and_more_requests_than_places(engine, rows_of):
     """Forty contexts of about 100 tokens where the cache holds about 900 tokens and a batch 16
     requests."""
     queries = [Query(context(seed, 90 + seed % 20)) for seed in range(40)]

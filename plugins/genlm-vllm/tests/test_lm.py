@@ -35,7 +35,7 @@ def test_the_underlying_model_is_vllms_module(lm):
     assert isinstance(lm.underlying_model, torch.nn.Module)
 
 
-def test_a_question_that_breaks_the_engine_fails_alone(lm):
+def test_a_request_that_breaks_the_engine_fails_alone(lm):
     """The model raises whenever a certain token is computed: only the context that has it fails."""
     poison = 1234
 

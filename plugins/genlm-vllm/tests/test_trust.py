@@ -9,6 +9,7 @@ import pytest
 
 from genlm.core import InvalidOptionError, load_model_by_name
 from genlm.core.conformance.canaries import TRAPS, Canary, canaries
+from genlm.core.errors import ModelNotFoundError
 
 SMALL = {"max_model_len": 64, "max_num_seqs": 4, "kv_cache_memory_bytes": 8 << 20}
 
@@ -36,7 +37,7 @@ def test_no_code_of_a_model_folder_is_run(made, trap):
 
 
 def test_a_wrong_path_is_said_at_once():
-    with pytest.raises(InvalidOptionError, match="no folder '/no/such/model', and a hub"):
+    with pytest.raises(ModelNotFoundError, match="no folder '/no/such/model', and a hub"):
         load_model_by_name("/no/such/model", "vllm")
 
 

@@ -10,7 +10,7 @@ from genlm.core import BackendInfo, hookimpl
 from genlm.core.types import Engine
 
 PREFERENCE_ON_APPLE = 100
-PREFERENCE_ELSEWHERE = -1  # never chosen unasked: there transformers is faster
+PREFERENCE_ELSEWHERE = -1  # never chosen automatically: there transformers is faster
 
 INSTALL = "pip install mlx-lm on Apple silicon, pip install 'mlx-lm[cpu]' on Linux"
 

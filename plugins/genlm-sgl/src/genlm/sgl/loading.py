@@ -10,12 +10,7 @@ from genlm.core.model_files import require_model
 from genlm.core.options import refuse_unknown
 from genlm.sgl.engine import SglEngine
 from genlm.sgl.internals import Scheduler
-from genlm.sgl.options import (
-    OPTIONS,
-    gpu_index,
-    refuse_lora_without_pinned_memory,
-    server_options,
-)
+from genlm.sgl.options import OPTIONS, gpu_index, server_options
 from genlm.sgl.trust import refuse_code
 from genlm.sgl.versions import why_unavailable
 
@@ -39,7 +34,6 @@ def load(model: str, options: Mapping[str, Any]) -> SglEngine:
     require_model(model)
     arguments = server_options(model, options.get("engine_opts") or {})
     refuse_code(arguments)
-    refuse_lora_without_pinned_memory(arguments)
     scheduler = Scheduler(arguments, gpu_index(arguments["device"], options.get("gpu_id", 0)))
     if arguments.get("enable_lora"):
         from genlm.sgl.lora import SglLoraEngine

@@ -23,7 +23,7 @@ REQUIRED: Mapping[str, Any] = {
     # Their registry is the process's, where a second model would find its names taken.
     "enable_metrics": False,
     "is_embedding": False,
-    "lora_paths": None,  # adapters come by add_new_lora, which gives them names that questions know
+    "lora_paths": None,  # adapters come by add_new_lora, which gives them names for requests
     "max_queued_requests": None,
     "pp_size": 1,
     "skip_tokenizer_init": False,
@@ -82,8 +82,11 @@ def server_options(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_pinned_memory() -> None:
-    """Raises: BackendUnavailableError: SGLang's LoRA layers ask for pinned memory on every device,
-    and this PyTorch has none."""
+    """SGLang's LoRA layers ask for pinned memory on every device: say so before loading.
+
+    Raises:
+        BackendUnavailableError: this PyTorch has none.
+    """
     try:
         torch.empty(1, pin_memory=True)
     except RuntimeError as error:
@@ -109,21 +112,3 @@ def gpu_index(device: str, gpu_id: int) -> int:
             "those, counted from 0, or the engine option device='cpu'"
         )
     return gpu_id
-
-
-def refuse_lora_without_pinned_memory(arguments: Mapping[str, Any]) -> None:
-    """SGLang's LoRA layers ask for pinned memory, also on the CPU: say so before loading.
-
-    Raises:
-        InvalidOptionError: the model is to have adapters, and this PyTorch cannot pin memory.
-    """
-    if not arguments.get("enable_lora"):
-        return
-    try:
-        torch.empty(1, pin_memory=True)
-    except RuntimeError as error:
-        raise InvalidOptionError(
-            "engine option enable_lora=True is not possible here: SGLang keeps adapters in pinned "
-            f"memory, which this PyTorch cannot allocate ({error}); load the model on a GPU, or "
-            "serve adapters with another backend (hf, vllm)"
-        ) from error

@@ -15,7 +15,7 @@ def genlm_backend_info() -> BackendInfo:
         summary="SGLang's scheduler and radix cache, in process",
         engine="sglang",
         unavailable=why_unavailable(),
-        preference=-1,  # never chosen unasked: vllm serves the same machines
+        preference=-1,  # never chosen automatically: vllm serves the same machines
     )
 
 

@@ -68,8 +68,11 @@ class Output:
 
 
 def check_version() -> None:
-    """Raises: BackendUnavailableError: this vLLM is outside the range that the plugin was tested
-    with."""
+    """Refuse versions that the plugin was not tested with.
+
+    Raises:
+        BackendUnavailableError: this vLLM is outside that range.
+    """
     import vllm
 
     release = tuple(int(part) for part in vllm.__version__.split(".")[:2] if part.isdigit())

@@ -90,8 +90,12 @@ class Sessions:
         return released
 
     def check_room_for_pin(self, query: Query) -> None:
-        """Raises: EngineError: pinned contexts would leave no room for the longest context, or for
-        other requests."""
+        """Refuse a prefix that would leave too little room.
+
+        Raises:
+            EngineError: pinned contexts would leave no room for the longest context, or for other
+                requests.
+        """
         wanted = self._pinned_tokens + self._footprint(len(query.token_ids))
         if wanted + self._footprint(self._longest) > self._capacity:
             raise EngineError(
@@ -146,7 +150,11 @@ class Sessions:
         return released
 
     def check_integrity(self) -> None:
-        """Raises: AssertionError: the books do not agree. For tests."""
+        """For tests.
+
+        Raises:
+            AssertionError: the books do not agree.
+        """
         if self._idle_tokens != sum(
             self._footprint(len(session.token_ids)) for session in self._idle.values()
         ):
