@@ -119,21 +119,36 @@ def _check_keeps_text(backend: Any, decoder: Definition) -> None:
             raise _loses(f"{affix} {getattr(model, affix)!r}", "the white space of the text")
     definition = _definition(backend.pre_tokenizer) if backend.pre_tokenizer else None
     if definition is not None:
-        _check_removes_nothing(_steps(definition))
+        _check_splits(_steps(definition))
     _check_round_trip(backend, decoder)
 
 
-def _check_removes_nothing(steps: Sequence[Definition]) -> None:
-    """Refuse a pre-tokenizer that removes text.
+def _check_splits(steps: Sequence[Definition]) -> None:
+    """Refuse a pre-tokenizer that removes text, or puts spaces where the text has none.
 
-    White space may be removed if a step leaves a mark for it: then it is only normalised.
+    It may remove white space if a step after that marks the start of every part: then white space
+    is only normalised.
     """
+    removed_by = split_by = None  # the step that removed white space; that split anywhere else
+    spelled = False
     for step in steps:
-        if step.get("behavior") == "Removed" or step["type"] == "CharDelimiterSplit":
-            raise _loses(f"pre-tokenizer {step['type']}", "the text that it splits at")
-    kinds = {step["type"] for step in steps}
-    if kinds & _REMOVE_SPACES and "Metaspace" not in kinds:
-        raise _loses(f"pre-tokenizer {min(kinds & _REMOVE_SPACES)}", "the white space of the text")
+        kind = step["type"]
+        if step.get("prepend_scheme") == "always" or step.get("add_prefix_space"):
+            if split_by:
+                raise undecodable(
+                    f"the tokenizer's pre-tokenizer {kind} puts a space before every part that "
+                    f"{split_by} makes; set it to add none, or let it come first"
+                )
+            removed_by = None if kind == "Metaspace" else removed_by
+        if step.get("behavior") == "Removed" or kind == "CharDelimiterSplit":
+            raise _loses(f"pre-tokenizer {kind}", "the text that it splits at")
+        if kind in _REMOVE_SPACES and not spelled:
+            removed_by = kind
+        spelled = spelled or kind == "ByteLevel"  # then the text has no white space any more
+        if kind not in ("Metaspace", "WhitespaceSplit"):
+            split_by = kind
+    if removed_by:
+        raise _loses(f"pre-tokenizer {removed_by}", "the white space of the text")
 
 
 def _check_round_trip(backend: Any, decoder: Definition) -> None:
