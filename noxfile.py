@@ -280,6 +280,17 @@ def soak(session: nox.Session) -> None:
     run(session, programs, "python", "-m", "tools.soak", *given)
 
 
+@nox.session(venv_backend="none")
+def mutants(session: nox.Session) -> None:
+    """How much the conformance suite bites: nox -s mutants -- --effort quick --first blind.
+
+    Prints, for each mutant, the clauses that caught it, and how many were caught at each effort.
+    """
+    prepare(session)
+    programs = environment_of(session, "hf")
+    run(session, programs, "python", "-m", "tests.conformance.bite", *session.posargs)
+
+
 # --------------------------------------------------------------------------------------------------
 # Figures
 # --------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ ELSEWHERE = (
 )
 
 #: How long what hangs is waited for, seconds.
-PATIENCE = 5.0
+PATIENCE = 20.0
 
 
 class OfTheMock(ConformanceSuite):

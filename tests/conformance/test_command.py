@@ -106,12 +106,21 @@ def test_the_result_as_json(unnormalised: str, capsys: pytest.CaptureFixture[str
             ["mock", "--model", "mock", "--adapter", "nameless"],
             "--adapter 'nameless': give --adapter NAME=VALUE",
         ),
+        (
+            ["mock", "--model", "mock", "--dtype", "float23"],
+            "--dtype must be one of float32, float16, bfloat16; got 'float23'",
+        ),
+        (
+            ["mock", "--model", "mock", "--report", "report.pdf"],
+            "--report must end in .html or .json; got 'report.pdf'",
+        ),
+        (["mock", "--model", "mock", "--effort", "0"], "--effort must be more than 0; got 0"),
     ],
 )
 def test_what_cannot_be_run(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["conformance", *arguments]) == 1
+    assert main(["conformance", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -124,7 +133,51 @@ def test_the_dtype_sets_the_tolerance_and_is_no_option() -> None:
     assert suite.options == {"steps": 2}
 
 
-def test_a_model_that_does_not_load_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["conformance", "mock", "--model", "mock", "--option", "colour=red"]) == 1
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "mock", "--option", "colour=red"], "has no option colour"),
+        (["--model", "any"], "there is no folder 'any'"),
+    ],
+)
+def test_a_model_that_does_not_load_is_said_once_and_at_once(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["conformance", "mock", *arguments]) == 3
     out = capsys.readouterr().out
-    assert out.count("has no option colour") == 1
+    assert out.count(message) == 1
+    assert out.splitlines()[-1].startswith("mock could not be loaded: ")
+
+
+def test_a_report_to_publish(unnormalised: str, tmp_path: Path) -> None:
+    page, data = tmp_path / "report.html", tmp_path / "report.json"
+    command = ["conformance", unnormalised, "--model", "mock", "--quick", "--seed", "3"]
+    for file in (page, data):
+        assert main([*command, "--report", str(file)]) == 1
+    report = json.loads(data.read_text())
+    assert report["read_first"] == "row_is_normalised"
+    assert report["setting"]["seed"] == "3"
+    assert report["setting"]["plugin"] == "genlm-unnormalised 1.0"
+    assert all(verdict["deviation"] < 1e-4 for verdict in report["verdicts"])
+    assert sum(verdict["rows"] for verdict in report["verdicts"]) > 100
+    text = page.read_text()
+    assert "DOES NOT CONFORM" in text
+    assert "logsumexp(row) is" in text
+    assert "http" not in text  # nothing from elsewhere
+
+
+def test_a_counterexample_of_long_contexts_is_short(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = UNNORMALISED.replace("> 1", "> 200").replace(
+        "+ (0.01", "+ (0.0 if query.cold else 0.01"
+    )
+    pretend_installed(tmp_path, "long", "genlm_long", source)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["conformance", "long", "--model", "mock", "--quick"]) == 1
+    out = capsys.readouterr().out
+    failure = out[out.index("\nrows_at_every_length") : out.index("\nrow_depends_on_every_token")]
+    assert len(failure.splitlines()) < 8
+    assert "under test" not in out
+    assert "Read " in out
+    assert "--adapter NAME=PATH" in out

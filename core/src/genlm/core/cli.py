@@ -62,6 +62,16 @@ def _parser() -> argparse.ArgumentParser:
         help="a further option of the backend, as JSON",
     )
     conformance.add_argument("--quick", action="store_true", help="a tenth of the examples")
+    conformance.add_argument(
+        "--effort", type=float, default=1.0, help="multiplies the examples; 10 looks deeper"
+    )
+    conformance.add_argument("--seed", type=int, default=0, help="chooses the examples")
+    conformance.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="write a report to publish: FILE.html or FILE.json",
+    )
     conformance.add_argument("--json", action="store_true", help="print the result as JSON")
     conformance.set_defaults(run=run_conformance)
 

@@ -47,6 +47,7 @@ class AdapterClauses:
 
         live.check_all(
             adapters_in_one_batch,
+            least=6,
             asked=st.lists(
                 st.tuples(live.contexts.any(), st.sampled_from(names)), min_size=2, max_size=5
             ),

@@ -66,6 +66,7 @@ class HistoryClauses:
         live.check_all(
             operations_in_turn,
             examples=15,
+            least=8,
             length=st.sampled_from([n for n in (3, 17, 33, 65) if n + 4 <= live.contexts.limit]),
             variant=st.integers(0, 1),
             operations=st.lists(st.sampled_from(OPERATIONS), min_size=2, max_size=8),

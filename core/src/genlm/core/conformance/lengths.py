@@ -121,6 +121,8 @@ class LengthClauses:
                 (14, 18),
                 (14, 40),
                 (30, 34),
+                (32, 36),
+                (64, 67),
                 (33, 70),
                 (60, 68),
                 (126, 132),
@@ -129,7 +131,7 @@ class LengthClauses:
             if end <= most
         ]
         source = live.random("scores")
-        for turn in range(live.scaled(3, 1)):
+        for turn in range(live.scaled(3, 2)):
             order = source.sample(cases, len(cases))
 
             async def together(order: list[tuple[TokenIds, TokenIds]] = order) -> list[object]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import platform
 import time
 import traceback
 from collections.abc import Callable
+from html import escape
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 import pytest
-from attrs import asdict, frozen
+from attrs import asdict, field, frozen
 
 from genlm.core.conformance.subject import Subject
 from genlm.core.conformance.suite import ConformanceSuite, clause_names
+from genlm.core.errors import GenlmError
+from genlm.core.plugins import find_backend
 
 Status = Literal["passed", "skipped", "failed"]
 
@@ -25,26 +30,40 @@ class Verdict:
         status: What came of it.
         detail: Why it was skipped, or the counterexample.
         seconds: How long it took.
+        rows: How many rows the engine computed for it.
+        deviation: The largest difference of a probability from the oracle's.
     """
 
     clause: str
     status: Status
     detail: str
     seconds: float
+    rows: int = 0
+    deviation: float = 0.0
 
 
 @frozen
 class Report:
-    """What came of the suite."""
+    """What came of the suite.
+
+    Attributes:
+        backend: Its name.
+        model: What was loaded.
+        verdicts: One for each clause that was run, in the order of the suite.
+        not_loaded: Why the model could not be loaded; then there are no verdicts.
+        setting: The versions, the platform, the seed, and what else the verdicts depend on.
+    """
 
     backend: str
     model: str
     verdicts: tuple[Verdict, ...]
+    not_loaded: str | None = None
+    setting: dict[str, str] = field(factory=dict)
 
     @property
     def conforms(self) -> bool:
-        """Whether no clause failed."""
-        return not self.failed
+        """Whether the model could be loaded, and no clause failed."""
+        return self.not_loaded is None and not self.failed
 
     @property
     def failed(self) -> tuple[Verdict, ...]:
@@ -54,11 +73,19 @@ class Report:
     def skipped(self) -> tuple[Verdict, ...]:
         return self._of("skipped")
 
+    @property
+    def first(self) -> Verdict | None:
+        """Of the clauses that failed, the one to read first: the suite goes from the simplest to
+        the most involved, so the others may have failed of the same fault."""
+        return self.failed[0] if self.failed else None
+
     def _of(self, status: Status) -> tuple[Verdict, ...]:
         return tuple(verdict for verdict in self.verdicts if verdict.status == status)
 
     def summary(self) -> str:
         """The verdict in one line."""
+        if self.not_loaded is not None:
+            return f"{self.backend} could not be loaded: {self.not_loaded}"
         failed, skipped = len(self.failed), len(self.skipped)
         counts = (
             f"{len(self.verdicts) - failed - skipped} passed, {skipped} skipped, {failed} failed"
@@ -69,9 +96,67 @@ class Report:
             f"{self.backend} {outcome}: {len(self.verdicts)} clauses, {counts}, in {seconds:.0f} s"
         )
 
+    def advice(self) -> str:
+        """What to read first, and what was skipped and how to have it run; empty if there is
+        nothing to say."""
+        lines = []
+        if self.first is not None:
+            others = len(self.failed) - 1
+            perhaps = f"; the {others} others may fail of the same fault" if others else ""
+            lines.append(f"Read {self.first.clause} first{perhaps}.")
+        reasons: dict[str, list[str]] = {}
+        for verdict in self.skipped:
+            reasons.setdefault(verdict.detail, []).append(verdict.clause)
+        if reasons:
+            lines.append("Skipped:")
+        lines += [f"  {', '.join(clauses)}: {reason}" for reason, clauses in reasons.items()]
+        return "\n".join(lines)
+
     def as_dict(self) -> dict[str, Any]:
         """All of it, for JSON."""
-        return {"conforms": self.conforms, "summary": self.summary(), **asdict(self)}
+        first = self.first and self.first.clause
+        return {
+            "conforms": self.conforms,
+            "summary": self.summary(),
+            "read_first": first,
+            **asdict(self),
+        }
+
+    def as_html(self) -> str:
+        """All of it as one page, without anything from elsewhere."""
+        setting = "".join(
+            f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>"
+            for name, value in self.setting.items()
+        )
+        rows = "".join(
+            f'<tr class="{v.status}"><td>{v.clause}</td><td>{v.status}</td>'
+            f"<td>{v.seconds:.1f}</td><td>{v.rows}</td>"
+            f"<td>{v.deviation:.1e}</td><td><pre>{escape(v.detail)}</pre></td></tr>"
+            for v in self.verdicts
+        )
+        return PAGE.format(
+            title=escape(f"{self.backend} on {self.model}"),
+            summary=escape(self.summary()),
+            advice=escape(self.advice()),
+            setting=setting,
+            rows=rows,
+        )
+
+
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>Conformance: {title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em }}
+table {{ border-collapse: collapse; margin: 1em 0 }}
+td, th {{ border-bottom: 1px solid #ddd; padding: .2em .8em; text-align: left }}
+pre {{ margin: 0; white-space: pre-wrap; font-size: 13px }}
+.failed td {{ background: #fde8e8 }} .skipped td {{ color: #777 }}
+</style>
+<h1>{title}</h1><p><strong>{summary}</strong></p><pre>{advice}</pre>
+<table>{setting}</table>
+<table><tr><th>clause</th><th>verdict</th><th>seconds</th><th>rows</th>
+<th>largest deviation of a probability</th><th></th></tr>{rows}</table></html>
+"""
 
 
 def run(
@@ -89,6 +174,11 @@ def run(
     verdicts = []
     subject = suite.subject()
     try:
+        try:
+            setting = _setting(suite, subject)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            return Report(suite.backend, str(suite.model), (), not_loaded=reason)
         for name in clause_names(type(suite)):
             if not only(name.removeprefix("test_")):
                 continue
@@ -96,13 +186,44 @@ def run(
             told(verdicts[-1])
     finally:
         subject.close()
-    return Report(suite.backend, str(suite.model), tuple(verdicts))
+    return Report(suite.backend, str(suite.model), tuple(verdicts), setting=setting)
+
+
+def _setting(suite: ConformanceSuite, subject: Subject) -> dict[str, str]:
+    lm = subject.lm  # loads the model
+    try:
+        backend = find_backend(suite.backend)
+        plugin, engine = backend.distribution, backend.info().engine
+    except GenlmError:  # a model that was made in another way
+        plugin, engine = "not installed", ""
+    limit = lm.max_context
+    return {
+        "plugin": plugin,
+        "engine": f"{engine} {_version(engine)}".strip(),
+        "core": f"genlm-core {_version('genlm-core')}",
+        "PyTorch": _version("torch"),
+        "Python": platform.python_version(),
+        "platform": platform.platform(),
+        "vocabulary": f"{len(lm.byte_vocab)} tokens",
+        "max_context": "none" if limit is None else f"{limit} tokens",
+        "adapters": ", ".join(subject.adapters) or "none given",
+        "tolerance": f"{suite.atol:g}",
+        "effort": f"{suite.effort:g}",
+        "seed": str(suite.seed),
+    }
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except (PackageNotFoundError, ValueError):
+        return ""
 
 
 def _verdict(suite: ConformanceSuite, name: str, subject: Subject) -> Verdict:
     clause = getattr(suite, name)
     arguments = () if name == "test_no_clause_is_missing" else (subject.begin(),)
-    began = time.perf_counter()
+    began, rows = time.perf_counter(), subject.rows
     status: Status = "passed"
     detail = ""
     try:
@@ -111,7 +232,14 @@ def _verdict(suite: ConformanceSuite, name: str, subject: Subject) -> Verdict:
         status, detail = "skipped", str(skipped)
     except Exception as error:
         status, detail = "failed", counterexample(error)
-    return Verdict(name.removeprefix("test_"), status, detail, time.perf_counter() - began)
+    return Verdict(
+        name.removeprefix("test_"),
+        status,
+        detail,
+        time.perf_counter() - began,
+        max(0, subject.rows - rows),
+        subject.deviation,
+    )
 
 
 def counterexample(error: BaseException) -> str:

@@ -113,6 +113,11 @@ class Subject:
             self.reset()
         return self._lm
 
+    @property
+    def rows(self) -> int:
+        """How many rows the model that is open has computed; 0 where none is."""
+        return self._lm.stats.rows if self._lm is not None else 0
+
     def begin(self) -> Self:
         """Begin another clause."""
         self._clean = False
@@ -200,7 +205,8 @@ class Subject:
         self.needs("genlm_add_lora")
         if len(self.adapters) < least:
             pytest.skip(
-                f"needs {least} LoRA adapters, and {len(self.adapters)} were given; set `adapters`"
+                f"needs {least} LoRA adapters, and {len(self.adapters)} were given; give them by "
+                "`adapters`, or by --adapter NAME=PATH for each"
             )
         return list(self.adapters)
 
@@ -214,16 +220,22 @@ class Subject:
     # --- properties -------------------------------------------------------------------------------
 
     def check_all(
-        self, holds: Callable[..., None], examples: int = 20, **strategies: SearchStrategy[Any]
+        self,
+        holds: Callable[..., None],
+        examples: int = 20,
+        least: int = 2,
+        **strategies: SearchStrategy[Any],
     ) -> None:
         """Check that a property holds of all examples, which are the same in every run.
+
+        There are ``examples`` times the effort of them, and at least ``least``.
 
         ``holds`` runs once per example, each in a clean state. The test is built here and not at
         import, because the strategies depend on the model. So two classes that inherit a clause
         share nothing.
         """
 
-        @self.settings(examples)
+        @self.settings(examples, least)
         @given(**strategies)
         @functools.wraps(holds)
         def example(**drawn: Any) -> None:
@@ -236,10 +248,10 @@ class Subject:
             error.__notes__ = [compact(note) for note in getattr(error, "__notes__", ())]
             raise
 
-    def settings(self, examples: int, **more: Any) -> settings:
+    def settings(self, examples: int, least: int = 2, **more: Any) -> settings:
         """How Hypothesis runs: ``examples`` times the effort, always the same ones, no deadline."""
         return settings(
-            max_examples=max(2, round(examples * self.effort)),
+            max_examples=max(least, round(examples * self.effort)),
             derandomize=not self.seed,
             database=None,
             deadline=None,
