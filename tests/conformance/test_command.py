@@ -137,7 +137,7 @@ def test_the_dtype_sets_the_tolerance_and_is_no_option() -> None:
     ("arguments", "message"),
     [
         (["--model", "mock", "--option", "colour=red"], "has no option colour"),
-        (["--model", "any"], "there is no folder 'any'"),
+        (["--model", "./any"], "there is no folder"),
     ],
 )
 def test_a_model_that_does_not_load_is_said_once_and_at_once(

@@ -84,6 +84,15 @@ class PrefixRefusedQuietly(MockEngine):
         return not super().genlm_cache_prefix(query)
 
 
+@breaks("engine_keeps_its_contract")
+class PrefixPinnedWithoutAWord(MockEngine):
+    """The hook returns nothing, as if the engine did not have it."""
+
+    @hookimpl
+    def genlm_cache_prefix(self, query: Query) -> None:
+        super().genlm_cache_prefix(query)
+
+
 @breaks("longest_context")
 class LastPositionMissing(MockEngine):
     """The longest context is cut by one token."""

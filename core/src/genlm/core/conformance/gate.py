@@ -57,6 +57,8 @@ class EngineGate:
         self._poison: TokenIds | None = None
         #: The calls that have ended since the last reset.
         self.rounds: list[Round] = []
+        #: What genlm_cache_prefix has returned since the last reset.
+        self.pinned: list[bool | None] = []
         #: What the engine has written into after it had returned it, in words.
         self.rewritten: list[str] = []
         self._returned: tuple[str, torch.Tensor, torch.Tensor] | None = None
@@ -68,6 +70,7 @@ class EngineGate:
         with self._changed:
             self._seen.clear()
             self.rounds = []
+            self.pinned = []
             self._poison = None
             self._is_open = True
             self._passes = 0
@@ -197,6 +200,12 @@ class EngineGate:
             else a
             for a in answers
         ]
+
+    @hookimpl(wrapper=True)
+    def genlm_cache_prefix(self, query: Query) -> Generator[None, bool | None, bool | None]:
+        done = yield
+        self.pinned.append(done)
+        return done
 
     @hookimpl(wrapper=True)
     def genlm_sample(

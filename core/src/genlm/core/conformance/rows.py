@@ -93,6 +93,12 @@ class RowClauses:
             before = len(live.contract_violations)
             live.gather(contexts)
             live.lm.cache_kv(contexts[0])
+            if live.lm.supports("genlm_cache_prefix"):
+                check(
+                    live.gate.pinned == [True],
+                    f"genlm_cache_prefix returned {live.gate.pinned[0]}; it returns True when the "
+                    "prefix is pinned",
+                )
             live.run(live.lm.batch_sample(contexts, max_tokens=2, eos_token_ids=[], seed=0))
             live.run(live.lm.sequence_logprobs(contexts[0], tokens))
             found = [str(violation) for violation in live.contract_violations[before:]]
