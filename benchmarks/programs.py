@@ -1,10 +1,12 @@
-"""Two whole programs: sequential Monte Carlo in a regular language, and importance sampling
+"""Whole programs: sequential Monte Carlo, importance sampling, and those of three libraries
 
 *Sequential Monte Carlo*: 64 particles of 50 tokens, each of whose tokens must match the regular
 expression `[a-z ,.]*` of bytes; particles are resampled when their effective number falls below
 half. *Importance sampling*: 256 continuations of 8 tokens, drawn from the model at temperature 1.3
 and weighed by the model itself. The code is the same on both sides and asks as the library's users
-do, one coroutine for each particle.
+do, one coroutine for each particle. *genlm-control*, *genlm-bytes* and *llamppl* are programs of
+these libraries, which were written for genlm-backend: see `benchmarks/clients.py`. Their time is
+CPU time, with that of the libraries' own Python.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ import re
 import time
 from typing import Any
 
+from benchmarks import clients
 from benchmarks.protocol import Bench, main
 
-PLUGIN = "hf"
+PLUGIN = "clients"
+PEER = ["genlm-backend==0.3.1", "genlm-bytes==0.2.0", "genlm-control==0.4.1", "llamppl==0.2.3"]
 
 PROMPT = "Once upon a time there was a"
 LANGUAGE = re.compile(rb"[a-z ,.]*")
@@ -29,6 +33,7 @@ def ours(bench: Bench) -> None:
 
     with load_model_by_name(bench.model, backend="hf") as lm:
         measure(bench, lm, lm.clear_kv_cache, lm.clear_cache)
+    measure_clients(bench)
 
 
 def theirs(bench: Bench) -> None:
@@ -39,6 +44,7 @@ def theirs(bench: Bench) -> None:
     options = {"torch_dtype": torch.float32, "device_map": "cpu"}
     lm = AsyncTransformer.from_name(bench.model, hf_opts=options, batch_size=256)
     measure(bench, lm, lm.clear_cache)
+    measure_clients(bench)
 
 
 def measure(bench: Bench, lm: Any, *resets: Any) -> None:
@@ -54,6 +60,14 @@ def measure(bench: Bench, lm: Any, *resets: Any) -> None:
             reset()
         drawn, seconds = asyncio.run(program)
         bench.record(case, drawn / seconds, unit="tokens/s")
+
+
+def measure_clients(bench: Bench) -> None:
+    lm = clients.load(bench.model)
+    for name in clients.PROGRAMS:
+        done = clients.run(name, lm, seed=0, quick=bench.quick)
+        bench.record(name, done["cpu"], unit="s")
+        bench.note(f"{name}: log weight {done['log_z']:.3f}, {done['n']} tokens or bytes")
 
 
 async def smc(lm: Any, prompt: list[int], n: int, tokens: int) -> tuple[int, float]:

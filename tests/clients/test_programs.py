@@ -1,0 +1,67 @@
+"""Programs of genlm-control, genlm-bytes and llamppl answer over genlm-core as over genlm-backend.
+
+Run by ``nox -s clients``, which installs the clients, and makes a second environment with
+genlm-backend 0.3.1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("genlm.control", reason="genlm-control is not installed: run nox -s clients")
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = ("genlm-control", "genlm-bytes", "llamppl")
+
+
+@pytest.fixture(scope="module")
+def ours() -> dict[str, Any]:
+    return answers(sys.executable)
+
+
+@pytest.fixture(scope="module")
+def theirs() -> dict[str, Any]:
+    if (python := os.environ.get("GENLM_PEER_PYTHON")) is None:
+        pytest.skip("GENLM_PEER_PYTHON does not name a Python with genlm-backend 0.3.1")
+    return answers(python)
+
+
+def answers(python: str) -> dict[str, Any]:
+    """What every program says in an environment, by name."""
+    done = subprocess.run(
+        [python, "-m", "benchmarks.clients", os.environ["GENLM_TEST_MODEL"], "--quick"],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {one["program"]: one for one in found}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_answers_are_those_over_genlm_backend(
+    program: str, ours: dict[str, Any], theirs: dict[str, Any]
+) -> None:
+    """The same seeds draw the same texts, and weigh them alike."""
+    ours, theirs = ours[program], theirs[program]
+    assert ours["texts"] == theirs["texts"]
+    assert ours["weights"] == pytest.approx(theirs["weights"], abs=1e-3)
+    assert ours["log_z"] == pytest.approx(theirs["log_z"], abs=1e-3)
+
+
+def test_the_former_name_serves_hfppl() -> None:
+    """hfppl 0.1.2 imports the package ``genlm_backend``."""
+    hfppl = pytest.importorskip("hfppl", reason="hfppl is not installed: run nox -s clients")
+    from genlm.backend.llm import MockAsyncLM
+
+    model = hfppl.CachedCausalLM(MockAsyncLM())
+    assert model.backend == "mock"
+    assert len(hfppl.LMContext(model, "Hello").next_token_logprobs) == len(model.str_vocab)
