@@ -10,8 +10,9 @@ import torch
 
 from genlm.core import EngineDeadError, EngineError, QueriesResetError, ReentrancyError
 
+from .conftest import PATIENCE
+
 both = pytest.mark.parametrize("continuous", [False, True])
-PATIENCE = 30.0
 
 
 @both

@@ -10,8 +10,7 @@ from attrs import asdict
 from genlm.core import Stats
 from genlm.core.runtime.timeline import STAGES, Timeline
 
-#: How long a test waits for what must happen, seconds.
-PATIENCE = 30.0
+from .conftest import PATIENCE
 
 
 class Clock:

@@ -68,7 +68,7 @@ def difference(row: torch.Tensor, expected: torch.Tensor, atol: float) -> str | 
         found = f"is {p:.6g} instead of {q:.6g}"
         return f"the probability of token {token_id} {found} (tolerance {atol:g})"
     top = expected.topk(min(TOP, len(expected))).indices
-    # Two -inf are no nan apart.
+    # The difference of two -inf is nan: they are the same.
     away = (row[top] - expected[top]).abs().where(row[top] != expected[top], 0.0)
     if not bool((away <= TOP_FACTOR * atol).all()):
         token_id = int(top[away.argmax()])

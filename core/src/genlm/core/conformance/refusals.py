@@ -115,7 +115,7 @@ class RefusalClauses:
         except error as refusal:
             check(
                 isinstance(refusal, ValueError),
-                f"{what}: {type(refusal).__name__} is no ValueError",
+                f"{what}: {type(refusal).__name__} is not a ValueError",
             )
             check(bool(str(refusal)), f"{what}: the error has no message")
         except Exception as other:
