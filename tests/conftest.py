@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -38,6 +39,14 @@ class Gate:
 
     def open(self) -> None:
         self._open.set()
+
+
+async def busy(lm: Any, gate: Gate, token_ids: Any, **options: Any) -> asyncio.Future[Any]:
+    """Shut the gate, and ask for a row; it is held inside the engine when this returns."""
+    gate.shut()
+    asked = asyncio.ensure_future(lm.next_token_logprobs(token_ids, **options))
+    await asyncio.to_thread(gate.wait_entered)
+    return asked
 
 
 @pytest.fixture

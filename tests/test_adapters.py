@@ -14,6 +14,8 @@ from genlm.core.mock import ByteTokenizer, MockEngine, hashed_row
 from genlm.core.runtime.request_queue import RequestQueue
 from genlm.core.types import Adapter
 
+from .conftest import busy
+
 
 def expected(context, path=None):
     return hashed_row(tuple(context), None if path is None else Adapter("", path, 1), 258)
@@ -67,9 +69,7 @@ def test_an_old_row_that_comes_late_does_not_enter_the_cache(mock, gate):
     lm.add_new_lora("path/old", "a")
 
     async def ask():
-        gate.shut()
-        asked = asyncio.ensure_future(lm.next_token_logprobs([1], lora_name="a"))
-        await asyncio.to_thread(gate.wait_entered)
+        asked = await busy(lm, gate, [1], lora_name="a")
         rebinding = asyncio.ensure_future(asyncio.to_thread(lm.add_new_lora, "path/new", "a"))
         gate.open()
         await asyncio.gather(asked, rebinding)

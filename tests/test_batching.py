@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from .conftest import busy
+
 both = pytest.mark.parametrize("continuous", [False, True])
 
 
@@ -78,9 +80,7 @@ def test_while_the_engine_works_questions_queue_and_then_go_together(mock, gate,
     lm = mock(continuous=continuous, steps=1) if continuous else mock()
 
     async def ask():
-        gate.shut()
-        first = asyncio.ensure_future(lm.next_token_logprobs([0]))
-        await asyncio.to_thread(gate.wait_entered)
+        first = await busy(lm, gate, [0])
         others = [asyncio.ensure_future(lm.next_token_logprobs([i])) for i in range(1, 10)]
         for _ in range(5):
             await asyncio.sleep(0)
@@ -95,9 +95,7 @@ def test_newcomers_join_a_continuous_engine_between_its_steps(mock, gate):
     lm = mock(continuous=True, steps=3)
 
     async def ask():
-        gate.shut()
-        first = asyncio.ensure_future(lm.next_token_logprobs([0]))
-        await asyncio.to_thread(gate.wait_entered)
+        first = await busy(lm, gate, [0])
         second = asyncio.ensure_future(lm.next_token_logprobs([1]))
         for _ in range(5):
             await asyncio.sleep(0)
@@ -126,9 +124,7 @@ def test_a_question_equal_to_one_under_way_is_answered_from_its_row(mock, gate):
     lm = mock()
 
     async def ask():
-        gate.shut()
-        first = asyncio.ensure_future(lm.next_token_logprobs([1]))
-        await asyncio.to_thread(gate.wait_entered)
+        first = await busy(lm, gate, [1])
         second = asyncio.ensure_future(lm.next_token_logprobs([1]))
         for _ in range(5):
             await asyncio.sleep(0)
@@ -225,9 +221,7 @@ def test_the_event_loop_runs_while_the_engine_works(mock, gate):
     lm = mock()
 
     async def ask():
-        gate.shut()
-        asked = asyncio.ensure_future(lm.next_token_logprobs([1]))
-        await asyncio.to_thread(gate.wait_entered)
+        asked = await busy(lm, gate, [1])
         gate.open()
         return await asked
 

@@ -9,6 +9,8 @@ import torch
 from genlm.core import InvalidOptionError, Query
 from genlm.core.runtime.cache import OutputCache
 
+from .conftest import busy
+
 
 def row(value: float, width: int = 4) -> torch.Tensor:
     return torch.full((width,), value)
@@ -172,9 +174,7 @@ def test_clearing_while_a_batch_is_under_way_keeps_its_rows_out(mock, gate):
     lm = mock()
 
     async def ask():
-        gate.shut()
-        asked = asyncio.ensure_future(lm.next_token_logprobs([1]))
-        await asyncio.to_thread(gate.wait_entered)
+        asked = await busy(lm, gate, [1])
         lm.clear_cache()
         gate.open()
         await asked

@@ -10,7 +10,7 @@ import torch
 
 from genlm.core import EngineDeadError, EngineError, QueriesResetError, ReentrancyError
 
-from .conftest import PATIENCE
+from .conftest import PATIENCE, busy
 
 both = pytest.mark.parametrize("continuous", [False, True])
 
@@ -20,9 +20,7 @@ def test_cancelling_one_of_two_callers_leaves_the_other(mock, gate, continuous):
     lm = mock(continuous=continuous)
 
     async def ask():
-        gate.shut()
-        blocker = asyncio.ensure_future(lm.next_token_logprobs([0]))
-        await asyncio.to_thread(gate.wait_entered)
+        blocker = await busy(lm, gate, [0])
         one, two = (asyncio.ensure_future(lm.next_token_logprobs([1, 2])) for _ in range(2))
         neighbour = asyncio.ensure_future(lm.next_token_logprobs([3]))
         for _ in range(5):
@@ -43,9 +41,7 @@ def test_a_query_all_of_whose_callers_have_gone_never_reaches_the_engine(mock, g
     lm = mock(continuous=continuous)
 
     async def ask():
-        gate.shut()
-        blocker = asyncio.ensure_future(lm.next_token_logprobs([0]))
-        await asyncio.to_thread(gate.wait_entered)
+        blocker = await busy(lm, gate, [0])
         doomed = [asyncio.ensure_future(lm.next_token_logprobs([9])) for _ in range(3)]
         for _ in range(5):
             await asyncio.sleep(0)
@@ -101,9 +97,7 @@ def test_a_dead_engine_fails_everything_and_refuses_new_work(mock, gate, continu
     lm = mock(die_on=lambda query: query.token_ids == (13,), continuous=continuous)
 
     async def ask():
-        gate.shut()
-        blocker = asyncio.ensure_future(lm.next_token_logprobs([13]))
-        await asyncio.to_thread(gate.wait_entered)
+        blocker = await busy(lm, gate, [13])
         queued = [asyncio.ensure_future(lm.next_token_logprobs([i])) for i in range(3)]
         for _ in range(5):
             await asyncio.sleep(0)
@@ -171,9 +165,7 @@ def test_reset_drops_what_is_queued_and_nothing_hangs(mock, gate, continuous):
     lm = mock(continuous=continuous)
 
     async def ask():
-        gate.shut()
-        taken = asyncio.ensure_future(lm.next_token_logprobs([0]))
-        await asyncio.to_thread(gate.wait_entered)
+        taken = await busy(lm, gate, [0])
         queued = [asyncio.ensure_future(lm.next_token_logprobs([i])) for i in range(1, 4)]
         for _ in range(5):
             await asyncio.sleep(0)

@@ -16,6 +16,8 @@ import pytest
 from genlm.core import AsyncLM, EngineDeadError, MockAsyncLM, ModelClosedError, hookimpl
 from genlm.core.mock import ByteTokenizer, MockEngine
 
+from .conftest import busy
+
 both = pytest.mark.parametrize("continuous", [False, True])
 
 
@@ -77,9 +79,7 @@ def test_close_fails_what_is_pending(mock, gate, continuous):
     lm = mock(continuous=continuous)
 
     async def ask():
-        gate.shut()
-        taken = asyncio.ensure_future(lm.next_token_logprobs([0]))
-        await asyncio.to_thread(gate.wait_entered)
+        taken = await busy(lm, gate, [0])
         queued = [asyncio.ensure_future(lm.next_token_logprobs([i])) for i in range(1, 4)]
         for _ in range(5):
             await asyncio.sleep(0)

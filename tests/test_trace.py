@@ -34,8 +34,8 @@ def test_questions_batches_engine_and_hits(mock, path):
         lm.clear_kv_cache()  # returns once the batch before it has been dealt with
     events = recorded(path)
 
-    questions = {event["id"]: event for event in named(events, "question", "b")}
-    ends = {event["id"]: event for event in named(events, "question", "e")}
+    questions = {event["id"]: event for event in named(events, "request", "b")}
+    ends = {event["id"]: event for event in named(events, "request", "e")}
     assert questions.keys() == ends.keys()
     assert len(questions) == 5
     assert all(ends[number]["ts"] >= questions[number]["ts"] for number in questions)
@@ -99,7 +99,7 @@ def test_how_a_question_ended(mock, gate, path):
             gate.open()
 
         asyncio.run(cancel())
-    assert [event["args"]["end"] for event in named(recorded(path), "question", "e")] == [
+    assert [event["args"]["end"] for event in named(recorded(path), "request", "e")] == [
         "EngineError",
         "cancelled",
     ]
@@ -124,7 +124,7 @@ def test_an_error_in_the_block_leaves_a_trace(mock, path):
     lm = mock()
     with pytest.raises(InvalidInputError), lm.trace(path):
         asyncio.run(one_good_one_bad(lm))
-    assert len(named(recorded(path), "question", "b")) == 1
+    assert len(named(recorded(path), "request", "b")) == 1
 
 
 def test_one_trace_at_a_time(mock, path, tmp_path):
@@ -137,7 +137,7 @@ def test_one_trace_at_a_time(mock, path, tmp_path):
             pass
         assert not (tmp_path / "other.json").exists()
         lm.next_token_logprobs_sync([1])
-    assert len(named(recorded(path), "question", "b")) == 1
+    assert len(named(recorded(path), "request", "b")) == 1
 
 
 def test_a_second_block_holds_what_happened_in_it(mock, path):
@@ -147,9 +147,7 @@ def test_a_second_block_holds_what_happened_in_it(mock, path):
         with trace:
             lm.next_token_logprobs_sync(context)
             lm.clear_kv_cache()
-    assert [question["args"]["tokens"] for question in named(recorded(path), "question", "b")] == [
-        2
-    ]
+    assert [question["args"]["tokens"] for question in named(recorded(path), "request", "b")] == [2]
 
 
 def test_a_bad_path_is_known_at_once(mock, tmp_path):

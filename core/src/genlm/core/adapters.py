@@ -36,7 +36,7 @@ class AdapterRegistry:
         """An adapter with a version of its own, not bound yet.
 
         Raises:
-            InvalidOptionError: the name is no text or empty, or the path is no path.
+            InvalidOptionError: the name is not a string or empty, or the path is not a path.
         """
         if not isinstance(name, str) or not name:
             raise InvalidOptionError(
@@ -106,7 +106,7 @@ class AdapterRegistry:
         resolved."""
         if self._bound.get(adapter.name) is not adapter:
             raise UnknownAdapterError(
-                f"LoRA adapter {adapter.name!r} was removed or bound again while the question was "
+                f"LoRA adapter {adapter.name!r} was removed or bound again while the request was "
                 "on its way; ask again"
             )
 

@@ -77,16 +77,16 @@ class EngineError(GenlmError, RuntimeError):
 
 class EngineDeadError(GenlmError, RuntimeError):
     """The engine cannot answer any more. An engine raises it from a hook; from then on the core
-    refuses every question."""
+    refuses every request."""
 
 
 class ModelClosedError(GenlmError, RuntimeError):
-    """The model was closed before the question was answered."""
+    """The model was closed before the request was answered."""
 
 
 class QueriesResetError(GenlmError, RuntimeError):
-    """``reset_async_queries`` dropped the question before the engine took it."""
+    """``reset_async_queries`` dropped the request before the engine took it."""
 
 
 class ReentrancyError(GenlmError, RuntimeError):
-    """A hook or wrapper asked its own model a blocking question, which could never be answered."""
+    """A hook or wrapper asked its own model a blocking request, which could never be answered."""

@@ -110,7 +110,7 @@ class AsyncLM:
     """A language model that any number of coroutines and threads may ask for next-token
     log-probabilities.
 
-    Concurrent questions are batched, repeated ones answered from a cache. All methods may be called
+    Concurrent requests are batched, repeated ones answered from a cache. All methods may be called
     from any thread and from any event loop; the blocking ones also inside a running loop.
 
     A context is a non-empty sequence of token ids in ``range(vocab_size)``: ints, or a NumPy array
@@ -119,11 +119,11 @@ class AsyncLM:
     selects that adapter, ``None`` the base model, and leaving it out the default that
     :meth:`set_lora` has set.
 
-    Every question may raise:
+    Every request may raise:
         InvalidQueryError: the context is empty, too long, or not of valid token ids (a
             ``ValueError``).
         UnknownAdapterError: no adapter of that name is registered (a ``ValueError``).
-        EngineError: the engine failed on this question; the model still works.
+        EngineError: the engine failed on this request; the model still works.
         EngineDeadError: the engine cannot continue; load the model again.
         ModelClosedError: the model has been closed.
 
@@ -582,7 +582,7 @@ class AsyncLM:
         self._batcher.run(self._engine.clear_kv_cache)
 
     def reset_async_queries(self) -> None:
-        """Drop the questions that the engine has not taken; their callers get
+        """Drop the requests that the engine has not taken; their callers get
         :class:`QueriesResetError`."""
         self._batcher.reset()
 
@@ -633,7 +633,7 @@ class AsyncLM:
 
     @property
     def underlying_model(self) -> Any:
-        """The engine's own model object. It belongs to the engine thread while questions are
+        """The engine's own model object. It belongs to the engine thread while requests are
         pending.
 
         Raises:
@@ -659,7 +659,7 @@ class AsyncLM:
 
     def trace(self, path: str | os.PathLike[str]) -> Trace:
         """Record what happens inside a ``with`` block, in any thread, for https://ui.perfetto.dev:
-        questions, batches, the engine's time, cache hits. The file is written at the end of the
+        requests, batches, the engine's time, cache hits. The file is written at the end of the
         block.
 
         Raises:
@@ -719,8 +719,8 @@ class AsyncLM:
 
 
 async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all; when one fails, the others are cancelled, for nobody waits for them any
-    more."""
+    """The results of all; when one fails, the others are cancelled: their results are of no use
+    any more."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

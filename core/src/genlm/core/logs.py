@@ -21,9 +21,9 @@ class Logger:
     """structlog's logger, silent below warnings until the application has configured structlog.
 
     Unconfigured, structlog prints every event to the standard output, where a library's progress
-    has no place. Which processors, levels and outputs there are stays the application's affair. An
+    has no place. Which processors, levels and outputs there are is up to the application. An
     error in one of those is printed, as the standard library's :mod:`logging` does it, and is not
-    raised: it must not become the error of a question.
+    raised: it must not become the error of a request.
     """
 
     def __init__(self) -> None:

@@ -167,11 +167,11 @@ class Stats:
 
     Attributes:
         questions: Rows asked for, by any method.
-        cache_hits: Questions answered from the output cache.
-        dedup_hits: Questions that shared the slot of an equal pending one.
-        cancelled: Questions whose callers had gone before the engine took them, or while the engine
+        cache_hits: Requests answered from the output cache.
+        dedup_hits: Requests that shared the slot of an equal pending one.
+        cancelled: Requests whose callers had gone before the engine took them, or while the engine
             had them, if it drops such requests.
-        failed: Questions that ended in an error.
+        failed: Requests that ended in an error.
         batches: Calls of the engine's evaluation hook.
         rows: Rows that the engine computed.
         largest_batch: The most queries in one call.

@@ -162,7 +162,7 @@ class Batcher(Generic[R, A]):
                 # Before there is a gathering: an interrupt must leave none without.
                 loop.call_soon(self._after_pass, loop)
             self._queue.gather(request, future, loop)
-            # again: a signal handler may have closed the model since, and nobody will answer.
+            # Again: a signal handler may have closed the model since. Then nothing would answer.
             self._check_open()
             self.counters.questions += 1
             self._timeline.asked(request, future)
@@ -259,7 +259,7 @@ class Batcher(Generic[R, A]):
 
     def _forked(self) -> bool:
         """Whether this is a forked child, which has no engine thread, and perhaps a lock that
-        nobody will release."""
+        is never released."""
         return os.getpid() != self._pid
 
     def _check_process(self) -> None:
@@ -275,7 +275,7 @@ class Batcher(Generic[R, A]):
             raise self._refusal()
         if threading.get_ident() == self._thread.ident:
             raise ReentrancyError(
-                "a hook or wrapper asked its own model a question on the engine thread, which "
+                "a hook or wrapper asked its own model a request on the engine thread, which "
                 "could never be answered; "
                 "ask before loading, or use the engine object directly"
             )
@@ -460,7 +460,7 @@ class Batcher(Generic[R, A]):
             if loop is None:
                 resolve(of_loop, self._timeline, began)
             else:
-                with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits
+                with contextlib.suppress(RuntimeError):  # the loop has been closed
                     loop.call_soon_threadsafe(resolve, of_loop, self._timeline, began)
 
     def _die(self, cause: BaseException) -> None:
@@ -507,17 +507,15 @@ class Batcher(Generic[R, A]):
 
 
 def closed() -> ModelClosedError:
-    return ModelClosedError("the model is closed; load it again to ask further questions")
+    return ModelClosedError("the model is closed; load it again to ask further requests")
 
 
 def closed_while_pending() -> ModelClosedError:
-    return ModelClosedError("the model was closed before this question was answered")
+    return ModelClosedError("the model was closed before this request was answered")
 
 
 def dropped_by_reset() -> QueriesResetError:
-    return QueriesResetError(
-        "reset_async_queries() dropped this question before the engine took it"
-    )
+    return QueriesResetError("reset_async_queries() dropped this request before the engine took it")
 
 
 def died(message: str, cause: BaseException) -> EngineDeadError:

@@ -136,8 +136,8 @@ class OutputCache:
             self._nbytes -= kept[2]
 
     def _forked(self) -> bool:
-        """Whether this is a forked child: it has no use for rows, and perhaps a lock that nobody
-        will release."""
+        """Whether this is a forked child: it has no use for rows, and perhaps a lock that is
+        never released."""
         return os.getpid() != self._pid
 
     def _over(self) -> bool:

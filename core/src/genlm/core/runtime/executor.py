@@ -45,7 +45,7 @@ def describe(request: Request) -> dict[str, Any]:
 class EngineCounters:
     """Written by the engine thread alone."""
 
-    cache_hits: int = 0  # of questions that the batcher has counted already
+    cache_hits: int = 0  # of requests that the batcher has counted already
     batches: int = 0
     rows: int = 0
     largest_batch: int = 0

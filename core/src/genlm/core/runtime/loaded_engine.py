@@ -74,7 +74,7 @@ class LoadedEngine:
         engine: What ``genlm_load`` returned.
         backend: The backend's name, for messages.
         wrappers: Objects with ``@hookimpl(wrapper=True)`` methods; the last one is the outermost.
-        timeline: Told of the time in the evaluation hooks, and of the time that their rows take.
+        timeline: Receives the time in the evaluation hooks, and the time that their rows take.
 
     Raises:
         PluginError: the engine lacks an attribute or has a misspelt hook or none that evaluates.
@@ -136,8 +136,8 @@ class LoadedEngine:
         self.width = len(self.byte_vocab)  # of rows; kept, because users have the list itself
 
     def _close_refused(self, engine: object) -> None:
-        """The engine has been loaded, and nobody else will close it. The error to report is the one
-        that refused it."""
+        """The engine has been loaded, so it must be closed. The error to report is the one that
+        refused it."""
         try:
             getattr(engine, "genlm_close", lambda: None)()
         except Exception:

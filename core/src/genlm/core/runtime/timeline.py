@@ -20,7 +20,7 @@ from genlm.core.errors import InvalidInputError
 
 Future = asyncio.Future[Any] | concurrent.futures.Future[Any]
 
-#: The stages of a question's way, in order; each is a ``..._seconds`` of
+#: The stages of a request's way, in order; each is a ``..._seconds`` of
 #: :class:`~genlm.core.types.Stats`.
 STAGES = ("queue", "engine", "alignment", "caching", "delivery")
 
@@ -30,7 +30,7 @@ class Timeline:
     For any thread.
 
     Args:
-        describe: What a trace is to say of a request: names and JSON values.
+        describe: What a trace says of a request: names and JSON values.
         clock: Returns seconds.
     """
 
@@ -74,10 +74,10 @@ class Timeline:
     def asked(self, request: Any, future: Future) -> None:
         """A caller begins to wait."""
         if (trace := self.trace) is not None:
-            trace.question(self._describe(request), future)
+            trace.request(self._describe(request), future)
 
     def hit(self, request: Any) -> None:
-        """A question has been answered from the output cache."""
+        """A request has been answered from the output cache."""
         if (trace := self.trace) is not None:
             trace.hit(self._describe(request))
 
@@ -105,10 +105,10 @@ BETWEEN_THREADS = ("queue", "delivery")
 class Trace:
     """Records while its ``with`` block runs, and then writes what Perfetto
     (https://ui.perfetto.dev) and ``chrome://tracing`` show. It is kept in memory until then: about
-    half a kilobyte for each question.
+    half a kilobyte for each request.
 
     Source: the "Trace Event Format" that both read. What one thread does is a complete event;
-    questions, and stages between two threads, overlap, so they are asynchronous events.
+    requests, and stages between two threads, overlap, so they are asynchronous events.
 
     Args:
         timeline: What to record.
@@ -158,17 +158,17 @@ class Trace:
         else:
             self._add("X", name, began, dur=microseconds(ended - began), args=about)
 
-    def question(self, about: Mapping[str, Any], future: Future) -> None:
-        """A question asked now and answered when ``future`` is done."""
+    def request(self, about: Mapping[str, Any], future: Future) -> None:
+        """A request asked now and answered when ``future`` is done."""
         number = next(self._ids)
-        self._add("b", "question", self._timeline.clock(), cat="question", id=number, args=about)
+        self._add("b", "request", self._timeline.clock(), cat="request", id=number, args=about)
 
         def done(future: Future) -> None:
             self._add(
                 "e",
-                "question",
+                "request",
                 self._timeline.clock(),
-                cat="question",
+                cat="request",
                 id=number,
                 args={"end": end_of(future)},
             )
@@ -176,7 +176,7 @@ class Trace:
         future.add_done_callback(done)
 
     def hit(self, about: Mapping[str, Any]) -> None:
-        """A question answered from the output cache now."""
+        """A request answered from the output cache now."""
         self._add("i", "cache hit", self._timeline.clock(), s="t", args=about)
 
     def _add(self, phase: str, name: str, at: float, **more: Any) -> None:
