@@ -122,7 +122,7 @@ def test_more_adapters_in_a_batch_than_slots(engine, add, rows_of, write_adapter
 
 
 def test_newcomers_of_the_other_kind_wait_their_turn_and_are_answered(engine, add, write_adapter):
-    """On CPU the two kinds do not share a batch; a stream of one kind must not starve the other."""
+    """Where the two kinds do not share a batch, a stream of one must not starve the other."""
     adapter = add(71, write_adapter("a", 1))
     long = Query(tuple(range(4000, 4200)))
     answered = list(engine.step(long))
@@ -179,7 +179,7 @@ print(json.dumps([alone, mixed]))
     strict=True,
 )
 def test_vllm_itself_mixes_base_and_lora_rightly_on_cpu(model_path, small_opts, write_adapter):
-    """Not ours, and expected to fail: when it passes, the two kinds need not take turns any more.
+    """Not ours, and expected to fail: when it passes, neither a spare slot nor turns are needed.
 
     In a process of its own, because a vLLM that goes takes the process groups of all others with
     it.

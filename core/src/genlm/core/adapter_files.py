@@ -573,7 +573,7 @@ def write_plain(
 
     zeros = zeros or {}
     file = adapter.path / WEIGHTS
-    rank = max(module.rank for module in adapter.modules.values())
+    rank = max((module.rank for module in adapter.modules.values()), default=1)
     tensors = {}
     for module in adapter.modules.values():
         down = read_tensor(file, adapter.tensors[module.down])

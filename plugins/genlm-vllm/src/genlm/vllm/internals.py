@@ -11,6 +11,7 @@ streaming-input API is a layer above it).
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import os
 import queue
@@ -33,7 +34,7 @@ PROCESS_SWITCH = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 CLIENT_METHODS = (
     "add_request", "get_output", "abort_requests", "reset_prefix_cache",
-    "collective_rpc", "add_lora", "remove_lora",
+    "collective_rpc", "add_lora", "remove_lora", "pin_lora",
     "shutdown",
 )  # fmt: skip
 IN_PROCESS_PARTS = ("engine_core.model_executor.shutdown", "engine_core.scheduler.shutdown")
@@ -44,6 +45,9 @@ REQUEST_FIELDS = (
     "cache_salt", "data_parallel_rank", "resumable",
 )  # fmt: skip
 OUTPUT_FIELDS = ("request_id", "new_token_ids", "finish_reason", "new_prompt_logprobs_tensors")
+
+#: The ids of adapters of zeros in vLLM, beyond all versions.
+SPARE_IDS = 1 << 30
 
 LIVENESS = 1.0  # seconds between two looks whether an engine process that says nothing is alive
 
@@ -104,12 +108,17 @@ def logits_processor_interfaces() -> list[type]:
 class EngineCore:
     """The engine core of one ``vllm.LLM``.
 
+    Args:
+        llm: The model.
+        spare_slot: Whether it was loaded with one slot and one adapter more than the user's, for
+            :meth:`keep_spare_slot`.
+
     Raises:
         BackendUnavailableError: this vLLM lacks something that the plugin needs, in spite of its
             version.
     """
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, *, spare_slot: bool = False) -> None:
         from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
         self._llm = llm
@@ -138,7 +147,13 @@ class EngineCore:
         self.block_size: int = _require(config, "cache_config.block_size")
         self.device_type: str = _require(config, "device_config.device").type
         lora = _require(config, "lora_config")
-        self.max_loras: int = (lora.max_cpu_loras or lora.max_loras) if lora else 0
+        most = (lora.max_cpu_loras or lora.max_loras) if lora else 0
+        self.spare_slot = spare_slot
+        self.max_loras: int = most - spare_slot
+        self._slots: int = lora.max_loras if lora else 0
+        self._lora_requests: dict[int, Any] = {}
+        self.hf_config = _require(config, "model_config.hf_config")
+        self.model_path: str = _require(config, "model_config.model")
         self.kv_capacity = self._kv_capacity(_require(config, "cache_config"))
 
     def _kv_capacity(self, cache_config: Any) -> int:
@@ -178,7 +193,7 @@ class EngineCore:
             sampling_params=params,
             pooling_params=None,
             arrival_time=time.time(),
-            lora_request=lora_request(adapter),
+            lora_request=adapter and self._lora_requests[adapter.version],
             cache_salt=cache_salt,
             data_parallel_rank=None,
             resumable=resumable,
@@ -220,11 +235,43 @@ class EngineCore:
         results: list[Any] = self._client.collective_rpc(method, args=args)
         return results
 
-    def add_lora(self, adapter: Adapter) -> bool:
-        return bool(self._client.add_lora(lora_request(adapter)))
+    def add_lora(self, adapter: Adapter, folder: str) -> None:
+        """Load an adapter from a folder, which must stay as long as the adapter.
 
-    def remove_lora(self, adapter: Adapter) -> bool:
-        return bool(self._client.remove_lora(adapter.version))
+        Both its integer id and its name are used up with the version: vLLM keeps weights by the
+        first, and tells the key/value state of adapters apart by the second, so that a name bound
+        again would meet the state of its predecessor.
+        """
+        from vllm.lora.request import LoRARequest
+
+        request = LoRARequest(f"{adapter.name}@{adapter.version}", adapter.version, folder)
+        self._client.add_lora(request)
+        self._lora_requests[adapter.version] = request
+
+    def remove_lora(self, adapter: Adapter) -> None:
+        self._client.remove_lora(adapter.version)
+        self._lora_requests.pop(adapter.version, None)
+
+    def keep_spare_slot(self, folder: str) -> None:
+        """Fill the last slot with an adapter of zeros for good, before any other adapter comes.
+
+        Args:
+            folder: An adapter of zeros.
+        """
+        from vllm.lora.request import LoRARequest
+
+        scheduler = _require(self._client, "engine_core.scheduler")
+        ids = [SPARE_IDS + at for at in range(self._slots)]
+        try:
+            for each in ids:  # slots are taken in order
+                self._client.add_lora(LoRARequest(f"zeros@{each}", each, folder))
+            self._client.pin_lora(ids.pop())
+        finally:
+            for each in ids:
+                self._client.remove_lora(each)
+        # What the scheduler puts into one batch must fit into the other slots.
+        scheduler.lora_config = copy.copy(_require(scheduler, "lora_config"))
+        scheduler.lora_config.max_loras = self._slots - 1
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -263,20 +310,6 @@ def _output(raw: Any) -> Output:
         None if finished is None else str(finished),
         # Further columns would be those of likelier tokens.
         None if scores is None else scores.logprobs[:, 0],
-    )
-
-
-def lora_request(adapter: Adapter | None) -> Any:
-    """vLLM's name for an adapter.
-
-    Both its integer id and its name are used up with the version: vLLM keeps weights by the first,
-    and tells the key/value state of adapters apart by the second, so that a name bound again would
-    meet the state of its predecessor.
-    """
-    from vllm.lora.request import LoRARequest
-
-    return adapter and LoRARequest(
-        f"{adapter.name}@{adapter.version}", adapter.version, adapter.path
     )
 
 

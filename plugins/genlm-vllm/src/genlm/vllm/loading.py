@@ -39,13 +39,15 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
     with engine_core_here() as here:
         local = here and _has_one_worker(chosen.engine_opts)
         store = RowStore()
+        spare = _spare_slot(chosen.engine_opts) if local else {}
         settings = (
             _defaults()
             | dict(chosen.engine_opts)
+            | spare
             | _row_hooks(chosen.engine_opts, store if local else None)
         )
         llm = vllm.LLM(model, **settings)
-        core = EngineCore(llm)
+        core = EngineCore(llm, spare_slot=bool(spare))
     rows: Rows = LocalRows(store, core.device_type) if local else WorkerRows(core)
     engine = _engine(llm, core, rows, chosen)
     log.info(
@@ -92,6 +94,18 @@ def _defaults() -> dict[str, Any]:
         # and gains little; by itself vLLM would take most of the machine's memory.
         settings |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2 << 30}
     return settings
+
+
+def _spare_slot(engine_opts: Mapping[str, Any]) -> dict[str, int]:
+    """On CPU, one adapter slot more than the user's, to be kept empty: rows without adapter get
+    what is in the last."""
+    from vllm.platforms import current_platform
+
+    if not (engine_opts.get("enable_lora") and current_platform.is_cpu()):
+        return {}
+    slots = int(engine_opts.get("max_loras") or 1)
+    adapters = int(engine_opts.get("max_cpu_loras") or slots)
+    return {"max_loras": slots + 1, "max_cpu_loras": adapters + 1}
 
 
 def _row_hooks(engine_opts: Mapping[str, Any], store: RowStore | None) -> dict[str, Any]:

@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
+import tempfile
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from genlm.core.errors import InvalidOptionError
+import torch
+from attrs import evolve
+
+from genlm.core.adapter_files import (
+    WEIGHTS,
+    AdapterFolder,
+    Feature,
+    read_adapter,
+    read_header,
+    read_tensor,
+    shapes_in_transformers,
+    write_plain,
+)
+from genlm.core.errors import InvalidAdapterError, InvalidOptionError
 from genlm.core.hookspecs import hookimpl
 from genlm.core.types import Adapter, Request, ScoreRequest
 from genlm.vllm.engine import VllmEngine
 from genlm.vllm.in_flight import InFlightRequest
 
+#: What is applied rightly once an adapter is plain LoRA.
+APPLIED = frozenset({
+    Feature.RSLORA, Feature.RANKS, Feature.ALPHAS, Feature.EMBEDDING, Feature.HEAD,
+    Feature.SAVED_EMBEDDINGS,
+})  # fmt: skip
+
 
 class LoraEngine(VllmEngine):
     """An engine with adapters.
 
-    On CPU, vLLM (to 0.32) applies the adapter of the last slot to requests without one that share a
-    batch with requests that have one. There, the two kinds take turns.
+    On CPU, vLLM (to 0.32) applies the adapter of the last slot to rows without one. With the engine
+    core in this process, that slot is kept empty. Elsewhere the two kinds of requests take turns,
+    and LoRA on embeddings and output layers, whose slot outlasts its adapter, is refused.
+
+    vLLM gets each adapter as plain LoRA in a folder of its own, which stays as long as the adapter:
+    vLLM may read it again.
 
     Args:
         max_adapters: How many adapters vLLM keeps; it would silently drop one beyond that and read
@@ -25,23 +51,40 @@ class LoraEngine(VllmEngine):
     def __init__(self, *args: Any, max_adapters: int, **options: Any) -> None:
         super().__init__(*args, **options)
         self._max_adapters = max_adapters
-        self._adapters: set[int] = set()
-        self._takes_turns = self._core.device_type == "cpu"
+        self._folders: dict[int, tempfile.TemporaryDirectory[str]] = {}
+        self._slot_kept = not self._core.spare_slot
+        self._takes_turns = self._core.device_type == "cpu" and not self._core.spare_slot
 
     @hookimpl
     def genlm_add_lora(self, adapter: Adapter) -> bool:
-        if len(self._adapters) >= self._max_adapters:
+        """Raises:
+        InvalidAdapterError: it is not sound, made for another model, or of a kind that vLLM applies
+            wrongly.
+        InvalidOptionError: as many adapters are loaded as vLLM keeps.
+        """
+        if len(self._folders) >= self._max_adapters:
             raise InvalidOptionError(
-                f"{len(self._adapters)} LoRA adapters are loaded and max_cpu_loras is "
+                f"{len(self._folders)} LoRA adapters are loaded and max_cpu_loras is "
                 f"{self._max_adapters}; "
                 "remove one, or load the model with a larger max_cpu_loras in engine_opts"
             )
+        read = read_adapter(adapter.path)
+        ends = {Feature.EMBEDDING, Feature.HEAD} if self._takes_turns else set()
+        read.require(APPLIED - ends, "vLLM")
+        if self._shapes is not None:
+            read.require_modules(self._shapes)
+        self._require_same_embeddings(read)
+        if not self._slot_kept:
+            self._keep_spare_slot(read)
+        folder = tempfile.TemporaryDirectory(prefix="genlm-adapter-")
         try:
-            self._core.add_lora(adapter)
+            write_plain(read, Path(folder.name))
+            self._core.add_lora(adapter, folder.name)
         except Exception:
             self._core.remove_lora(adapter)
+            folder.cleanup()
             raise
-        self._adapters.add(adapter.version)
+        self._folders[adapter.version] = folder
         return True
 
     @hookimpl
@@ -49,8 +92,43 @@ class LoraEngine(VllmEngine):
         self._release(self._sessions.drop(adapter))
         self._lost_pins = [query for query in self._lost_pins if query.adapter != adapter]
         self._core.remove_lora(adapter)
-        self._adapters.discard(adapter.version)
+        self._folders.pop(adapter.version).cleanup()
         return True
+
+    def _keep_spare_slot(self, adapter: AdapterFolder) -> None:
+        """An adapter of zeros, at a module that the first adapter has, or else any."""
+        names = [name for name in (*adapter.modules, *(self._shapes or {})) if "embed" not in name]
+        shapes = {name: (module.inputs, module.outputs) for name, module in adapter.modules.items()}
+        with tempfile.TemporaryDirectory(prefix="genlm-adapter-") as folder:
+            zeros = {names[0]: (shapes | (self._shapes or {}))[names[0]]}
+            write_plain(evolve(adapter, modules={}), Path(folder), zeros)
+            self._core.keep_spare_slot(folder)
+        self._slot_kept = True
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, int]] | None:
+        return shapes_in_transformers(self._core.hf_config)
+
+    def _require_same_embeddings(self, adapter: AdapterFolder) -> None:
+        """PEFT saves a layer of the model beside LoRA matrices of the output layer or embedding;
+        it may be another model's.
+
+        Raises:
+            InvalidAdapterError: it is, or there is no folder of the model that tells.
+        """
+        for name, saved in adapter.saved_copies().items():
+            weight = _saved_weight(Path(self._core.model_path), name)
+            copy = read_tensor(adapter.path / WEIGHTS, saved)
+            if (
+                weight is None
+                or weight.shape != copy.shape
+                or not torch.allclose(copy.float(), weight.float(), rtol=2**-7, atol=1e-6)
+            ):
+                raise InvalidAdapterError(
+                    f"LoRA adapter {adapter.path} holds {name} of shape {list(copy.shape)}, which "
+                    f"is not that of {self._core.model_path}; give the base model's folder that it "
+                    "was trained on, or save the adapter with save_embedding_layers=False"
+                )
 
     def _next_turn(self) -> list[InFlightRequest]:
         """All, or on CPU one kind: that of the oldest. While it is in flight, newcomers join it
@@ -70,3 +148,12 @@ class LoraEngine(VllmEngine):
         """Scores are left to rows: vLLM (to 0.32) has its LoRA layers take a prompt's logits for
         those of a batch's last positions."""
         return not isinstance(request, ScoreRequest) and super()._is_native(request)
+
+
+def _saved_weight(folder: Path, name: str) -> torch.Tensor | None:
+    """A weight of a model folder; of tied output layers, the embedding's."""
+    for wanted in (name, "model.embed_tokens.weight"):
+        for file in sorted(folder.glob("*.safetensors")):
+            if wanted in (header := read_header(file)):
+                return read_tensor(file, header[wanted])
+    return None
