@@ -389,6 +389,18 @@ def bench(session: nox.Session) -> None:
     run(session, programs, *command)
 
 
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """Conformance, the trie and quick figures on a GPU: nox -s gpu -- --shapes 135m,1b.
+
+    Without a GPU it says so and does nothing; --device cpu tries the same code.
+    """
+    prepare(session)
+    programs = environment_of(session, "hf")
+    real_model(session, programs)
+    run(session, programs, "python", "-m", "tools.gpu", *session.posargs)
+
+
 def constants_of_workloads(names: list[str]) -> list[dict[str, Any]]:
     """The environments that the named workloads declare, one constant a line.
 

@@ -99,7 +99,7 @@ def _over_trunks(
             tokens = (
                 product.tokens
                 if isinstance(product.tokens, slice)
-                else product.tokens.to(query.device)
+                else product.tokens.on(query.device)
             )
             # As if the tokens were the positions of one context.
             asked = query[tokens].squeeze(2).transpose(0, 1).unsqueeze(0)

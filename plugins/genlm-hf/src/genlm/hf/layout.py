@@ -17,6 +17,24 @@ SPARE_TOKENS = 32
 MaskKey = tuple[Pattern, torch.dtype, torch.device]
 
 
+class Indices:
+    """An index tensor that is copied to a device once.
+
+    A forward uses it in every layer, for keys and for values: without this, a model of 30 layers
+    would wait for 120 small copies a step.
+    """
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self._values = torch.tensor(values, dtype=torch.long)
+        self._copies: dict[torch.device, torch.Tensor] = {}
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """``[n]`` int64 on a device."""
+        if device not in self._copies:
+            self._copies[device] = self._values.to(device)
+        return self._copies[device]
+
+
 @frozen(eq=False)
 class Chunk:
     """The part of a sequence that one forward computes: positions ``start`` to ``stop``
@@ -52,7 +70,7 @@ class Layout:
         slots = [row.slot for row in rows]
         self._adjacent = not slots or slots[-1] - slots[0] + 1 == len(slots)
         self._range = slice(slots[0], slots[-1] + 1) if slots else slice(0, 0)
-        self._slots = torch.tensor(slots)
+        self._slots = Indices(slots)
         self._width = width
 
     def write(self, states: torch.Tensor, new: torch.Tensor, layer: int, which: int) -> None:
@@ -70,7 +88,7 @@ class Layout:
         """The rows and columns of a layer that this forward reads."""
         if self._adjacent:
             return states[self._range, :, : self._width]
-        return states[:, :, : self._width].index_select(0, self._slots.to(states.device))
+        return states[:, :, : self._width].index_select(0, self._slots.on(states.device))
 
 
 def _rows_of(chunks: Sequence[Chunk]) -> list[Row]:
@@ -92,7 +110,7 @@ class UniformLayout(Layout):
         if self._adjacent:
             states[self._range, :, columns] = new
         else:
-            states[self._slots.to(states.device), :, columns] = new
+            states[self._slots.on(states.device), :, columns] = new
 
 
 class PackedLayout(Layout):
@@ -118,14 +136,14 @@ class PackedLayout(Layout):
         super().__init__(_rows_of(in_rows), width)
         self._patterns = patterns
         self._in_rows = sum(chunk.size for chunk in in_rows)
-        self._token_slots = torch.tensor(
+        self._token_slots = Indices(
             [
                 row.slot
                 for chunk, row in zip(in_rows, _rows_of(in_rows), strict=True)
                 for _ in range(chunk.size)
             ]
         )
-        self._token_columns = torch.tensor(
+        self._token_columns = Indices(
             [at for chunk in in_rows for at in range(chunk.columns.start, chunk.columns.stop)]
         )
         self.positions = torch.tensor(
@@ -148,8 +166,8 @@ class PackedLayout(Layout):
     def write(self, states: torch.Tensor, new: torch.Tensor, layer: int, which: int) -> None:
         new = new.squeeze(2)
         if self._in_rows:
-            slots = self._token_slots.to(states.device)
-            states[slots, :, self._token_columns.to(states.device)] = new[: self._in_rows]
+            slots = self._token_slots.on(states.device)
+            states[slots, :, self._token_columns.on(states.device)] = new[: self._in_rows]
         for block in self._trunk_blocks:
             (chunk,) = block.chunks
             assert isinstance(chunk.segment, Trunk)
@@ -256,13 +274,13 @@ class Product:
     Attributes:
         trunk: The trunk.
         length: How many of its positions belong to these tokens' contexts.
-        tokens: Their place in the forward: a slice where they are neighbours, else ``[n]`` int64.
+        tokens: Their place in the forward: a slice where they are neighbours, else indices.
         positions: Their positions, ``[n]`` int64.
     """
 
     trunk: Trunk
     length: int
-    tokens: slice | torch.Tensor
+    tokens: slice | Indices
     positions: torch.Tensor
     _masks: dict[MaskKey, torch.Tensor | None] = field(factory=dict)
 
@@ -312,10 +330,10 @@ def _products(chunks: Sequence[Chunk], positions: torch.Tensor) -> list[Product]
     products = []
     for (trunk, length), places in tokens.items():
         if places[-1] - places[0] + 1 == len(places):
-            at: slice | torch.Tensor = slice(places[0], places[-1] + 1)
+            at: slice | Indices = slice(places[0], places[-1] + 1)
         else:
-            at = torch.tensor(places)
-        products.append(Product(trunk, length, at, positions[at]))
+            at = Indices(places)
+        products.append(Product(trunk, length, at, positions[places]))
     return products
 
 

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Tests, conformance and quick figures on a GPU, on a machine without a package index.
+#
+#   benchmarks/gpu.sh [--device cuda|cpu] [--shapes 135m,1b,8b] [--minutes N] [--out FOLDER]
+#
+# Python with torch, transformers, peft, pluggy, attrs, structlog, hypothesis and pytest must be there; PYTHON names another
+# one than `python`. Our sources go on PYTHONPATH. Entry points are found through metadata that this script writes.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python}
+metadata=$(mktemp -d)
+trap 'rm -rf "$metadata"' EXIT
+
+"$python" tools/entry_points.py "$metadata"
+export PYTHONPATH="$PWD/core/src:$PWD/plugins/genlm-hf/src:$PWD:$metadata${PYTHONPATH:+:$PYTHONPATH}"
+exec "$python" -m tools.gpu "$@"
