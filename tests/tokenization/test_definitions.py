@@ -218,8 +218,12 @@ PRE_TOKENIZERS = [
     *(p.Punctuation(how) for how in BEHAVIORS),
     *(p.Whitespace(), p.WhitespaceSplit(), p.BertPreTokenizer(), p.Digits(), p.Digits(True)),
 ]
-DECODERS = [d.ByteLevel(), d.Metaspace(), d.ByteFallback(), d.Fuse(), d.Replace("▁", " ")]
-DECODERS += [d.Strip(" ", 1, 0), d.Strip(" ", 0, 1), d.Replace(" ", "")]
+DECODERS = [d.ByteFallback(), d.Fuse(), d.Strip(" ", 1, 0), d.Strip(" ", 0, 1), d.Replace(" ", "")]
+# A step that spells the text, and the decoder that reads it.
+SPELLINGS = [
+    (step, d.ByteLevel() if "ByteLevel" in repr(step) else d.Metaspace())
+    for step in PRE_TOKENIZERS[:10]
+]
 TEXTS = st.lists(st.text("ab1.,|ß \n", max_size=9), min_size=10, max_size=10)
 
 
@@ -227,16 +231,23 @@ def chosen(components, most):
     return st.lists(st.sampled_from(components), max_size=most)
 
 
-@given(chosen(NORMALIZERS, 1), chosen(PRE_TOKENIZERS, 3), chosen(DECODERS, 3), TEXTS)
-@settings(deadline=None, max_examples=400)
-def test_whatever_is_accepted_keeps_the_text(normalizers, pre_tokenizers, decoders, texts):
+@given(
+    spelling=st.sampled_from(SPELLINGS),
+    before=chosen(PRE_TOKENIZERS, 2),
+    after=chosen(PRE_TOKENIZERS, 1),
+    normalizers=chosen(NORMALIZERS, 1),
+    decoders=chosen(DECODERS, 1),
+    texts=TEXTS,
+)
+@settings(deadline=None, max_examples=500)
+def test_whatever_is_accepted_keeps_the_text(spelling, before, after, normalizers, decoders, texts):
     pieces = [*sorted(p.ByteLevel.alphabet()), "▁", " ", "\n", "ab", "Ġa", "▁a", "Ã\u0178"]
     merges = [("a", "b"), ("Ġ", "a"), ("▁", "a")]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = tok.Tokenizer(tok.models.BPE(vocab=vocab, merges=merges))
     tokenizer.normalizer = n.Sequence(normalizers)
-    tokenizer.pre_tokenizer = p.Sequence(pre_tokenizers)
-    tokenizer.decoder = d.Sequence(decoders)
+    tokenizer.pre_tokenizer = p.Sequence([*before, spelling[0], *after])
+    tokenizer.decoder = d.Sequence([spelling[1], *decoders])
     try:
         byte_vocab, _ = decode_vocab(tokenizer)
     except VocabularyError:

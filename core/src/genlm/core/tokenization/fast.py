@@ -117,29 +117,34 @@ def _check_keeps_text(backend: Any, decoder: Definition) -> None:
     for affix in ("continuing_subword_prefix", "end_of_word_suffix"):
         if getattr(model, affix, None):
             raise _loses(f"{affix} {getattr(model, affix)!r}", "the white space of the text")
-    definition = _definition(backend.pre_tokenizer) if backend.pre_tokenizer else None
-    if definition is not None:
-        _check_splits(_steps(definition))
+    _check_splits(_steps(backend.pre_tokenizer), prepends="Prepend" in _kinds(backend.normalizer))
     _check_round_trip(backend, decoder)
 
 
-def _check_splits(steps: Sequence[Definition]) -> None:
+def _check_splits(steps: Sequence[Definition], prepends: bool) -> None:
     """Refuse a pre-tokenizer that removes text, or puts spaces where the text has none.
 
     It may remove white space if a step after that marks the start of every part: then white space
     is only normalised.
+
+    Args:
+        steps: The chain of steps.
+        prepends: Whether the normalizer puts something before the text. A step that marks the first
+            part then marks every part that begins where the text did.
     """
+    marking = ("always", "first") if prepends else ("always",)
     removed_by = split_by = None  # the step that removed white space; that split anywhere else
     spelled = False
     for step in steps:
         kind = step["type"]
-        if step.get("prepend_scheme") == "always" or step.get("add_prefix_space"):
+        if step.get("prepend_scheme") in marking or step.get("add_prefix_space"):
             if split_by:
                 raise undecodable(
                     f"the tokenizer's pre-tokenizer {kind} puts a space before every part that "
                     f"{split_by} makes; set it to add none, or let it come first"
                 )
-            removed_by = None if kind == "Metaspace" else removed_by
+            if step.get("prepend_scheme") == "always":
+                removed_by = None
         if step.get("behavior") == "Removed" or kind == "CharDelimiterSplit":
             raise _loses(f"pre-tokenizer {kind}", "the text that it splits at")
         if kind in _REMOVE_SPACES and not spelled:
@@ -174,11 +179,19 @@ def _check_round_trip(backend: Any, decoder: Definition) -> None:
         )
 
 
-def _steps(pre_tokenizer: Definition) -> list[Definition]:
-    """The chain of steps, flat."""
-    if pre_tokenizer["type"] != "Sequence":
-        return [pre_tokenizer]
-    return [step for part in pre_tokenizer["pretokenizers"] for step in _steps(part)]
+def _steps(component: Any) -> list[Definition]:
+    """The chain of a component's steps, flat; empty for one written in Python."""
+    definition = None if component is None else _definition(component)
+    return [] if definition is None else _flat(definition)
+
+
+def _flat(definition: Definition) -> list[Definition]:
+    parts = definition.get("pretokenizers") or definition.get("normalizers") or ()
+    return [step for part in parts for step in _flat(part)] if parts else [definition]
+
+
+def _kinds(component: Any) -> set[str]:
+    return {step["type"] for step in _steps(component)}
 
 
 def _loses(culprit: str, lost: str) -> VocabularyError:
