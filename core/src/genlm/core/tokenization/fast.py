@@ -130,21 +130,22 @@ def _check_splits(steps: Sequence[Definition], prepends: bool) -> None:
     Args:
         steps: The chain of steps.
         prepends: Whether the normalizer puts something before the text. A step that marks the first
-            part then marks every part that begins where the text did.
+            part may then mark several: all that begin where the text did.
     """
-    marking = ("always", "first") if prepends else ("always",)
     removed_by = split_by = None  # the step that removed white space; that split anywhere else
     spelled = False
     for step in steps:
         kind = step["type"]
-        if step.get("prepend_scheme") in marking or step.get("add_prefix_space"):
-            if split_by:
-                raise undecodable(
-                    f"the tokenizer's pre-tokenizer {kind} puts a space before every part that "
-                    f"{split_by} makes; set it to add none, or let it come first"
-                )
-            if step.get("prepend_scheme") == "always":
-                removed_by = None
+        scheme = step.get("prepend_scheme")
+        marks = scheme in ("always", "first") or step.get("add_prefix_space", False)
+        if marks and split_by and (scheme != "first" or prepends):
+            raise undecodable(
+                f"the tokenizer's pre-tokenizer {kind} puts a space before every part that "
+                f"{split_by} makes; set it to add none, or let it come first"
+            )
+        prepends = prepends or marks
+        if scheme == "always":
+            removed_by = None
         if step.get("behavior") == "Removed" or kind == "CharDelimiterSplit":
             raise _loses(f"pre-tokenizer {kind}", "the text that it splits at")
         if kind in _REMOVE_SPACES and not spelled:
