@@ -354,6 +354,51 @@ def test_an_engine_that_names_queries_alone_draws_while_nothing_is_in_flight():
     assert asked == [("step", 2), ("step", 0), ("sample", 1)]
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda lm: lm.sample([2], 3, []),
+        lambda lm: asyncio.to_thread(lm.next_token_logprobs_uncached, [2]),
+        lambda lm: asyncio.to_thread(lm.clear_kv_cache),
+    ],
+)
+def test_the_engine_drops_requests_before_anything_that_cannot_join_them(other):
+    class Rows(Elsewhere):
+        @hookimpl
+        def genlm_step(self, queries, dropped):
+            return super().genlm_step(queries, [], [], dropped)
+
+        @hookimpl
+        def genlm_sample(self, queries, params):
+            assert not self.in_flight
+            return [[1] * how.max_tokens for how in params]
+
+    engine = Rows()
+
+    async def ask(lm):
+        gone = asyncio.ensure_future(lm.next_token_logprobs([1]))
+        await engine.step_with(0)
+        asked = asyncio.ensure_future(other(lm))
+        await asyncio.to_thread(engine.next_step)  # woken: it has been asked
+        gone.cancel()
+        newcomers, dropped = await asyncio.to_thread(engine.next_step)
+        assert (newcomers, len(dropped)) == ([], 1)
+        assert not engine.in_flight
+        engine.finish()  # that step
+        engine.finish()  # the one of the cold row
+        await asyncio.wait_for(asked, PATIENCE)
+        return await asyncio.wait_for(one_more(lm), PATIENCE)
+
+    async def one_more(lm):
+        row = asyncio.ensure_future(lm.next_token_logprobs([3]))
+        await engine.step_with(0)
+        engine.finish()
+        return await row
+
+    with opened(engine) as lm:
+        assert torch.equal(asyncio.run(ask(lm)), row_of(3))
+
+
 def test_a_wrapper_around_rows_alone_turns_draws_into_rows():
     seen = []
 

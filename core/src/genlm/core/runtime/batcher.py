@@ -390,8 +390,7 @@ class Batcher(Generic[R, A]):
                     return None
                 self._queue.sort(self._running)
                 dropped = self._drop()
-                # Every task finds nothing in flight: the engine must have dropped these before.
-                work = self._queue.take(self._running, tasks=not dropped)
+                work = self._queue.take(self._running, dropping=bool(dropped))
                 if isinstance(work, Task):
                     return work
                 if work or dropped or self._running:

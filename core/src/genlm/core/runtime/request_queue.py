@@ -201,16 +201,21 @@ class RequestQueue(Generic[R, A]):
                     waiting += asked
                     self._counters.dedup_hits += len(asked)
 
-    def take(self, running: Pending[R, A], tasks: bool = True) -> Task[Any] | list[R]:
+    def take(self, running: Pending[R, A], dropping: bool = False) -> Task[Any] | list[R]:
         """What is next of what has been sorted: a task, alone and when nothing is running; or
-        requests, now in ``running``, that may join what is."""
+        requests, now in ``running``, that may join what is.
+
+        Args:
+            running: What is in flight.
+            dropping: Whether the engine still has requests that are to be dropped in the next step.
+        """
         newcomers: list[R] = []
-        if self._lanes and not running:
+        if self._lanes and not (running or dropping):
             while self._lanes and not newcomers:  # a lane may hold nothing but cancelled requests
                 newcomers = self._admit(next(iter(self._lanes)), running)
         elif self._lanes.keys() == {self._in_flight}:
             newcomers = self._admit(self._in_flight, running)
-        if tasks and self._arrived and not (self._lanes or running):
+        if self._arrived and not (self._lanes or running or dropping):
             return cast("Task[Any]", self._arrived.popleft())
         return newcomers
 
