@@ -89,6 +89,15 @@ def test_a_folder_with_two_gguf_files_must_be_told_which(tmp_path: Path) -> None
         load_model_by_name(str(tmp_path), backend="hf")
 
 
+def test_batch_size_and_timeout_may_be_given_by_position(tiny: str) -> None:
+    """As programs for genlm-backend 0.3 do."""
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    contexts = [[*CONTEXT, token] for token in range(5)]
+    with AsyncTransformer(model, AutoTokenizer.from_pretrained(tiny), 2, 0.01) as lm:
+        lm.batch_next_token_logprobs_sync(contexts)
+        assert lm.stats.largest_batch == 2
+
+
 def test_a_model_that_was_wrapped_works_by_itself_again(tiny: str) -> None:
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(tiny),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
 
 from attrs import evolve
 
+from genlm.core import former
 from genlm.core.adapters import UNSET, AdapterRegistry, LoraName
 from genlm.core.checks import integer, shown
 from genlm.core.context import Context, contexts_of, token_ids_of
@@ -22,6 +23,7 @@ from genlm.core.errors import (
     InvalidQueryError,
     UnsupportedError,
 )
+from genlm.core.former import missing_attribute
 from genlm.core.options import CoreOptions
 from genlm.core.plugins import choose_backend, find_backend, installed_wrappers
 from genlm.core.runtime.batcher import Batcher
@@ -695,6 +697,16 @@ class AsyncLM:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await asyncio.to_thread(self.close)
+
+    if not TYPE_CHECKING:  # a type checker must report every missing attribute
+
+        def __getattr__(self, name):
+            raise missing_attribute(self, name, former.LM)
+
+        def __setattr__(self, name, value):
+            if name in former.OPTIONS:
+                raise missing_attribute(self, name, former.LM)
+            super().__setattr__(name, value)
 
     # --- checks -----------------------------------------------------------------------------------
 

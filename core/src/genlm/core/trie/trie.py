@@ -6,12 +6,14 @@ import heapq
 import operator
 from collections.abc import Hashable, Iterable
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from genlm.core import former
 from genlm.core.errors import InvalidInputError, InvalidOptionError
+from genlm.core.former import missing_attribute
 from genlm.core.tokenization.token import Token
 from genlm.core.trie.drawing import draw_dot, draw_page
 from genlm.core.trie.kernels import CpuKernel, DeviceKernel, Kernel
@@ -84,6 +86,11 @@ class TokenCharacterTrie:
         if self.device == "cpu":
             return CpuKernel(plan)
         return DeviceKernel(plan, self.device)
+
+    if not TYPE_CHECKING:  # a type checker must report every missing attribute
+
+        def __getattr__(self, name):
+            raise missing_attribute(self, name, former.TRIE)
 
     def __len__(self) -> int:
         """The number of nodes, leaves included."""

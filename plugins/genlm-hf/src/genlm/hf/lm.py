@@ -21,15 +21,24 @@ class AsyncTransformer(AsyncLM):
         hf_model: A causal language model; it is put into evaluation mode and otherwise left as it
             is. Its attention implementation is wrapped while the language model is open.
         hf_tokenizer: Its tokenizer.
-        **options: ``kv_cache_bytes``, ``max_batch_tokens``, and the options of every backend:
-            ``batch_size``, ``timeout``, ``cache_size``, ``cache_opts``, ...
+        batch_size: The most questions in one batch; ``None`` is no limit.
+        timeout: Seconds to hold a batch open for more questions.
+        **options: ``kv_cache_bytes``, ``max_batch_tokens``, and the other options of every backend:
+            ``cache_size``, ``cache_opts``, ...
 
     Raises:
         InvalidOptionError: an option is not accepted.
     """
 
-    def __init__(self, hf_model: Any, hf_tokenizer: Any, **options: Any) -> None:
-        core, ours = CoreOptions.split(options)
+    def __init__(
+        self,
+        hf_model: Any,
+        hf_tokenizer: Any,
+        batch_size: int | None = None,
+        timeout: float = 0.0,
+        **options: Any,
+    ) -> None:
+        core, ours = CoreOptions.split({"batch_size": batch_size, "timeout": timeout, **options})
         refuse_unknown("hf", ours, ENGINE_OPTIONS)
 
         def load() -> Engine:
