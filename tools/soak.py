@@ -112,18 +112,20 @@ class Soak:
         with self.lock:
             self.history.append(operation)
             self.counts[operation.kind] += 1
-            self.asked += max(len(operation.contexts), 1)
         try:
             method: Callable[[AsyncLM, Operation], Awaitable[None]] = getattr(
                 self, f"do_{operation.kind}"
             )
             await asyncio.wait_for(method(lm, operation), PATIENCE)
+            with self.lock:
+                self.asked += len(operation.contexts)
         except QueriesResetError:
             self.counts["reset requests"] += 1
         except ModelClosedError as error:
             if lm is self.lm and not self.loading.locked():
                 raise Finding("the model is closed, and nothing has closed it") from error
             self.counts["closed requests"] += 1
+            await asyncio.to_thread(self.wait_for_load)
         except UnknownAdapterError as error:
             if operation.adapter != "rebound":
                 raise Finding(f"an adapter is lost: {error}") from error
@@ -247,6 +249,11 @@ class Soak:
                     self.lm = self.load()
 
         await asyncio.to_thread(again)
+
+    def wait_for_load(self) -> None:
+        """Wait until the model that is being loaded is there."""
+        with self.loading:
+            pass
 
     # --- what must hold ---------------------------------------------------------------------------
 
