@@ -26,6 +26,7 @@ PAGES = {
     ROOT / "CONTRIBUTING.md": "contributing.md",
     ROOT / "SECURITY.md": "security.md",
     ROOT / "benchmarks" / "README.md": "benchmarks.md",
+    ROOT / "compat" / "genlm-backend" / "README.md": "how-to/genlm-backend.md",
     ROOT / "benchmarks" / "RESULTS.md": "results.md",
     **{
         readme: f"how-to/backends/{readme.parent.name.removeprefix('genlm-')}.md"
