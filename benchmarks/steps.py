@@ -4,7 +4,8 @@ the engines.
 ``prefill``: n new contexts. ``extend``: each grows by a token. ``fork``: half of them, each
 continued twice.
 ``newcomer``: all grow by a token, and a new one comes. ``ragged``: they grow by 1 to 5 tokens.
-``alternate``: two groups of n take turns.
+``alternate``: two groups of n take turns. ``shared``: n contexts behind one prompt, each grows by a
+token. ``resample``: the same, and every ten steps their parents are chosen anew, with repetition.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import copy
 import functools
 import itertools
 import random
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.protocol import Bench
@@ -28,6 +32,15 @@ MANY = 1000
 #: For the curve of an ``extend`` against length.
 CURVE = (20, 100, 500)
 OF_CURVE = 4
+
+#: Contexts and the length of the prompt that they share.
+SHARED = ((64, 20), (64, 1000), (64, 4000), (256, 1000), (512, 1000))
+
+#: Those that fit into memory with a copy of the prompt for each context.
+COPIED = SHARED[:2]
+
+#: Contexts, length of the prompt, steps, and how many steps lie between two resamplings.
+RESAMPLED = (64, 1000, 200, 10)
 
 Contexts = list[list[int]]
 
@@ -157,6 +170,76 @@ def measure_lengths(
         )
 
 
+def measure_shared(
+    bench: Bench,
+    vocabulary: int,
+    ask: Callable[[Contexts], object],
+    reset: Callable[[], object],
+    cases: Sequence[tuple[int, int]] = SHARED,
+    repeat: int = 8,
+) -> None:
+    """Contexts behind one prompt, in CPU time: the first step, and each further one."""
+    bench.clock = time.process_time
+    for n, length in cases[:1] if bench.quick else cases:
+        program = Program(vocabulary, n, length)
+        behind = f"shared, {n} contexts behind one prompt"
+        before = resident()
+        current: Contexts = []
+
+        def fresh(program: Program = program) -> Contexts:
+            nonlocal current
+            reset()
+            (prompt,) = program.prompts(1)
+            current = program.extend([prompt] * program.n)
+            return current
+
+        def grown(program: Program = program) -> Contexts:
+            nonlocal current
+            current = program.extend(current)
+            return current
+
+        bench.time(f"{behind}: first step", ask, x=length, repeat=1, prepare=fresh)
+        bench.time(behind, ask, x=length, repeat=repeat, prepare=grown)
+        more = resident() - before
+        bench.record(f"{behind}: memory above the model", more, unit="MiB", x=length)
+    reset()
+    bench.clock = time.perf_counter
+
+
+def measure_resampled(
+    bench: Bench, vocabulary: int, ask: Callable[[Contexts], object], reset: Callable[[], object]
+) -> None:
+    """Contexts behind one prompt for many steps, with and without resampling, in CPU time: the
+    last steps of each."""
+    n, length, steps, between = RESAMPLED
+    if bench.quick:
+        n, length, steps = 4, 20, 2 * between
+    for every in (0, between):
+        program, source = Program(vocabulary, n, length), random.Random(0)
+        reset()
+        current = program.extend(program.prompts(1) * n)
+        times = []
+        for step in range(steps):
+            if every and step % every == every - 1:
+                current = source.choices(current, k=n)
+            current = program.extend(current)
+            began = time.process_time()
+            ask(current)
+            times.append((time.process_time() - began) * 1e3)
+        case = f"resample, {n} contexts behind {length} tokens, after {steps} steps"
+        bench.record(case, times[-2 * between :], unit="ms", x=every)
+    reset()
+
+
+def resident() -> float:
+    """MiB of memory that this process has now; 0 where the system does not say."""
+    status = Path("/proc/self/status")
+    if sys.platform != "linux" or not status.exists():
+        return 0.0
+    lines = (line.split() for line in status.read_text().splitlines())
+    return next(int(line[1]) / 1024 for line in lines if line and line[0] == "VmRSS:")
+
+
 def asked_of(lm: Any, runner: asyncio.Runner) -> Callable[[Contexts], object]:
     """Asks a model for the rows of contexts, each by a coroutine of its own."""
 
@@ -217,6 +300,16 @@ def transformers_floor(bench: Bench) -> None:
                 repeat=6,
                 prepare=mine,
             )
+        bench.clock = time.process_time
+        for n, length in COPIED[:1] if bench.quick else COPIED:
+            program, behind = Program(model.config.vocab_size, n, length), f"shared, {n} contexts"
+            behind += " behind one prompt"
+            state = run(program.prompts(1))
+            state.batch_repeat_interleave(n)
+            decode = functools.partial(run, [[5]] * n, state)  # it writes into its own cache
+            bench.time(behind, decode, x=length, repeat=6)
+            del state, decode
+        bench.clock = time.perf_counter
         for length in CURVE[:1] if bench.quick else CURVE:
             state = run(Program(model.config.vocab_size, OF_CURVE, length).prompts())
             mine = functools.partial(copy.deepcopy, state)
