@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import define
+from structlog.testing import capture_logs
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -92,6 +93,17 @@ def make_pair(config: PretrainedConfig, **options: Any) -> Pair:
     return pair
 
 
+def proven(pair: Pair, length: int = 250) -> Pair:
+    """The same engine, which has compared contexts up to ``length`` with cold ones: then the
+    forwards that it runs are those that are asked for."""
+    with capture_logs() as events:
+        pair.ask(range(length))
+    assert "kv.reuse_wrong" not in {event["event"] for event in events}
+    pair.engine.genlm_clear_kv_cache()
+    pair.forwards.clear()
+    return pair
+
+
 def pair_of(model: Any, reference: Any, **options: Any) -> Pair:
     return Pair(HFEngine(model, None, HFOptions.parse(options)), reference, [])
 
@@ -99,6 +111,12 @@ def pair_of(model: Any, reference: Any, **options: Any) -> Pair:
 @pytest.fixture
 def pair() -> Callable[..., Pair]:
     """Makes an engine from a configuration and the backend's options."""
+    return lambda config, **options: proven(make_pair(config, **options))
+
+
+@pytest.fixture
+def unproven() -> Callable[..., Pair]:
+    """The same, before any row has been compared with a cold one."""
     return make_pair
 
 
@@ -137,7 +155,7 @@ def llama_config() -> Callable[..., LlamaConfig]:
 
 @pytest.fixture
 def llama() -> Pair:
-    return make_pair(LlamaConfig(**SHAPE))
+    return proven(make_pair(LlamaConfig(**SHAPE)))
 
 
 @pytest.fixture(scope="session")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import evolve
 
 from genlm.core import hookimpl
 from genlm.core.errors import EngineError
@@ -17,7 +19,7 @@ from genlm.hf.adapters import AdapterSet
 from genlm.hf.attention import register_row_attention
 from genlm.hf.evaluator import Evaluator
 from genlm.hf.options import HFOptions
-from genlm.hf.patterns import layer_patterns, reuse_limit
+from genlm.hf.patterns import attention_window, layer_patterns, reuse_limit
 from genlm.hf.pool import RowPool
 from genlm.hf.probe import choose_reuse
 from genlm.hf.reuse import Reuse
@@ -26,6 +28,9 @@ from genlm.hf.sequence import TokenSequence
 from genlm.hf.strategies import strategy_for
 
 GIB = 1 << 30
+
+#: Rows of long contexts may be off by so many times what the probe of short ones allows.
+PROOF_MARGIN = 4.0
 
 
 class HFEngine:
@@ -43,35 +48,87 @@ class HFEngine:
 
     def __init__(self, model: Any, tokenizer: Any, options: HFOptions | None = None) -> None:
         options = options or HFOptions()
+        self._refuse(model)
         config = model.config.get_text_config(decoder=True)
-        self.model = model.eval()
+        self.model = model
         self.tokenizer = tokenizer
         self.vocab_size: int = _vocab_size(model, config)
         self.max_context: int | None = getattr(config, "max_position_embeddings", None)
         self.device = str(model.device)
+        self._was_training = model.training
         self._original_attention = model.config._attn_implementation
         self._adapters = AdapterSet(model)
-        self._runner = Runner(model, self._adapters, RowPool(), layer_patterns(config))
         register_row_attention()
-        window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
-        self.reuse: Reuse = choose_reuse(
-            model, self._runner, self.vocab_size, self.max_context, window
-        )
+        self._runner = Runner(model.eval(), self._adapters, RowPool(), layer_patterns(model))
+        window = attention_window(model) or getattr(config, "window_size", None)
+        try:
+            self.reuse, self._tolerance = choose_reuse(
+                model, self._runner, self.vocab_size, self.max_context, window
+            )
+        except BaseException:
+            self._restore()
+            model.train(self._was_training)
+            raise
         budget = options.kv_cache_bytes
         if budget is None:
             budget = _default_budget(model.device)
         self._strategy = strategy_for(self.reuse, self._runner, options.max_batch_tokens, budget)
         self._evaluator = Evaluator(self._strategy, self._adapters, reuse_limit(config))
+        model._genlm_engine = (id(model), weakref.ref(self))
+
+    @staticmethod
+    def _refuse(model: Any) -> None:
+        """Refuse what cannot be served, before the model is changed.
+
+        Raises:
+            EngineError: the model is not a causal language model, or is served already.
+        """
+        kind = type(model).__name__
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise EngineError(
+                f"{kind} is an encoder-decoder model, whose rows need an input to the encoder; "
+                "give a causal language model (AutoModelForCausalLM)"
+            )
+        generates = getattr(model, "can_generate", lambda: True)()
+        if not generates and model.get_output_embeddings() is None:
+            raise EngineError(
+                f"{kind} has no output layer over the vocabulary; "
+                "give a causal language model (AutoModelForCausalLM)"
+            )
+        owner, engine = getattr(model, "_genlm_engine", (None, None))
+        if owner == id(model) and engine() is not None:  # a copy of a model has another id
+            raise EngineError(
+                "this model object is served by another AsyncTransformer, which owns its state; "
+                "share that one, close it first, or load the model a second time"
+            )
 
     @hookimpl
     def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
         sequences = [TokenSequence(query.token_ids, query.adapter) for query in queries]
         if queries[0].cold:
             return _logprobs(self._evaluator.cold(sequences[0]).logits)
-        parts = [
-            (result.owners, _logprobs(result.logits)) for result in self._evaluator.run(sequences)
-        ]
-        return _in_order(parts)
+        unproven = self._evaluator.unproven(sequences)
+        rows = self._rows(sequences)
+        if unproven is not None and not self._proven(sequences[unproven], rows[unproven]):
+            rows = self._rows(sequences)
+        return rows
+
+    def _rows(self, sequences: Sequence[TokenSequence]) -> torch.Tensor:
+        results = self._evaluator.run(sequences)
+        return _in_order([(result.owners, _logprobs(result.logits)) for result in results])
+
+    def _proven(self, sequence: TokenSequence, row: torch.Tensor) -> bool:
+        """Compare a row with a cold one; where it is wrong, long contexts are computed cold from
+        now on."""
+        try:
+            cold = _logprobs(self._evaluator.cold(sequence).logits)[0]
+        except torch.OutOfMemoryError:  # longer than can be computed in one forward
+            self._evaluator.prove(sequence.length, right=True)
+            return True
+        difference = (row - cold).abs().nan_to_num(0.0)  # both may be minus infinity
+        right = float(difference.max()) <= PROOF_MARGIN * self._tolerance
+        self._evaluator.prove(sequence.length, right)
+        return right
 
     @hookimpl
     def genlm_sequence_logprobs(
@@ -84,6 +141,10 @@ class HFEngine:
             )
             for query, continuation in zip(queries, continuations, strict=True)
         ]
+        unproven = self._evaluator.unproven(sequences)
+        if unproven is not None:
+            last = evolve(sequences[unproven], keep=1)
+            self._proven(last, self._rows([last])[0])
         scores = [
             torch.empty(len(continuation), device=self.device) for continuation in continuations
         ]
@@ -142,6 +203,10 @@ class HFEngine:
     def genlm_close(self) -> None:
         """Leave the model as it was before."""
         self._strategy.clear()
+        self._restore()
+        self.model._genlm_engine = (None, None)
+
+    def _restore(self) -> None:
         self._runner.close()
         self._adapters.close()
         if self.model.config._attn_implementation != self._original_attention:

@@ -10,9 +10,12 @@ import torch
 from attrs import evolve
 
 from genlm.core.errors import EngineError
+from genlm.core.logs import get_logger
 from genlm.hf.adapters import AdapterSet
 from genlm.hf.sequence import TokenSequence, shared_tokens
 from genlm.hf.strategies import Result, Strategy
+
+logger = get_logger()
 
 #: Sequences that would share at least this many tokens with another one, not computed yet, wait for
 #: it and start from its state.
@@ -28,12 +31,39 @@ class Evaluator:
         reuse_limit: The longest context whose state may be kept; ``None`` is no limit.
     """
 
+    #: The length of the first context whose row is compared with a cold one. Then follow the powers
+    #: of two.
+    FIRST_CHECK = 16
+
     def __init__(
         self, strategy: Strategy, adapters: AdapterSet, reuse_limit: int | None = None
     ) -> None:
         self._strategy = strategy
         self._adapters = adapters
         self._reuse_limit = reuse_limit
+        self._next_check = self.FIRST_CHECK
+
+    def unproven(self, sequences: Sequence[TokenSequence]) -> int | None:
+        """Which of some sequences to compare with a cold forward: the longest, where none of its
+        length has been compared yet; ``None`` where no comparison is due.
+
+        A model may change its attention beyond a length that nothing in its configuration tells.
+        The first context beyond each power of two is compared, so all comparisons together cost no
+        more than twice the longest of them.
+        """
+        at = max(range(len(sequences)), key=lambda at: sequences[at].length)
+        due = sequences[at].length >= self._next_check and self.keeps(sequences[at])
+        return at if due else None
+
+    def prove(self, length: int, right: bool) -> None:
+        """Say what a comparison of a context of ``length`` tokens showed: where the row was wrong,
+        no state of contexts as long as the last power of two, or longer, is kept any more."""
+        if right:
+            self._next_check = 1 << length.bit_length()
+            return
+        self._reuse_limit = max(self._next_check // 2, 1)
+        self._strategy.clear()
+        logger.warning("kv.reuse_wrong", length=length, limit=self._reuse_limit)
 
     def run(self, sequences: Sequence[TokenSequence]) -> Iterator[Result]:
         """Compute ``sequences``; every wanted row comes exactly once, those of one sequence
@@ -53,9 +83,10 @@ class Evaluator:
 
     def keeps(self, sequence: TokenSequence) -> bool:
         """Whether a sequence's state is kept."""
-        if self._reuse_limit is not None and sequence.length > self._reuse_limit:
-            return False
-        return self._strategy.fits(sequence.length)
+        return not self._is_beyond(sequence) and self._strategy.fits(sequence.length)
+
+    def _is_beyond(self, sequence: TokenSequence) -> bool:
+        return self._reuse_limit is not None and sequence.length > self._reuse_limit
 
     def cold(self, sequence: TokenSequence) -> Result:
         """Compute one sequence from its tokens only."""
@@ -100,7 +131,9 @@ class Evaluator:
         if kept:
             results = self._strategy.compute(sequences, indices, shared or {})
         else:
-            results = self._strategy.plain(sequences, indices)
+            # Where attention depends on the length, it may depend on that of padding too.
+            alike = any(self._is_beyond(sequences[at]) for at in indices)
+            results = self._strategy.plain(sequences, indices, padded=not alike)
         given: Counter[int] = Counter()
         try:
             for result in results:

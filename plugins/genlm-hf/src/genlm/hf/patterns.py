@@ -43,13 +43,12 @@ class Pattern:
         return allowed
 
 
-def layer_patterns(config: Any) -> list[Pattern] | None:
-    """The pattern of every layer of a text configuration; ``None`` where one is unknown or has no
-    key/value rows."""
-    window, chunk = (
-        getattr(config, "sliding_window", None),
-        getattr(config, "attention_chunk_size", None),
-    )
+def layer_patterns(model: Any) -> list[Pattern] | None:
+    """The pattern of every layer of a model; ``None`` where one is unknown or has no key/value
+    rows."""
+    config = model.config.get_text_config(decoder=True)
+    window = attention_window(model)
+    chunk = getattr(config, "attention_chunk_size", None)
     types = getattr(config, "layer_types", None)
     if types is None:
         return [Pattern(window=window)] * config.num_hidden_layers
@@ -64,12 +63,28 @@ def layer_patterns(config: Any) -> list[Pattern] | None:
     )
 
 
+def attention_window(model: Any) -> int | None:
+    """The sliding window that a model's attention uses; ``None`` where it uses none.
+
+    A configuration may mention a window that is switched off.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "use_sliding_window", True) is False:
+        return None
+    window = getattr(config, "sliding_window", None)
+    return window if isinstance(window, int) and window > 0 else None
+
+
 def reuse_limit(config: Any) -> int | None:
     """The longest context whose key/value state may be kept; ``None`` is no limit.
 
-    Rotary embeddings of type ``dynamic`` and ``longrope`` change for *all* positions once a context
-    is longer than the model's original one, so that state from before that moment, or of a shorter
-    neighbour, would be wrong.
+    Some models change their attention for *all* positions once a context is longer than a limit, or
+    count positions in a way that no cache of ours tells them. State from before that moment, or of
+    a shorter neighbour, would be wrong:
+
+    * rotary embeddings of type ``dynamic`` and ``longrope``, beyond the model's original length;
+    * attention whose temperature changes with the position (Llama 4), from ``floor_scale`` on;
+    * attention to the best ``index_topk`` positions only (DeepSeek V3.2), beyond so many.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
@@ -82,4 +97,8 @@ def reuse_limit(config: Any) -> int | None:
         for scaling in nested
         if scaling.get("rope_type") in ("dynamic", "longrope")
     ]
+    if getattr(config, "attn_temperature_tuning", False):
+        limits.append(int(config.floor_scale) - 1)
+    if isinstance(getattr(config, "index_topk", None), int):
+        limits.append(config.index_topk)
     return min(limits, default=None)

@@ -27,6 +27,10 @@ LONGEST_PROBE = 512
 #: rounding only.
 TOLERANCES = {torch.float32: 5e-4, torch.float16: 0.1, torch.bfloat16: 0.5}
 
+#: How many times the noise of two plain forwards, and which share of the spread of a row's
+#: log-probabilities, rows may be off within that.
+NOISE_MARGIN, SPREAD_SHARE = 8.0, 0.1
+
 #: The same under LLM.int8(), which rounds activations too; which of them depends on the whole
 #: forward.
 INT8_TOLERANCE = 3.0
@@ -40,9 +44,12 @@ REPLACEABLE = ("sdpa", "eager")
 
 def choose_reuse(
     model: Any, runner: Runner, vocab_size: int, max_context: int | None, window: int | None
-) -> Reuse:
+) -> tuple[Reuse, float]:
     """Compute two short ragged contexts in every way, from the best on, and take the first that
     agrees with plain forwards.
+
+    Returns:
+        The way, and how far its log-probabilities may be from those of cold forwards.
 
     Raises:
         EngineError: not even padded and unpadded plain forwards agree.
@@ -50,6 +57,7 @@ def choose_reuse(
     contexts = _contexts(vocab_size, max_context, window)
     original = model.config._attn_implementation
     expected = _logprobs([runner.plain([context], [None], [1]) for context in contexts])
+    tolerance = _tolerance(model, runner, contexts, expected)
     reasons = {}
     for reuse in Reuse:
         try:
@@ -63,9 +71,9 @@ def choose_reuse(
             reasons[reuse.value] = f"{type(error).__name__}: {error}"[:200]
         else:
             distance = float((rows - expected).abs().max())
-            if distance <= _tolerance(model):
+            if distance <= tolerance:
                 logger.info("kv.reuse_chosen", reuse=reuse.value, rejected=reasons)
-                return reuse
+                return reuse, tolerance
             reasons[reuse.value] = f"rows differ by {distance:.3g}"
         finally:
             runner.pool.resize(0, 0)
@@ -77,10 +85,22 @@ def choose_reuse(
     )
 
 
-def _tolerance(model: Any) -> float:
+def _tolerance(
+    model: Any, runner: Runner, contexts: Sequence[Sequence[int]], expected: torch.Tensor
+) -> float:
+    """How far rows may be apart: what rounding explains, and less than what tells rows of different
+    contexts apart.
+
+    The noise of rounding is what lies between two plain forwards: each context alone, and beside
+    itself in one batch.
+    """
     if getattr(model, "is_loaded_in_8bit", False):
         return INT8_TOLERANCE
-    return TOLERANCES.get(model.dtype, TOLERANCES[torch.float32])
+    most = TOLERANCES.get(model.dtype, TOLERANCES[torch.float32])
+    twice = [runner.plain([context] * 2, [None] * 2, [1, 1])[:1] for context in contexts]
+    noise = float((_logprobs(twice) - expected).abs().max())
+    spread = float(expected.std(-1).min())
+    return min(most, max(NOISE_MARGIN * noise, SPREAD_SHARE * spread))
 
 
 def _use_row_attention(model: Any) -> None:

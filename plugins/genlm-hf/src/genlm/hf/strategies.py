@@ -75,13 +75,22 @@ class Strategy:
         """
         return self.plain(sequences, indices)
 
-    def plain(self, sequences: Sequence[TokenSequence], indices: Sequence[int]) -> Iterator[Result]:
-        """Compute some sequences without state."""
+    def plain(
+        self, sequences: Sequence[TokenSequence], indices: Sequence[int], padded: bool = True
+    ) -> Iterator[Result]:
+        """Compute some sequences without state.
+
+        Args:
+            sequences: All sequences.
+            indices: Those to compute.
+            padded: Whether sequences of unequal length may share a forward.
+        """
         ordered = sorted(indices, key=lambda at: -sequences[at].length)
         while ordered:
             longest = sequences[ordered[0]].length
             count = max(self.max_tokens // longest, 1)
-            batch = [at for at in ordered[:count] if 2 * sequences[at].length >= longest]
+            shortest = longest / 2 if padded else longest
+            batch = [at for at in ordered[:count] if sequences[at].length >= shortest]
             ordered = ordered[len(batch) :]
             logits = self.runner.plain(
                 [sequences[at].tokens for at in batch],

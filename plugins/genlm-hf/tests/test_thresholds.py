@@ -1,0 +1,198 @@
+"""Models that change their attention beyond a length: rows are right on both sides of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from structlog.testing import capture_logs
+
+from genlm.core import EngineError, Query
+from genlm.hf.engine import HFEngine
+
+Contexts = Callable[..., list[tuple[int, ...]]]
+Make = Callable[..., Any]
+
+SHAPE = {
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 256,
+    "eos_token_id": 256,
+    "pad_token_id": 256,
+}
+LATENT = {
+    **SHAPE,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "index_topk": 20,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+}
+TUNED = {
+    **SHAPE,
+    "head_dim": 8,
+    "num_local_experts": 2,
+    "intermediate_size_mlp": 48,
+    "attention_chunk_size": 256,
+    "no_rope_layers": [1, 0],
+    "attn_temperature_tuning": True,
+    "floor_scale": 20,
+    "attn_scale": 2.0,
+}
+#: The configuration, and the length beyond which attention changes.
+THRESHOLDS = {
+    "llama4, temperature": ("Llama4Text", TUNED, 20),
+    "deepseek 3.2, best positions": ("DeepseekV32", LATENT, 20),
+    "glm-moe-dsa, best positions": ("GlmMoeDsa", LATENT, 20),
+    "mistral, window": ("Mistral", {**SHAPE, "sliding_window": 20}, 20),
+    "qwen2, a window that is switched off": (
+        "Qwen2",
+        {**SHAPE, "sliding_window": 20, "use_sliding_window": False},
+        20,
+    ),
+    "ministral 3, temperature": (
+        "Ministral3",
+        {
+            **SHAPE,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 20,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+        20,
+    ),
+}
+
+
+@pytest.mark.parametrize("family", THRESHOLDS)
+def test_rows_on_both_sides_of_a_threshold(family: str, unproven: Make, contexts: Contexts) -> None:
+    name, arguments, length = THRESHOLDS[family]
+    model = unproven(getattr(transformers, f"{name}Config")(**arguments))
+    (whole,) = contexts(1, 6 * length)
+    other = contexts(1, 6 * length, seed=1)[0]
+    for around in (length, 2 * length, 4 * length):
+        for stop in range(around - 3, around + 4):
+            model.check(whole[:stop], (*whole[: stop - 1], 3), other[: stop // 2])
+        model.check((*whole[: around // 2], 5), (*whole[: around + 2], 5, 6), other[: around + 7])
+    model.check(whole)
+
+
+def test_a_threshold_that_nothing_tells(unproven: Make, contexts: Contexts) -> None:
+    """A model whose rows are others, wherever it goes on from state beyond 100 tokens."""
+    model = unproven(transformers.LlamaConfig(**SHAPE))
+    wrong = {"position_ids": 100}
+
+    def disturb(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        positions = kwargs.get("position_ids")
+        if positions is not None and int(positions.max()) >= wrong["position_ids"]:
+            output.logits = output.logits.roll(1, -1)
+        return output
+
+    model.engine.model.register_forward_hook(disturb, with_kwargs=True)
+    (whole,) = contexts(1, 200)
+    model.check(whole[:40])
+    model.forwards.clear()
+    model.check((*whole[:40], 1))
+    assert model.forwards == [1]
+    with capture_logs() as events:
+        model.check(whole[:140], whole[:50])  # found out, and computed again
+        for stop in range(150, 200, 7):
+            model.check(whole[:stop], whole[: stop - 60])
+    (event,) = [event for event in events if event["event"] == "kv.reuse_wrong"]
+    assert event["length"] == 140
+    model.check(whole[:20])
+    model.forwards.clear()
+    model.check((*whole[:20], 1))  # short contexts keep their state
+    assert model.forwards == [1]
+
+
+def test_scores_beyond_such_a_threshold(unproven: Make, contexts: Contexts) -> None:
+    model = unproven(transformers.LlamaConfig(**SHAPE))
+
+    def disturb(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        if kwargs.get("position_ids") is not None and int(kwargs["position_ids"].max()) >= 100:
+            output.logits = output.logits.roll(1, -1)
+        return output
+
+    model.engine.model.register_forward_hook(disturb, with_kwargs=True)
+    (whole,) = contexts(1, 120)
+    (scores,) = model.engine.genlm_sequence_logprobs([Query(whole[:110])], [whole[110:]])
+    rows = model.expected(*[whole[:stop] for stop in range(110, 120)])
+    wanted = rows.gather(1, torch.tensor(whole[110:])[:, None])[:, 0]
+    torch.testing.assert_close(scores, wanted, atol=1e-4, rtol=0)
+
+
+def small(name: str, **arguments: Any) -> Any:
+    kind = getattr(transformers, name)
+    shape = {"vocab_size": 257, "num_labels": 3, **arguments}
+    model = kind(kind.config_class(**shape))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "why"),
+    [
+        (
+            "T5ForConditionalGeneration",
+            {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2},
+            "encoder-decoder",
+        ),
+        ("LlamaForSequenceClassification", {k: SHAPE[k] for k in list(SHAPE)[1:6]}, "output layer"),
+        (
+            "BertForMaskedLM",
+            {
+                "hidden_size": 16,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "intermediate_size": 16,
+            },
+            "causal language model",
+        ),
+    ],
+)
+def test_other_models_are_refused_and_left_as_they_were(
+    name: str, arguments: dict[str, Any], why: str
+) -> None:
+    model = small(name, **arguments).train()
+    hooks = [len(module._forward_pre_hooks) for module in model.modules()]
+    attention = model.config._attn_implementation
+    with pytest.raises(EngineError, match=why):
+        HFEngine(model, None)
+    assert model.training
+    assert model.config._attn_implementation == attention
+    assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
+
+
+def test_two_engines_over_one_model(unproven: Make) -> None:
+    pair = unproven(transformers.LlamaConfig(**SHAPE))
+    with pytest.raises(EngineError, match="close it first"):
+        HFEngine(pair.engine.model, None)
+    pair.check((1, 2, 3))
+    pair.engine.genlm_close()
+    again = HFEngine(pair.engine.model, None)
+    rows = again.genlm_next_token_logprobs([Query((1, 2, 3))])
+    torch.testing.assert_close(rows, pair.expected((1, 2, 3)), atol=1e-4, rtol=0)
