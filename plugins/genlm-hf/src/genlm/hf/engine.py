@@ -95,7 +95,7 @@ class HFEngine:
                 f"{kind} has no output layer over the vocabulary; "
                 "give a causal language model (AutoModelForCausalLM)"
             )
-        owner, engine = getattr(model, "_genlm_engine", (None, None))
+        owner, engine = getattr(model, "_genlm_engine", (None, lambda: None))
         if owner == id(model) and engine() is not None:  # a copy of a model has another id
             raise EngineError(
                 "this model object is served by another AsyncTransformer, which owns its state; "
@@ -204,7 +204,7 @@ class HFEngine:
         """Leave the model as it was before."""
         self._strategy.clear()
         self._restore()
-        self.model._genlm_engine = (None, None)
+        del self.model._genlm_engine
 
     def _restore(self) -> None:
         self._runner.close()
