@@ -70,6 +70,7 @@ class AdapterClauses:
 
         live.check_all(
             adapters_in_turn,
+            examples=14,
             context=live.contexts.any(),
             tail=live.contexts.tails(),
             turns=st.lists(st.sampled_from(names), min_size=2, max_size=4),

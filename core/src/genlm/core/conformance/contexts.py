@@ -28,7 +28,7 @@ STEMS = (0, 3, 18, 37)
 EDGES = (16, 32, 48, 64, 96, 128, 256, 512, 1024)
 
 #: The sizes of batches, up to the most that are tried.
-BATCHES = (1, 2, 3, 5, 8, 9, 15, 17, 31, 33, 47, 49, 55, 63, 65, 100, 127, 129, 255, 257, 300)
+BATCHES = (5, 9, 15, 17, 31, 33, 49, 55, 65, 129, 257, 300)
 
 #: What contexts are made of where the tokenizer has words. On tokens that make no text some models
 #: amplify rounding: the rows of SmolLM2-135M, one context evaluated beside another, then differ by

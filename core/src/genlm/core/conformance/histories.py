@@ -77,7 +77,7 @@ class HistoryClauses:
         """A dozen contexts behind one prompt grow token by token, fork and end, as in sequential
         Monte Carlo; rows stay cold."""
         contexts = live.contexts
-        steps = min(live.scaled(30, 20), contexts.limit - 24)
+        steps = min(live.scaled(24, 20), contexts.limit - 24)
         if steps < 2:
             pytest.skip(f"max_context is {contexts.limit}: no room for contexts that grow")
         source = live.random("particles")

@@ -52,7 +52,7 @@ class MachineClauses:
         """Ask, extend, fork, gather, cancel, pin, clear, bind, select, remove, sample, fail, reset,
         from several loops."""
         machine = functools.partial(Operations, live)
-        run_state_machine_as_test(machine, settings=live.settings(40, stateful_step_count=STEPS))  # type: ignore[arg-type]
+        run_state_machine_as_test(machine, settings=live.settings(30, stateful_step_count=STEPS))  # type: ignore[arg-type]
 
 
 @define(eq=False)
