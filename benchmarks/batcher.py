@@ -56,6 +56,34 @@ def together(bench: Bench, case: str, ask: Ask, runner: asyncio.Runner, most: in
             )
 
 
+def waiting(bench: Bench, lm: Any, runner: asyncio.Runner) -> None:
+    """Many requests at once, of which an engine takes eight at a time: rows; rows and draws."""
+
+    async def ask(contexts: list[list[int]], mixed: bool) -> None:
+        await asyncio.gather(
+            *(
+                lm.sample(ids, 1, []) if mixed and i % 2 else lm.next_token_logprobs(ids)
+                for i, ids in enumerate(contexts)
+            )
+        )
+
+    source = fresh(3, fill=3)
+    for mixed, case in (
+        (False, "eight at a time, rows"),
+        (True, "eight at a time, mixed"),
+    ):
+        for n in (2_000, 64_000):
+            bench.time(
+                case,
+                lambda contexts, mixed=mixed: runner.run(ask(contexts, mixed)),
+                unit="us",
+                x=n,
+                per=n,
+                prepare=lambda n=n: list(itertools.islice(source, n)),
+                repeat=1 if bench.quick else 3,
+            )
+
+
 def held(bench: Bench, ask: Ask, runner: asyncio.Runner) -> None:
     """How long the event loop is held at most during one forward pass."""
 
@@ -101,10 +129,16 @@ def ours(bench: Bench) -> None:
                 time.sleep(self._seconds)
             return self._rows[: len(queries)]
 
+        @hookimpl
+        def genlm_sample(self, queries: Any, params: Any) -> list[list[int]]:
+            return [[1]] * len(queries)
+
     with asyncio.Runner() as runner:
         for cache_size, case in ((0, "question, cache off"), (None, "question, cache on")):
             with AsyncLM(Instant, backend="instant", cache_size=cache_size) as lm:
                 together(bench, case, lm.next_token_logprobs, runner)
+        with AsyncLM(Instant, backend="instant", cache_size=0, batch_size=8) as lm:
+            waiting(bench, lm, runner)
         with AsyncLM(lambda: Instant(FORWARD), backend="slow") as lm:
             held(bench, lm.next_token_logprobs, runner)
         with AsyncLM(Instant, backend="instant", cache_size=0) as lm:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from genlm.core import InvalidOptionError, load_model_by_name
 from genlm.hf import AsyncTransformer
+from genlm.hf.options import HFOptions
 
 CONTEXT = [104, 101, 108, 108, 111]
 
@@ -54,8 +55,13 @@ def test_the_type_is_the_users(tiny: str) -> None:
     [
         ({"kv_cache_byte": 3}, r"no option kv_cache_byte \(did you mean kv_cache_bytes\?\)"),
         ({"batchsize": 3}, r"no option batchsize \(did you mean batch_size\?\)"),
-        ({"max_batch_tokens": 0}, "max_batch_tokens=0"),
-        ({"kv_cache_bytes": -1}, "kv_cache_bytes=-1"),
+        ({"max_batch_tokens": 0}, "max_batch_tokens must be an integer of at least 1; got 0"),
+        ({"kv_cache_bytes": -1}, "kv_cache_bytes must be an integer of at least 0, or None; got"),
+        ({"kv_cache_bytes": -(10**5000)}, "got an integer of 16610 bits"),
+        ({"dtype": "fp16"}, r"dtype must be one of auto, float32, .*; got 'fp16'"),
+        ({"hf_opts": {"dtype": "float23"}}, r"dtype must be one of .*; got 'float23'"),
+        ({"device": "gpu"}, r"device must be one that PyTorch sees here: cpu.*; got 'gpu'"),
+        ({"device": "cuda:99"}, r"device must be one .*; got 'cuda:99'"),
         ({"device": "cpu", "hf_opts": {"device_map": "cpu"}}, "device_map"),
         ({"dtype": "float32", "hf_opts": {"dtype": "float32"}}, "dtype"),
         (
@@ -128,3 +134,9 @@ def test_the_real_model(smollm2: str) -> None:
         cold = lm.next_token_logprobs_uncached(prompt)
         torch.testing.assert_close(lm.next_token_logprobs_sync(prompt), cold, atol=2e-4, rtol=0)
         assert bytes(lm.byte_vocab[int(cold.argmax())]) == b" Paris"
+
+
+def test_the_hub_token_is_not_shown() -> None:
+    shown = repr(HFOptions(hf_opts={"token": "hf_secret", "revision": "main"}))
+    assert "secret" not in shown
+    assert "'revision': 'main'" in shown

@@ -660,9 +660,9 @@ class AsyncLM:
         )
 
     def trace(self, path: str | os.PathLike[str]) -> Trace:
-        """Record what happens inside a ``with`` block, in any thread, for https://ui.perfetto.dev:
-        requests, batches, the engine's time, cache hits. The file is written at the end of the
-        block.
+        """Record what happens inside a ``with`` block, in any thread: requests, batches, the
+        engine's time, cache hits. The file is written at the end of the block. Open it in
+        https://ui.perfetto.dev, or without a network in ``chrome://tracing`` of Chrome or Chromium.
 
         Raises:
             InvalidInputError: a trace is being recorded already.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
+from genlm.core.checks import shown
 from genlm.core.errors import InvalidOptionError
 from genlm.core.logs import get_logger
 from genlm.hf.options import HFOptions
@@ -24,6 +25,10 @@ SOURCE_ARGUMENTS = (
     "subfolder",
     "gguf_file",
 )
+
+
+#: Types of weights, for messages.
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
 def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
@@ -71,6 +76,9 @@ def _place(arguments: dict[str, Any], options: HFOptions) -> str | None:
         )
     if device is None:
         device = "cuda" if cuda else "cpu"
+    _check_device(device)
+    for dtype in (options.dtype, arguments.get("dtype"), arguments.get("torch_dtype")):
+        _check_dtype(dtype)
     if options.dtype is not None:
         if "dtype" in arguments or "torch_dtype" in arguments:
             raise InvalidOptionError(
@@ -92,6 +100,40 @@ def _place(arguments: dict[str, Any], options: HFOptions) -> str | None:
         # A quantised model is placed while it loads, and cannot be moved.
         arguments.setdefault("device_map", device)
     return None if "device_map" in arguments else device
+
+
+def _check_device(device: Any) -> None:
+    """Raises: InvalidOptionError: this machine has no such device."""
+    there = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    if torch.backends.mps.is_available():
+        there.append("mps")
+    try:
+        given = torch.device(device)
+    except (RuntimeError, TypeError):
+        given = None
+    kinds = {name.partition(":")[0] for name in there}
+    absent = (
+        given is not None
+        and given.type in ("cpu", "cuda", "mps")
+        and (
+            given.type not in kinds
+            or (given.type == "cuda" and given.index is not None and str(given) not in there)
+        )
+    )
+    if given is None or absent:
+        raise InvalidOptionError(
+            f"device must be one that PyTorch sees here: {', '.join(there)}; got {shown(device)}"
+        )
+
+
+def _check_dtype(dtype: Any) -> None:
+    """Raises: InvalidOptionError: it is not a type of weights."""
+    given = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    floating = isinstance(given, torch.dtype) and given.is_floating_point
+    if not (dtype in (None, "auto") or floating or isinstance(dtype, dict)):
+        raise InvalidOptionError(
+            f"dtype must be one of {', '.join(DTYPES)}, or such a torch.dtype; got {shown(dtype)}"
+        )
 
 
 def _gguf(name: str) -> tuple[str, str | None]:

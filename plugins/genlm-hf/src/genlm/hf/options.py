@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import field, fields, frozen
 
-from genlm.core.errors import InvalidOptionError
+from genlm.core.checks import integer
 from genlm.core.options import refuse_unknown
 
 
@@ -15,11 +15,13 @@ def _mapping(given: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(given or {})
 
 
+def _without_token(given: Mapping[str, Any]) -> str:
+    """For ``repr``: logs must not show the user's hub token."""
+    return repr({name: "..." if name == "token" else value for name, value in given.items()})
+
+
 def _positive(instance: object, attribute: Any, value: Any) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise InvalidOptionError(
-            f"{attribute.name}={value!r} is not accepted; give an integer of at least 1"
-        )
+    integer(attribute.name, value, least=1)
 
 
 @frozen
@@ -45,7 +47,7 @@ class HFOptions:
         max_batch_tokens: The most new tokens in one forward; longer work is done in chunks.
     """
 
-    hf_opts: Mapping[str, Any] = field(factory=dict, converter=_mapping)
+    hf_opts: Mapping[str, Any] = field(factory=dict, converter=_mapping, repr=_without_token)
     bitsandbytes_opts: Mapping[str, Any] | None = None
     compile_opts: Mapping[str, Any] | None = None
     device: str | None = None
@@ -55,8 +57,7 @@ class HFOptions:
 
     @kv_cache_bytes.validator
     def _check_bytes(self, attribute: Any, value: int | None) -> None:
-        if value != 0:
-            _positive(self, attribute, value)
+        integer(attribute.name, value, least=0, optional=True)
 
     @classmethod
     def parse(cls, options: Mapping[str, object]) -> HFOptions:
