@@ -15,7 +15,7 @@ from .registry import breaks
 
 
 class LMWithTasks(AsyncLM):
-    """A model that makes a task of each question of a context, which all who ask for it share."""
+    """A model that makes a task of each request of a context, which all who ask for it share."""
 
     async def next_token_logprobs(self, token_ids: Any, **options: Any) -> torch.Tensor:
         tasks = self.__dict__.setdefault("tasks", {})
@@ -39,7 +39,7 @@ class CancelledNeighbour(LMWithTasks):
 
 @breaks("abandoned_question_is_dropped")
 class AbandonedQuestionsEvaluated(LMWithTasks):
-    """A question lives on when all its callers have gone."""
+    """A request lives on when all its callers have gone."""
 
     async def answer(self, task: asyncio.Task[torch.Tensor]) -> torch.Tensor:
         return await asyncio.shield(task)
@@ -47,7 +47,7 @@ class AbandonedQuestionsEvaluated(LMWithTasks):
 
 @breaks("failing_question_fails_alone")
 class SwallowedError(AsyncLM):
-    """A question that fails is answered with a flat row."""
+    """A request that fails is answered with a flat row."""
 
     async def next_token_logprobs(self, *args: Any, **options: Any) -> torch.Tensor:
         try:
@@ -58,7 +58,7 @@ class SwallowedError(AsyncLM):
 
 @breaks("reset_fails_what_is_pending")
 class ResetForgetsTheCallers(AsyncLM):
-    """A question that a reset drops is never answered."""
+    """A request that a reset drops is never answered."""
 
     async def next_token_logprobs(self, *args: Any, **options: Any) -> torch.Tensor:
         try:

@@ -15,7 +15,7 @@ from .registry import breaks
 
 
 class LMWith(AsyncLM):
-    """A model that changes the rows of the asynchronous single question."""
+    """A model that changes the rows of the asynchronous single request."""
 
     async def next_token_logprobs(self, *args: Any, **options: Any) -> torch.Tensor:
         return self.changed(await super().next_token_logprobs(*args, **options))

@@ -1,4 +1,4 @@
-"""Faults in batches, and in state kept between questions."""
+"""Faults in batches, and in state kept between requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BatchesSorted(AsyncLM):
 
 @breaks("equal_questions_share_one_slot")
 class NothingShared(AsyncLM):
-    """A question is evaluated again for a further caller."""
+    """A request is evaluated again for a further caller."""
 
     async def next_token_logprobs(self, *args: Any, **options: Any) -> torch.Tensor:
         await super().next_token_logprobs(*args, **options)

@@ -12,7 +12,7 @@ from genlm.core.types import TokenIds
 
 
 class AdapterClauses:
-    """Each question is answered with its adapter and no other."""
+    """Each request is answered with its adapter and no other."""
 
     def test_adapter_changes_the_rows(self, live: Subject) -> None:
         """Each adapter has rows of its own: else the clauses on adapters would hold of an engine
@@ -31,7 +31,7 @@ class AdapterClauses:
                 )
 
     def test_adapters_in_one_batch(self, live: Subject) -> None:
-        """Questions with different adapters and none, asked together, each get the row of
+        """Requests with different adapters and none, asked together, each get the row of
         theirs."""
         names = [None, *live.needs_adapters()]
 

@@ -19,7 +19,7 @@ class CallerClauses:
     """Callers do not disturb each other."""
 
     def test_cancelled_caller_leaves_others_alone(self, live: Subject) -> None:
-        """Cancelling one caller, alone or beside another with the same question, leaves every other
+        """Cancelling one caller, alone or beside another with the same request, leaves every other
         answer as it is."""
 
         def cancelled_caller_leaves_others_alone(
@@ -62,7 +62,7 @@ class CallerClauses:
         )
 
     def test_abandoned_question_is_dropped(self, live: Subject) -> None:
-        """A question all of whose callers have gone does not reach the engine."""
+        """A request all of whose callers have gone does not reach the engine."""
 
         def abandoned_question_is_dropped(context: TokenIds) -> None:
             async def scenario() -> None:
@@ -82,7 +82,7 @@ class CallerClauses:
             live.expect(
                 live.ask(live.contexts.stem[:5]),
                 live.contexts.stem[:5],
-                how="after an abandoned question",
+                how="after an abandoned request",
             )
             seen = [query.token_ids for query in live.gate.seen]
             check(
@@ -93,14 +93,14 @@ class CallerClauses:
         live.check_all(abandoned_question_is_dropped, examples=5, context=live.contexts.any())
 
     async def _blocked(self, live: Subject) -> asyncio.Future[Outcome]:
-        """A question that the engine has in hand, so that all others wait."""
+        """A request that the engine has in hand, so that all others wait."""
         blocker = asyncio.ensure_future(live.lm.next_token_logprobs(live.contexts.stem[:2]))
         await submitted()
         await asyncio.wrap_future(live.thread(live.gate.wait_inside))
         return blocker
 
     def test_failing_question_fails_alone(self, live: Subject) -> None:
-        """If the engine fails on one question of a batch, its caller gets the error and the others
+        """If the engine fails on one request of a batch, its caller gets the error and the others
         their rows."""
 
         def failing_question_fails_alone(contexts: list[TokenIds], failing: int) -> None:
@@ -147,7 +147,7 @@ class CallerClauses:
             for outcome in dropped:
                 check(
                     isinstance(outcome, QueriesResetError),
-                    f"a question pending at the reset ended in {outcome!r:.200}",
+                    f"a request pending at the reset ended in {outcome!r:.200}",
                 )
             live.expect(taken, live.contexts.stem[:2], how="in the engine's hands during a reset")
             for row, context in zip(live.gather(contexts), contexts, strict=True):
@@ -156,7 +156,7 @@ class CallerClauses:
         live.check_all(reset_fails_what_is_pending, examples=5, contexts=live.contexts.distinct())
 
     def test_blocking_call_inside_a_running_loop(self, live: Subject) -> None:
-        """A blocking call works inside a running event loop, also while that loop's own questions
+        """A blocking call works inside a running event loop, also while that loop's own requests
         are pending."""
 
         def blocking_call_inside_a_running_loop(contexts: list[TokenIds]) -> None:
@@ -218,7 +218,7 @@ class CallerClauses:
 
     def test_loops_one_after_the_other(self, live: Subject) -> None:
         """The model works in one event loop after another, also when a loop was closed with
-        questions pending."""
+        requests pending."""
 
         def loops_one_after_the_other(contexts: list[TokenIds]) -> None:
             abandoned = asyncio.new_event_loop()

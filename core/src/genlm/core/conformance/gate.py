@@ -110,7 +110,7 @@ class EngineGate:
         """Wait until an evaluation is being held."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._inside, self._patience):
-                raise TimeoutError(f"no question reached the engine within {self._patience:g} s")
+                raise TimeoutError(f"no request reached the engine within {self._patience:g} s")
 
     def let_one_through(self) -> None:
         """Let the evaluation that is held go on, and wait until the next one is held."""

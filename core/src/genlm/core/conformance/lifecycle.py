@@ -38,11 +38,11 @@ print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - b
 
 @frozen
 class Farewell:
-    """What became of everybody when the model was closed with questions pending."""
+    """What became of everybody when the model was closed with requests pending."""
 
-    waiting: list[Outcome]  # callers whose question the engine had not taken
+    waiting: list[Outcome]  # callers whose request the engine had not taken
     blocked: Outcome  # the same, in a thread
-    taken: Outcome  # the caller whose question the engine had in hand
+    taken: Outcome  # the caller whose request the engine had in hand
     closed: Outcome  # of close()
     closed_again: Outcome
     afterwards: dict[str, Outcome]  # of each method called on the closed model
@@ -184,7 +184,7 @@ class LifecycleClauses:
             )
 
     def test_close_fails_what_is_pending(self, live: Subject) -> None:
-        """``close`` answers every waiting caller with ``ModelClosedError``; a question in the
+        """``close`` answers every waiting caller with ``ModelClosedError``; a request in the
         engine's hands may end."""
         farewell = self._farewell(live)
         for outcome in [*farewell.waiting, farewell.blocked]:
@@ -257,7 +257,7 @@ async def _say_goodbye(live: Subject) -> Farewell:
     await submitted()
     blocked = live.thread(lambda: lm.next_token_logprobs_sync(stem[:5]))
     closing = live.thread(lm.close)
-    # These must end while the engine is still busy with the first question.
+    # These must end while the engine is still busy with the first request.
     ended = [await _outcome(live, future) for future in waiting]
     ended_in_thread = await _outcome(live, asyncio.wrap_future(blocked))
     live.gate.release()

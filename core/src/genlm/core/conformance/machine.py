@@ -79,7 +79,7 @@ class Loop:
 
 @define(eq=False)
 class Asked:
-    """A question on its way."""
+    """A request on its way."""
 
     what: str
     loop: Loop
@@ -90,7 +90,7 @@ class Asked:
 
 
 class Operations(RuleBasedStateMachine):
-    """The engine is held while questions gather, and let go by whatever needs an answer."""
+    """The engine is held while requests gather, and let go by whatever needs an answer."""
 
     def __init__(self, live: Subject) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Operations(RuleBasedStateMachine):
         ones = [(*stem, token) for stem in stems for token in self.tokens]
         return ones + [(*context, token) for context in ones for token in self.tokens]
 
-    # --- questions --------------------------------------------------------------------------------
+    # --- requests --------------------------------------------------------------------------------
 
     @rule(context=drawn("contexts"), lora=drawn("loras"), loop=st.integers(0, 1))
     def ask(self, context: TokenIds, lora: str | None, loop: int) -> None:
@@ -172,8 +172,8 @@ class Operations(RuleBasedStateMachine):
         """Look at all the answers."""
         self.live.gate.release()
         asked, self.asked = self.asked, []
-        for question in asked:
-            self._look(question)
+        for request in asked:
+            self._look(request)
 
     @rule(context=drawn("contexts"), lora=drawn("loras"))
     def ask_blocking(self, context: TokenIds, lora: str | None) -> None:
@@ -226,7 +226,7 @@ class Operations(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        """All questions that the engine has not taken end in an error."""
+        """All requests that the engine has not taken end in an error."""
         self.live.lm.reset_async_queries()
         for asked in self.asked:
             asked.excuses += (QueriesResetError,)

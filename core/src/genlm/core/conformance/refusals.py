@@ -63,7 +63,7 @@ class RefusalClauses:
         self._still_works(live)
 
     def test_unknown_adapter_is_refused(self, live: Subject) -> None:
-        """A name that no adapter has: an ``UnknownAdapterError``, in questions, ``set_lora`` and
+        """A name that no adapter has: an ``UnknownAdapterError``, in requests, ``set_lora`` and
         ``remove_lora``."""
         lm, name, context = live.lm, "no-such-adapter", live.contexts.stem[:2]
 

@@ -122,7 +122,7 @@ class OwnershipClauses:
             mine.fill_(0.0)
             for row in others:
                 live.expect(
-                    row, context, how="after a caller with the same question wrote into its row"
+                    row, context, how="after a caller with the same request wrote into its row"
                 )
             live.ask(context).fill_(0.0)
             live.expect(

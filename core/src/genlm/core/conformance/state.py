@@ -1,4 +1,4 @@
-"""Clauses on batches, and on state kept between questions: neither may show in an answer."""
+"""Clauses on batches, and on state kept between requests: neither may show in an answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BatchClauses:
         live.check_all(batch_answers_in_order, contexts=live.contexts.several())
 
     def test_gathered_questions_equal_single_ones(self, live: Subject) -> None:
-        """Questions asked together by coroutines of their own get their cold rows."""
+        """Requests asked together by coroutines of their own get their cold rows."""
 
         def gathered_questions_equal_single_ones(contexts: list[TokenIds]) -> None:
             for row, context in zip(live.gather(contexts), contexts, strict=True):
@@ -52,7 +52,7 @@ class BatchClauses:
         )
 
     def test_equal_questions_share_one_slot(self, live: Subject) -> None:
-        """The engine sees each of the pending questions once, however many callers ask it."""
+        """The engine sees each of the pending requests once, however many callers ask it."""
 
         def equal_questions_share_one_slot(context: TokenIds, callers: int) -> None:
             live.gather([context] * callers)

@@ -77,7 +77,7 @@ class Subject:
         self._load = load
         self._lm: AsyncLM | None = None
         self._broken: Exception | None = None
-        # Of the main thread: a new loop for every question would take longer than it.
+        # Of the main thread: a new loop for every request would take longer than it.
         self._runner = asyncio.Runner()
         self._clean = False
         self._bound: dict[str, str] = {}
@@ -303,7 +303,7 @@ class Subject:
     def gather(
         self, contexts: Sequence[Sequence[int]], adapters: Sequence[str | None] | None = None
     ) -> list[Outcome]:
-        """The outcomes of questions asked together, each by a coroutine of its own."""
+        """The outcomes of requests asked together, each by a coroutine of its own."""
         chosen = adapters if adapters is not None else [None] * len(contexts)
         asked_together = [
             f"{shown(ids)}{_with(name)}" for ids, name in zip(contexts, chosen, strict=True)
@@ -377,7 +377,7 @@ class Subject:
 
 
 async def submitted() -> None:
-    """Let the event loop start the tasks made so far, and hand their questions to the engine's
+    """Let the event loop start the tasks made so far, and hand their requests to the engine's
     queue."""
     for _ in range(5):
         await asyncio.sleep(0)
