@@ -97,3 +97,11 @@ def test_rotary_settings_by_kind_of_layer_and_within_a_text_model() -> None:
         "rope_local_base_freq": 1e4,
     }
     assert amended({"text_config": text}) == {"text_config": {**text, **lifted}}
+
+
+def test_what_is_loaded_already_cannot_be_wrapped() -> None:
+    from genlm.core import UnsupportedError
+    from genlm.mlx import AsyncMlxLM
+
+    with pytest.raises(UnsupportedError, match=r"AsyncMlxLM\.from_name\(name\)"):
+        AsyncMlxLM(object(), object())

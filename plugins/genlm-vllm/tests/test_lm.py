@@ -107,3 +107,11 @@ def test_by_name_and_two_models_in_one_process(lm, model_path, small_opts):
     with pytest.raises(ModelClosedError):
         other.next_token_logprobs_sync(PROMPT)
     torch.testing.assert_close(lm.next_token_logprobs_uncached(PROMPT), row, atol=5e-4, rtol=0)
+
+
+def test_what_is_loaded_already_cannot_be_wrapped() -> None:
+    from genlm.core import UnsupportedError
+    from genlm.vllm import AsyncVirtualLM
+
+    with pytest.raises(UnsupportedError, match=r"AsyncVirtualLM\.from_name\(name\)"):
+        AsyncVirtualLM(object(), object())
