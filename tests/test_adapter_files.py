@@ -130,7 +130,7 @@ def test_scales_and_ranks_by_module(write: Write) -> None:
     adapter = read_adapter(
         write(
             {**lora(Q), **lora(V, rank=3)},
-            rank_pattern={r"self_attn\.v_proj": 3},
+            rank_pattern={r".*\.self_attn\.v_proj": 3},
             alpha_pattern={f"^{Q}": 10, "proj": 7},
             use_rslora=True,
         )

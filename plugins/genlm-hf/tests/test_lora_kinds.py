@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 from genlm.core import InvalidAdapterError
 from genlm.core.conformance.adapter_kinds import (
@@ -127,3 +133,54 @@ def test_an_adapter_of_another_model(
         with pytest.raises(InvalidAdapterError, match=message):
             lm.add_new_lora(path, "a")
         assert torch.equal(lm.next_token_logprobs_uncached([1, 2, 3]), before)
+
+
+EXPERTS = (
+    Kind(
+        "experts' parameters",
+        {
+            "target_modules": ["q_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        },
+    ),
+    Kind(
+        "experts' parameters with a pattern",
+        {
+            "target_modules": ["q_proj"],
+            "target_parameters": ["mlp.experts.down_proj"],
+            "alpha_pattern": {"experts.down_proj": 20},
+        },
+    ),
+    Kind("every linear layer", {"target_modules": "all-linear"}),
+)
+
+
+@pytest.mark.parametrize("kind", EXPERTS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("family", [Qwen3MoeConfig, Qwen3NextConfig])
+def test_experts(tiny: str, tmp_path: Path, family: Any, kind: Kind) -> None:
+    torch.manual_seed(0)
+    config = family(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        initializer_range=0.2,
+        layer_types=["linear_attention", "full_attention"],
+    )
+    folder = tmp_path / "model"
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    case = make_case(kind, str(folder), tmp_path)
+    with AsyncTransformer.from_name(str(folder), cache_size=0) as lm:
+        assert outcome(lm, case, 1e-4) == "right"

@@ -35,6 +35,10 @@ MOST_CONFIG, MOST_HEADER = 4 << 20, 32 << 20
 #: Bytes per element of the types that an adapter may have.
 WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
+#: A key of ``rank_pattern`` or ``alpha_pattern`` that is a name, or begins with what PEFT itself
+#: writes before names.
+KEY = re.compile(r"(?P<start>\^|\.\*\\\.)?(?P<name>(\w|-|\\?\.)+)")
+
 #: What PEFT puts before the name of a module.
 PREFIX = "base_model.model."
 
@@ -235,9 +239,17 @@ class AdapterFolder:
 
     def adapts_parameters(self, module: str) -> bool:
         """Whether ``module`` holds parameters that the adapter targets themselves."""
-        return any(
-            _is_suffix(target.rpartition(".")[0], module.replace(".base_layer", ""))
-            for target in self.config.get("target_parameters") or ()
+        module = module.replace(".base_layer", "")
+        parents = {
+            target.rpartition(".")[0] for target in self.config.get("target_parameters") or ()
+        }
+        if any(parent and _is_suffix(parent, module) for parent in parents):
+            return True
+        # A parameter by its own name may be any module's but those that are targets themselves.
+        targets = self.config.get("target_modules")
+        targets = targets if isinstance(targets, list) else []
+        return "" in parents and not any(
+            isinstance(target, str) and _is_suffix(target, module) for target in targets
         )
 
 
@@ -408,7 +420,7 @@ class _Reading:
             if not isinstance(pattern, dict) or not all(map(right, pattern.values())):
                 raise self._wrong(name, expected)
             for key in pattern:
-                if not re.fullmatch(r"\^?(\w|-|\\?\.)+", key):
+                if not KEY.fullmatch(key):
                     raise InvalidAdapterError(
                         f"LoRA adapter {self.folder} has the regular expression {_shown(key)} in "
                         f"{name}, and regular expressions of files are not run; write the names of "
@@ -505,10 +517,19 @@ class _Reading:
     def _of(self, module: str, pattern: str, default: Any) -> Any:
         """What a pattern of names says of a module: the first key that its name ends with."""
         for key, value in (self.config.get(pattern) or {}).items():
-            literal = key.removeprefix("^").replace("\\.", ".")
-            if module == literal or (not key.startswith("^") and _is_suffix(literal, module)):
+            name, whole = key_name(key)
+            if module == name or (not whole and _is_suffix(name, module)):
                 return value
         return default
+
+
+def key_name(key: str) -> tuple[str, bool]:
+    """The name that a key of a pattern stands for, and whether it is a whole one, not the end of
+    one."""
+    match = KEY.fullmatch(key)
+    if match is None:
+        raise InvalidAdapterError(f"the regular expression {_shown(key)} is not run")
+    return match["name"].replace("\\.", "."), match["start"] == "^"
 
 
 def _is_suffix(part: str, name: str) -> bool:

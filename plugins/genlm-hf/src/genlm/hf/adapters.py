@@ -13,6 +13,7 @@ from genlm.core.adapter_files import (
     WEIGHTS,
     AdapterFolder,
     Feature,
+    key_name,
     module_shapes,
     read_adapter,
     read_tensor,
@@ -290,8 +291,8 @@ def _config(folder: AdapterFolder) -> Any:
 
 def _literal(key: str) -> str:
     """A key of a pattern as an expression that matches itself."""
-    text = re.escape(key.removeprefix("^").replace("\\.", "."))
-    return f"^{text}" if key.startswith("^") else text
+    name, whole = key_name(key)
+    return f"^{re.escape(name)}" if whole else re.escape(name)
 
 
 def _name(version: int) -> str:
