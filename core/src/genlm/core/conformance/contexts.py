@@ -30,9 +30,9 @@ EDGES = (16, 32, 48, 64, 96, 128, 256, 512, 1024)
 #: The sizes of batches, up to the most that are tried.
 BATCHES = (5, 9, 15, 17, 31, 33, 49, 55, 65, 129, 257, 300)
 
-#: What contexts are made of where the tokenizer has words. On tokens that make no text some models
-#: amplify rounding: the rows of SmolLM2-135M, one context evaluated beside another, then differ by
-#: 1e-3 in float32, and on text by 3e-6.
+#: If the tokenizer has words, contexts are made of this text. On tokens that make no text, some
+#: models amplify rounding: the rows of SmolLM2-135M, one context evaluated beside another, then
+#: differ by 1e-3 in float32, and on text by 3e-6.
 TEXT = (
     "The quick brown fox jumps over the lazy dog while an old man reads to his daughter a letter "
     "about the weather in "
