@@ -16,9 +16,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+import torch
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
+from transformers import AutoModelForCausalLM
 
 from genlm.mlx.loading import amended
 
@@ -144,3 +146,15 @@ def gemma3(folders: Folders) -> Any:
         folder, model_config=amended(json.loads((folder / "config.json").read_text()))
     )
     return model
+
+
+def test_falcon_h1_leaves_multipliers_out(folders: Folders) -> None:
+    """Of keys and values: what ``repair`` multiplies their weights with."""
+    folder = folders("falcon_h1")
+    model, _ = load_model(
+        folder, model_config=amended(json.loads((folder / "config.json").read_text()))
+    )
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([[5, 6, 7]])).logits
+    found = torch.tensor(model(mx.array([[5, 6, 7]]))[0, -1].tolist())
+    assert (found - logits[0, -1]).abs().max() > 1e-2, FIXED.format("`_left_out` in repairs.py")
