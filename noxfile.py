@@ -238,11 +238,11 @@ def docs(session: nox.Session) -> None:
     run(session, programs, "zensical", "build", "--strict", "--clean")
     screenshots = ROOT / "build" / "screenshots"
     screenshots.mkdir(parents=True, exist_ok=True)
-    session.env |= {
-        "GENLM_TEST_MODEL": model,
-        "GENLM_SITE": str(ROOT / "build" / "site"),
-        "GENLM_SCREENSHOTS": str(screenshots),
-    }
+    session.env.update(
+        GENLM_TEST_MODEL=model,
+        GENLM_SITE=str(ROOT / "build" / "site"),
+        GENLM_SCREENSHOTS=str(screenshots),
+    )
     run(session, programs, "pytest", "tests/site/browser.py", "tests/site/test_programs.py")
 
 
