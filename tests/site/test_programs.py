@@ -32,7 +32,7 @@ def test_the_first_page() -> None:
 def test_the_page_start() -> None:
     printed = run_as_one_program(DOCS / "start.md")
     assert " Paris" in printed
-    assert "Stats(" in printed
+    assert "batches" in printed
 
 
 def test_every_error_has_a_row_in_the_page_on_troubleshooting() -> None:
