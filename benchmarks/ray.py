@@ -1,0 +1,141 @@
+"""Rows over replicas: what the way there and back costs, and what many replicas bring.
+
+``rows at once``: n new contexts in one gather, for each. Ours are answered by two replicas of the
+mock, the floor by the mock in this process, over the vocabulary of the real model.
+``extend, by affinity`` and ``extend, placed at random``: a step of 16 contexts of 200 tokens over
+two replicas of hf. ``recover``: from the death of one of two replicas, with 64 requests in flight,
+to the last row. ``rows a second of n replicas``: waves of 64 contexts a replica, whose engines take
+20 ms for a batch; the floor is 64 / 20 ms for each replica. The replicas only wait, so this shows
+where the program's own process becomes the limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.protocol import Bench, main
+
+PLUGIN = "ray"
+
+SIZES = (1, 8, 64, 512)
+REPLICAS = (1, 2, 4, 8, 16)
+DELAY = 0.02
+WAVE = 64
+
+new_ids = itertools.count(1)
+
+
+def new_contexts(n: int, length: int = 20) -> list[list[int]]:
+    """Contexts that nobody has asked for."""
+    source = random.Random(next(new_ids))
+    return [[source.randrange(200) for _ in range(length)] for _ in range(n)]
+
+
+def gather(lm: Any, contexts: Sequence[Sequence[int]]) -> None:
+    async def ask() -> None:
+        await asyncio.gather(*map(lm.next_token_logprobs, contexts))
+
+    asyncio.run(ask())
+
+
+def over_rows(bench: Bench, lm: Any) -> None:
+    for n in SIZES:
+        bench.time(
+            "rows at once",
+            lambda contexts: gather(lm, contexts),
+            unit="us",
+            x=n,
+            per=n,
+            prepare=lambda n=n: new_contexts(n),
+        )
+
+
+def fleet(model: str, backend: str, replicas: int, **backend_opts: Any) -> Any:
+    from genlm.core import load_model_by_name
+
+    options = {"backend": backend, "replicas": replicas, "backend_opts": backend_opts}
+    return load_model_by_name(model, "ray", {**options, "resources": {"num_cpus": 0.01}})
+
+
+def extend(bench: Bench, case: str) -> None:
+    with fleet(bench.model, "hf", 2) as lm:
+        contexts = new_contexts(16, 200)
+
+        def grown() -> list[list[int]]:
+            random.Random(next(new_ids)).shuffle(contexts)
+            for context in contexts:
+                context.append(next(new_ids) % 200)
+            return contexts
+
+        gather(lm, contexts)
+        bench.time(case, lambda asked: gather(lm, asked), repeat=8, prepare=grown)
+
+
+def recover(bench: Bench) -> None:
+    import ray
+
+    seconds = []
+    with fleet("mock", "mock", 2, delay=DELAY) as lm:
+        for _ in range(2 if bench.quick else 5):
+
+            async def ask(contexts: list[list[int]]) -> None:
+                rows = [asyncio.ensure_future(lm.next_token_logprobs(ids)) for ids in contexts]
+                await asyncio.sleep(DELAY / 2)
+                ray.kill(lm.underlying_model[0])
+                await asyncio.gather(*rows)
+
+            began = time.perf_counter()
+            asyncio.run(ask(new_contexts(64)))
+            seconds.append(time.perf_counter() - began)
+    bench.record("recover", seconds, unit="s")
+
+
+def scale(bench: Bench) -> None:
+    for replicas in REPLICAS[: 2 if bench.quick else None]:
+        with fleet("mock", "mock", replicas, delay=DELAY) as lm:
+            rates = []
+            gather(lm, new_contexts(WAVE * replicas))
+            for _ in range(3 if bench.quick else 10):
+                contexts = new_contexts(2 * WAVE * replicas)
+                began = time.perf_counter()
+                gather(lm, contexts)
+                rates.append(len(contexts) / (time.perf_counter() - began))
+        bench.record("rows a second of n replicas", rates, unit="rows/s", x=replicas)
+
+
+def at_random(choose: Callable[..., Any]) -> Callable[..., Any]:
+    source = random.Random(0)
+    return lambda self, query, loads: source.choice(list(loads))
+
+
+def ours(bench: Bench) -> None:
+    from genlm.ray.affinity import Affinity
+
+    with fleet(bench.model, "mock", 2) as lm:
+        over_rows(bench, lm)
+    extend(bench, "extend, by affinity")
+    choose = Affinity.choose
+    Affinity.choose = at_random(choose)  # type: ignore[method-assign]
+    extend(bench, "extend, placed at random")
+    Affinity.choose = choose  # type: ignore[method-assign]
+    recover(bench)
+    scale(bench)
+
+
+def floor(bench: Bench) -> None:
+    from genlm.core import load_model_by_name
+
+    with load_model_by_name(bench.model, "mock", {"cache_size": 0}) as lm:
+        over_rows(bench, lm)
+    for replicas in REPLICAS[: 2 if bench.quick else None]:
+        rate = WAVE * replicas / DELAY
+        bench.record("rows a second of n replicas", rate, unit="rows/s", x=replicas)
+
+
+if __name__ == "__main__":
+    main(ours=ours, floor=floor)

@@ -1,0 +1,108 @@
+"""The connection to Ray: one a process, shared by its models, and ended with the last of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from typing import Any
+from urllib.parse import urlsplit
+
+from genlm.core import checks
+from genlm.core.errors import BackendUnavailableError, InvalidOptionError
+
+#: Ray's name for a cluster that this program starts on its own machine.
+LOCAL = "local"
+
+#: Seconds to wait for a connection to a cluster's head.
+CONNECT_TIMEOUT = 10.0
+
+#: Where our actors have their names.
+NAMESPACE = "genlm"
+
+
+class Cluster:
+    """Joins a running cluster, or starts one on this machine. A cluster that the program itself is
+    connected to already is used, and left alone.
+
+    Args:
+        address: As ``ray.init`` takes it; ``None`` takes ``RAY_ADDRESS``, else starts one.
+
+    Raises:
+        BackendUnavailableError: there is no cluster at the address.
+        InvalidOptionError: this process is connected to another one.
+    """
+
+    _lock = threading.Lock()
+    _users = 0  # models that use the connection that we made
+    _joined: str | None = None  # where that leads
+
+    def __init__(self, address: str | None) -> None:
+        import ray
+
+        self.ray: Any = ray
+        wanted = address or os.environ.get("RAY_ADDRESS") or LOCAL
+        with self._lock:
+            if not ray.is_initialized():
+                self._connect(wanted)
+                Cluster._joined, Cluster._users = wanted, 0
+            elif Cluster._users and address is not None and wanted != Cluster._joined:
+                raise InvalidOptionError(
+                    f"this process is connected to the cluster {Cluster._joined!r}, and Ray allows "
+                    f"one at a time; close its models before you use {address!r}"
+                )
+            self._ours = Cluster._joined is not None
+            Cluster._users += self._ours
+
+    def _connect(self, address: str) -> None:
+        options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False}
+        require_listener(address)
+        if address == LOCAL:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # reports nothing unless asked to
+            options["include_dashboard"] = False
+        try:
+            self.ray.init(address, logging_level="ERROR", **options)
+        except ConnectionError as error:
+            raise no_cluster(address, error) from error
+
+    def leave(self) -> None:
+        """End the connection with its last model. A cluster that was started here ends with it."""
+        with self._lock:
+            if not self._ours:
+                return
+            self._ours = False
+            Cluster._users -= 1
+            if not Cluster._users:
+                Cluster._joined = None
+                self.ray.shutdown()
+
+
+def require_listener(address: str) -> None:
+    """Ray itself waits for minutes where nobody listens.
+
+    Raises:
+        BackendUnavailableError: nobody listens at the address.
+        InvalidOptionError: the address is not host:port.
+    """
+    if address == LOCAL:
+        return
+    where = urlsplit(address if "://" in address else f"//{address}")
+    try:
+        host, port = where.hostname, where.port
+    except ValueError:
+        host = port = None
+    if host is None or port is None:
+        raise InvalidOptionError(
+            f"address must be host:port, or ray://host:port; got {checks.shown(address)}"
+        )
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_TIMEOUT).close()
+    except OSError as error:
+        raise no_cluster(address, error) from error
+
+
+def no_cluster(address: str, error: Exception) -> BackendUnavailableError:
+    return BackendUnavailableError(
+        f"no Ray cluster answers at {address!r} ({error}); start one with `ray start --head`, or "
+        "leave the address out"
+    )

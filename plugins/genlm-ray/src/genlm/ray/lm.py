@@ -1,0 +1,39 @@
+"""AsyncRayLM: one model, many replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from genlm.core import AsyncLM
+
+
+class AsyncRayLM(AsyncLM):
+    """A language model that several replicas evaluate; make one with :meth:`from_name`."""
+
+    @classmethod
+    def from_name(
+        cls,
+        model_id: str,
+        backend: str = "hf",
+        replicas: int = 2,
+        backend_opts: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Self:
+        """Start the replicas, or join those of a named fleet, and wait until all are loaded.
+
+        Args:
+            model_id: A folder or a hub name, as the inner backend takes it on its node.
+            backend: The inner backend.
+            replicas: How many.
+            backend_opts: The inner backend's options.
+            **options: ``resources``, ``address``, ``name``, ``start_timeout``
+                (:class:`genlm.ray.options.RayOptions`), and those of every backend.
+
+        Raises:
+            BackendUnavailableError: Ray is not installed, or the replicas did not start in time.
+            InvalidOptionError: an option is not accepted.
+            Exception: what the inner backend raised while it loaded the model.
+        """
+        ours = {"backend": backend, "replicas": replicas, "backend_opts": backend_opts}
+        return cls._from_backend("ray", model_id, {**ours, **options})

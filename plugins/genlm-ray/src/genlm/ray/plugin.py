@@ -1,0 +1,28 @@
+"""What the entry point ``ray`` names. Importing it imports no engine, and not Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+from genlm.core import BackendInfo, hookimpl
+from genlm.core.types import Engine
+
+
+@hookimpl
+def genlm_backend_info() -> BackendInfo:
+    missing = None if find_spec("ray") else "Ray is not installed; pip install genlm-ray"
+    return BackendInfo(
+        summary="replicas of another backend on a Ray cluster",
+        engine="ray",
+        unavailable=missing,
+        preference=-1,  # only by name: a cluster is a decision
+    )
+
+
+@hookimpl
+def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
+    """Load replicas; the options are those of :class:`genlm.ray.options.RayOptions`."""
+    from genlm.ray.loading import load
+
+    return load(model, options)

@@ -1,0 +1,74 @@
+"""Where contexts are placed."""
+
+from __future__ import annotations
+
+from genlm.core import Adapter, Query
+from genlm.ray.affinity import BLOCK, KEPT, Affinity, prefixes
+
+FREE = {"left": 0, "right": 0}
+
+
+def query(*token_ids: int, adapter: Adapter | None = None) -> Query:
+    return Query(token_ids, adapter)
+
+
+def test_a_context_follows_the_longest_prefix_that_is_known() -> None:
+    affinity: Affinity[str] = Affinity()
+    prompt = tuple(range(100))
+    home = affinity.choose(query(*prompt), FREE)
+    other = next(member for member in FREE if member != home)
+    grown = prompt
+    for token_id in range(200):
+        grown = (*grown, token_id % 7)
+        assert affinity.choose(query(*grown), {home: 3, other: 0}) == home
+    assert affinity.choose(query(*prompt[:64], 5, 5, 5), {home: 3, other: 0}) == home
+
+
+def test_a_context_that_nobody_knows_goes_to_who_has_least_to_do() -> None:
+    affinity: Affinity[str] = Affinity()
+    affinity.choose(query(1, 2, 3), {"left": 0, "right": 9})
+    assert affinity.choose(query(9, 9, 9), {"left": 5, "right": 2}) == "right"
+
+
+def test_an_overloaded_member_is_relieved() -> None:
+    affinity: Affinity[str] = Affinity()
+    assert affinity.choose(query(1, 2, 3), {"left": 0, "right": 1}) == "left"
+    assert affinity.choose(query(1, 2, 3, 4), {"left": 40, "right": 1}) == "right"
+    assert affinity.choose(query(1, 2, 3, 4, 5), {"left": 1, "right": 2}) == "right"
+
+
+def test_a_member_that_is_gone_is_not_chosen() -> None:
+    affinity: Affinity[str] = Affinity()
+    assert affinity.choose(query(1, 2, 3), {"left": 0, "right": 1}) == "left"
+    assert affinity.choose(query(1, 2, 3, 4), {"right": 0}) == "right"
+
+
+def test_state_that_was_lost_draws_nobody() -> None:
+    affinity: Affinity[str] = Affinity()
+    assert affinity.choose(query(1, 2, 3), {"left": 0, "right": 1}) == "left"
+    affinity.forget_member("left")
+    assert affinity.choose(query(1, 2, 3, 4), {"left": 1, "right": 0}) == "right"
+    affinity.forget()
+    assert affinity.choose(query(1, 2, 3, 4), {"left": 0, "right": 1}) == "left"
+
+
+def test_an_adapter_has_prefixes_of_its_own() -> None:
+    affinity: Affinity[str] = Affinity()
+    adapter = Adapter("a", "path", 1)
+    assert affinity.choose(query(1, 2, 3), {"left": 0, "right": 1}) == "left"
+    assert affinity.choose(query(1, 2, 3, adapter=adapter), {"left": 1, "right": 0}) == "right"
+
+
+def test_a_token_more_adds_at_most_two_prefixes_at_any_length() -> None:
+    """A long context whose parent is known costs what a short one does."""
+    for length in (100, 10_000):
+        ids = tuple(range(length))
+        parent, child = set(prefixes(query(*ids))), list(prefixes(query(*ids, 7)))
+        assert next(i for i, prefix in enumerate(child) if prefix in parent) <= 1
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    affinity: Affinity[str] = Affinity()
+    for i in range(KEPT // BLOCK + 100):
+        affinity.choose(query(*range(i, i + BLOCK * BLOCK)), FREE)
+    assert affinity.choose(query(*range(BLOCK)), {"left": 1, "right": 0}) == "right"

@@ -1,0 +1,63 @@
+"""What a user may ask for, and what is said of the rest."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from genlm.core import BackendUnavailableError, InvalidOptionError, load_model_by_name
+from genlm.core.errors import BackendNotFoundError
+from genlm.ray.options import RayOptions
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"replicas": 0}, "replicas must be an integer of at least 1; got 0"),
+        ({"replica": 3}, "replica.*did you mean replicas"),
+        ({"backend": "ray"}, "cannot be inside"),
+        ({"backend": ""}, "backend must be a string, not empty; got ''"),
+        ({"backend_opts": [1]}, "backend_opts must be a dict; got [1]"),
+        ({"resources": {"gpus": 1}}, "resources has no gpus; it has num_cpus, num_gpus, placement"),
+        ({"resources": {"num_gpus": -1}}, "resources['num_gpus'] must be a finite number"),
+        ({"resources": {"placement": "near"}}, "one of spread, pack; got 'near'"),
+        ({"address": "auto"}, "address='auto' joins whatever cluster it finds"),
+        ({"start_timeout": 0}, "start_timeout must be a finite number of seconds above 0; got 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(given: dict[str, Any], said: str) -> None:
+    pattern = said if ".*" in said else re.escape(said)
+    with pytest.raises(InvalidOptionError, match=pattern):
+        load_model_by_name("mock", "ray", given)
+
+
+def test_none_is_the_default() -> None:
+    assert RayOptions.checked({"backend_opts": None, "resources": None}) == RayOptions()
+
+
+def test_a_backend_that_is_not_installed_is_said_at_once() -> None:
+    with pytest.raises(BackendNotFoundError, match=r"moc.*did you mean 'mock'"):
+        load_model_by_name("mock", "ray", {"backend": "moc"})
+
+
+def test_the_inner_backends_error_reaches_the_user(fleet: Any) -> None:
+    with pytest.raises(InvalidOptionError, match="backend 'mock' has no option maximum"):
+        fleet(backend_opts={"maximum": 3})
+
+
+def test_resources_that_the_cluster_lacks_are_named(fleet: Any) -> None:
+    with pytest.raises(BackendUnavailableError, match=r"0 of 2 replicas .*'num_gpus': 64"):
+        fleet(resources={"num_gpus": 64}, start_timeout=3.0)
+
+
+def test_listing_the_backend_imports_neither_ray_nor_torch() -> None:
+    code = (
+        "import sys, genlm.ray.plugin as p; p.genlm_backend_info(); import genlm.ray; "
+        "print({'ray', 'torch'} & {*sys.modules})"
+    )
+    listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert listed.stdout.strip() == "set()", listed.stderr
