@@ -38,6 +38,7 @@ NAMED = (
     "mlx",
     "numba",
     "numpy",
+    "ray",
     "sglang",
     "tokenizers",
     "torch",
