@@ -11,7 +11,7 @@ import asyncio
 import random
 import time
 
-from smc import MODELS, allowed_tokens, report, smc
+from smc import MODELS, allowed_tokens, report, smc  # type: ignore[import-not-found]  # beside it
 
 from genlm.core import load_model_by_name
 
