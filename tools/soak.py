@@ -372,6 +372,7 @@ class Chooser:
 
 def soak(options: argparse.Namespace, adapters: dict[str, str]) -> bool:
     """Run it; returns whether nothing was found."""
+    unfinished = pending_work()  # of others in this process; held until the end
     one = Soak(options, adapters)
     start = time.monotonic()
     until = start + 60 * options.minutes
@@ -388,7 +389,7 @@ def soak(options: argparse.Namespace, adapters: dict[str, str]) -> bool:
             memory.append(resident())
     took = time.monotonic() - start
     finish(one)
-    check_leftovers(one, memory)
+    check_leftovers(one, memory, {*map(id, unfinished)})
     return report(one, took, memory)
 
 
@@ -401,16 +402,21 @@ def finish(one: Soak) -> None:
     one.lm.close()
 
 
-def check_leftovers(one: Soak, memory: list[int]) -> None:
+def pending_work() -> list[Any]:
+    """The futures of this process that are not done, and the engine threads that are alive."""
     gc.collect()
     futures = [
         found for found in gc.get_objects() if issubclass(type(found), asyncio.Future | Future)
     ]
-    if pending := [found for found in futures if not found.done()]:
-        one.findings.append(f"{len(pending)} futures are pending at the end: {pending[:3]}")
-    engine_threads = [thread for thread in threading.enumerate() if "genlm-" in thread.name]
-    if engine_threads:
-        one.findings.append(f"engine threads are alive after close(): {engine_threads}")
+    threads = [thread for thread in threading.enumerate() if "genlm-" in thread.name]
+    return [*(future for future in futures if not future.done()), *threads]
+
+
+def check_leftovers(one: Soak, memory: list[int], before: set[int]) -> None:
+    if left := [found for found in pending_work() if id(found) not in before]:
+        one.findings.append(
+            f"{len(left)} futures or engine threads are left at the end: {left[:3]}"
+        )
     # From the middle to the end: what is loaded and kept at first is not a leak.
     middle = memory[len(memory) // 2]
     if one.options.minutes >= 5 and memory[-1] > 1.25 * middle + 64 * 2**20:
