@@ -11,10 +11,9 @@ import torch
 from genlm.core import AsyncLM, InvalidOptionError, UnknownAdapterError, UnsupportedError, hookimpl
 from genlm.core.adapters import AdapterRegistry
 from genlm.core.mock import ByteTokenizer, MockEngine, hashed_row
-from genlm.core.runtime.request_queue import RequestQueue
-from genlm.core.types import Adapter
+from genlm.core.types import Adapter, Answer
 
-from .conftest import busy
+from .conftest import PATIENCE, busy
 
 
 def expected(context, path=None):
@@ -102,6 +101,51 @@ def test_a_removed_default_is_an_error_not_the_base_model(mock):
     assert torch.equal(lm.next_token_logprobs_sync([1]), expected([1]))
 
 
+class Watched(str):
+    """A name that does something else while it is looked up, as another thread might."""
+
+    meanwhile = None
+
+    def __hash__(self):
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        return super().__hash__()
+
+
+@pytest.mark.parametrize(
+    ("changes", "answered_by"),
+    [
+        (("clear", "remove"), None),
+        (("remove", "clear"), None),
+        (("choose b", "remove"), "path/b"),
+        (("remove", "choose b"), "path/b"),
+    ],
+    ids=["clear, remove", "remove, clear", "choose, remove", "remove, choose"],
+)
+def test_a_default_changed_and_removed_meanwhile_harms_no_call_that_names_none(
+    mock, changes, answered_by
+):
+    lm = mock()
+    name = Watched("a")
+    lm.add_new_lora("path/a", name)
+    lm.add_new_lora("path/b", "b")
+    lm.set_lora(name)
+    calls = {
+        "clear": lm.clear_lora,
+        "remove": lambda: lm.remove_lora("a"),
+        "choose b": lambda: lm.set_lora("b"),
+    }
+
+    def meanwhile():
+        for change in changes:
+            calls[change]()
+
+    name.meanwhile = meanwhile
+    assert torch.equal(lm.next_token_logprobs_sync([1]), expected([1], answered_by))
+    assert name.meanwhile is None, "the name was never looked up"
+
+
 def test_unknown_adapters(mock, gate):
     lm = mock()
     lm.add_new_lora("path/a", "a")
@@ -137,40 +181,61 @@ def test_the_path_of_an_adapter():
         registry.new("a", None)
 
 
-def test_no_prefix_of_an_adapter_removed_meanwhile_is_pinned(gate, monkeypatch):
-    pinned = []
-    queued = threading.Semaphore(0)
-    put_task = RequestQueue.put_task
-
-    def put(intake, task):
-        put_task(intake, task)
-        queued.release()
-
-    class Pinning(MockEngine):
-        @hookimpl
-        def genlm_cache_prefix(self, query):
-            pinned.append(query)
-            return True
-
-    with (
-        AsyncLM(lambda: Pinning(ByteTokenizer(), on_batch=gate), backend="mock") as lm,
-        ThreadPoolExecutor(3) as threads,
-    ):
+def test_no_prefix_of_an_adapter_removed_meanwhile_is_pinned():
+    engine = WokenEngine(ByteTokenizer())
+    with AsyncLM(lambda: engine, backend="mock") as lm, ThreadPoolExecutor(3) as threads:
         lm.add_new_lora("path/a", "a")
-        monkeypatch.setattr(RequestQueue, "put_task", put)
-        gate.shut()
         asked = threads.submit(lm.next_token_logprobs_sync, [1])
-        gate.wait_entered()
+        engine.wait_for_step()
         removed = threads.submit(lm.remove_lora, "a")
-        assert queued.acquire(timeout=30)
+        engine.wait_for_step()  # the removal has queued, and has woken the step before
         pinning = threads.submit(lm.cache_kv, [1, 2], lora_name="a")
-        assert queued.acquire(timeout=30)
-        gate.open()
+        engine.wait_for_step()  # and the pinning behind it
+        engine.finish()
         removed.result()
         asked.result()
-        with pytest.raises(UnknownAdapterError):
+        with pytest.raises(UnknownAdapterError, match="was removed or bound again while"):
             pinning.result()
-    assert pinned == []
+    assert engine.asked_to_pin == []
+
+
+class WokenEngine(MockEngine):
+    """Its steps last until something new waits for the engine thread, and finish nothing before
+    :meth:`finish`."""
+
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer)
+        self.asked_to_pin = []
+        self._in_flight = []
+        self._steps = threading.Semaphore(0)
+        self._wakes = threading.Semaphore(0)
+        self._finishing = threading.Event()
+
+    def wait_for_step(self):
+        assert self._steps.acquire(timeout=PATIENCE), "the engine began no other step"
+
+    def finish(self):
+        self._finishing.set()
+        self._wakes.release()
+
+    @hookimpl
+    def genlm_step(self, queries):
+        self._in_flight += queries
+        if not self._finishing.is_set():
+            self._steps.release()
+            assert self._wakes.acquire(timeout=PATIENCE), "nothing woke the step"
+            return []
+        finished, self._in_flight = self._in_flight, []
+        return [Answer(query, self.row(query)) for query in finished]
+
+    @hookimpl
+    def genlm_wake(self):
+        self._wakes.release()
+
+    @hookimpl
+    def genlm_cache_prefix(self, query):
+        self.asked_to_pin.append(query)
+        return True
 
 
 def test_a_removed_adapter_leaves_the_engine():

@@ -100,17 +100,21 @@ def test_a_pinned_prefix_outlives_pressure(hooks, contexts):
 
 
 def test_rows_are_read_before_anything_can_change_them(hooks, contexts, reference, monkeypatch):
-    scheduler = hooks.engine.scheduler._scheduler
-    process = scheduler.process_batch_result
+    from sglang.srt.managers.scheduler import Scheduler
 
-    def spoil(batch, result):
+    process = Scheduler.process_batch_result
+    spoiled = []
+
+    def spoil(scheduler, batch, result):
         result.logits_output.next_token_logits.fill_(float("nan"))
-        process(batch, result)
+        spoiled.append(batch)
+        process(scheduler, batch, result)
 
     asked = contexts(4, 10, 20)
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler, "process_batch_result", spoil)
+        patch.setattr(Scheduler, "process_batch_result", spoil)
         rows = hooks.rows(asked)
+    assert spoiled
     torch.testing.assert_close(rows, reference(asked), atol=1e-4, rtol=0)
 
 
