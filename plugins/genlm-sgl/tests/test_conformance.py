@@ -12,7 +12,7 @@ from genlm.core.conformance import ConformanceSuite
 class TestSgl(ConformanceSuite):
     backend = "sgl"
     options = {"engine_opts": {"context_length": 512, "max_total_tokens": 16384}}  # noqa: RUF012
-    effort = 0.2
+    effort = 0.1
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
@@ -22,6 +22,7 @@ class TestSgl(ConformanceSuite):
 
 class TestSglLora(ConformanceSuite):
     backend = "sgl"
+    effort = 0.1
     options = {"engine_opts": {"enable_lora": True, "max_total_tokens": 8192}}  # noqa: RUF012
 
     @pytest.fixture(scope="class", autouse=True)

@@ -13,7 +13,7 @@ FLOAT32 = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 25
 class TestVllm(ConformanceSuite):
     backend = "vllm"
     options = {"engine_opts": FLOAT32}  # noqa: RUF012
-    effort = 0.3
+    effort = 0.1
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
