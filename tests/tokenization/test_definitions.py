@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 import json
 import subprocess
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from genlm.core import InvalidOptionError, VocabularyError
 from genlm.core.tokenization import decode_vocab
 from genlm.core.tokenization import decoder as decoder_module
-from genlm.core.tokenization import vocab as documented
 
 tok = pytest.importorskip("tokenizers", reason="defines tokenizers of the library tokenizers")
 d = tok.decoders
@@ -435,7 +433,3 @@ def test_reading_a_vocabulary_imports_no_engine():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "set()"
-
-
-def test_the_examples_of_the_documentation():
-    assert doctest.testmod(documented) == (0, 3)

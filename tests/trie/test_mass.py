@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import doctest
-import importlib
 import math
 
 import numpy as np
@@ -193,8 +191,3 @@ def test_too_many_tokenisations_are_refused_before_any_is_asked(lm):
 def test_a_str_is_refused(lm):
     with pytest.raises(InvalidInputError, match="next_bytes must be bytes; got 'ab'"):
         asyncio.run(next_bytes_logprob(lm, [0], "ab"))
-
-
-def test_the_example_of_the_documentation():
-    documented = importlib.import_module("genlm.core.trie.next_bytes")
-    assert doctest.testmod(documented) == (0, 4)

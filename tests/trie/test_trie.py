@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 import pickle
 import subprocess
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from genlm.core import InvalidInputError, InvalidOptionError, VocabularyError
 from genlm.core.tokenization import Token
 from genlm.core.trie import ParallelTokenCharacterTrie, TokenCharacterTrie
-from genlm.core.trie import trie as documented
 
 
 class EndOfSequence:
@@ -431,7 +429,3 @@ def test_on_cuda(vocabulary, weights):
     np.testing.assert_allclose(
         sums.cpu().numpy(), TokenCharacterTrie(vocabulary).batch_weight_sum(weights), rtol=1e-14
     )
-
-
-def test_the_examples_of_the_documentation():
-    assert doctest.testmod(documented) == (0, 7)

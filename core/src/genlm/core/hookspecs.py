@@ -51,7 +51,26 @@ and the model refuses further work.
 new ``version``. Keep weights and key/value state by ``adapter.version`` and no adapter can ever be
 mistaken for another.
 
+*Wrappers.* A wrapper is an object with hook implementations that go around the engine's: they see
+the arguments, and see or change the result. The option ``wrappers`` takes some for one model, and
+an entry point of group ``genlm.wrappers`` names one for every model.
+
 A misspelt hook is an error when the model loads.
+
+Example:
+    A wrapper that sharpens every row. Draws and scores are made from its rows too.
+
+    >>> from genlm.core import hookimpl, load_model_by_name
+    >>> class Sharper:
+    ...     @hookimpl(wrapper=True)
+    ...     def genlm_next_token_logprobs(self, queries):
+    ...         rows = yield
+    ...         return (2 * rows).log_softmax(dim=-1)
+    >>> def row_of(**options):
+    ...     with load_model_by_name("mock", backend="mock", **options) as lm:
+    ...         return lm.next_token_logprobs_sync([72])
+    >>> bool((row_of(wrappers=[Sharper()]) == (2 * row_of()).log_softmax(dim=-1)).all())
+    True
 """
 
 from __future__ import annotations

@@ -133,6 +133,18 @@ class AsyncLM:
         load: Returns the engine; called once, on the model's engine thread.
         backend: The backend's name, for messages.
         options: The core's options; or give them by name.
+
+    Example:
+        What is asked together goes to the engine together:
+
+        >>> async def next_tokens(lm, contexts):
+        ...     return await asyncio.gather(*map(lm.next_token_logprobs, contexts))
+        >>> with load_model_by_name("mock", backend="mock") as lm:
+        ...     rows = asyncio.run(next_tokens(lm, [[72], [72, 101], [72]]))
+        >>> [row.shape for row in rows]
+        [torch.Size([258]), torch.Size([258]), torch.Size([258])]
+        >>> lm.stats.batches, lm.stats.rows, lm.stats.dedup_hits
+        (1, 2, 1)
     """
 
     def __init__(
@@ -305,6 +317,14 @@ class AsyncLM:
 
         There are no stop strings and no penalties: draw fewer tokens at a time and look at them, or
         change rows with a wrapper.
+
+        Example:
+            >>> async def draw(lm):
+            ...     return await lm.sample(lm.encode("Hello"), max_tokens=5, top_k=50, seed=7)
+            >>> with load_model_by_name("mock", backend="mock") as lm:
+            ...     drawn, again = asyncio.run(draw(lm)), asyncio.run(draw(lm))
+            >>> len(drawn), drawn == again
+            (5, True)
 
         Raises:
             InvalidOptionError: an argument is out of range (a ``ValueError``).
@@ -515,6 +535,14 @@ class AsyncLM:
         """Load a LoRA adapter and bind it to a name; blocks until it is loaded. A name that is
         bound already is bound anew, and what was cached under it is dropped. On an error the old
         binding stands.
+
+        Example:
+            >>> with load_model_by_name("mock", backend="mock") as lm:
+            ...     lm.add_new_lora("folder/of/poems", "poems")
+            ...     adapted = lm.next_token_logprobs_sync([72], lora_name="poems")
+            ...     base = lm.next_token_logprobs_sync([72])
+            ...     list(lm.adapters), bool((adapted == base).all())
+            (['poems'], False)
 
         Raises:
             InvalidOptionError: the name is not a string, or the path not a path.

@@ -1,0 +1,52 @@
+"""The examples in docstrings are run, and every thing that users begin with has one."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import genlm.core
+from genlm.core import AsyncLM, decode_vocab, hookspecs, load_model_by_name
+from genlm.core.trie import TokenCharacterTrie, next_bytes_logprob
+
+TOP = Path(genlm.core.__file__).parent
+
+
+def modules_with_examples() -> list[str]:
+    files = [path for path in TOP.rglob("*.py") if ">>> " in path.read_text(encoding="utf-8")]
+    names = (".".join(path.relative_to(TOP).with_suffix("").parts) for path in files)
+    return sorted(f"genlm.core.{name}".removesuffix(".__init__") for name in names)
+
+
+@pytest.mark.parametrize("name", modules_with_examples())
+def test_the_examples_of_a_module(name: str) -> None:
+    failed, attempted = doctest.testmod(importlib.import_module(name))
+    assert attempted
+    assert not failed
+
+
+@pytest.mark.parametrize(
+    "documented",
+    [
+        load_model_by_name,
+        AsyncLM,
+        AsyncLM.sample,
+        AsyncLM.add_new_lora,
+        TokenCharacterTrie,
+        next_bytes_logprob,
+        decode_vocab,
+        hookspecs,
+    ],
+    ids=lambda thing: thing.__name__,
+)
+def test_there_is_an_example(documented: Any) -> None:
+    assert "Example:\n" in documented.__doc__
+    name = documented.__name__
+    module = documented if isinstance(documented, ModuleType) else None
+    (found,) = doctest.DocTestFinder(recurse=False).find(documented, name, module)
+    assert found.examples
