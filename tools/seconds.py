@@ -1,4 +1,4 @@
-"""Print how long each session of nox took: python tools/seconds.py build/sessions.json."""
+"""Print how long each session of nox took: python tools/seconds.py REPORT.json ..."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 
-def table(report: str) -> str:
+def table(*reports: str) -> str:
     """One line for each session, the longest first, and their sum."""
-    sessions = json.loads(report)["sessions"]
+    sessions = [said for report in reports for said in json.loads(report)["sessions"]]
     rows = [(said["duration"], said.get("signatures") or [said["name"]], said) for said in sessions]
     rows.sort(key=lambda row: -row[0])
     lines = [f"{seconds:8.0f} s  {names[0]}  {said['result']}" for seconds, names, said in rows]
@@ -17,4 +17,4 @@ def table(report: str) -> str:
 
 
 if __name__ == "__main__":
-    print(table(Path(sys.argv[1]).read_text()))
+    print(table(*(Path(path).read_text() for path in sys.argv[1:])))
