@@ -31,7 +31,7 @@ new_ids = itertools.count(1)
 
 
 def new_contexts(n: int, length: int = 20) -> list[list[int]]:
-    """Contexts that nobody has asked for."""
+    """Contexts that have not been asked for before."""
     source = random.Random(next(new_ids))
     return [[source.randrange(200) for _ in range(length)] for _ in range(n)]
 

@@ -13,7 +13,7 @@ from genlm.core.errors import ModelNotFoundError
 
 
 def _use(canary: Canary) -> None:
-    """Load it, ask it, and render its chat template; whether that succeeds is another question."""
+    """Load it, ask it, and render its chat template; it need not succeed."""
     with (
         contextlib.suppress(Exception),
         load_model_by_name(str(canary.folder), "mlx", {}) as lm,

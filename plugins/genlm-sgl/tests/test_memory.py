@@ -4,7 +4,7 @@ import gc
 
 import psutil
 
-#: Questions asked before the first look, while caches and pools fill up, and between the two looks.
+#: Requests made before the first look, while caches and pools fill up, and between the two looks.
 WARM_UP, REQUESTS, TOGETHER = 3000, 10_000, 100
 #: Bytes. Measured: 0.05 MiB; with messages to a detokenizer that is not there 1.7 MiB, with every
 #: row kept 18 MiB.

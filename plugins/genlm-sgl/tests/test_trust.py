@@ -15,7 +15,7 @@ SMALL = {"max_total_tokens": 1024}
 
 
 def _use(canary: Canary) -> None:
-    """Load it, ask it, and render its chat template; whether that succeeds is another question."""
+    """Load it, ask it, and render its chat template; it need not succeed."""
     with (
         contextlib.suppress(Exception),
         load_model_by_name(

@@ -2,8 +2,8 @@
 interpreter.
 
 Slow, and in a process where no other test has imported vLLM or Triton; collected only when it is
-named. Triton must be told of a backend for CPUs, which its wheels do not have and the interpreter
-does not use.
+named. Triton must be given a backend for CPUs: its wheels have none. The interpreter does not use
+it.
 
 One kernel is not run: in the interpreter a kernel's loop variables are plain integers, and vLLM's
 for top-k and top-p calls a method of one (Triton 3.9, vLLM 0.32). vLLM's own version of it in

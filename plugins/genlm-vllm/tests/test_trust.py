@@ -15,7 +15,7 @@ SMALL = {"max_model_len": 64, "max_num_seqs": 4, "kv_cache_memory_bytes": 8 << 2
 
 
 def _use(canary: Canary) -> None:
-    """Load it, ask it, and render its chat template; whether that succeeds is another question."""
+    """Load it, ask it, and render its chat template; it need not succeed."""
     with (
         contextlib.suppress(Exception),
         load_model_by_name(str(canary.folder), "vllm", {"engine_opts": dict(SMALL)}) as lm,

@@ -89,4 +89,4 @@ class QueriesResetError(GenlmError, RuntimeError):
 
 
 class ReentrancyError(GenlmError, RuntimeError):
-    """A hook or wrapper asked its own model a blocking request, which could never be answered."""
+    """A hook or wrapper made a blocking request of its own model, which could never be answered."""

@@ -170,7 +170,7 @@ def make_case(kind: Kind, model: str, folder: Path) -> Case:
         except Exception:
             if name != "this":
                 raise
-            rows[name] = None  # it had better be refused
+            rows[name] = None  # the backend should refuse it
     return Case(kind, paths, rows)
 
 

@@ -275,9 +275,8 @@ class Batcher(Generic[R, A]):
             raise self._refusal()
         if threading.get_ident() == self._thread.ident:
             raise ReentrancyError(
-                "a hook or wrapper asked its own model a request on the engine thread, which "
-                "could never be answered; "
-                "ask before loading, or use the engine object directly"
+                "a hook or wrapper asked its own model on the engine thread, which would wait for "
+                "itself; ask before loading, or use the engine object directly"
             )
 
     def _after_pass(self, loop: asyncio.AbstractEventLoop) -> None:

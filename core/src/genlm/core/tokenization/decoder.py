@@ -208,7 +208,7 @@ def can_be_in_text(token: bytes) -> bool:
     beginning = len(token) - len(token.lstrip(_CONTINUATION))
     if beginning > 3:
         return False
-    try:  # an incomplete character at the end is no error
+    try:  # an incomplete character at the end is not an error
         codecs.getincrementaldecoder("utf-8")().decode(token[beginning:])
     except UnicodeDecodeError:
         return False

@@ -14,7 +14,7 @@ class Pattern:
 
     Attributes:
         window: The most positions a token attends to, its own included; ``None`` is all.
-        chunk: Positions attend only within the same block of this many; ``None`` is no blocks.
+        chunk: Positions attend only within the same block of this many; ``None`` means no blocks.
     """
 
     window: int | None = None

@@ -29,7 +29,7 @@ LEAST_ASIDE = 256 << 20
 #: than the room.
 STAYS_WHOLE = 1 / 4
 
-#: So many padded positions are no reason to evaluate rows apart.
+#: Rows with at most this many padded positions are always evaluated together.
 TOLERATED_PADDING = 4096
 
 

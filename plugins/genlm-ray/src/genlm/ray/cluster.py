@@ -78,10 +78,10 @@ class Cluster:
 
 
 def require_listener(address: str) -> None:
-    """Ray itself waits for minutes where nobody listens.
+    """Ray itself waits for minutes where nothing listens.
 
     Raises:
-        BackendUnavailableError: nobody listens at the address.
+        BackendUnavailableError: nothing listens at the address.
         InvalidOptionError: the address is not host:port.
     """
     if address == LOCAL:

@@ -431,8 +431,8 @@ def _construct(options: Mapping[str, Any], gpu_id: int) -> Any:
     try:
         scheduler.__init__(arguments, ports, **place)
     finally:
-        # Also when the constructor fails: collecting open sockets would wait for ever for somebody
-        # to take what is in them.
+        # Also when the constructor fails: an open socket waits, when it is collected, until what
+        # is in it has been read: for ever.
         if hasattr(scheduler, "ipc_channels"):
             _close_channels(scheduler)
     return scheduler
@@ -478,7 +478,7 @@ def _close_channels(scheduler: Any) -> None:
     sent would pile up."""
     channels = scheduler.ipc_channels
     for sender in (channels.send_to_tokenizer, channels.send_to_detokenizer):
-        sender.socket = None  # SGLang's own way to say that nobody listens
+        sender.socket = None  # SGLang's own way to say that nothing listens
     # And all of its sockets, of which options add some.
     channels.recv_from_tokenizer.context.destroy(linger=0)
 

@@ -114,7 +114,8 @@ class LoraEngine(VllmEngine):
         it may be another model's.
 
         Raises:
-            InvalidAdapterError: it is, or there is no folder of the model that tells.
+            InvalidAdapterError: it is another model's, or the model has no folder to compare it
+                with.
         """
         for name, saved in adapter.saved_copies().items():
             weight = _saved_weight(Path(self._core.model_path), name)
