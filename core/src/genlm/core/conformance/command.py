@@ -9,8 +9,8 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from genlm.core.cli.arguments import named, parsed
 from genlm.core.conformance.compare import ATOL
 from genlm.core.conformance.report import Report, Verdict, run
 from genlm.core.conformance.suite import ConformanceSuite
@@ -92,9 +92,9 @@ def suite_of(options: argparse.Namespace) -> ConformanceSuite:
     suite = ConformanceSuite()
     suite.backend = options.backend
     suite.model = options.model
-    suite.adapters = dict(_named("--adapter", given) for given in options.adapter)
+    suite.adapters = dict(named("--adapter", given) for given in options.adapter)
     suite.atol = options.atol if options.atol is not None else ATOL[options.dtype or "float32"]
-    suite.options = dict(_parsed("--option", given) for given in options.option)
+    suite.options = dict(parsed("--option", given) for given in options.option)
     suite.effort = QUICK if options.quick else options.effort
     suite.seed = options.seed
     return suite
@@ -109,18 +109,3 @@ def line(verdict: Verdict, width: int) -> str:
     if verdict.status == "skipped":
         return f"{row} {verdict.detail}"
     return f"{row}\n{textwrap.indent(verdict.detail, '    ')}"
-
-
-def _named(flag: str, given: str) -> tuple[str, str]:
-    name, separator, value = given.partition("=")
-    if not (name and separator and value):
-        raise InvalidOptionError(f"{flag} {given!r}: give {flag} NAME=VALUE")
-    return name, value
-
-
-def _parsed(flag: str, given: str) -> tuple[str, Any]:
-    name, value = _named(flag, given)
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value  # a string needs no quotes

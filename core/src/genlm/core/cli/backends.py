@@ -1,0 +1,46 @@
+"""``genlm backends``: what is installed, what can run here, and why not."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from genlm.core.cli.arguments import Commands
+from genlm.core.cli.tables import table
+from genlm.core.errors import BackendImportError, PluginError
+from genlm.core.plugins import backend_names, find_backend
+
+
+def add_to(commands: Commands) -> None:
+    backends = commands.add_parser(
+        "backends", help="list what is installed, what can run here, and why not"
+    )
+    backends.set_defaults(run=lambda options: print_backends())
+
+
+def print_backends() -> int:
+    """Print one line for each installed backend. Imports no engine."""
+    header = ("backend", "plugin", "engine", "runs here")
+    print(table([header, *map(_backend_row, backend_names())]))
+    return 0
+
+
+def _backend_row(name: str) -> tuple[str, str, str, str]:
+    try:
+        backend = find_backend(name)
+        info = backend.info()
+    except (BackendImportError, PluginError) as error:
+        return name, "?", "?", f"no: {error}"
+    engine = f"{info.engine} {_version(info.engine)}".rstrip()
+    return (
+        name,
+        backend.distribution,
+        engine,
+        "yes" if info.available else f"no: {info.unavailable}",
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except (PackageNotFoundError, ValueError):  # the latter where the plugin names no distribution
+        return ""

@@ -1,0 +1,68 @@
+"""``genlm conformance``: its arguments. The suite needs packages that the core does not."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from genlm.core.cli.arguments import Commands
+
+
+def add_to(commands: Commands) -> None:
+    conformance = commands.add_parser(
+        "conformance", help="check a backend against every clause of the contract"
+    )
+    conformance.add_argument("backend", help="the name of an installed backend")
+    conformance.add_argument(
+        "--model", required=True, help="a path or hub name, as the backend takes it"
+    )
+    conformance.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="a LoRA adapter of the model; give two or more",
+    )
+    conformance.add_argument(
+        "--dtype",
+        help="what the model computes in; it sets the tolerance only (the backend is told by "
+        "--option dtype=...)",
+    )
+    conformance.add_argument("--atol", type=float, help="the tolerance of probabilities")
+    conformance.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a further option of the backend, as JSON",
+    )
+    conformance.add_argument("--quick", action="store_true", help="a tenth of the examples")
+    conformance.add_argument(
+        "--effort", type=float, default=1.0, help="multiplies the examples; 10 looks deeper"
+    )
+    conformance.add_argument("--seed", type=int, default=0, help="chooses the examples")
+    conformance.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="write a report to publish: FILE.html or FILE.json",
+    )
+    conformance.add_argument("--json", action="store_true", help="print the result as JSON")
+    conformance.set_defaults(run=run_conformance)
+
+
+def run_conformance(options: argparse.Namespace) -> int:
+    """Run the conformance suite, which needs packages that the core does not."""
+    missing = [name for name in ("hypothesis", "pytest") if find_spec(name) is None]
+    if missing:
+        print(
+            f"genlm: the suite needs {' and '.join(missing)}; pip install "
+            "'genlm-core[conformance]'",
+            file=sys.stderr,
+        )
+        return 1
+    from genlm.core.conformance.command import run_command
+
+    return run_command(options)
