@@ -1,8 +1,33 @@
+"""The command `genlm`, run as a user runs it, on the mock. What the user reads is read."""
+
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from genlm.core import MockAsyncLM
 from genlm.core.cli import main
+
+from .conformance.installed import pretend_installed
+
+GENLM = [sys.executable, "-m", "genlm.core"]
+ON_MOCK = ["mock", "Hello", "--backend", "mock"]
+ENVIRONMENT = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+
+
+def genlm(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*GENLM, *arguments],
+        input=stdin,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=300,
+        env={**ENVIRONMENT, **environment},
+    )
 
 
 def test_backends_are_listed(capsys):
@@ -17,3 +42,122 @@ def test_a_command_that_does_not_exist(capsys):
         main(["backend"])
     assert stopped.value.code == 2
     assert "backends" in capsys.readouterr().err
+
+
+# --- sample ---------------------------------------------------------------------------------------
+
+
+def texts(lm: MockAsyncLM, drawn: list[list[int]]) -> list[str]:
+    """What continuations look like: special tokens are not text."""
+    tokens = [[lm.byte_vocab[i] for i in ids] for ids in drawn]
+    return [
+        b"".join(t.byte_string for t in line if not t.is_special).decode(errors="replace")
+        for line in tokens
+    ]
+
+
+def test_sample_prints_what_batch_sample_draws():
+    shown = genlm("sample", *ON_MOCK, "-n", "3", "--seed", "1", "--max-tokens", "30", "--top-k=90")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    with MockAsyncLM() as lm:
+        prompts = [lm.encode("Hello")] * 3
+        expected = texts(lm, lm.batch_sample_sync(prompts, 30, seed=1, top_k=90))
+    assert len(set(expected)) == 3
+    headed = [f"--- {i} of 3 ---\n{text}\n" for i, text in enumerate(expected, 1)]
+    # As text is read from a pipe, every kind of line end becomes \n.
+    assert shown.stdout == "".join(headed).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def test_the_prompt_may_come_from_standard_input():
+    options = ["--backend", "mock", "--seed", "5"]
+    assert (
+        genlm("sample", "mock", "-", *options, stdin="Hello").stdout
+        == genlm("sample", "mock", "Hello", *options).stdout
+    )
+
+
+WAITS = """
+import sys
+from genlm.core import mock
+from genlm.core.mock import genlm_backend_info, hookimpl
+
+def letters(token_ids):
+    row = [-50.0] * 258
+    row[ord("a") + len(token_ids)] = 0.0
+    return row
+
+def wait(queries):
+    if any(len(query.token_ids) == 4 for query in queries):
+        sys.stdin.readline()
+
+@hookimpl
+def genlm_load(model, options):
+    return mock.MockEngine(mock.ByteTokenizer(), row=letters, on_batch=wait)
+"""
+
+
+def test_text_is_printed_while_later_tokens_are_not_drawn_yet(tmp_path: Path):
+    pretend_installed(tmp_path, "waits", "genlm_waits", WAITS)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [*GENLM, "sample", "any", "x", "--backend", "waits", "--max-tokens", "5"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        env={**ENVIRONMENT, "PYTHONPATH": path},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process:
+        assert process.stdout.read(3) == "bcd"  # the engine waits until it is told to go on
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.read() == "ef\n"
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-n", "0"], "-n must be an integer of at least 1; got 0"),
+        (["--temperature", "-1"], "temperature must be"),
+        (["--max-tokens", "-2"], "max_tokens must be"),
+        (["--option", "delay"], "--option 'delay': give --option NAME=VALUE"),
+        (["--option", "dealy=1"], "dealy"),
+        (["--chat"], "no chat template"),
+    ],
+)
+def test_what_sample_refuses(arguments, said, capsys):
+    assert main(["sample", *ON_MOCK, *arguments]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("genlm: ")
+    assert said in err
+
+
+# --- top ------------------------------------------------------------------------------------------
+
+
+def test_top_prints_the_ten_likeliest_tokens_with_bars():
+    shown = genlm("top", *ON_MOCK)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    *lines, rest = shown.stdout.splitlines()
+    with MockAsyncLM() as lm:
+        row = lm.next_token_logprobs_sync(lm.encode("Hello"))
+        expected = lm.top_logprobs(row, 10)
+    assert [line.split()[0] for line in lines] == [
+        f"{row[t.token.token_id].exp():.2%}" for t in expected
+    ]
+    for line, token in zip(lines, expected, strict=True):
+        assert f" {token.token.token_id} " in line
+    lengths = [line.count("█") for line in lines]
+    assert lengths[0] == 40
+    assert lengths == sorted(lengths, reverse=True)
+    shares = [float(line.split("%")[0]) for line in [*lines, rest]]
+    assert sum(shares) == pytest.approx(100, abs=0.06)
+
+
+def test_bars_are_ascii_where_the_output_shows_nothing_else():
+    shown = genlm("top", *ON_MOCK, "-k", "2", PYTHONIOENCODING="ascii")
+    assert shown.returncode == 0
+    assert shown.stdout.splitlines()[0].endswith(" " + "#" * 40)

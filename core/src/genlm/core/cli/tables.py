@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 
@@ -12,3 +13,19 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
+
+
+def bar(share: float, width: int = 40) -> str:
+    """A bar of up to ``width`` columns, in eighths of a column; of ``#`` where the output cannot
+    show blocks."""
+    eighths = round(max(0.0, min(share, 1.0)) * width * 8)
+    blocks = "█" * (eighths // 8) + ("", *"▏▎▍▌▋▊▉")[eighths % 8]
+    return blocks if _shows(blocks) else "#" * (eighths // 8)
+
+
+def _shows(text: str) -> bool:
+    try:
+        text.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,73 @@
+"""Loading the model that a command line describes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import TextIO
+
+from genlm.core.cli.arguments import parsed
+from genlm.core.cli.progress import Progress
+from genlm.core.lm import AsyncLM, load_model_by_name
+
+
+def add_model(parser: argparse.ArgumentParser, many: bool = False) -> None:
+    """The arguments that say which model to load; with ``many``, on which backends."""
+    parser.add_argument("model", help="a path or hub name, as the backend takes it")
+    if many:
+        parser.add_argument(
+            "--backend",
+            action="append",
+            help="an installed backend; give it again for more; default all that run here",
+        )
+    else:
+        parser.add_argument(
+            "--backend", help="an installed backend; default the best for this machine"
+        )
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a further option of the backend, as JSON",
+    )
+
+
+def add_prompt(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say what the model is to continue."""
+    parser.add_argument("prompt", help="the text to continue; - reads it from the standard input")
+    parser.add_argument(
+        "--chat", action="store_true", help="give the prompt as a user's message, by the template"
+    )
+
+
+def prompt_ids(lm: AsyncLM, options: argparse.Namespace) -> list[int]:
+    """The token ids of the prompt."""
+    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    return (
+        lm.apply_chat_template([{"role": "user", "content": text}])
+        if options.chat
+        else lm.encode(text)
+    )
+
+
+@contextlib.contextmanager
+def loaded(options: argparse.Namespace, backend: str | None) -> Iterator[tuple[AsyncLM, TextIO]]:
+    """The model, and where the command's own output goes: what the engine prints in the meantime
+    goes to the standard error."""
+    own = dict(parsed("--option", given) for given in options.option)
+    if not sys.stderr.isatty():  # before transformers is imported, whose bars know no better
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    out = sys.stdout
+    progress = Progress()
+    with contextlib.redirect_stdout(sys.stderr):
+        progress.show(f"loading {options.model}" + (f" on {backend}" if backend else "") + " ...")
+        try:
+            lm = load_model_by_name(options.model, backend, own)
+        finally:
+            progress.clear()
+        with lm:
+            yield lm, out

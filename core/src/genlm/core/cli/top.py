@@ -1,0 +1,55 @@
+"""``genlm top``: the likeliest next tokens."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from genlm.core.checks import integer
+from genlm.core.cli.arguments import Commands
+from genlm.core.cli.model import add_model, add_prompt, loaded, prompt_ids
+from genlm.core.cli.tables import bar, table
+from genlm.core.lm import TopToken
+
+
+def add_to(commands: Commands) -> None:
+    top = commands.add_parser("top", help="the likeliest next tokens, with bars")
+    add_model(top)
+    add_prompt(top)
+    top.add_argument("-k", type=int, default=10, help="how many; default 10")
+    top.set_defaults(run=print_top)
+
+
+def print_top(options: argparse.Namespace) -> int:
+    """Print a line for each token: its probability, its text, its id, a bar."""
+    k = integer("-k", options.k, least=1)
+    with loaded(options, options.backend) as (lm, out):
+        row = lm.next_token_logprobs_sync(prompt_ids(lm, options))
+        tokens = lm.top_logprobs(row, k)
+        print(lines(tokens), file=out)
+    return 0
+
+
+def lines(tokens: list[TopToken]) -> str:
+    """The table. The longest bar is the likeliest token's."""
+    most = math.exp(tokens[0].logprob)
+    total = sum(math.exp(token.logprob) for token in tokens)
+    rows = [
+        (
+            f"{math.exp(token.logprob):7.2%}",
+            _shown(token.token.byte_string),
+            str(token.token.token_id),
+            bar(math.exp(token.logprob) / most),
+        )
+        for token in tokens
+    ]
+    rest = max(0.0, 1.0 - total)
+    return f"{table(rows)}\n{rest:7.2%}  all others"
+
+
+def _shown(text: bytes) -> str:
+    """In quotes; as bytes where it is not text of its own."""
+    try:
+        return repr(text.decode())
+    except UnicodeDecodeError:
+        return repr(text)
