@@ -49,32 +49,40 @@ class HFEngine:
     def __init__(self, model: Any, tokenizer: Any, options: HFOptions | None = None) -> None:
         options = options or HFOptions()
         self._refuse(model)
-        config = model.config.get_text_config(decoder=True)
-        self.model = model
-        self.tokenizer = tokenizer
-        self.vocab_size: int = _vocab_size(model, config)
-        self.max_context: int | None = getattr(config, "max_position_embeddings", None)
-        self.device = str(model.device)
+        self._describe(model, tokenizer)
         self._was_training = model.training
         self._original_attention = model.config._attn_implementation
         self._adapters = AdapterSet(model)
         register_row_attention()
         self._runner = Runner(model.eval(), self._adapters, RowPool(), layer_patterns(model))
-        window = attention_window(model) or getattr(config, "window_size", None)
+        self.reuse, self._tolerance = self._choose_reuse()
+        budget = _budget(options, model.device)
+        self._strategy = strategy_for(self.reuse, self._runner, options.max_batch_tokens, budget)
+        self._evaluator = Evaluator(self._strategy, self._adapters, reuse_limit(self._config))
+        model._genlm_engine = (id(model), weakref.ref(self))
+
+    def _describe(self, model: Any, tokenizer: Any) -> None:
+        """Set what the core asks of an engine, from the model's configuration."""
+        self.model = model
+        self.tokenizer = tokenizer
+        self._config = model.config.get_text_config(decoder=True)
+        self.vocab_size: int = _vocab_size(model, self._config)
+        self.max_context: int | None = getattr(self._config, "max_position_embeddings", None)
+        self.device = str(model.device)
+
+    def _choose_reuse(self) -> tuple[Reuse, float]:
+        """Probe the model; on an error it is left as it was before.
+
+        Returns:
+            The way of reuse, and how far its log-probabilities may be from those of cold forwards.
+        """
+        window = attention_window(self.model) or getattr(self._config, "window_size", None)
         try:
-            self.reuse, self._tolerance = choose_reuse(
-                model, self._runner, self.vocab_size, self.max_context, window
-            )
+            return choose_reuse(self.model, self._runner, self.vocab_size, self.max_context, window)
         except BaseException:
             self._restore()
-            model.train(self._was_training)
+            self.model.train(self._was_training)
             raise
-        budget = options.kv_cache_bytes
-        if budget is None:
-            budget = _default_budget(model.device)
-        self._strategy = strategy_for(self.reuse, self._runner, options.max_batch_tokens, budget)
-        self._evaluator = Evaluator(self._strategy, self._adapters, reuse_limit(config))
-        model._genlm_engine = (id(model), weakref.ref(self))
 
     @staticmethod
     def _refuse(model: Any) -> None:
@@ -232,6 +240,12 @@ def _in_order(parts: Sequence[tuple[list[int], torch.Tensor]]) -> torch.Tensor:
 def _vocab_size(model: Any, config: Any) -> int:
     head = model.get_output_embeddings()
     return int(head.out_features if hasattr(head, "out_features") else config.vocab_size)
+
+
+def _budget(options: HFOptions, device: torch.device) -> int:
+    """The most bytes of key/value state to keep."""
+    given = options.kv_cache_bytes
+    return _default_budget(device) if given is None else given
 
 
 def _default_budget(device: torch.device) -> int:
