@@ -1,17 +1,21 @@
-"""docs/architecture.md agrees with the code."""
+"""docs/architecture.md agrees with the code, and no modules import one another in a circle."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import re
+from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 from genlm.core import hookspecs
 
-PAGE = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text()
+TOP = Path(__file__).parent.parent
+PAGE = (TOP / "docs" / "architecture.md").read_text()
 HOOKS = {name: hook for name, hook in vars(hookspecs).items() if name.startswith("genlm_")}
 
 
@@ -33,3 +37,47 @@ def test_every_module_of_the_layout_exists() -> None:
     assert [
         name for name in modules if importlib.util.find_spec(f"genlm.core.{name}") is None
     ] == []
+
+
+def modules_below(package: Path) -> dict[str, Path]:
+    """The modules of a package, by name."""
+    return {
+        ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): path
+        for path in package.rglob("*.py")
+    }
+
+
+def imports_of(path: Path, modules: Mapping[str, Path]) -> set[str]:
+    """Which of the modules a file imports, anywhere in it: for type checkers alone too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path} imports relatively: name the module in full"
+            members = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= members & modules.keys()
+            if members - modules.keys():
+                found.add(str(node.module))
+    return found & modules.keys()
+
+
+@pytest.mark.parametrize(
+    "package",
+    [
+        TOP / "benchmarks",
+        *sorted(TOP.glob("*/src/genlm")),
+        *sorted(TOP.glob("plugins/*/src/genlm")),
+    ],
+    ids=lambda package: str(package.relative_to(TOP)),
+)
+def test_no_modules_import_one_another_in_a_circle(package: Path) -> None:
+    modules = modules_below(package)
+    graph = {name: imports_of(path, modules) for name, path in modules.items()}
+    assert any(graph.values())
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as circle:
+        pytest.fail(f"a circle of imports: {' <- '.join(circle.args[1])}")
