@@ -161,3 +161,43 @@ def test_bars_are_ascii_where_the_output_shows_nothing_else():
     shown = genlm("top", *ON_MOCK, "-k", "2", PYTHONIOENCODING="ascii")
     assert shown.returncode == 0
     assert shown.stdout.splitlines()[0].endswith(" " + "#" * 40)
+
+
+# --- doctor, backends -----------------------------------------------------------------------------
+
+
+def test_doctor_says_what_there_is_and_what_would_be_used(tmp_path: Path):
+    pretend_installed(tmp_path, "waits", "genlm_waits", WAITS)
+    cache = tmp_path / "hub"
+    cache.mkdir()
+    (cache / "weights").write_bytes(bytes(2_500_000))
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    shown = genlm("doctor", PYTHONPATH=path, HF_HUB_CACHE=str(cache))
+    assert (shown.returncode, shown.stderr) == (0, "")
+    out = shown.stdout
+    assert f"({sys.executable})" in out
+    for word in ("platform", "processors", "accelerator", "mock", "threads:"):
+        assert f"\n{word} " in out
+    (said,) = [line for line in out.splitlines() if line.startswith("Without --backend: ")]
+    assert "hf; it has the highest" in said or "no backend can be chosen" in said
+    (models,) = [line for line in out.splitlines() if line.startswith("cache: models (hub)")]
+    assert models.split()[3:] == ["2.5", "MB", str(cache)]
+
+
+@pytest.mark.parametrize(("two", "warned"), [(0.0005, False), (0.0011, False), (0.02, True)])
+def test_doctor_warns_where_two_threads_are_slower_than_one(two: float, warned: bool):
+    from genlm.core.cli.doctor import verdict
+
+    said = verdict(0.001, two)
+    assert ("WARNING" in said) == warned
+    assert ("20.0 times slower" in said and "OMP_NUM_THREADS=1" in said) == warned
+
+
+def test_backends_says_what_could_be_installed(tmp_path: Path):
+    pretend_installed(tmp_path, "sgl", "genlm_sgl_pretended", WAITS)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    absent = "not installed: pip install genlm-{}"
+    alone = genlm("backends").stdout
+    assert absent.format("ray") in alone
+    assert absent.format("sgl") in alone
+    assert absent.format("sgl") not in genlm("backends", PYTHONPATH=path).stdout

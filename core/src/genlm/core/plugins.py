@@ -34,7 +34,13 @@ WRAPPERS = "genlm.wrappers"
 
 #: The distribution to install for a backend that is not there. Others are found once they are
 #: installed.
-KNOWN = {"hf": "genlm-hf", "vllm": "genlm-vllm", "mlx": "genlm-mlx", "sgl": "genlm-sgl"}
+KNOWN = {
+    "hf": "genlm-hf",
+    "vllm": "genlm-vllm",
+    "mlx": "genlm-mlx",
+    "sgl": "genlm-sgl",
+    "ray": "genlm-ray",
+}
 
 ENGINE_ATTRIBUTES = ("tokenizer", "vocab_size", "max_context", "device", "model")
 

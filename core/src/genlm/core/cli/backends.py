@@ -7,21 +7,32 @@ from importlib.metadata import PackageNotFoundError, version
 from genlm.core.cli.arguments import Commands
 from genlm.core.cli.tables import table
 from genlm.core.errors import BackendImportError, PluginError
-from genlm.core.plugins import backend_names, find_backend
+from genlm.core.plugins import KNOWN, backend_names, find_backend
 
 
 def add_to(commands: Commands) -> None:
     backends = commands.add_parser(
-        "backends", help="list what is installed, what can run here, and why not"
+        "backends", help="list what is installed or could be, what can run here, and why not"
     )
     backends.set_defaults(run=lambda options: print_backends())
 
 
 def print_backends() -> int:
-    """Print one line for each installed backend. Imports no engine."""
-    header = ("backend", "plugin", "engine", "runs here")
-    print(table([header, *map(_backend_row, backend_names())]))
+    """Print the table. Imports no engine."""
+    print(backend_table())
     return 0
+
+
+def backend_table() -> str:
+    """A line for each installed backend, then one for each plugin that could be installed."""
+    installed = backend_names()
+    header = ("backend", "plugin", "engine", "runs here")
+    absent = [
+        (name, "-", "-", f"not installed: pip install {KNOWN[name]}")
+        for name in KNOWN
+        if name not in installed
+    ]
+    return table([header, *map(_backend_row, installed), *absent])
 
 
 def _backend_row(name: str) -> tuple[str, str, str, str]:

@@ -1,0 +1,186 @@
+"""``genlm doctor``: what there is on this machine, and what would be used."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from genlm.core.cli.arguments import Commands
+from genlm.core.cli.backends import backend_table
+from genlm.core.cli.progress import Progress
+from genlm.core.cli.tables import table
+from genlm.core.errors import BackendImportError, BackendNotFoundError, PluginError
+from genlm.core.plugins import backend_names, choose_backend, find_backend
+
+#: How long to wait for a tool of the system, seconds.
+PATIENCE = 10.0
+
+#: Two threads that take this much longer than one are worth a warning.
+SLOWER = 1.2
+
+#: How often one and two threads are compared, and how many products each time.
+ROUNDS, PRODUCTS = 9, 20
+
+
+def add_to(commands: Commands) -> None:
+    doctor = commands.add_parser(
+        "doctor", help="this machine, its accelerators, backends, caches and threads"
+    )
+    doctor.set_defaults(run=lambda options: print_findings())
+
+
+def print_findings() -> int:
+    """Print what was found. Imports no engine; PyTorch, if it is installed, to time threads."""
+    print(table([("Python", f"{platform.python_version()} ({sys.executable})"), *machine()]))
+    print(f"\n{backend_table()}\n")
+    print(f"Without --backend: {choice()}\n")
+    print(table(list(caches())))
+    progress = Progress()
+    progress.show("timing one and two threads ...")
+    said = threads()
+    progress.clear()
+    print(f"\n{said}")
+    return 0
+
+
+def machine() -> list[tuple[str, str]]:
+    """The platform, the processors that this process may use, and the accelerators."""
+    usable = _usable_processors()
+    found = accelerators()
+    return [
+        ("platform", platform.platform()),
+        ("processors", f"{usable} of {os.cpu_count()} may be used"),
+        *(("accelerator", name) for name in found or ["none found"]),
+    ]
+
+
+def accelerators() -> list[str]:
+    """The accelerators, as the system and its tools name them."""
+    found = []
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+        found += [f"CUDA: {line}" for line in _lines_of(query)]
+    elif Path("/proc/driver/nvidia/version").exists():
+        found.append("CUDA: a driver without nvidia-smi")
+    if Path("/dev/kfd").exists():
+        found.append("ROCm: an AMD GPU")
+    if platform.system() == "Darwin" and platform.machine() == "arm64":
+        found.append("Metal: Apple silicon")
+    return found
+
+
+def _lines_of(command: list[str]) -> list[str]:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [f"{command[0]} could not be run: {error}"]
+    if done.returncode:
+        return [f"{command[0]} failed: {(done.stdout + done.stderr).strip()}"]
+    return done.stdout.splitlines()
+
+
+def choice() -> str:
+    """Which backend would be chosen, and why."""
+    preferences: dict[str, int] = {}
+    for name in backend_names():
+        try:
+            info = find_backend(name).info()
+        except (BackendImportError, PluginError):
+            continue  # the table of backends says so
+        if info.available:
+            preferences[name] = info.preference
+    try:
+        chosen = choose_backend()
+    except BackendNotFoundError as error:
+        return str(error)
+    ranked = sorted((rank, name) for name, rank in preferences.items() if rank >= 0)
+    others = [f"{name} ({rank})" for rank, name in reversed(ranked) if name != chosen]
+    named = sorted(name for name in preferences if preferences[name] < 0)
+    why = f"it has the highest preference ({preferences[chosen]}) of those that run here"
+    only = f"; only by name: {', '.join(named)}" if named else ""
+    return f"{chosen}; {why}{', before ' + ', '.join(others) if others else ''}{only}"
+
+
+def caches() -> Iterator[tuple[str, str, str]]:
+    """The folders where models and compiled code are kept, and their sizes."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    hugging_face = Path(os.environ.get("HF_HOME") or home / "huggingface")
+    folders = {
+        "models (hub)": Path(os.environ.get("HF_HUB_CACHE") or hugging_face / "hub"),
+        "compiled (vLLM)": Path(os.environ.get("VLLM_CACHE_ROOT") or home / "vllm"),
+        "compiled (Triton)": Path(
+            os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
+        ),
+        "SmolLM2 (demo)": home / "genlm",
+    }
+    for what, folder in folders.items():
+        yield f"cache: {what}", _size(folder) if folder.is_dir() else "none", str(folder)
+
+
+def _size(folder: Path) -> str:
+    """The bytes in a folder; a link counts for itself, not for what it names."""
+    total = 0
+    for parent, _, files in os.walk(folder):
+        for file in files:
+            try:
+                total += (Path(parent) / file).lstat().st_size
+            except OSError:  # deleted in the meantime
+                continue
+    return f"{total / 1e6:,.1f} MB"
+
+
+def threads() -> str:
+    """Whether two threads are faster than one, by PyTorch's own products of matrices."""
+    setting = f"OMP_NUM_THREADS is {os.environ.get('OMP_NUM_THREADS') or 'not set'}"
+    if find_spec("torch") is None:
+        return f"threads: {setting}; PyTorch is not installed, so they were not timed"
+    if _usable_processors() < 2:
+        return f"threads: {setting}; there is one processor, so they were not timed"
+    return f"threads: {setting}; {verdict(*_seconds_of_threads())}"
+
+
+def verdict(one: float, two: float) -> str:
+    """What the times of one and two threads, in seconds, mean."""
+    said = f"one takes {one * 1e3:.2f} ms where two take {two * 1e3:.2f} ms"
+    if two < SLOWER * one:
+        return said
+    return (
+        f"{said}\n"
+        f"WARNING: two threads are {two / one:.1f} times slower than one: the processors are "
+        "shared; run with OMP_NUM_THREADS=1"
+    )
+
+
+def _seconds_of_threads() -> tuple[float, float]:
+    """Medians of products as small as those of a small model, for one thread and for two."""
+    import torch
+
+    before = torch.get_num_threads()
+    a, b = torch.ones(8, 576), torch.ones(576, 1536)
+    times: dict[int, list[float]] = {1: [], 2: []}
+    try:
+        for _ in range(ROUNDS):
+            for count, seconds in times.items():
+                torch.set_num_threads(count)
+                a @ b  # starts the threads
+                start = time.perf_counter()
+                for _ in range(PRODUCTS):
+                    a @ b
+                seconds.append((time.perf_counter() - start) / PRODUCTS)
+    finally:
+        torch.set_num_threads(before)
+    return statistics.median(times[1]), statistics.median(times[2])
+
+
+def _usable_processors() -> int:
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
