@@ -201,3 +201,44 @@ def test_backends_says_what_could_be_installed(tmp_path: Path):
     assert absent.format("ray") in alone
     assert absent.format("sgl") in alone
     assert absent.format("sgl") not in genlm("backends", PYTHONPATH=path).stdout
+
+
+# --- bench ----------------------------------------------------------------------------------------
+
+
+def test_bench_prints_a_table_and_a_plot():
+    shown = genlm("bench", "mock", "--backend", "mock", "--seconds", "0.4", "--particles", "1,4,16")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    title, figures, plot = shown.stdout.split("\n\n")
+    assert title == "tokens per second"
+    header, *rows = [line.split() for line in figures.splitlines()]
+    assert header == ["particles", "mock"]
+    assert [row[0] for row in rows] == ["1", "4", "16"]
+    assert all(int(row[1].replace(",", "")) > 0 for row in rows)
+    lengths = [line.count("█") for line in plot.splitlines()]
+    assert len(lengths) == 3
+    assert max(lengths) == 40
+
+
+def test_bench_measures_every_backend_and_says_why_one_cannot(tmp_path: Path):
+    dies = WAITS.replace("return mock.MockEngine", "import os; os._exit(7)\n    return None")
+    pretend_installed(tmp_path, "dies", "genlm_dies", dies)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    backends = ["--backend", "mock", "--backend", "dies"]
+    shown = genlm("bench", "mock", *backends, "--seconds=0.2", "--particles=2", PYTHONPATH=path)
+    assert shown.returncode == 0
+    *_, plot, reason = shown.stdout.strip().split("\n\n")
+    assert plot.split()[:2] == ["2", "mock"]
+    assert reason == "dies: its process ended with code 7"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--particles", "1,0"], "--particles must be integers of at least 1"),
+        (["--seconds", "0"], "--seconds must be"),
+    ],
+)
+def test_what_bench_refuses(arguments, said, capsys):
+    assert main(["bench", "mock", "--backend", "mock", *arguments]) == 1
+    assert said in capsys.readouterr().err

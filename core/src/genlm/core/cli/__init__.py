@@ -7,11 +7,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from genlm.core.cli import backends, conformance, doctor, new_plugin, sample, top
+from genlm.core.cli import backends, bench, conformance, doctor, new_plugin, sample, top
 from genlm.core.errors import GenlmError
 
 #: In the order of ``genlm --help``.
-COMMANDS = (sample, top, doctor, backends, conformance, new_plugin)
+COMMANDS = (sample, top, bench, doctor, backends, conformance, new_plugin)
 
 #: What a shell reports of a program that was interrupted.
 INTERRUPTED = 130
