@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from genlm.core import MockAsyncLM
 from genlm.core.cli import main
+from genlm.core.conformance import ConformanceSuite
 
 from .conformance.installed import pretend_installed
 
@@ -242,3 +246,69 @@ def test_bench_measures_every_backend_and_says_why_one_cannot(tmp_path: Path):
 def test_what_bench_refuses(arguments, said, capsys):
     assert main(["bench", "mock", "--backend", "mock", *arguments]) == 1
     assert said in capsys.readouterr().err
+
+
+# --- completion, progress -------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is missing")
+def test_bash_completes_subcommands_and_options(tmp_path: Path):
+    pytest.importorskip("shtab", reason="shtab is missing: install genlm-core[completion]")
+    script = genlm("completion", "bash")
+    assert (script.returncode, script.stderr) == (0, "")
+    (tmp_path / "genlm.bash").write_text(script.stdout)
+    for words, expected in ((["genlm", "do"], "doctor"), (["genlm", "top", "--ba"], "--backend")):
+        asked = f"""
+            source genlm.bash
+            COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}
+            _shtab_genlm; echo "${{COMPREPLY[@]}}"
+        """
+        done = subprocess.run(
+            ["bash", "-c", asked], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+        assert done.stdout.split() == [expected], done.stderr
+
+
+def test_completion_says_what_it_needs(monkeypatch, capsys):
+    monkeypatch.setattr("genlm.core.cli.completion.find_spec", lambda name: None)
+    assert main(["completion", "bash"]) == 1
+    assert "pip install 'genlm-core[completion]'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no pty")
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["top", *ON_MOCK], ["loading mock on mock ..."]),
+        (
+            ["bench", "mock", "--backend=mock", "--seconds=0.1", "--particles=1,2"],
+            ["loading mock on mock ...", "bench: 2 particles (2 of 2) ..."],
+        ),
+        (
+            ["conformance", "mock", "--model", "mock", "--effort=0.001"],
+            ["loading mock on mock ...", f"3 of {len(ConformanceSuite.clauses)} clauses ..."],
+        ),
+    ],
+    ids=["top", "bench", "conformance"],
+)
+def test_a_terminal_shows_progress_and_nothing_of_it_remains(arguments, shown):
+    import pty
+
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([*GENLM, *arguments], stdout=subprocess.PIPE, stderr=theirs)
+    os.close(theirs)
+    told = []
+
+    def read() -> None:  # the terminal holds little, and the command waits where it is full
+        with contextlib.suppress(OSError):  # the command has ended
+            while piece := os.read(ours, 4096):
+                told.append(piece)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    written, _ = process.communicate(timeout=300)
+    reader.join()
+    os.close(ours)
+    for text in shown:
+        assert f"{text}\r{' ' * len(text)}\r" in b"".join(told).decode()
+        assert text not in written.decode()

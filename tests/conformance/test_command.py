@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from genlm.core.cli import _parser, main
+from genlm.core.cli import main, parser
 from genlm.core.conformance import ConformanceSuite
 from genlm.core.conformance.command import suite_of
 from genlm.core.conformance.compare import ATOL
@@ -125,7 +125,7 @@ def test_what_cannot_be_run(
 
 
 def test_the_dtype_sets_the_tolerance_and_is_no_option() -> None:
-    arguments = _parser().parse_args(
+    arguments = parser().parse_args(
         ["conformance", "mock", "--model", "m", "--dtype", "bfloat16", "--option", "steps=2"]
     )
     suite = suite_of(arguments)

@@ -7,11 +7,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from genlm.core.cli import backends, bench, conformance, doctor, new_plugin, sample, top
+from genlm.core.cli import backends, bench, completion, conformance, doctor, new_plugin, sample, top
 from genlm.core.errors import GenlmError
 
 #: In the order of ``genlm --help``.
-COMMANDS = (sample, top, bench, doctor, backends, conformance, new_plugin)
+COMMANDS = (sample, top, bench, doctor, backends, conformance, new_plugin, completion)
 
 #: What a shell reports of a program that was interrupted.
 INTERRUPTED = 130
@@ -19,7 +19,7 @@ INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
         code = int(options.run(options))
         sys.stdout.flush()
@@ -34,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The parser of every subcommand."""
     parser = argparse.ArgumentParser(
         prog="genlm", description="Next-token log-probabilities on any engine."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import sys
 import textwrap
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from genlm.core.cli.arguments import named, parsed
+from genlm.core.cli.progress import Progress
 from genlm.core.conformance.compare import ATOL
 from genlm.core.conformance.report import Report, Verdict, run
 from genlm.core.conformance.suite import ConformanceSuite
@@ -43,13 +45,19 @@ def run_command(options: argparse.Namespace) -> int:
     if not options.json:
         print(f"{backend.name} ({backend.distribution}) on {suite.model}\n", file=out)
 
+    progress, done = Progress(), itertools.count(1)
+
     def tell(verdict: Verdict) -> None:
+        progress.clear()
         if not options.json:
             print(line(verdict, width), file=out, flush=True)
+        progress.show(f"{next(done)} of {len(suite.clauses)} clauses ...")
 
+    progress.show(f"loading {suite.model} on {backend.name} ...")
     # What the engine and the log print in the meantime is not part of the result.
     with contextlib.redirect_stdout(sys.stderr):
         report = run(suite, tell)
+    progress.clear()
     if options.json:
         print(json.dumps(report.as_dict(), indent=2), file=out)
     else:
