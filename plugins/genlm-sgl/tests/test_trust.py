@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import pytest
@@ -14,18 +13,6 @@ from genlm.core.errors import ModelNotFoundError
 SMALL = {"max_total_tokens": 1024}
 
 
-def _use(canary: Canary) -> None:
-    """Load it, ask it, and render its chat template; it need not succeed."""
-    with (
-        contextlib.suppress(Exception),
-        load_model_by_name(
-            str(canary.folder), "sgl", {"engine_opts": {"max_total_tokens": 1024}}
-        ) as lm,
-    ):
-        lm.next_token_logprobs_sync([1, 2, 3])
-        lm.tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
-
-
 @pytest.fixture(scope="module")
 def made(tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Canary]:
     into = tmp_path_factory.mktemp("canaries")
@@ -34,7 +21,7 @@ def made(tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Canary]:
 
 @pytest.mark.parametrize("trap", TRAPS)
 def test_no_code_of_a_model_folder_is_run(made, trap):
-    _use(made[trap])
+    made[trap].use("sgl", engine_opts=dict(SMALL))
     assert not made[trap].sprung
 
 
@@ -51,7 +38,7 @@ def test_a_folder_that_names_code_is_refused_by_name(made, trap):
 
 def test_a_folder_that_is_trusted_may_name_code(made):
     """A class that SGLang has itself: the code is not needed, and the model loads."""
-    trusted = {"trust_remote_code": True, "max_total_tokens": 1024}
+    trusted = {"trust_remote_code": True, **SMALL}
     folder = str(made["processor"].folder)
     with load_model_by_name(folder, "sgl", {"engine_opts": trusted}) as lm:
         assert lm.next_token_logprobs_sync([1, 2]).isfinite().all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,6 @@ from genlm.core.errors import ModelNotFoundError
 SMALL = {"max_model_len": 64, "max_num_seqs": 4, "kv_cache_memory_bytes": 8 << 20}
 
 
-def _use(canary: Canary) -> None:
-    """Load it, ask it, and render its chat template; it need not succeed."""
-    with (
-        contextlib.suppress(Exception),
-        load_model_by_name(str(canary.folder), "vllm", {"engine_opts": dict(SMALL)}) as lm,
-    ):
-        lm.next_token_logprobs_sync([1, 2, 3])
-        lm.tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
-
-
 @pytest.fixture(scope="module")
 def made(tiny_path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Canary]:
     into = tmp_path_factory.mktemp("canaries")
@@ -32,7 +21,7 @@ def made(tiny_path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Canar
 
 @pytest.mark.parametrize("trap", TRAPS)
 def test_no_code_of_a_model_folder_is_run(made, trap):
-    _use(made[trap])
+    made[trap].use("vllm", engine_opts=dict(SMALL))
     assert not made[trap].sprung
 
 

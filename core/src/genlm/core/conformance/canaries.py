@@ -6,6 +6,7 @@ with the engine's own option (``trust_remote_code``).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import shutil
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from attrs import frozen
+
+from genlm.core.lm import load_model_by_name
 
 #: How a folder's files name the class ``Canary`` in its file ``canary.py``.
 REFERENCE = "canary.Canary"
@@ -41,6 +44,15 @@ class Canary:
     def sprung(self) -> bool:
         """Whether code of the folder has run."""
         return self.mark.exists()
+
+    def use(self, backend: str, **options: Any) -> None:
+        """Load the folder, ask the model, and render its chat template. None of it need succeed."""
+        with (
+            contextlib.suppress(Exception),
+            load_model_by_name(str(self.folder), backend, options) as lm,
+        ):
+            lm.next_token_logprobs_sync([1, 2, 3])
+            lm.tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
 
 
 @frozen
