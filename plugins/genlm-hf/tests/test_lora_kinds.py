@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 from pathlib import Path
@@ -52,6 +53,40 @@ def test_kind(tiny: str, tmp_path: Path, kind: Kind) -> None:
     after = model.state_dict()
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
     assert after.keys() == before.keys()
+
+
+def tensor_bytes() -> int:
+    """The bytes of all tensors of this process, shared ones counted once."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+
+
+TAKES_MEMORY = ("plain", "LoRA on the output layer", "`modules_to_save`: the embedding")
+
+
+@pytest.mark.parametrize("name", [*TAKES_MEMORY, "`trainable_token_indices`", "`use_dora`"])
+def test_an_adapter_that_is_removed_takes_its_memory_along(
+    tiny: str, tmp_path: Path, name: str
+) -> None:
+    (kind,) = (kind for kind in KINDS if kind.name == name)
+    folder = make_adapter(kind, tiny, tmp_path / "adapter")
+    with AsyncTransformer.from_name(tiny, cache_size=0) as lm:
+
+        def use() -> int:
+            lm.add_new_lora(folder, "a")
+            lm.batch_next_token_logprobs_sync([[1, 2, 3], [4, 5]], lora_name="a")
+            lm.next_token_logprobs_sync([1, 2, 3])
+            most = tensor_bytes()
+            lm.remove_lora("a")
+            lm.clear_kv_cache()
+            return most
+
+        use()  # the first adapter also brings what is kept for all
+        before = tensor_bytes()
+        assert use() > before
+        assert tensor_bytes() == before
 
 
 def test_the_output_layer_in_scores_and_large_batches(tiny: str, tmp_path: Path) -> None:
