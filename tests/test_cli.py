@@ -218,7 +218,7 @@ def test_bench_prints_a_table_and_a_plot():
     header, *rows = [line.split() for line in figures.splitlines()]
     assert header == ["particles", "mock"]
     assert [row[0] for row in rows] == ["1", "4", "16"]
-    assert all(int(row[1].replace(",", "")) > 0 for row in rows)
+    assert all(float(row[1].replace(",", "")) > 0 for row in rows)
     lengths = [line.count("█") for line in plot.splitlines()]
     assert len(lengths) == 3
     assert max(lengths) == 40

@@ -172,7 +172,7 @@ def report(results: list[Measured], particles: list[int]) -> str:
     if good:
         header = ("particles", *(result.backend for result in good))
         rows = [
-            (f"{n:9}", *(f"{result.rates[n]:,.0f}".rjust(len(result.backend)) for result in good))
+            (f"{n:9}", *(_figure(result.rates[n]).rjust(len(result.backend)) for result in good))
             for n in particles
         ]
         parts = ["tokens per second", table([header, *rows]), plot(good, particles), *parts]
@@ -183,11 +183,15 @@ def plot(results: list[Measured], particles: list[int]) -> str:
     """A bar for each figure; the longest is the greatest of all."""
     most = max(max(result.rates.values()) for result in results)
     rows = [
-        (f"{n:9}", result.backend, bar(result.rates[n] / most) + f" {result.rates[n]:,.0f}")
+        (f"{n:9}", result.backend, f"{bar(result.rates[n] / most)} {_figure(result.rates[n])}")
         for n in particles
         for result in results
     ]
     return table(rows)
+
+
+def _figure(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}"
 
 
 def _as_dict(result: Measured) -> dict[str, object]:

@@ -122,7 +122,12 @@ def caches() -> Iterator[tuple[str, str, str]]:
         "SmolLM2 (demo)": home / "genlm",
     }
     for what, folder in folders.items():
-        yield f"cache: {what}", _size(folder) if folder.is_dir() else "none", str(folder)
+        yield f"cache: {what}", _size(folder) if folder.is_dir() else "none", _short(folder)
+
+
+def _short(folder: Path) -> str:
+    home = Path.home()
+    return f"~/{folder.relative_to(home)}" if folder.is_relative_to(home) else str(folder)
 
 
 def _size(folder: Path) -> str:
