@@ -57,7 +57,7 @@ an entry point of group ``genlm.wrappers`` names one for every model.
 
 A misspelt hook is an error when the model loads.
 
-Example:
+Examples:
     A wrapper that sharpens every row. Draws and scores are made from its rows too.
 
     >>> from genlm.core import hookimpl, load_model_by_name

@@ -86,7 +86,7 @@ def load_model_by_name(
             (:class:`~genlm.core.options.CoreOptions`).
         **options: The same, as keywords: ``load_model_by_name(name, "hf", batch_size=3)``.
 
-    Example:
+    Examples:
         >>> with load_model_by_name("mock", backend="mock", batch_size=8) as lm:
         ...     lm.next_token_logprobs_sync(lm.encode("Hello")).shape
         torch.Size([258])
@@ -134,7 +134,7 @@ class AsyncLM:
         backend: The backend's name, for messages.
         options: The core's options; or give them by name.
 
-    Example:
+    Examples:
         What is asked together goes to the engine together:
 
         >>> async def next_tokens(lm, contexts):
@@ -318,7 +318,7 @@ class AsyncLM:
         There are no stop strings and no penalties: draw fewer tokens at a time and look at them, or
         change rows with a wrapper.
 
-        Example:
+        Examples:
             >>> async def draw(lm):
             ...     return await lm.sample(lm.encode("Hello"), max_tokens=5, top_k=50, seed=7)
             >>> with load_model_by_name("mock", backend="mock") as lm:
@@ -536,7 +536,7 @@ class AsyncLM:
         bound already is bound anew, and what was cached under it is dropped. On an error the old
         binding stands.
 
-        Example:
+        Examples:
             >>> with load_model_by_name("mock", backend="mock") as lm:
             ...     lm.add_new_lora("folder/of/poems", "poems")
             ...     adapted = lm.next_token_logprobs_sync([72], lora_name="poems")

@@ -38,7 +38,7 @@ class PrefixIndex(Generic[K, T]):
     neighbour of the place where the new one would stand. So a lookup compares ``O(log n)`` keys,
     and two bisections replace a tree.
 
-    Example:
+    Examples:
         >>> index: PrefixIndex[tuple[int, ...], str] = PrefixIndex()
         >>> index.add((1, 2, 3), "a")
         >>> index.add((1, 5), "b")

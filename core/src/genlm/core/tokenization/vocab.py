@@ -48,7 +48,7 @@ def decode_vocab(
             not known, or it has no token; or its ``token_bytes()`` returns something other than
             bytes.
 
-    Example:
+    Examples:
         >>> from genlm.core.mock import ByteTokenizer
         >>> byte_vocab, str_vocab = decode_vocab(ByteTokenizer())
         >>> byte_vocab[97], str_vocab[257]

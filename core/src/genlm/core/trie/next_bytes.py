@@ -50,7 +50,7 @@ async def next_bytes_logprob(
         InvalidInputError: ``next_bytes`` is not bytes, or it takes more than ``max_contexts``
             contexts.
 
-    Example:
+    Examples:
         >>> import asyncio
         >>> from genlm.core import MockAsyncLM
         >>> with MockAsyncLM() as lm:

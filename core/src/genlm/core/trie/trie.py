@@ -56,7 +56,7 @@ class TokenCharacterTrie:
         device: The device that computes.
         root: The node of the empty prefix, where a walk along :attr:`children` starts.
 
-    Example:
+    Examples:
         >>> trie = TokenCharacterTrie([b"the", b"then", b"a"])
         >>> sums = trie.weight_sum([0.5, 0.25, 0.25])
         >>> float(sums[trie.find(b"th")])
