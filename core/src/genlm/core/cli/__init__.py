@@ -42,4 +42,5 @@ def parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for command in COMMANDS:
         command.add_to(commands)
+    parser.set_defaults(parser=parser)  # for what is made from it
     return parser

@@ -28,7 +28,5 @@ def print_script(options: argparse.Namespace) -> int:
         return 1
     import shtab
 
-    from genlm.core.cli import parser
-
-    print(shtab.complete(parser(), options.shell))
+    print(shtab.complete(options.parser, options.shell))
     return 0
