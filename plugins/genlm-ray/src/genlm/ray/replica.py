@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import torch  # noqa: F401  # imported with the actor, so that the first row need not wait for it
 
 from genlm.core import AsyncLM, SamplingParams, load_model_by_name
 from genlm.core.errors import InvalidOptionError
 from genlm.ray.wire import AdapterKey, Ask, Description, arguments_of, portable, unpacked
 
-if TYPE_CHECKING:
-    import numpy as np
-
 #: The hooks whose presence the program needs to know.
 HOOKS = ("genlm_cache_prefix", "genlm_clear_kv_cache", "genlm_add_lora")
 
 #: Rows by place, where they are; and the errors of those that are not.
-Rows = tuple["np.ndarray[Any, Any] | None", dict[int, Exception]]
+Rows = tuple[np.ndarray[Any, Any] | None, dict[int, Exception]]
 
 
 class Replica:
@@ -75,8 +75,6 @@ class Replica:
 
     async def rows(self, asked: Sequence[Ask]) -> Rows:
         """The rows of several contexts as one array that owns its memory."""
-        import numpy as np
-
         found = await asyncio.gather(*map(self._row, asked), return_exceptions=True)
         errors = {i: portable(row) for i, row in enumerate(found) if isinstance(row, BaseException)}
         rows = [row.cpu().numpy() for row in found if not isinstance(row, BaseException)]
