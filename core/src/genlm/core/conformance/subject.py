@@ -323,12 +323,18 @@ class Subject:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in an event loop of this thread's; that it hangs is a violation."""
 
-        async def bounded() -> T:
-            return await self.soon(coroutine)
+        answers: list[T] = []
+
+        async def bounded() -> None:
+            # Not returned: the runner's handling of SIGINT makes text of the task and its result,
+            # which for a tensor takes longer than the request (signal._int_to_enum in Python 3.11).
+            answers.append(await self.soon(coroutine))
 
         if threading.current_thread() is not threading.main_thread():
-            return asyncio.run(bounded())
-        return self._runner.run(bounded())
+            asyncio.run(bounded())
+        else:
+            self._runner.run(bounded())
+        return answers[0]
 
     async def soon(self, awaitable: Awaitable[T]) -> T:
         """What ``awaitable`` gives; that it hangs is a violation."""
