@@ -14,7 +14,7 @@ from attrs import evolve
 
 from genlm.core import hookimpl
 from genlm.core.errors import EngineError
-from genlm.core.types import Adapter, Query
+from genlm.core.types import Adapter, Answer, Query
 from genlm.hf.adapters import AdapterSet
 from genlm.hf.attention import register_row_attention
 from genlm.hf.evaluator import Evaluator
@@ -24,6 +24,7 @@ from genlm.hf.pool import RowPool
 from genlm.hf.probe import choose_reuse
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
+from genlm.hf.schedule import Schedule
 from genlm.hf.sequence import TokenSequence
 from genlm.hf.strategies import strategy_for
 
@@ -59,6 +60,7 @@ class HFEngine:
         budget = _budget(options, model.device)
         self._strategy = strategy_for(self.reuse, self._runner, options.max_batch_tokens, budget)
         self._evaluator = Evaluator(self._strategy, self._adapters, reuse_limit(self._config))
+        self._schedule: Schedule[Query] = Schedule(self._evaluator, options.max_batch_tokens)
         model._genlm_engine = (id(model), weakref.ref(self))
 
     def _describe(self, model: Any, tokenizer: Any) -> None:
@@ -111,12 +113,39 @@ class HFEngine:
             )
 
     @hookimpl
+    def genlm_step(self, queries: Sequence[Query], dropped: Sequence[Query]) -> list[Answer]:
+        """Answer what about one chunk of ``max_batch_tokens`` is enough for."""
+        if queries and queries[0].cold:
+            return [Answer(queries[0], self.genlm_next_token_logprobs(queries)[0])]
+        for query in queries:
+            self._schedule.add(query, _sequence(query))
+        for query in dropped:
+            self._schedule.drop(query)
+        if not self._schedule:
+            return []
+        try:
+            step = self._schedule.next()
+            rows = self._answers(list(step.answered.values()), step.chunk)
+        except BaseException:
+            self._schedule.clear()
+            raise
+        return [Answer(query, row) for query, row in zip(step.answered, rows, strict=True)]
+
+    @hookimpl
     def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
-        sequences = [TokenSequence(query.token_ids, query.adapter) for query in queries]
+        sequences = [_sequence(query) for query in queries]
         if queries[0].cold:
             return _logprobs(self._evaluator.cold(sequences[0]).logits)
-        unproven = self._evaluator.unproven(sequences)
-        rows = self._rows(sequences)
+        return self._answers(sequences)
+
+    def _answers(
+        self, sequences: Sequence[TokenSequence], chunk: TokenSequence | None = None
+    ) -> torch.Tensor:
+        """A row for each sequence; the chunk is computed for its state."""
+        # First: where memory is short, the others may drive out what it goes on from.
+        ahead = [] if chunk is None else [chunk]
+        unproven = self._evaluator.unproven(sequences) if sequences else None
+        rows = self._rows([*ahead, *sequences])[len(ahead) :]
         if unproven is not None and not self._proven(sequences[unproven], rows[unproven]):
             rows = self._rows(sequences)
         return rows
@@ -210,6 +239,7 @@ class HFEngine:
     @hookimpl
     def genlm_close(self) -> None:
         """Leave the model as it was before."""
+        self._schedule.clear()
         self._strategy.clear()
         self._restore()
         del self.model._genlm_engine
@@ -222,6 +252,10 @@ class HFEngine:
 
 
 @torch.no_grad()
+def _sequence(query: Query) -> TokenSequence:
+    return TokenSequence(query.token_ids, query.adapter)
+
+
 def _logprobs(logits: torch.Tensor) -> torch.Tensor:
     """Float32 and normalised, outside inference mode, so that the core may write into them."""
     return logits.float().log_softmax(-1)

@@ -88,6 +88,15 @@ class Evaluator:
     def _is_beyond(self, sequence: TokenSequence) -> bool:
         return self._reuse_limit is not None and sequence.length > self._reuse_limit
 
+    def continues(self, sequence: TokenSequence) -> bool:
+        """Whether a sequence can be computed in parts, each from the state of the one before."""
+        return self._strategy.shares_prefixes and self.keeps(sequence)
+
+    def lacks(self, sequence: TokenSequence) -> int:
+        """How many tokens of a sequence have to be computed."""
+        known = 0 if self._is_beyond(sequence) else self._strategy.known(sequence)
+        return sequence.length - known
+
     def cold(self, sequence: TokenSequence) -> Result:
         """Compute one sequence from its tokens only."""
         (result,) = self._strategy.plain([sequence], [0])

@@ -261,6 +261,9 @@ class InSnapshots(Strategy):
     def fits(self, length: int) -> bool:
         return self.snapshots.fits(length)
 
+    def known(self, sequence: TokenSequence) -> int:
+        return self.snapshots.find(sequence)[0]
+
     def compute(
         self, sequences: Sequence[TokenSequence], indices: Sequence[int], shared: Mapping[int, int]
     ) -> Iterator[Result]:

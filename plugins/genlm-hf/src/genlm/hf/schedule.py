@@ -1,0 +1,165 @@
+"""The schedule: what one step computes of all that waits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+from typing import Generic, TypeVar
+
+from attrs import frozen
+
+from genlm.core.prefixes import PrefixIndex
+from genlm.hf.evaluator import WORTH_WAITING, Evaluator
+from genlm.hf.sequence import TokenSequence, tokens_in
+
+R = TypeVar("R")
+
+
+@frozen
+class Step(Generic[R]):
+    """What to compute in one step.
+
+    Attributes:
+        answered: The requests that it answers, which wait no longer.
+        chunk: What it computes besides: the beginning of a further request; ``None`` for nothing.
+    """
+
+    answered: Mapping[R, TokenSequence]
+    chunk: TokenSequence | None = None
+
+
+class Schedule(Generic[R]):
+    """Keeps what waits, and chooses what to compute, so that no request waits long for somebody
+    else's long context.
+
+    A step computes about ``size`` tokens. At most half of them are for the requests that lack
+    least. The rest are for the requests in the order asked, and the first of them that lacks more
+    gets as much of its context computed as there is room: a chunk. So a short request waits for
+    little more than one chunk, and no request waits for ever, whatever others come.
+
+    What is known of an unfinished context is kept as that of any other. Where it has been lost
+    since, for lack of memory, the context is computed whole: it is not lost a second time.
+
+    Args:
+        evaluator: Says what sequences lack.
+        size: The most tokens of a chunk.
+    """
+
+    def __init__(self, evaluator: Evaluator, size: int) -> None:
+        self._evaluator = evaluator
+        self._size = size
+        self._waiting: dict[R, TokenSequence] = {}  # in the order asked
+        self._begun: tuple[R, int] | None = None  # who had the last chunk, and where that stopped
+
+    def __bool__(self) -> bool:
+        """Whether anything waits."""
+        return bool(self._waiting)
+
+    def add(self, request: R, sequence: TokenSequence) -> None:
+        """A request waits."""
+        self._waiting[request] = sequence
+
+    def drop(self, request: R) -> None:
+        """A request waits no longer, if it did."""
+        self._waiting.pop(request, None)
+        if self._begun is not None and self._begun[0] == request:
+            self._begun = None
+
+    def clear(self) -> None:
+        """Nothing waits any more."""
+        self._waiting.clear()
+        self._begun = None
+
+    def next(self) -> Step[R]:
+        """Choose."""
+        step = self._next()
+        for request in step.answered:
+            self.drop(request)
+        return step
+
+    def _next(self) -> Step[R]:
+        if sum(sequence.length for sequence in self._waiting.values()) <= self._size:
+            return Step(dict(self._waiting))  # without a look at what is known
+        # Each lacks a token at least, so no more of them can be answered.
+        waiting = dict(islice(self._waiting.items(), self._size))
+        lacks = {request: self._evaluator.lacks(one) for request, one in waiting.items()}
+        if sum(lacks.values()) <= self._size:
+            return Step(waiting)
+        chosen = _Chosen(waiting, lacks, self._size)
+        for request in sorted(waiting, key=lacks.__getitem__):
+            if not chosen.takes(request, leaving=self._size - self._size // 2):
+                break
+        chunk = self._in_turn(chosen)
+        return Step({request: waiting[request] for request in chosen.requests}, chunk)
+
+    def _in_turn(self, chosen: _Chosen[R]) -> TokenSequence | None:
+        """Fill up in the order asked; the chunk of the first that does not fit."""
+        left = [request for request in chosen.waiting if request not in chosen]
+        for turn, request in enumerate(left):
+            if chosen.takes(request):
+                continue
+            if self._divisible(request, chosen):
+                return self._chunk(request, chosen)
+            if turn == 0:
+                chosen.take(request)
+            return None
+        return None
+
+    def _divisible(self, request: R, chosen: _Chosen[R]) -> bool:
+        """Whether a beginning of a context can be computed first."""
+        sequence = chosen.waiting[request]
+        known = sequence.length - chosen.lacks[request]
+        if self._begun is not None and self._begun[0] == request and known < self._begun[1]:
+            return False  # its beginning has been lost
+        return self._evaluator.continues(sequence)
+
+    def _chunk(self, request: R, chosen: _Chosen[R]) -> TokenSequence | None:
+        if 2 * chosen.room < self._size:
+            return None  # not worth it; the next time it is first
+        sequence = chosen.waiting[request]
+        stop = sequence.length - chosen.cost(request) + chosen.room
+        self._begun = request, stop
+        return TokenSequence(sequence.tokens[:stop], sequence.adapter)
+
+
+class _Chosen(Generic[R]):
+    """The requests that a step answers, and how many tokens it can still compute.
+
+    Attributes:
+        requests: In the order chosen.
+        room: The tokens left.
+        waiting: All requests.
+        lacks: How many tokens of each have to be computed, whatever else is.
+    """
+
+    def __init__(
+        self, waiting: Mapping[R, TokenSequence], lacks: Mapping[R, int], room: int
+    ) -> None:
+        self.waiting = waiting
+        self.lacks = lacks
+        self.room = room
+        self.requests: list[R] = []
+        self._computed: PrefixIndex[bytes, R] = PrefixIndex()
+
+    def __contains__(self, request: R) -> bool:
+        return self.waiting[request].key in self._computed
+
+    def cost(self, request: R) -> int:
+        """How many more tokens to compute for a request, beside those chosen."""
+        sequence, lacks = self.waiting[request], self.lacks[request]
+        shared = tokens_in(self._computed.nearest(sequence.key)[1])
+        rest = sequence.length - min(shared, sequence.latest_start)
+        return rest if lacks - rest >= WORTH_WAITING else lacks
+
+    def takes(self, request: R, leaving: int = 0) -> bool:
+        """Choose a request, if there is room for it and for ``leaving`` more tokens."""
+        fits = self.cost(request) + leaving <= self.room
+        if fits:
+            self.take(request)
+        return fits
+
+    def take(self, request: R) -> None:
+        """Choose a request."""
+        self.room -= self.cost(request)
+        self.requests.append(request)
+        self._computed.add(self.waiting[request].key, request)
