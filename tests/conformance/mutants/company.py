@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from genlm.core import Answer, Query, hookimpl
+from genlm.core import Adapter, Answer, Query, hookimpl
 from genlm.core.mock import ContinuousMockEngine
 from genlm.core.types import Request, SampleRequest, ScoreRequest
 
@@ -69,3 +70,26 @@ class DroppedDrawsRunOn(Continuous):
         while any(request in self._in_flight for request in dropped):
             answers += self.advance([])
         return answers
+
+
+@breaks("adapters_changed_in_flight")
+class DroppedDrawKeepsItsAdapter(Continuous):
+    """A draw that is dropped does not give back its adapter, so that one is never unloaded.
+
+    https://github.com/sgl-project/sglang/pull/37824
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.in_use: list[Adapter] = []
+
+    def step(self, newcomers: list[Request], dropped: Sequence[Request]) -> list[Answer]:
+        draws = [r for r in dropped if isinstance(r, SampleRequest)]
+        self.in_use += [draw.query.adapter for draw in draws if draw.query.adapter]
+        return self.advance(newcomers, dropped)
+
+    @hookimpl
+    def genlm_remove_lora(self, adapter: Adapter) -> bool:
+        if adapter in self.in_use:
+            raise RuntimeError(f"the adapter {adapter.name} is in use")
+        return super().genlm_remove_lora(adapter)

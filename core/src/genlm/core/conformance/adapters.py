@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+from collections.abc import Callable
+
 import pytest
 from hypothesis import strategies as st
 
-from genlm.core.conformance.compare import Violation, check, difference
-from genlm.core.conformance.subject import Subject
+from genlm.core.conformance.compare import TOP_FACTOR, Violation, check, difference, shown
+from genlm.core.conformance.subject import Outcome, Subject, submitted
 from genlm.core.errors import UnknownAdapterError, UnsupportedError
 from genlm.core.types import TokenIds
+
+#: Tokens of a draw that is under way while adapters change.
+DRAWN = 8
 
 
 class AdapterClauses:
@@ -159,6 +166,56 @@ class AdapterClauses:
             )
 
         live.check_all(removed_adapter, examples=5, context=live.contexts.any())
+
+    def test_adapters_changed_in_flight(self, live: Subject) -> None:
+        """Adapters are bound anew, removed and added while rows, a score and a cancelled draw with
+        them are in flight: each request has the adapter that its name stood for when it was
+        asked."""
+        first, second, *_ = live.needs_adapters(2)
+        changes: dict[str, Callable[[], None]] = {
+            f"{first!r} is bound anew": functools.partial(live.bind, first, live.adapters[second]),
+            f"{first!r} is removed": functools.partial(live.remove, first),
+            "another is added": functools.partial(live.bind, "another", live.adapters[first]),
+        }
+        context, tail = live.contexts.stem[:4], live.contexts.tokens[:2]
+        names = [None, first, second]
+        for what, change in changes.items():
+            live.reset()
+            rows = [live.cold(context, name) for name in names]
+            expected = float(live.cold((*context, tail[0]), first)[tail[1]])
+            *answers, score = live.run(self._changed_in_flight(live, names, change))
+            for name, answer, row in zip(names, answers, rows, strict=True):
+                live.expect_row(answer, row, f"{shown(context)} with {name!r}, while {what}")
+            if isinstance(score, BaseException):
+                raise Violation(f"a score with {first!r}, while {what}: {score!r:.200}") from score
+            check(
+                abs(float(score[1]) - expected) <= TOP_FACTOR * live.atol * max(1, abs(expected)),
+                f"{shown(tail)} after {shown(context)} with {first!r}, while {what}: token 1 "
+                f"scores {float(score[1]):.6g}, its row has {expected:.6g}",
+            )
+            for name in [None, *live.bound]:
+                live.expect(live.ask(context, name), context, name, how=f"after {what}")
+
+    async def _changed_in_flight(
+        self, live: Subject, names: list[str | None], change: Callable[[], None]
+    ) -> list[Outcome]:
+        """The outcomes of a row with each adapter and of a score, asked before a change."""
+        lm, context, tail = live.lm, live.contexts.stem[:4], live.contexts.tokens[:2]
+        with live.gate.held():
+            asked: list[asyncio.Future[Outcome]] = [
+                asyncio.ensure_future(lm.next_token_logprobs(context, lora_name=name))
+                for name in names
+            ]
+            asked.append(asyncio.ensure_future(lm.sequence_logprobs(context, tail, names[1])))
+            draw = asyncio.ensure_future(lm.sample(context, DRAWN, [], lora_name=names[1]))
+            await submitted()
+            await asyncio.wrap_future(live.thread(live.gate.wait_inside))
+            draw.cancel()
+            await submitted()
+            changed = live.thread(change)
+        outcomes = await live.soon(asyncio.gather(*asked, return_exceptions=True))
+        await live.soon(asyncio.wrap_future(changed))
+        return list(outcomes)
 
     def test_adapter_that_fails_to_load(self, live: Subject) -> None:
         """If loading an adapter fails, the name keeps its old binding and every row is as

@@ -181,6 +181,11 @@ class Subject:
         self.lm.remove_lora(name)
         del self._bound[name]
 
+    @property
+    def bound(self) -> list[str]:
+        """The names of the adapters that are bound now."""
+        return list(self._bound)
+
     def close(self) -> None:
         """Close the model if it is open."""
         self._runner.close()
