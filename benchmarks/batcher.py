@@ -1,6 +1,6 @@
 """The batcher's own cost: an engine that answers at once, and one that takes half a second
 
-Questions are asked together, each with a context of 50 tokens never asked before. A held event loop
+Requests are asked together, each with a context of 50 tokens never asked before. A held event loop
 is how late a coroutine that wants to run every millisecond is at worst, while a forward pass of 500
 ms is under way.
 
@@ -134,7 +134,7 @@ def ours(bench: Bench) -> None:
             return [[1]] * len(queries)
 
     with asyncio.Runner() as runner:
-        for cache_size, case in ((0, "question, cache off"), (None, "question, cache on")):
+        for cache_size, case in ((0, "request, cache off"), (None, "request, cache on")):
             with AsyncLM(Instant, backend="instant", cache_size=cache_size) as lm:
                 together(bench, case, lm.next_token_logprobs, runner)
         with AsyncLM(Instant, backend="instant", cache_size=0, batch_size=8) as lm:
@@ -197,11 +197,11 @@ def theirs(bench: Bench) -> None:
     model: Any = Instant()
     with asyncio.Runner() as runner:
         lm = AsyncTransformer(model, tokenizer)
-        together(bench, "question, cache on", lm.next_token_logprobs, runner)
+        together(bench, "request, cache on", lm.next_token_logprobs, runner)
         model.seconds = FORWARD
         held(bench, lm.next_token_logprobs, runner)
     bench.note(
-        "genlm-backend's hf backend waits 20 ms for others before it answers a lone question; it "
+        "genlm-backend's hf backend waits 20 ms for others before it answers a lone request; it "
         "takes 20 in a batch."
     )
 
@@ -235,7 +235,7 @@ def floor(bench: Bench) -> None:
 
                 await asyncio.gather(*(ask() for _ in range(n)))
 
-            for case in ("question, cache off", "question, cache on"):
+            for case in ("request, cache off", "request, cache on"):
                 bench.time(
                     case,
                     lambda: runner.run(gathered()),

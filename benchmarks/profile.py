@@ -1,10 +1,10 @@
-"""Where a step's time goes: microseconds a question, by the counters that every model keeps in
+"""Where a step's time goes: microseconds a request, by the counters that every model keeps in
 `lm.stats`
 
 What remains of the wall time is Python's event loop, the checks, and the program itself. One
 engine answers at once, so that all the rest shows; on hf all that is a small part of the engine's
 time. With `--quick` this is a profile in a few seconds. The counters are always on: what they cost
-a question is measured too, and is given as a share of a question's time on hf.
+a request is measured too, and is given as a share of a request's time on hf.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def ours(bench: Bench) -> None:
 
     with asyncio.Runner() as runner, load_model_by_name(bench.model, backend="hf") as lm:
         rounds = 2 if bench.quick else 5
-        question = spend(bench, "hf: ", lm, runner, rounds=rounds, together=(1, 32), length=20)
+        request = spend(bench, "hf: ", lm, runner, rounds=rounds, together=(1, 32), length=20)
     counters = count(bench)
-    bench.record("counters, of a question among 32 on hf", 100 * counters / question, unit="%")
+    bench.record("counters, of a request among 32 on hf", 100 * counters / request, unit="%")
     with asyncio.Runner() as runner:
         instant(bench, runner)
 
 
 def count(bench: Bench) -> float:
-    """Microseconds that the counters take for a question: its share of those of its batch."""
+    """Microseconds that the counters take for a request: its share of those of its batch."""
     from genlm.core.runtime.timeline import STAGES, Timeline
 
     timeline = Timeline()
@@ -51,7 +51,7 @@ def count(bench: Bench) -> float:
                 pass
         timeline.batch(timeline.clock(), n)
 
-    return bench.time("counters, a question among 32", batch, unit="us", per=32, repeat=1000)
+    return bench.time("counters, a request among 32", batch, unit="us", per=32, repeat=1000)
 
 
 def instant(bench: Bench, runner: asyncio.Runner) -> None:
@@ -90,7 +90,7 @@ def spend(
     together: tuple[int, ...],
     length: int,
 ) -> float:
-    """Record the stages; returns the microseconds of wall time that a question took, with the most
+    """Record the stages; returns the microseconds of wall time that a request took, with the most
     together."""
     source = fresh(length)
 

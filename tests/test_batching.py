@@ -14,7 +14,7 @@ from .conftest import busy
 both = pytest.mark.parametrize("continuous", [False, True])
 
 
-def test_gathered_questions_make_one_batch(mock, gate):
+def test_gathered_requests_make_one_batch(mock, gate):
     lm = mock()
 
     async def ask():
@@ -35,7 +35,7 @@ def test_coroutines_that_ask_a_few_passes_apart_share_a_batch(mock, gate):
             else await asyncio.create_task(relay(depth - 1))
         )
 
-    async def ask():  # each pass of the loop adds a question, so the batch stays open
+    async def ask():  # each pass of the loop adds a request, so the batch stays open
         asked = []
         for i in range(5):
             asked.append(asyncio.ensure_future(lm.next_token_logprobs([i, i])))
@@ -61,8 +61,8 @@ def test_a_loop_that_asks_something_new_in_every_pass_gets_batches(mock, gate, o
     asyncio.run(ask())
 
 
-def test_a_lone_question_waits_for_nobody(mock, gate):
-    """Nothing else happens on the loop, and no timer is set: the question alone must start the
+def test_a_lone_request_waits_for_nobody(mock, gate):
+    """Nothing else happens on the loop, and no timer is set: the request alone must start the
     engine."""
     lm = mock()
 
@@ -76,7 +76,7 @@ def test_a_lone_question_waits_for_nobody(mock, gate):
 
 
 @both
-def test_while_the_engine_works_questions_queue_and_then_go_together(mock, gate, continuous):
+def test_while_the_engine_works_requests_queue_and_then_go_together(mock, gate, continuous):
     lm = mock(continuous=continuous, steps=1) if continuous else mock()
 
     async def ask():
@@ -107,7 +107,7 @@ def test_newcomers_join_a_continuous_engine_between_its_steps(mock, gate):
 
 
 @both
-def test_equal_pending_questions_share_a_slot_and_own_their_rows(mock, gate, continuous):
+def test_equal_pending_requests_share_a_slot_and_own_their_rows(mock, gate, continuous):
     lm = mock(cache_size=0, continuous=continuous)
 
     async def ask():
@@ -120,7 +120,7 @@ def test_equal_pending_questions_share_a_slot_and_own_their_rows(mock, gate, con
     assert all(row.logsumexp(0).abs() < 1e-4 for row in others)
 
 
-def test_a_question_equal_to_one_under_way_is_answered_from_its_row(mock, gate):
+def test_a_request_equal_to_one_under_way_is_answered_from_its_row(mock, gate):
     lm = mock()
 
     async def ask():
@@ -200,7 +200,7 @@ def test_two_event_loops_in_two_threads(mock):
     assert torch.equal(torch.stack(high), expected[15:])
 
 
-def test_synchronous_questions_work_inside_a_running_loop(mock):
+def test_synchronous_requests_work_inside_a_running_loop(mock):
     lm = mock()
 
     async def ask():
@@ -235,7 +235,7 @@ def test_one_loop_after_another(mock):
     assert lm.stats.batches == 3
 
 
-def test_a_loop_closed_with_a_question_pending_harms_nobody(mock, gate):
+def test_a_loop_closed_with_a_request_pending_harms_nobody(mock, gate):
     lm = mock()
     loop = asyncio.new_event_loop()
     gate.shut()

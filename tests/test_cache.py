@@ -184,7 +184,7 @@ def test_clearing_while_a_batch_is_under_way_keeps_its_rows_out(mock, gate):
     assert len(gate.batches) == 2
 
 
-def test_the_uncached_question_bypasses_the_cache_both_ways(mock, gate):
+def test_the_uncached_request_bypasses_the_cache_both_ways(mock, gate):
     lm = mock()
     lm.next_token_logprobs_sync([1])
     lm.next_token_logprobs_uncached([1])

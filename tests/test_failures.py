@@ -117,7 +117,7 @@ def test_a_dead_engine_fails_everything_and_refuses_new_work(mock, gate, continu
     [{"fail_on": lambda query: True}, {"die_on": lambda query: True}],
     ids=["error", "death"],
 )
-def test_callers_of_one_question_get_errors_of_their_own_with_one_cause(mock, failure):
+def test_callers_of_one_request_get_errors_of_their_own_with_one_cause(mock, failure):
     lm = mock(**failure)
 
     async def ask():
@@ -198,8 +198,8 @@ def test_a_hook_that_asks_its_own_model_gets_an_error_instead_of_a_deadlock(mock
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_interrupted_question_does_not_stop_those_that_its_loop_asks_later(mock, when):
-    """The interrupt comes while the question's pass of the loop is being scheduled."""
+def test_an_interrupted_request_does_not_stop_those_that_its_loop_asks_later(mock, when):
+    """The interrupt comes while the request's pass of the loop is being scheduled."""
     lm = mock()
 
     class Interrupt(BaseException):
@@ -231,7 +231,7 @@ def test_an_interrupted_question_does_not_stop_those_that_its_loop_asks_later(mo
 
 
 def test_an_interrupted_synchronous_caller_lets_go(mock, gate):
-    """A thread's question that nobody waits for any more is dropped like a coroutine's."""
+    """A thread's request that nobody waits for any more is dropped like a coroutine's."""
     lm = mock()
     gate.shut()
     threading.Thread(target=lm.next_token_logprobs_sync, args=([0],), daemon=True).start()

@@ -175,7 +175,7 @@ def kill(lm: MockAsyncLM) -> None:
 
 
 @pytest.mark.parametrize("end", [MockAsyncLM.close, kill])
-def test_a_model_that_refused_questions_is_collected(end):
+def test_a_model_that_refused_requests_is_collected(end):
     lm = MockAsyncLM(die_on=lambda query: query.token_ids == (13,))
     end(lm)
     for _ in range(2):
@@ -187,7 +187,7 @@ def test_a_model_that_refused_questions_is_collected(end):
     assert gone() is None
 
 
-def test_a_refusal_shows_the_frames_of_one_question(mock):
+def test_a_refusal_shows_the_frames_of_one_request(mock):
     lm = mock()
     lm.close()
 
@@ -282,7 +282,7 @@ def test_the_interpreter_exits_cleanly_when_no_thread_could_be_started():
 @pytest.mark.parametrize(
     "ask", ["batcher.ask([Interrupted()])", "asyncio.run(submit(Interrupted()))"]
 )
-def test_a_signal_handler_may_close_the_model_while_a_question_is_being_put(ask):
+def test_a_signal_handler_may_close_the_model_while_a_request_is_being_put(ask):
     result = run_python(f"""
         import asyncio
         from genlm.core import ModelClosedError
@@ -453,7 +453,7 @@ def test_a_closed_model_is_refused_on_entry(mock):
         asyncio.run(enter())
 
 
-def test_a_signal_handler_may_ask_a_blocking_question_while_one_is_being_put():
+def test_a_signal_handler_may_ask_a_blocking_request_while_one_is_being_put():
     """The interrupted code holds the batcher's lock: a request is hashed under it."""
     done = run_python("""
         from genlm.core.runtime.batcher import Batcher, Executor

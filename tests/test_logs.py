@@ -53,7 +53,7 @@ def failing_logger():
     structlog.reset_defaults()
 
 
-def test_a_logger_that_fails_harms_no_question(mock, failing_logger, capsys):
+def test_a_logger_that_fails_harms_no_request(mock, failing_logger, capsys):
     lm = mock(die_on=lambda query: query.token_ids == (13,))
     assert lm.next_token_logprobs_sync([1]).shape == (258,)
     with pytest.raises(EngineDeadError, match="told to die"):

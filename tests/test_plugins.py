@@ -459,7 +459,7 @@ def test_a_changed_byte_vocabulary_changes_no_row(mock, change):
     assert lm.next_token_logprobs_sync([1]).shape == (258,)
 
 
-def test_a_wrong_row_of_a_continuous_engine_is_an_error_of_its_question_alone():
+def test_a_wrong_row_of_a_continuous_engine_is_an_error_of_its_request_alone():
     class Wrong(ContinuousMockEngine):
         def row(self, query):
             row = super().row(query)

@@ -59,7 +59,7 @@ def test_a_signal_handler_may_ask_for_the_times_while_one_is_added():
     assert timeline.spent() == {**dict.fromkeys(STAGES, 0.0), "queue": 1.0, "engine": 1.0}
 
 
-def test_the_first_question_has_every_stage(mock):
+def test_the_first_request_has_every_stage(mock):
     lm = mock()
     lm.next_token_logprobs_sync([1])
     lm.clear_kv_cache()  # returns once the batch before it has been delivered

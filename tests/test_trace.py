@@ -22,7 +22,7 @@ def path(tmp_path):
     return tmp_path / "trace.json"
 
 
-def test_questions_batches_engine_and_hits(mock, path):
+def test_requests_batches_engine_and_hits(mock, path):
     lm = mock()
 
     async def ask():
@@ -34,13 +34,13 @@ def test_questions_batches_engine_and_hits(mock, path):
         lm.clear_kv_cache()  # returns once the batch before it has been dealt with
     events = recorded(path)
 
-    questions = {event["id"]: event for event in named(events, "request", "b")}
+    requests = {event["id"]: event for event in named(events, "request", "b")}
     ends = {event["id"]: event for event in named(events, "request", "e")}
-    assert questions.keys() == ends.keys()
-    assert len(questions) == 5
-    assert all(ends[number]["ts"] >= questions[number]["ts"] for number in questions)
+    assert requests.keys() == ends.keys()
+    assert len(requests) == 5
+    assert all(ends[number]["ts"] >= requests[number]["ts"] for number in requests)
     assert {end["args"]["end"] for end in ends.values()} == {"answered"}
-    assert questions[min(questions)]["args"] == {"asked": "Query", "tokens": 1, "adapter": None}
+    assert requests[min(requests)]["args"] == {"asked": "Query", "tokens": 1, "adapter": None}
 
     assert [batch["args"] for batch in named(events, "batch", "X")] == [{"requests": 5}]
     assert [span["args"] for span in named(events, "engine", "X")] == [{"queries": 5}]
@@ -82,7 +82,7 @@ def test_what_overlaps_is_asynchronous(mock, path):
         }
 
 
-def test_how_a_question_ended(mock, gate, path):
+def test_how_a_request_ended(mock, gate, path):
     lm = mock(fail_on=lambda query: query.token_ids == (7,))
     with lm.trace(path):
         with pytest.raises(EngineError):
@@ -147,7 +147,7 @@ def test_a_second_block_holds_what_happened_in_it(mock, path):
         with trace:
             lm.next_token_logprobs_sync(context)
             lm.clear_kv_cache()
-    assert [question["args"]["tokens"] for question in named(recorded(path), "request", "b")] == [2]
+    assert [request["args"]["tokens"] for request in named(recorded(path), "request", "b")] == [2]
 
 
 def test_a_bad_path_is_known_at_once(mock, tmp_path):

@@ -123,7 +123,7 @@ class AdapterSet:
                 parameter.requires_grad_(True)
 
     def groups(self, adapters: Sequence[Adapter | None]) -> list[list[int]]:
-        """Which jobs may share a forward: all, but for adapters that PEFT cannot mix (DoRA,
+        """Which chunks may share a forward: all, but for adapters that PEFT cannot mix (DoRA,
         retrained modules)."""
         alone: dict[int, list[int]] = {}
         mixed = []
