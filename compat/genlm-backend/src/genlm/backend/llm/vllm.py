@@ -13,4 +13,7 @@ else:
 
 HAS_VLLM = installed("genlm.vllm") and installed("vllm")
 
-__getattr__ = former(__name__, ADAPTERS)
+__getattr__ = former(
+    __name__,
+    {**ADAPTERS, "BackendScheduler": "live sessions are inside: AsyncVirtualLM.from_name(name)"},
+)
