@@ -6,7 +6,9 @@ half. *Importance sampling*: 256 continuations of 8 tokens, drawn from the model
 and weighed by the model itself. The code is the same on both sides and asks as the library's users
 do, one coroutine for each particle. *genlm-control*, *genlm-bytes* and *llamppl* are programs of
 these libraries, which were written for genlm-backend: see `benchmarks/clients.py`. Their time is
-CPU time, with that of the libraries' own Python.
+CPU time, with that of the libraries' own Python. *llamppl, without its Python* is what remains when
+the time of a second run is taken off, which finds every row in the output cache. Its floor is the
+forward passes alone, one for each length, written by hand with transformers.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import math
 import random
 import re
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from benchmarks import clients
@@ -25,6 +28,9 @@ PLUGIN = "clients"
 PEER = ["genlm-backend==0.3.1", "genlm-bytes==0.2.0", "genlm-control==0.4.1", "llamppl==0.2.3"]
 
 PROMPT = "Once upon a time there was a"
+#: What llamppl's program costs beyond its own Python.
+WITHOUT_PYTHON = "llamppl, without its Python"
+
 LANGUAGE = re.compile(rb"[a-z ,.]*")
 
 
@@ -33,7 +39,10 @@ def ours(bench: Bench) -> None:
 
     with load_model_by_name(bench.model, backend="hf") as lm:
         measure(bench, lm, lm.clear_kv_cache, lm.clear_cache)
-    measure_clients(bench)
+    lm = clients.load(bench.model)
+    measure_clients(bench, lm)
+    cold, again = (cpu_of_llamppl(bench, lm, fresh) for fresh in (True, False))
+    bench.record(WITHOUT_PYTHON, cold - again, unit="s")
 
 
 def theirs(bench: Bench) -> None:
@@ -44,7 +53,22 @@ def theirs(bench: Bench) -> None:
     options = {"torch_dtype": torch.float32, "device_map": "cpu"}
     lm = AsyncTransformer.from_name(bench.model, hf_opts=options, batch_size=256)
     measure(bench, lm, lm.clear_cache)
-    measure_clients(bench)
+    measure_clients(bench, clients.load(bench.model))
+
+
+def floor(bench: Bench) -> None:
+    lm = clients.load(bench.model)
+    asked: list[list[int]] = []
+    row_of = lm.next_token_logprobs
+
+    def recorded(token_ids: list[int], **options: Any) -> Any:
+        asked.append(list(token_ids))
+        return row_of(token_ids, **options)
+
+    lm.next_token_logprobs = recorded
+    cpu_of_llamppl(bench, lm)
+    seconds = [cpu_of_forwards(lm.underlying_model, asked) for _ in range(2)]
+    bench.record(WITHOUT_PYTHON, seconds[1:], unit="s")
 
 
 def measure(bench: Bench, lm: Any, *resets: Any) -> None:
@@ -62,12 +86,40 @@ def measure(bench: Bench, lm: Any, *resets: Any) -> None:
         bench.record(case, drawn / seconds, unit="tokens/s")
 
 
-def measure_clients(bench: Bench) -> None:
-    lm = clients.load(bench.model)
+def measure_clients(bench: Bench, lm: Any) -> None:
     for name in clients.PROGRAMS:
         done = clients.run(name, lm, seed=0, quick=bench.quick)
         bench.record(name, done["cpu"], unit="s")
         bench.note(f"{name}: log weight {done['log_z']:.3f}, {done['n']} tokens or bytes")
+
+
+def cpu_of_llamppl(bench: Bench, lm: Any, fresh: bool = True) -> float:
+    cpu: float = clients.run("llamppl", lm, 0, bench.quick, fresh)["cpu"]
+    return cpu
+
+
+def cpu_of_forwards(model: Any, asked: Iterable[list[int]]) -> float:
+    """CPU seconds of the forward passes for these contexts, of which each extends one of the length
+    before: a pass for each length, and the key/value state of the parents."""
+    import torch
+
+    levels: dict[int, list[tuple[int, ...]]] = {}
+    for ids in dict.fromkeys(map(tuple, asked)):
+        levels.setdefault(len(ids), []).append(ids)
+    prompt = levels[min(levels)][0][:-1]
+    later = sorted(levels.items())
+    began = time.process_time()
+    with torch.inference_mode():
+        done = model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
+        places = {prompt: 0}
+        done.logits[:, -1].float().log_softmax(-1)
+        for _, level in later:
+            done.past_key_values.reorder_cache(torch.tensor([places[ids[:-1]] for ids in level]))
+            last = torch.tensor([[ids[-1]] for ids in level])
+            done = model(last, past_key_values=done.past_key_values, logits_to_keep=1)
+            done.logits[:, -1].float().log_softmax(-1)
+            places = {ids: place for place, ids in enumerate(level)}
+    return time.process_time() - began
 
 
 async def smc(lm: Any, prompt: list[int], n: int, tokens: int) -> tuple[int, float]:
@@ -120,4 +172,4 @@ async def importance(lm: Any, prompt: list[int], n: int, tokens: int) -> tuple[i
 
 
 if __name__ == "__main__":
-    main(ours=ours, theirs=theirs)
+    main(ours=ours, theirs=theirs, floor=floor)

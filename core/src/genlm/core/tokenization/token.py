@@ -110,7 +110,9 @@ class Token(bytes):
         return f"Token(token_id={self.token_id}, byte_string={bytes(self)!r})"
 
     def __hash__(self) -> int:
-        return hash(self.token_id)
+        # Written out: programs look tokens up by the hundred thousand.
+        fields = self.__dict__
+        return fields.page * _PAGE + fields.index
 
     def __eq__(self, other: object) -> bool:
         return (
