@@ -76,7 +76,9 @@ def test_a_name_that_is_gone_says_what_to_use(module: str) -> None:
     for name in GONE[module].split():
         with pytest.raises(AttributeError, match=rf"{name} existed in genlm-backend 0\.3") as error:
             getattr(importlib.import_module(module), name)
-        assert any(word in str(error.value) for word in ("genlm.core", "decode_vocab", "lm.", "from_name"))
+        assert any(
+            word in str(error.value) for word in ("genlm.core", "decode_vocab", "lm.", "from_name")
+        )
 
 
 def test_a_name_that_never_was_is_an_ordinary_error() -> None:

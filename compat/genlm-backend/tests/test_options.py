@@ -194,5 +194,5 @@ def test_the_options_of_caches_and_tries() -> None:
         lambda: AsyncTokenCharacterTrie.from_vocab(words, backend="quick"),
         lambda: ParallelTokenCharacterTrie(words, device="abacus"),
     ):
-        with pytest.raises(ValueError, match="quick|abacus"):
+        with pytest.raises(ValueError, match=r"quick|abacus"):
             make()
