@@ -12,6 +12,8 @@ import torch
 from attrs import define
 from structlog.testing import capture_logs
 from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -19,9 +21,11 @@ from transformers import (
     PretrainedConfig,
 )
 
-from genlm.core import Query
+from genlm.core import EngineError, Query
 from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
+from genlm.hf.twin import TOKENS as SMALL_TOKENS
+from genlm.hf.twin import small_model, thresholds
 
 TOKENS = 257  # every byte, and the end
 
@@ -156,6 +160,86 @@ def llama_config() -> Callable[..., LlamaConfig]:
 @pytest.fixture
 def llama() -> Pair:
     return proven(make_pair(LlamaConfig(**SHAPE)))
+
+
+@define
+class Sweep:
+    """What became of one family of models.
+
+    ``outcome`` is "right", "wrong", "refused" (by an error that says why), "not built", or "fails
+    by itself", where transformers alone cannot compute the rows; ``why`` says more.
+    """
+
+    family: str
+    outcome: str
+    why: str = ""
+    reuse: str = "-"
+    crossed: int = 0
+
+
+#: What the configurations of some families leave open, though none of their models does.
+LEFT_OPEN: dict[str, dict[str, Any]] = {
+    "dots1": {"q_lora_rank": None, "head_dim": 128, "num_key_value_heads": 32},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "reformer": {"is_decoder": True},
+    "xmod": {"default_language": "en_XX"},
+}
+
+#: Where the sweep puts every threshold of a family.
+FAR = 20
+
+
+def sweep_family(family: str) -> Sweep:
+    """Build a small model of a family, its thresholds at ``FAR`` tokens, and compare rows from kept
+    state with cold ones on both sides of them."""
+    try:
+        config = CONFIG_MAPPING[family](**LEFT_OPEN.get(family, {}))
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        if not isinstance(config, kind.config_class):
+            config = config.get_text_config(decoder=True)
+        if hasattr(config, "is_decoder"):
+            config.is_decoder = True
+        found = thresholds(config.to_dict())
+        model = small_model(kind, config, torch.device("cpu"), {t.path: FAR for t in found})
+    except Exception as error:
+        return Sweep(
+            family, "not built", " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        )
+    reference = copy.deepcopy(model)
+    try:
+        pair = Pair(HFEngine(model, None), reference, [])
+    except EngineError as error:
+        return Sweep(family, "refused", str(error)[:300])
+    done = Sweep(family, "right", "", pair.engine.reuse.value, len(found))
+    source = random.Random(family)
+    longest = min(4 * FAR + 3, pair.engine.max_context or 4 * FAR + 3)
+    whole, other = (tuple(source.choices(range(SMALL_TOKENS - 4), k=longest)) for _ in range(2))
+    worst = 0.0
+    with capture_logs() as events:
+        for around in (FAR, 2 * FAR, 4 * FAR) if found else (FAR, 4 * FAR):
+            for stop in range(around - 2, min(around + 3, longest)):
+                batch = (whole[:stop], (*whole[: stop - 1], 3), other[: stop // 2])
+                try:
+                    cold = pair.expected(*batch)
+                except Exception as error:
+                    return Sweep(family, "fails by itself", f"{error}"[:200], done.reuse)
+                distance = (pair.ask(*batch) - cold).abs().nan_to_num(0.0)
+                worst = max(worst, float(distance.max()))
+    if any(event["event"] == "kv.reuse_wrong" for event in events):
+        done.why = "found out while it ran"
+    if worst > 2e-3:
+        done.outcome, done.why = "wrong", f"rows are {worst:.3g} off"
+    return done
+
+
+@pytest.fixture(scope="session")
+def sweep() -> Callable[[str], Sweep]:
+    """Tries one family of models; see :func:`sweep_family`."""
+    return sweep_family
 
 
 @pytest.fixture(scope="session")

@@ -19,9 +19,9 @@ from genlm.hf.adapters import AdapterSet
 from genlm.hf.attention import register_row_attention
 from genlm.hf.evaluator import Evaluator
 from genlm.hf.options import HFOptions
-from genlm.hf.patterns import attention_window, layer_patterns, reuse_limit
+from genlm.hf.patterns import attention_window, layer_patterns
 from genlm.hf.pool import RowPool
-from genlm.hf.probe import choose_reuse
+from genlm.hf.probe import Choice, choose_reuse
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from genlm.hf.schedule import Schedule
@@ -56,10 +56,11 @@ class HFEngine:
         self._adapters = AdapterSet(model)
         register_row_attention()
         self._runner = Runner(model.eval(), self._adapters, RowPool(), layer_patterns(model))
-        self.reuse, self._tolerance = self._choose_reuse()
+        choice = self._choose_reuse()
+        self.reuse, self._tolerance = choice.reuse, choice.tolerance
         budget = _budget(options, model.device)
         self._strategy = strategy_for(self.reuse, self._runner, options.max_batch_tokens, budget)
-        self._evaluator = Evaluator(self._strategy, self._adapters, reuse_limit(self._config))
+        self._evaluator = Evaluator(self._strategy, self._adapters, choice.limit)
         self._schedule: Schedule[Query] = Schedule(self._evaluator, options.max_batch_tokens)
         model._genlm_engine = (id(model), weakref.ref(self))
 
@@ -72,12 +73,8 @@ class HFEngine:
         self.max_context: int | None = getattr(self._config, "max_position_embeddings", None)
         self.device = str(model.device)
 
-    def _choose_reuse(self) -> tuple[Reuse, float]:
-        """Probe the model; on an error it is left as it was before.
-
-        Returns:
-            The way of reuse, and how far its log-probabilities may be from those of cold forwards.
-        """
+    def _choose_reuse(self) -> Choice:
+        """Probe the model; on an error it is left as it was before."""
         window = attention_window(self.model) or getattr(self._config, "window_size", None)
         try:
             return choose_reuse(self.model, self._runner, self.vocab_size, self.max_context, window)

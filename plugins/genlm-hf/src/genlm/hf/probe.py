@@ -6,17 +6,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from attrs import define, field, frozen
 
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
 from genlm.core.types import Adapter
+from genlm.hf.adapters import AdapterSet
 from genlm.hf.attention import ROW_ATTENTION
 from genlm.hf.layout import Chunk
+from genlm.hf.patterns import layer_patterns, reuse_limit
+from genlm.hf.pool import RowPool
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from genlm.hf.segments import Row, Trunk
 from genlm.hf.sequence import TokenSequence
 from genlm.hf.snapshots import Snapshot, joined
+from genlm.hf.twin import TOKENS, Threshold, small_model, thresholds
 
 logger = get_logger()
 
@@ -35,6 +40,13 @@ NOISE_MARGIN, SPREAD_SHARE = 8.0, 0.1
 #: forward.
 INT8_TOLERANCE = 3.0
 
+#: Where the twins' thresholds are, and how long the contexts that cross them.
+NEAR = 8
+AROUND_NEAR = ((4, 7), (7, 9), (8, 17), (9, 35))
+
+#: A way that is wrong beyond a threshold is taken where the threshold is at least so far away.
+WORTH_KEEPING = 512
+
 #: The ways whose state is in the pool.
 IN_ROWS = (Reuse.SHARED, Reuse.PACKED, Reuse.UNIFORM)
 
@@ -42,14 +54,28 @@ IN_ROWS = (Reuse.SHARED, Reuse.PACKED, Reuse.UNIFORM)
 REPLACEABLE = ("sdpa", "eager")
 
 
+@frozen
+class Choice:
+    """What the probe found out.
+
+    Attributes:
+        reuse: The way.
+        tolerance: How far its log-probabilities may be from those of cold forwards.
+        limit: The longest context whose state may be kept; ``None`` is no limit.
+    """
+
+    reuse: Reuse
+    tolerance: float
+    limit: int | None
+
+
 def choose_reuse(
     model: Any, runner: Runner, vocab_size: int, max_context: int | None, window: int | None
-) -> tuple[Reuse, float]:
-    """Compute two short ragged contexts in every way, from the best on, and take the first that
-    agrees with plain forwards.
+) -> Choice:
+    """Compute short ragged contexts in every way, from the best on, and take the first that agrees
+    with plain forwards: on the model, and beyond its thresholds on its twin.
 
-    Returns:
-        The way, and how far its log-probabilities may be from those of cold forwards.
+    A way that is wrong beyond a threshold is taken for contexts below it, if that is far away.
 
     Raises:
         EngineError: not even padded and unpadded plain forwards agree.
@@ -58,31 +84,114 @@ def choose_reuse(
     original = model.config._attn_implementation
     expected = _logprobs([runner.plain([context], [None], [1]) for context in contexts])
     tolerance = _tolerance(model, runner, contexts, expected)
+    limit = reuse_limit(model.config.get_text_config(decoder=True))
+    twins = Twins(model, limit)
     reasons = {}
     for reuse in Reuse:
         try:
             if reuse in (Reuse.SHARED, Reuse.PACKED):
                 _use_row_attention(model)
-            rows = _logprobs(_WAYS[reuse](runner, contexts))
-            if reuse in IN_ROWS and not runner.pool.layers:
-                raise ValueError("its state is not in the cache's rows")
+            why = _disagreement(runner, reuse, contexts, expected, tolerance)
         except Exception as error:
             # Whatever this model's code says of a cache or an attention it does not expect
-            reasons[reuse.value] = f"{type(error).__name__}: {error}"[:200]
-        else:
-            distance = float((rows - expected).abs().max())
-            if distance <= tolerance:
+            why = f"{type(error).__name__}: {error}"[:200]
+        if why is None:
+            reach = twins.reach(reuse)
+            if reach is None or reach >= WORTH_KEEPING or reuse is Reuse.NONE:
                 logger.info("kv.reuse_chosen", reuse=reuse.value, rejected=reasons)
-                return reuse, tolerance
-            reasons[reuse.value] = f"rows differ by {distance:.3g}"
-        finally:
-            runner.pool.resize(0, 0)
+                if reach is not None:
+                    logger.warning("kv.reuse_limited", limit=reach, why=twins.reasons[reuse])
+                return Choice(reuse, tolerance, _least(limit, reach))
+            why = f"beyond {reach} tokens: {twins.reasons[reuse]}"
+        reasons[reuse.value] = why
         if model.config._attn_implementation != original:
             model.set_attn_implementation(original)
         runner.pool.layers.clear()
     raise EngineError(
         f"rows of this model depend on padding after them ({reasons}); load a causal language model"
     )
+
+
+def _disagreement(
+    runner: Runner,
+    reuse: Reuse,
+    contexts: Sequence[Sequence[int]],
+    expected: torch.Tensor,
+    tolerance: float,
+) -> str | None:
+    """Why a way is wrong; ``None`` where it is right."""
+    try:
+        rows = _logprobs(_WAYS[reuse](runner, contexts))
+        if reuse in IN_ROWS and not runner.pool.layers:
+            raise ValueError("its state is not in the cache's rows")
+    finally:
+        runner.pool.resize(0, 0)
+    distance = float((rows - expected).abs().max())
+    return None if distance <= tolerance else f"rows differ by {distance:.3g}"
+
+
+@define
+class Twins:
+    """Small models of a model's class, each with some thresholds a few tokens away.
+
+    Attributes:
+        model: The model.
+        limit: Beyond so many tokens no state is kept, whatever the twins show.
+        reasons: What was wrong with a way of reuse, where something was.
+    """
+
+    model: Any
+    limit: int | None
+    reasons: dict[Reuse, str] = field(factory=dict)
+
+    def reach(self, reuse: Reuse) -> int | None:
+        """The longest context for which a way is right on the twins; ``None`` is any length."""
+        found = self._thresholds()
+        if reuse is Reuse.NONE or not found:
+            return None
+        why = self._why_wrong(reuse, found)
+        if why is None:
+            return None
+        alone = [one for one in found if self._why_wrong(reuse, [one]) is not None]
+        guilty = alone or found
+        self.reasons[reuse] = f"{', '.join('.'.join(one.path) for one in guilty)}: {why}"
+        return min(one.value for one in guilty) - 1
+
+    def _thresholds(self) -> list[Threshold]:
+        """Those that contexts whose state is kept may cross."""
+        found = thresholds(self.model.config.to_dict())
+        return [one for one in found if self.limit is None or one.value < self.limit]
+
+    def _why_wrong(self, reuse: Reuse, near: Sequence[Threshold]) -> str | None:
+        """Why a way is wrong on the twin with some thresholds near; ``None`` where it is right."""
+        try:
+            model, changed = self.model, {one.path: NEAR for one in near}
+            twin = small_model(type(model), model.config, model.device, changed)
+        except ValueError as error:  # then the comparisons with cold rows remain
+            logger.info("kv.no_twin", why=str(error))
+            return None
+        adapters = AdapterSet(twin)
+        runner = Runner(twin, adapters, RowPool(), layer_patterns(twin))
+        try:
+            if reuse in (Reuse.SHARED, Reuse.PACKED):
+                _use_row_attention(twin)
+            for lengths in AROUND_NEAR:
+                contexts = _random_contexts(TOKENS - 4, lengths)
+                expected = _logprobs([runner.plain([context], [None], [1]) for context in contexts])
+                tolerance = _tolerance(twin, runner, contexts, expected)
+                if why := _disagreement(runner, reuse, contexts, expected, tolerance):
+                    return why
+                runner.pool.layers.clear()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"[:200]
+        finally:
+            runner.close()
+            adapters.close()
+        return None
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _tolerance(
@@ -120,10 +229,13 @@ def _contexts(vocab_size: int, max_context: int | None, window: int | None) -> l
     length = window + 8 if window is not None and window <= LONGEST_PROBE else 12
     if max_context is not None:
         length = max(min(length, max_context), 4)
+    return _random_contexts(vocab_size, (length // 2, length))
+
+
+def _random_contexts(vocab_size: int, lengths: Sequence[int]) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     return [
-        torch.randint(vocab_size, (size,), generator=generator).tolist()
-        for size in (length // 2, length)
+        torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths
     ]
 
 

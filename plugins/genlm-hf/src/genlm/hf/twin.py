@@ -1,0 +1,189 @@
+"""The twin: a small model of the same class, whose thresholds are a few tokens away.
+
+A model may change its attention beyond a length: a window, a temperature, a choice of the best
+positions. Contexts that short probes never reach cross it on the twin.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from attrs import frozen
+
+#: Options of configurations that say from which length, or how far apart, positions are treated
+#: differently.
+THRESHOLD = re.compile(
+    r"(^|_)window(_size|_len)?$|^(mamba_|attention_)?chunk_size$|attn_chunk_length$|floor"
+    r"|^index_topk|^(index_)?block_size$|^local_attention$|^original_max_position|max_distance$"
+    r"|^compress_r|^max_inference_chunksize$"
+)
+
+#: Options that say how wide something is; all of a model's widths shrink by one factor, so that
+#: what is a sum or a product of others stays so.
+WIDTH = re.compile(
+    r"hidden_size|embedding_size$|head_size$|state_size$|feed_forward_size|(^|_)dim(_|$)|headdim$"
+    r"|_rank$|_width$|^kv_channels$|^d_(model|inner|kv)$|^n_(embd|inner)$|d_head$|d_state$"
+)
+
+#: Widths that no other depends on.
+INNER_WIDTH = re.compile(r"intermediate_size|ffn_size|ffn_hidden_size|ffn_dim$|^d_ff$")
+
+#: Options that say how many layers there are.
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+
+#: How much narrower than the model a twin is tried.
+FACTORS = (64, 32, 16, 8, 4, 2, 1)
+
+#: The tokens that a twin knows, and the most weights that it may have.
+TOKENS, MOST_WEIGHTS = 64, 64_000_000
+
+
+@frozen
+class Threshold:
+    """A number of positions in a configuration.
+
+    Attributes:
+        path: Where it stands: the keys of the nested mappings.
+        value: The number.
+    """
+
+    path: tuple[str, ...]
+    value: int
+
+
+def thresholds(settings: Mapping[str, Any]) -> list[Threshold]:
+    """The thresholds that the mapping of a configuration mentions."""
+    return [
+        Threshold(path, value)
+        for path, value in _numbers(settings)
+        if THRESHOLD.search(path[-1]) and value > 0
+    ]
+
+
+def small_config(config: Any, factor: int, changed: Mapping[tuple[str, ...], int]) -> Any:
+    """A configuration of the same class with few layers, narrow by ``factor``.
+
+    Args:
+        config: The model's configuration.
+        factor: All widths are divided by it; 1 leaves them.
+        changed: New values of thresholds, by their paths.
+
+    Raises:
+        ValueError: a width cannot be divided so.
+    """
+    settings = _smaller(deepcopy(config.to_dict()), factor)
+    for path, value in changed.items():
+        inner = settings
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = value
+    return type(config).from_dict(settings)
+
+
+def small_model(
+    kind: Any, config: Any, device: torch.device, changed: Mapping[tuple[str, ...], int]
+) -> Any:
+    """A random model of a class, see :func:`small_config`, of float32.
+
+    Raises:
+        ValueError: none could be made; says why.
+    """
+    reasons = []
+    for factor in FACTORS:
+        try:
+            return _random(kind, small_config(config, factor, changed), device)
+        except Exception as error:  # whatever a class says of sizes that it does not expect
+            reasons.append(f"{factor} times narrower: {type(error).__name__}: {error}"[:200])
+    raise ValueError("; ".join(reasons[-2:]))
+
+
+def _random(kind: Any, config: Any, device: torch.device) -> Any:
+    with torch.device("meta"):
+        weights = sum(parameter.numel() for parameter in kind(deepcopy(config)).parameters())
+    if weights > MOST_WEIGHTS:
+        raise ValueError(f"it would have {weights:,} weights")
+    cuda = [device.index or 0] if device.type == "cuda" else []
+    with torch.random.fork_rng(cuda), torch.no_grad():
+        torch.manual_seed(0)
+        twin = kind(config).float().to(device).eval()
+        for parameter in twin.parameters():
+            if parameter.ndim > 1:  # rows far from uniform, so that a mix-up shows
+                parameter.normal_(0, max(parameter.shape[-1], 8) ** -0.5)
+        rows = twin(torch.arange(6, device=device)[None], use_cache=False).logits
+    if not rows.isfinite().all():
+        raise ValueError("its rows are not finite")
+    return twin
+
+
+def _smaller(settings: dict[str, Any], factor: int) -> dict[str, Any]:
+    layers = next((settings[name] for name in LAYERS if _is_number(settings.get(name))), None)
+    kept = _kinds_of_layers(settings, layers) if layers else []
+    for name, value in settings.items():
+        if not isinstance(name, str):  # numbered labels
+            continue
+        if name == "per_layer_config" and isinstance(value, dict):
+            told = {int(at): said for at, said in value.items()}
+            settings[name] = {n: told[at] for n, at in enumerate(kept) if at in told}
+        elif isinstance(value, dict):
+            settings[name] = _smaller(value, factor)
+        elif kept and isinstance(value, list) and len(value) == layers:
+            settings[name] = [value[at] for at in kept]
+        elif name.endswith(("_factor", "mrope_section")) and isinstance(value, list):
+            divided = [part // factor for part in value]
+            settings[name] = divided if name == "mrope_section" else value[::factor]
+        elif name.endswith("token_id"):
+            settings[name] = _token(value)
+        elif not _is_number(value):
+            continue
+        elif name in LAYERS:
+            settings[name] = len(kept)
+        elif "vocab_size" in name:
+            settings[name] = TOKENS
+        elif INNER_WIDTH.search(name):
+            settings[name] = max(value // factor, min(value, 8))
+        elif WIDTH.search(name) and value >= factor:
+            if value % factor:
+                raise ValueError(f"{name}={value} is no multiple of {factor}")
+            settings[name] = value // factor
+    for name in ("quantization_config", "dtype", "torch_dtype", "attn_implementation"):
+        settings.pop(name, None)
+    return settings
+
+
+def _kinds_of_layers(settings: Mapping[str, Any], layers: int) -> list[int]:
+    """One layer of every kind, and two at least."""
+    lists = [value for value in settings.values() if isinstance(value, list)]
+    told = [value for value in lists if len(value) == layers]
+    others = {int(at): said for at, said in (settings.get("per_layer_config") or {}).items()}
+    told.append([others.get(at) for at in range(layers)])
+    first: dict[str, int] = {}
+    for at in range(layers):
+        first.setdefault(repr([value[at] for value in told]), at)
+    kept = set(first.values())
+    return sorted(kept if len(kept) > 1 else {0, layers - 1} if layers > 1 else {0})
+
+
+def _token(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_token(one) for one in value]
+    return min(value, TOKENS - 1) if _is_number(value) else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _numbers(
+    settings: Mapping[str, Any], above: Sequence[str] = ()
+) -> Iterator[tuple[tuple[str, ...], int]]:
+    for name, value in settings.items():
+        if not isinstance(name, str):  # numbered labels
+            continue
+        if isinstance(value, dict):
+            yield from _numbers(value, [*above, name])
+        elif _is_number(value):
+            yield (*above, name), value

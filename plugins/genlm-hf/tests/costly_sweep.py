@@ -1,0 +1,43 @@
+"""Every causal family that transformers has, as far as a small model of it can be built: rows from
+kept state are those of cold forwards, around every threshold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+FAMILIES = sorted({kind.model_type for kind in MODEL_FOR_CAUSAL_LM_MAPPING})
+
+#: So many families could be tried when this was written, with transformers 5.23.
+TRIED = 150
+
+
+@pytest.fixture(scope="module")
+def table(pytestconfig: pytest.Config) -> Iterator[list[Any]]:
+    """What was found; printed at the end."""
+    found: list[Any] = []
+    yield found
+    lines = [f"{len(found)} families: {dict(Counter(one.outcome for one in found))}"]
+    for one in sorted(found, key=lambda one: (one.outcome, one.reuse, one.family)):
+        line = f"{one.outcome:16}{one.reuse:10}{one.crossed} {one.family:28}{one.why}"
+        lines.append(line.rstrip())
+    with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print("", *lines, sep="\n")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family(family: str, sweep: Callable[[str], Any], table: list[Any]) -> None:
+    found = sweep(family)
+    table.append(found)
+    assert found.outcome != "wrong", found.why
+
+
+def test_most_families_were_tried(table: list[Any]) -> None:
+    if len(table) < len(FAMILIES):
+        pytest.skip("not every family was asked for")
+    counts = Counter(one.outcome for one in table)
+    assert counts["right"] + counts["refused"] >= TRIED

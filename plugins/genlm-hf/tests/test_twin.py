@@ -1,0 +1,138 @@
+"""The twin: thresholds that the probe of short contexts cannot reach are crossed at load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from structlog.testing import capture_logs
+
+from genlm.hf import probe
+from genlm.hf.reuse import Reuse
+from genlm.hf.runner import Runner
+from genlm.hf.twin import Threshold, small_model, thresholds
+
+Make = Callable[..., Any]
+Contexts = Callable[..., list[tuple[int, ...]]]
+
+#: Some of every kind; all of them are in costly_sweep.py.
+FAMILIES = ["llama", "mistral", "gemma3_text", "gpt_neo", "ministral3", "glm_moe_dsa", "lfm2"]
+
+SHAPE = {
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 1024,
+    "llama_4_scaling_beta": 0.5,
+}
+
+
+def windowed() -> transformers.MistralConfig:
+    return transformers.MistralConfig(**SHAPE, sliding_window=1024)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_around_every_threshold_of_a_family(family: str, sweep: Callable[[str], Any]) -> None:
+    found = sweep(family)
+    assert (found.outcome, found.why) == ("right", "")
+
+
+def test_thresholds_are_found_wherever_they_stand() -> None:
+    config = transformers.Ministral3Config(**SHAPE, sliding_window=2048, rope_parameters=YARN)
+    found = {".".join(one.path): one.value for one in thresholds(config.to_dict())}
+    path = "rope_parameters.original_max_position_embeddings"
+    assert found == {"sliding_window": 2048, path: 1024}
+
+
+def test_a_twin_has_a_layer_of_every_kind() -> None:
+    kinds = ["full_attention", *["sliding_attention"] * 3]
+    config = transformers.Gemma3TextConfig(
+        **{**SHAPE, "num_hidden_layers": 4}, layer_types=kinds, sliding_window=1024, head_dim=8
+    )
+    kind = transformers.Gemma3ForCausalLM
+    state = torch.random.get_rng_state()
+    twin = small_model(kind, config, torch.device("cpu"), {("sliding_window",): 8})
+    assert twin.config.layer_types == ["full_attention", "sliding_attention"]
+    assert twin.model.layers[1].self_attn.sliding_window == 8
+    assert (config.num_hidden_layers, config.sliding_window) == (4, 1024)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def wrong_beyond(window: int, monkeypatch: pytest.MonkeyPatch, ways: tuple[str, ...]) -> None:
+    """Make some ways of reuse forget about the windows of models whose window is at most so long:
+    those that a twin has, not that of the model."""
+    for way in ways:
+        run = getattr(Runner, way)
+
+        def disturbed(self: Runner, chunks: Any, *args: Any, run: Any = run) -> Any:
+            logits = run(self, chunks, *args)
+            narrow = self._model.config.sliding_window <= window
+            beyond = any(chunk.stop > self._model.config.sliding_window for chunk in chunks)
+            return logits.roll(1, -1) if narrow and beyond else logits
+
+        monkeypatch.setattr(Runner, way, disturbed)
+
+
+def test_a_way_that_is_wrong_beyond_a_far_threshold_is_used_below_it(
+    unproven: Make, monkeypatch: pytest.MonkeyPatch, contexts: Contexts
+) -> None:
+    wrong_beyond(8, monkeypatch, ("packed",))
+    with capture_logs() as events:
+        model = unproven(windowed(), max_batch_tokens=4096)
+    (event,) = [event for event in events if event["event"] == "kv.reuse_limited"]
+    assert event["limit"] == 1023
+    assert "sliding_window: rows differ by" in event["why"]
+    assert model.engine.reuse is Reuse.SHARED
+    (whole,) = contexts(1, 1100)
+    for length, computed in ((1000, 1), (1030, 1031)):
+        model.check(whole[:length])
+        model.forwards.clear()
+        model.check((*whole[:length], 1))
+        assert model.forwards == [computed]
+
+
+def test_a_way_that_is_wrong_beyond_a_near_threshold_is_not_used(
+    unproven: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong_beyond(8, monkeypatch, ("packed",))
+    monkeypatch.setattr(probe, "WORTH_KEEPING", 2048)
+    with capture_logs() as events:
+        model = unproven(windowed())
+    assert model.engine.reuse is Reuse.UNIFORM
+    (event,) = [event for event in events if event["event"] == "kv.reuse_chosen"]
+    assert "beyond 1023 tokens: sliding_window: rows differ" in event["rejected"]["shared"]
+    model.check((1, 2, 3), (1, 2, 3, 4))
+
+
+def test_a_twin_that_cannot_be_built_is_said_and_no_error(
+    unproven: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("sizes do not fit")
+
+    monkeypatch.setattr(probe, "small_model", refuse)
+    with capture_logs() as events:
+        model = unproven(windowed())
+    assert "sizes do not fit" in {event.get("why") for event in events}
+    assert model.engine.reuse is Reuse.SHARED
+
+
+def test_no_twin_is_built_where_nothing_is_a_threshold(
+    unproven: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[Threshold] = []
+    monkeypatch.setattr(probe, "small_model", lambda *args: built.append(args))
+    unproven(transformers.LlamaConfig(**SHAPE))
+    assert not built
