@@ -75,6 +75,21 @@ def canaries(model: Path, into: Path) -> list[Canary]:
     return [_make(name, trap, model, into) for name, trap in TRAPS.items()]
 
 
+def pickled_adapter(into: Path) -> Canary:
+    """A LoRA adapter whose weights are a pickle with a trap.
+
+    Args:
+        into: An empty folder, for it and its mark.
+    """
+    canary = Canary("pickled adapter", into / "adapter", into / "mark")
+    canary.folder.mkdir()
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (canary.folder / "adapter_config.json").write_text(json.dumps(settings))
+    weights = pickle.dumps(_Pickled(str(canary.mark)))
+    (canary.folder / "adapter_model.bin").write_bytes(weights)
+    return canary
+
+
 def _make(name: str, trap: Callable[[Path, str], None], model: Path, into: Path) -> Canary:
     place = into / name.replace(" ", "-")
     canary = Canary(name, place / "model", place / "mark")

@@ -1,0 +1,29 @@
+"""What a stranger's model folder may do: none of its code runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from genlm.core import load_model_by_name
+from genlm.core.conformance.canaries import Canary
+from genlm.core.conformance.trust import TrustSuite
+
+
+class TestTrust(TrustSuite):
+    backend = "hf"
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def folder(cls, tiny: str) -> str:
+        return tiny
+
+    def test_code_is_run_where_it_was_trusted(self, made: dict[str, Canary]) -> None:
+        """Or the traps above would show nothing."""
+        canary = made["auto_map of an unknown type"]
+        assert not canary.sprung
+        with pytest.raises(Exception, match="Canary"):  # the code of the trap is no configuration
+            load_model_by_name(str(canary.folder), "hf", {"hf_opts": {"trust_remote_code": True}})
+        assert canary.sprung
+        Path(canary.mark).unlink()
