@@ -86,7 +86,7 @@ def choose_reuse(
     tolerance = _tolerance(model, runner, contexts, expected)
     limit = reuse_limit(model.config.get_text_config(decoder=True))
     twins = Twins(model, limit)
-    reasons = {}
+    reasons: dict[str, str] = {}
     for reuse in Reuse:
         try:
             if reuse in (Reuse.SHARED, Reuse.PACKED):
