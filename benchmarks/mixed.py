@@ -2,7 +2,8 @@
 
 A step is one call of the engine's step hook: with draws under way, one forward pass. Steps are
 counted where they can be, because a count does not depend on how busy the machine is. The model is
-asked while one draw of 300 tokens is under way. `sgl_mixed` is the same on SGLang.
+asked while one draw of 300 tokens is under way. `sgl_mixed` is the same on SGLang;
+`hf_mixed` is about long prompts on transformers.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def measure(bench: Bench, backend: str, options: dict[str, Any]) -> None:
     """Measure one backend."""
     from genlm.core import load_model_by_name
 
-    steps = _counter()
+    steps = counter()
     lm = load_model_by_name(bench.model, backend, {**options, "wrappers": [steps]})
     repeat = 1 if bench.quick else 5
     random_ids = random.Random(0)
@@ -115,19 +116,23 @@ def _measure_close(bench: Bench, lm: Any, steps: Any, prompt: list[int]) -> None
     thread.join()
 
 
-def _counter() -> Any:
+def counter() -> Any:
     """A wrapper that counts an engine's steps."""
     from genlm.core import hookimpl
 
     class Steps:
         def __init__(self) -> None:
             self.count = 0
+            self._begun = 0
             self._made = threading.Condition()
 
         @hookimpl(wrapper=True)
         def genlm_step(
             self, queries: Any, samples: Any, scores: Any, dropped: Any
         ) -> Iterator[None]:
+            with self._made:
+                self._begun += 1
+                self._made.notify_all()
             answers = yield
             with self._made:
                 self.count += 1
@@ -138,6 +143,11 @@ def _counter() -> Any:
             with self._made:
                 target = self.count + more
                 self._made.wait_for(lambda: self.count >= target)
+
+        def wait_for_one_more_to_begin(self) -> None:
+            with self._made:
+                target = self.count + 1
+                self._made.wait_for(lambda: self._begun >= target)
 
     return Steps()
 
