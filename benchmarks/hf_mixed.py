@@ -33,7 +33,7 @@ def measure(bench: Bench, size: int) -> None:
     chunks = counter()
     options = {"max_batch_tokens": size, "cache_size": 0, "wrappers": [chunks]}
     lm = load_model_by_name(bench.model, "hf", options)
-    repeat = 1 if bench.quick else 3
+    repeat = 1 if bench.quick else 2
     of_size = f", chunks of {size} tokens"
     source = random.Random(0)
 

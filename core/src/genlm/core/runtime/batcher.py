@@ -349,10 +349,6 @@ class Batcher(Generic[R, A]):
         # while it loaded, by which engines take themselves down.
         self._forget_exit_hook()
         atexit.register(self._at_exit)
-        # Anew: hooks run last first, and this one must run before those that the engine registered
-        # while it loaded, by which engines take themselves down.
-        self._forget_exit_hook()
-        atexit.register(self._at_exit)
         self._executor, self._drops = executor, executor.drops
         self._queue.lane_of = executor.lane
         started.set_result(None)
