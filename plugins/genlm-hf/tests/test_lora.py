@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -146,3 +148,24 @@ def test_an_error_inside_a_mixed_batch_leaves_nothing(
         for query, row in zip(queries, rows, strict=True):
             expected = reference(tiny, query.adapter and query.adapter.path)(query.token_ids)
             torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
+
+
+def test_a_folder_that_is_not_there_is_said_before_peft_is_imported(tiny: str) -> None:
+    """To import PEFT takes seconds."""
+    program = """
+import sys
+from genlm.core import load_model_by_name
+from genlm.core.errors import InvalidAdapterError
+
+lm = load_model_by_name(sys.argv[1], "hf")
+try:
+    lm.add_new_lora("no/such/folder", "a")
+except InvalidAdapterError as error:
+    assert "no/such/folder/adapter_config.json does not exist" in str(error)
+    assert "peft" not in sys.modules
+    print("refused")
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program, tiny], capture_output=True, text=True, timeout=300
+    )
+    assert ran.stdout == "refused\n", ran.stderr

@@ -65,6 +65,8 @@ class AdapterSet:
                 would go with ours.
             Exception: whatever else PEFT says of the folder; nothing of the adapter remains.
         """
+        folder = read_adapter(adapter.path)  # before PEFT is imported, which takes seconds
+        folder.require(MIXED | ALONE, "hf")
         try:
             from peft import PeftModel
             from peft.tuners.tuners_utils import BaseTunerLayer
@@ -84,8 +86,6 @@ class AdapterSet:
         if self._peft is None:
             self._shapes = module_shapes(self._model)
             self._trainable = [each for each in self._model.parameters() if each.requires_grad]
-        folder = read_adapter(adapter.path)
-        folder.require(MIXED | ALONE, "hf")
         folder.require_modules(self._shapes)
         self._require_same_embeddings(folder)
         name = _name(adapter.version)
