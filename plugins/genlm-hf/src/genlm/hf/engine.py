@@ -248,11 +248,11 @@ class HFEngine:
             self.model.set_attn_implementation(self._original_attention)
 
 
-@torch.no_grad()
 def _sequence(query: Query) -> TokenSequence:
     return TokenSequence(query.token_ids, query.adapter)
 
 
+@torch.no_grad()
 def _logprobs(logits: torch.Tensor) -> torch.Tensor:
     """Float32 and normalised, outside inference mode, so that the core may write into them."""
     return logits.float().log_softmax(-1)
