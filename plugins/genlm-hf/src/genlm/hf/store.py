@@ -24,9 +24,14 @@ logger = get_logger()
 #: Columns are allotted in steps of this many.
 COLUMN_STEP = 32
 
-#: From so many positions on, a fork shares its parent's state as a trunk. Fewer are copied: another
-#: trunk is another product in every layer of every forward.
-WORTH_SHARING = 32
+#: From so many positions on, counted once for each of them, forks share their parent's state as a
+#: trunk. Fewer are copied: another trunk is another product in every layer of every forward, which
+#: costs as much as attention over so many positions in rows.
+WORTH_SHARING = 1024
+
+#: From so many of its positions on, the beginning of a trunk is shared by one more context, which
+#: costs a product of its own.
+WORTH_A_PRODUCT = 128
 
 #: A new context with so many positions of its own gets a trunk of its own: rows are all as long as
 #: the longest.
@@ -34,6 +39,9 @@ WORTH_A_TRUNK = 512
 
 #: Rows may take so many times the positions that are in them; then the longest becomes a trunk.
 MOST_WASTE = 1.25
+
+#: At most so many rows become trunks because they are longer than the others: each costs a product.
+MOST_OUTLIERS = 4
 
 #: The most trunks below a context, as a rule: each costs a product in every layer.
 MOST_TRUNKS = 6
@@ -223,11 +231,7 @@ class KVStore:
         key = sequence.key
         while found.parent is not None and found.start >= sequence.length:
             found = found.parent
-        if (
-            self._shares
-            and isinstance(found, Row)
-            and sequence.length - found.start >= WORTH_SHARING
-        ):
+        if self._shares and isinstance(found, Row) and sequence.length - found.start >= COLUMN_STEP:
             self._to_trunk(found, sequence.length, set())
             found = self._index.get(key) or found
         found.pinned = True
@@ -326,7 +330,7 @@ class KVStore:
         while below is not None and start <= below.start:
             below = below.parent
         plan = _Plan(sequence, start, found, kept=kept)
-        if isinstance(below, Trunk) and start - below.start >= WORTH_SHARING:
+        if isinstance(below, Trunk) and _is_worth_a_product(below, start):
             plan.parent, plan.base = below, start
         elif below is not None:
             plan.parent, plan.base, plan.source = below.parent, below.start, below
@@ -341,7 +345,7 @@ class KVStore:
     def _cut(self, plan: _Plan, shared: int) -> int:
         """Where a new context's own trunk stops: where others will fork, or at its end if it is
         long."""
-        if self._shares and shared - plan.base >= WORTH_SHARING:
+        if self._shares and shared - plan.base >= WORTH_A_TRUNK:
             return shared
         long = self._shares and plan.sequence.length - plan.start >= WORTH_A_TRUNK
         return plan.sequence.length if long else plan.base
@@ -370,8 +374,9 @@ class KVStore:
         for row, cuts in wanted.items():
             # One that extends the row, or ends in it, runs there: nothing is shared.
             alone = len(cuts) == 1 and cuts[0] >= row.stop - 1 and not row.pinned
-            if not alone and max(cuts) - row.start >= WORTH_SHARING:
-                self._to_trunk(row, max(cuts), protected)
+            cut, saved = _best_cut(cuts, row.start)
+            if not alone and (saved >= WORTH_SHARING or cut - row.start >= WORTH_A_TRUNK):
+                self._to_trunk(row, cut, protected)
         for row in _outliers([(row.size, row) for row in self._rows()]):
             if row not in self._running:
                 self._to_trunk(row, row.stop, protected)
@@ -529,9 +534,11 @@ class KVStore:
         if rows <= pool.rows and columns <= pool.columns and not too_large:
             return
         wide = columns
-        if columns > pool.columns and rows * _columns(columns * 9 // 8) <= room:
-            wide = _columns(columns * 9 // 8)
-        spare = rows if too_large else max(rows + rows // 8, pool.rows)
+        if columns > pool.columns and rows * _columns(columns // 8 * 9) <= room:
+            wide = _columns(columns // 8 * 9) if columns >= 8 * COLUMN_STEP else columns
+        # Many where they are short, so that rows of any length have about as much to spare.
+        more = min(rows // 2, max(rows // 8, rows * COLUMN_STEP // max(wide, 1)))
+        spare = rows if too_large else max(rows + more, pool.rows)
         self._resize(max(rows, min(spare, room // max(wide, 1))), wide)
 
     def _resize(self, rows: int, columns: int) -> None:
@@ -661,12 +668,28 @@ class KVStore:
 Owner = TypeVar("Owner")
 
 
+def _is_worth_a_product(trunk: Trunk, start: int) -> bool:
+    """Whether a context that leaves a trunk at ``start`` should stand on it."""
+    with_others = start == trunk.stop and len(trunk.children) > 0
+    return with_others or start - trunk.start >= WORTH_A_PRODUCT
+
+
+def _best_cut(cuts: Sequence[int], start: int) -> tuple[int, int]:
+    """Where to cut a row that is forked at ``cuts``, so that the most positions are not copied, and
+    how many these are."""
+    ordered = sorted(cuts, reverse=True)
+    return max(
+        ((cut, (cut - start) * count) for count, cut in enumerate(ordered, 1)),
+        key=lambda one: one[1],
+    )
+
+
 def _outliers(tails: Sequence[tuple[int, Owner]]) -> list[Owner]:
     """The few long ones without which rows would not be much longer than what is in them."""
     tails = sorted(tails, key=lambda one: one[0], reverse=True)
     total = sum(size for size, _ in tails)
     outliers: list[Owner] = []
-    for at, (size, owner) in enumerate(tails[: max(len(tails) // 4, 4)]):
+    for at, (size, owner) in enumerate(tails[: MOST_OUTLIERS + 1]):
         count = len(tails) - at
         if size <= 2 * COLUMN_STEP or _columns(size) * count <= MOST_WASTE * total + 32 * count:
             return outliers
