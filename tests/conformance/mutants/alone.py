@@ -1,0 +1,549 @@
+"""Faults that one clause alone sees: each clause has its own part of the space.
+
+Sizes are those of real engines: blocks of 16 tokens, graphs for 128 rows. What is longer than two
+blocks is out of reach of the clause on everything at once, whose contexts are short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attrs import evolve
+
+from genlm.core import AsyncLM, Query, hookimpl
+from genlm.core.errors import EngineError, QueriesResetError, UnknownAdapterError
+from genlm.core.mock import MockEngine
+from genlm.core.types import SamplingParams
+
+from .registry import breaks
+from .rows import LMWith
+from .sampling import SamplingMutant
+
+BLOCK = 16
+LONG = 2 * BLOCK
+
+
+class Remembering(MockEngine):
+    """Remembers what was evaluated until key/value state is dropped."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.asked: list[tuple[int, ...]] = []
+        self.batched: set[tuple[int, ...]] = set()
+
+    @hookimpl
+    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+        self._obey(queries)
+        rows = [self.row(self.confused(query, len(queries))) for query in queries]
+        for query in queries:
+            if not query.cold and query.adapter is None:
+                self.asked.append(query.token_ids)
+                if len(queries) > 1:
+                    self.batched.add(query.token_ids)
+        return torch.stack(rows)
+
+    def confused(self, query: Query, together: int) -> Query:
+        """The query that is answered in the place of one of a batch."""
+        raise NotImplementedError
+
+    @hookimpl
+    def genlm_clear_kv_cache(self) -> None:
+        super().genlm_clear_kv_cache()
+        self.asked.clear()
+        self.batched.clear()
+
+
+def replayed(query: Query) -> Query:
+    """With the last token twice."""
+    return evolve(query, token_ids=(*query.token_ids, query.token_ids[-1]))
+
+
+@breaks("row_is_normalised")
+class NormalisedRoughly(LMWith):
+    """The sum of a row is computed in a shorter type."""
+
+    def changed(self, row: torch.Tensor) -> torch.Tensor:
+        return row + 1.5e-4
+
+
+@breaks("cold_row_is_repeatable")
+class ColdRowsInUsedBlocks(Remembering):
+    """A cold evaluation is given the blocks of one before it, into which a batch wrote."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.cold: set[tuple[int, ...]] = set()
+
+    def confused(self, query: Query, together: int) -> Query:
+        ids = query.token_ids
+        if not query.cold or len(ids) <= LONG:
+            return query
+        used = ids in self.cold and ids in self.batched
+        self.cold.add(ids)
+        return replayed(query) if used else query
+
+
+@breaks("large_batch")
+class SecondMicroBatchReversed(MockEngine):
+    """What is beyond the first 128 rows of a batch comes back in the opposite order.
+
+    https://github.com/ggml-org/llama.cpp/pull/14853
+    """
+
+    @hookimpl
+    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+        rows = super().genlm_next_token_logprobs(queries)
+        return torch.cat([rows[:128], rows[128:].flip(0)])
+
+
+@breaks("equal_questions_share_one_slot")
+class ThirdCallerAlone(AsyncLM):
+    """What is pending has places for two callers: a third one's request is evaluated again."""
+
+    async def next_token_logprobs(self, token_ids: Any, **options: Any) -> torch.Tensor:
+        key = repr((token_ids, options))
+        callers = self.__dict__.setdefault("callers", [])
+        again = callers.count(key) == 2
+        callers.append(key)
+        try:
+            row = await super().next_token_logprobs(token_ids, **options)
+            if again:
+                self.clear_cache()
+                row = await super().next_token_logprobs(token_ids, **options)
+            return row
+        finally:
+            callers.remove(key)
+
+
+@breaks("same_tail_under_different_prefixes")
+class DeduplicationBehindPinnedPrefixes(MockEngine):
+    """Of contexts behind pinned prefixes only what follows the prefix is compared."""
+
+    @hookimpl
+    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+        by_tail: dict[Any, Query] = {}
+        return super().genlm_next_token_logprobs(
+            [by_tail.setdefault(self.key(query), query) for query in queries]
+        )
+
+    def key(self, query: Query) -> Any:
+        for pinned in self.pinned:
+            length = len(pinned.token_ids)
+            of_it = pinned.adapter == query.adapter and pinned.token_ids == query.token_ids[:length]
+            if BLOCK < length < len(query.token_ids) and of_it:
+                return query.token_ids[length:]
+        return query
+
+
+@breaks("longest_context")
+class DrawEndsBeforeTheLimit(SamplingMutant):
+    """A draw that would fill the context ends one token before."""
+
+    @hookimpl
+    def genlm_sample(
+        self, queries: Sequence[Query], params: Sequence[SamplingParams]
+    ) -> list[list[int]]:
+        limit = (self.max_context or 1 << 30) - 1
+        room = [limit - len(query.token_ids) for query in queries]
+        return MockEngine.genlm_sample(
+            self,
+            queries,
+            [
+                evolve(p, max_tokens=max(min(p.max_tokens, left), 1)) if p.max_tokens > 1 else p
+                for p, left in zip(params, room, strict=True)
+            ],
+        )
+
+
+@breaks("warm_row_equals_cold_row")
+class PartlyFullBlockReplayed(Remembering):
+    """A context that was the last one, found again, replays the last token of a block that is
+    about half full.
+
+    https://github.com/yanun0323/Whallm/issues/5
+    """
+
+    def confused(self, query: Query, together: int) -> Query:
+        ids = query.token_ids
+        half_full = len(ids) > BLOCK and 6 <= len(ids) % BLOCK <= 10
+        longer = any(len(a) > len(ids) and a[: len(ids)] == ids for a in self.asked)
+        known = ids in self.asked and not longer and query.adapter is None
+        return (
+            replayed(query) if half_full and known and together == 1 and not query.cold else query
+        )
+
+
+@breaks("extended_context")
+class FourthStepOneOff(Remembering):
+    """The position is kept beside the state, and is one off after four steps of one token."""
+
+    def confused(self, query: Query, together: int) -> Query:
+        ids, last = query.token_ids, self.asked[-4:]
+        steps = [ids[:-n] for n in (4, 3, 2, 1)]
+        return replayed(query) if len(ids) > 4 and last == steps and not query.cold else query
+
+
+@breaks("forked_contexts")
+class StemMovedByItsForks(Remembering):
+    """Two forks leave the state of their stem behind the second one."""
+
+    def confused(self, query: Query, together: int) -> Query:
+        ids = query.token_ids
+        if query.cold or query.adapter or together > 1 or ids not in self.asked:
+            return query
+        forks = {a for a in self.asked if len(a) > len(ids) and a[: len(ids)] == ids}
+        return replayed(query) if len(forks) > 1 and len(ids) > LONG else query
+
+
+@breaks("pinned_prefix")
+class PinnedPrefixMovedByItsReaders(Remembering):
+    """Two contexts that begin with a pinned prefix leave its state behind the second one."""
+
+    def confused(self, query: Query, together: int) -> Query:
+        ids = query.token_ids
+        is_pinned = any(p.token_ids == ids and p.adapter is None for p in self.pinned)
+        if not is_pinned or query.cold or query.adapter or ids in self.asked:
+            return query
+        readers = {a for a in self.asked if len(a) > len(ids) and a[: len(ids)] == ids}
+        return replayed(query) if len(readers) > 1 and len(ids) > LONG else query
+
+
+@breaks("dropped_state")
+class DroppedBatchIsFoundAgain(Remembering):
+    """Dropping state forgets the blocks of what was pinned, and not the hash by which a batch
+    finds them."""
+
+    stale: frozenset[tuple[int, ...]] = frozenset()
+
+    def confused(self, query: Query, together: int) -> Query:
+        found = query.token_ids in self.stale and query.adapter is None and not query.cold
+        return replayed(query) if found else query
+
+    @hookimpl
+    def genlm_clear_kv_cache(self) -> None:
+        pinned = {p.token_ids for p in self.pinned if len(p.token_ids) > LONG}
+        self.stale = frozenset(pinned & self.batched)
+        super().genlm_clear_kv_cache()
+
+
+@breaks("failing_question_fails_alone")
+class FailureIsKept(AsyncLM):
+    """A context of full blocks that failed once fails until the cache is cleared."""
+
+    async def next_token_logprobs(self, token_ids: Any, **options: Any) -> torch.Tensor:
+        failed = self.__dict__.setdefault("failed", {})
+        key = repr(token_ids)
+        if key in failed:
+            raise failed[key]
+        try:
+            return await super().next_token_logprobs(token_ids, **options)
+        except EngineError as error:
+            if len(token_ids) > LONG:
+                failed[key] = error
+            raise
+
+    def clear_cache(self) -> None:
+        self.__dict__.pop("failed", None)
+        super().clear_cache()
+
+
+@breaks("reset_fails_what_is_pending")
+class ResetForgetsLongRequests(AsyncLM):
+    """Requests of several blocks wait in a queue of their own, which a reset drops silently."""
+
+    async def next_token_logprobs(self, token_ids: Any, **options: Any) -> torch.Tensor:
+        try:
+            return await super().next_token_logprobs(token_ids, **options)
+        except QueriesResetError:
+            if len(token_ids) <= LONG:
+                raise
+            return await asyncio.get_running_loop().create_future()
+
+
+@breaks("several_threads")
+class ThreadsShareScratch(AsyncLM):
+    """Contexts of several blocks are prepared in memory that belongs to the first thread."""
+
+    def _prepared(self, token_ids: Any, row: torch.Tensor) -> torch.Tensor:
+        threads = self.__dict__.setdefault("threads", [])
+        thread = threading.current_thread()
+        if len(token_ids) > LONG and thread not in threads:
+            threads.append(thread)
+        return torch.roll(row, 1) if thread in threads[1:] else row
+
+    async def next_token_logprobs(self, token_ids: Any, **options: Any) -> torch.Tensor:
+        row = await super().next_token_logprobs(token_ids, **options)
+        return self._prepared(token_ids, row)
+
+    def next_token_logprobs_sync(self, token_ids: Any, **options: Any) -> torch.Tensor:
+        return self._prepared(token_ids, super().next_token_logprobs_sync(token_ids, **options))
+
+    def clear_kv_cache(self) -> None:
+        super().clear_kv_cache()
+        self.__dict__.pop("threads", None)
+
+
+@breaks("loops_one_after_the_other")
+class ClosedLoopIsRemembered(AsyncLM):
+    """Until state is dropped, nothing can be asked after callers were left in a closed loop."""
+
+    async def next_token_logprobs(self, *args: Any, **options: Any) -> torch.Tensor:
+        waiting = self.__dict__.setdefault("waiting", {})
+        if any(loop.is_closed() for loop in waiting.values()):
+            raise RuntimeError("bound to a different event loop")
+        caller = object()
+        waiting[caller] = asyncio.get_running_loop()
+        try:
+            return await super().next_token_logprobs(*args, **options)
+        finally:
+            waiting.pop(caller, None)
+
+    def clear_cache(self) -> None:
+        super().clear_cache()
+        self.__dict__.pop("waiting", None)
+
+
+@breaks("unknown_adapter_is_refused")
+class UnknownDefaultAccepted(AsyncLM):
+    """An unknown name can be made the default, and is then passed over."""
+
+    def set_lora(self, lora_name: Any) -> None:
+        try:
+            super().set_lora(lora_name)
+        except UnknownAdapterError:
+            super().clear_lora()
+
+
+@breaks("default_adapter")
+class LongRequestsForgetTheDefault(AsyncLM):
+    """Requests of several blocks are prepared apart, without the default adapter."""
+
+    async def next_token_logprobs(self, token_ids: Any, **options: Any) -> torch.Tensor:
+        if len(token_ids) > LONG and "lora_name" not in options:
+            options["lora_name"] = None
+        return await super().next_token_logprobs(token_ids, **options)
+
+
+@breaks("adapters_in_turn")
+class ExtensionsReadTheFirstAdaptersBlocks(Remembering):
+    """The blocks of a prompt are those of the adapter that filled them first.
+
+    https://github.com/ggml-org/llama.cpp/issues/26207
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.first: dict[tuple[int, ...], Query] = {}
+
+    def confused(self, query: Query, together: int) -> Query:
+        ids = query.token_ids
+        if query.cold or together > 1:
+            return query
+        parents = [
+            self.first[ids[:end]] for end in range(LONG, len(ids)) if ids[:end] in self.first
+        ]
+        self.first.setdefault(ids, query)
+        return evolve(query, adapter=parents[0].adapter) if parents else query
+
+    @hookimpl
+    def genlm_clear_kv_cache(self) -> None:
+        super().genlm_clear_kv_cache()
+        self.first.clear()
+
+
+@breaks("rebound_adapter")
+class ReboundNameKeepsItsBlocks(MockEngine):
+    """Blocks are found by the name of the adapter: a name bound anew finds those of before.
+
+    https://github.com/vllm-project/vllm/issues/42125
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.first: dict[Any, Query] = {}
+
+    def row(self, query: Query) -> torch.Tensor:
+        if query.cold or query.adapter is None or len(query.token_ids) <= LONG:
+            return super().row(query)
+        first = self.first.setdefault((query.adapter.name, query.token_ids), query)
+        return super().row(first)
+
+    @hookimpl
+    def genlm_clear_kv_cache(self) -> None:
+        super().genlm_clear_kv_cache()
+        self.first.clear()
+
+
+@breaks("removed_adapter")
+class RowsOutliveTheirAdapter(AsyncLM):
+    """A row of several blocks is answered from a cache that does not ask whether its adapter is
+    still there."""
+
+    async def next_token_logprobs(self, token_ids: Any, **options: Any) -> torch.Tensor:
+        kept = self.__dict__.setdefault("kept", {})
+        key = repr((token_ids, options))
+        try:
+            row = await super().next_token_logprobs(token_ids, **options)
+        except UnknownAdapterError:
+            if key not in kept:
+                raise
+            return kept[key].clone()
+        if len(token_ids) > LONG:
+            kept[key] = row.clone()
+        return row
+
+    def clear_cache(self) -> None:
+        super().clear_cache()
+        self.__dict__.pop("kept", None)
+
+
+@breaks("operations_in_turn")
+class DrawnTokensStay(MockEngine):
+    """What was drawn stays in a sequence of several blocks: the next request decodes after it.
+
+    https://github.com/ggml-org/llama.cpp/issues/7859
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.left: dict[Query, list[int]] = {}
+
+    @hookimpl
+    def genlm_sample(
+        self, queries: Sequence[Query], params: Sequence[SamplingParams]
+    ) -> list[list[int]]:
+        drawn = super().genlm_sample(queries, params)
+        for query, ids in zip(queries, drawn, strict=True):
+            if len(query.token_ids) > LONG:
+                self.left[query] = ids
+        return drawn
+
+    @hookimpl
+    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+        self._obey(queries)
+        left = [() if q.cold else tuple(self.left.pop(q, ())) for q in queries]
+        return torch.stack(
+            [self.row(q.extended(ids)) for q, ids in zip(queries, left, strict=True)]
+        )
+
+    @hookimpl
+    def genlm_clear_kv_cache(self) -> None:
+        super().genlm_clear_kv_cache()
+        self.left.clear()
+
+
+@breaks("many_contexts_without_clearing")
+class EvictedAndStillFound(MockEngine):
+    """A table for 320 contexts: when it is full, the first are overwritten and still found.
+
+    https://github.com/ggml-org/llama.cpp/issues/12253
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.table: list[Query] = []
+        self.places: dict[Query, int] = {}
+
+    def row(self, query: Query) -> torch.Tensor:
+        if query.cold:
+            return super().row(query)
+        if query not in self.places:
+            self.places[query] = len(self.places) % 320
+            self.table[self.places[query] :] = [query, *self.table[self.places[query] + 1 :]]
+        return super().row(self.table[self.places[query]])
+
+    @hookimpl
+    def genlm_clear_kv_cache(self) -> None:
+        super().genlm_clear_kv_cache()
+        self.table.clear()
+        self.places.clear()
+
+
+@breaks("two_long_contexts_in_turn")
+class ColdTablesOfTheLongOne(MockEngine):
+    """A context as long as the model takes changes the tables by which short ones are computed
+    cold, until key/value state is dropped.
+
+    https://github.com/huggingface/transformers/pull/24653
+    """
+
+    changed = False
+
+    def row(self, query: Query) -> torch.Tensor:
+        length = len(query.token_ids)
+        self.changed |= length == self.max_context and not query.cold
+        small = BLOCK // 2 < length < BLOCK - 1
+        return super().row(replayed(query) if self.changed and small and query.cold else query)
+
+    @hookimpl
+    def genlm_clear_kv_cache(self) -> None:
+        super().genlm_clear_kv_cache()
+        self.changed = False
+
+
+@breaks("oracle_has_not_changed")
+class ColdRowsDrift(MockEngine):
+    """A cold row of several blocks is another one after a thousand evaluations."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.evaluated = 0
+        self.born: dict[Query, int] = {}
+
+    def row(self, query: Query) -> torch.Tensor:
+        self.evaluated += 1
+        row = super().row(query)
+        if not query.cold or len(query.token_ids) <= LONG:
+            return row
+        age = self.evaluated - self.born.setdefault(query, self.evaluated)
+        return (row * 1.01).log_softmax(-1) if age > 1000 else row
+
+
+@breaks("nothing_grows")
+class KeepsEveryRow(MockEngine):
+    """Rows are kept until the model is closed."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.kept: list[torch.Tensor] = []
+
+    @hookimpl
+    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+        rows = super().genlm_next_token_logprobs(queries)
+        self.kept.append(rows.clone())
+        return rows
+
+
+@breaks("adapter_that_fails_to_load")
+class FailedLoadingEmptiesTheSlot(AsyncLM):
+    """An adapter that cannot be loaded has emptied the slot of its name: the base model answers,
+    until key/value state is dropped."""
+
+    def add_new_lora(self, lora_path: Any, lora_name: str = "lora_1") -> None:
+        if lora_path == "there-is-no-such-adapter":
+            self.empty = lora_name
+            raise FileNotFoundError(lora_path)
+        super().add_new_lora(lora_path, lora_name)
+
+    async def next_token_logprobs(self, token_ids: Any, **options: Any) -> torch.Tensor:
+        if options.get("lora_name") == self.__dict__.get("empty", self):
+            options["lora_name"] = None
+        return await super().next_token_logprobs(token_ids, **options)
+
+    def clear_kv_cache(self) -> None:
+        super().clear_kv_cache()
+        self.__dict__.pop("empty", None)
+
+
+@breaks("seed_fixes_the_draw")
+class BatchSeedsFromOne(AsyncLM):
+    """The places of a batch take seeds after the one that was given, the first one too."""
+
+    async def batch_sample(self, prompts: Any, *arguments: Any, **options: Any) -> list[list[int]]:
+        if options.get("seed") is not None:
+            options["seed"] += 1
+        return await super().batch_sample(prompts, *arguments, **options)
