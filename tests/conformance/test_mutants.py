@@ -36,7 +36,7 @@ ELSEWHERE = {
 
 #: Clauses that look back, and those that give them something to see.
 LOOKS_BACK = {
-    "contract_is_kept_throughout": {"gathered_questions_equal_single_ones"},
+    "contract_is_kept_throughout": {"batch_answers_in_order"},
     "oracle_has_not_changed": {"large_batch", "removed_adapter"},
 }
 

@@ -15,7 +15,12 @@ import torch
 from attrs import evolve
 
 from genlm.core import AsyncLM, Query, hookimpl
-from genlm.core.errors import EngineError, QueriesResetError, UnknownAdapterError
+from genlm.core.errors import (
+    EngineError,
+    ModelClosedError,
+    QueriesResetError,
+    UnknownAdapterError,
+)
 from genlm.core.mock import MockEngine
 from genlm.core.types import SamplingParams
 
@@ -67,7 +72,7 @@ class NormalisedRoughly(LMWith):
     """The sum of a row is computed in a shorter type."""
 
     def changed(self, row: torch.Tensor) -> torch.Tensor:
-        return row + 1.5e-4
+        return row + 1.1e-4
 
 
 @breaks("cold_row_is_repeatable")
@@ -85,6 +90,11 @@ class ColdRowsInUsedBlocks(Remembering):
         used = ids in self.cold and ids in self.batched
         self.cold.add(ids)
         return replayed(query) if used else query
+
+    @hookimpl
+    def genlm_clear_kv_cache(self) -> None:
+        super().genlm_clear_kv_cache()
+        self.cold.clear()
 
 
 @breaks("large_batch")
@@ -547,3 +557,135 @@ class BatchSeedsFromOne(AsyncLM):
         if options.get("seed") is not None:
             options["seed"] += 1
         return await super().batch_sample(prompts, *arguments, **options)
+
+
+@breaks("draws_at_every_length", max_context=1024)
+class DrawStumblesOverTheBlock(MockEngine):
+    """The token drawn first in a new block does not see the one before it.
+
+    https://github.com/vllm-project/vllm/pull/34587
+    """
+
+    @hookimpl
+    def genlm_sample(
+        self, queries: Sequence[Query], params: Sequence[SamplingParams]
+    ) -> list[list[int]]:
+        self.drawing = True
+        try:
+            return super().genlm_sample(queries, params)
+        finally:
+            self.drawing = False
+
+    drawing = False
+
+    def row(self, query: Query) -> torch.Tensor:
+        ids = query.token_ids
+        if self.drawing and len(ids) > 64 and len(ids) % 64 == 1:
+            query = evolve(query, token_ids=(*ids[:-2], ids[-1]))
+        return super().row(query)
+
+
+# --- draws ------------------------------------------------------------------------------------
+
+
+@breaks("draws_are_separate")
+class OneStreamForTheCall(SamplingMutant):
+    """Draws without a seed that are made in one call come from one seed."""
+
+    @hookimpl
+    def genlm_sample(
+        self, queries: Sequence[Query], params: Sequence[SamplingParams]
+    ) -> list[list[int]]:
+        seed = int(torch.randint(1 << 30, ()))
+        seeded = [p if p.seed is not None else evolve(p, seed=seed) for p in params]
+        return MockEngine.genlm_sample(self, queries, seeded)
+
+
+@breaks("temperature_zero_is_argmax")
+class DraftAccepted(MockEngine):
+    """Within the first block the third token of a greedy draw is taken from a draft, unseen."""
+
+    def _draw(self, query: Query, params: SamplingParams) -> list[int]:
+        drawn = super()._draw(query, params)
+        if params.temperature == 0.0 and len(drawn) > 2 and len(query.token_ids) < BLOCK // 2:
+            drawn[2] = int(self.row(query.extended(tuple(drawn[:2]))).topk(2).indices[1])
+        return drawn
+
+
+@breaks("top_k_and_top_p")
+class TinyNucleusIsNone(SamplingMutant):
+    """A top_p that is 0 in half precision is taken for none."""
+
+    def faulty(self, params: SamplingParams, place: int, together: int) -> SamplingParams:
+        return evolve(params, top_p=None) if (params.top_p or 1.0) < 1e-5 else params
+
+
+@breaks("stop_token_ends_the_draw")
+class TokenBeforeTheStopLost(MockEngine):
+    """What is held back until it is known whether the draw stops is lost when it does."""
+
+    def _draw(self, query: Query, params: SamplingParams) -> list[int]:
+        drawn = super()._draw(query, params)
+        stopped = len(drawn) < params.max_tokens and len(params.stop_token_ids) == 1
+        return drawn[:-1] if stopped else drawn
+
+
+@breaks("max_tokens")
+class NoTokensAreOne(AsyncLM):
+    """``max_tokens=0`` is taken for no limit given, and one token is drawn."""
+
+    async def sample(self, prompt: Any, max_tokens: int, *args: Any, **options: Any) -> list[int]:
+        return await super().sample(prompt, max_tokens or 1, *args, **options)
+
+
+@breaks("frequencies_agree_with_rows")
+class PlainTemperatureClipped(SamplingMutant):
+    """The fast path for draws without top_k and top_p takes no temperature above 1."""
+
+    def faulty(self, params: SamplingParams, place: int, together: int) -> SamplingParams:
+        plain = params.top_k is None and params.top_p is None
+        return evolve(params, temperature=min(params.temperature, 1.0)) if plain else params
+
+
+@breaks("adapter_in_sampling")
+class SecondTokenOfTheBaseModel(MockEngine):
+    """The prompt is computed with the adapter, and the steps after it without."""
+
+    def _draw(self, query: Query, params: SamplingParams) -> list[int]:
+        if query.adapter is None or params.max_tokens < 2:
+            return super()._draw(query, params)
+        first = super()._draw(query, evolve(params, max_tokens=1))
+        base = evolve(query.extended(tuple(first)), adapter=None)
+        return first + super()._draw(base, evolve(params, max_tokens=params.max_tokens - 1))
+
+
+# --- the end ----------------------------------------------------------------------------------
+
+
+@breaks("close_fails_what_is_pending")
+class CallersLeftAtTheEnd(AsyncLM):
+    """Who waits when the model is closed waits for ever; who asks later is refused."""
+
+    def close(self) -> None:
+        self.closing = True
+        super().close()
+
+    async def next_token_logprobs(self, *args: Any, **options: Any) -> torch.Tensor:
+        early = "closing" not in self.__dict__
+        try:
+            return await super().next_token_logprobs(*args, **options)
+        except ModelClosedError:
+            if not early:
+                raise
+            return await asyncio.get_running_loop().create_future()
+
+
+@breaks("close_again_and_use_after_close")
+class ClearedAfterTheEnd(AsyncLM):
+    """Clearing a closed model passes, as if there were something to clear."""
+
+    def clear_kv_cache(self) -> None:
+        try:
+            super().clear_kv_cache()
+        except ModelClosedError:
+            return

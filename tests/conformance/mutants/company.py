@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from attrs import evolve
+
 from genlm.core import Adapter, Answer, Query, hookimpl
 from genlm.core.mock import ContinuousMockEngine
 from genlm.core.types import Request, SampleRequest, ScoreRequest
@@ -93,3 +96,23 @@ class DroppedDrawKeepsItsAdapter(Continuous):
         if adapter in self.in_use:
             raise RuntimeError(f"the adapter {adapter.name} is in use")
         return super().genlm_remove_lora(adapter)
+
+
+@breaks("contract_is_kept_throughout")
+class StepsShareOneBuffer(Continuous):
+    """The rows of every step are views of one buffer, which the next step writes.
+
+    https://github.com/sgl-project/sglang/pull/35546
+    """
+
+    buffer: torch.Tensor | None = None
+
+    def step(self, newcomers: list[Request], dropped: Sequence[Request]) -> list[Answer]:
+        answers = self.advance(newcomers, dropped)
+        if self.buffer is None:
+            self.buffer = torch.empty(64, self.vocab_size)
+        found = zip(answers, self.buffer, strict=False)
+        return [
+            evolve(a, row=place.copy_(a.row)) if isinstance(a.query, Query) else a
+            for a, place in found
+        ] + answers[64:]

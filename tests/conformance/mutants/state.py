@@ -14,7 +14,7 @@ from genlm.core.mock import MockEngine
 from .registry import breaks
 
 
-@breaks("gathered_questions_equal_single_ones")
+@breaks("batch_answers_in_order")
 class RowsInTheWrongOrder(MockEngine):
     @hookimpl
     def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:

@@ -61,7 +61,7 @@ class EngineGate:
         self.pinned: list[bool | None] = []
         #: What the engine has written into after it had returned it, in words.
         self.rewritten: list[str] = []
-        self._returned: tuple[str, torch.Tensor, torch.Tensor] | None = None
+        self._returned: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
     # --- for the clauses: any thread --------------------------------------------------------------
 
@@ -165,15 +165,13 @@ class EngineGate:
         """Keep what the engine returned beside a copy, and hand on another copy: so an engine that
         uses the memory again is noticed."""
         if hasattr(rows, "clone") and not rows.requires_grad and rows.ndim == 2:
-            few = rows[:4]
-            self._returned = (hook, few, few.clone())
+            self._returned.append((hook, rows[:4], rows[:4].clone()))
             return rows.clone()
         return rows
 
     def _look_back(self) -> None:
-        if self._returned is not None:
-            hook, rows, copy = self._returned
-            self._returned = None
+        returned, self._returned = self._returned, []
+        for hook, rows, copy in returned:
             if not bool((rows == copy).all() | rows.isnan().any()):
                 self.rewritten.append(
                     f"the engine wrote into rows that {hook} had returned; give away what you "
@@ -194,12 +192,18 @@ class EngineGate:
         # one query instead.
         answers = yield
         self._ended("genlm_step", asked, [query_of(answer.query) for answer in answers])
-        return [
-            evolve(a, row=self._planted())
-            if isinstance(a.query, Query) and self._poisons(a.query)
-            else a
-            for a in answers
-        ]
+        if answers:
+            self._look_back()
+        return [self._passed_on(answer) for answer in answers]
+
+    def _passed_on(self, answer: Answer) -> Answer:
+        if not isinstance(answer.query, Query):
+            return answer
+        if self._poisons(answer.query):
+            return evolve(answer, row=self._planted())
+        if not hasattr(answer.row, "ndim") or answer.row.ndim != 1:
+            return answer
+        return evolve(answer, row=self._given_away("genlm_step", answer.row[None])[0])
 
     @hookimpl(wrapper=True)
     def genlm_cache_prefix(self, query: Query) -> Generator[None, bool | None, bool | None]:

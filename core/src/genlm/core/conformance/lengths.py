@@ -3,9 +3,12 @@ what they do."""
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from genlm.core.conformance.compare import TOP_FACTOR, check, shown
+from genlm.core.conformance.contexts import EDGES
 from genlm.core.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
@@ -20,7 +23,8 @@ class LengthClauses:
 
     def test_rows_at_every_length(self, live: Subject) -> None:
         """Contexts of every length around powers of two have their cold rows: one after the other,
-        longest and shortest in turn, forked, and all in one batch."""
+        longest and shortest in turn, forked, and all in one batch, some with another first
+        token."""
         contexts, most = live.contexts, live.longest
         text = contexts.long(most)
         lengths = contexts.lengths(most)
@@ -40,6 +44,9 @@ class LengthClauses:
             live.expect(live.ask(fork), fork, how=f"forked from a context of {most} tokens")
             live.lm.clear_cache()
         together = [text[:length] for length in lengths]
+        # Beside them contexts that differ from them in their first token only.
+        other = next(token for token in contexts.tokens if token != text[0])
+        together += [(other, *context[1:]) for context in together[1::3]]
         for row, context in zip(live.gather(together), together, strict=True):
             live.expect(row, context, how="in a batch of contexts of all lengths")
 
@@ -109,6 +116,27 @@ class LengthClauses:
         )
         self._expect_scores(live, context[:-2], (*tokens[:2], tokens[0]), range(3))
 
+    def test_draws_at_every_length(self, live: Subject) -> None:
+        """Draws whose prompts end just before the edges, together: every token is the most likely
+        one of its cold row, below, at and above the edge."""
+        text = live.contexts.long(live.longest, 4)
+        edges = [edge for edge in EDGES if edge + 2 <= live.longest]
+        prompts = [text[: edge - 2] for edge in edges[:: 1 if live.effort >= 1 else 2]]
+
+        async def together() -> list[list[int]]:
+            draws = [live.lm.sample(prompt, 4, [], temperature=0.0) for prompt in prompts]
+            return list(await asyncio.gather(*draws))
+
+        for prompt, drawn in zip(prompts, live.run(together()), strict=True):
+            for i, token_id in enumerate(drawn):
+                row = live.cold((*prompt, *drawn[:i]))
+                behind = float(row.max() - row[token_id])
+                check(
+                    behind <= TOP_FACTOR * live.atol,
+                    f"{shown(prompt)} with temperature=0 draws {drawn}: token {token_id} is "
+                    f"{behind:.3g} (log) behind the most likely",
+                )
+
     def test_scores_at_every_length(self, live: Subject) -> None:
         """Continuations of unequal lengths score what the cold rows say, across blocks and chunks,
         in any order, warm and cold."""
@@ -135,8 +163,6 @@ class LengthClauses:
             order = source.sample(cases, len(cases))
 
             async def together(order: list[tuple[TokenIds, TokenIds]] = order) -> list[object]:
-                import asyncio
-
                 return list(
                     await asyncio.gather(*(live.lm.sequence_logprobs(*case) for case in order))
                 )

@@ -121,12 +121,12 @@ class LifecycleClauses:
         live.expect(live.ask(prompt), prompt, how="after two other models were closed")
 
     def test_nothing_grows(self, live: Subject) -> None:
-        """After ``clear_cache`` and ``clear_kv_cache``, as many bytes of tensors are alive as
-        before the same amount of work."""
+        """After ``clear_cache`` and ``clear_kv_cache``, as many bytes of tensors, threads and open
+        files are there as before the same amount of work."""
         contexts = live.contexts.many(live.scaled(200, 90))
         third = len(contexts) // 3
         row = len(live.lm.byte_vocab) * 4
-        left: list[int] = []
+        left: list[Alive] = []
         for turn in range(3):
             live.gather(contexts[turn * third : (turn + 1) * third])
             live.run(live.lm.sample(contexts[0], 3, [], seed=0))
@@ -134,12 +134,17 @@ class LifecycleClauses:
             live.lm.clear_cache()
             live.lm.clear_kv_cache()
             if turn:  # what the first one leaves may be made once
-                left.append(alive().tensors)
-        grown = left[1] - left[0]
+                left.append(alive())
+        before, after = left
+        grown = after.tensors - before.tensors
         check(
             grown < third * row / 2,
             f"{grown} bytes of tensors are left of {third} rows of {row} bytes, after both clears",
         )
+        threads = after.threads - before.threads
+        check(not threads, f"further threads, after both clears: {', '.join(sorted(threads))}")
+        files = after.files - before.files
+        check(files <= 0, f"{files} further open files, after both clears")
 
     def test_nothing_is_left_after_close(self, live: Subject) -> None:
         """A model that has been used and closed leaves no tensors, threads or open files."""

@@ -47,7 +47,8 @@ class RefusalClauses:
         self._still_works(live)
 
     def test_too_long_context_is_refused(self, live: Subject) -> None:
-        """More than ``max_context`` tokens, or no room to draw: an ``InvalidQueryError``."""
+        """More than ``max_context`` tokens, or no room to draw or to score: an
+        ``InvalidQueryError``."""
         limit = live.lm.max_context
         if limit is None:
             pytest.skip("the model has no max_context: nothing is too long")
@@ -59,6 +60,13 @@ class RefusalClauses:
         what = f"2 tokens to draw after {limit}"
         self._refused(
             live, what, InvalidQueryError, lambda: live.run(live.lm.sample(longer[:limit], 2, []))
+        )
+        what = f"3 tokens to score after {limit - 1}"
+        self._refused(
+            live,
+            what,
+            InvalidQueryError,
+            lambda: live.run(live.lm.sequence_logprobs(longer[: limit - 1], longer[:3])),
         )
         self._still_works(live)
 

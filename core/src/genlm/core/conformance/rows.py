@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
-from genlm.core.conformance.compare import check
+from genlm.core.conformance.compare import check, shown
 from genlm.core.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
@@ -73,17 +73,14 @@ class RowClauses:
         """The oracle itself: a context's cold row is the same, whatever was asked before."""
 
         def cold_row_is_repeatable(contexts: list[TokenIds]) -> None:
-            for context in contexts:
-                live.cold(context)
+            before = [live.lm.next_token_logprobs_uncached(context) for context in contexts]
             live.gather(contexts)
-            for context in contexts:
-                live.expect(
-                    live.lm.next_token_logprobs_uncached(context),
-                    context,
-                    how="asked uncached once more",
-                )
+            for context, row in zip(contexts, before, strict=True):
+                again = live.lm.next_token_logprobs_uncached(context)
+                live.expect_row(again, row, f"the context {shown(context)}, cold once more")
+                live.expect(again, context, how="cold once more")
 
-        live.check_all(cold_row_is_repeatable, contexts=live.contexts.distinct())
+        live.check_all(cold_row_is_repeatable, examples=12, contexts=live.contexts.distinct())
 
     def test_engine_keeps_its_contract(self, live: Subject) -> None:
         """What the hooks themselves return, before the core touches it: number, shape, type,

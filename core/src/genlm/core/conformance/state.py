@@ -15,24 +15,18 @@ class BatchClauses:
 
     def test_batch_answers_in_order(self, live: Subject) -> None:
         """Row ``i`` of a batch is the cold row of context ``i``: any order, any lengths, with
-        duplicates."""
+        duplicates, in one call and gathered from coroutines of their own."""
 
         def batch_answers_in_order(contexts: list[TokenIds]) -> None:
             rows = live.run(live.lm.batch_next_token_logprobs(contexts))
             check(len(rows) == len(contexts), f"{len(rows)} rows for {len(contexts)} contexts")
             for row, context in zip(rows, contexts, strict=True):
                 live.expect(row, context, how=f"in a batch of {len(contexts)}")
-
-        live.check_all(batch_answers_in_order, contexts=live.contexts.several())
-
-    def test_gathered_questions_equal_single_ones(self, live: Subject) -> None:
-        """Requests asked together by coroutines of their own get their cold rows."""
-
-        def gathered_questions_equal_single_ones(contexts: list[TokenIds]) -> None:
+            live.lm.clear_cache()
             for row, context in zip(live.gather(contexts), contexts, strict=True):
                 live.expect(row, context, how=f"gathered with {len(contexts) - 1} others")
 
-        live.check_all(gathered_questions_equal_single_ones, contexts=live.contexts.several())
+        live.check_all(batch_answers_in_order, contexts=live.contexts.several())
 
     def test_large_batch(self, live: Subject) -> None:
         """Batches of many sizes up to 300, of contexts of unequal lengths, and of none at all: each

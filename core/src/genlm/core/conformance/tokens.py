@@ -9,7 +9,7 @@ from genlm.core.conformance.subject import Subject
 
 #: Printable ASCII, and every character of two bytes in UTF-8.
 ASCII = "".join(map(chr, range(0x20, 0x7F)))
-TWO_BYTES = "".join(map(chr, range(0xA1, 0x600)))
+TWO_BYTES = "".join(map(chr, range(0x80, 0x800)))
 
 
 class TokenizerClauses:
