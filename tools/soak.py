@@ -3,16 +3,21 @@
 Rows are compared with cold ones, nothing may hang or get lost, and memory must stay flat. It prints
 one line of figures. A finding is printed with the operations before it, which ``--replay`` runs
 again, one after the other.
+
+The time is divided into rounds, each with a model of its own. What a closed model leaves behind
+must not grow from round to round, so caches that fill up are no leak, in a short run either.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import gc
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -36,8 +41,17 @@ from genlm.core import (
     load_model_by_name,
 )
 
-#: An operation that takes longer than this hangs, seconds.
-PATIENCE = 180.0
+#: An operation hangs if nothing ends for so many seconds, or if it alone takes so many times that.
+PATIENCE, MOST_WAITS = 180.0, 10
+
+#: How many models are loaded and closed one after the other.
+ROUNDS = 3
+
+#: What closed models may leave behind from one round to a later one: bytes, and a share.
+GROWTH, GROWTH_SHARE = 64 << 20, 0.05
+
+#: Seconds from one line of progress to the next.
+PROGRESS = 60.0
 
 #: Tokens whose log-probability is within this of the greatest are compared, nats.
 LIKELY = 8.0
@@ -87,12 +101,13 @@ class Soak:
     adapters: dict[str, str]
     lm: AsyncLM = field(init=False)
     counts: Counter[str] = field(factory=Counter)
-    history: deque[Operation] = field(factory=lambda: deque(maxlen=20_000))
+    history: deque[Operation] = field(factory=lambda: deque(maxlen=2_000))
     findings: list[str] = field(factory=list)
     lock: threading.Lock = field(factory=threading.Lock)
     loading: threading.Lock = field(factory=threading.Lock)
     stopping: threading.Event = field(factory=threading.Event)
     asked: int = 0
+    ended: int = 0
 
     def __attrs_post_init__(self) -> None:
         self.lm = self.load()
@@ -116,7 +131,7 @@ class Soak:
             method: Callable[[AsyncLM, Operation], Awaitable[None]] = getattr(
                 self, f"do_{operation.kind}"
             )
-            await asyncio.wait_for(method(lm, operation), PATIENCE)
+            await self.patiently(method(lm, operation))
             with self.lock:
                 self.asked += len(operation.contexts)
         except QueriesResetError:
@@ -130,7 +145,25 @@ class Soak:
             if operation.adapter != "rebound":
                 raise Finding(f"an adapter is lost: {error}") from error
         except TimeoutError as error:
-            raise Finding(f"{operation.kind} did not end in {PATIENCE} s") from error
+            raise Finding(f"{operation.kind} did not end: {error}") from error
+        finally:
+            with self.lock:
+                self.ended += 1
+
+    async def patiently(self, work: Awaitable[None]) -> None:
+        """Wait for an operation; on a slow machine for as long as others end meanwhile."""
+        task = asyncio.ensure_future(work)
+        try:
+            for _ in range(MOST_WAITS):
+                before = self.ended, self.counts["rows"]
+                await asyncio.wait({task}, timeout=PATIENCE)
+                if task.done():
+                    return task.result()
+                if before == (self.ended, self.counts["rows"]):
+                    raise TimeoutError(f"nothing has ended for {PATIENCE:.0f} s")
+            raise TimeoutError(f"others have, for {MOST_WAITS * PATIENCE:.0f} s")
+        finally:
+            task.cancel()
 
     async def do_extend(self, lm: AsyncLM, operation: Operation) -> None:
         rows = await asyncio.gather(
@@ -289,9 +322,9 @@ class Soak:
 
     # --- who does it ------------------------------------------------------------------------------
 
-    async def work(self, worker: int, until: float) -> None:
+    async def work(self, worker: int, number: int, until: float) -> None:
         """One worker: a population of contexts and a stream of operations."""
-        generator = random.Random(f"{self.options.seed}-{worker}")
+        generator = random.Random(f"{self.options.seed}-{number}-{worker}")
         chooser = Chooser(generator, worker, len(self.lm.byte_vocab), self.options, self.adapters)
         while time.monotonic() < until and not self.stopping.is_set():
             operation = chooser.next()
@@ -307,12 +340,12 @@ class Soak:
             self.findings.append(f"worker {operation.worker}, {operation.kind}:\n{text}")
         self.stopping.set()
 
-    def thread(self, first: int, until: float) -> None:
+    def thread(self, first: int, number: int, until: float) -> None:
         """One event loop with several workers."""
 
         async def all_workers() -> None:
             workers = range(first, first + self.options.workers)
-            await asyncio.gather(*(self.work(worker, until) for worker in workers))
+            await asyncio.gather(*(self.work(worker, number, until) for worker in workers))
 
         asyncio.run(all_workers())
 
@@ -374,32 +407,98 @@ def soak(options: argparse.Namespace, adapters: dict[str, str]) -> bool:
     """Run it; returns whether nothing was found."""
     unfinished = pending_work()  # of others in this process; held until the end
     one = Soak(options, adapters)
+    signal.signal(signal.SIGTERM, lambda *_: one.stopping.set())  # what was done is told
     start = time.monotonic()
-    until = start + 60 * options.minutes
-    memory = [resident()]
+    memory, left = [resident()], []
+    for number in range(ROUNDS):
+        if number:
+            one.lm = one.load()
+        memory += one_round(one, number, start)
+        finish(one)
+        left.append(settled())
+        if one.stopping.is_set():
+            break
+    took = time.monotonic() - start
+    check_leftovers(one, left, {*map(id, unfinished)})
+    return report(one, took, memory, left)
+
+
+def one_round(one: Soak, number: int, start: float) -> list[int]:
+    """Work for one of the rounds; the memory of the process, now and then."""
+    options, memory = one.options, []
+    until = start + 60 * options.minutes * (number + 1) / ROUNDS
+    workers = range(0, options.threads * options.workers, options.workers)
     threads = [
-        threading.Thread(target=one.thread, args=(i * options.workers, until))
-        for i in range(options.threads)
+        threading.Thread(target=one.thread, args=(first, number, until)) for first in workers
     ]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        while thread.is_alive():
-            thread.join(timeout=max(1.0, 60 * options.minutes / 20))
-            memory.append(resident())
-    took = time.monotonic() - start
-    finish(one)
-    check_leftovers(one, memory, {*map(id, unfinished)})
-    return report(one, took, memory)
+    told = time.monotonic()
+    while any(thread.is_alive() for thread in threads):
+        threads[0].join(timeout=1.0)
+        for thread in threads[1:]:
+            thread.join(timeout=0.01)
+        memory.append(resident())
+        if time.monotonic() > told + PROGRESS:
+            told = time.monotonic()
+            minutes = (told - start) / 60
+            print(f"{minutes:.1f} minutes: {one.asked:,} requests", file=sys.stderr, flush=True)
+    return memory
 
 
 def finish(one: Soak) -> None:
-    """The model still works; then it ends."""
+    """The model still works, and its engine holds nothing; then it ends."""
     try:
         one.check_row(one.lm, one.lm.next_token_logprobs_sync([1, 2, 3]))
+        one.lm.clear_kv_cache()
+        held = {what: n for what, n in held_by_engine(one).items() if n}
     except Exception as error:
         one.findings.append(f"the model does not work at the end: {error!r}")
+    else:
+        if held:
+            one.findings.append(f"the engine holds at the end, after clear_kv_cache(): {held}")
     one.lm.close()
+
+
+def held_by_engine(one: Soak) -> dict[str, int]:
+    """Requests and state that the engine itself has, where it can be asked for them."""
+    (engine,) = [
+        plugin
+        for plugin in one.lm._engine._manager.get_plugins()
+        if hasattr(plugin, "vocab_size") and hasattr(plugin, "tokenizer")
+    ]
+    count = HELD.get(one.options.backend)
+    return {} if count is None else count(engine)
+
+
+def _held_by_hf(engine: Any) -> dict[str, int]:
+    pool = engine._runner.pool
+    return {"columns": pool.rows * pool.columns}
+
+
+def _held_by_vllm(engine: Any) -> dict[str, int]:
+    scheduler = engine._core._client.engine_core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # one is vLLM's own
+    return {"requests": len(scheduler.requests), "blocks": used}
+
+
+def _held_by_sgl(engine: Any) -> dict[str, int]:
+    scheduler = engine.scheduler
+    free = scheduler._scheduler.token_to_kv_pool_allocator.available_size()
+    return {"requests": int(scheduler.is_busy), "tokens": scheduler.pool_tokens - free}
+
+
+def _held_by_mlx(engine: Any) -> dict[str, int]:
+    return {} if engine.pool is None else {"bytes": engine.pool.nbytes}
+
+
+HELD: dict[str, Callable[[Any], dict[str, int]]] = {
+    "hf": _held_by_hf,
+    "vllm": _held_by_vllm,
+    "sgl": _held_by_sgl,
+    "mlx": _held_by_mlx,
+}
 
 
 def pending_work() -> list[Any]:
@@ -412,18 +511,16 @@ def pending_work() -> list[Any]:
     return [*(future for future in futures if not future.done()), *threads]
 
 
-def check_leftovers(one: Soak, memory: list[int], before: set[int]) -> None:
-    if left := [found for found in pending_work() if id(found) not in before]:
+def check_leftovers(one: Soak, left: list[int], before: set[int]) -> None:
+    if waiting := [found for found in pending_work() if id(found) not in before]:
         one.findings.append(
-            f"{len(left)} futures or engine threads are left at the end: {left[:3]}"
+            f"{len(waiting)} futures or engine threads are left at the end: {waiting[:3]}"
         )
-    # From the middle to the end: what is loaded and kept at first is not a leak.
-    middle = memory[len(memory) // 2]
-    if one.options.minutes >= 5 and memory[-1] > 1.25 * middle + 64 * 2**20:
-        one.findings.append(f"memory grew from {middle >> 20} to {memory[-1] >> 20} MiB")
+    if left[-1] > left[0] * (1 + GROWTH_SHARE) + GROWTH:
+        one.findings.append(f"closed models leave ever more MiB: {[n >> 20 for n in left]}")
 
 
-def report(one: Soak, took: float, memory: list[int]) -> bool:
+def report(one: Soak, took: float, memory: list[int], left: list[int]) -> bool:
     options, counts = one.options, one.counts
     done = sum(counts[kind] for kind in KINDS)
     print(
@@ -431,6 +528,7 @@ def report(one: Soak, took: float, memory: list[int]) -> bool:
         f"operations, {took / 60:.1f} minutes, {counts['rows']:,} rows checked, "
         f"{counts['compared']:,} compared with cold ones (worst "
         f"{counts['worst difference, 1e-9'] / 1e9:.1g}), {max(memory) >> 20} MiB at most, "
+        f"{' '.join(str(n >> 20) for n in left)} MiB after each round, "
         f"{len(one.findings)} findings"
     )
     if not one.findings:
@@ -467,13 +565,22 @@ def replay(options: argparse.Namespace, adapters: dict[str, str]) -> bool:
     asyncio.run(all_operations())
     finish(one)
     options.operations = os.devnull
-    return report(one, time.monotonic() - start, [resident()])
+    return report(one, time.monotonic() - start, [resident()], [settled()])
 
 
 def difference(row: torch.Tensor, cold: torch.Tensor) -> float:
     """The greatest difference between two rows, nats, among the tokens that are likely in one."""
     likely = (row > row.max() - LIKELY) | (cold > cold.max() - LIKELY)
     return float((row - cold)[likely].abs().max())
+
+
+def settled() -> int:
+    """The memory of this process without garbage, and without free memory that is kept."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:  # the GNU C library has it
+        trim(0)
+    return resident()
 
 
 def resident() -> int:
