@@ -19,7 +19,16 @@ Make = Callable[..., Any]
 Contexts = Callable[..., list[tuple[int, ...]]]
 
 #: Some of every kind; all of them are in costly_sweep.py.
-FAMILIES = ["llama", "mistral", "gemma3_text", "gpt_neo", "ministral3", "glm_moe_dsa", "lfm2"]
+FAMILIES = [
+    "llama",
+    "mistral",
+    "gemma3_text",
+    "gpt_neo",
+    "ministral3",
+    "glm_moe_dsa",
+    "doge",
+    "roberta",
+]
 
 SHAPE = {
     "vocab_size": 257,
@@ -47,6 +56,12 @@ def windowed() -> transformers.MistralConfig:
 def test_rows_around_every_threshold_of_a_family(family: str, sweep: Callable[[str], Any]) -> None:
     found = sweep(family)
     assert (found.outcome, found.why) == ("right", "")
+
+
+def test_rows_that_are_random_are_refused(sweep: Callable[[str], Any]) -> None:
+    found = sweep("reformer")
+    assert found.outcome == "refused"
+    assert "from forward to forward" in found.why
 
 
 def test_thresholds_are_found_wherever_they_stand() -> None:

@@ -42,7 +42,10 @@ INT8_TOLERANCE = 3.0
 
 #: Where the twins' thresholds are, and how long the contexts that cross them.
 NEAR = 8
-AROUND_NEAR = ((4, 7), (7, 9), (8, 17), (9, 35))
+AROUND_NEAR = ((4, 7), (7, 9), (8, 17), (9, 35), (20, 39))
+
+#: How far two forwards of a twin may be apart, nats: it is of float32.
+MOST_NOISE = 0.05
 
 #: A way that is wrong beyond a threshold is taken where the threshold is at least so far away.
 WORTH_KEEPING = 512
@@ -81,6 +84,7 @@ def choose_reuse(
         EngineError: not even padded and unpadded plain forwards agree.
     """
     contexts = _contexts(vocab_size, max_context, window)
+    _put_in(contexts, model.config, vocab_size)
     original = model.config._attn_implementation
     expected = _logprobs([runner.plain([context], [None], [1]) for context in contexts])
     tolerance = _tolerance(model, runner, contexts, expected)
@@ -99,7 +103,7 @@ def choose_reuse(
             reach = twins.reach(reuse)
             if reach is None or reach >= WORTH_KEEPING or reuse is Reuse.NONE:
                 logger.info("kv.reuse_chosen", reuse=reuse.value, rejected=reasons)
-                if reach is not None:
+                if reach is not None:  # longer contexts are computed whole, without padding
                     logger.warning("kv.reuse_limited", limit=reach, why=twins.reasons[reuse])
                 return Choice(reuse, tolerance, _least(limit, reach))
             why = f"beyond {reach} tokens: {twins.reasons[reuse]}"
@@ -147,7 +151,7 @@ class Twins:
     def reach(self, reuse: Reuse) -> int | None:
         """The longest context for which a way is right on the twins; ``None`` is any length."""
         found = self._thresholds()
-        if reuse is Reuse.NONE or not found:
+        if not found:
             return None
         why = self._why_wrong(reuse, found)
         if why is None:
@@ -178,10 +182,19 @@ class Twins:
             for lengths in AROUND_NEAR:
                 contexts = _random_contexts(TOKENS - 4, lengths)
                 expected = _logprobs([runner.plain([context], [None], [1]) for context in contexts])
+                noise = _noise(runner, contexts, expected)
+                if noise > MOST_NOISE:
+                    raise EngineError(
+                        f"rows of this model differ by {noise:.3g} nats from forward to forward "
+                        f"beyond {'.'.join(near[0].path)}={near[0].value} tokens; such a model "
+                        "cannot be served"
+                    )
                 tolerance = _tolerance(twin, runner, contexts, expected)
                 if why := _disagreement(runner, reuse, contexts, expected, tolerance):
                     return why
                 runner.pool.layers.clear()
+        except EngineError:
+            raise
         except Exception as error:
             return f"{type(error).__name__}: {error}"[:200]
         finally:
@@ -206,10 +219,15 @@ def _tolerance(
     if getattr(model, "is_loaded_in_8bit", False):
         return INT8_TOLERANCE
     most = TOLERANCES.get(model.dtype, TOLERANCES[torch.float32])
-    twice = [runner.plain([context] * 2, [None] * 2, [1, 1])[:1] for context in contexts]
-    noise = float((_logprobs(twice) - expected).abs().max())
+    noise = _noise(runner, contexts, expected)
     spread = float(expected.std(-1).min())
     return min(most, max(NOISE_MARGIN * noise, SPREAD_SHARE * spread))
+
+
+def _noise(runner: Runner, contexts: Sequence[Sequence[int]], expected: torch.Tensor) -> float:
+    """How far rows of two plain forwards of the same contexts are apart."""
+    twice = [runner.plain([context] * 2, [None] * 2, [1, 1])[:1] for context in contexts]
+    return float((_logprobs(twice) - expected).abs().max())
 
 
 def _use_row_attention(model: Any) -> None:
@@ -230,6 +248,15 @@ def _contexts(vocab_size: int, max_context: int | None, window: int | None) -> l
     if max_context is not None:
         length = max(min(length, max_context), 4)
     return _random_contexts(vocab_size, (length // 2, length))
+
+
+def _put_in(contexts: Sequence[list[int]], config: Any, vocab_size: int) -> None:
+    """Let the contexts have the padding token: a model may count positions without it, which state
+    that is kept does not."""
+    padding = getattr(config.get_text_config(decoder=True), "pad_token_id", None)
+    if isinstance(padding, int) and 0 <= padding < vocab_size:
+        for context in contexts:
+            context[len(context) // 3] = padding
 
 
 def _random_contexts(vocab_size: int, lengths: Sequence[int]) -> list[list[int]]:
@@ -296,16 +323,19 @@ def _packed(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Ten
 
 
 def _uniform(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Each in two forwards, forked between them."""
+    """Each in three forwards, forked between them; the last is of one token."""
     rows = []
     for context in contexts:
         runner.pool.resize(2, len(context))
-        cut = len(context) // 2
+        cut, last = len(context) // 2, len(context) - 1
         runner.uniform([Chunk(_row(0), 0, cut)], context[:cut], [None], [0])
         runner.pool.fork([0], [1], cut)
-        chunks = [Chunk(_row(slot), cut, len(context)) for slot in (0, 1)]
-        last = len(context) - cut - 1
-        rows.append(runner.uniform(chunks, [*context[cut:]] * 2, [None, None], [2 * last + 1]))
+        for start, stop in ((cut, last), (last, last + 1)):
+            if start < stop:
+                chunks = [Chunk(_row(slot), start, stop) for slot in (0, 1)]
+                tokens = [*context[start:stop]] * 2
+                logits = runner.uniform(chunks, tokens, [None, None], [2 * (stop - start) - 1])
+        rows.append(logits)
     return rows
 
 
