@@ -216,27 +216,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for clause, detail in details.items():
                     print(f"    {clause}: {detail[:1500]}")
     if not options.clean:
-        print(table(bites))
+        print(table(bites, whole=not (options.first or options.only)))
     if options.json:
         options.json.write_text(json.dumps([one.__getstate__() for one in bites], default=str))
     return int(bool(options.clean and any(one.caught_by for one in bites)))
 
 
-def table(bites: Sequence[Bite]) -> str:
-    """Caught of total, by kind and effort; and the clauses that alone catch something."""
+def table(bites: Sequence[Bite], whole: bool) -> str:
+    """Caught of total, by kind and effort; and which clause alone catches what, where all of them
+    were run."""
     lines = []
     for effort in dict.fromkeys(one.effort for one in bites):
         of_effort = [one for one in bites if one.effort == effort]
-        for kind in dict.fromkeys(one.name.rpartition(".")[0] for one in of_effort):
-            of_kind = [one for one in of_effort if one.name.rpartition(".")[0] == kind]
-            caught = sum(bool(one.caught_by) for one in of_kind)
-            lines.append(f"{effort:8} {kind:12} {caught:3} of {len(of_kind):3} caught")
+        kinds = Counter(one.name.rpartition(".")[0] for one in of_effort)
+        kinds_caught = Counter(one.name.rpartition(".")[0] for one in of_effort if one.caught_by)
+        kinds["all"], kinds_caught["all"] = len(of_effort), kinds_caught.total()
+        lines += [
+            f"{effort:8} {kind:13}{kinds_caught[kind]:4} of {total:3} caught, "
+            f"{kinds_caught[kind] / total:.0%}"
+            for kind, total in kinds.items()
+        ]
         missed = [one.name for one in of_effort if not one.caught_by]
         lines.append(f"{effort:8} missed: {', '.join(missed) or 'none'}")
-        alone = Counter(one.caught_by[0] for one in of_effort if len(one.caught_by) == 1)
+        if not whole:
+            continue
+        alone: dict[str, list[str]] = {}
+        for one in of_effort:
+            if len(one.caught_by) == 1:
+                alone.setdefault(one.caught_by[0], []).append(one.name.rpartition(".")[2])
         names = [name.removeprefix("test_") for name in ConformanceSuite.clauses]
-        never = [name for name in names if not alone[name] and name not in ELSEWHERE]
-        lines.append(f"{effort:8} clauses that catch nothing alone: {', '.join(never) or 'none'}")
+        clauses = [name for name in names if name not in ELSEWHERE]
+        lines += [f"  {clause:38}{', '.join(alone.get(clause, '-'))}" for clause in clauses]
+        have = sum(clause in alone for clause in clauses)
+        lines.append(f"{effort:8} {have} of {len(clauses)} clauses catch something alone")
     return "\n".join(lines)
 
 

@@ -333,7 +333,8 @@ class LongRequestsForgetTheDefault(AsyncLM):
     """Requests of several blocks are prepared apart, without the default adapter."""
 
     async def next_token_logprobs(self, token_ids: Any, **options: Any) -> torch.Tensor:
-        if len(token_ids) > LONG and "lora_name" not in options:
+        long = isinstance(token_ids, tuple) and len(token_ids) > LONG
+        if long and "lora_name" not in options:
             options["lora_name"] = None
         return await super().next_token_logprobs(token_ids, **options)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +48,31 @@ class WeightsKeptByPath(HFEngine):
         return rows[torch.tensor([unique.index(query) for query in known])]
 
 
+class FolderReadOnce(HFEngine):
+    """The files of an adapter are downloaded once, and never looked at again.
+
+    Breaks ``same_path_with_other_weights``.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.downloads = tempfile.mkdtemp()
+        self.by_path: dict[str, str] = {}
+
+    @hookimpl
+    def genlm_add_lora(self, adapter: Adapter) -> bool:
+        if adapter.path not in self.by_path and os.path.isdir(adapter.path):
+            copy = os.path.join(self.downloads, str(len(self.by_path)))
+            self.by_path[adapter.path] = shutil.copytree(adapter.path, copy)
+        path = self.by_path.get(adapter.path, adapter.path)
+        return super().genlm_add_lora(evolve(adapter, path=path))
+
+    @hookimpl
+    def genlm_close(self) -> None:
+        super().genlm_close()
+        shutil.rmtree(self.downloads)
+
+
 class WrongAdapterPassedOver(HFEngine):
     """An adapter that does not fit is passed over, and its rows are the base model's.
 
@@ -84,5 +112,6 @@ class WrongAdapterPassedOver(HFEngine):
 #: By name, with the clause that each breaks.
 MUTANTS = {
     WeightsKeptByPath: "same_path_with_other_weights",
+    FolderReadOnce: "same_path_with_other_weights",
     WrongAdapterPassedOver: "adapter_of_another_model",
 }

@@ -63,8 +63,8 @@ class LastTokenOutOfTheTable(MockEngine):
 
 @breaks("growing_particles")
 class ThirdSiblingGetsTheFirst(MockEngine):
-    """Of several contexts in a batch that fork from one long parent, the third gets the first's
-    row."""
+    """Of several contexts in a batch of more than six that fork from one long parent, the third
+    gets the first's row."""
 
     @hookimpl
     def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
@@ -73,7 +73,7 @@ class ThirdSiblingGetsTheFirst(MockEngine):
         for i, query in enumerate(queries):
             siblings = children.setdefault(query.token_ids[:-1], [])
             siblings.append(i)
-            if len(query.token_ids) > 22 and len(siblings) == 3:
+            if len(query.token_ids) > 22 and len(siblings) == 3 and len(queries) > 6:
                 rows[i] = rows[siblings[0]]
         return rows
 
@@ -118,9 +118,10 @@ class SeedStaysSet(AsyncLM):
     """A seed sets the one generator of the process: draws without a seed follow from it."""
 
     async def sample(self, prompt: Any, *arguments: Any, **options: Any) -> list[int]:
-        if options.get("seed") is None:
-            options["seed"] = self.__dict__.get("last", 0) + 1
-        self.last = options["seed"]
+        if options.get("seed") is None and "last" in self.__dict__:
+            options["seed"] = self.last + 1
+        if options.get("seed") is not None:
+            self.last = options["seed"]
         return await super().sample(prompt, *arguments, **options)
 
 
