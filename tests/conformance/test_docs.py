@@ -15,7 +15,7 @@ PLANTED = {
     "no_clause_is_missing": "a class that deletes a clause, one that overrides it",
     "unknown_option_is_refused": "a plugin that takes any option",
     "weights_changed_in_place": "`StateOutlivesTheWeights`, of a tiny real model",
-    "same_path_with_other_weights": "`WeightsKeptByPath` and `FolderReadOnce`, of a tiny real model",
+    "same_path_with_other_weights": "`FolderReadOnce`, of a tiny real model",
     "adapter_of_another_model": "`WrongAdapterPassedOver`, of a tiny real model",
 }
 
