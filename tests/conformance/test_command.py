@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,21 @@ def test_what_cannot_be_run(
 ) -> None:
     assert main(["conformance", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["mock"], 2),  # without --model
+        (["mock", "--model", "mock", "--report", "no/such/folder/report.html"], 2),
+        (["mock", "--model", "./nowhere"], 3),
+    ],
+)
+def test_the_exit_code_of_the_process(arguments: list[str], code: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "genlm.core", "conformance", *arguments]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == code, ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_the_dtype_sets_the_tolerance_and_is_no_option() -> None:
