@@ -407,7 +407,7 @@ def soak(options: argparse.Namespace, adapters: dict[str, str]) -> bool:
     """Run it; returns whether nothing was found."""
     unfinished = pending_work()  # of others in this process; held until the end
     one = Soak(options, adapters)
-    signal.signal(signal.SIGTERM, lambda *_: one.stopping.set())  # what was done is told
+    signal.signal(signal.SIGTERM, lambda *_: stop_early(one))
     start = time.monotonic()
     memory, left = [resident()], []
     for number in range(ROUNDS):
@@ -421,6 +421,14 @@ def soak(options: argparse.Namespace, adapters: dict[str, str]) -> bool:
     took = time.monotonic() - start
     check_leftovers(one, left, {*map(id, unfinished)})
     return report(one, took, memory, left)
+
+
+def stop_early(one: Soak) -> None:
+    """Let the operations under way end, and report. What was done is told now, because a slow model
+    may be killed before they end."""
+    one.stopping.set()
+    asked, findings = one.asked, len(one.findings)
+    print(f"soak: stopped early: {asked:,} requests, {findings} findings so far", flush=True)
 
 
 def one_round(one: Soak, number: int, start: float) -> list[int]:
@@ -603,8 +611,8 @@ def write_tiny_model(model: str, folder: Path) -> str:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=128,
+        intermediate_size=192,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
