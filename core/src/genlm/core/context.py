@@ -208,6 +208,34 @@ def contexts_of(contexts: Any) -> list[Any]:
 
 
 def _as_ints(what: str, token_ids: Any, most: int) -> TokenIds:
+    plain = type(token_ids) in (list, tuple)  # by far the most often
+    if not plain:
+        _refuse_unreadable(what, token_ids)
+    sized = plain or isinstance(token_ids, Sized)
+    if sized and len(token_ids) > most:
+        raise InvalidQueryError(
+            f"the {what} of {len(token_ids)} tokens exceeds the {most} tokens that the model "
+            "takes; shorten it"
+        )
+    if not plain and hasattr(token_ids, "tolist"):
+        token_ids = token_ids.tolist()  # NumPy and torch: one call instead of one for each id
+    try:
+        ids = tuple(token_ids if sized else itertools.islice(token_ids, most + 1))
+    except TypeError as error:  # chained: it may be of the caller's own generator
+        raise InvalidQueryError(
+            f"the {what} must be a sequence of token ids; got {shown(token_ids)}"
+        ) from error
+    if len(ids) > most:
+        raise InvalidQueryError(
+            f"the {what} has more than the {most} tokens that the model takes; shorten it"
+        )
+    if {int}.issuperset(map(type, ids)):
+        return ids
+    return tuple(_as_int(what, token_id, position) for position, token_id in enumerate(ids))
+
+
+def _refuse_unreadable(what: str, token_ids: Any) -> None:
+    """Refuse what has no order, or is not a list of token ids."""
     if isinstance(token_ids, str | bytes | bytearray):
         raise InvalidQueryError(
             f"the {what} is text ({token_ids!r:.40}); give token ids, as lm.tokenizer.encode(text) "
@@ -226,28 +254,6 @@ def _as_ints(what: str, token_ids: Any, most: int) -> TokenIds:
             else "a sequence of token ids, which has an order"
         )
         raise InvalidQueryError(f"the {what} is a {type(token_ids).__name__}; give {remedy}")
-    if isinstance(token_ids, Sized) and len(token_ids) > most:
-        raise InvalidQueryError(
-            f"the {what} of {len(token_ids)} tokens exceeds the {most} tokens that the model "
-            "takes; shorten it"
-        )
-    if hasattr(token_ids, "tolist"):
-        token_ids = token_ids.tolist()  # NumPy and torch: one call instead of one for each id
-    try:
-        if not isinstance(token_ids, Sized):
-            token_ids = itertools.islice(token_ids, most + 1)
-        ids = tuple(token_ids)
-    except TypeError as error:  # chained: it may be of the caller's own generator
-        raise InvalidQueryError(
-            f"the {what} must be a sequence of token ids; got {shown(token_ids)}"
-        ) from error
-    if len(ids) > most:
-        raise InvalidQueryError(
-            f"the {what} has more than the {most} tokens that the model takes; shorten it"
-        )
-    if {int}.issuperset(map(type, ids)):
-        return ids
-    return tuple(_as_int(what, token_id, position) for position, token_id in enumerate(ids))
 
 
 def _as_int(what: str, token_id: Any, position: int) -> int:

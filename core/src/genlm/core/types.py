@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from attrs import asdict, field, frozen
 
@@ -72,12 +72,14 @@ class Query:
         return hash(self) == hash(other) and self.token_ids == other.token_ids
 
     def __hash__(self) -> int:
-        if self._hash is None:
+        known = self._hash
+        if known is None:
             ids = self._ids
-            known = hash_of(ids) if isinstance(ids, tuple) else ids.hash_value
+            of_ids = hash_of(ids) if isinstance(ids, tuple) else ids.hash_value
             version = 0 if self.adapter is None else self.adapter.version
-            object.__setattr__(self, "_hash", hash((known, version, self.cold)))
-        return cast(int, self._hash)
+            known = hash((of_ids, version, self.cold))
+            object.__setattr__(self, "_hash", known)
+        return known
 
     def __repr__(self) -> str:
         return f"Query(token_ids={self.token_ids}, adapter={self.adapter}, cold={self.cold})"

@@ -448,8 +448,11 @@ class Batcher(Generic[R, A]):
         for resolved in outcomes:
             future, outcome = resolved
             loop = None if isinstance(future, concurrent.futures.Future) else future.get_loop()
-            by_loop.setdefault(loop, []).append(resolved)
-            self.counters.failed += isinstance(outcome, Exception)
+            if (of_loop := by_loop.get(loop)) is None:
+                of_loop = by_loop[loop] = []
+            of_loop.append(resolved)
+            if isinstance(outcome, Exception):
+                self.counters.failed += 1
         for loop, of_loop in by_loop.items():
             if loop is None:
                 resolve(of_loop, self._timeline, began)

@@ -314,6 +314,8 @@ class LoadedEngine:
         try:
             if isinstance(request, Query):
                 self._check_shape(result, (self.vocab_size,), "genlm_step")
+                if self.vocab_size == self.width:
+                    return result.clone()
                 return self._align(result.unsqueeze(0))[0].clone()
             if result is None:
                 return None
