@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import __main__ as command
 from benchmarks.cases import changes
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
@@ -49,3 +51,24 @@ def test_the_committed_results_compare_with_themselves() -> None:
     for file in RESULTS.glob("*.json"):
         result = json.loads(file.read_text())
         assert changes(result, result) == ["nothing has moved by more than 10%"]
+
+
+def test_compare_prints_what_has_moved_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command, with runs that are given: the newest file that is not quick is compared with."""
+    for name, value in (("2026-01-01-a", 1), ("2026-02-02-a", 10), ("2026-03-03-a-quick", 100)):
+        (tmp_path / "results").mkdir(exist_ok=True)
+        (tmp_path / "results" / f"{name}.json").write_text(json.dumps(results(value)))
+    given = iter(results(20)["runs"])
+    monkeypatch.setattr(command, "FOLDER", tmp_path)
+    monkeypatch.setattr(command, "workloads", lambda: ["trie"])
+    monkeypatch.setattr(command, "sides_of", lambda name: ["ours"])
+    monkeypatch.setattr(command, "environment_of", lambda name, side: "hf")
+    monkeypatch.setattr(command, "run", lambda *given_to: next(given))
+    arguments = ["trie", "--quick", "--compare", "--model", "model", "--python", "hf=python"]
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
+    before = sorted(tmp_path.rglob("*"))
+    command.main()
+    assert "0.50 times, WORSE: trie: sum at 8" in capsys.readouterr().out
+    assert sorted(tmp_path.rglob("*")) == before
