@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, BertConfig
 
+from genlm.core import Query
+from genlm.hf.engine import HFEngine
 from genlm.hf.loading import load_pretrained
 from genlm.hf.options import HFOptions
 from genlm.hf.reuse import Reuse
+from genlm.hf.runner import Runner
 
 Make = Callable[..., Any]
 
@@ -31,6 +35,35 @@ def test_half_precision(dtype: str, pair: Make, llama_config: Make, interleave: 
     assert rows.dtype == torch.float32
     assert rows.logsumexp(-1).abs().max() < 1e-4
     interleave(model, seed=dtype, atol=0.1)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_a_wrong_way_is_rejected_where_rows_are_nearly_uniform(
+    family: str, llama_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of wrong contexts are nearer to the right ones there than rounding may be elsewhere."""
+    config = llama_config(dtype="bfloat16")
+    if family == "bert":
+        shape = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+        config = BertConfig(vocab_size=257, num_hidden_layers=2, is_decoder=True, **shape)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.02)
+    right = HFEngine(model, None)
+    rows = right.genlm_next_token_logprobs([Query((1, 2, 3)), Query((4, 5, 6))])
+    assert rows.std(-1).max() < 0.15
+    assert (rows - rows.roll(1, -1)).abs().max() < 1.0
+    assert right.reuse is Reuse.SHARED
+    right.genlm_close()
+
+    def wrong(self: Runner, *args: Any, run: Any = Runner.packed) -> torch.Tensor:
+        return run(self, *args).roll(1, -1)
+
+    monkeypatch.setattr(Runner, "packed", wrong)
+    assert HFEngine(model, None).reuse not in (Reuse.SHARED, Reuse.PACKED)
 
 
 @pytest.mark.parametrize(("bits", "stored"), [(8, torch.int8), (4, torch.uint8)])
