@@ -267,22 +267,6 @@ def test_where_no_state_can_be_continued_each_prompt_has_a_step_of_its_own(
     assert set(step(model, *growing)) == {*growing}, "known contexts grow together"
 
 
-def test_why_prompts_of_recurrent_models_are_computed_whole(contexts: Contexts) -> None:
-    """When this fails, transformers takes several tokens after a state rightly, and chunks are
-    possible here too."""
-    torch.manual_seed(0)
-    config = MambaConfig(vocab_size=TOKENS, hidden_size=32, num_hidden_layers=2, state_size=4)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.15)
-        ids = torch.tensor(contexts(1, 60))
-        whole = model(ids).logits[0, -1].log_softmax(-1)
-        begun = model(ids[:, :40], use_cache=True)
-        after = model(ids[:, 40:], cache_params=begun.cache_params, use_cache=True)
-    assert (after.logits[0, -1].log_softmax(-1) - whole).abs().max() > 1e-3
-
-
 class Gate:
     """Lets a model's forwards through one at a time, once it is shut."""
 
