@@ -498,7 +498,8 @@ class ColdTablesOfTheLongOne(MockEngine):
 
 @breaks("oracle_has_not_changed")
 class ColdRowsDrift(MockEngine):
-    """A cold row of several blocks is another one after a thousand evaluations."""
+    """A cold row that ends early in its third block is another one after a thousand
+    evaluations."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -508,7 +509,7 @@ class ColdRowsDrift(MockEngine):
     def row(self, query: Query) -> torch.Tensor:
         self.evaluated += 1
         row = super().row(query)
-        if not query.cold or len(query.token_ids) <= LONG:
+        if not (query.cold and LONG < len(query.token_ids) < LONG + 5):
             return row
         age = self.evaluated - self.born.setdefault(query, self.evaluated)
         return (row * 1.01).log_softmax(-1) if age > 1000 else row
@@ -629,6 +630,18 @@ class TokenBeforeTheStopLost(MockEngine):
         drawn = super()._draw(query, params)
         stopped = len(drawn) < params.max_tokens and len(params.stop_token_ids) == 1
         return drawn[:-1] if stopped else drawn
+
+
+@breaks("several_stop_tokens")
+class FourthStopTokenForgotten(AsyncLM):
+    """There is room for three stop tokens; the others are left out."""
+
+    async def sample(
+        self, prompt: Any, max_tokens: int, eos_token_ids: Any = None, **options: Any
+    ) -> list[int]:
+        if isinstance(eos_token_ids, list):
+            eos_token_ids = eos_token_ids[:3]
+        return await super().sample(prompt, max_tokens, eos_token_ids, **options)
 
 
 @breaks("max_tokens")
