@@ -161,6 +161,7 @@ def bite(
     known = suites(".hf." in name) if not name.startswith("clean.") else clean()
     suite = known[name](EFFORTS[effort])
     suite.seed = seed
+    suite.patience = PATIENCE
     failed = False
 
     def tell(verdict: Verdict) -> None:

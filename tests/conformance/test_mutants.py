@@ -37,7 +37,13 @@ ELSEWHERE = {
 #: Clauses that look back, and those that give them something to see.
 LOOKS_BACK = {
     "contract_is_kept_throughout": {"batch_answers_in_order"},
-    "oracle_has_not_changed": {"large_batch", "removed_adapter"},
+    "oracle_has_not_changed": {
+        "large_batch",
+        "removed_adapter",
+        "frequencies_agree_with_rows",
+        "options_together",
+        "draws_of_full_length",
+    },
 }
 
 
