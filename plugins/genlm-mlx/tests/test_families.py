@@ -47,7 +47,7 @@ def test_rows_from_the_pool_are_those_of_cold_contexts(
     folders: Folders, family: str, ragged: bool
 ) -> None:
     engine = load(str(folders(family)), {"prefill_step_size": 40})
-    assert isinstance(engine.pool, Pool), "these families can all be batched"
+    assert engine.pool is not None, "these families can all be batched"
     if not ragged:
         engine.pool = Pool(Runner(engine.model, Adapters(engine.model), 40), None, ragged=False)
     rng = random.Random(2)

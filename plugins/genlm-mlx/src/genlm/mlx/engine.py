@@ -13,6 +13,7 @@ from genlm.core import Adapter, Answer, Query, hookimpl
 from genlm.mlx.adapters import Adapters
 from genlm.mlx.pool import Pool
 from genlm.mlx.runner import Key, Runner
+from genlm.mlx.store import Store
 
 
 class MlxEngine:
@@ -32,7 +33,7 @@ class MlxEngine:
         tokenizer: Any,
         runner: Runner,
         adapters: Adapters,
-        pool: Pool | None,
+        pool: Pool | Store | None,
         *,
         vocab_size: int,
         max_context: int | None,

@@ -20,6 +20,7 @@ from genlm.mlx.pool import Pool
 from genlm.mlx.probe import CacheSupport, probe
 from genlm.mlx.repairs import repair
 from genlm.mlx.runner import Runner
+from genlm.mlx.store import Store
 
 #: What mlx-lm itself fetches of a repository.
 FILES = (
@@ -63,14 +64,17 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
             caches=sorted({type(layer).__name__ for layer in runner.empty_cache()}),
             consequence="every context is computed alone and from its first token",
         )
+    pool: Pool | Store | None = None
+    if support is CacheSupport.SHARED:
+        pool = Store(runner, chosen.kv_cache_bytes)
+    elif support is not CacheSupport.NONE:
+        pool = Pool(runner, chosen.kv_cache_bytes, support is CacheSupport.RAGGED)
     return MlxEngine(
         model,
         tokenizer,
         runner,
         adapters,
-        None
-        if support is CacheSupport.NONE
-        else Pool(runner, chosen.kv_cache_bytes, support is CacheSupport.RAGGED),
+        pool,
         vocab_size=runner.cold((0, 0)).shape[-1],
         max_context=max_context(config),
     )

@@ -23,7 +23,7 @@ WORTHWHILE = 16
 #: contexts can take turns, also when one has the longer contexts. So many bytes may be kept beside
 #: any batch.
 ASIDE = 3 / 2
-LEAST_ASIDE = 256 << 20
+LEAST_ASIDE = 64 << 20
 
 #: Where at least so much of a block stays when rows move on, it stays as it is: a copy costs more
 #: than the room.
@@ -69,7 +69,7 @@ class Pool:
     Args:
         runner: The model.
         max_bytes: The most bytes to keep beside the rows of the last call; least recently used
-            blocks go first. ``None`` is half as many again as those rows take, and 256 MiB at
+            blocks go first. ``None`` is half as many again as those rows take, and 64 MiB at
             least.
         ragged: Whether rows of unequal length can be fed together.
     """

@@ -2,58 +2,107 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
+from typing import Any
+
+import numpy as np
+from mlx_lm.models.cache import KVCache
 
 import mlx.core as mx
+from genlm.mlx.attention import hook
 from genlm.mlx.pool import Pool
 from genlm.mlx.runner import Key, Runner
+from genlm.mlx.store import Store
 from mlx.utils import tree_flatten
 
 #: The most total variation between a batched row and the same row alone, for float32 weights and
 #: for coarser ones.
-TOLERANCE, COARSE_TOLERANCE = 1e-4, 0.1
+TOLERANCE, COARSE_TOLERANCE = 5e-4, 0.1
 
 #: Rows in a batch of the probe. Masks and states of the wrong shape may broadcast by accident where
 #: the batch is as large as some number of heads: no number equals both.
 BATCHES = (5, 7)
 
+#: What models raise of a cache that they were not written for.
+REFUSED = (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError)
+
 
 class CacheSupport(Enum):
-    """How rows can share a batch cache: not at all, if fed equally many tokens, or freely."""
+    """How rows can share a batch cache: not at all, if fed equally many tokens, freely; or even
+    with tokens laid out one by one and prefixes shared."""
 
     NONE = 0
     EQUAL = 1
     RAGGED = 2
+    SHARED = 3
 
 
 def probe(runner: Runner) -> CacheSupport:
     """Try batches of rows of unequal length, and extend them."""
     if not all(hasattr(layer, "merge") for layer in runner.empty_cache()):
         return CacheSupport.NONE
+    if _shares(runner):
+        return CacheSupport.SHARED
     for support in (CacheSupport.RAGGED, CacheSupport.EQUAL):
         ragged = support is CacheSupport.RAGGED
-        if all(_right(runner, rows, ragged) for rows in BATCHES):
+        if all(_right(runner, Pool(runner, 0, ragged), _unequal(rows)) for rows in BATCHES):
             return support
     return CacheSupport.NONE
 
 
-def _right(runner: Runner, rows: int, ragged: bool) -> bool:
-    """Whether so many rows of unequal length are right together: as prompts, then with one token
-    more, then with several."""
+def _shares(runner: Runner) -> bool:
+    """Whether attention over keys that lie in several places is that of the model."""
+    if not all(type(layer) is KVCache for layer in runner.empty_cache()):
+        return False
+    hook(runner.model)
+    few, more = BATCHES
+    try:
+        store = Store(runner, 0, least_shared=2, least_saved=2)
+    except REFUSED:
+        return False
+    return _right(runner, store, [*_unequal(few), *_behind_prompts(more)])
+
+
+def _unequal(rows: int) -> list[list[Key]]:
+    """Prompts of unequal length, then with one token more, then with several."""
     prompts: list[Key] = [(0, *range(1 + row, 4 + row + row % 3)) for row in range(rows)]
     grown = [(*key, 7) for key in prompts]
     further = [(*key, *range(2, 4 + row % 2)) for row, key in enumerate(grown)]
-    pool = Pool(runner, max_bytes=0, ragged=ragged)
-    for keys in (prompts, grown, further):
+    return [prompts, grown, further]
+
+
+def _behind_prompts(rows: int) -> list[list[Key]]:
+    """So many contexts behind two prompts, one of which begins with the other, and behind none."""
+    prompt: Key = (0, *(3 + at % 5 for at in range(20)))
+    prompts: list[Key] = [
+        *((*prompt, *range(1, 2 + row)) for row in range(rows // 2)),
+        *((*prompt, *prompt[:0:-1], 1 + row) for row in range(rows // 2)),
+        (0, 9, 2),
+    ]
+    return [prompts, [(*key, 7) for key in prompts]]
+
+
+def _right(runner: Runner, pool: Pool | Store, batches: Sequence[Sequence[Key]]) -> bool:
+    """Whether the rows of these batches, one after the other, are right."""
+    for keys in batches:
         try:
-            batched = mx.softmax(pool.logits(keys), axis=-1)
-        except (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError):
-            return False  # models raise whatever comes of a cache they were not written for
-        alone = mx.softmax(mx.concatenate([runner.cold(key) for key in keys]), axis=-1)
-        variation = mx.max(mx.sum(mx.abs(batched - alone), axis=-1)).item() / 2
+            batched = _probabilities(pool.logits(keys))
+        except REFUSED:
+            return False
+        alone = _probabilities(mx.concatenate([runner.cold(key) for key in keys]))
+        variation = np.abs(batched - alone).sum(axis=-1).max() / 2
         if not variation <= _tolerance(runner):
             return False
     return True
+
+
+def _probabilities(logits: mx.array) -> Any:
+    """By NumPy, and in double precision: MLX's sum over a large vocabulary is inexact on the
+    CPU."""
+    exact = np.array(logits).astype(np.float64)
+    odds = np.exp(exact - exact.max(axis=-1, keepdims=True))
+    return odds / odds.sum(axis=-1, keepdims=True)
 
 
 def _tolerance(runner: Runner) -> float:

@@ -73,6 +73,16 @@ class Runner:
         mx.eval(logits, [layer.state for layer in cache])
         return logits
 
+    def one_by_one(self, cache: Cache, versions: Sequence[int], tokens: Sequence[int]) -> mx.array:
+        """Run tokens, each as a row of its own, over a cache that knows where they belong.
+
+        Returns:
+            The logits after each, ``[tokens, vocab_size]``: not computed unless they are read.
+        """
+        self._adapters.select(versions)
+        logits: mx.array = self.model(mx.array(tokens, mx.int32)[:, None], cache=cache)[:, -1, :]
+        return logits
+
     def following(self, cache: Cache, version: int, tokens: Key, last: int) -> Iterator[mx.array]:
         """Append ``tokens`` to a cache of one row.
 

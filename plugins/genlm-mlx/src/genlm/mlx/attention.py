@@ -1,0 +1,108 @@
+"""Attention over keys and values that lie in several places, merged exactly.
+
+MLX's fused kernel does not say by how much its result was divided, and only with that can results
+over different positions be merged. So where a prefix is shared, attention is two products.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Protocol
+
+from attrs import frozen
+
+import mlx.core as mx
+
+#: By this name the model files of mlx-lm call attention.
+NAME = "scaled_dot_product_attention"
+
+
+class Attended(Protocol):
+    """Keys and values that know how to be attended to."""
+
+    def attend(self, queries: mx.array, scale: float) -> mx.array:
+        """Attention of ``[tokens, heads, 1, dim]`` queries."""
+
+
+@frozen(eq=False)
+class Partial:
+    """Attention over some positions, not divided yet.
+
+    Attributes:
+        total: The sum of values, each times ``exp(logit - largest)``: ``[..., dim]``.
+        weight: The sum of these factors: ``[..., 1]`` float32.
+        largest: The largest logit: ``[..., 1]`` float32.
+    """
+
+    total: mx.array
+    weight: mx.array
+    largest: mx.array
+
+    @classmethod
+    def of(cls, queries: mx.array, keys: mx.array, values: mx.array, mask: Any = None) -> Partial:
+        """Attention of scaled queries; the mask is added to the logits."""
+        logits = (queries @ keys.swapaxes(-1, -2)).astype(mx.float32)
+        if mask is not None:
+            logits = logits + mask
+        largest = logits.max(axis=-1, keepdims=True)
+        factors = mx.exp(logits - largest)
+        total = (factors.astype(values.dtype) @ values).astype(mx.float32)
+        return cls(total, factors.sum(axis=-1, keepdims=True), largest)
+
+    def map(self, move: Callable[[mx.array], mx.array]) -> Partial:
+        """The same, laid out otherwise."""
+        return Partial(move(self.total), move(self.weight), move(self.largest))
+
+    def merged(self, other: Partial, tokens: mx.array | None) -> Partial:
+        """With further positions of all tokens, or of some."""
+        if tokens is None:
+            return self._with(other)
+        both = self.map(lambda part: part[tokens])._with(other)
+        for mine, more in (
+            (self.total, both.total),
+            (self.weight, both.weight),
+            (self.largest, both.largest),
+        ):
+            mine[tokens] = more
+        return self
+
+    def _with(self, other: Partial) -> Partial:
+        largest = mx.maximum(self.largest, other.largest)
+        mine, others = mx.exp(self.largest - largest), mx.exp(other.largest - largest)
+        return Partial(
+            self.total * mine + other.total * others,
+            self.weight * mine + other.weight * others,
+            largest,
+        )
+
+    @property
+    def output(self) -> mx.array:
+        return self.total / self.weight
+
+
+def hook(model: Any) -> None:
+    """Let the model's attention take keys that know how to be attended to. All other calls go on
+    as before."""
+    for _, module in model.named_modules():
+        source = sys.modules.get(type(module).__module__)
+        if source is not None and hasattr(source, NAME):
+            _hook(source)
+
+
+def _hook(source: ModuleType) -> None:
+    plain = getattr(source, NAME)
+    if hasattr(plain, "__wrapped__"):
+        return
+
+    @functools.wraps(plain)
+    def attention(queries: mx.array, keys: Any, values: Any, *args: Any, **others: Any) -> mx.array:
+        if not hasattr(keys, "attend"):
+            return plain(queries, keys, values, *args, **others)
+        if values is not keys or args or others.get("sinks") is not None:
+            raise NotImplementedError("this attention needs more than keys and values")
+        return keys.attend(queries, others["scale"])
+
+    setattr(source, NAME, attention)

@@ -1,0 +1,372 @@
+"""The layout of one forward pass: where each token's keys and values go, and what it attends to.
+
+Each token is a row of its own for the model, so nothing is padded outside attention.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+from attrs import define, field, frozen
+
+import mlx.core as mx
+from genlm.mlx.attention import Partial
+from genlm.mlx.segments import LayerState, Row, Segment, Trunk
+
+#: Rows with up to so many new tokens are attended together, each padded to the longest.
+FEW = 8
+
+
+@frozen(eq=False)
+class Chunk:
+    """Tokens of one context that a forward pass computes.
+
+    Attributes:
+        segment: Where their state goes.
+        start: The position of the first of them.
+        tokens: The tokens.
+        version: The version of the context's adapter.
+    """
+
+    segment: Segment
+    start: int
+    tokens: Sequence[int]
+    version: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def columns(self) -> range:
+        """The columns of the segment that they take."""
+        return range(self.start - self.segment.start, self.stop - self.segment.start)
+
+
+@frozen(eq=False)
+class Below:
+    """A trunk that some tokens of a group stand on.
+
+    Attributes:
+        trunk: The trunk.
+        size: How many of its positions belong to their contexts.
+        tokens: Which tokens of the group; ``None`` is all.
+    """
+
+    trunk: Trunk
+    size: int
+    tokens: mx.array | None
+
+    def partial(self, queries: mx.array, layer: int) -> Partial:
+        """The attention of the group's scaled queries, ``[tokens, heads, dim]``: all of them in one
+        product for each head of the keys."""
+        keys, values = (state[0, :, : self.size] for state in self.trunk.layers[layer])
+        if self.tokens is not None:
+            queries = queries[self.tokens]
+        count, heads, dim = queries.shape
+        kv_heads = keys.shape[0]
+        grouped = queries.reshape(count, kv_heads, -1, dim).transpose(1, 0, 2, 3)
+        found = Partial.of(grouped.reshape(kv_heads, -1, dim), keys, values)
+        return found.map(
+            lambda part: (
+                part.reshape(kv_heads, count, -1, part.shape[-1])
+                .transpose(1, 0, 2, 3)
+                .reshape(count, heads, -1)
+            )
+        )
+
+
+@define(eq=False)
+class Group:
+    """Tokens that are attended together.
+
+    Attributes:
+        tokens: Which tokens of the forward pass.
+        below: The trunks that they stand on.
+    """
+
+    tokens: slice
+    below: list[Below]
+
+    def attend(self, queries: mx.array, state: LayerState, layer: int, scale: float) -> mx.array:
+        """Attention of ``[tokens, heads, 1, dim]`` queries."""
+        if not self.below:
+            return self.plain(queries, self.own(state, layer), scale)
+        queries = queries * scale
+        found = self.partial(queries, self.own(state, layer))
+        for each in self.below:
+            found = found.merged(each.partial(queries[:, :, 0], layer), each.tokens)
+        return found.output[:, :, None].astype(queries.dtype)
+
+    def own(self, state: LayerState, layer: int) -> LayerState:
+        """The keys and values that are theirs alone."""
+        raise NotImplementedError
+
+    def plain(self, queries: mx.array, own: LayerState, scale: float) -> mx.array:
+        """Attention to these alone."""
+        raise NotImplementedError
+
+    def partial(self, queries: mx.array, own: LayerState) -> Partial:
+        """The same with scaled queries, ``[tokens, heads, dim]``, to be merged."""
+        raise NotImplementedError
+
+
+@define(eq=False)
+class TrunkGroup(Group):
+    """The tokens of a trunk that is being computed."""
+
+    chunk: Chunk
+    _mask: mx.array | None = field(default=None, init=False)
+
+    def own(self, state: LayerState, layer: int) -> LayerState:
+        trunk, stop = self.chunk.segment, self.chunk.columns.stop
+        assert isinstance(trunk, Trunk)
+        keys, values = trunk.layers[layer]
+        return keys[:, :, :stop], values[:, :, :stop]
+
+    def plain(self, queries: mx.array, own: LayerState, scale: float) -> mx.array:
+        found = mx.fast.scaled_dot_product_attention(
+            queries.transpose(2, 1, 0, 3), *own, scale=scale, mask="causal"
+        )
+        return found.transpose(2, 1, 0, 3)
+
+    def partial(self, queries: mx.array, own: LayerState) -> Partial:
+        keys, values = own
+        count, heads, _, dim = queries.shape
+        kv_heads, width = keys.shape[1], self.chunk.columns.stop
+        grouped = queries.transpose(2, 1, 0, 3).reshape(1, kv_heads, -1, dim)
+        if self._mask is None:
+            last = np.arange(count)[:, None] + width - count
+            mask = np.where(np.arange(width) <= last, 0, -np.inf).astype(np.float32)
+            self._mask = mx.array(np.tile(mask, (heads // kv_heads, 1)))
+        found = Partial.of(grouped, keys, values, self._mask)
+        return found.map(lambda part: part.reshape(heads, count, part.shape[-1]).transpose(1, 0, 2))
+
+
+@define(eq=False)
+class RowGroup(Group):
+    """New tokens of rows of the table, padded to one number of them.
+
+    Attributes:
+        slots: The rows: a slice of the table, or an array of them.
+        columns: How many columns are read.
+        grid: The token at each place, ``[rows * width]``, and the place of each token; ``None``
+            where they are the same.
+        mask: Which columns each place reads, ``[rows, 1, width, columns]``; ``None`` is all.
+    """
+
+    slots: slice | mx.array
+    columns: int
+    width: int
+    grid: tuple[mx.array, mx.array] | None
+    mask: np.ndarray | None
+    _masks: dict[Any, mx.array] = field(factory=dict, init=False)
+
+    def own(self, state: LayerState, layer: int) -> LayerState:
+        keys, values = (each[:, :, : self.columns] for each in state)
+        return keys[self.slots], values[self.slots]
+
+    def plain(self, queries: mx.array, own: LayerState, scale: float) -> mx.array:
+        _, heads, _, dim = queries.shape
+        queries = self._placed(queries).reshape(-1, self.width, heads, dim)
+        found = mx.fast.scaled_dot_product_attention(
+            queries.swapaxes(1, 2), *own, scale=scale, mask=self._mask("boolean")
+        )
+        return self._taken(found.swapaxes(1, 2).reshape(-1, heads, 1, found.shape[-1]))
+
+    def partial(self, queries: mx.array, own: LayerState) -> Partial:
+        keys, values = own
+        _, heads, _, dim = queries.shape
+        kv_heads = keys.shape[1]
+        repeats = heads // kv_heads
+        queries = self._placed(queries).reshape(-1, self.width, kv_heads, repeats, dim)
+        grouped = queries.transpose(0, 2, 3, 1, 4).reshape(-1, kv_heads, repeats * self.width, dim)
+        found = Partial.of(grouped, keys, values, self._mask(repeats))
+        return found.map(
+            lambda part: self._taken(
+                part.reshape(-1, kv_heads, repeats, self.width, part.shape[-1])
+                .transpose(0, 3, 1, 2, 4)
+                .reshape(-1, heads, part.shape[-1])
+            )
+        )
+
+    def _placed(self, tokens: mx.array) -> mx.array:
+        return tokens if self.grid is None else tokens[self.grid[0]]
+
+    def _taken(self, places: mx.array) -> mx.array:
+        return places if self.grid is None else places[self.grid[1]]
+
+    def _mask(self, kind: Any) -> mx.array | None:
+        """The mask as MLX's kernel takes it, or to be added for so many heads of queries to each of
+        keys."""
+        if self.mask is None:
+            return None
+        if kind not in self._masks:
+            mask = self.mask
+            if kind != "boolean":
+                added = np.where(mask, 0, -np.inf).astype(np.float32)
+                mask = np.tile(added, (1, 1, kind, 1))
+            self._masks[kind] = mx.array(mask)
+        return self._masks[kind]
+
+
+class Layout:
+    """Chunks of trunks and rows, in one forward pass.
+
+    Attributes:
+        chunks: The chunks, in the order in which their tokens are fed.
+        offsets: The position of each token.
+        last: The place of each chunk's last token.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self.chunks = sorted(chunks, key=_order)
+        sizes = [len(chunk.tokens) for chunk in self.chunks]
+        self._bounds = [0, *accumulate(sizes)]
+        self.last = [stop - 1 for stop in self._bounds[1:]]
+        self.offsets = mx.array(
+            np.concatenate([np.arange(one.start, one.stop) for one in self.chunks]), mx.int32
+        )
+        self._trunks = [one for one in self.chunks if isinstance(one.segment, Trunk)]
+        self._rows = self.chunks[len(self._trunks) :]
+        self._places = self._row_places()
+        self._groups = self._grouped()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for chunk in self.chunks for token in chunk.tokens]
+
+    @property
+    def versions(self) -> list[int]:
+        """The version of each token's adapter."""
+        return [chunk.version for chunk in self.chunks for _ in chunk.tokens]
+
+    # --- what a layer does ------------------------------------------------------------------------
+
+    def write(self, table: LayerState, layer: int, new: LayerState) -> None:
+        """Put the tokens' new keys and values, ``[tokens, heads, 1, dim]``, into trunks and the
+        table."""
+        for at, chunk in enumerate(self._trunks):
+            assert isinstance(chunk.segment, Trunk)
+            start, stop = chunk.columns.start, chunk.columns.stop
+            for state, more in zip(chunk.segment.layers[layer], new, strict=True):
+                mine = more[self._bounds[at] : self._bounds[at + 1]]
+                state[:, :, start:stop] = mine.transpose(2, 1, 0, 3)
+        if self._rows:
+            slots, columns = self._places
+            for state, more in zip(table, new, strict=True):
+                mine = more[self._bounds[len(self._trunks)] :]
+                if isinstance(columns, int):
+                    state[slots, :, columns : columns + 1] = mine
+                else:
+                    state[slots, :, columns] = mine[:, :, 0]
+
+    def attend(self, queries: mx.array, state: LayerState, layer: int, scale: float) -> mx.array:
+        """Attention of ``[tokens, heads, 1, dim]`` queries."""
+        found = [group.attend(queries[group.tokens], state, layer, scale) for group in self._groups]
+        return found[0] if len(found) == 1 else mx.concatenate(found)
+
+    # --- how it is laid out -----------------------------------------------------------------------
+
+    def _row_places(self) -> tuple[Any, Any]:
+        """Where the rows' tokens go: a run of slots and one column, or an array of each."""
+        columns = [chunk.columns for chunk in self._rows]
+        slots = [_slot(chunk) for chunk in self._rows]
+        alike = set(columns)
+        if len(alike) == 1 and len(columns[0]) == 1 and _is_run(slots):
+            return slice(slots[0], slots[-1] + 1), columns[0].start
+        each_slot = [slot for slot, own in zip(slots, columns, strict=True) for _ in own]
+        each_column = [column for own in columns for column in own]
+        return mx.array(each_slot, mx.int32), mx.array(each_column, mx.int32)
+
+    def _grouped(self) -> list[Group]:
+        groups: list[Group] = []
+        for at, chunk in enumerate(self._trunks):
+            tokens = slice(self._bounds[at], self._bounds[at + 1])
+            groups.append(TrunkGroup(tokens, _below([chunk]), chunk))
+        start = len(self._trunks)
+        for stop in range(start + 1, len(self.chunks) + 1):
+            if (
+                stop == len(self.chunks)
+                or _order(self.chunks[stop])[:2] != _order(self.chunks[start])[:2]
+            ):
+                tokens = slice(self._bounds[start], self._bounds[stop])
+                groups.append(_row_group(tokens, self.chunks[start:stop]))
+                start = stop
+        return groups
+
+
+def _slot(chunk: Chunk) -> int:
+    assert isinstance(chunk.segment, Row)
+    return chunk.segment.slot
+
+
+def _order(chunk: Chunk) -> tuple[bool, int, int]:
+    """Trunks first, those below before those above; then rows with about as many new tokens, in the
+    order of the table."""
+    if isinstance(chunk.segment, Trunk):
+        return False, 0, chunk.start
+    return True, ((len(chunk.tokens) + FEW - 1) // FEW).bit_length(), _slot(chunk)
+
+
+def _is_run(slots: Sequence[int]) -> bool:
+    return all(b - a == 1 for a, b in pairwise(slots))
+
+
+def _below(chunks: Sequence[Chunk]) -> list[Below]:
+    """The trunks below tokens, with which tokens each."""
+    found: dict[tuple[Trunk, int], list[range]] = defaultdict(list)
+    start = 0
+    for chunk in chunks:
+        tokens = range(start, start + len(chunk.tokens))
+        for trunk, size in chunk.segment.path():
+            found[trunk, size].append(tokens)
+        start = tokens.stop
+    return [
+        Below(
+            trunk,
+            size,
+            None
+            if sum(map(len, ranges)) == start
+            else mx.array([token for tokens in ranges for token in tokens], mx.int32),
+        )
+        for (trunk, size), ranges in found.items()
+    ]
+
+
+def _row_group(tokens: slice, chunks: Sequence[Chunk]) -> RowGroup:
+    slots = [_slot(chunk) for chunk in chunks]
+    widths = [len(chunk.tokens) for chunk in chunks]
+    width, columns = max(widths), max(chunk.columns.stop for chunk in chunks)
+    span = slots[-1] - slots[0] + 1
+    # Rows between those wanted are read in vain, where few; else what is wanted is copied.
+    whole = span <= 2 * len(slots)
+    lines = [slot - slots[0] for slot in slots] if whole else list(range(len(slots)))
+    count = span if whole else len(slots)
+    taken = slice(slots[0], slots[-1] + 1) if whole else mx.array(slots, mx.int32)
+    grid = np.zeros((count, width), np.int32)
+    last = np.zeros((count, width), np.int32)  # the last column that each place reads
+    places: list[int] = []
+    start = 0
+    for line, chunk in zip(lines, chunks, strict=True):
+        own = len(chunk.tokens)
+        grid[line, :own] = np.arange(start, start + own)
+        last[line, :own] = chunk.columns
+        places += range(line * width, line * width + own)
+        start += own
+    mask = (np.arange(columns) <= last[:, :, None])[:, None]
+    return RowGroup(
+        tokens,
+        _below(chunks),
+        taken,
+        columns,
+        width,
+        None
+        if places == list(range(count * width))
+        else (mx.array(grid.ravel()), mx.array(places, mx.int32)),
+        None if mask.all() else mask,
+    )
