@@ -5,6 +5,8 @@ CPU time.
 continued twice.
 ``newcomer``: all grow by a token, and a new one comes. ``ragged``: they grow by 1 to 5 tokens.
 ``alternate``: two groups of n take turns. Every step continues from the rows of the step before.
+``shared``: n contexts behind one prompt, each grows by a token; ``resample``: and every ten steps
+their parents are chosen anew.
 
 The floor is what the same tokens cost in raw mlx-lm: one ``model(...)`` on a prepared batch cache
 of the same rows, and log-softmax. For ``newcomer`` that is a decode and a prefill; for ``ragged``
@@ -21,14 +23,30 @@ import functools
 import importlib.util
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.protocol import Bench, main
-from benchmarks.steps import Contexts, Program, asked_of, programs, ragged_length, turns
+from benchmarks.steps import (
+    COPIED,
+    SHARED,
+    Contexts,
+    Program,
+    asked_of,
+    measure_resampled,
+    measure_shared,
+    programs,
+    ragged_length,
+    turns,
+)
 
 PLUGIN = "mlx"
+#: The cases of ``shared``, and contexts, prompt, steps and steps between two resamplings of
+#: ``resample``.
+BEHIND_ONE_PROMPT = SHARED[:3]
+RESAMPLED = (64, 1000, 60, 10)
+
 PEER = ["genlm-backend[mlx]==0.3.1", "mlx-lm[cpu]==0.31.3"]
 
 
@@ -97,11 +115,34 @@ def measure(bench: Bench, lm: Any, program: Program, reset: Callable[[], object]
     )
 
 
+def measure_prompt(
+    bench: Bench,
+    lm: Any,
+    reset: Callable[[], object],
+    cases: Sequence[tuple[int, int]],
+    repeat: int = 6,
+) -> None:
+    """Contexts behind one prompt, on either library."""
+    import mlx.core as mx
+
+    def memory() -> float:
+        return float(mx.get_active_memory()) / (1 << 20)
+
+    with asyncio.Runner() as runner:
+        ask, size = asked_of(lm, runner), len(lm.byte_vocab)
+        measure_shared(bench, size, ask, reset, cases, repeat, memory)
+    bench.clock = time.process_time
+
+
 def ours(bench: Bench) -> None:
     prepare(bench)
     from genlm.mlx import AsyncMlxLM
 
     with AsyncMlxLM.from_name(bench.model, cache_size=0) as lm:
+        measure_prompt(bench, lm, lm.clear_kv_cache, BEHIND_ONE_PROMPT)
+        with asyncio.Runner() as runner:
+            ask, size = asked_of(lm, runner), len(lm.byte_vocab)
+            measure_resampled(bench, size, ask, lm.clear_kv_cache, RESAMPLED)
         for program in programs(bench, len(lm.byte_vocab)):
             measure(bench, lm, program, lm.clear_kv_cache)
 
@@ -111,6 +152,7 @@ def theirs(bench: Bench) -> None:
     from genlm.backend.llm import AsyncMlxLM
 
     lm = AsyncMlxLM.from_name(bench.model)
+    measure_prompt(bench, lm, lm.clear_cache, COPIED[:1])  # a long prompt takes minutes
     for program in programs(bench, len(lm.byte_vocab)):
         measure(bench, lm, program, lm.clear_cache)
 
@@ -138,6 +180,14 @@ def floor(bench: Bench) -> None:
         decode(cache, [context[-1:] for context in contexts])
         return cache
 
+    for n, length in COPIED[:1] if bench.quick else COPIED:
+        program = Program(tokenizer.vocab_size, n, length)
+        cache = prefill(program.prompts(1))
+        for layer in cache:
+            layer.filter(mx.zeros(n, mx.int32))
+        step = functools.partial(decode, cache, [[5]] * n)
+        bench.time(f"shared, {n} contexts behind one prompt", step, x=length, repeat=6)
+        del cache, step
     for program in programs(bench, tokenizer.vocab_size):
         repeat = repeats(program)
         after = f" after {program.length} tokens"

@@ -177,13 +177,17 @@ def measure_shared(
     reset: Callable[[], object],
     cases: Sequence[tuple[int, int]] = SHARED,
     repeat: int = 8,
+    memory: Callable[[], float] | None = None,
 ) -> None:
-    """Contexts behind one prompt, in CPU time: the first step, and each further one."""
+    """Contexts behind one prompt, in CPU time: the first step, and each further one; and the MiB of
+    memory that they take."""
+    memory = memory or resident
     bench.clock = time.process_time
     for n, length in cases[:1] if bench.quick else cases:
         program = Program(vocabulary, n, length)
         behind = f"shared, {n} contexts behind one prompt"
-        before = resident()
+        reset()
+        before = memory()
         current: Contexts = []
 
         def fresh(program: Program = program) -> Contexts:
@@ -200,18 +204,22 @@ def measure_shared(
 
         bench.time(f"{behind}: first step", ask, x=length, repeat=1, prepare=fresh)
         bench.time(behind, ask, x=length, repeat=repeat, prepare=grown)
-        more = resident() - before
+        more = memory() - before
         bench.record(f"{behind}: memory above the model", more, unit="MiB", x=length)
     reset()
     bench.clock = time.perf_counter
 
 
 def measure_resampled(
-    bench: Bench, vocabulary: int, ask: Callable[[Contexts], object], reset: Callable[[], object]
+    bench: Bench,
+    vocabulary: int,
+    ask: Callable[[Contexts], object],
+    reset: Callable[[], object],
+    case: tuple[int, int, int, int] = RESAMPLED,
 ) -> None:
     """Contexts behind one prompt for many steps, with and without resampling, in CPU time: the
     last steps of each."""
-    n, length, steps, between = RESAMPLED
+    n, length, steps, between = case
     if bench.quick:
         n, length, steps = 4, 20, 2 * between
     for every in (0, between):
@@ -226,8 +234,8 @@ def measure_resampled(
             began = time.process_time()
             ask(current)
             times.append((time.process_time() - began) * 1e3)
-        case = f"resample, {n} contexts behind {length} tokens, after {steps} steps"
-        bench.record(case, times[-2 * between :], unit="ms", x=every)
+        name = f"resample, {n} contexts behind {length} tokens, after {steps} steps"
+        bench.record(name, times[-2 * between :], unit="ms", x=every)
     reset()
 
 
