@@ -192,7 +192,7 @@ def test_resampling_keeps_memory_near_what_is_distinct(folders: Folders) -> None
     position = tried.store.nbytes / 320  # allotted in 32s
     contexts = [(*prompt, token) for token in range(16)]
     tried.ask(*contexts)
-    for step in range(300):
+    for step in range(120):
         contexts = [(*key, rng.randrange(256)) for key in rng.choices(contexts, k=16)]
         contexts = list(dict.fromkeys(contexts))
         if step % 20 == 0:
