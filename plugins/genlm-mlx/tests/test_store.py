@@ -52,7 +52,6 @@ class Tried:
         self._runner = Runner(model, Adapters(model), step_size)
         watched = Runner(self.model, Adapters(model), step_size)
         self.store = Store(watched, max_bytes, **sharing)
-        self.position = self.store.nbytes  # none yet
         self.model.forwards.clear()
 
     def ask(self, *keys: Key) -> list[int]:
@@ -182,6 +181,15 @@ def test_prompts_with_a_common_beginning_and_contexts_without(llama: Tried) -> N
     assert sum(llama.ask(*contexts)) == 300 + 3 * 200 + 24 + 2 + 90
     assert llama.ask(*[(*key, 1) for key in contexts]) == [28]
     llama.ask((*system[:150], 3), (*system[:10], 4))
+
+
+def test_a_trunk_made_of_a_row_keeps_no_more_than_itself(llama: Tried) -> None:
+    keys = keys_of(40, 100)
+    llama.store.logits(keys)
+    llama.store.logits([(*keys[3], token) for token in range(20)])
+    more = mx.get_active_memory() - llama.store.nbytes
+    llama.store.clear()
+    assert more - mx.get_active_memory() < 100_000
 
 
 def test_resampling_keeps_memory_near_what_is_distinct(folders: Folders) -> None:

@@ -150,18 +150,14 @@ class Table:
 
     def read(self, segment: Row | Trunk, columns: slice) -> list[LayerState]:
         """A copy of some positions."""
-        size = columns.stop - columns.start
-        copies = self.new_trunk(size)
-        for layer, copy in zip(self.layers, copies, strict=True):
-            states = layer.state
-            row = 0
-            if isinstance(segment, Trunk):
-                states = segment.layers[layer.index]
-            else:
-                row = segment.slot
-            for state, mine in zip(states, copy, strict=True):
-                mine[:] = state[row : row + 1, :, columns]  # never a view of the table
-            mx.eval(copy)
+        copies = []
+        for layer in self.layers:
+            states = segment.layers[layer.index] if isinstance(segment, Trunk) else layer.state
+            row = mx.array([segment.slot if isinstance(segment, Row) else 0], mx.int32)
+            # Taken by an array: a slice would be a view, and keep all of the table.
+            keys, values = (state[:, :, columns][row] for state in states)
+            mx.eval(keys, values)
+            copies.append((keys, values))
         return copies
 
     def to_row(self, trunk: Trunk, size: int, slot: int) -> None:
