@@ -28,6 +28,7 @@ FAMILIES = [
     "glm_moe_dsa",
     "doge",
     "roberta",
+    "moshi",
 ]
 
 SHAPE = {
