@@ -63,7 +63,7 @@ class Tokens:
             return []
         layer = self.pool.layers[0]
         own = layer.keys[segment.slot] if isinstance(segment, Row) else segment.layers[0][0][0]
-        tokens = [int(token) for token in own[0, : max(length - segment.start, 0), 0]]
+        tokens = [int(token) for token in own[0, : max(length - segment.start, 0), 0].tolist()]
         return self.read(segment.parent, min(length, segment.start)) + tokens
 
     @torch.inference_mode()
@@ -177,7 +177,7 @@ class Particles:
         return len(seen)
 
 
-@pytest.mark.parametrize(("every", "budget"), [(1, 20_000)])
+@pytest.mark.parametrize(("every", "budget"), [(1, 20_000), (10, 20_000), (1, 9_000), (10, 9_000)])
 def test_resampling_a_thousand_times(every: int, budget: int) -> None:
     """Nothing is computed again, memory stays near what is known, and paths stay short."""
     state = Tokens()

@@ -17,7 +17,7 @@ from genlm.core.types import Adapter
 from genlm.hf.layout import Chunk
 from genlm.hf.pool import RowPool
 from genlm.hf.segments import Row, Segment, Trunk
-from genlm.hf.sequence import TokenSequence, key_of_prefix, key_prefix, tokens_in
+from genlm.hf.sequence import TokenSequence, key_of_prefix, key_prefix, shared_tokens, tokens_in
 
 logger = get_logger()
 
@@ -31,7 +31,7 @@ WORTH_SHARING = 1024
 
 #: From so many of its positions on, the beginning of a trunk is shared by one more context, which
 #: costs a product of its own.
-WORTH_A_PRODUCT = 128
+WORTH_A_PRODUCT = 2 * COLUMN_STEP
 
 #: A new context with so many positions of its own gets a trunk of its own: rows are all as long as
 #: the longest.
@@ -39,6 +39,12 @@ WORTH_A_TRUNK = 512
 
 #: Rows may take so many times the positions that are in them; then the longest becomes a trunk.
 MOST_WASTE = 1.25
+
+#: Besides, each row may take so many positions.
+SPARE_COLUMNS = 48
+
+#: From so many positions on, what rows have in common is turned into a trunk to save memory.
+WORTH_COLLECTING = 128
 
 #: At most so many rows become trunks because they are longer than the others: each costs a product.
 MOST_OUTLIERS = 4
@@ -197,6 +203,9 @@ class KVStore:
         while sequences:
             plans = self._planned(sequences, shared)
             needs = self._needs(plans)
+            if self._shares and self._share_common(needs):
+                plans = self._planned(sequences, shared)
+                needs = self._needs(plans)
             if not self._affordable(needs) and len(sequences) == 1:
                 # Not even beside its own source: start from nothing, in the cheapest way.
                 plans = [self._from_nothing(sequences[0])]
@@ -234,7 +243,7 @@ class KVStore:
         while found.parent is not None and found.start >= sequence.length:
             found = found.parent
         if self._shares and isinstance(found, Row) and sequence.length - found.start >= COLUMN_STEP:
-            self._to_trunk(found, sequence.length, set())
+            self._to_trunk([found], sequence.length, set())
             found = self._index.get(key) or found
         found.pinned = True
         return True
@@ -378,21 +387,59 @@ class KVStore:
             alone = len(cuts) == 1 and cuts[0] >= row.stop - 1 and not row.pinned
             cut, saved = _best_cut(cuts, row.start)
             if not alone and (saved >= WORTH_SHARING or cut - row.start >= WORTH_A_TRUNK):
-                self._to_trunk(row, cut, protected)
+                self._to_trunk([row], cut, protected)
         for row in _outliers([(row.size, row) for row in self._rows()]):
             if row not in self._running:
-                self._to_trunk(row, row.stop, protected)
+                self._to_trunk([row], row.stop, protected)
 
-    def _to_trunk(self, row: Row, cut: int, protected: set[Segment]) -> None:
-        """Store a row up to position ``cut`` as a trunk; what is left of it stands on that. Does
-        nothing where the budget does not allow it."""
+    def _share_common(self, needs: _Needs) -> bool:
+        """Turn into trunks what rows have in common, the most first, then the few that are longer
+        than all others: where the pool would take much more than is in it.
+
+        Returns:
+            Whether some were.
+        """
+        changed = False
+        while True:
+            rows = [row for row in self._rows() if row not in self._running]
+            count = len(rows) + len(self._running) + needs.rows
+            columns = max(needs.columns, *(_columns(row.size) for row in rows), 0)
+            if count <= self._pool.rows and columns <= self._pool.columns:
+                return changed
+            commons = common_parts(rows)
+            kept = sum(row.size for row in rows) - sum(one.copies for one in commons)
+            if count * columns <= MOST_WASTE * kept + SPARE_COLUMNS * count:
+                return changed
+            best = max((one.best() for one in commons), key=lambda one: one[0], default=None)
+            if best is not None and best[0] >= WORTH_COLLECTING:
+                chosen = [best[1:]]
+            else:
+                long = [row for row in rows if row.size >= columns - COLUMN_STEP]
+                used = needs.protected.intersection(long)
+                if not long or columns <= 2 * COLUMN_STEP or len(used) > MOST_OUTLIERS:
+                    return changed
+                chosen = [([row], row.stop) for row in long]
+            staying = needs.protected.union(*(some for some, _ in chosen))
+            for some, cut in chosen:
+                if not self._to_trunk(some, cut, staying):
+                    return changed
+                changed = True
+
+    def _to_trunk(self, rows: Sequence[Row], cut: int, protected: set[Segment]) -> bool:
+        """Store as a trunk what some rows have in common up to position ``cut``; what is left of
+        them stands on that.
+
+        Returns:
+            ``False`` where the budget does not allow it; then nothing was done.
+        """
+        row = rows[0]
         size = cut - row.start
         key = key_of_prefix(row.key, cut)
         trunk = self._index.get(key)
         if not isinstance(trunk, Trunk):
-            needs = _Needs(trunks=size, protected={*protected, row})
+            needs = _Needs(trunks=size, protected={*protected, *rows})
             if not self._affordable(needs):
-                return
+                return False
             self._make_room(needs)
             layers = self._pool.new_trunk(size)
             self._pool.from_row(row.slot, size, layers)
@@ -400,19 +447,21 @@ class KVStore:
             trunk = Trunk(key, row.start, row.parent, layers=layers)
             if twin is not None:
                 trunk.pinned = twin.pinned
-                if twin is not row:
+                if twin not in rows:
                     self._drop(twin)
             self._trunk_positions += size
             trunk.attach()
-        if cut == row.stop:
-            self._drop(row)
-        else:
+        for row in rows:
+            if cut == row.stop:
+                self._drop(row)
+                continue
             self._pool.shift(row.slot, slice(size, row.size))
             row.detach()
             row.start, row.parent = cut, trunk
             row.attach()
         self._index.add(key, trunk)
         self._shorten(trunk, protected)
+        return True
 
     def _shorten(self, trunk: Trunk, protected: set[Segment]) -> None:
         """Merge trunks that one context alone goes through, and keep the path short."""
@@ -665,6 +714,52 @@ class KVStore:
         elif isinstance(segment, Trunk):
             self._trunk_positions -= segment.size
             segment.layers = []
+
+
+@define(eq=False)
+class _Family:
+    """Rows that stand side by side on the same trunk, in the order of their keys.
+
+    Attributes:
+        rows: The rows.
+        common: How many of their first positions two neighbours have in common.
+    """
+
+    rows: list[Row]
+    common: list[int]
+
+    @property
+    def copies(self) -> int:
+        """How many positions are copies of others."""
+        return sum(self.common)
+
+    def best(self) -> tuple[int, list[Row], int]:
+        """The part of some rows that is worth most as a trunk: how many copies it saves, the rows,
+        and the position where it stops."""
+        saved, first, last, size = 0, 0, 0, 0
+        rising: list[tuple[int, int]] = []  # the first row, and what has been common since then
+        for at, common in enumerate([*self.common, 0]):
+            since = at
+            while rising and rising[-1][1] >= common:
+                since, height = rising.pop()
+                if height * (at - since) > saved:
+                    saved, first, last, size = height * (at - since), since, at, height
+            rising.append((since, common))
+        return saved, self.rows[first : last + 1], self.rows[0].start + size
+
+
+def common_parts(rows: Iterable[Row]) -> list[_Family]:
+    """What rows have in common beyond the trunks that they stand on."""
+    families: dict[tuple[Trunk | None, int], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.key):
+        families.setdefault((row.parent, row.start), []).append(row)
+    return [
+        _Family(
+            family,
+            [max(shared_tokens(one.key, other.key) - start, 0) for one, other in pairwise(family)],
+        )
+        for (_, start), family in families.items()
+    ]
 
 
 Owner = TypeVar("Owner")
