@@ -177,6 +177,24 @@ class Particles:
         return len(seen)
 
 
+def test_long_contexts_beside_many_short_ones_have_few_trunks() -> None:
+    """Each trunk would cost a product in every layer of every step."""
+    state = Tokens()
+    store = KVStore(state.pool, 100_000 * 2 * 4)
+    live: list[tuple[int, ...]] = []
+    for kind, length in enumerate([20] * 6 + [200]):
+        live = [(kind, at, *range(length)) for at in range(32)]
+        store.commit(store.place([TokenSequence(context) for context in live]))
+    for _ in range(3):
+        live = [(*context, 1) for context in live]
+        assignments = store.place([TokenSequence(context) for context in live])
+        assert len(assignments) == 32
+        assert all(one.start == one.sequence.latest_start for one in assignments)
+        trunks = {trunk for one in assignments if one.row for trunk, _ in one.row.path()}
+        assert len(trunks) <= store_module.MOST_OUTLIERS
+        store.commit(assignments)
+
+
 @pytest.mark.parametrize(("every", "budget"), [(1, 20_000), (10, 20_000), (1, 9_000), (10, 9_000)])
 def test_resampling_a_thousand_times(every: int, budget: int) -> None:
     """Nothing is computed again, memory stays near what is known, and paths stay short."""
@@ -203,6 +221,6 @@ def test_resampling_a_thousand_times(every: int, budget: int) -> None:
                     assert read == list(one.sequence.tokens)
             store.commit(assignments)
             left = left[len(now) :]
-        if step in (199, 999):
+        if step % 100 == 99:
             distinct = particles.known_positions(store)
             assert store.positions <= 1.3 * distinct + 64 * state.pool.rows

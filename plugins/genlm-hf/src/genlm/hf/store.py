@@ -44,7 +44,7 @@ MOST_WASTE = 1.25
 SPARE_COLUMNS = 48
 
 #: From so many positions on, what rows have in common is turned into a trunk to save memory.
-WORTH_COLLECTING = 128
+WORTH_COLLECTING = 64
 
 #: At most so many rows become trunks because they are longer than the others: each costs a product.
 MOST_OUTLIERS = 4
@@ -406,7 +406,7 @@ class KVStore:
             columns = max(needs.columns, *(_columns(row.size) for row in rows), 0)
             if count <= self._pool.rows and columns <= self._pool.columns:
                 return changed
-            commons = common_parts(rows)
+            commons = _common_parts(rows)
             kept = sum(row.size for row in rows) - sum(one.copies for one in commons)
             if count * columns <= MOST_WASTE * kept + SPARE_COLUMNS * count:
                 return changed
@@ -748,7 +748,7 @@ class _Family:
         return saved, self.rows[first : last + 1], self.rows[0].start + size
 
 
-def common_parts(rows: Iterable[Row]) -> list[_Family]:
+def _common_parts(rows: Iterable[Row]) -> list[_Family]:
     """What rows have in common beyond the trunks that they stand on."""
     families: dict[tuple[Trunk | None, int], list[Row]] = {}
     for row in sorted(rows, key=lambda row: row.key):
