@@ -42,11 +42,14 @@ class CompanyClauses:
             ]
             await asyncio.gather(*draws)
 
-        live.reset()
-        live.run(together())
-        rounds = live.gate.rounds
+        for _ in range(self._tries(live)):
+            live.reset()
+            live.run(together())
+            rounds = live.gate.rounds
+            if _last(rounds, short) < _last(rounds, long):
+                return
         check(
-            _last(rounds, short) < _last(rounds, long),
+            False,
             f"a draw of 1 token was answered in call {_last(rounds, short) + 1} of the engine, one "
             f"of {length} tokens in call {_last(rounds, long) + 1}",
         )
@@ -68,12 +71,15 @@ class CompanyClauses:
                 await submitted()
             return list(await asyncio.gather(asked, draw, return_exceptions=True))
 
-        live.reset()
-        answer, _ = live.run(scenario())
-        rounds = [*live.gate.rounds]
-        live.expect(answer, row, how=f"during a draw of {length} tokens")
+        for _ in range(self._tries(live)):
+            live.reset()
+            answer, _ = live.run(scenario())
+            rounds = [*live.gate.rounds]
+            live.expect(answer, row, how=f"during a draw of {length} tokens")
+            if _last(rounds, row) < _last(rounds, long):
+                return
         check(
-            _last(rounds, row) < _last(rounds, long),
+            False,
             f"a row asked in call 1 of a draw of {length} tokens was answered in call "
             f"{_last(rounds, row) + 1} of the engine, after the draw",
         )
@@ -167,6 +173,10 @@ class CompanyClauses:
         live.reset()
         live.run(live.lm.sample(live.contexts.stem[:3], 2, [], seed=0))
         return {each.hook for each in live.gate.rounds}
+
+    def _tries(self, live: Subject) -> int:
+        """Once; but two machines may race, and the one with the long draw may be the faster."""
+        return 5 if live.lm.supports("genlm_wake") else 1
 
     def _length(self, live: Subject, prompt: TokenIds) -> int:
         return min(LONG, live.contexts.limit - len(prompt))
