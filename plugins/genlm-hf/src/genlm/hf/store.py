@@ -127,10 +127,11 @@ class _Plan:
 
 @define(eq=False)
 class _Needs:
-    """What plans take, in positions."""
+    """What plans take, in positions; ``new`` are those that they compute for rows."""
 
     rows: int = 0
     columns: int = 0
+    new: int = 0
     trunks: int = 0
     protected: set[Segment] = field(factory=set)
 
@@ -407,7 +408,8 @@ class KVStore:
             if count <= self._pool.rows and columns <= self._pool.columns:
                 return changed
             commons = _common_parts(rows)
-            kept = sum(row.size for row in rows) - sum(one.copies for one in commons)
+            kept = sum(row.size for row in self._rows()) + needs.new
+            kept -= sum(one.copies for one in commons)
             if count * columns <= MOST_WASTE * kept + SPARE_COLUMNS * count:
                 return changed
             best = max((one.best() for one in commons), key=lambda one: one[0], default=None)
@@ -416,7 +418,8 @@ class KVStore:
             else:
                 long = [row for row in rows if row.size >= columns - COLUMN_STEP]
                 used = needs.protected.intersection(long)
-                if not long or columns <= 2 * COLUMN_STEP or len(used) > MOST_OUTLIERS:
+                few = len(used) <= MOST_OUTLIERS and 2 * len(long) <= len(rows)
+                if not long or not few or columns <= 2 * COLUMN_STEP:
                     return changed
                 chosen = [([row], row.stop) for row in long]
             staying = needs.protected.union(*(some for some, _ in chosen))
@@ -539,6 +542,7 @@ class KVStore:
         return _Needs(
             rows=sum(plan.needs_row for plan in plans),
             columns=max(_columns(plan.tail) for plan in plans),
+            new=sum(plan.sequence.length - max(plan.start, plan.cut) for plan in plans),
             trunks=sum(plan.trunk_size for plan in plans),
             protected={one for one in used if one is not None},
         )
