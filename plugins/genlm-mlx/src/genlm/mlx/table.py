@@ -40,7 +40,7 @@ class TableLayer:
         return self.keys, self.values
 
     def make_mask(self, N: int, return_array: bool = False, window_size: Any = None) -> None:
-        """None: what a token attends to is the layout's affair."""
+        """None: the layout decides what a token attends to."""
         if N != 1 or window_size is not None:
             raise NotImplementedError("attention to a window, or tokens that are laid out anew")
 
