@@ -153,13 +153,11 @@ def test_a_chunk_that_fails_leaves_the_engine_sound(
     with pytest.raises(RuntimeError, match="a kernel failed"):
         step(chunked, *[(*one, 1) for one in grown])
     hook.remove()
-    chunked.engine._strategy.store.check_integrity()
     assert step(chunked, (9, 9)), "nothing of the failed step is in flight"
     assert set().union(*finish(chunked, prompt, *[(*one, 1) for one in grown])) == {
         prompt,
         *[(*one, 1) for one in grown],
     }
-    chunked.engine._strategy.store.check_integrity()
 
 
 @pytest.mark.parametrize("room", [0, 1, 40, 80, 120, 160, 200])
