@@ -38,7 +38,7 @@ class CancelledNeighbour(LMWithTasks):
 
 
 @breaks("abandoned_question_is_dropped")
-class AbandonedQuestionsEvaluated(LMWithTasks):
+class AbandonedRequestsEvaluated(LMWithTasks):
     """A request lives on when all its callers have gone."""
 
     async def answer(self, task: asyncio.Task[torch.Tensor]) -> torch.Tensor:
