@@ -351,6 +351,8 @@ class Subject:
     def thread(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
         """Make a call in a thread of its own, which may hang without holding up the suite."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        # A call cannot be taken back: who waits for it may give up, and its end is still recorded.
+        future.set_running_or_notify_cancel()
 
         def target() -> None:
             try:
