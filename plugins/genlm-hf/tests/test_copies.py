@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from genlm.core.segments import Row
 from genlm.hf.layout import Chunk, PackedLayout
-from genlm.hf.segments import Row
 from genlm.hf.sequence import TokenSequence
 
 

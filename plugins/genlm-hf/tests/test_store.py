@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from genlm.core import Adapter
+from genlm.core.segments import Row, Segment
 from genlm.hf import store as store_module
 from genlm.hf.layout import Chunk, UniformLayout
 from genlm.hf.pool import RowPool
-from genlm.hf.segments import Row, Segment
 from genlm.hf.sequence import TokenSequence
 from genlm.hf.store import COLUMN_STEP, Assignment, KVStore
 

@@ -6,8 +6,9 @@ of it that is known.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 #: A sequence: a tuple of ids, or the same as bytes, which compare faster. What must not be mixed
@@ -29,6 +30,58 @@ def common_length(left: K, right: K) -> int:
         else:
             high = middle
     return low
+
+
+#: Bytes of a token in a key, and of the adapter's version before the first.
+WIDTH = array("I").itemsize
+
+
+def key_of(version: int, token_ids: Sequence[int]) -> bytes:
+    """A context as bytes: it extends another exactly if its key does.
+
+    Args:
+        version: Of the adapter, 0 for none: no state crosses adapters, or versions of one.
+        token_ids: The context.
+
+    Examples:
+        >>> length_of(key_of(3, [5, 6])), version_of(key_of(3, [5, 6]))
+        (2, 3)
+        >>> shared_length(key_of(3, [5, 6]), key_of(3, [5, 7]))
+        1
+        >>> shared_length(key_of(3, [5, 6]), key_of(4, [5, 6]))
+        0
+    """
+    return array("I", [version]).tobytes() + array("I", token_ids).tobytes()
+
+
+def tokens_of(key: bytes) -> array[int]:
+    """The tokens of a key."""
+    return array("I", key[WIDTH:])
+
+
+def version_of(key: bytes) -> int:
+    """The adapter's version of a key."""
+    return array("I", key[:WIDTH])[0]
+
+
+def length_of(key: bytes) -> int:
+    """The number of tokens of a key."""
+    return len(key) // WIDTH - 1
+
+
+def prefix_of(key: bytes, length: int) -> bytes:
+    """The key of the first ``length`` tokens."""
+    return key[: WIDTH * (length + 1)]
+
+
+def shared_length(left: bytes, right: bytes) -> int:
+    """How many leading tokens two keys share; 0 where versions differ."""
+    return tokens_in(common_length(left, right))
+
+
+def tokens_in(shared: int) -> int:
+    """How many whole tokens lie in the first ``shared`` bytes of a key."""
+    return max(shared // WIDTH - 1, 0)
 
 
 class PrefixIndex(Generic[K, T]):

@@ -11,8 +11,9 @@ from attrs import evolve
 
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
+from genlm.core.prefixes import shared_length
 from genlm.hf.adapters import AdapterSet
-from genlm.hf.sequence import TokenSequence, shared_tokens
+from genlm.hf.sequence import TokenSequence
 from genlm.hf.strategies import Result, Strategy
 
 logger = get_logger()
@@ -119,7 +120,7 @@ class Evaluator:
         ordered = sorted(indices, key=lambda at: sequences[at].key)
         for before, at in pairwise(ordered):
             one = sequences[at]
-            shared = min(shared_tokens(sequences[before].key, one.key), one.latest_start)
+            shared = min(shared_length(sequences[before].key, one.key), one.latest_start)
             if shared >= WORTH_WAITING and shared - self._strategy.known(one) >= WORTH_WAITING:
                 later.add(at)
                 shared_by[before] = shared

@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 from attrs import define, field, frozen
 
+from genlm.core.segments import Row, Segment, Trunk
 from genlm.hf.patterns import Pattern
-from genlm.hf.segments import Row, Segment, Trunk
 
 #: A block may compute attention for this many padding tokens, and half of its tokens more.
 SPARE_TOKENS = 32

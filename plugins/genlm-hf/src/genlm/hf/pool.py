@@ -10,7 +10,9 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from genlm.hf.layout import Layout
-from genlm.hf.segments import LayerStates
+
+#: Keys and values of one layer, ``[1, heads, positions, head_dim]`` each.
+LayerStates = tuple[torch.Tensor, torch.Tensor]
 
 
 class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no types

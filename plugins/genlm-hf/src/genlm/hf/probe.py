@@ -10,6 +10,7 @@ from attrs import define, field, frozen
 
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
+from genlm.core.segments import Row, Trunk
 from genlm.core.types import Adapter
 from genlm.hf.adapters import AdapterSet
 from genlm.hf.attention import ROW_ATTENTION
@@ -18,7 +19,6 @@ from genlm.hf.patterns import layer_patterns, reuse_limit
 from genlm.hf.pool import RowPool
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
-from genlm.hf.segments import Row, Trunk
 from genlm.hf.sequence import TokenSequence
 from genlm.hf.snapshots import Snapshot, joined
 from genlm.hf.twin import TOKENS, Threshold, small_model, thresholds

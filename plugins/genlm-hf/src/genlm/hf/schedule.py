@@ -8,9 +8,9 @@ from typing import Generic, TypeVar
 
 from attrs import frozen
 
-from genlm.core.prefixes import PrefixIndex
+from genlm.core.prefixes import PrefixIndex, tokens_in
 from genlm.hf.evaluator import WORTH_WAITING, Evaluator
-from genlm.hf.sequence import TokenSequence, tokens_in
+from genlm.hf.sequence import TokenSequence
 
 R = TypeVar("R")
 

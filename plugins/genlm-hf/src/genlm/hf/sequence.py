@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 from attrs import field, frozen
 
-from genlm.core.prefixes import common_length
+from genlm.core.prefixes import key_of
 from genlm.core.types import Adapter
-
-#: Bytes before the first token of a key: the adapter's version, so that no state crosses adapters
-#: or versions of one.
-HEADER = 8
-WIDTH = array("I").itemsize
 
 
 @frozen(eq=False)
@@ -24,7 +18,7 @@ class TokenSequence:
         tokens: The whole context; at least one token.
         adapter: The LoRA adapter; ``None`` is the base model.
         keep: For how many of the last positions logits are wanted.
-        key: Adapter version and tokens as bytes: a context extends another exactly if its key does.
+        key: See :func:`~genlm.core.prefixes.key_of`.
     """
 
     tokens: Sequence[int]
@@ -34,7 +28,7 @@ class TokenSequence:
 
     @key.default
     def _make_key(self) -> bytes:
-        return key_prefix(self.adapter) + array("I", self.tokens).tobytes()
+        return key_of(0 if self.adapter is None else self.adapter.version, self.tokens)
 
     @property
     def length(self) -> int:
@@ -49,24 +43,4 @@ class TokenSequence:
 
 def key_prefix(adapter: Adapter | None) -> bytes:
     """What the keys of an adapter's sequences begin with."""
-    return (0 if adapter is None else adapter.version).to_bytes(HEADER, "big")
-
-
-def key_of_prefix(key: bytes, length: int) -> bytes:
-    """The key of the first ``length`` tokens of ``key``."""
-    return key[: HEADER + WIDTH * length]
-
-
-def shared_tokens(left: bytes, right: bytes) -> int:
-    """How many leading tokens two keys share; 0 for different adapters."""
-    return tokens_in(common_length(left, right))
-
-
-def length_of(key: bytes) -> int:
-    """The number of tokens of a key."""
-    return (len(key) - HEADER) // WIDTH
-
-
-def tokens_in(shared: int) -> int:
-    """How many whole tokens lie in the first ``shared`` bytes of a key."""
-    return max(shared - HEADER, 0) // WIDTH
+    return key_of(0 if adapter is None else adapter.version, ())

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from attrs import define, field
 
+from genlm.core.prefixes import prefix_of
 from genlm.core.types import Adapter
 from genlm.hf.runner import Runner
-from genlm.hf.sequence import TokenSequence, key_of_prefix, key_prefix
+from genlm.hf.sequence import TokenSequence, key_prefix
 
 #: Tokens after a snapshot are run one at a time; each such step counts as much as this many tokens
 #: of a whole forward.
@@ -69,7 +70,7 @@ class Snapshots:
         """Where a sequence starts: after the longest snapshot worth stepping from, or at 0."""
         shortest = sequence.length - max(sequence.length // STEP_COST, 1)
         for length in range(sequence.latest_start, max(shortest, 1) - 1, -1):
-            place = self._places.get(key_of_prefix(sequence.key, length))
+            place = self._places.get(prefix_of(sequence.key, length))
             if place is not None:
                 self._used[place[0]] = self._used.pop(place[0])
                 return length, place

@@ -12,12 +12,12 @@ import torch
 from attrs import define, field
 
 from genlm.core.logs import get_logger
-from genlm.core.prefixes import PrefixIndex
+from genlm.core.prefixes import PrefixIndex, prefix_of, shared_length, tokens_in
+from genlm.core.segments import Row, Segment, Trunk
 from genlm.core.types import Adapter
 from genlm.hf.layout import Chunk
 from genlm.hf.pool import RowPool
-from genlm.hf.segments import Row, Segment, Trunk
-from genlm.hf.sequence import TokenSequence, key_of_prefix, key_prefix, shared_tokens, tokens_in
+from genlm.hf.sequence import TokenSequence, key_prefix
 
 logger = get_logger()
 
@@ -176,7 +176,7 @@ class KVStore:
 
     def known(self, sequence: TokenSequence) -> int:
         """How many leading tokens of a sequence need not be computed."""
-        if key_of_prefix(sequence.key, sequence.latest_start) in self._index:
+        if prefix_of(sequence.key, sequence.latest_start) in self._index:
             return sequence.latest_start  # as a rule, and found faster
         return min(self._nearest(sequence.key)[1], sequence.latest_start)
 
@@ -252,7 +252,7 @@ class KVStore:
     def clear(self) -> None:
         """Drop everything and release the memory."""
         for one in list(self._index.values()):
-            one.detach()
+            one.leave()
         self._index.clear()
         self._running.clear()
         self._trunk_positions = 0
@@ -296,7 +296,7 @@ class KVStore:
                 below in trunks
                 and one in below.children
                 and below.start < one.start <= below.stop
-                and one.key.startswith(key_of_prefix(below.key, one.start))
+                and one.key.startswith(prefix_of(below.key, one.start))
             ):
                 raise RuntimeError("a segment and its parent do not belong together")
             if not one.children <= kept:
@@ -311,7 +311,7 @@ class KVStore:
         if nearest is None or shared == 0:
             return None, 0
         # Among equals what ends there is preferred: it can be continued in place.
-        ends_there = self._index.get(key_of_prefix(key, shared))
+        ends_there = self._index.get(prefix_of(key, shared))
         return ends_there or self._index[nearest], shared
 
     def _planned(
@@ -437,7 +437,7 @@ class KVStore:
         """
         row = rows[0]
         size = cut - row.start
-        key = key_of_prefix(row.key, cut)
+        key = prefix_of(row.key, cut)
         trunk = self._index.get(key)
         if not isinstance(trunk, Trunk):
             needs = _Needs(trunks=size, protected={*protected, *rows})
@@ -447,21 +447,19 @@ class KVStore:
             layers = self._pool.new_trunk(size)
             self._pool.from_row(row.slot, size, layers)
             twin = self._index.get(key)
-            trunk = Trunk(key, row.start, row.parent, layers=layers)
+            trunk = Trunk(key, layers=layers)
             if twin is not None:
                 trunk.pinned = twin.pinned
                 if twin not in rows:
                     self._drop(twin)
             self._trunk_positions += size
-            trunk.attach()
+            trunk.stand_on(row.parent, row.start)
         for row in rows:
             if cut == row.stop:
                 self._drop(row)
                 continue
             self._pool.shift(row.slot, slice(size, row.size))
-            row.detach()
-            row.start, row.parent = cut, trunk
-            row.attach()
+            row.stand_on(trunk, cut)
         self._index.add(key, trunk)
         self._shorten(trunk, protected)
         return True
@@ -514,11 +512,9 @@ class KVStore:
             (torch.cat([keys[:, :, :length], more], 2), torch.cat([values[:, :, :length], most], 2))
             for (keys, values), (more, most) in zip(below.layers, upper.layers, strict=True)
         ]
-        upper.detach()
-        upper.start, upper.parent = below.start, below.parent
+        upper.stand_on(below.parent, below.start)
         self._trunk_positions += length
         self._drop(below)
-        upper.attach()
 
     # --- room -------------------------------------------------------------------------------------
 
@@ -629,14 +625,14 @@ class KVStore:
                 continue
             parent, base, copied = plan.parent, plan.base, plan.start - plan.base
             if layers:
-                key = key_of_prefix(plan.sequence.key, plan.cut)
-                one.trunk = parent = Trunk(key, base, parent, layers=layers)
-                base = plan.cut
+                key = prefix_of(plan.sequence.key, plan.cut)
+                one.trunk = Trunk(key, layers=layers)
+                self._enter(one.trunk, parent, base)
                 self._trunk_positions += plan.trunk_size
-                self._enter(one.trunk)
+                parent, base = one.trunk, plan.cut
             if plan.needs_row:
-                one.row = Row(plan.sequence.key, base, parent, slot=self._free.pop())
-                self._enter(one.row)
+                one.row = Row(plan.sequence.key, slot=self._free.pop())
+                self._enter(one.row, parent, base)
             source = plan.source
             if source is None or not copied:
                 continue
@@ -667,8 +663,8 @@ class KVStore:
                 self._index.touch(trunk.key)
             self._index.touch(segment.key)
 
-    def _enter(self, segment: Segment) -> None:
-        segment.attach()
+    def _enter(self, segment: Segment, parent: Trunk | None, start: int) -> None:
+        segment.stand_on(parent, start)
         self._running.add(segment)
 
     def _record(self, one: Assignment) -> None:
@@ -681,9 +677,7 @@ class KVStore:
             twin = self._index.get(trunk.key)
             if isinstance(twin, Trunk):
                 if row is not None:
-                    row.detach()
-                    row.parent = twin
-                    row.attach()
+                    row.stand_on(twin, row.start)
                 self._discard(trunk)
             else:
                 if twin is not None:
@@ -711,7 +705,7 @@ class KVStore:
 
     def _discard(self, segment: Segment) -> None:
         """Give back what a segment takes."""
-        segment.detach()
+        segment.leave()
         self._running.discard(segment)
         if isinstance(segment, Row):
             self._free = sorted([*self._free, segment.slot], reverse=True)
@@ -760,7 +754,7 @@ def _common_parts(rows: Iterable[Row]) -> list[_Family]:
     return [
         _Family(
             family,
-            [max(shared_tokens(one.key, other.key) - start, 0) for one, other in pairwise(family)],
+            [max(shared_length(one.key, other.key) - start, 0) for one, other in pairwise(family)],
         )
         for (_, start), family in families.items()
     ]

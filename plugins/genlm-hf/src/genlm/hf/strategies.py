@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from attrs import define, frozen
 
+from genlm.core.segments import Row
 from genlm.core.types import Adapter
 from genlm.hf.layout import Chunk
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
-from genlm.hf.segments import Row
 from genlm.hf.sequence import TokenSequence
 from genlm.hf.snapshots import Snapshots, steps
 from genlm.hf.store import Assignment, KVStore

@@ -14,8 +14,11 @@ import numpy as np
 from attrs import define, field, frozen
 
 import mlx.core as mx
+from genlm.core.segments import Row, Segment, Trunk
 from genlm.mlx.attention import Partial
-from genlm.mlx.segments import LayerState, Row, Segment, Trunk
+
+#: Keys and values of one layer, ``[1, heads, positions, head_dim]`` each.
+LayerState = tuple[mx.array, mx.array]
 
 #: Rows with up to so many new tokens are attended together, each padded to the longest.
 FEW = 8

@@ -11,22 +11,21 @@ from attrs import define
 
 import mlx.core as mx
 from genlm.core.logs import get_logger
-from genlm.core.prefixes import PrefixIndex
+from genlm.core.prefixes import (
+    PrefixIndex,
+    key_of,
+    length_of,
+    prefix_of,
+    shared_length,
+    tokens_in,
+    tokens_of,
+    version_of,
+)
+from genlm.core.segments import Row, Segment, Trunk
 from genlm.mlx.block import Block
 from genlm.mlx.layout import Chunk, Layout
 from genlm.mlx.pool import ASIDE, LEAST_ASIDE, WORTHWHILE
 from genlm.mlx.runner import Cache, Key, Runner
-from genlm.mlx.segments import (
-    Row,
-    Segment,
-    Trunk,
-    length_of,
-    packed,
-    prefix_of,
-    shared_length,
-    tokens_in,
-    unpacked,
-)
 from genlm.mlx.table import Table, allotted, joined
 
 logger = get_logger()
@@ -71,7 +70,8 @@ class Run:
     kept: bool = True
 
     def chunk(self, start: int, stop: int) -> Chunk:
-        return Chunk(self.row, start, unpacked(self.key)[1 + start : 1 + stop], version(self.key))
+        tokens = tokens_of(self.key)[start:stop]
+        return Chunk(self.row, start, tokens, version_of(self.key))
 
 
 @define(eq=False)
@@ -130,14 +130,14 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        return self._table.nbytes + sum(trunk.nbytes for trunk in self._all(Trunk))
+        return self._table.nbytes + sum(map(_nbytes, self._all(Trunk)))
 
     # --- what the engine asks for -----------------------------------------------------------------
 
     def logits(self, keys: Sequence[Key]) -> mx.array:
         """The logits of what follows each of the distinct ``keys``, ``[len(keys), vocab_size]``
         float32."""
-        wanted = [packed(key) for key in keys]
+        wanted = [_packed(key) for key in keys]
         self._set_apart()
         self._share(wanted)
         runs = self._started(wanted)
@@ -152,12 +152,12 @@ class Store:
 
     def known(self, key: Key) -> int:
         """How much of ``key`` is known, in its elements: its adapter's version at least."""
-        return self._nearest(packed(key))[1] + 1
+        return self._nearest(_packed(key))[1] + 1
 
     def branch(self, key: Key) -> Block:
         """A block of one row, apart from the store: what is known of ``key`` but its last
         token."""
-        name = packed(key)
+        name = _packed(key)
         found, common = self._nearest(name)
         cache, known = self._runner.empty_cache(), min(common, length_of(name) - 1)
         if found is not None and known:
@@ -168,7 +168,7 @@ class Store:
 
     def pin(self, key: Key) -> None:
         """Compute ``key`` if need be, and keep it until it is dropped."""
-        name = packed(key)
+        name = _packed(key)
         if self._nearest(name)[1] < length_of(name):
             self.logits([key])
         found, _ = self._nearest(name)
@@ -179,9 +179,9 @@ class Store:
             found = self._grow_trunk(name)
         found.pinned = True
 
-    def drop(self, version_: int) -> None:
+    def drop(self, version: int) -> None:
         """Drop all state of an adapter."""
-        mine = [one for one in self._index.values() if version(one.key) == version_]
+        mine = [one for one in self._index.values() if version_of(one.key) == version]
         for one in sorted(mine, key=lambda one: -one.start):
             self._forget(one)
         self._tidy(())
@@ -383,8 +383,8 @@ class Store:
         trunk.stand_on(parent, start)
         try:
             if common < length:
-                tokens = unpacked(prefix)[1 + common :]
-                self._feed([Chunk(trunk, common, tokens, version(prefix))])
+                tokens = tokens_of(prefix)[common:]
+                self._feed([Chunk(trunk, common, tokens, version_of(prefix))])
         except BaseException:
             trunk.leave()
             raise
@@ -480,7 +480,7 @@ class Store:
 
     def _bytes_of(self, one: Segment) -> int:
         if isinstance(one, Trunk):
-            return one.nbytes
+            return _nbytes(one)
         return self._table.columns * self._table.position_bytes
 
     def _tidy(self, used: Collection[Segment]) -> None:
@@ -542,9 +542,12 @@ class Store:
         return (one for one in self._index.values() if isinstance(one, kind))
 
 
-def version(key: bytes) -> int:
-    """The adapter's version in a key."""
-    return unpacked(prefix_of(key, 0))[0]
+def _packed(key: Key) -> bytes:
+    return key_of(key[0], key[1:])
+
+
+def _nbytes(trunk: Trunk) -> int:
+    return sum(int(state.nbytes) for layer in trunk.layers for state in layer)
 
 
 def _path(one: Segment) -> list[Trunk]:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from genlm.mlx.layout import Layout
+from genlm.core.segments import Row, Trunk
+from genlm.mlx.layout import LayerState, Layout
 from genlm.mlx.runner import Runner
-from genlm.mlx.segments import LayerState, Row, Trunk
 
 #: Columns are allotted in steps of this many.
 COLUMN_STEP = 32

@@ -1,38 +1,43 @@
 """The tree of segments: what contexts share is stored once, what is theirs alone lies beside it.
 
-A context is a path of trunks and a row. A trunk is immutable and may be shared by any number of
-contexts; a row is one context's own tail, written in place as the context grows.
+For engines that keep key/value state of contexts. A context is a path of trunks and a row. A trunk
+is never written again, and any number of contexts may share it. A row is one context's own tail,
+written in place as the context grows. What the state is, and where it lies, is up to the engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-import torch
 from attrs import define, field
 
-from genlm.hf.sequence import length_of
-
-#: Keys and values of one layer, ``[1, heads, positions, head_dim]`` each.
-LayerStates = tuple[torch.Tensor, torch.Tensor]
+from genlm.core.prefixes import length_of
 
 
 @define(eq=False)
 class Segment:
-    """Key/value state of positions ``start`` to ``stop`` (exclusive) of a context.
+    """State of positions ``start`` to ``stop`` (exclusive) of a context.
 
     Attributes:
-        key: The context to the end of this segment, see
-            :class:`~genlm.hf.sequence.TokenSequence`.
+        key: The context to the end of this segment, see :func:`~genlm.core.prefixes.key_of`.
         start: The first position that is stored here.
-        parent: The trunk that holds the positions before; it may be longer than ``start``, then
+        parent: The trunk that holds the positions before. It may be longer than ``start``: then
             only its beginning belongs to this context.
         pinned: Whether it stays until the state is cleared.
         children: The segments that stand on this one; only trunks have some.
+
+    Examples:
+        >>> from genlm.core.prefixes import key_of
+        >>> trunk = Trunk(key_of(0, [1, 2, 3]))
+        >>> row = Row(key_of(0, [1, 2, 7, 8]), slot=5)
+        >>> row.stand_on(trunk, 2)
+        >>> row.size, [(below.stop, used) for below, used in row.path()]
+        (2, [(3, 2)])
     """
 
     key: bytes
-    start: int
+    start: int = 0
     parent: Trunk | None = None
     pinned: bool = False
     children: set[Segment] = field(factory=set, init=False, repr=False)
@@ -55,12 +60,14 @@ class Segment:
             yield above.parent, above.start - above.parent.start
             above = above.parent
 
-    def attach(self) -> None:
-        """Become a child of the parent."""
-        if self.parent is not None:
-            self.parent.children.add(self)
+    def stand_on(self, parent: Trunk | None, start: int) -> None:
+        """Take a place in the tree, or move to another one."""
+        self.leave()
+        self.parent, self.start = parent, start
+        if parent is not None:
+            parent.children.add(self)
 
-    def detach(self) -> None:
+    def leave(self) -> None:
         """Leave the tree. (Parents and children refer to each other: memory is free at once only
         if they let go.)"""
         if self.parent is not None:
@@ -70,21 +77,21 @@ class Segment:
 
 @define(eq=False)
 class Trunk(Segment):
-    """Immutable state.
+    """State that is never written again.
 
     Attributes:
-        layers: The state of each layer.
+        layers: The state of each layer, as the engine has it.
     """
 
-    layers: list[LayerStates] = field(factory=list, repr=False)
+    layers: list[Any] = field(factory=list, repr=False)
 
 
 @define(eq=False)
 class Row(Segment):
-    """State in a row of the pool: column ``c`` holds position ``start + c``.
+    """State in a row of the engine's table: column ``c`` holds position ``start + c``.
 
     Attributes:
-        slot: The row. It changes when the pool is resized.
+        slot: The row. It changes when the table is resized.
     """
 
     slot: int = -1
