@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 from genlm.core import Adapter
 from genlm.core.segments import Row, Segment
 from genlm.hf import store as store_module
+from genlm.hf.assignment import Assignment
 from genlm.hf.layout import Chunk, UniformLayout
 from genlm.hf.pool import RowPool
 from genlm.hf.sequence import TokenSequence
-from genlm.hf.store import COLUMN_STEP, Assignment, KVStore
+from genlm.hf.sharing import COLUMN_STEP
+from genlm.hf.store import KVStore
 
 ADAPTERS = (None, Adapter("a", "folder", 1))
 BYTES_PER_ROW = 2 * 4 * COLUMN_STEP  # a key and a value of one float32 for each token

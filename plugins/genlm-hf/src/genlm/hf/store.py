@@ -6,134 +6,33 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import TypeVar
 
 import torch
-from attrs import define, field
 
 from genlm.core.logs import get_logger
-from genlm.core.prefixes import PrefixIndex, prefix_of, shared_length, tokens_in
+from genlm.core.prefixes import PrefixIndex, prefix_of, tokens_in
 from genlm.core.segments import Row, Segment, Trunk
 from genlm.core.types import Adapter
-from genlm.hf.layout import Chunk
+from genlm.hf.assignment import Assignment, Needs, Plan
 from genlm.hf.pool import RowPool
 from genlm.hf.sequence import TokenSequence, key_prefix
+from genlm.hf.sharing import (
+    COLUMN_STEP,
+    MOST_OUTLIERS,
+    MOST_TRUNKS,
+    MOST_WASTE,
+    SPARE_COLUMNS,
+    WORTH_A_TRUNK,
+    WORTH_COLLECTING,
+    WORTH_SHARING,
+    best_cut,
+    columns_of,
+    common_parts,
+    is_worth_a_product,
+    outliers_of,
+)
 
 logger = get_logger()
-
-#: Columns are allotted in steps of this many.
-COLUMN_STEP = 32
-
-#: From so many positions on, counted once for each of them, forks share their parent's state as a
-#: trunk. Fewer are copied: another trunk is another product in every layer of every forward, which
-#: costs as much as attention over so many positions in rows.
-WORTH_SHARING = 1024
-
-#: From so many of its positions on, the beginning of a trunk is shared by one more context, which
-#: costs a product of its own.
-WORTH_A_PRODUCT = 2 * COLUMN_STEP
-
-#: A new context with so many positions of its own gets a trunk of its own: rows are all as long as
-#: the longest.
-WORTH_A_TRUNK = 512
-
-#: Rows may take so many times the positions that are in them; then the longest becomes a trunk.
-MOST_WASTE = 1.25
-
-#: Besides, each row may take so many positions.
-SPARE_COLUMNS = 48
-
-#: From so many positions on, what rows have in common is turned into a trunk to save memory.
-WORTH_COLLECTING = 64
-
-#: At most so many rows become trunks because they are longer than the others: each costs a product.
-MOST_OUTLIERS = 4
-
-#: The most trunks below a context, as a rule: each costs a product in every layer.
-MOST_TRUNKS = 6
-
-
-@define(eq=False)
-class Assignment:
-    """Where a sequence runs.
-
-    Attributes:
-        sequence: The sequence.
-        start: The first position to compute; all before it is there already.
-        row: The row that the sequence ends in; ``None`` where it ends in ``trunk``.
-        trunk: A trunk that is computed for this sequence, before the row.
-        continued: Whether the row was there before, with a beginning of this sequence.
-        kept: Whether the sequence's state is kept; else its context is in the store already.
-    """
-
-    sequence: TokenSequence
-    start: int
-    row: Row | None
-    trunk: Trunk | None = None
-    continued: bool = False
-    kept: bool = True
-
-    def chunks(self, start: int, stop: int) -> list[Chunk]:
-        """Where positions ``start`` to ``stop`` (exclusive) are kept."""
-        found = []
-        if self.trunk is not None and start < self.trunk.stop:
-            found.append(Chunk(self.trunk, start, min(stop, self.trunk.stop)))
-            start = found[0].stop
-        if start < stop and self.row is not None:
-            found.append(Chunk(self.row, start, stop))
-        return found
-
-
-@define(eq=False)
-class _Plan:
-    """What a sequence needs, before anything is moved.
-
-    Attributes:
-        sequence: The sequence.
-        start: The first position to compute.
-        found: What it starts from.
-        base: The first position of the new segment; those before it are in ``parent``'s path.
-        source: The segment that positions ``base`` to ``start`` are copied from.
-        cut: Where the new trunk stops; ``base`` where there is none.
-        row: The row that is continued in place.
-        kept: See :class:`Assignment`.
-    """
-
-    sequence: TokenSequence
-    start: int = 0
-    found: Segment | None = None
-    parent: Trunk | None = None
-    base: int = 0
-    source: Segment | None = None
-    cut: int = 0
-    row: Row | None = None
-    kept: bool = True
-
-    @property
-    def needs_row(self) -> bool:
-        return self.row is None and self.cut < self.sequence.length
-
-    @property
-    def tail(self) -> int:
-        """How many columns the sequence takes in its row."""
-        if self.row is not None:
-            return self.sequence.length - self.row.start
-        return self.sequence.length - max(self.base, self.cut)
-
-    @property
-    def trunk_size(self) -> int:
-        return max(self.cut - self.base, 0)
-
-
-@define(eq=False)
-class _Needs:
-    """What plans take, in positions; ``new`` are those that they compute for rows."""
-
-    rows: int = 0
-    columns: int = 0
-    new: int = 0
-    trunks: int = 0
-    protected: set[Segment] = field(factory=set)
 
 
 class KVStore:
@@ -172,7 +71,7 @@ class KVStore:
             taken += length
         else:
             rows.append(length)
-        return taken + len(rows) * _columns(max(rows, default=0)) <= self._limit
+        return taken + len(rows) * columns_of(max(rows, default=0)) <= self._limit
 
     def known(self, sequence: TokenSequence) -> int:
         """How many leading tokens of a sequence need not be computed."""
@@ -265,7 +164,7 @@ class KVStore:
             if one not in staying:
                 self._drop(one)
         rows = self._rows()
-        self._resize(len(rows), max((_columns(row.size) for row in rows), default=0))
+        self._resize(len(rows), max((columns_of(row.size) for row in rows), default=0))
 
     def drop_adapter(self, adapter: Adapter) -> None:
         """Drop the state computed with an adapter, pinned or not."""
@@ -314,9 +213,7 @@ class KVStore:
         ends_there = self._index.get(prefix_of(key, shared))
         return ends_there or self._index[nearest], shared
 
-    def _planned(
-        self, sequences: Sequence[TokenSequence], shared: Mapping[int, int]
-    ) -> list[_Plan]:
+    def _planned(self, sequences: Sequence[TokenSequence], shared: Mapping[int, int]) -> list[Plan]:
         taken: set[Segment] = set()
         plans = []
         for at, sequence in enumerate(sequences):
@@ -328,33 +225,31 @@ class KVStore:
             self._set_apart(plans)
         return plans
 
-    def _plan(self, sequence: TokenSequence, shared: int, taken: set[Segment]) -> _Plan:
+    def _plan(self, sequence: TokenSequence, shared: int, taken: set[Segment]) -> Plan:
         found, common = self._nearest(sequence.key)
         start = min(common, sequence.latest_start)
         kept = common < sequence.length
         if isinstance(found, Row) and found not in taken and start >= found.start:
             extends = common == found.stop and not found.pinned
             if extends or not kept:
-                return _Plan(
-                    sequence, start, found, found.parent, found.start, row=found, kept=kept
-                )
+                return Plan(sequence, start, found, found.parent, found.start, row=found, kept=kept)
         below = found
         while below is not None and start <= below.start:
             below = below.parent
-        plan = _Plan(sequence, start, found, kept=kept)
-        if isinstance(below, Trunk) and _is_worth_a_product(below, start):
+        plan = Plan(sequence, start, found, kept=kept)
+        if isinstance(below, Trunk) and is_worth_a_product(below, start):
             plan.parent, plan.base = below, start
         elif below is not None:
             plan.parent, plan.base, plan.source = below.parent, below.start, below
         plan.cut = self._cut(plan, shared) if kept else plan.base
         return plan
 
-    def _from_nothing(self, sequence: TokenSequence) -> _Plan:
-        plan = _Plan(sequence)
+    def _from_nothing(self, sequence: TokenSequence) -> Plan:
+        plan = Plan(sequence)
         plan.cut = self._cut(plan, 0)
         return plan
 
-    def _cut(self, plan: _Plan, shared: int) -> int:
+    def _cut(self, plan: Plan, shared: int) -> int:
         """Where a new context's own trunk stops: where others will fork, or at its end if it is
         long."""
         if self._shares and shared - plan.base >= WORTH_A_TRUNK:
@@ -362,11 +257,11 @@ class KVStore:
         long = self._shares and plan.sequence.length - plan.start >= WORTH_A_TRUNK
         return plan.sequence.length if long else plan.base
 
-    def _set_apart(self, plans: Sequence[_Plan]) -> None:
+    def _set_apart(self, plans: Sequence[Plan]) -> None:
         """Give trunks of their own to the few new contexts that would make all rows longer."""
-        tails: list[tuple[int, _Plan | None]] = [(row.size, None) for row in self._rows()]
+        tails: list[tuple[int, Plan | None]] = [(row.size, None) for row in self._rows()]
         tails += [(plan.tail, plan) for plan in plans if plan.needs_row or plan.row is not None]
-        for plan in _outliers(tails):
+        for plan in outliers_of(tails):
             if plan is not None and plan.row is None and plan.kept:
                 plan.cut = plan.sequence.length
 
@@ -386,14 +281,14 @@ class KVStore:
         for row, cuts in wanted.items():
             # One that extends the row, or ends in it, runs there: nothing is shared.
             alone = len(cuts) == 1 and cuts[0] >= row.stop - 1 and not row.pinned
-            cut, saved = _best_cut(cuts, row.start)
+            cut, saved = best_cut(cuts, row.start)
             if not alone and (saved >= WORTH_SHARING or cut - row.start >= WORTH_A_TRUNK):
                 self._to_trunk([row], cut, protected)
-        for row in _outliers([(row.size, row) for row in self._rows()]):
+        for row in outliers_of([(row.size, row) for row in self._rows()]):
             if row not in self._running:
                 self._to_trunk([row], row.stop, protected)
 
-    def _share_common(self, needs: _Needs) -> bool:
+    def _share_common(self, needs: Needs) -> bool:
         """Turn into trunks what rows have in common, the most first, then the few that are longer
         than all others: where the pool would take much more than is in it.
 
@@ -404,10 +299,10 @@ class KVStore:
         while True:
             rows = [row for row in self._rows() if row not in self._running]
             count = len(rows) + len(self._running) + needs.rows
-            columns = max(needs.columns, *(_columns(row.size) for row in rows), 0)
+            columns = max(needs.columns, *(columns_of(row.size) for row in rows), 0)
             if count <= self._pool.rows and columns <= self._pool.columns:
                 return changed
-            commons = _common_parts(rows)
+            commons = common_parts(rows)
             kept = sum(row.size for row in self._rows()) + needs.new
             kept -= sum(one.copies for one in commons)
             if count * columns <= MOST_WASTE * kept + SPARE_COLUMNS * count:
@@ -440,7 +335,7 @@ class KVStore:
         key = prefix_of(row.key, cut)
         trunk = self._index.get(key)
         if not isinstance(trunk, Trunk):
-            needs = _Needs(trunks=size, protected={*protected, *rows})
+            needs = Needs(trunks=size, protected={*protected, *rows})
             if not self._affordable(needs):
                 return False
             self._make_room(needs)
@@ -533,27 +428,27 @@ class KVStore:
             staying.update(trunk for trunk, _ in one.path())
         return staying
 
-    def _needs(self, plans: Sequence[_Plan]) -> _Needs:
+    def _needs(self, plans: Sequence[Plan]) -> Needs:
         used = {one for plan in plans for one in (plan.found, plan.parent, plan.source, plan.row)}
-        return _Needs(
+        return Needs(
             rows=sum(plan.needs_row for plan in plans),
-            columns=max(_columns(plan.tail) for plan in plans),
+            columns=max(columns_of(plan.tail) for plan in plans),
             new=sum(plan.sequence.length - max(plan.start, plan.cut) for plan in plans),
             trunks=sum(plan.trunk_size for plan in plans),
             protected={one for one in used if one is not None},
         )
 
-    def _affordable(self, needs: _Needs) -> bool:
+    def _affordable(self, needs: Needs) -> bool:
         pinned = {one for one in self._index.values() if one.pinned}
         staying = self._with_paths(pinned | needs.protected | self._running)
         rows = [one.size for one in staying if isinstance(one, Row)]
         trunks = sum(one.size for one in staying if isinstance(one, Trunk))
-        columns = max(needs.columns, *map(_columns, rows), 0)
+        columns = max(needs.columns, *map(columns_of, rows), 0)
         return (len(rows) + needs.rows) * columns + trunks + needs.trunks <= self._limit
 
-    def _make_room(self, needs: _Needs) -> None:
+    def _make_room(self, needs: Needs) -> None:
         """Drop what was used least recently until there is room, then make the pool so large."""
-        rows = Counter(_columns(row.size) for row in self._rows())
+        rows = Counter(columns_of(row.size) for row in self._rows())
         room = self._limit - self._trunk_positions - needs.trunks
         columns, count = max(needs.columns, *rows, 0), rows.total() + needs.rows
         dropped = True
@@ -567,7 +462,7 @@ class KVStore:
                 if isinstance(one, Trunk):
                     room += one.size
                 else:
-                    rows[_columns(one.size)] -= 1
+                    rows[columns_of(one.size)] -= 1
                     count -= 1
                     columns = max(needs.columns, *(+rows), 0)
                 if count * columns <= room:
@@ -585,8 +480,8 @@ class KVStore:
         if rows <= pool.rows and columns <= pool.columns and not too_large:
             return
         wide = columns
-        if columns > pool.columns and rows * _columns(columns // 8 * 9) <= room:
-            wide = _columns(columns // 8 * 9) if columns >= 8 * COLUMN_STEP else columns
+        if columns > pool.columns and rows * columns_of(columns // 8 * 9) <= room:
+            wide = columns_of(columns // 8 * 9) if columns >= 8 * COLUMN_STEP else columns
         # Many where they are short, so that rows of any length have about as much to spare.
         more = min(rows // 2, max(rows // 8, rows * COLUMN_STEP // max(wide, 1)))
         spare = rows if too_large else max(rows + more, pool.rows)
@@ -609,7 +504,7 @@ class KVStore:
 
     # --- bookkeeping ------------------------------------------------------------------------------
 
-    def _carried_out(self, plans: Sequence[_Plan]) -> list[Assignment]:
+    def _carried_out(self, plans: Sequence[Plan]) -> list[Assignment]:
         # First what may fail.
         memory = [
             self._pool.new_trunk(plan.trunk_size) if plan.trunk_size else [] for plan in plans
@@ -712,86 +607,3 @@ class KVStore:
         elif isinstance(segment, Trunk):
             self._trunk_positions -= segment.size
             segment.layers = []
-
-
-@define(eq=False)
-class _Family:
-    """Rows that stand side by side on the same trunk, in the order of their keys.
-
-    Attributes:
-        rows: The rows.
-        common: How many of their first positions two neighbours have in common.
-    """
-
-    rows: list[Row]
-    common: list[int]
-
-    @property
-    def copies(self) -> int:
-        """How many positions are copies of others."""
-        return sum(self.common)
-
-    def best(self) -> tuple[int, list[Row], int]:
-        """The part of some rows that is worth most as a trunk: how many copies it saves, the rows,
-        and the position where it stops."""
-        saved, first, last, size = 0, 0, 0, 0
-        rising: list[tuple[int, int]] = []  # the first row, and what has been common since then
-        for at, common in enumerate([*self.common, 0]):
-            since = at
-            while rising and rising[-1][1] >= common:
-                since, height = rising.pop()
-                if height * (at - since) > saved:
-                    saved, first, last, size = height * (at - since), since, at, height
-            rising.append((since, common))
-        return saved, self.rows[first : last + 1], self.rows[0].start + size
-
-
-def _common_parts(rows: Iterable[Row]) -> list[_Family]:
-    """What rows have in common beyond the trunks that they stand on."""
-    families: dict[tuple[Trunk | None, int], list[Row]] = {}
-    for row in sorted(rows, key=lambda row: row.key):
-        families.setdefault((row.parent, row.start), []).append(row)
-    return [
-        _Family(
-            family,
-            [max(shared_length(one.key, other.key) - start, 0) for one, other in pairwise(family)],
-        )
-        for (_, start), family in families.items()
-    ]
-
-
-Owner = TypeVar("Owner")
-
-
-def _is_worth_a_product(trunk: Trunk, start: int) -> bool:
-    """Whether a context that leaves a trunk at ``start`` should stand on it."""
-    with_others = start == trunk.stop and len(trunk.children) > 0
-    return with_others or start - trunk.start >= WORTH_A_PRODUCT
-
-
-def _best_cut(cuts: Sequence[int], start: int) -> tuple[int, int]:
-    """Where to cut a row that is forked at ``cuts``, so that the most positions are not copied, and
-    how many these are."""
-    ordered = sorted(cuts, reverse=True)
-    return max(
-        ((cut, (cut - start) * count) for count, cut in enumerate(ordered, 1)),
-        key=lambda one: one[1],
-    )
-
-
-def _outliers(tails: Sequence[tuple[int, Owner]]) -> list[Owner]:
-    """The few long ones without which rows would not be much longer than what is in them."""
-    tails = sorted(tails, key=lambda one: one[0], reverse=True)
-    total = sum(size for size, _ in tails)
-    outliers: list[Owner] = []
-    for at, (size, owner) in enumerate(tails[: MOST_OUTLIERS + 1]):
-        count = len(tails) - at
-        if size <= 2 * COLUMN_STEP or _columns(size) * count <= MOST_WASTE * total + 32 * count:
-            return outliers
-        outliers.append(owner)
-        total -= size
-    return []
-
-
-def _columns(length: int) -> int:
-    return -(-length // COLUMN_STEP) * COLUMN_STEP

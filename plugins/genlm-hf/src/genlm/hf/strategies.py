@@ -10,12 +10,13 @@ from attrs import define, frozen
 
 from genlm.core.segments import Row
 from genlm.core.types import Adapter
+from genlm.hf.assignment import Assignment
 from genlm.hf.layout import Chunk
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from genlm.hf.sequence import TokenSequence
 from genlm.hf.snapshots import Snapshots, steps
-from genlm.hf.store import Assignment, KVStore
+from genlm.hf.store import KVStore
 
 #: A forward: chunks, their tokens, an adapter for each chunk, which tokens are wanted; gives their
 #: logits.
