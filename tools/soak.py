@@ -5,7 +5,8 @@ one line of figures. A finding is printed with the operations before it, which `
 again, one after the other.
 
 The time is divided into rounds, each with a model of its own. What a closed model leaves behind
-must not grow from round to round, so caches that fill up are no leak, in a short run either.
+must not grow from round to round. So a cache that fills up does not count as a leak, even in a
+short run.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from genlm.core.errors import (
 from genlm.core.mock import MockEngine
 from genlm.core.types import SamplingParams
 
+from .callers import BoundToAnAbandonedLoop
 from .registry import breaks
 from .rows import LMWith
 from .sampling import SamplingMutant
@@ -298,19 +299,8 @@ class ThreadsShareScratch(AsyncLM):
 
 
 @breaks("loops_one_after_the_other")
-class ClosedLoopIsRemembered(AsyncLM):
+class ClosedLoopIsRemembered(BoundToAnAbandonedLoop):
     """Until state is dropped, nothing can be asked after callers were left in a closed loop."""
-
-    async def next_token_logprobs(self, *args: Any, **options: Any) -> torch.Tensor:
-        waiting = self.__dict__.setdefault("waiting", {})
-        if any(loop.is_closed() for loop in waiting.values()):
-            raise RuntimeError("bound to a different event loop")
-        caller = object()
-        waiting[caller] = asyncio.get_running_loop()
-        try:
-            return await super().next_token_logprobs(*args, **options)
-        finally:
-            waiting.pop(caller, None)
 
     def clear_cache(self) -> None:
         super().clear_cache()

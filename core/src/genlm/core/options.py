@@ -26,7 +26,7 @@ class CoreOptions:
     """Options of the core.
 
     Attributes:
-        batch_size: The most queries in one engine call; ``None`` is no limit.
+        batch_size: The most queries in one engine call; ``None`` means no limit.
         timeout: Seconds to hold a batch open for latecomers; 0 does not wait.
         cache_size: The most rows in the output cache; 0 turns it off, ``None`` leaves it to
             ``cache_opts``.

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from genlm.core.conformance.compare import TOP_FACTOR, check, shown
+from genlm.core.conformance.compare import TOP_FACTOR, Violation, check, shown
 from genlm.core.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
@@ -337,4 +337,4 @@ class RefusedOptionClauses:
             check("no_such_option" in str(error), f"the refusal does not name the option: {error}")
         else:
             lm.close()
-            check(False, "the option no_such_option=1 was accepted")
+            raise Violation("the option no_such_option=1 was accepted")

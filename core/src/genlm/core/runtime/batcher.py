@@ -97,7 +97,7 @@ class Batcher(Generic[R, A]):
     Args:
         start: Builds the executor, on the engine thread. Its exception is raised here.
         name: The engine thread's name.
-        batch_size: The most requests in flight at once; ``None`` is no limit.
+        batch_size: The most requests in flight at once; ``None`` means no limit.
         timeout: Seconds to hold a batch open for latecomers after its first request.
         share: Makes a further caller's own copy of an answer.
         timeline: Receives requests, batches, and the time spent queueing and delivering.

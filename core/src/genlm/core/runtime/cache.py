@@ -24,10 +24,10 @@ class OutputCache:
     child finds nothing.
 
     Args:
-        maxsize: The most rows kept; 0 keeps none, ``None`` is no limit.
+        maxsize: The most rows kept; 0 keeps none, ``None`` means no limit.
         move_to_cpu: Keep rows in main memory; they come back on the device they were computed on.
         max_bytes: The most bytes kept, of rows and of their contexts' ids (8 bytes each); ``None``
-            is no limit.
+            means no limit.
     """
 
     def __init__(

@@ -314,9 +314,7 @@ class LoadedEngine:
         try:
             if isinstance(request, Query):
                 self._check_shape(result, (self.vocab_size,), "genlm_step")
-                if self.vocab_size == self.width:
-                    return result.clone()
-                return self._align(result.unsqueeze(0))[0].clone()
+                return self._align(result).clone()
             if result is None:
                 return None
             if isinstance(request, SampleRequest):
@@ -349,14 +347,14 @@ class LoadedEngine:
             )
 
     def _align(self, rows: torch.Tensor) -> torch.Tensor:
-        """Bring rows to the width of the tokenizer's vocabulary: drop padding and renormalise, or
-        fill up with ``-inf``."""
+        """Bring rows, or one row, to the width of the tokenizer's vocabulary: drop padding and
+        renormalise, or fill up with ``-inf``."""
         surplus = self.vocab_size - self.width
         if surplus > 0:
-            rows = rows[:, :-surplus]
+            rows = rows[..., :-surplus]
             return rows - rows.logsumexp(dim=-1, keepdim=True)
         if surplus < 0:
-            aligned = rows.new_full((rows.shape[0], self.width), -float("inf"))
-            aligned[:, : self.vocab_size] = rows
+            aligned = rows.new_full((*rows.shape[:-1], self.width), -float("inf"))
+            aligned[..., : self.vocab_size] = rows
             return aligned
         return rows

@@ -99,7 +99,7 @@ class RequestQueue(Generic[R, A]):
     Taking a request costs the same however many wait.
 
     Args:
-        limit: The most requests in flight; ``None`` is no limit.
+        limit: The most requests in flight; ``None`` means no limit.
         timeline: Receives the time spent queueing.
         counters: Receive equal requests, and requests without callers.
     """

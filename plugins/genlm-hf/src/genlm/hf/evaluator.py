@@ -29,7 +29,7 @@ class Evaluator:
     Args:
         strategy: How they are computed.
         adapters: Says which sequences may share a forward.
-        reuse_limit: The longest context whose state may be kept; ``None`` is no limit.
+        reuse_limit: The longest context whose state may be kept; ``None`` means no limit.
     """
 
     #: The length of the first context whose row is compared with a cold one. Then follow the powers

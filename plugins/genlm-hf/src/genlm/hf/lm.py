@@ -21,7 +21,7 @@ class AsyncTransformer(AsyncLM):
         hf_model: A causal language model; it is put into evaluation mode and otherwise left as it
             is. Its attention implementation is wrapped while the language model is open.
         hf_tokenizer: Its tokenizer.
-        batch_size: The most requests in one batch; ``None`` is no limit.
+        batch_size: The most requests in one batch; ``None`` means no limit.
         timeout: Seconds to hold a batch open for more requests.
         **options: ``kv_cache_bytes``, ``max_batch_tokens``, and the other options of every backend:
             ``cache_size``, ``cache_opts``, ...

@@ -76,7 +76,7 @@ def attention_window(model: Any) -> int | None:
 
 
 def reuse_limit(config: Any) -> int | None:
-    """The longest context whose key/value state may be kept; ``None`` is no limit.
+    """The longest context whose key/value state may be kept; ``None`` means no limit.
 
     Some models change their attention for *all* positions once a context is longer than a limit, or
     count positions in a way that no cache of ours tells them. State from before that moment, or of

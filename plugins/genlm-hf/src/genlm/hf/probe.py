@@ -64,7 +64,7 @@ class Choice:
     Attributes:
         reuse: The way.
         tolerance: How far its log-probabilities may be from those of cold forwards.
-        limit: The longest context whose state may be kept; ``None`` is no limit.
+        limit: The longest context whose state may be kept; ``None`` means no limit.
     """
 
     reuse: Reuse

@@ -147,7 +147,7 @@ def _smaller(settings: dict[str, Any], factor: int) -> dict[str, Any]:
             settings[name] = max(value // factor, min(value, 8))
         elif WIDTH.search(name) and value >= factor:
             if value % factor:
-                raise ValueError(f"{name}={value} is no multiple of {factor}")
+                raise ValueError(f"{name}={value} is not a multiple of {factor}")
             settings[name] = value // factor
     for name in ("quantization_config", "dtype", "torch_dtype", "attn_implementation"):
         settings.pop(name, None)
