@@ -3,9 +3,8 @@
 ``prefill``: n new contexts. ``extend``: each grows by a token. ``fork``: half of them, each
 continued twice.
 ``newcomer``: all grow by a token, and a new one comes. ``ragged``: they grow by 1 to 5 tokens.
-``alternate``: two groups of n take turns. ``shared``: n contexts behind one prompt, each grows by a
-token; ``resample``: and every ten steps their parents are chosen anew. These two are CPU time, with
-one thread. A last case extends a few contexts of several lengths.
+``alternate``: two groups of n take turns. A last case extends a few contexts of several lengths.
+Contexts behind one prompt are in ``hf_shared``.
 
 The floor is what the same tokens cost in raw transformers: one ``model(...)`` on a prepared cache
 of the same rows, logits of the last position, log-softmax. For ``newcomer`` that is a decode and a
@@ -19,16 +18,7 @@ import asyncio
 import functools
 
 from benchmarks.protocol import Bench, main
-from benchmarks.steps import (
-    COPIED,
-    asked_of,
-    measure,
-    measure_lengths,
-    measure_resampled,
-    measure_shared,
-    programs,
-    transformers_floor,
-)
+from benchmarks.steps import asked_of, measure, measure_lengths, programs, transformers_floor
 
 PLUGIN = "hf"
 
@@ -38,8 +28,6 @@ def ours(bench: Bench) -> None:
 
     with AsyncTransformer.from_name(bench.model, cache_size=0) as lm, asyncio.Runner() as runner:
         ask, size = asked_of(lm, runner), len(lm.byte_vocab)
-        measure_shared(bench, size, ask, lm.clear_kv_cache)
-        measure_resampled(bench, size, ask, lm.clear_kv_cache)
         for program in programs(bench, size):
             measure(bench, program, ask, lm.clear_kv_cache, repeat=program.repeats)
         measure_lengths(bench, size, ask, lm.clear_kv_cache, repeat=12)
@@ -55,8 +43,6 @@ def theirs(bench: Bench) -> None:
     )
     with asyncio.Runner() as runner:
         ask = asked_of(lm, runner)
-        cases = COPIED[:1]  # a step behind a long prompt takes minutes
-        measure_shared(bench, len(lm.byte_vocab), ask, lm.clear_cache, cases, repeat=1)
         for program in programs(bench, len(lm.byte_vocab)):
             if not program.long:
                 measure(bench, program, ask, lm.clear_cache, repeat=3)

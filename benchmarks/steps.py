@@ -178,9 +178,10 @@ def measure_shared(
     cases: Sequence[tuple[int, int]] = SHARED,
     repeat: int = 8,
     memory: Callable[[], float] | None = None,
+    give: Callable[[list[int]], object] | None = None,
 ) -> None:
     """Contexts behind one prompt, in CPU time: the first step, and each further one; and the MiB of
-    memory that they take."""
+    memory that they take. ``give`` makes the prompt known before the first step."""
     memory = memory or resident
     bench.clock = time.process_time
     for n, length in cases[:1] if bench.quick else cases:
@@ -194,6 +195,8 @@ def measure_shared(
             nonlocal current
             reset()
             (prompt,) = program.prompts(1)
+            if give is not None:
+                give(prompt)
             current = program.extend([prompt] * program.n)
             return current
 
@@ -262,8 +265,8 @@ def ragged_length(n: int) -> int:
     return round(sum(1 + at % 5 for at in range(n)) / n)
 
 
-def transformers_floor(bench: Bench) -> None:
-    """What the same tokens cost in raw transformers."""
+def transformers_model(bench: Bench) -> tuple[Callable[..., Any], int]:
+    """Evaluates contexts after a cache's and gives the cache; and the size of the vocabulary."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -276,8 +279,16 @@ def transformers_floor(bench: Bench) -> None:
         output.logits[:, -1].log_softmax(dim=-1)
         return output.past_key_values
 
+    return run, model.config.vocab_size
+
+
+def transformers_floor(bench: Bench) -> None:
+    """What the same tokens cost in raw transformers."""
+    import torch
+
+    run, size = transformers_model(bench)
     with torch.inference_mode():
-        for program in programs(bench, model.config.vocab_size):
+        for program in programs(bench, size):
             after = f" after {program.length} tokens"
             bench.time("prefill" + after, run, x=program.n, repeat=4, prepare=program.prompts)
             state = run(program.prompts())
@@ -308,18 +319,8 @@ def transformers_floor(bench: Bench) -> None:
                 repeat=6,
                 prepare=mine,
             )
-        bench.clock = time.process_time
-        for n, length in COPIED[:1] if bench.quick else COPIED:
-            program, behind = Program(model.config.vocab_size, n, length), f"shared, {n} contexts"
-            behind += " behind one prompt"
-            state = run(program.prompts(1))
-            state.batch_repeat_interleave(n)
-            decode = functools.partial(run, [[5]] * n, state)  # it writes into its own cache
-            bench.time(behind, decode, x=length, repeat=6)
-            del state, decode
-        bench.clock = time.perf_counter
         for length in CURVE[:1] if bench.quick else CURVE:
-            state = run(Program(model.config.vocab_size, OF_CURVE, length).prompts())
+            state = run(Program(size, OF_CURVE, length).prompts())
             mine = functools.partial(copy.deepcopy, state)
             decode = functools.partial(run, [[5]] * OF_CURVE)
             bench.time(
