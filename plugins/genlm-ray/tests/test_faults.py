@@ -62,16 +62,18 @@ def check(rows: Sequence[Any], asked: Sequence[Sequence[int]], lora: str | None 
             torch.testing.assert_close(row, expected, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("victims", [1, 2])
-def test_what_a_killed_replica_held_is_asked_elsewhere(
-    fleet: Fleet, gate: Held, victims: int
+@pytest.mark.parametrize("signals", [[signal.SIGKILL], [signal.SIGKILL] * 2, [signal.SIGSTOP]])
+def test_what_a_lost_replica_held_is_asked_elsewhere(
+    fleet: Fleet, gate: Held, monkeypatch: pytest.MonkeyPatch, signals: list[signal.Signals]
 ) -> None:
+    """One is killed, or all, or one hangs, which Ray does not notice."""
+    monkeypatch.setattr("genlm.ray.fleet.PULSE", 0.8)
     lm = fleet(backend_opts={"on_batch": gate.on_batch})
     asked = contexts(64)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         asking = pool.submit(lambda: asyncio.run(ask(lm, asked)))
-        for pid in gate.wait_held(2)[:victims]:
-            os.kill(pid, signal.SIGKILL)
+        for pid, sent in zip(gate.wait_held(2), signals, strict=False):
+            os.kill(pid, sent)
         gate.open()
         check(asking.result(PATIENCE), asked)
 
@@ -110,10 +112,14 @@ def test_a_replica_that_starts_again_has_its_adapters_and_prompts(
     lm = fleet(replicas=1)
     lm.add_new_lora("first-adapter", "a")
     lm.cache_kv([1, 2, 3], lora_name="a")
-    (actor,) = lm.underlying_model
-    cluster.kill(actor)
+    replicas = lm.underlying_model
+    lost = replicas[0]
+    cluster.kill(lost)
     row = lm.next_token_logprobs_sync([1, 2, 3, 4], lora_name="a")
     check([row], [[1, 2, 3, 4]], lora="a")
+    assert len(replicas) == 1
+    assert replicas[0]._actor_id != lost._actor_id, "the handle of the replica that was lost"
+    cluster.get(replicas[0].ping.remote(), timeout=PATIENCE)
 
 
 def test_adapters_are_on_all_replicas_or_on_none(

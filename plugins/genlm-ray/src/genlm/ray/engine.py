@@ -22,7 +22,7 @@ class RayEngine:
 
     Attributes:
         device: Where rows arrive.
-        model: The replicas' actor handles.
+        model: The replicas' actor handles, always the present ones.
     """
 
     device = "cpu"

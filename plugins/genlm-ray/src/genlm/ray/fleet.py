@@ -3,6 +3,9 @@
 A replica has two calls for rows in flight, so that it never waits for the next one; further rows
 wait here, where they are still free to go elsewhere. A draw or a score is a call of its own.
 
+Ray says when a replica's process or node has died. It does not say when a process hangs, so
+replicas at work are pinged; one that stays silent counts as dead.
+
 When a replica dies, nothing is lost: what it was at work on is asked again, first together and
 alone on a replica, then one by one. A request during which replicas die three times while they have
 nothing else to do gets the error.
@@ -45,6 +48,10 @@ DEATHS = 3
 #: How often a replica that has been lost may fail to load again, one time after the other.
 STARTS = 3
 
+#: Seconds between two pings of a replica, and how many in a row find the one before them without an
+#: answer until the replica counts as dead. Several, for the program itself may have been stopped.
+PULSE, SILENT = 10.0, 6
+
 #: Seconds for the replicas to release their engines before they are ended.
 GRACE = 30.0
 
@@ -82,6 +89,8 @@ class Member:
     actor: Any = None
     ready: bool = False
     failed_starts: int = 0
+    ping: concurrent.futures.Future[Any] | None = None
+    silent: int = 0  # pings in a row that found the one before them without an answer
     calls: dict[int, Call] = field(factory=dict)  # by number, in the order made
     waiting: deque[Job] = field(factory=deque)
 
@@ -92,6 +101,23 @@ class Member:
     def lanes(self) -> int:
         """How many calls for rows are in flight."""
         return sum(isinstance(c.jobs[0].request, Query) for c in self.calls.values() if c.jobs)
+
+
+class Actors(Sequence[Any]):
+    """The replicas' actor handles as they are now: a replica that starts again has a new one.
+    ``None`` stands for a replica that could not be started again. May be read by any thread."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._members = members
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __getitem__(self, index: Any) -> Any:
+        return [member.actor for member in self._members][index]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
 
 
 class Fleet:
@@ -124,6 +150,7 @@ class Fleet:
         self._starting = True
         self._members = [Member(index) for index in range(options.replicas)]
         self._alive_at = time.monotonic()  # when a replica was last ready
+        self._pinged_at = self._alive_at
         try:
             for member in self._members:
                 self._start(member)
@@ -144,6 +171,7 @@ class Fleet:
         self._send()
         if self._flying and not self._answers:
             self._wait()
+        self._ping()
         self._take_all()
         self._send()
         answers, self._answers = self._answers, []
@@ -159,26 +187,46 @@ class Fleet:
             event = self._events.get(timeout=self._patience())
         except queue.Empty:
             self._require_alive()
-            return
-        self._take(event)
+        else:
+            self._take(event)
 
     def _take_all(self) -> None:
         while not self._events.empty():  # the only thread that takes
             self._take(self._events.get())
 
-    def _patience(self) -> float | None:
-        """Seconds until the fleet counts as dead; ``None`` while a replica is ready."""
+    def _patience(self) -> float:
+        """Seconds until the fleet counts as dead, or to the next ping while a replica is ready."""
+        now = time.monotonic()
         if any(member.ready for member in self._members):
-            return None
-        return max(self._alive_at + self._options.start_timeout - time.monotonic(), 0.0)
+            return max(self._pinged_at + PULSE - now, 0.0)
+        return max(self._alive_at + self._options.start_timeout - now, 0.0)
 
     def _require_alive(self) -> None:
-        if self._patience() == 0.0:
+        if not any(member.ready for member in self._members) and self._patience() == 0.0:
             raise EngineDeadError(
                 f"none of the {len(self._members)} replicas has been ready for "
                 f"start_timeout={self._options.start_timeout:g} seconds; look at `ray status`, "
                 "then load the model again"
             )
+
+    def _ping(self) -> None:
+        """Ask the replicas whether they are there, from time to time; give up those that are not.
+
+        Ray does not notice a process that hangs, and takes long to notice a lost connection.
+        """
+        now = time.monotonic()
+        if now < self._pinged_at + PULSE:
+            return
+        self._pinged_at = now
+        for member in self._members:
+            if not member.ready:
+                continue
+            if member.ping is None or member.ping.done():
+                member.ping, member.silent = member.actor.ping.remote().future(), 0
+            elif (silent := member.silent + 1) < SILENT:
+                member.silent = silent
+            else:
+                self._lost(member, TimeoutError(f"no answer in {SILENT * PULSE:g} seconds"))
 
     # --- placing and sending ----------------------------------------------------------------------
 
@@ -326,7 +374,7 @@ class Fleet:
 
     def _start(self, member: Member) -> None:
         """Create the actor and have it load the model, what is bound and what is pinned."""
-        member.ready = False
+        member.ready, member.ping = False, None
         options = self._options.actor_options(member.index)
         member.actor = self._ray.remote(Replica).options(max_concurrency=10_000, **options).remote()
         opts = dict(self._options.backend_opts)
@@ -391,10 +439,12 @@ class Fleet:
         waiting, member.waiting = member.waiting, deque()
         member.calls.clear()
         self._affinity.forget_member(member)
+        member.ready = False
         self._ray.kill(member.actor)
-        member.actor, member.ready = None, False
         if member.failed_starts < STARTS:
             self._start(member)
+        else:
+            member.actor = None
         self._again(waiting)
 
     def _again(self, jobs: Iterable[Job]) -> None:
@@ -454,16 +504,18 @@ class Fleet:
 
     def _outcome(self, member: Member, reference: Any) -> Exception | None:
         try:
-            self._ray.get(reference)
+            while member.ready and not self._ray.wait([reference], timeout=PULSE)[0]:
+                self._ping()
+            if member.ready:  # else it has been given up, and starts again with the new state
+                self._ray.get(reference)
         except self._ray.exceptions.RayTaskError as error:
             return cause_of(error)
         except self._ray.exceptions.RayError as error:
             self._lost(member, error)
         return None
 
-    def actors(self) -> list[Any]:
-        """The replicas' actor handles."""
-        return [member.actor for member in self._members]
+    def actors(self) -> Actors:
+        return Actors(self._members)
 
     # --- the end ----------------------------------------------------------------------------------
 

@@ -120,6 +120,9 @@ class Replica:
         if self._lm is not None:
             await asyncio.to_thread(self._lm.close)
 
+    async def ping(self) -> None:
+        """Answers at once, whatever the engine is at work on."""
+
     @property
     def lm(self) -> AsyncLM:
         if self._lm is None:
