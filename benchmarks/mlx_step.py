@@ -72,7 +72,6 @@ def measure(bench: Bench, lm: Any, program: Program, reset: Callable[[], object]
     repeat = repeats(program)
     after = f" after {program.length} tokens"
     current: Contexts = []
-    mx.reset_peak_memory()
 
     def fresh() -> Contexts:
         nonlocal current
@@ -81,12 +80,14 @@ def measure(bench: Bench, lm: Any, program: Program, reset: Callable[[], object]
         return current
 
     def time_of(case: str, repeat: int, prepare: Callable[[], Contexts]) -> None:
+        mx.reset_peak_memory()
         if repeat > 1:
             bench.time(case + after, ask, x=program.n, repeat=repeat, prepare=prepare)
         else:  # a step that takes so long needs no other before it
             contexts, began = prepare(), bench.clock()
             ask(contexts)
             bench.record(case + after, 1e3 * (bench.clock() - began), unit="ms", x=program.n)
+        record_peak(bench, case + after, program.n)
 
     def steps(case: str, grow: Callable[[Contexts], Contexts], repeat: int) -> None:
         if not program.long:  # else it goes on from the case before
@@ -110,9 +111,14 @@ def measure(bench: Bench, lm: Any, program: Program, reset: Callable[[], object]
         groups = [current[: program.n], program.prompts()]
         ask(groups[1])
         time_of("alternate", repeat, turns(program, groups))
-    bench.record(
-        "peak of MLX's memory" + after, mx.get_peak_memory() / (1 << 20), unit="MiB", x=program.n
-    )
+
+
+def record_peak(bench: Bench, case: str, n: int) -> None:
+    """The most memory that MLX has had in a case, the model's included."""
+    import mlx.core as mx
+
+    peak = mx.get_peak_memory() / (1 << 20)
+    bench.record(f"peak of MLX's memory: {case}", peak, unit="MiB", x=n)
 
 
 def measure_prompt(
@@ -189,33 +195,34 @@ def floor(bench: Bench) -> None:
         bench.time(f"shared, {n} contexts behind one prompt", step, x=length, repeat=6)
         del cache, step
     for program in programs(bench, tokenizer.vocab_size):
-        repeat = repeats(program)
+        repeat, n = repeats(program), program.n
         after = f" after {program.length} tokens"
-        mx.reset_peak_memory()
-        bench.time("prefill" + after, prefill, x=program.n, repeat=repeat, prepare=program.prompts)
+
+        def time_of(
+            case: str,
+            call: Callable[..., object],
+            repeat: int,
+            prepare: Callable[[], Contexts] | None = None,
+            after: str = after,
+            n: int = n,
+        ) -> None:
+            mx.reset_peak_memory()
+            bench.time(case + after, call, x=n, repeat=repeat, prepare=prepare)
+            record_peak(bench, case + after, n)
+
+        time_of("prefill", prefill, repeat, program.prompts)
         cache = prefill(program.prompts())
-        one, several = [[5]] * program.n, [[5] * ragged_length(program.n)] * program.n
+        one, several = [[5]] * n, [[5] * ragged_length(n)] * n
 
         def with_newcomer(newcomers: Contexts, cache: Any = cache, one: Contexts = one) -> None:
             decode(cache, one)
             prefill(newcomers)
 
         for case in ("extend", "fork", "alternate"):
-            if case != "fork" or program.n > 1:
-                bench.time(
-                    case + after, functools.partial(decode, cache, one), x=program.n, repeat=12
-                )
-        newcomer = functools.partial(program.prompts, 1)
-        bench.time("newcomer" + after, with_newcomer, x=program.n, repeat=repeat, prepare=newcomer)
-        bench.time(
-            "ragged" + after, functools.partial(decode, cache, several), x=program.n, repeat=repeat
-        )
-        bench.record(
-            "peak of MLX's memory" + after,
-            mx.get_peak_memory() / (1 << 20),
-            unit="MiB",
-            x=program.n,
-        )
+            if case != "fork" or n > 1:
+                time_of(case, functools.partial(decode, cache, one), 12)
+        time_of("newcomer", with_newcomer, repeat, functools.partial(program.prompts, 1))
+        time_of("ragged", functools.partial(decode, cache, several), repeat)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ class Options:
     Attributes:
         prefill_step_size: The most tokens in one forward pass, over all rows of a batch.
         kv_cache_bytes: The most bytes of key/value state to keep beside that of the batch in hand;
-            ``None`` is half as many again as the batch takes, 64 MiB at least.
+            ``None`` is one and a half times what the batch takes, 64 MiB at least.
     """
 
     prefill_step_size: int = 2048

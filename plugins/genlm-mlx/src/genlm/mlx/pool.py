@@ -69,7 +69,7 @@ class Pool:
     Args:
         runner: The model.
         max_bytes: The most bytes to keep beside the rows of the last call; least recently used
-            blocks go first. ``None`` is half as many again as those rows take, and 64 MiB at
+            blocks go first. ``None`` is one and a half times what those rows take, 64 MiB at
             least.
         ragged: Whether rows of unequal length can be fed together.
     """

@@ -106,7 +106,7 @@ class Store:
     Args:
         runner: The model.
         max_bytes: The most bytes to keep beside what the last call used; the least recently used
-            go first. ``None`` is half as many again as that takes, and 64 MiB at least.
+            go first. ``None`` is one and a half times what that takes, 64 MiB at least.
         least_shared: The fewest positions of a trunk that contexts share.
         least_saved: The fewest positions that such a trunk saves.
     """
