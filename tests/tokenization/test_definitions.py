@@ -237,7 +237,7 @@ def chosen(components, most):
     decoders=chosen(DECODERS, 1),
     texts=TEXTS,
 )
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 def test_whatever_is_accepted_keeps_the_text(spelling, before, after, normalizers, decoders, texts):
     pieces = [*sorted(p.ByteLevel.alphabet()), "▁", " ", "\n", "ab", "Ġa", "▁a", "Ã\u0178"]
     merges = [("a", "b"), ("Ġ", "a"), ("▁", "a")]

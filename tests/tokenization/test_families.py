@@ -4,7 +4,7 @@ makes of it."""
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from genlm.core import VocabularyError
@@ -22,7 +22,6 @@ KNOWN = st.text(st.sampled_from(" \n\tabcdefghi.,:;éüß狐😀1234"))
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_the_tokens_of_a_text_are_its_bytes(family, data):
     name, tokenizer = family
     byte_vocab, _ = decode_vocab(tokenizer)
@@ -116,7 +115,6 @@ def test_byt5():
 
 
 @given(text=TEXTS)
-@settings(deadline=None)
 def test_sentencepiece(sentencepiece_model, text):
     byte_vocab, _ = decode_vocab(sentencepiece_model)
     assert len(byte_vocab) == sentencepiece_model.get_piece_size()

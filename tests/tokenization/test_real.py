@@ -6,7 +6,7 @@ import os
 from importlib.resources import files
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from genlm.core.tokenization import decode_vocab
@@ -35,7 +35,6 @@ def smollm2_bytes(smollm2):
 
 
 @given(text=TEXTS)
-@settings(deadline=None)
 def test_smollm2_texts(smollm2, smollm2_bytes, text):
     # It lacks some bytes.
     assume(set(text.encode()) <= {token[0] for token in smollm2_bytes if len(token) == 1})
@@ -83,7 +82,6 @@ def mistral_bytes(mistral):
 
 
 @given(text=TEXTS)
-@settings(deadline=None)
 def test_mistral_texts(mistral, mistral_bytes, text):
     joined = b"".join(mistral_bytes[i] for i in mistral.encode(text, bos=False, eos=False))
     assert joined in (text.encode(), b" " + text.encode())

@@ -80,7 +80,6 @@ def by_definition(trie, ws, combine):
 
 @tries
 @given(items=MIXED, data=st.data())
-@settings(deadline=None)
 def test_sums_and_maxima(trie_class, items, data):
     trie = trie_class(items)
     ws = np.array(data.draw(st.lists(WEIGHTS, min_size=len(items), max_size=len(items))))
@@ -98,7 +97,7 @@ def test_sums_and_maxima(trie_class, items, data):
     symbols=st.sampled_from([1, 2, 4, 50]),
     longest=st.sampled_from([2, 9, 40]),
 )
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_sums_and_maxima_over_many_items(trie_class, seed, symbols, longest):
     generator = np.random.default_rng(seed)
     lengths = generator.integers(0, longest, generator.integers(1, 1500))
@@ -114,7 +113,6 @@ def test_sums_and_maxima_over_many_items(trie_class, seed, symbols, longest):
 
 
 @given(items=MIXED)
-@settings(deadline=None)
 def test_the_shape(items):
     trie = TokenCharacterTrie(items)
     seen = [trie.root]

@@ -92,10 +92,9 @@ def worth_sharing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("worth_sharing")
 @settings(
-    deadline=None,
     max_examples=100,
     # The constants are the same for all examples of one parameter.
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(batches(), st.integers(0, 12), st.booleans(), st.data())
 def test_segments_are_whole(

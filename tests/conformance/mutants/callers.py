@@ -72,7 +72,11 @@ class BlockingCallsRunALoop(AsyncLM):
     """The blocking call runs the coroutine, which no thread with a running loop can."""
 
     def next_token_logprobs_sync(self, *args: Any, **options: Any) -> torch.Tensor:
-        return asyncio.run(self.next_token_logprobs(*args, **options))
+        coroutine = self.next_token_logprobs(*args, **options)
+        try:
+            return asyncio.run(coroutine)
+        finally:
+            coroutine.close()  # where it is refused, it was never awaited
 
 
 @breaks("several_threads")
