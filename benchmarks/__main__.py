@@ -78,8 +78,7 @@ def main() -> None:
         / f"{result['date']}-{slug(result['machine'])}{'-quick' if options.quick else ''}.json"
     )
     file.parent.mkdir(parents=True, exist_ok=True)
-    known = json.loads(file.read_text())["runs"] if file.exists() else []
-    result["runs"] = [past for past in known if past["workload"] not in names] + runs
+    result["runs"] = [past for past in earlier(file) if past["workload"] not in names] + runs
     file.write_text(json.dumps(result, indent=1) + "\n")
     report = write_report(result, options.results)
     print(f"{file}\n{report}")
@@ -88,6 +87,17 @@ def main() -> None:
 def newest(folder: Path) -> Path:
     """The results of the last day, not of a quick run."""
     return max(file for file in folder.glob("*.json") if not file.stem.endswith("-quick"))
+
+
+def earlier(file: Path) -> list[dict[str, Any]]:
+    """What was measured on this machine until now, as long as the workload is still there."""
+    same = file.parent.glob(f"*{file.stem[len('2026-01-01') :]}.json")
+    last = max(same, default=None)
+    if last is None:
+        return []
+    result = json.loads(last.read_text())
+    known = workloads()
+    return [{"date": result["date"]} | run for run in result["runs"] if run["workload"] in known]
 
 
 def workloads() -> list[str]:
@@ -151,6 +161,7 @@ def run(
         "title": (ast.get_docstring(module(name)) or name),
         "side": side,
         "round": turn,
+        "date": str(datetime.date.today()),
     }
     found["load"] = round(os.getloadavg()[0], 2)
     found["cases"] = [one for one in said if "case" in one]

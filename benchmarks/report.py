@@ -20,7 +20,7 @@ def write_report(result: dict[str, Any], folder: Path) -> Path:
             "",
             *([text.strip(), ""] if text.strip() else []),
         ]
-        lines += [origin(workload, runs), ""]
+        lines += [origin(workload, runs, result["date"]), ""]
         lines += [*table(cases), ""]
         for plot in draw(workload, cases, folder / "plots"):
             lines += [f"![{workload}: {plot.stem}](plots/{plot.name})", ""]
@@ -40,7 +40,7 @@ def write_report(result: dict[str, Any], folder: Path) -> Path:
 
 def introduction(result: dict[str, Any]) -> list[str]:
     return [
-        f"{result['date']}, {result['machine']}; made by `nox -s bench`.",
+        f"{result['machine']}; made by `nox -s bench`.",
         "",
         "*Ours* is this checkout, *theirs* genlm-backend 0.3.1, the *floor* the raw engine. Sides "
         "took turns, "
@@ -64,13 +64,14 @@ def introduction(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def origin(workload: str, runs: list[dict[str, Any]]) -> str:
-    """How these figures are made again, and how they were made."""
+def origin(workload: str, runs: list[dict[str, Any]], date: str) -> str:
+    """How these figures are made again, and when and how they were made."""
     rounds = max(run["round"] for run in runs) + 1
     loads = [run["load"] for run in runs]
+    dates = " and ".join(sorted({run.get("date", date) for run in runs}))
     turns = "1 round" if rounds == 1 else f"{rounds} rounds"
     load = f"load average {min(loads):.1f} to {max(loads):.1f}"
-    return f"`nox -s bench -- {workload} --rounds {rounds}`: {turns}, {load}."
+    return f"`nox -s bench -- {workload} --rounds {rounds}`: {dates}, {turns}, {load}."
 
 
 def table(cases: list[Case]) -> list[str]:

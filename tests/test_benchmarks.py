@@ -72,3 +72,32 @@ def test_compare_prints_what_has_moved_and_writes_nothing(
     command.main()
     assert "0.50 times, WORSE: trie: sum at 8" in capsys.readouterr().out
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_was_measured_on_another_day_stays_in_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_of(workload: str) -> dict[str, Any]:
+        (run,) = results(10)["runs"]
+        return run | {"workload": workload, "title": workload, "round": 0, "load": 1.0, "notes": []}
+
+    monkeypatch.setattr(command, "FOLDER", tmp_path)
+    monkeypatch.setattr(command, "machine", lambda: "a machine")
+    monkeypatch.setattr(command, "workloads", lambda: ["steps", "trie"])
+    monkeypatch.setattr(command, "sides_of", lambda name: ["ours"])
+    monkeypatch.setattr(command, "environment_of", lambda name, side: "hf")
+    monkeypatch.setattr(command, "run", lambda name, *given: run_of(name) | {"date": "new"})
+    reported: list[object] = []  # the report needs matplotlib for its plots
+    monkeypatch.setattr(command, "write_report", lambda result, folder: reported.append(result))
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "trie", "--model=model", "--python=hf=python"])
+    (tmp_path / "results").mkdir()
+    past = [run_of("steps"), run_of("trie"), run_of("gone")]
+    before = {"date": "2026-01-01", "runs": past}
+    (tmp_path / "results" / "2026-01-01-a-machine.json").write_text(json.dumps(before))
+    command.main()
+    (file,) = set((tmp_path / "results").glob("*.json")) - {
+        tmp_path / "results" / "2026-01-01-a-machine.json"
+    }
+    found = {run["workload"]: run["date"] for run in json.loads(file.read_text())["runs"]}
+    assert found == {"steps": "2026-01-01", "trie": "new"}
+    assert reported == [json.loads(file.read_text())]
