@@ -53,19 +53,13 @@ def fleet(cluster: Any) -> Iterator[Callable[..., AsyncLM]]:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a random Llama and a byte tokenizer."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     folder = str(tmp_path_factory.mktemp("tiny"))
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    symbols = {symbol: i for i, symbol in enumerate([*alphabet, "<end>"])}
-    bytewise = Tokenizer(models.BPE(symbols, []))
-    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytewise.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<end>").save_pretrained(folder)
+    vocab_size = save_tokenizer(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(symbols),
+        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -78,6 +72,20 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     spread(model, "", 0.15)
     model.save_pretrained(folder)
     return folder
+
+
+def save_tokenizer(folder: str, more: int = 0) -> int:
+    """Save a tokenizer of bytes, with further tokens that no text has; how many there are."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*alphabet, "<end>", *(f"more{i}" for i in range(more))]
+    bytewise = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<end>").save_pretrained(folder)
+    return len(tokens)
 
 
 @pytest.fixture(scope="session")
