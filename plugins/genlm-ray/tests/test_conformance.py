@@ -2,43 +2,51 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
+from genlm.core import AsyncLM, load_model_by_name
 from genlm.core.conformance import ConformanceSuite
 
 ADAPTERS = {"a": "first-adapter", "b": "second-adapter"}  # the mock takes any path
 
 
-class TestOverMock(ConformanceSuite):
+class OverRay(ConformanceSuite):
     backend = "ray"
+
+    def load(self, wrappers: Sequence[object]) -> AsyncLM:
+        """The model under test has two replicas. Further ones, of which it is seen that they are
+        apart, have one: the start of a replica takes most of the time."""
+        options = {**self.options, "replicas": 2 if wrappers else 1, "wrappers": [*wrappers]}
+        return load_model_by_name(os.fspath(self.model), self.backend, options)
+
+
+class TestOverMock(OverRay):
     model = "mock"
     adapters = ADAPTERS
     options: ClassVar[dict[str, Any]] = {
         "backend": "mock",
-        "replicas": 2,
         "backend_opts": {"max_context": 64},
     }
     effort = 0.3
 
 
-class TestOverContinuousMock(ConformanceSuite):
-    backend = "ray"
+class TestOverContinuousMock(OverRay):
     model = "mock"
     adapters = ADAPTERS
     options: ClassVar[dict[str, Any]] = {
         "backend": "mock",
-        "replicas": 2,
         "backend_opts": {"max_context": 64, "continuous": True, "steps": 3},
     }
     effort = 0.2
 
 
-class TestOverHf(ConformanceSuite):
-    backend = "ray"
-    options: ClassVar[dict[str, Any]] = {"backend": "hf", "replicas": 2}
+class TestOverHf(OverRay):
+    options: ClassVar[dict[str, Any]] = {"backend": "hf"}
     effort = 0.1
 
     @pytest.fixture(scope="class", autouse=True)

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
 import random
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from genlm.core import AsyncLM, EngineDeadError, EngineError, MockAsyncLM
+from genlm.core import (
+    AsyncLM,
+    EngineDeadError,
+    EngineError,
+    MockAsyncLM,
+    hookimpl,
+    load_model_by_name,
+)
 
-from .conftest import PATIENCE, Held
+from .conftest import PATIENCE, Held, save_tokenizer
 
 Fleet = Callable[..., AsyncLM]
 
@@ -40,6 +48,14 @@ def of_poison() -> Callable[[Any], bool]:
     """For the mock's ``fail_on`` and ``die_on``; travels by value."""
     poison = POISON
     return lambda query: poison in query.token_ids
+
+
+@pytest.fixture(scope="module")
+def well(cluster: Any) -> Iterator[AsyncLM]:
+    """A fleet for the tests in which no replica dies."""
+    opts = {"continuous": True, "steps": 1, "fail_on": of_poison()}
+    with load_model_by_name("mock", "ray", {"backend": "mock", "backend_opts": opts}) as lm:
+        yield lm
 
 
 def contexts(n: int, seed: int = 0, of: Sequence[int] = range(60)) -> list[list[int]]:
@@ -90,20 +106,20 @@ def test_a_request_that_kills_replicas_fails_alone(fleet: Fleet) -> None:
 
 def test_an_engine_that_says_it_is_dead_is_replaced(fleet: Fleet) -> None:
     lm = fleet(replicas=1, backend_opts={"die_on": of_poison()})
+    (failed,) = asyncio.run(ask(lm, [[POISON]]))
+    assert isinstance(failed, EngineError)
+    assert "3 replicas died" in str(failed)
     asked = contexts(4)
-    rows = asyncio.run(ask(lm, [[POISON], *asked]))
-    assert isinstance(rows[0], EngineError)
-    check(rows[1:], asked)
+    check(asyncio.run(ask(lm, asked)), asked)
 
 
-def test_a_request_that_fails_in_the_engine_fails_alone_and_kills_nothing(fleet: Fleet) -> None:
-    lm = fleet(backend_opts={"fail_on": of_poison()})
-    replicas = [actor._actor_id for actor in lm.underlying_model]
+def test_a_request_that_fails_in_the_engine_fails_alone_and_kills_nothing(well: AsyncLM) -> None:
+    replicas = [actor._actor_id for actor in well.underlying_model]
     asked = contexts(8)
-    rows = asyncio.run(ask(lm, [*asked, [POISON]]))
+    rows = asyncio.run(ask(well, [*asked, [POISON]]))
     check(rows[:-1], asked)
     assert isinstance(rows[-1], EngineError)
-    assert [actor._actor_id for actor in lm.underlying_model] == replicas
+    assert [actor._actor_id for actor in well.underlying_model] == replicas
 
 
 def test_a_replica_that_starts_again_has_its_adapters_and_prompts(
@@ -122,31 +138,53 @@ def test_a_replica_that_starts_again_has_its_adapters_and_prompts(
     cluster.get(replicas[0].ping.remote(), timeout=PATIENCE)
 
 
-def test_adapters_are_on_all_replicas_or_on_none(
-    fleet: Fleet, tiny: str, lora_folders: dict[str, Path], tmp_path: Path
-) -> None:
-    lm = fleet(tiny, backend="hf")
-    before = lm.next_token_logprobs_uncached([1, 2, 3])
-    with pytest.raises(ValueError, match="nowhere"):
-        lm.add_new_lora(tmp_path / "nowhere", "broken")
-    lm.add_new_lora(lora_folders["a"], "a")
-    adapted = asyncio.run(ask_with(lm, "a", contexts(8)))
-    assert len(adapted) == 8
-    lm.remove_lora("a")
-    torch.testing.assert_close(lm.next_token_logprobs_uncached([1, 2, 3]), before)
+class OneFails:
+    """A wrapper in each replica: adding fails in the one that takes the flag; what is removed is
+    written down."""
+
+    def __init__(self, folder: Path) -> None:
+        self.flag, self.removed = folder / "flag", folder / "removed"
+
+    @hookimpl(wrapper=True)
+    def genlm_add_lora(self, adapter: Any) -> Any:
+        added = yield
+        with contextlib.suppress(FileNotFoundError):
+            self.flag.unlink()
+            raise ValueError("this replica cannot read the adapter")
+        return added
+
+    @hookimpl(wrapper=True)
+    def genlm_remove_lora(self, adapter: Any) -> Any:
+        with self.removed.open("a") as file:
+            print(os.getpid(), adapter.path, file=file)
+        return (yield)
 
 
-async def ask_with(lm: AsyncLM, lora: str, asked: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    return await asyncio.gather(*(lm.next_token_logprobs(ids, lora_name=lora) for ids in asked))
+def test_adapters_are_on_all_replicas_or_on_none(fleet: Fleet, tmp_path: Path) -> None:
+    one_fails = OneFails(tmp_path)
+    lm = fleet(backend_opts={"wrappers": [one_fails]})
+    one_fails.flag.touch()
+    with pytest.raises(ValueError, match="this replica cannot read"):
+        lm.add_new_lora("first-adapter", "a")
+    assert lm.adapters == {}
+    (removed,) = one_fails.removed.read_text().splitlines()
+    assert removed.endswith("first-adapter"), "the other replica kept it"
+    lm.add_new_lora("first-adapter", "a")
+    asked = contexts(16)
+
+    async def adapted() -> list[torch.Tensor]:
+        rows = (lm.next_token_logprobs(ids, lora_name="a") for ids in asked)
+        return await asyncio.gather(*rows)
+
+    check(asyncio.run(adapted()), asked, lora="a")
 
 
 def test_replicas_that_cannot_start_again_are_a_clear_error(
-    fleet: Fleet, tiny: str, tmp_path: Path, cluster: Any
+    fleet: Fleet, tmp_path: Path, cluster: Any
 ) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(tiny, folder)
-    lm = fleet(str(folder), backend="hf", replicas=1)
-    shutil.rmtree(folder)
+    save_tokenizer(str(tmp_path))
+    lm = fleet(str(tmp_path), replicas=1)
+    shutil.rmtree(tmp_path)
     (actor,) = lm.underlying_model
     cluster.kill(actor)
     with pytest.raises(EngineDeadError, match="load the model again"):
@@ -170,52 +208,67 @@ def test_a_cancelled_draw_is_cancelled_in_the_replica(fleet: Fleet, gate: Held) 
     lm.close()  # a draw that went on would hold it for days
 
 
-def test_a_row_is_answered_while_a_long_draw_goes_on(fleet: Fleet) -> None:
-    lm = fleet(replicas=1, backend_opts={"continuous": True, "steps": 1})
+def test_a_row_is_answered_while_a_long_draw_goes_on(well: AsyncLM) -> None:
+    """Where all replicas are at work on one."""
 
     async def main() -> None:
-        draw = asyncio.ensure_future(lm.sample([1, 2, 3], 10_000_000, []))
-        row = await asyncio.wait_for(lm.next_token_logprobs([5]), PATIENCE)
-        assert not draw.done()
+        draws = [asyncio.ensure_future(well.sample([1, 2], 10_000_000, [])) for _ in range(2)]
+        row = await asyncio.wait_for(well.next_token_logprobs([5]), PATIENCE)
+        assert not any(draw.done() for draw in draws)
         check([row], [[5]])
-        draw.cancel()
+        for draw in draws:
+            draw.cancel()
 
     asyncio.run(main())
 
 
-def test_draws_and_scores_are_those_of_the_inner_backend(fleet: Fleet) -> None:
-    lm = fleet()
-
+def test_draws_and_scores_are_those_of_the_inner_backend(well: AsyncLM) -> None:
     async def both(model: AsyncLM) -> tuple[list[list[int]], torch.Tensor]:
         draws = await model.batch_sample([[1, 2], [3, 4], [1, 2]], 12, [0], seed=7)
         return draws, await model.sequence_logprobs([1, 2, 3], [4, 5, 6])
 
     with MockAsyncLM() as mock:
         expected, scores = asyncio.run(both(mock))
-    drawn, scored = asyncio.run(both(lm))
+    drawn, scored = asyncio.run(both(well))
     assert drawn == expected
     torch.testing.assert_close(scored, scores)
 
 
-def test_an_idle_fleet_does_not_poll(fleet: Fleet, gate: Held) -> None:
-    """While the replicas work, the engine thread waits: one step sends, one takes the rows."""
-    lm = fleet(backend_opts={"on_batch": gate.on_batch})
+class Steps:
+    """A wrapper that counts the engine's steps."""
+
+    count = 0
+
+    @hookimpl(wrapper=True)
+    def genlm_step(self, queries: Any, samples: Any, scores: Any, dropped: Any) -> Any:
+        self.count += 1
+        return (yield)
+
+
+def test_a_fleet_at_work_does_not_poll(fleet: Fleet, gate: Held) -> None:
+    """While the replicas work, the engine thread waits: one step sends, another takes the rows."""
+    steps = Steps()
+    lm = fleet(replicas=1, backend_opts={"on_batch": gate.on_batch}, wrappers=[steps])
     with concurrent.futures.ThreadPoolExecutor() as pool:
         asking = pool.submit(lambda: asyncio.run(ask(lm, contexts(32))))
-        gate.wait_held(2)
+        gate.wait_held(1)
+        for _ in range(200):  # a tenth of a second at least, in which 2 ms would be 50 steps
+            gate.wait_held(1)
         gate.open()
         asking.result(PATIENCE)
-    assert lm.stats.batches <= 4
+    assert steps.count <= 20  # a ping every ten seconds, on a slow machine
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_campaign_of_kills_loses_nothing(fleet: Fleet, cluster: Any, seed: int) -> None:
+@pytest.mark.parametrize(("name", "seeds"), [(None, (0, 1)), ("campaign", (2,))])
+def test_a_campaign_of_kills_loses_nothing(
+    fleet: Fleet, cluster: Any, name: str | None, seeds: Sequence[int]
+) -> None:
     """Replicas are killed at random while rows are asked in waves."""
-    source = random.Random(seed)
-    lm = fleet(replicas=3, backend_opts={"continuous": True, "steps": 2})
+    lm = fleet(replicas=3, backend_opts={"continuous": True, "steps": 2}, name=name)
 
-    async def waves() -> None:
-        for wave in range(4):
+    async def waves(seed: int) -> None:
+        source = random.Random(seed)
+        for wave in range(2):
             asked = contexts(40, seed=100 * seed + wave)
             asking = asyncio.ensure_future(ask(lm, asked))
             for _ in range(source.randint(1, 2)):
@@ -223,4 +276,7 @@ def test_a_campaign_of_kills_loses_nothing(fleet: Fleet, cluster: Any, seed: int
                 cluster.kill(source.choice(lm.underlying_model))
             check(await asking, asked)
 
-    asyncio.run(waves())
+    for seed in seeds:
+        asyncio.run(waves(seed))
+    for actor in lm.underlying_model:
+        cluster.kill(actor)  # those with a name would go on

@@ -46,12 +46,12 @@ def test_a_backend_that_is_not_installed_is_said_at_once() -> None:
 
 def test_the_inner_backends_error_reaches_the_user(fleet: Any) -> None:
     with pytest.raises(InvalidOptionError, match="backend 'mock' has no option maximum"):
-        fleet(backend_opts={"maximum": 3})
+        fleet(replicas=1, backend_opts={"maximum": 3})
 
 
 def test_resources_that_the_cluster_lacks_are_named(fleet: Any) -> None:
     with pytest.raises(BackendUnavailableError, match=r"0 of 2 replicas .*'num_gpus': 64"):
-        fleet(resources={"num_gpus": 64}, start_timeout=3.0)
+        fleet(resources={"num_gpus": 64}, start_timeout=0.5)
 
 
 def test_listing_the_backend_imports_neither_ray_nor_torch() -> None:
