@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Tests, conformance and quick figures on a GPU, on a machine without a package index.
 #
-#   benchmarks/gpu.sh [--device cuda|cpu] [--shapes 135m,1b,8b] [--minutes N] [--out FOLDER]
+#   benchmarks/gpu.sh [--device cuda|cpu] [--quick] [--stages tests,trie] [--shapes 135m,1b,8b] [--out FILE]
 #
-# Python with torch, transformers, peft, pluggy, attrs, structlog, hypothesis and pytest must be there; PYTHON names another
-# one than `python`. Our sources go on PYTHONPATH. Entry points are found through metadata that this script writes.
+# Python with torch, transformers, peft, pluggy, attrs, structlog, hypothesis and pytest must be there;
+# PYTHON names another one than `python`. Our sources go on PYTHONPATH. Entry points are found through
+# metadata that this script writes. Conformance needs a tokenizer (tools/smollm2.py) in ~/.cache/genlm.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,13 +1,17 @@
-"""What to run first on a GPU: conformance of hf, the trie, and quick figures against the raw model.
+"""What to run first on a GPU: tests of the core and the trie, conformance of hf, quick figures.
 
-Models have random weights, made from a configuration on the spot: speed does not depend on the
-values. ``--device cpu`` goes through the same code, so that it can be tried anywhere.
+Every figure is beside a floor of the same run: a step beside the raw model's, the trie beside a
+copy on the device. ``--device cpu`` goes through the same code, so that it can be tried anywhere;
+it is then ``--quick``, which takes small models and few contexts, unless ``--no-quick`` is given.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
+import os
+import random
 import statistics
 import subprocess
 import sys
@@ -18,97 +22,191 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import frozen
 
+from genlm.core import EngineError
 from genlm.core.mock import ByteTokenizer
 from genlm.core.trie import TokenCharacterTrie
 from genlm.hf import AsyncTransformer
+from tools.shapes import SHAPES, VOCABULARY, model_of
 
-#: Llama shapes: width, layers, heads, key/value heads, inner width.
-SHAPES = {
-    "tiny": (64, 2, 4, 2, 128),
-    "135m": (576, 30, 9, 3, 1536),
-    "1b": (2048, 16, 32, 8, 8192),
-    "8b": (4096, 32, 32, 8, 14336),
-}
+STAGES = ("tests", "conformance", "trie", "steps")
+
+#: The core's tests that start no other programs.
+QUICK_TESTS = ("tests/test_batching.py", "tests/test_steps.py", "tests/test_cache.py", "tests/trie")
+
+#: The most tokens in one raw forward, so that a long prefill fits into memory.
+RAW_TOKENS = 1 << 15
+
+#: How much of a prompt contexts have of their own, where they share one: tokens.
+OWN = 4
+
+#: How far rows in float32 may be from the raw model's, nats.
+ATOL = 1e-3
+
+
+@frozen
+class Size:
+    """How much is measured; quick, or all."""
+
+    shapes: str
+    contexts: str
+    lengths: str
+    repeat: int
+    trie_rows: int
+
+
+QUICK = Size("tiny,tiny-gemma2,tiny-mamba,135m", "1,8", "20,100", 5, 8)
+FULL = Size("135m,1b,8b,gemma2,mamba", "1,8,32,128,512", "20,1000", 10, 128)
 
 
 class WideTokenizer(ByteTokenizer):
     """A vocabulary as wide as that of a real model."""
 
-    size = 49_152
-
     def __len__(self) -> int:
-        return self.size
+        return VOCABULARY
 
     def token_bytes(self) -> list[bytes]:
-        return [token_id.to_bytes(3, "big") for token_id in range(self.size)]
+        return [token_id.to_bytes(3, "big") for token_id in range(VOCABULARY)]
 
 
-def llama(shape: str, device: str, dtype: torch.dtype) -> Any:
-    """A Llama of random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    width, layers, heads, kv_heads, inner = SHAPES[shape]
-    config = LlamaConfig(
-        vocab_size=WideTokenizer.size,
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=inner,
-        max_position_embeddings=4096,
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        return LlamaForCausalLM(config).to(dtype).eval()
+def finish(device: str) -> None:
+    """Wait for what is queued on a device."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
 
 
-def seconds(call: Callable[[], object], device: str, repeat: int) -> float:
-    """The median time of a call, with the device's work."""
-    times = []
-    for _ in range(repeat + 1):
-        start = time.perf_counter()
-        call()
-        if device != "cpu":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+def seconds(call: Callable[[], object], device: str) -> float:
+    """How long a call takes, with the device's work."""
+    finish(device)
+    start = time.perf_counter()
+    call()
+    finish(device)
+    return time.perf_counter() - start
 
 
-def step_times(
-    model: Any, device: str, contexts: int, length: int, repeat: int
+def median(call: Callable[[], object], device: str, repeat: int) -> float:
+    """The median time of a call; the first one is not counted."""
+    return statistics.median([seconds(call, device) for _ in range(repeat + 1)][1:])
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+class Raw:
+    """The model as transformers has it, with a cache of its own: the floor."""
+
+    def __init__(self, model: Any, contexts: list[list[int]]) -> None:
+        self._model = model
+        takes = inspect.signature(model.forward).parameters
+        self._is_recurrent = "cache_params" in takes
+        self._name = "cache_params" if self._is_recurrent else "past_key_values"
+        self._cache: Any = None
+        ids = torch.tensor(contexts, device=model.device)
+        # A recurrent model continues its cache by single tokens alone.
+        width = ids.shape[1] if self._is_recurrent else max(RAW_TOKENS // len(ids), 1)
+        for start in range(0, ids.shape[1], width):
+            self.rows = self._forward(ids[:, start : start + width])
+
+    @torch.inference_mode()
+    def _forward(self, ids: torch.Tensor) -> torch.Tensor:
+        options: dict[str, Any] = {} if self._cache is None else {self._name: self._cache}
+        result = self._model(ids, use_cache=True, logits_to_keep=1, **options)
+        self._cache = getattr(result, self._name)
+        rows: torch.Tensor = result.logits[:, -1].float().log_softmax(-1)
+        return rows
+
+    def extend(self, tokens: list[int]) -> None:
+        """One token more for every context."""
+        ids = torch.tensor(tokens, device=self._model.device)[:, None]
+        self.rows = self._forward(ids)
+
+
+def step_figures(
+    model: Any, contexts: int, length: int, repeat: int, *, shared: bool
 ) -> dict[str, float]:
-    """One token for each of some contexts: ours, and transformers' own decode."""
-    generator = torch.Generator().manual_seed(contexts)
-    ids = torch.randint(WideTokenizer.size, (contexts, length), generator=generator)
+    """A step in which each context grows by one token, ours and transformers' own.
+
+    Returns:
+        Milliseconds of both, their ratio, what the core takes of ours for each request
+        (microseconds), and how far any of the rows are apart (nats).
+    """
+    source, device = random.Random(contexts * length), str(model.device)
+
+    def tokens(count: int) -> list[int]:
+        return [source.randrange(VOCABULARY) for _ in range(count)]
+
+    prompt = tokens(length - OWN) if shared else []
+    grown = [prompt + tokens(length - len(prompt)) for _ in range(contexts)]
+    raw, apart = Raw(model, grown), 0.0
+    mine, floor, core = [], [], []
     with AsyncTransformer(model, WideTokenizer(), cache_size=0) as lm:
-        grown = ids.tolist()
-        lm.batch_next_token_logprobs_sync(grown)
+        rows: Any = None
 
         def ours() -> None:
-            for context in grown:
-                context.append(len(context) % WideTokenizer.size)
-            lm.batch_next_token_logprobs_sync(grown)
+            nonlocal rows
+            rows = lm.batch_next_token_logprobs_sync(grown)
 
-        mine = seconds(ours, device, repeat)
-    with torch.inference_mode():
-        cache = model(ids.to(device), use_cache=True).past_key_values
+        def compare() -> float:
+            return max(float((a - b).abs().max()) for a, b in zip(rows, raw.rows, strict=True))
 
-        def raw() -> None:
-            last = torch.zeros(contexts, 1, dtype=torch.long, device=device)
-            logits = model(last, past_key_values=cache, use_cache=True).logits
-            logits[:, -1].float().log_softmax(-1)
+        ours()
+        apart = compare()
+        for _ in range(repeat + 1):  # in turn, so that a busy machine disturbs both
+            new = tokens(contexts)
+            for context, token in zip(grown, new, strict=True):
+                context.append(token)
+            in_engine = lm.stats.engine_seconds
+            mine.append(seconds(ours, device))
+            core.append(mine[-1] - (lm.stats.engine_seconds - in_engine))
+            floor.append(seconds(lambda new=new: raw.extend(new), device))  # type: ignore[misc]
+            apart = max(apart, compare())
+    times = statistics.median(mine[1:]), statistics.median(floor[1:])
+    return {
+        "ours_ms": 1e3 * times[0],
+        "raw_ms": 1e3 * times[1],
+        "times_raw": times[0] / times[1],
+        # On a GPU that is with waiting for the device, which the engine leaves to its callers.
+        "core_us_per_request": 1e6 * statistics.median(core[1:]) / contexts,
+        "rows_apart": apart,
+    }
 
-        floor = seconds(raw, device, repeat)
-    return {"ours_ms": 1e3 * mine, "raw_ms": 1e3 * floor, "times_raw": mine / floor}
+
+# --- the trie -------------------------------------------------------------------------------------
 
 
 def trie_figures(device: str, rows: int, repeat: int) -> dict[str, float]:
-    """Sums over the trie: how much of the weights is read and written in a second, GB."""
+    """Sums over the trie: what of the device's bandwidth they reach, and their relative error in
+    float32."""
     trie = TokenCharacterTrie(WideTokenizer().token_bytes(), device=device)
-    weights = torch.rand(rows, WideTokenizer.size, device=device)
-    took = seconds(lambda: trie.batch_weight_sum(weights), device, repeat)
-    return {"ms": 1e3 * took, "GB_per_s": 4e-9 * rows * (WideTokenizer.size + len(trie)) / took}
+    weights = torch.rand(rows, VOCABULARY, device=device)
+    took = median(lambda: trie.batch_weight_sum(weights, torch.float32), device, repeat)
+    # Read once and written once, which no sum can do without.
+    needed = 4e-9 * rows * (VOCABULARY + len(trie))
+    source = torch.rand(rows, VOCABULARY + len(trie), device=device)
+    target = torch.empty_like(source)
+    copied = median(lambda: target.copy_(source), device, repeat)
+    bandwidth = 2 * 4e-9 * source.numel() / copied
+    sums = trie.batch_weight_sum(weights, torch.float32).double()
+    exact = trie.batch_weight_sum(weights, torch.float64)
+    return {
+        "ms": 1e3 * took,
+        "GB_per_s": needed / took,
+        "copy_GB_per_s": bandwidth,
+        "share_of_copy": needed / took / bandwidth,
+        "relative_error": float(((sums - exact).abs() / exact.clamp_min(1e-300)).max()),
+    }
+
+
+# --- tests and conformance ------------------------------------------------------------------------
+
+
+def tests(device: str, quick: bool) -> bool:
+    """The core's tests, those of the trie on the device too."""
+    chosen = QUICK_TESTS if quick else ("tests",)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
+    environment = os.environ | {"GENLM_TEST_DEVICE": device}
+    return subprocess.run(command, env=environment).returncode == 0
 
 
 def conformance(device: str, dtype: str) -> bool:
@@ -127,48 +225,89 @@ def conformance(device: str, dtype: str) -> bool:
         return subprocess.run([sys.executable, "-c", command, *said]).returncode == 0
 
 
-def main() -> None:
+# --- the command ----------------------------------------------------------------------------------
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--shapes", default="135m,1b,8b", help=f"some of {', '.join(SHAPES)}")
-    parser.add_argument("--contexts", default="1,8,32,128,512")
-    parser.add_argument("--lengths", default="20,1000")
-    parser.add_argument("--repeat", type=int, default=10)
-    parser.add_argument("--no-conformance", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("build/gpu.json"))
+    add = parser.add_argument
+    add("--device", default="cuda")
+    add("--quick", action=argparse.BooleanOptionalAction, help="default on a CPU")
+    add("--stages", default=",".join(STAGES), help="default: %(default)s")
+    add("--shapes", help=f"some of {', '.join(SHAPES)}")
+    add("--contexts", help=f"default: {FULL.contexts}; quick: {QUICK.contexts}")
+    add("--lengths", help=f"default: {FULL.lengths}; quick: {QUICK.lengths}")
+    add("--repeat", type=int, help=f"default: {FULL.repeat}; quick: {QUICK.repeat}")
+    add("--out", type=Path, default=Path("build/gpu.json"))
     options = parser.parse_args()
-    device = options.device
-    if device != "cpu" and not torch.cuda.is_available():
+    options.on_cpu = torch.device(options.device).type == "cpu"
+    if options.quick is None:
+        options.quick = options.on_cpu
+    size = QUICK if options.quick else FULL
+    for name in ("shapes", "contexts", "lengths", "repeat"):
+        if getattr(options, name) is None:
+            setattr(options, name, getattr(size, name))
+    options.trie_rows = size.trie_rows
+    for name, known in (("stages", STAGES), ("shapes", SHAPES)):
+        if unknown := set(getattr(options, name).split(",")) - set(known):
+            parser.error(
+                f"--{name} must be some of {', '.join(known)}; got {', '.join(sorted(unknown))}"
+            )
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    device, on_cpu = options.device, options.on_cpu
+    if not on_cpu and not torch.cuda.is_available():
         print("gpu: skipped, since PyTorch sees no CUDA device; --device cpu tries the same code")
         return
-    name = "CPU" if device == "cpu" else torch.cuda.get_device_name(device)
+    name = "CPU" if on_cpu else torch.cuda.get_device_name(device)
     result: dict[str, Any] = {"device": name, "torch": torch.__version__, "figures": []}
+    # A trie takes "cpu" for NumPy's kernel; with a number it is the one of accelerators.
+    for_trie = "cpu:0" if device == "cpu" else device
 
     def record(**figures: Any) -> None:
         print(json.dumps(figures), flush=True)
         result["figures"].append(figures)
 
-    sound = True
-    if not options.no_conformance:
-        for dtype in ("float32",) if device == "cpu" else ("float32", "bfloat16"):
+    sound, stages = True, options.stages.split(",")
+    if "tests" in stages:
+        sound &= (passed := tests(for_trie, options.quick))
+        record(what="tests", passed=passed)
+    if "conformance" in stages:
+        for dtype in ("float32",) if on_cpu else ("float32", "bfloat16"):
             sound &= (passed := conformance(device, dtype))
             record(what="conformance", dtype=dtype, passed=passed)
-    record(what="trie", rows=128, **trie_figures(device, 128, options.repeat))
-    for shape in options.shapes.split(","):
-        model = llama(shape, device, torch.float32 if device == "cpu" else torch.bfloat16)
-        for length in map(int, options.lengths.split(",")):
-            for contexts in map(int, options.contexts.split(",")):
-                try:
-                    times = step_times(model, device, contexts, length, options.repeat)
-                except torch.OutOfMemoryError:
-                    record(what="step", shape=shape, contexts=contexts, length=length, memory=False)
-                else:
-                    record(what="step", shape=shape, contexts=contexts, length=length, **times)
-        del model
+    if "trie" in stages:
+        rows = options.trie_rows
+        record(what="trie", rows=rows, **trie_figures(for_trie, rows, options.repeat))
+    if "steps" in stages:
+        precision = torch.float32 if on_cpu else torch.bfloat16
+        for shape in options.shapes.split(","):
+            sound &= steps(model_of(shape, device, precision), shape, options, record)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(options.out)
     sys.exit(not sound)
+
+
+def steps(model: Any, shape: str, options: argparse.Namespace, record: Callable[..., None]) -> bool:
+    """Every step of one model; whether its rows in float32 are the raw model's."""
+    sound = True
+    for length in map(int, options.lengths.split(",")):
+        for contexts in map(int, options.contexts.split(",")):
+            for shared in (False, True) if contexts > 1 else (False,):
+                case = {"shape": shape, "contexts": contexts, "length": length, "shared": shared}
+                try:
+                    figures = step_figures(model, contexts, length, options.repeat, shared=shared)
+                except (torch.OutOfMemoryError, EngineError) as error:
+                    record(what="step", **case, failed=f"{type(error).__name__}: {error}")
+                    sound &= isinstance(error, torch.OutOfMemoryError)
+                else:
+                    record(what="step", **case, **figures)
+                    sound &= model.dtype != torch.float32 or figures["rows_apart"] < ATOL
+    return sound
 
 
 if __name__ == "__main__":
