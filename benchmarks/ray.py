@@ -3,10 +3,11 @@
 ``rows at once``: n new contexts in one gather, for each. Ours are answered by two replicas of the
 mock, the floor by the mock in this process, over the vocabulary of the real model.
 ``extend, by affinity`` and ``extend, placed at random``: a step of 16 contexts of 200 tokens over
-two replicas of hf. ``recover``: from the death of one of two replicas, with 64 requests in flight,
-to the last row. ``rows a second of n replicas``: waves of 64 contexts a replica, whose engines take
-20 ms for a batch; the floor is 64 / 20 ms for each replica. The replicas only wait, so this shows
-where the program's own process becomes the limit.
+two replicas of hf. ``recover``: from the death of a replica, with 64 requests in flight, to the
+last row, for x replicas: of two the other one answers, a single one must start again. ``attach``:
+to load a model from a named fleet that runs already. ``rows a second of n replicas``: waves of 64
+contexts a replica, whose engines take 20 ms for a batch; the floor is 64 / 20 ms for each replica.
+The replicas only wait, so this shows where the program's own process becomes the limit.
 """
 
 from __future__ import annotations
@@ -76,11 +77,11 @@ def extend(bench: Bench, case: str) -> None:
         bench.time(case, lambda asked: gather(lm, asked), repeat=8, prepare=grown)
 
 
-def recover(bench: Bench) -> None:
+def recover(bench: Bench, replicas: int) -> None:
     import ray
 
     seconds = []
-    with fleet("mock", "mock", 2, delay=DELAY) as lm:
+    with fleet("mock", "mock", replicas, delay=DELAY) as lm:
         for _ in range(2 if bench.quick else 5):
 
             async def ask(contexts: list[list[int]]) -> None:
@@ -92,7 +93,15 @@ def recover(bench: Bench) -> None:
             began = time.perf_counter()
             asyncio.run(ask(new_contexts(64)))
             seconds.append(time.perf_counter() - began)
-    bench.record("recover", seconds, unit="s")
+    bench.record("recover", seconds, unit="s", x=replicas)
+
+
+def attach(bench: Bench) -> None:
+    from genlm.core import load_model_by_name
+
+    shared = {"backend": "mock", "name": "shared", "resources": {"num_cpus": 0.01}}
+    with load_model_by_name("mock", "ray", shared):
+        bench.time("attach", lambda: load_model_by_name("mock", "ray", shared).close(), unit="s")
 
 
 def scale(bench: Bench) -> None:
@@ -123,7 +132,9 @@ def ours(bench: Bench) -> None:
     Affinity.choose = at_random(choose)  # type: ignore[method-assign]
     extend(bench, "extend, placed at random")
     Affinity.choose = choose  # type: ignore[method-assign]
-    recover(bench)
+    for replicas in (2, 1):
+        recover(bench, replicas)
+    attach(bench)
     scale(bench)
 
 
