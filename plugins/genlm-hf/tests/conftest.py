@@ -27,21 +27,7 @@ from genlm.hf.options import HFOptions
 from genlm.hf.twin import TOKENS as SMALL_TOKENS
 from genlm.hf.twin import small_model, thresholds
 
-TOKENS = 257  # every byte, and the end
-
-SHAPE = {
-    "vocab_size": TOKENS,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 256,
-    "eos_token_id": 256,
-    "pad_token_id": 256,
-}
-
+from .shapes import SHAPE, TOKENS
 
 #: Widths that 4-bit quantisation can cut into its blocks.
 BLOCKS = {"hidden_size": 64, "intermediate_size": 128}

@@ -15,22 +15,11 @@ from genlm.core import Query
 from genlm.hf import store as store_module
 from genlm.hf.reuse import Reuse
 
+from .shapes import LATENT, SHAPE, TOKENS
+
 Contexts = Callable[..., list[tuple[int, ...]]]
 Make = Callable[..., Any]
 
-TOKENS = 257
-SHAPE = {
-    "vocab_size": TOKENS,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 256,
-    "eos_token_id": 256,
-    "pad_token_id": 256,
-}
 MIXED = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8}
 GPT2 = {
     "vocab_size": TOKENS,
@@ -41,21 +30,6 @@ GPT2 = {
     "eos_token_id": 256,
 }
 OLD = {"vocab_size": TOKENS, "hidden_size": 32, "n_layer": 2, "n_head": 4, "eos_token_id": 256}
-DEEPSEEK = {
-    **SHAPE,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 12,
-}
 QWEN3_NEXT = {
     **SHAPE,
     "head_dim": 8,
@@ -105,7 +79,7 @@ FAMILIES = {
     "gemma3, window in some layers": (config("Gemma3Text", **SHAPE, **MIXED), Reuse.SHARED),
     "gpt-oss, sinks": (config("GptOss", **SHAPE, **MIXED, num_local_experts=4), Reuse.SHARED),
     "llama4, chunks": (config("Llama4Text", **LLAMA4), Reuse.SHARED),
-    "deepseek3, latent attention": (config("DeepseekV3", **DEEPSEEK), Reuse.PACKED),
+    "deepseek3, latent attention": (config("DeepseekV3", **LATENT), Reuse.PACKED),
     "mixtral, experts": (config("Mixtral", **SHAPE, num_local_experts=4), Reuse.SHARED),
     "bloom, alibi": (config("Bloom", **OLD), Reuse.UNIFORM),
     "gpt-neo, a window of its own": (

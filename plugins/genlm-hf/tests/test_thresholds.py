@@ -13,39 +13,12 @@ from structlog.testing import capture_logs
 from genlm.core import EngineError, Query
 from genlm.hf.engine import HFEngine
 
+from .shapes import LATENT, SHAPE
+
 Contexts = Callable[..., list[tuple[int, ...]]]
 Make = Callable[..., Any]
 
-SHAPE = {
-    "vocab_size": 257,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 256,
-    "eos_token_id": 256,
-    "pad_token_id": 256,
-}
-LATENT = {
-    **SHAPE,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 12,
-    "index_topk": 20,
-    "index_n_heads": 2,
-    "index_head_dim": 16,
-}
+SPARSE = {**LATENT, "index_topk": 20, "index_n_heads": 2, "index_head_dim": 16}
 TUNED = {
     **SHAPE,
     "head_dim": 8,
@@ -60,8 +33,8 @@ TUNED = {
 #: The configuration, and the length beyond which attention changes.
 THRESHOLDS = {
     "llama4, temperature": ("Llama4Text", TUNED, 20),
-    "deepseek 3.2, best positions": ("DeepseekV32", LATENT, 20),
-    "glm-moe-dsa, best positions": ("GlmMoeDsa", LATENT, 20),
+    "deepseek 3.2, best positions": ("DeepseekV32", SPARSE, 20),
+    "glm-moe-dsa, best positions": ("GlmMoeDsa", SPARSE, 20),
     "mistral, window": ("Mistral", {**SHAPE, "sliding_window": 20}, 20),
     "qwen2, a window that is switched off": (
         "Qwen2",

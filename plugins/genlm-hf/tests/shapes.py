@@ -1,0 +1,35 @@
+"""Shapes of tiny models."""
+
+from __future__ import annotations
+
+TOKENS = 257  # every byte, and the end
+
+SHAPE = {
+    "vocab_size": TOKENS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 256,
+    "eos_token_id": 256,
+    "pad_token_id": 256,
+}
+
+#: Keys and values from a latent, and experts.
+LATENT = {
+    **SHAPE,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}
