@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -15,25 +13,7 @@ from genlm.mlx.loading import load
 from genlm.mlx.pool import Pool
 from genlm.mlx.runner import Runner
 
-Key = tuple[int, ...]
-
-
-class Watched:
-    """A model that notes how many positions each forward pass has, and fails when told to."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.forwards: list[int] = []
-        self.failing = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def __call__(self, tokens: mx.array, **options: Any) -> mx.array:
-        if self.failing:
-            raise RuntimeError("a forward pass failed")
-        self.forwards.append(tokens.size)
-        return self._model(tokens, **options)
+from .watched import Key, Watched, keys_of
 
 
 class Tried:
@@ -58,12 +38,6 @@ class Tried:
 @pytest.fixture
 def llama(folders: Callable[[str], Path]) -> Tried:
     return Tried(folders("llama"))
-
-
-def keys_of(n: int, length: int, seed: int = 0) -> list[Key]:
-    """Keys of the base model."""
-    rng = random.Random(seed)
-    return [(0, *(rng.randrange(256) for _ in range(length))) for _ in range(n)]
 
 
 def test_a_step_costs_one_token_per_context(llama: Tried) -> None:

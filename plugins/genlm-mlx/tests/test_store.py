@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -15,30 +14,12 @@ from genlm.mlx.loading import load
 from genlm.mlx.runner import Runner
 from genlm.mlx.store import Store
 
-Key = tuple[int, ...]
+from .watched import Key, Watched, keys_of
+
 Folders = Callable[[str], Path]
 
 #: Rows are those of cold contexts up to this much.
 CLOSE = 1e-4
-
-
-class Watched:
-    """A model that notes how many tokens each forward pass has, and fails when told to."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.forwards: list[int] = []
-        self.failing = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def __call__(self, tokens: mx.array, **options: Any) -> mx.array:
-        logits = self._model(tokens, **options)
-        if self.failing:  # when all layers have been asked to write
-            raise RuntimeError("a forward pass failed")
-        self.forwards.append(tokens.size)
-        return logits
 
 
 class Tried:
@@ -71,12 +52,6 @@ def _rows(logits: mx.array) -> mx.array:
 @pytest.fixture
 def llama(folders: Folders) -> Tried:
     return Tried(folders("llama"))
-
-
-def keys_of(n: int, length: int, seed: int = 0) -> list[Key]:
-    """Keys of the base model."""
-    rng = random.Random(seed)
-    return [(0, *(rng.randrange(256) for _ in range(length))) for _ in range(n)]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "yarn"])
