@@ -15,6 +15,15 @@ from genlm.ray.options import RayOptions
 from genlm.ray.wire import Description
 
 
+class Clock:
+    """Time as the test has it."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 class RayError(Exception):
     """A replica has died, says Ray."""
 
@@ -59,7 +68,8 @@ class FakeRay:
         TaskCancelledError=type("TaskCancelledError", (RayError,), {}),
     )
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
         self.actors: list[Actor] = []
 
     def remote(self, cls: type) -> Any:
@@ -72,14 +82,10 @@ class FakeRay:
     def kill(self, actor: Actor) -> None:
         pass
 
-
-class Clock:
-    """Time as the test has it."""
-
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
+    def wait(self, references: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        done = [each for each in references if each.future().done()]
+        self.clock.now += 0.0 if done else timeout
+        return done, [each for each in references if each not in done]
 
 
 @pytest.fixture
@@ -89,13 +95,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def fleet_of_one() -> tuple[FakeRay, Fleet]:
-    ray = FakeRay()
+def fleet_of_one(clock: Clock) -> tuple[FakeRay, Fleet]:
+    ray = FakeRay(clock)
     return ray, Fleet(ray, "mock", RayOptions(replicas=1, start_timeout=600.0))
 
 
 def test_replicas_that_are_away_for_too_long_are_a_clear_error(clock: Clock) -> None:
-    ray, fleet = fleet_of_one()
+    ray, fleet = fleet_of_one(clock)
     fleet.wake()
     fleet.step([Query((1, 2))], [])
     ray.actors[0].asked["rows"][0].set_exception(RayError("it was killed"))
@@ -107,7 +113,7 @@ def test_replicas_that_are_away_for_too_long_are_a_clear_error(clock: Clock) -> 
 
 
 def test_a_replica_that_stays_silent_counts_as_dead(clock: Clock) -> None:
-    ray, fleet = fleet_of_one()
+    ray, fleet = fleet_of_one(clock)
 
     def step(seconds: float) -> None:
         clock.now += seconds
@@ -126,3 +132,12 @@ def test_a_replica_that_stays_silent_counts_as_dead(clock: Clock) -> None:
         assert len(ray.actors) == 1, "it had answered"
     step(PULSE)
     assert len(ray.actors) == 2
+
+
+def test_a_change_of_state_does_not_wait_for_ever_for_a_replica_that_hangs(clock: Clock) -> None:
+    """It counts as dead, and has the new state when it starts again."""
+    ray, fleet = fleet_of_one(clock)
+    fleet.clear()
+    assert len(ray.actors[0].asked["clear"]) == 1
+    assert len(ray.actors) == 2
+    assert clock.now <= (SILENT + 2) * PULSE

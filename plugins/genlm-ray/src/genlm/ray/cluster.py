@@ -103,6 +103,6 @@ def require_listener(address: str) -> None:
 
 def no_cluster(address: str, error: Exception) -> BackendUnavailableError:
     return BackendUnavailableError(
-        f"no Ray cluster answers at {address!r} ({error}); start one with `ray start --head`, or "
-        "leave the address out"
+        f"no Ray cluster answers at {address!r} ({error}); start one with `ray start --head`, give "
+        "its token in RAY_AUTH_TOKEN if it asks for one, or leave the address out"
     )
