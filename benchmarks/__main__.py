@@ -20,7 +20,17 @@ from benchmarks.report import write_report
 
 FOLDER = Path(__file__).resolve().parent
 SIDES = ("floor", "ours", "theirs")
-NOT_WORKLOADS = {"__init__", "clients", "__main__", "cases", "plots", "protocol", "report", "steps"}
+NOT_WORKLOADS = {
+    "__init__",
+    "clients",
+    "parts",
+    "__main__",
+    "cases",
+    "plots",
+    "protocol",
+    "report",
+    "steps",
+}
 
 
 def main() -> None:

@@ -5,10 +5,12 @@ expression `[a-z ,.]*` of bytes; particles are resampled when their effective nu
 half. *Importance sampling*: 256 continuations of 8 tokens, drawn from the model at temperature 1.3
 and weighed by the model itself. The code is the same on both sides and asks as the library's users
 do, one coroutine for each particle. *genlm-control*, *genlm-bytes* and *llamppl* are programs of
-these libraries, which were written for genlm-backend: see `benchmarks/clients.py`. Their time is
-CPU time, with that of the libraries' own Python. *llamppl, without its Python* is what remains when
-the time of a second run is taken off, which finds every row in the output cache. Its floor is the
-forward passes alone, one for each length, written by hand with transformers.
+these libraries, which were written for genlm-backend, two of each: behind a few words, and behind
+a prompt of 100 to 200 tokens. See `benchmarks/clients.py`. Their time is CPU time; imports, loading
+and a first short run are not counted. *Without its Python* is what remains when the library's own
+time is taken off, which is that of a second run that gets the rows of the first one at no cost. The
+floor is the forward passes alone: batches of the same contexts in raw transformers, each on a
+key/value cache that is there already.
 """
 
 from __future__ import annotations
@@ -17,19 +19,20 @@ import asyncio
 import math
 import random
 import re
+import statistics
 import time
-from collections.abc import Iterable
 from typing import Any
 
-from benchmarks import clients
+from benchmarks import clients, parts
 from benchmarks.protocol import Bench, main
 
 PLUGIN = "clients"
 PEER = ["genlm-backend==0.3.1", "genlm-bytes==0.2.0", "genlm-control==0.4.1", "llamppl==0.2.3"]
 
 PROMPT = "Once upon a time there was a"
-#: What llamppl's program costs beyond its own Python.
-WITHOUT_PYTHON = "llamppl, without its Python"
+#: What a client's program costs by itself, and beyond that.
+PYTHON = "{}: its Python"
+WITHOUT_PYTHON = "{}: without its Python"
 
 LANGUAGE = re.compile(rb"[a-z ,.]*")
 
@@ -39,10 +42,7 @@ def ours(bench: Bench) -> None:
 
     with load_model_by_name(bench.model, backend="hf") as lm:
         measure(bench, lm, lm.clear_kv_cache, lm.clear_cache)
-    lm = clients.load(bench.model)
-    measure_clients(bench, lm)
-    cold, again = (cpu_of_llamppl(bench, lm, fresh) for fresh in (True, False))
-    bench.record(WITHOUT_PYTHON, cold - again, unit="s")
+    measure_clients(bench)
 
 
 def theirs(bench: Bench) -> None:
@@ -53,22 +53,18 @@ def theirs(bench: Bench) -> None:
     options = {"torch_dtype": torch.float32, "device_map": "cpu"}
     lm = AsyncTransformer.from_name(bench.model, hf_opts=options, batch_size=256)
     measure(bench, lm, lm.clear_cache)
-    measure_clients(bench, clients.load(bench.model))
+    measure_clients(bench)
 
 
 def floor(bench: Bench) -> None:
-    lm = clients.load(bench.model)
-    asked: list[list[int]] = []
-    row_of = lm.next_token_logprobs
-
-    def recorded(token_ids: list[int], **options: Any) -> Any:
-        asked.append(list(token_ids))
-        return row_of(token_ids, **options)
-
-    lm.next_token_logprobs = recorded
-    cpu_of_llamppl(bench, lm)
-    seconds = [cpu_of_forwards(lm.underlying_model, asked) for _ in range(2)]
-    bench.record(WITHOUT_PYTHON, seconds[1:], unit="s")
+    batches = parts.batches_of()
+    lm = clients.load(bench.model, wrappers=[batches])
+    for name in clients.PROGRAMS:
+        batches.contexts.clear()
+        clients.run(name, lm, seed=0, quick=bench.quick)
+        forwards = parts.forwards_of(batches.contexts)
+        seconds = [parts.cpu_of_forwards(lm.underlying_model, forwards) for _ in range(2)]
+        bench.record(WITHOUT_PYTHON.format(name), seconds[1:], unit="s")
 
 
 def measure(bench: Bench, lm: Any, *resets: Any) -> None:
@@ -86,40 +82,20 @@ def measure(bench: Bench, lm: Any, *resets: Any) -> None:
         bench.record(case, drawn / seconds, unit="tokens/s")
 
 
-def measure_clients(bench: Bench, lm: Any) -> None:
+def measure_clients(bench: Bench) -> None:
+    lm = clients.load(bench.model)
     for name in clients.PROGRAMS:
-        done = clients.run(name, lm, seed=0, quick=bench.quick)
+        clients.run(name, lm, seed=1, quick=True)
+        rows = parts.Rows(lm)
+        with rows.recorded():
+            done = clients.run(name, lm, seed=0, quick=bench.quick)
+        with rows.played_back():
+            again = [clients.run(name, lm, seed=0, quick=bench.quick) for _ in range(3)]
+        assert all(run["texts"] == done["texts"] for run in again)
+        python = statistics.median(run["cpu"] for run in again)
         bench.record(name, done["cpu"], unit="s")
-        bench.note(f"{name}: log weight {done['log_z']:.3f}, {done['n']} tokens or bytes")
-
-
-def cpu_of_llamppl(bench: Bench, lm: Any, fresh: bool = True) -> float:
-    cpu: float = clients.run("llamppl", lm, 0, bench.quick, fresh)["cpu"]
-    return cpu
-
-
-def cpu_of_forwards(model: Any, asked: Iterable[list[int]]) -> float:
-    """CPU seconds of the forward passes for these contexts, of which each extends one of the length
-    before: a pass for each length, and the key/value state of the parents."""
-    import torch
-
-    levels: dict[int, list[tuple[int, ...]]] = {}
-    for ids in dict.fromkeys(map(tuple, asked)):
-        levels.setdefault(len(ids), []).append(ids)
-    prompt = levels[min(levels)][0][:-1]
-    later = sorted(levels.items())
-    began = time.process_time()
-    with torch.inference_mode():
-        done = model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
-        places = {prompt: 0}
-        done.logits[:, -1].float().log_softmax(-1)
-        for _, level in later:
-            done.past_key_values.reorder_cache(torch.tensor([places[ids[:-1]] for ids in level]))
-            last = torch.tensor([[ids[-1]] for ids in level])
-            done = model(last, past_key_values=done.past_key_values, logits_to_keep=1)
-            done.logits[:, -1].float().log_softmax(-1)
-            places = {ids: place for place, ids in enumerate(level)}
-    return time.process_time() - began
+        bench.record(PYTHON.format(name), [run["cpu"] for run in again], unit="s")
+        bench.record(WITHOUT_PYTHON.format(name), done["cpu"] - python, unit="s")
 
 
 async def smc(lm: Any, prompt: list[int], n: int, tokens: int) -> tuple[int, float]:
