@@ -154,9 +154,9 @@ def test_an_old_version_installed_over_this_one_is_noticed(tmp_path: Path) -> No
     (package / "__init__.py").write_text("from .llm import AsyncLM\n")
     (package / "llm" / "__init__.py").write_text("from ..cache import OutputCache as AsyncLM\n")
     (package / "cache.py").write_text("class OutputCache: pass\n")
-    assert "genlm-backend 0.3.1 is installed over" in what_importing_says(tmp_path)
+    assert "genlm-backend 0.3.1 and 0.4.0 are both installed in" in what_importing_says(tmp_path)
     shutil.rmtree(tmp_path / "genlm_backend-0.4.0.dist-info")
-    assert "genlm-backend 0.3.1 is installed over" in what_importing_says(tmp_path)
+    assert "genlm-backend 0.3.1 and 0.4.0 are both installed in" in what_importing_says(tmp_path)
     shutil.rmtree(tmp_path / "genlm_backend-0.3.1.dist-info")
     assert what_importing_says(tmp_path) == ""
 

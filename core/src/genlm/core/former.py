@@ -17,6 +17,7 @@ LM: Mapping[str, str] = {
     "llm_engine": _LOADED,
     "mlx_lm_model": _LOADED,
     "model": _LOADED,
+    "prefill_step_size": _LOADING.format("prefill_step_size"),
     "queries": _BATCHING,
     "release_all": "lm.clear_kv_cache() drops the state of every context",
     "timeout": _LOADING.format("timeout"),

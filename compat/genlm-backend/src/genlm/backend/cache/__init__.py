@@ -1,5 +1,5 @@
-"""The output cache. A package, because 0.3 has a module of this name: where 0.3 was installed over
-this distribution, Python takes this package before that module, and it says what is wrong."""
+"""The output cache. A package, because 0.3 has a module of this name: where 0.3 lies in the same
+folder, Python takes this package before that module, and it says what is wrong."""
 
 from importlib.metadata import distributions
 from pathlib import Path
@@ -11,7 +11,7 @@ _others = {one.version for one in distributions(name="genlm-backend", path=[str(
 _others.discard(VERSION)
 if _others:
     raise ImportError(
-        f"genlm-backend {', '.join(sorted(_others))} is installed over genlm-backend {VERSION} in "
+        f"genlm-backend {', '.join(sorted(_others))} and {VERSION} are both installed in "
         f"{_folder}. Run `pip uninstall genlm-backend` until it finds nothing more, then install "
         "the one that you want"
     )

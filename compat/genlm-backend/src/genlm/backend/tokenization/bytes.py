@@ -13,11 +13,5 @@ def get_byte_vocab(tokenizer: Any) -> list[bytes]:
     return [token.byte_string for token in decode_vocab(tokenizer)[0]]
 
 
-__getattr__ = former(
-    __name__,
-    {
-        "check_byte_decoder": ONE_DECODER,
-        "get_byte_tokens_from_byte_decoder": ONE_DECODER,
-        "get_byte_tokens_from_sp": ONE_DECODER,
-    },
-)
+GONE = ("check_byte_decoder", "get_byte_tokens_from_byte_decoder", "get_byte_tokens_from_sp")
+__getattr__ = former(__name__, dict.fromkeys(GONE, ONE_DECODER))
