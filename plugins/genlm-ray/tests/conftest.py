@@ -23,6 +23,8 @@ def cluster() -> Iterator[Any]:
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray starts its workers with niceness 15. Beside a busy neighbour they would hardly run.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
         "local",
         num_cpus=32,
