@@ -393,9 +393,9 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """Conformance, the trie and quick figures on a GPU: nox -s gpu -- --shapes 135m,1b.
+    """Tests, conformance and figures on a GPU: nox -s gpu -- --shapes 135m,1b.
 
-    Without a GPU it says so and does nothing; --device cpu tries the same code.
+    Without a GPU it says so and does nothing; --device cpu tries the same code, in a few minutes.
     """
     prepare(session)
     programs = environment_of(session, "hf")

@@ -210,9 +210,9 @@ def tests(device: str, quick: bool) -> bool:
 
 
 def conformance(device: str, dtype: str) -> bool:
-    """The suite on a small random model."""
+    """The suite on a small random model with two adapters."""
     from tools.smollm2 import default_folder
-    from tools.soak import write_tiny_model
+    from tools.soak import write_adapter, write_tiny_model
 
     if not default_folder().exists():
         print("gpu: no tokenizer for conformance; run tools/smollm2.py", file=sys.stderr)
@@ -222,6 +222,9 @@ def conformance(device: str, dtype: str) -> bool:
         command = "import sys; from genlm.core.cli import main; sys.exit(main())"
         said = ["conformance", "hf", "--model", model, "--dtype", dtype, "--quick"]
         said += ["--option", f'device="{device}"', "--option", f'dtype="{dtype}"']
+        for seed, adapter in enumerate("ab"):
+            path = write_adapter(model, Path(folder) / adapter, seed)
+            said += ["--adapter", f"{adapter}={path}"]
         return subprocess.run([sys.executable, "-c", command, *said]).returncode == 0
 
 
