@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import __main__ as command
 from benchmarks.cases import changes
+from benchmarks.parts import Rows, forwards_of
+from genlm.core import MockAsyncLM
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
@@ -101,3 +105,28 @@ def test_what_was_measured_on_another_day_stays_in_the_report(
     found = {run["workload"]: run["date"] for run in json.loads(file.read_text())["runs"]}
     assert found == {"steps": "2026-01-01", "trie": "new"}
     assert reported == [json.loads(file.read_text())]
+
+
+def test_the_forward_passes_of_a_program_have_its_batches_and_its_new_tokens() -> None:
+    batches = [[(1, 2, 3)], [(1, 2, 3, 4), (1, 2, 3, 5)], [(1, 2, 3, 5, 6, 7), (8,)]]
+    assert forwards_of(batches) == [(1, 0, 3), (2, 3, 1), (1, 4, 2), (1, 0, 1)]
+
+
+def test_rows_that_are_played_back_are_those_that_were_recorded() -> None:
+    with MockAsyncLM() as lm:
+        rows = Rows(lm)
+
+        async def program() -> list[torch.Tensor]:
+            first = await asyncio.gather(*(lm.next_token_logprobs([i]) for i in range(3)))
+            several = await lm.batch_next_token_logprobs([[4], [5]])
+            return [*first, *several, lm.next_token_logprobs_sync([6])]
+
+        with rows.recorded():
+            recorded = asyncio.run(program())
+        asked = lm.stats.questions
+        with rows.played_back():
+            assert all(map(torch.equal, recorded, asyncio.run(program())))
+            with pytest.raises(KeyError):
+                lm.next_token_logprobs_sync([7])
+        assert lm.stats.questions == asked
+        assert torch.equal(lm.next_token_logprobs_sync([6]), recorded[-1])
