@@ -29,6 +29,12 @@ class Hooked(HFEngine):
         raise NotImplementedError
 
 
+class Batched(HFEngine):
+    """Is asked for one batch after the other, as the engines were whose bugs these are."""
+
+    genlm_step = None
+
+
 def rotary_of(model: Any) -> Any:
     return next(module for name, module in model.named_modules() if name.endswith("rotary_emb"))
 
@@ -167,7 +173,7 @@ class MergedAndNotQuiteUnmerged(HFEngine):
         return removed
 
 
-class UnknownNamesAreTheBase(HFEngine):
+class UnknownNamesAreTheBase(Batched):
     """In a batch with two adapters, rows of the second are computed as the base model's.
 
     https://github.com/huggingface/peft/pull/2090
@@ -202,7 +208,7 @@ class ScoresWithoutTheAdapter(HFEngine):
         )
 
 
-class AdapterSwitchLost(HFEngine):
+class AdapterSwitchLost(Batched):
     """After an exception in a batch with an adapter, the adapter stays on for the base's rows.
 
     https://github.com/huggingface/peft/issues/2270
@@ -267,7 +273,7 @@ class WorkerOutlivesTheModel(HFEngine):
         threading.Thread(target=threading.Event().wait, daemon=True, name="worker").start()
 
 
-class OutputInTheGraphsBuffer(HFEngine):
+class OutputInTheGraphsBuffer(Batched):
     """Rows are views of one buffer that the next batch of the same size overwrites.
 
     https://github.com/sgl-project/sglang/pull/29779
