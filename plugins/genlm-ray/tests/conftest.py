@@ -123,8 +123,11 @@ class Gate:
         self._open = asyncio.Event()
         self._changed = asyncio.Condition()
         self._held: list[int] = []
+        self._turn = 0
 
-    async def hold(self, pid: int) -> None:
+    async def hold(self, turn: int, pid: int) -> None:
+        if turn != self._turn:  # of a test that is over
+            return
         async with self._changed:
             self._held.append(pid)
             self._changed.notify_all()
@@ -139,6 +142,13 @@ class Gate:
     async def open(self) -> None:
         self._open.set()
 
+    async def close(self) -> int:
+        """For another test; its number."""
+        self._open.clear()
+        self._held.clear()
+        self._turn += 1
+        return self._turn
+
 
 @define
 class Held:
@@ -146,14 +156,15 @@ class Held:
 
     ray: Any
     actor: Any
+    turn: int
 
     @property
     def on_batch(self) -> Callable[[Any], None]:
         """For the mock's option of that name."""
-        actor, ray = self.actor, self.ray
+        actor, ray, turn = self.actor, self.ray, self.turn
 
         def hold(queries: Any) -> None:
-            ray.get(actor.hold.remote(os.getpid()))
+            ray.get(actor.hold.remote(turn, os.getpid()))
 
         return hold
 
@@ -165,9 +176,14 @@ class Held:
         self.ray.get(self.actor.open.remote(), timeout=PATIENCE)
 
 
+@pytest.fixture(scope="session")
+def gatekeeper(cluster: Any) -> Any:
+    return cluster.remote(Gate).options(num_cpus=0, max_concurrency=100).remote()
+
+
 @pytest.fixture
-def gate(cluster: Any) -> Iterator[Held]:
-    held = Held(cluster, cluster.remote(Gate).options(num_cpus=0, max_concurrency=100).remote())
+def gate(cluster: Any, gatekeeper: Any) -> Iterator[Held]:
+    turn = cluster.get(gatekeeper.close.remote(), timeout=PATIENCE)
+    held = Held(cluster, gatekeeper, turn)
     yield held
     held.open()
-    cluster.kill(held.actor)

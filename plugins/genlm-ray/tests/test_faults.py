@@ -245,8 +245,11 @@ class Steps:
         return (yield)
 
 
-def test_a_fleet_at_work_does_not_poll(fleet: Fleet, gate: Held) -> None:
+def test_a_fleet_at_work_does_not_poll(
+    fleet: Fleet, gate: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While the replicas work, the engine thread waits: one step sends, another takes the rows."""
+    monkeypatch.setattr("genlm.ray.fleet.PULSE", 1e6)  # a ping is a step too
     steps = Steps()
     lm = fleet(replicas=1, backend_opts={"on_batch": gate.on_batch}, wrappers=[steps])
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -256,7 +259,7 @@ def test_a_fleet_at_work_does_not_poll(fleet: Fleet, gate: Held) -> None:
             gate.wait_held(1)
         gate.open()
         asking.result(PATIENCE)
-    assert steps.count <= 20  # a ping every ten seconds, on a slow machine
+    assert steps.count <= 20
 
 
 @pytest.mark.parametrize(("name", "seeds"), [(None, (0, 1)), ("campaign", (2,))])
@@ -265,6 +268,8 @@ def test_a_campaign_of_kills_loses_nothing(
 ) -> None:
     """Replicas are killed at random while rows are asked in waves."""
     lm = fleet(replicas=3, backend_opts={"continuous": True, "steps": 2}, name=name)
+    victims = [0, 1, 2] * 3  # a replica that is lost three times while it loads is given up
+    random.Random(seeds[0]).shuffle(victims)
 
     async def waves(seed: int) -> None:
         source = random.Random(seed)
@@ -273,7 +278,7 @@ def test_a_campaign_of_kills_loses_nothing(
             asking = asyncio.ensure_future(ask(lm, asked))
             for _ in range(source.randint(1, 2)):
                 await asyncio.sleep(0)
-                cluster.kill(source.choice(lm.underlying_model))
+                cluster.kill(lm.underlying_model[victims.pop()])
             check(await asking, asked)
 
     for seed in seeds:
