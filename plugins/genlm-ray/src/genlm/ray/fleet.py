@@ -165,9 +165,9 @@ class Fleet:
         """Take newcomers, and wait until something is answered or :meth:`wake` is called."""
         for request in dropped:
             self._drop(request)
-        for request in newcomers:
-            job = self._flying[request] = Job(request)
-            self._place(job)
+        jobs = [Job(request) for request in newcomers]
+        self._flying.update((job.request, job) for job in jobs)
+        self._place(jobs)
         self._send()
         if self._flying and not self._answers:
             self._wait()
@@ -230,17 +230,25 @@ class Fleet:
 
     # --- placing and sending ----------------------------------------------------------------------
 
-    def _place(self, job: Job) -> None:
-        """Put a request into the queue of a replica."""
+    def _place(self, jobs: Iterable[Job]) -> None:
+        """Put requests into the queues of replicas."""
+        loads: dict[Member, int] = {}
+        for job in jobs:
+            loads = loads or self._loads()  # counted once, for it takes a look at every replica
+            member = min(loads, key=loads.__getitem__) if job.suspect else None
+            member = member or self._affinity.choose(job.query, loads)
+            member.waiting.append(job)
+            loads[member] += 1
+
+    def _loads(self) -> dict[Member, int]:
+        """How many requests each replica has that may be given more."""
         there = [m for m in self._members if m.ready] or [m for m in self._members if m.actor]
         if not there:
             raise EngineDeadError(
                 f"all {len(self._members)} replicas are lost, and none could be started again; "
                 "load the model again"
             )
-        loads = {member: member.load() for member in there}
-        member = min(loads, key=loads.__getitem__) if job.suspect else None
-        (member or self._affinity.choose(job.query, loads)).waiting.append(job)
+        return {member: member.load() for member in there}
 
     def _send(self) -> None:
         for member in self._members:
@@ -324,7 +332,7 @@ class Fleet:
             return
         error = future.exception()
         if isinstance(error, self._ray.exceptions.TaskCancelledError):
-            self._again(job for job in call.jobs if job.request in self._flying)
+            self._place(job for job in call.jobs if job.request in self._flying)
         elif isinstance(error, (self._ray.exceptions.RayTaskError, EngineDeadError)):
             self._failed(member, call, cause_of(error))
         elif error is not None:
@@ -368,7 +376,7 @@ class Fleet:
         else:  # such as an object store without room for so many rows
             for job in call.jobs:
                 job.losses = 2
-            self._again(call.jobs)
+            self._place(call.jobs)
 
     # --- replicas that come and go ----------------------------------------------------------------
 
@@ -433,7 +441,7 @@ class Fleet:
         for job in again:
             if job.deaths >= DEATHS:
                 self._answer(job, died_of(job, error))
-        self._again(job for job in again if job.deaths < DEATHS)
+        self._place(job for job in again if job.deaths < DEATHS)
 
     def _replace(self, member: Member) -> None:
         waiting, member.waiting = member.waiting, deque()
@@ -445,11 +453,7 @@ class Fleet:
             self._start(member)
         else:
             member.actor = None
-        self._again(waiting)
-
-    def _again(self, jobs: Iterable[Job]) -> None:
-        for job in jobs:
-            self._place(job)
+        self._place(waiting)
 
     # --- state on every replica: called while nothing is in flight --------------------------------
 
