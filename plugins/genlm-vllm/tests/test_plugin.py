@@ -75,7 +75,7 @@ def test_options_that_are_refused(options, said, tmp_path):
 
 
 @needs_vllm
-@pytest.mark.parametrize("version", ["0.27.1", "0.33.0", "1.0.0", "dev"])
+@pytest.mark.parametrize("version", ["0.27.1", "0.34.0", "1.0.0", "dev"])
 def test_other_versions_of_vllm_are_refused_by_name(monkeypatch, version):
     import vllm
 

@@ -27,7 +27,7 @@ from genlm.core.types import Adapter
 
 TokenIds = tuple[int, ...]
 
-OLDEST, NEWEST = (0, 28), (0, 32)
+OLDEST, NEWEST = (0, 28), (0, 33)
 SUPPORTED = f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
 
 PROCESS_SWITCH = "VLLM_ENABLE_V1_MULTIPROCESSING"
