@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import threading
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -90,3 +93,32 @@ def test_an_engine_that_fails_is_found(tmp_path: Path, capsys: pytest.CaptureFix
     given = arguments(tmp_path, option=[("wrappers", [Losing()])], minutes=1.0)
     assert not soak.soak(given, ADAPTERS)
     assert "EngineError" in capsys.readouterr().out
+
+
+def test_two_workers_of_one_loop_may_load_another_model_at_once(tmp_path: Path) -> None:
+    one = soak.Soak(arguments(tmp_path), ADAPTERS)
+    operation = soak.Operation(0, "second", [[1, 2, 3]], None, 0, False)
+
+    async def both() -> None:
+        await asyncio.gather(one.do_second(one.lm, operation), one.do_second(one.lm, operation))
+
+    # A thread that may hang without holding up the tests.
+    thread = threading.Thread(target=asyncio.run, args=(both(),), daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    assert not thread.is_alive(), "the event loop waits for itself"
+    assert one.counts["rows"] == 2
+    one.lm.close()
+
+
+def test_loops_that_hang_themselves_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noticed = threading.Event()
+    monkeypatch.setattr(soak.Soak, "thread", lambda *given: noticed.wait(60))
+    monkeypatch.setattr(soak, "PATIENCE", 0.0)
+    monkeypatch.setattr(soak, "end_stuck", lambda one: noticed.set())
+    one = soak.Soak(arguments(tmp_path), ADAPTERS)
+    soak.one_round(one, 0, time.monotonic())
+    assert noticed.is_set()
+    one.lm.close()

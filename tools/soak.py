@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import faulthandler
 import gc
 import json
 import os
@@ -268,11 +269,10 @@ class Soak:
             return
 
         def ask() -> None:
-            with self.load() as second:
+            with self.loading, self.load() as second:
                 self.check_row(second, second.next_token_logprobs_sync(operation.contexts[0]))
 
-        with self.loading:
-            await asyncio.to_thread(ask)
+        await asyncio.to_thread(ask)
 
     async def do_reload(self, lm: AsyncLM, operation: Operation) -> None:
         """Close the model while others use it, and load it again."""
@@ -444,16 +444,29 @@ def one_round(one: Soak, number: int, start: float) -> list[int]:
     for thread in threads:
         thread.start()
     told = time.monotonic()
+    ended, since = one.ended, told
     while any(thread.is_alive() for thread in threads):
         threads[0].join(timeout=1.0)
         for thread in threads[1:]:
             thread.join(timeout=0.01)
         memory.append(resident())
+        if one.ended != ended:
+            ended, since = one.ended, time.monotonic()
+        elif time.monotonic() > since + 2 * PATIENCE:
+            end_stuck(one)
         if time.monotonic() > told + PROGRESS:
             told = time.monotonic()
             minutes = (told - start) / 60
             print(f"{minutes:.1f} minutes: {one.asked:,} requests", file=sys.stderr, flush=True)
     return memory
+
+
+def end_stuck(one: Soak) -> None:
+    """End the process: nothing ends, and no event loop says so, so they hang themselves."""
+    faulthandler.dump_traceback()
+    asked = one.asked
+    print(f"soak: after {asked:,} requests the event loops hang; see the threads above", flush=True)
+    os._exit(1)
 
 
 def finish(one: Soak) -> None:
