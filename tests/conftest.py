@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from genlm.core import MockAsyncLM, Query
+from tools import any_speed  # noqa: F401
 
 #: How long a test waits for what must happen before it says that it did not, seconds.
 PATIENCE = 30.0

@@ -26,6 +26,7 @@ from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
 from genlm.hf.twin import TOKENS as SMALL_TOKENS
 from genlm.hf.twin import small_model, thresholds
+from tools import any_speed  # noqa: F401
 
 from .shapes import SHAPE, TOKENS
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from genlm.core.types import Query, Request, SampleRequest, SamplingParams, ScoreRequest
+from tools import any_speed  # noqa: F401
 
 MiB = 1 << 20
 
