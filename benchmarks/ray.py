@@ -83,16 +83,19 @@ def recover(bench: Bench, replicas: int) -> None:
     seconds = []
     with fleet("mock", "mock", replicas, delay=DELAY) as lm:
         for _ in range(2 if bench.quick else 5):
+            one = lm.underlying_model[0]
 
-            async def ask(contexts: list[list[int]]) -> None:
+            async def ask(contexts: list[list[int]], one: Any = one) -> None:
                 rows = [asyncio.ensure_future(lm.next_token_logprobs(ids)) for ids in contexts]
                 await asyncio.sleep(DELAY / 2)
-                ray.kill(lm.underlying_model[0])
+                ray.kill(one)
                 await asyncio.gather(*rows)
 
             began = time.perf_counter()
             asyncio.run(ask(new_contexts(64)))
             seconds.append(time.perf_counter() - began)
+            while lm.underlying_model[0] is one:  # its death is noticed at the next request
+                gather(lm, new_contexts(1))
             loads = lm.underlying_model[0].load
             ray.get(loads.remote("mock", "mock", {"delay": DELAY}, {}, []))  # it is there again
     bench.record("recover", seconds, unit="s", x=replicas)
