@@ -1,7 +1,8 @@
 """n contexts behind one prompt through transformers, in CPU time with one thread.
 
 ``shared``: each grows by a token in every step. ``resample``: and every ten steps their parents are
-chosen anew, with repetition; 0 is without. Memory is what the process has more than before.
+chosen anew, with repetition; 0 is without. Memory is what the process has more than once the model
+is loaded, with what the cases before left to the allocator.
 
 The floor is raw transformers: one ``model(...)`` on a prepared cache with a copy of the prompt for
 every context, and log-softmax. Its first step is the prefill of one prompt and such a step.

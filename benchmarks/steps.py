@@ -181,14 +181,15 @@ def measure_shared(
     give: Callable[[list[int]], object] | None = None,
 ) -> None:
     """Contexts behind one prompt, in CPU time: the first step, and each further one; and the MiB of
-    memory that they take. ``give`` makes the prompt known before the first step."""
+    memory beyond those before the first case. ``give`` makes the prompt known before the first
+    step."""
     memory = memory or resident
+    reset()
+    before = memory()
     bench.clock = time.process_time
     for n, length in cases[:1] if bench.quick else cases:
         program = Program(vocabulary, n, length)
         behind = f"shared, {n} contexts behind one prompt"
-        reset()
-        before = memory()
         current: Contexts = []
 
         def fresh(program: Program = program) -> Contexts:

@@ -26,7 +26,8 @@ from genlm.hf import AsyncTransformer
 from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
 
-TOKENS = 257
+from .shapes import SHAPE, TOKENS
+
 CHUNK = 32
 
 Pair = Any
@@ -178,14 +179,6 @@ def test_what_is_lost_for_lack_of_memory_is_computed_again(
     assert sum(model.forwards) <= 150 + CHUNK * 5 + 150 + 20 * 15, "it is computed twice at most"
 
 
-SHAPE = {
-    "vocab_size": TOKENS,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 FAMILIES = {
     "llama": LlamaConfig(**SHAPE),
     "window": MistralConfig(**SHAPE, sliding_window=20),

@@ -15,6 +15,8 @@ from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from genlm.hf.twin import Threshold, small_model, thresholds
 
+from . import shapes
+
 Make = Callable[..., Any]
 Contexts = Callable[..., list[tuple[int, ...]]]
 
@@ -31,15 +33,7 @@ FAMILIES = [
     "moshi",
 ]
 
-SHAPE = {
-    "vocab_size": 257,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-}
+SHAPE = {**shapes.SHAPE, "max_position_embeddings": 4096}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,

@@ -28,7 +28,7 @@ class TokenSequence:
 
     @key.default
     def _make_key(self) -> bytes:
-        return key_of(0 if self.adapter is None else self.adapter.version, self.tokens)
+        return key_of(_version(self.adapter), self.tokens)
 
     @property
     def length(self) -> int:
@@ -43,4 +43,8 @@ class TokenSequence:
 
 def key_prefix(adapter: Adapter | None) -> bytes:
     """What the keys of an adapter's sequences begin with."""
-    return key_of(0 if adapter is None else adapter.version, ())
+    return key_of(_version(adapter), ())
+
+
+def _version(adapter: Adapter | None) -> int:
+    return 0 if adapter is None else adapter.version
