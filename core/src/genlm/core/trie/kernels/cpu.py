@@ -1,0 +1,96 @@
+"""The trie's kernel for rows in main memory: NumPy, on all cores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from genlm.core.trie.kernels.recycler import Recycler
+from genlm.core.trie.plan import Plan
+from genlm.core.trie.weights import FloatArray, Operation, ResultType, check_shape, to_array
+
+# How ``take`` treats indices out of range. There are none, and this mode is the fastest.
+_UNCHECKED: Final = "wrap"
+# With fewer elements in all, a second thread costs more than it saves.
+_WORTH_A_THREAD = 1 << 17
+
+
+class CpuKernel:
+    """Sums and maxima over the nodes of a trie, for rows in main memory.
+
+    Works on one row after the other, so that its values stay in the processor's cache. NumPy
+    releases the interpreter lock meanwhile: other threads run, and large batches use all cores.
+    """
+
+    precision = "float64"
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._results = Recycler()
+
+    def _rows(self, ws: Any, batch: bool) -> list[FloatArray]:
+        """Weights of any kind as a list of rows ``[items]``."""
+        if isinstance(ws, list | tuple) or not batch:
+            rows = [to_array(row) for row in (ws if batch else [ws])]
+        else:
+            rows = list(np.atleast_1d(to_array(ws)))
+        for row in rows:
+            check_shape(row.shape, self.plan.items)
+        return rows
+
+    def reduce(self, operation: Operation, ws: Any, batch: bool, wanted: ResultType) -> Any:
+        """See :class:`Kernel`. Computes in float64."""
+        plan, rows = self.plan, self._rows(ws, batch)
+        result = self._results.empty((len(rows), plan.nodes + plan.items), wanted.name)
+
+        # Each thread takes the next row when it is free; next() on this iterator is atomic.
+        left = iter(list(zip(rows, result, strict=True)))
+        helpers = min(self._cores, len(rows), len(rows) * plan.width // _WORTH_A_THREAD) - 1
+        helping = [self._pool.submit(self._run, operation, left) for _ in range(helpers)]
+        self._run(operation, left)
+        for helper in helping:
+            if not helper.cancel():  # do not wait for one that has not started
+                helper.result()
+        return wanted.of_array(result)
+
+    def _run(self, operation: Operation, left: Iterator[tuple[FloatArray, FloatArray]]) -> None:
+        nodes = self.plan.nodes
+        work = np.empty(self.plan.width)
+        for row, answer in left:
+            self._combine(operation, row, work)
+            answer[nodes:] = work[: self.plan.items]
+            work.astype(answer.dtype, copy=False).take(
+                self.plan.place, out=answer[:nodes], mode=_UNCHECKED
+            )
+
+    def _combine(
+        self, operation: Operation, row: FloatArray, work: npt.NDArray[np.float64]
+    ) -> None:
+        """Fill the work row, as :mod:`genlm.core.trie.plan` describes."""
+        plan, combine = self.plan, operation.of(np)
+        work[: plan.items] = row
+        if plan.rounds:
+            work[plan.rounds[0].new] = work[: plan.items].take(plan.first, mode=_UNCHECKED)
+        for step in plan.rounds:
+            combine(work[step.new], work.take(step.other, mode=_UNCHECKED), out=work[step.results])
+        if len(plan.rest.starts):
+            values = work.take(plan.rest.values, mode=_UNCHECKED)
+            combine.reduceat(values, plan.rest.starts, out=work[plan.rest.results])
+
+    @property
+    def _cores(self) -> int:
+        return (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self._cores, thread_name_prefix="genlm-trie")
