@@ -16,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 from genlm.core.errors import BackendUnavailableError, InvalidOptionError
 from genlm.vllm import plugin
 from genlm.vllm.internals import SUPPORTED, EngineCore
+from genlm.vllm.streams import EngineStream
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -89,7 +90,7 @@ def test_other_versions_of_vllm_are_refused_by_name(monkeypatch, version):
 def test_a_vllm_that_lacks_what_is_needed_is_refused_by_what_it_lacks():
     client = SimpleNamespace(add_request=None, get_output=None)
     with pytest.raises(BackendUnavailableError, match="abort_requests") as refusal:
-        EngineCore(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=client)))
+        EngineCore(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=client)), EngineStream())
     assert SUPPORTED in str(refusal.value)
 
 

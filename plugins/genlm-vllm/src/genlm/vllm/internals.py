@@ -24,6 +24,7 @@ from attrs import frozen
 
 from genlm.core.errors import BackendUnavailableError
 from genlm.core.types import Adapter
+from genlm.vllm.streams import EngineStream
 
 TokenIds = tuple[int, ...]
 
@@ -110,6 +111,7 @@ class EngineCore:
 
     Args:
         llm: The model.
+        stream: What it computes on.
         spare_slot: Whether it was loaded with one slot and one adapter more than the user's, for
             :meth:`keep_spare_slot`.
 
@@ -118,10 +120,10 @@ class EngineCore:
             version.
     """
 
-    def __init__(self, llm: Any, *, spare_slot: bool = False) -> None:
+    def __init__(self, llm: Any, stream: EngineStream, *, spare_slot: bool = False) -> None:
         from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
-        self._llm = llm
+        self._llm, self._stream = llm, stream
         self._client = _require(llm, "llm_engine.engine_core")
         self._request_type = EngineCoreRequest
         for method in CLIENT_METHODS:
@@ -207,7 +209,8 @@ class EngineCore:
 
     def _step(self) -> Any:
         if self._in_process:
-            return self._client.get_output()
+            with self._stream.entered():
+                return self._client.get_output()
         # Not get_output, which waits for ever if the engine's process is killed meanwhile.
         while True:
             try:
@@ -226,13 +229,15 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Forget all key/value state that no request holds; ``False`` if some request still holds
         any."""
-        return bool(self._client.reset_prefix_cache())
+        with self._stream.entered():
+            return bool(self._client.reset_prefix_cache())
 
     # --- workers ----------------------------------------------------------------------------------
 
     def call_workers(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker, by name; the results by rank."""
-        results: list[Any] = self._client.collective_rpc(method, args=args)
+        with self._stream.entered():
+            results: list[Any] = self._client.collective_rpc(method, args=args)
         return results
 
     def add_lora(self, adapter: Adapter, folder: str) -> None:
@@ -245,11 +250,13 @@ class EngineCore:
         from vllm.lora.request import LoRARequest
 
         request = LoRARequest(f"{adapter.name}@{adapter.version}", adapter.version, folder)
-        self._client.add_lora(request)
+        with self._stream.entered():
+            self._client.add_lora(request)
         self._lora_requests[adapter.version] = request
 
     def remove_lora(self, adapter: Adapter) -> None:
-        self._client.remove_lora(adapter.version)
+        with self._stream.entered():
+            self._client.remove_lora(adapter.version)
         self._lora_requests.pop(adapter.version, None)
 
     def keep_spare_slot(self, folder: str) -> None:
@@ -294,8 +301,9 @@ class EngineCore:
             return
         if finalizer := getattr(self._client, "_finalizer", None):
             finalizer.detach()
-        for part in IN_PROCESS_PARTS:
-            _require(self._client, part)()
+        with self._stream.entered():
+            for part in IN_PROCESS_PARTS:
+                _require(self._client, part)()
         # vLLM froze what was alive after loading; without this its cycles would never be collected.
         gc.unfreeze()
         self._llm = self._client = None

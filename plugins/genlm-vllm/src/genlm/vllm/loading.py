@@ -16,6 +16,7 @@ from genlm.vllm.lora import LoraEngine
 from genlm.vllm.options import Options, check_engine_opts
 from genlm.vllm.rows import LocalRows, Rows, WorkerRows
 from genlm.vllm.sessions import Sessions
+from genlm.vllm.streams import EngineStream
 
 log = get_logger()
 
@@ -36,7 +37,8 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
     require_model(model, ("config.json", "params.json", "*.gguf"))
     import vllm
 
-    with engine_core_here() as here:
+    stream = EngineStream()
+    with engine_core_here() as here, stream.entered():
         local = here and _has_one_worker(chosen.engine_opts)
         store = RowStore()
         spare = _spare_slot(chosen.engine_opts) if local else {}
@@ -47,7 +49,7 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
             | _row_hooks(chosen.engine_opts, store if local else None)
         )
         llm = vllm.LLM(model, **settings)
-        core = EngineCore(llm, spare_slot=bool(spare))
+        core = EngineCore(llm, stream, spare_slot=bool(spare))
     rows: Rows = LocalRows(store, core.device_type) if local else WorkerRows(core)
     engine = _engine(llm, core, rows, chosen)
     log.info(

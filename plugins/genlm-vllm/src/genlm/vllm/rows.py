@@ -10,6 +10,7 @@ import torch
 
 from genlm.vllm.capture import RowStore
 from genlm.vllm.internals import EngineCore
+from genlm.vllm.streams import used_here
 
 
 class Rows(Protocol):
@@ -44,7 +45,7 @@ class LocalRows:
         )
 
     def take(self, keys: Sequence[int]) -> list[torch.Tensor | None]:
-        return self._store.take(keys)
+        return [None if row is None else used_here(row) for row in self._store.take(keys)]
 
     def clear(self) -> None:
         self._store.clear()

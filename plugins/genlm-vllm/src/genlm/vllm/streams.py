@@ -1,0 +1,54 @@
+"""vLLM may compute on a CUDA stream of its own; all the rest of a process is on the default one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class EngineStream:
+    """The stream that vLLM makes the current one of its thread.
+
+    Graphs cannot be captured on the default stream, and communication between GPUs is slower
+    there. So vLLM may replace the thread's stream, at any call (``current_stream`` in its
+    ``utils/torch_utils.py``). Such a stream does not wait for the default one, nor that for it.
+    """
+
+    def __init__(self) -> None:
+        self._own: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """For a call of vLLM: on its stream, after all that the thread's own stream has been given;
+        what the latter is given afterwards waits for vLLM's."""
+        outside = _current()
+        if self._own is not None and outside is not None:
+            self._own.wait_stream(outside)
+            torch.cuda.set_stream(self._own)
+        try:
+            yield
+        finally:
+            inside = _current()
+            if inside is not None:
+                outside = outside or torch.cuda.default_stream()
+                if inside != outside:
+                    self._own = inside
+                    outside.wait_stream(inside)
+                    torch.cuda.set_stream(outside)
+
+
+def used_here(row: torch.Tensor) -> torch.Tensor:
+    """A tensor of vLLM's stream that the thread's own stream reads: its memory is kept from vLLM
+    until that is done."""
+    if row.is_cuda:
+        row.record_stream(torch.cuda.current_stream(row.device))
+    return row
+
+
+def _current() -> torch.cuda.Stream | None:
+    """``None`` where CUDA is not in use: asking PyTorch would start it, which no process may do
+    that vLLM's workers are to be forked from."""
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.current_stream() if in_use else None

@@ -1,0 +1,138 @@
+"""The CUDA stream of vLLM beside that of its thread, on streams that note who waits for whom."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from genlm.core.types import Query
+from genlm.vllm import streams
+from genlm.vllm.streams import EngineStream, used_here
+
+
+class Stream:
+    """Knows what has been queued on it, or on a stream that it waited for."""
+
+    def __init__(self):
+        self.done = []
+
+    def wait_stream(self, other):
+        self.done += other.done
+
+
+class Cuda:
+    """As much of ``torch.cuda`` as there is for one thread."""
+
+    def __init__(self):
+        self.default, self.used = Stream(), False
+        self.current = self.default
+
+    def is_initialized(self):
+        return self.used
+
+    def current_stream(self, device=None):
+        assert self.used, "PyTorch would start CUDA"
+        return self.current
+
+    def default_stream(self):
+        return self.default
+
+    def set_stream(self, stream):
+        self.current = stream
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    fake = Cuda()
+    monkeypatch.setattr(streams, "torch", SimpleNamespace(cuda=fake))
+    return fake
+
+
+def start(cuda):
+    """What vLLM does when it loads a model."""
+    cuda.used, cuda.current = True, Stream()
+    cuda.current.done.append("load")
+    return cuda.current
+
+
+def test_a_thread_keeps_its_stream_and_waits_for_that_of_vllm(cuda):
+    stream = EngineStream()
+    with stream.entered():
+        own = start(cuda)
+    assert cuda.current is cuda.default
+    cuda.default.done.append("weights changed by the user")
+    with stream.entered():
+        assert cuda.current is own
+        assert "weights changed by the user" in own.done
+        own.done.append("row")
+    assert cuda.current is cuda.default
+    assert {"load", "row"} <= set(cuda.default.done)
+
+
+def test_a_call_that_fails_leaves_the_thread_on_its_stream(cuda):
+    stream, made = EngineStream(), []
+
+    def load():
+        with stream.entered():
+            made.append(start(cuda))
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        load()
+    assert cuda.current is cuda.default
+    with stream.entered():
+        assert [cuda.current] == made
+
+
+def test_a_vllm_that_stays_on_the_stream_waits_for_nothing(cuda):
+    cuda.used, cuda.default.wait_stream = True, None
+    stream = EngineStream()
+    for _ in range(2):
+        with stream.entered():
+            assert cuda.current is cuda.default
+
+
+def test_cuda_is_not_started(cuda):
+    with EngineStream().entered():
+        pass
+    assert not cuda.used
+
+
+def test_memory_of_a_row_is_kept_for_the_stream_that_reads_it(cuda):
+    cuda.used = True
+    readers = []
+    row = SimpleNamespace(is_cuda=True, device="cuda:0", record_stream=readers.append)
+    assert used_here(row) is row
+    assert readers == [cuda.default]
+
+
+def test_a_step_of_a_real_vllm_is_on_the_stream_that_it_made_when_it_loaded(
+    cuda, load_engine, rows_of
+):
+    from genlm.vllm.internals import logits_processor_interfaces
+
+    class Processor:
+        """Of the user's, after ours."""
+
+        def __init__(self, *config):
+            self.stream = start(cuda)
+
+        def is_argmax_invariant(self):
+            return False
+
+        def update_state(self, batch_update):
+            pass
+
+        def apply(self, logits, context=None):
+            assert cuda.current is self.stream
+            cuda.current.done.append("row")
+            return logits
+
+    mine = type("Mine", (Processor, *logits_processor_interfaces()), {})
+    engine = load_engine(logits_processors=[mine])
+    assert cuda.current is cuda.default
+    assert "row" not in cuda.default.done
+    rows_of(engine, [Query((1, 2, 3))])
+    assert cuda.current is cuda.default
+    assert "row" in cuda.default.done
