@@ -66,6 +66,10 @@ def test_without_vllm_it_says_how_to_install_it(monkeypatch):
         ({"engine_opts": {"max_modl_len": 100}}, "max_model_len"),
         ({"engine_opts": {"speculative_config": {"method": "ngram"}}}, "speculative"),
         ({"engine_opts": {"data_parallel_size": 2}}, "replica"),
+        (
+            {"engine_opts": {"tensor_parallel_size": 2, "enable_batch_sharded_sampling": True}},
+            "part of the batch",
+        ),
         ({"engine_opts": {"tensor_parallel_size": 2, "worker_extension_cls": "a.B"}}, "RowAccess"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import fields, frozen
@@ -12,10 +12,17 @@ from genlm.core import checks
 from genlm.core.errors import InvalidOptionError
 from genlm.core.options import refuse_unknown, unknown_argument
 
-REFUSED = {
-    "speculative_config": "a speculative step draws several tokens and captures no row for each",
-    "spec_method": "a speculative step draws several tokens and captures no row for each",
-    "data_parallel_size": "one model is one engine; load the model once per replica",
+_SPECULATIVE = "a speculative step draws several tokens and captures no row for each"
+
+#: Option: the values that change nothing, and why others are refused.
+REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
+    "speculative_config": ([None], _SPECULATIVE),
+    "spec_method": ([None], _SPECULATIVE),
+    "data_parallel_size": ([None, 1], "one model is one engine; load the model once per replica"),
+    "enable_batch_sharded_sampling": (
+        [None, False],
+        "each worker would have the rows of a part of the batch alone; leave it out",
+    ),
 }
 
 
@@ -60,9 +67,10 @@ def check_engine_opts(engine_opts: Mapping[str, Any]) -> None:
 
     known = {option.name for option in dataclasses.fields(EngineArgs)} - {"model"}
     for name, value in engine_opts.items():
+        harmless, reason = REFUSED.get(name, ([value], ""))
+        if value not in harmless:
+            raise InvalidOptionError(
+                f"engine_opts[{name!r}] = {value!r} is not supported: {reason}"
+            )
         if name not in known:
             raise unknown_argument("vLLM", "option", name, known)
-        if name in REFUSED and value not in (None, 1):
-            raise InvalidOptionError(
-                f"engine_opts[{name!r}] = {value!r} is not supported: {REFUSED[name]}"
-            )
