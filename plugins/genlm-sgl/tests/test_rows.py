@@ -128,3 +128,28 @@ def test_rows_may_be_written(hooks):
 def test_a_draw_that_could_be_padding_is_left_to_the_core(hooks):
     request = SampleRequest(Query((1, 2, 3)), SamplingParams(max_tokens=2))
     assert hooks.outcomes([request]) == [None]
+
+
+def test_sglang_computes_on_its_stream_which_waits_for_ours_and_ours_for_it(
+    hooks, contexts, monkeypatch
+):
+    """On a CPU PyTorch's streams do nothing, but they are there."""
+    ours, seen, forward = torch.cpu.current_stream(), [], hooks.engine.model.forward
+
+    def noted(*arguments, **options):
+        seen.append(torch.cpu.current_stream())
+        return forward(*arguments, **options)
+
+    monkeypatch.setattr(
+        torch.cpu.Stream, "wait_stream", lambda stream, other: seen.append((stream, other))
+    )
+    monkeypatch.setattr(hooks.engine.model, "forward", noted)
+    hooks.rows(contexts(1, 5, 5))
+    before, its, after = seen[:3]
+    assert its is not ours
+    assert before == (its, ours)
+    assert after == (ours, its)
+    assert torch.cpu.current_stream() is ours
+    seen.clear()
+    hooks.engine.genlm_clear_kv_cache()
+    assert seen == [(its, ours), (ours, its)]

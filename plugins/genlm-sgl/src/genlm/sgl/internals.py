@@ -189,7 +189,7 @@ class Scheduler:
     def step(self) -> list[Finished] | None:
         """Run the batch that the scheduler chooses; ``None`` when it can run nothing."""
         scheduler = self._scheduler
-        with scheduler.device_module.StreamContext(scheduler.schedule_stream):
+        with self._on_its_stream():
             batch = self._next_batch()
             if batch is None:
                 return None
@@ -206,8 +206,9 @@ class Scheduler:
             with torch.inference_mode():
                 scheduler.process_batch_result(batch, result)
             scheduler.last_batch = batch
-        if rows is not None:
-            self._hand_over(rows)
+        if rows is not None and rows.is_cuda:
+            # This thread's own stream reads them: keep their memory from SGLang until that is done.
+            rows.record_stream(torch.cuda.current_stream(rows.device))
         return [
             _finished(request, None if rows is None else rows[i])
             for i, request in enumerate(batch.reqs)
@@ -219,7 +220,8 @@ class Scheduler:
         finished."""
         from sglang.srt.managers.io_struct import AbortReq
 
-        self._scheduler.abort_request(AbortReq(rid=key))
+        with self._on_its_stream():
+            self._scheduler.abort_request(AbortReq(rid=key))
 
     @property
     def is_busy(self) -> bool:
@@ -292,12 +294,18 @@ class Scheduler:
             scheduler.running_batch.batch_is_full = False
         return None
 
-    def _hand_over(self, rows: torch.Tensor) -> None:
-        """Make what this thread's own stream does next wait for the rows."""
-        if rows.is_cuda:
-            current = torch.cuda.current_stream(rows.device)
-            current.wait_stream(self._scheduler.schedule_stream)
-            rows.record_stream(current)
+    @contextlib.contextmanager
+    def _on_its_stream(self) -> Iterator[None]:
+        """As in SGLang's own loop: on its stream. That waits for what this thread's own stream has
+        been given, and the latter for it afterwards."""
+        device, stream = self._scheduler.device_module, self._scheduler.schedule_stream
+        own = device.current_stream()
+        stream.wait_stream(own)
+        try:
+            with device.StreamContext(stream):
+                yield
+        finally:
+            own.wait_stream(stream)
 
     # --- the radix cache --------------------------------------------------------------------------
 
@@ -312,7 +320,9 @@ class Scheduler:
             scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
         # Not the device's memory as well: the pool stays, and collecting garbage for nothing takes
         # a second.
-        if not scheduler.flush_cache(empty_cache=False):
+        with self._on_its_stream():
+            flushed = scheduler.flush_cache(empty_cache=False)
+        if not flushed:
             raise EngineError(
                 "SGLang refused to flush its cache because it holds requests; close and reload the "
                 "model"
@@ -325,12 +335,14 @@ class Scheduler:
 
         cache = self._scheduler.tree_cache
         key = RadixKey(token_ids=array("q", token_ids), extra_key=adapter)
-        node = cache.match_prefix(MatchPrefixParams(key=key)).last_device_node
-        return node, cache.inc_lock_ref(node).to_dec_params()
+        with self._on_its_stream():
+            node = cache.match_prefix(MatchPrefixParams(key=key)).last_device_node
+            return node, cache.inc_lock_ref(node).to_dec_params()
 
     def unlock(self, lock: Any) -> None:
         node, receipt = lock
-        self._scheduler.tree_cache.dec_lock_ref(node, receipt)
+        with self._on_its_stream():
+            self._scheduler.tree_cache.dec_lock_ref(node, receipt)
 
     @property
     def locked_tokens(self) -> int:
@@ -355,14 +367,14 @@ class Scheduler:
         scheduler = self._scheduler
         manager = scheduler.tp_worker.model_runner.lora_manager
         try:
-            result = scheduler.load_lora_adapter(
-                LoadLoRAAdapterReqInput(lora_name=adapter, lora_path=path, lora_id=adapter)
-            )
-            if not result.success:
-                raise ValueError(result.error_message)
-            # SGLang compares layers and shapes with the model's when it first computes with an
-            # adapter: do it now.
-            with scheduler.device_module.StreamContext(scheduler.schedule_stream):
+            with self._on_its_stream():
+                result = scheduler.load_lora_adapter(
+                    LoadLoRAAdapterReqInput(lora_name=adapter, lora_path=path, lora_id=adapter)
+                )
+                if not result.success:
+                    raise ValueError(result.error_message)
+                # SGLang compares layers and shapes with the model's when it first computes with
+                # an adapter: do it now.
                 manager.fetch_new_loras({adapter})
         except Exception as error:
             # SGLang keeps what it had of an adapter when it failed.
@@ -377,9 +389,10 @@ class Scheduler:
     def unload_adapter(self, adapter: str) -> None:
         from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
 
-        result = self._scheduler.unload_lora_adapter(
-            UnloadLoRAAdapterReqInput(lora_name=adapter, lora_id=adapter)
-        )
+        with self._on_its_stream():
+            result = self._scheduler.unload_lora_adapter(
+                UnloadLoRAAdapterReqInput(lora_name=adapter, lora_id=adapter)
+            )
         if not result.success:
             raise EngineError(f"SGLang cannot unload the adapter {adapter}: {result.error_message}")
 
