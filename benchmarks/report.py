@@ -16,7 +16,9 @@ def write_report(result: dict[str, Any], folder: Path) -> Path:
         runs = [run for run in result["runs"] if run["workload"] == workload]
         title, _, text = runs[0]["title"].partition("\n")
         lines += [
-            f"## {workload}: {title.rstrip('.')}",
+            f"## {workload}",
+            "",
+            f"**{title.rstrip('.')}**",
             "",
             *([text.strip(), ""] if text.strip() else []),
         ]

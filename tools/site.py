@@ -2,7 +2,8 @@
 
 The site has the pages of ``docs/``, the READMEs of the plugins and a few pages of the repository's
 root. Tutorials are executed: their outputs and plots become part of the page, and an error in one
-of them is an error here. ``zensical build`` does the rest (see ``mkdocs.yml``).
+of them is an error here. A comment ``<!-- check: CONDITION -->`` asserts what the text before it
+says of the outputs. ``zensical build`` does the rest (see ``mkdocs.yml``).
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ PAGES = {
 
 #: Tutorials name the model as a reader does; they run on a copy in a local folder.
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+#: What a tutorial's text says of its outputs, as a condition in Python. It is not shown.
+CHECK = re.compile(r"^<!-- check: (.+?) -->$", re.MULTILINE | re.DOTALL)
 
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 
@@ -79,11 +83,12 @@ def relinked(text: str, page: Path, place: Path, places: dict[Path, Path]) -> st
 
 
 def executed(page: Path, model: str) -> str:
-    """A tutorial with the outputs of its Python cells."""
+    """A tutorial with the outputs of its Python cells, whose checks hold."""
     import jupytext
     from nbclient import NotebookClient
 
-    notebook = jupytext.reads(page.read_text().replace(HUB_NAME, model), fmt="md")
+    source = CHECK.sub('```python tags=["check"]\nassert (\\1)\n```', page.read_text())
+    notebook = jupytext.reads(source.replace(HUB_NAME, model), fmt="md")
     setup = '%config InlineBackend.figure_formats = ["svg"]'
     notebook.cells.insert(0, jupytext.reads(f"```python\n{setup}\n```", fmt="md").cells[0])
     with tempfile.TemporaryDirectory() as folder:
@@ -95,9 +100,8 @@ def executed(page: Path, model: str) -> str:
         ).execute()
         for made in Path(folder).glob("*.html"):  # shown in a frame
             shutil.copy(made, page.parent)
-    text = "\n\n".join(
-        rendered(cell, page, number) for number, cell in enumerate(notebook.cells[1:], 1)
-    )
+    shown = [cell for cell in notebook.cells[1:] if "check" not in cell.metadata.get("tags", [])]
+    text = "\n\n".join(rendered(cell, page, number) for number, cell in enumerate(shown, 1))
     return text.replace(model, HUB_NAME) + "\n"
 
 
@@ -120,7 +124,7 @@ def rendered(cell: Any, page: Path, number: int) -> str:
         elif "text/plain" in data:
             printed += data["text/plain"] + "\n"
     if printed.strip():
-        parts.insert(1, fenced(printed.rstrip(), "text"))
+        parts.insert(1, fenced(printed.rstrip(), "{ .text .output }"))
     return "\n\n".join(parts)
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.site import executed
+
 DOCS = Path(__file__).parents[2] / "docs"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -23,6 +25,21 @@ def run_as_one_program(page: Path) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_what_a_tutorial_says_of_its_outputs_is_checked(tmp_path: Path) -> None:
+    from nbclient.exceptions import CellExecutionError
+
+    page = tmp_path / "page.md"
+    page.write_text("```python\nx = 1\n```\n\nIt is one.\n\n<!-- check: x\n== 1 -->\n\nEnd.\n")
+    text = executed(page, "model")
+    assert "It is one." in text
+    assert "End." in text
+    assert "check" not in text
+    assert "assert" not in text
+    page.write_text(page.read_text().replace("== 1", "== 2"))
+    with pytest.raises(CellExecutionError, match="AssertionError"):
+        executed(page, "model")
 
 
 def test_the_first_page() -> None:

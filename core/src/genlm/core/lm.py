@@ -122,12 +122,12 @@ class AsyncLM:
     :meth:`set_lora` has set.
 
     Every request may raise:
-        InvalidQueryError: the context is empty, too long, or not of valid token ids (a
-            ``ValueError``).
-        UnknownAdapterError: no adapter of that name is registered (a ``ValueError``).
-        EngineError: the engine failed on this request; the model still works.
-        EngineDeadError: the engine cannot continue; load the model again.
-        ModelClosedError: the model has been closed.
+        - InvalidQueryError: the context is empty, too long, or not of valid token ids (a
+          ``ValueError``).
+        - UnknownAdapterError: no adapter of that name is registered (a ``ValueError``).
+        - EngineError: the engine failed on this request; the model still works.
+        - EngineDeadError: the engine cannot continue; load the model again.
+        - ModelClosedError: the model has been closed.
 
     Args:
         load: Returns the engine; called once, on the model's engine thread.
