@@ -4,6 +4,7 @@ here."""
 from __future__ import annotations
 
 from enum import Enum, auto
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
@@ -102,3 +103,18 @@ def test_padding_is_never_drawn(logits):
 
 def test_a_greedy_batch_shows_its_logits():
     assert capture().is_argmax_invariant() is False
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_of_workers_that_have_the_same_rows_one_sends_them():
+    from genlm.vllm.worker import ROWS, RowAccess
+
+    def reply(rank):
+        worker = RowAccess()
+        worker.rank, worker.parallel_config = rank, SimpleNamespace(tensor_parallel_size=2)
+        ROWS.put([1], torch.ones(1, 3))
+        return worker.genlm_take_rows([1])
+
+    assert reply(0) == torch.ones(3).numpy().tobytes()
+    assert reply(1) is None
+    assert ROWS.take([1]) == [None], "each gives its own up"

@@ -7,6 +7,7 @@ its life, which is why its row store may be a module's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -20,6 +21,9 @@ GenlmRowCapture = capture_into(ROWS)
 class RowAccess:
     """For vLLM's ``worker_extension_cls``: methods that its ``collective_rpc`` can call."""
 
+    rank: int  # vLLM's, of all workers
+    parallel_config: Any
+
     def genlm_take_rows(self, keys: Sequence[int]) -> bytes | None:
         """The rows under ``keys``, ``[len(keys), vocab_size]`` float32, as bytes; ``None`` where
         another rank has them.
@@ -28,7 +32,11 @@ class RowAccess:
         faithfully.
         """
         rows = [row for row in ROWS.take(keys) if row is not None]
-        return torch.stack(rows).cpu().numpy().tobytes() if len(rows) == len(keys) else None
+        # Workers that share a layer have the same rows, or only the first of them has any.
+        first = self.rank % self.parallel_config.tensor_parallel_size == 0
+        if not first or len(rows) < len(keys):
+            return None
+        return torch.stack(rows).cpu().numpy().tobytes()
 
     def genlm_clear_rows(self) -> None:
         ROWS.clear()
