@@ -45,6 +45,7 @@ def engine(load_engine):
         patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(but_asynchronous))
         for name in ("Stream", "Event", "current_stream"):
             patch.setattr(torch.cuda, name, Nothing)
+        patch.setattr(torch, "Event", Nothing)
         patch.setattr(torch.cuda, "stream", contextlib.nullcontext)
         yield load_engine(async_scheduling=True)
 
@@ -63,9 +64,9 @@ def test_it_is_on(engine):
 def test_rows_of_sessions_that_grow_and_fork_are_the_cold_ones(engine):
     """Beside a draw whose next step is always planned before its token is known."""
     dice = random.Random(2)
-    draw = SampleRequest(Query(TEXT[50:60]), SamplingParams(max_tokens=40, temperature=0.0))
+    draw = SampleRequest(Query(TEXT[50:60]), SamplingParams(max_tokens=20, temperature=0.0))
     known, answers = [TEXT[:3], TEXT[:90]], engine.step(draw)
-    for _ in range(4):
+    for _ in range(3):
         grown = [ids + tuple(dice.choices(TEXT, k=dice.choice([1, 1, 70]))) for ids in known]
         forked = (*known[0], 7)
         batch = [Query(ids) for ids in dict.fromkeys([*grown, forked]) if len(ids) < 250]
@@ -76,7 +77,7 @@ def test_rows_of_sessions_that_grow_and_fork_are_the_cold_ones(engine):
     while draw not in answers:
         answers |= engine.step()
     assert answers.pop(draw) == engine.draw([draw.query], [draw.params])[0]
-    assert len(answers) > 8
+    assert len(answers) > 6
     for row, right in zip(answers.values(), cold(engine, answers), strict=True):
         torch.testing.assert_close(row, right, atol=5e-4, rtol=0)
 
