@@ -1,4 +1,4 @@
-"""The trie's kernel for rows on a device: PyTorch."""
+"""The trie's kernel for rows on a device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from genlm.core.errors import InvalidOptionError
-from genlm.core.trie.plan import Indices, Plan, Rest
+from genlm.core.trie.kernels.torch_reducer import TorchReducer
+from genlm.core.trie.plan import Plan
 from genlm.core.trie.weights import Operation, ResultType, check_shape, to_array
 
 if TYPE_CHECKING:
@@ -42,14 +43,11 @@ class DeviceKernel:
         self.device = device
         self._has_float64 = kind != "mps"
         try:
-            self._first = torch.from_numpy(plan.first).to(device)
+            self._reducer = TorchReducer(plan, device)
         except (AssertionError, RuntimeError) as error:  # PyTorch raises either, by device
             raise InvalidOptionError(
                 f"device is {device!r}, which this PyTorch cannot use here: {error}"
             ) from error
-        self._others = [torch.from_numpy(step.other).to(device) for step in plan.rounds]
-        self._rest = torch.from_numpy(_padded(plan.rest, plan.width)).to(device)
-        self._place = torch.from_numpy(plan.place).to(device)
 
     def _rows(self, ws: Any, batch: bool, dtype: torch.dtype) -> torch.Tensor:
         """Weights of any kind as ``[rows, items]`` on the device."""
@@ -69,34 +67,9 @@ class DeviceKernel:
         return rows.to(dtype).to(self.device)
 
     def reduce(self, operation: Operation, ws: Any, batch: bool, wanted: ResultType) -> Any:
-        """See :class:`Kernel`."""
+        """See :class:`~genlm.core.trie.kernels.kernel.Kernel`."""
         import torch
 
         is_wide = wanted.name == "float64" and self._has_float64
         weights = self._rows(ws, batch, torch.float64 if is_wide else torch.float32)
-        work = self._combine(operation, weights)
-        return wanted.of_tensor(torch.cat([work.index_select(1, self._place), weights], dim=1))
-
-    def _combine(self, operation: Operation, weights: torch.Tensor) -> torch.Tensor:
-        """The work rows that :mod:`genlm.core.trie.plan` describes, ``[rows, width + 1]``."""
-        import torch
-
-        plan, combine = self.plan, operation.of(torch)
-        # The extra element is the identity; it pads the rest.
-        work = weights.new_full((len(weights), plan.width + 1), operation.identity)
-        work[:, : plan.items] = weights
-        if plan.rounds:
-            work[:, plan.rounds[0].new] = weights.index_select(1, self._first)
-        for step, other in zip(plan.rounds, self._others, strict=True):
-            combine(work[:, step.new], work.index_select(1, other), out=work[:, step.results])
-        work[:, plan.rest.results] = getattr(work[:, self._rest], operation.reduction)(dim=2)
-        return work
-
-
-def _padded(rest: Rest, padding: int) -> Indices:
-    """``[results, most values]`` The values of each result, followed by ``padding``."""
-    counts = np.diff(rest.starts, append=len(rest.values))
-    result = np.repeat(np.arange(len(counts)), counts)
-    padded = np.full((len(counts), int(counts.max(initial=1))), padding, np.intp)
-    padded[result, np.arange(len(rest.values)) - rest.starts[result]] = rest.values
-    return padded
+        return wanted.of_tensor(self._reducer.reduce(operation, weights))
