@@ -33,7 +33,7 @@ class TorchReducer:
         self._place = on_device(np.append(plan.place, np.arange(plan.items)), device)
 
     def reduce(self, operation: Operation, weights: torch.Tensor) -> torch.Tensor:
-        """Combine each row of ``weights``, ``[rows, items]``: ``[rows, nodes + items]``."""
+        """See :class:`~genlm.core.trie.kernels.reducer.Reducer`."""
         return self._work(operation, weights).index_select(1, self._place)
 
     def _work(self, operation: Operation, weights: torch.Tensor) -> torch.Tensor:

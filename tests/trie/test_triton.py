@@ -1,0 +1,124 @@
+"""The fused kernels of a trie on a device, and when they are used."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import structlog
+import torch
+
+from genlm.core.trie.kernels import reducer
+from genlm.core.trie.kernels.torch_reducer import TorchReducer
+from genlm.core.trie.layout import Layout, SortedItems
+from genlm.core.trie.plan import Plan
+
+HERE = Path(__file__).parent
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def run(*command, **environment):
+    """Run Python in a process where nothing has imported Triton."""
+    variables = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True,
+        text=True,
+        env=variables | environment,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@needs_triton
+def test_in_the_interpreter():
+    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / "on_triton.py")
+    assert " passed" in run(*tests, TRITON_INTERPRET="1")
+
+
+@needs_triton
+@needs_cuda
+def test_on_cuda():
+    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / "on_triton.py")
+    assert " passed" in run(*tests)
+
+
+@needs_triton
+def test_the_kernels_compile_for_a_gpu(tmp_path):
+    said = run(HERE / "compile_triton.py", "80", TRITON_CACHE_DIR=str(tmp_path))
+    assert said.strip() == "compiled 14 kernels"
+
+
+# --- the proof ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plan():
+    items = SortedItems.of([bytes([first, second]) for first in range(9) for second in range(30)])
+    return Plan.of(items.order, Layout.of(items))
+
+
+@pytest.fixture
+def prove(monkeypatch, plan):
+    """Whether a class proves itself in place of the fused kernels, and what was logged."""
+
+    def prove(fused):
+        module = types.ModuleType("genlm.core.trie.kernels.triton_reducer")
+        module.TritonReducer = fused
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(reducer, "find_spec", lambda name: name == "triton" or None)
+        with structlog.testing.capture_logs() as events:
+            proven = reducer.proven_reducer(plan, "cpu", TorchReducer(plan, "cpu"))
+        return proven is not None, events
+
+    return prove
+
+
+def test_kernels_that_compute_the_same_are_used(prove):
+    assert prove(TorchReducer) == (True, [])
+
+
+@pytest.mark.parametrize("operation", ["add", "maximum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("wrong", [1.5, float("nan")])
+def test_kernels_that_give_one_wrong_value_are_not_used(prove, operation, dtype, wrong):
+    class Faulty(TorchReducer):
+        def reduce(self, asked, weights):
+            result = super().reduce(asked, weights)
+            if (asked.name, weights.dtype) == (operation, dtype):
+                result[4, 17] *= wrong
+            return result
+
+    used, (event,) = prove(Faulty)
+    assert not used
+    assert (event["log_level"], event["event"]) == ("warning", "trie.not_fused")
+    assert "take longer" in event["consequence"]
+    name = str(dtype).removeprefix("torch.")
+    assert event["reason"].startswith(f"{operation} in {name} gives ")
+    assert event["reason"].endswith("at node 17 of 550")
+
+
+def test_kernels_that_raise_are_not_used(prove):
+    class Broken(TorchReducer):
+        def reduce(self, operation, weights):
+            raise RuntimeError("no compiler for this GPU")
+
+    used, (event,) = prove(Broken)
+    assert not used
+    assert event["log_level"] == "warning"
+    assert event["reason"] == "RuntimeError: no compiler for this GPU"
+
+
+def test_without_triton_pytorch_computes_and_nothing_warns(plan, monkeypatch):
+    monkeypatch.setattr(reducer, "find_spec", lambda name: None)
+    with structlog.testing.capture_logs() as events:
+        assert reducer.proven_reducer(plan, "cpu", TorchReducer(plan, "cpu")) is None
+    assert [(event["log_level"], event["reason"]) for event in events] == [
+        ("info", "Triton is not installed")
+    ]
