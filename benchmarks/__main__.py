@@ -73,9 +73,10 @@ def main() -> None:
     ]
     if options.compare is not None:
         known = FOLDER / "results" if str(options.compare) == "newest" else options.compare
-        before = newest(known) if known.is_dir() else known
+        before = newest(known, slug(machine())) if known.is_dir() else known
+        print(f"compared with {before.name}:")
         print("\n".join(changes(json.loads(before.read_text()), {"runs": runs})))
-        return
+        sys.exit(any("failed" in run for run in runs))
     result = {
         "date": str(datetime.date.today()),
         "machine": machine(),
@@ -94,9 +95,10 @@ def main() -> None:
     print(f"{file}\n{report}")
 
 
-def newest(folder: Path) -> Path:
-    """The results of the last day, not of a quick run."""
-    return max(file for file in folder.glob("*.json") if not file.stem.endswith("-quick"))
+def newest(folder: Path, machine: str = "") -> Path:
+    """The results of the last day, not of a quick run; of this machine if there are any."""
+    files = [file for file in folder.glob("*.json") if not file.stem.endswith("-quick")]
+    return max(files, key=lambda file: (file.stem.endswith(f"-{machine}"), file.name))
 
 
 def earlier(file: Path) -> list[dict[str, Any]]:

@@ -61,10 +61,11 @@ def cases_of(result: dict[str, Any]) -> dict[str, list[Case]]:
 
 
 def changes(before: dict[str, Any], after: dict[str, Any], share: float = 0.1) -> list[str]:
-    """What has moved by more than ``share``, one line each, the worst first.
+    """What has moved by more than ``share``, one line each, the worst first; then how many cases
+    were compared, and which workloads had none to compare with.
 
     Compared is the ratio to the other side where there is one, since the machine may be another
-    one or busier; else the value itself. A move within the spread of the rounds is left out.
+    one or busier; else the value itself. A move within the spread of both runs is left out.
     """
     old = {
         (case.workload, case.name, case.x): case
@@ -72,33 +73,45 @@ def changes(before: dict[str, Any], after: dict[str, Any], share: float = 0.1) -
         for case in cases
     }
     moved = []
+    compared = 0
+    unknown: dict[str, int] = {}
     for cases in cases_of(after).values():
         for case in cases:
             known = old.get((case.workload, case.name, case.x))
             if known is None or not (change := moves(known, case)):
+                unknown[case.workload] = unknown.get(case.workload, 0) + 1
                 continue
-            factor, basis = change
-            if abs(factor - 1) > share and abs(factor - 1) > noise(known) + noise(case):
+            compared += 1
+            factor, side = change
+            if abs(factor - 1) > max(share, noise(known, side) + noise(case, side)):
                 at = "" if case.x is None else f" at {case.x:g}"
                 word = "better" if factor > 1 else "WORSE"
+                basis = f"against {side}" if side else "the value itself"
                 line = f"{factor:6.2f} times, {word}: {case.workload}: {case.name}{at} ({basis})"
                 moved.append((factor, line))
-    return [line for _, line in sorted(moved)] or [f"nothing has moved by more than {share:.0%}"]
+    lines = [line for _, line in sorted(moved)]
+    lines.append(f"{compared} cases compared, {len(moved)} moved by more than {share:.0%}")
+    return lines + [
+        f"{name}: {count} cases had nothing to compare with" for name, count in unknown.items()
+    ]
 
 
-def moves(before: Case, after: Case) -> tuple[float, str] | None:
-    """How many times better a case has become, and by which measure."""
+def moves(before: Case, after: Case) -> tuple[float, str | None] | None:
+    """How many times better a case has become, and against which side if there is one."""
     for side in ("theirs", "floor"):
         old, new = before.ratio(side), after.ratio(side)
         if old and new:
-            return new / old, f"against {side}"
+            return new / old, side
     old, new = before.median("ours"), after.median("ours")
     if not old or not new:
         return None
-    return (new / old if after.unit.endswith("/s") else old / new), "the value itself"
+    return (new / old if after.unit.endswith("/s") else old / new), None
 
 
-def noise(case: Case) -> float:
-    """The spread of ours, as a share of its median."""
-    median = case.median("ours")
-    return case.spread("ours") / median if median else 0.0
+def noise(case: Case, side: str | None) -> float:
+    """The spread of ours, and of the side it is held against, as shares of their medians."""
+    return sum(
+        case.spread(name) / median
+        for name in ("ours", side)
+        if name is not None and (median := case.median(name))
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,31 +38,68 @@ def results(ours: float, theirs: float | None = None, unit: str = "ms") -> dict[
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        (results(10), results(10.5), "nothing has moved"),
+        (results(10), results(10.5), "1 cases compared, 0 moved"),
         (results(10), results(20), "0.50 times, WORSE: trie: sum at 8"),
         (results(10), results(5), "2.00 times, better"),
         (results(10, unit="rows/s"), results(5, unit="rows/s"), "0.50 times, WORSE"),
         # The whole machine is twice as slow.
-        (results(10, 40), results(20, 80), "nothing has moved"),
+        (results(10, 40), results(20, 80), "1 cases compared, 0 moved"),
         (results(10, 40), results(20, 40), "0.50 times, WORSE: trie: sum at 8 (against theirs)"),
+        # One side was not measured this time.
+        (results(10, 40), results(20), "0.50 times, WORSE: trie: sum at 8 (the value itself)"),
     ],
 )
 def test_what_has_moved(before: dict[str, Any], after: dict[str, Any], said: str) -> None:
-    (line,) = changes(before, after)
+    line, *_ = changes(before, after)
     assert said in line
+
+
+@pytest.mark.parametrize("noisy", ["ours", "theirs"])
+def test_a_move_within_the_spread_of_either_side_is_left_out(noisy: str) -> None:
+    def rounds(spread: float) -> dict[str, Any]:
+        runs = []
+        for factor in (1 - spread, 1, 1 + spread):
+            ours, theirs = (
+                10 * (factor if noisy == "ours" else 1),
+                40 * (factor if noisy == "theirs" else 1),
+            )
+            runs += results(ours, theirs)["runs"]
+        return {"runs": runs}
+
+    after = results(13, 40)
+    assert changes(rounds(0.02), after)[-1] == "1 cases compared, 1 moved by more than 10%"
+    assert changes(rounds(0.5), after) == ["1 cases compared, 0 moved by more than 10%"]
+
+
+def test_a_run_of_some_workloads_compares_these_and_says_which_are_new() -> None:
+    def named(workload: str, ours: float) -> list[dict[str, Any]]:
+        return [run | {"workload": workload} for run in results(ours)["runs"]]
+
+    before = {"runs": [*named("trie", 10), *named("batcher", 10)]}
+    after = {"runs": [*named("batcher", 20), *named("new", 1)]}
+    assert changes(before, after) == [
+        "  0.50 times, WORSE: batcher: sum at 8 (the value itself)",
+        "1 cases compared, 1 moved by more than 10%",
+        "new: 1 cases had nothing to compare with",
+    ]
 
 
 def test_the_committed_results_compare_with_themselves() -> None:
     for file in RESULTS.glob("*.json"):
         result = json.loads(file.read_text())
-        assert changes(result, result) == ["nothing has moved by more than 10%"]
+        first, *unknown = changes(result, result)
+        assert re.fullmatch(r"[1-9]\d* cases compared, 0 moved by more than 10%", first)
+        # Cases that ours does not have: the floor alone, or theirs.
+        assert all("had nothing to compare with" in line for line in unknown)
 
 
 def test_compare_prints_what_has_moved_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command, with runs that are given: the newest file that is not quick is compared with."""
-    for name, value in (("2026-01-01-a", 1), ("2026-02-02-a", 10), ("2026-03-03-a-quick", 100)):
+    """The command, with runs that are given: the newest file of this machine that is not quick is
+    compared with."""
+    known = {"2026-01-01-a": 1, "2026-02-02-a": 10, "2026-03-03-a-quick": 100, "2026-03-03-b": 100}
+    for name, value in known.items():
         (tmp_path / "results").mkdir(exist_ok=True)
         (tmp_path / "results" / f"{name}.json").write_text(json.dumps(results(value)))
     given = iter(results(20)["runs"])
@@ -69,13 +107,33 @@ def test_compare_prints_what_has_moved_and_writes_nothing(
     monkeypatch.setattr(command, "workloads", lambda: ["trie"])
     monkeypatch.setattr(command, "sides_of", lambda name: ["ours"])
     monkeypatch.setattr(command, "environment_of", lambda name, side: "hf")
+    monkeypatch.setattr(command, "machine", lambda: "a")
     monkeypatch.setattr(command, "run", lambda *given_to: next(given))
     arguments = ["trie", "--quick", "--compare", "--model", "model", "--python", "hf=python"]
     monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
     before = sorted(tmp_path.rglob("*"))
-    command.main()
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert not ended.value.code
     assert "0.50 times, WORSE: trie: sum at 8" in capsys.readouterr().out
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_compare_fails_where_a_side_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "before.json").write_text(json.dumps(results(10)))
+    failed = results(10)["runs"][0] | {"cases": [], "failed": 1}
+    monkeypatch.setattr(command, "workloads", lambda: ["trie"])
+    monkeypatch.setattr(command, "sides_of", lambda name: ["ours"])
+    monkeypatch.setattr(command, "environment_of", lambda name, side: "hf")
+    monkeypatch.setattr(command, "run", lambda *given_to: failed)
+    arguments = ["trie", "--compare", str(tmp_path / "before.json"), "--model=m", "--python=hf=p"]
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code
+    assert "0 cases compared" in capsys.readouterr().out
 
 
 def test_what_was_measured_on_another_day_stays_in_the_report(
