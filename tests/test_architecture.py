@@ -81,3 +81,38 @@ def test_no_modules_import_one_another_in_a_circle(package: Path) -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as circle:
         pytest.fail(f"a circle of imports: {' <- '.join(circle.args[1])}")
+
+
+#: What stands in a row of the page on choosing, and the hooks or arguments of a step that do it.
+NATIVE = {
+    "requests join between steps": {"genlm_step"},
+    "native sampling": {"genlm_sample", "samples"},
+    "native scoring": {"genlm_sequence_logprobs", "scores"},
+    "LoRA, mixed in a batch": {"genlm_add_lora"},
+    "pinned prompts": {"genlm_cache_prefix"},
+}
+
+
+def implemented(package: Path) -> set[str]:
+    """The hooks that a backend's modules define, and the arguments of its ``genlm_step``."""
+    found: set[str] = set()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name in HOOKS:
+                found.add(node.name)
+                if node.name == "genlm_step":
+                    found |= {argument.arg for argument in node.args.args}
+    return found
+
+
+def test_the_page_on_choosing_says_what_each_backend_implements() -> None:
+    page = (TOP / "docs" / "how-to" / "choosing.md").read_text(encoding="utf-8")
+    table = page.split("What each backend implements natively:")[1].split("\n\n")[1]
+    head, _, *rows = (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()
+    )
+    assert {row[0] for row in rows} == NATIVE.keys()
+    for name, *cells in rows:
+        for backend, cell in zip(head[1:-1], cells[:-1], strict=True):  # the mock is the last
+            has = bool(NATIVE[name] & implemented(TOP / "plugins" / f"genlm-{backend}" / "src"))
+            assert (cell != "no") == has, f"{name}: {backend} is said to be {cell!r}"

@@ -18,6 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tools.figures import filled
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "build" / "site-source"
 
@@ -53,7 +55,7 @@ def prepare(model: str, only: str | None = None) -> None:
     places |= {page: SOURCE / place for page, place in PAGES.items() if page.exists()}
     for page, place in places.items():
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(relinked(page.read_text(), page, place, places))
+        place.write_text(filled(relinked(page.read_text(), page, place, places)))
     for tutorial in sorted((SOURCE / "tutorials").glob("*.md")):
         if only in (None, tutorial.stem) and tutorial.stem != "index":
             print(f"site: executing {tutorial.name}", file=sys.stderr, flush=True)

@@ -1,0 +1,84 @@
+"""Tables of measured figures for the pages of the site, from the newest results.
+
+A page has a line ``<!-- figures: NAME -->`` where a table belongs. The table is made when the site
+is built, so it always agrees with ``benchmarks/results``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.__main__ import newest
+from benchmarks.cases import Case, cases_of
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+MARK = re.compile(r"^<!-- figures: (\w+) -->$", re.MULTILINE)
+
+#: The workload of a step, by backend.
+STEPS = {"hf": "hf_step", "vllm": "vllm_step", "sgl": "sgl_step", "mlx": "mlx_step"}
+
+
+class Figures:
+    """Medians of ours, by workload, case and position."""
+
+    def __init__(self, results: Path = RESULTS) -> None:
+        result = json.loads(newest(results).read_text(encoding="utf-8"))
+        self._cases = {
+            (case.workload, case.name, case.x): case
+            for cases in cases_of(result).values()
+            for case in cases
+        }
+
+    def of(self, workload: str, name: str, x: float) -> float | None:
+        case: Case | None = self._cases.get((workload, name, x))
+        return case.median("ours") if case else None
+
+
+def filled(page: str) -> str:
+    """A page with its tables in place of their marks."""
+    return MARK.sub(lambda mark: TABLES[mark[1]](Figures()), page)
+
+
+def steps(figures: Figures) -> str:
+    """Milliseconds of a step of n contexts, by backend."""
+    head = ["contexts in a step", *STEPS]
+    rows = [
+        [f"{n}, after {length} tokens"]
+        + [
+            shown(figures.of(workload, f"extend after {length} tokens", n), "ms")
+            for workload in STEPS.values()
+        ]
+        for length in (20, 200)
+        for n in (1, 8, 32)
+    ]
+    return table(head, rows)
+
+
+def dtypes(figures: Figures) -> str:
+    """How a step in bfloat16 compares with one in float32."""
+    rows = []
+    for n in (1, 8, 32, 64):
+        float32, bfloat16 = (
+            figures.of("dtype", f"a step, {dtype}", n) for dtype in ("float32", "bfloat16")
+        )
+        ratio = float32 / bfloat16 if float32 and bfloat16 else None
+        rows.append([str(n), shown(float32, "ms"), shown(bfloat16, "ms"), shown(ratio, "times")])
+    return table(["contexts in a step", "float32", "bfloat16", "bfloat16 is faster"], rows)
+
+
+def shown(value: float | None, unit: str) -> str:
+    """A figure as readers need it, with two digits or more."""
+    if value is None:
+        return "not measured"
+    return f"{value:,.0f} {unit}" if value >= 10 else f"{value:.2g} {unit}"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+TABLES: dict[str, Callable[[Figures], str]] = {"steps": steps, "dtypes": dtypes}
