@@ -69,6 +69,18 @@ def dtypes(figures: Figures) -> str:
     return table(["contexts in a step", "float32", "bfloat16", "bfloat16 is faster"], rows)
 
 
+def compiled(figures: Figures) -> str:
+    """What ``torch.compile`` costs and brings to hf."""
+    n, name = 32, "float32, compiled"
+    plain = figures.of("dtype", "a step, float32", n)
+    step = figures.of("dtype", f"a step, {name}", n)
+    ratio = plain / step if plain and step else None
+    first = figures.of("dtype", f"the first step, {name}", n)
+    head = ["contexts in a step", "float32", "compiled", "compiled is faster", "the first step"]
+    cells = [shown(plain, "ms"), shown(step, "ms"), shown(ratio, "times"), shown(first, "s")]
+    return table(head, [[str(n), *cells]])
+
+
 def shown(value: float | None, unit: str) -> str:
     """A figure as readers need it, with two digits or more."""
     if value is None:
@@ -81,4 +93,8 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-TABLES: dict[str, Callable[[Figures], str]] = {"steps": steps, "dtypes": dtypes}
+TABLES: dict[str, Callable[[Figures], str]] = {
+    "steps": steps,
+    "dtypes": dtypes,
+    "compiled": compiled,
+}
