@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import changes
+from benchmarks.cases import changes, newest
 from benchmarks.report import write_report
 
 FOLDER = Path(__file__).resolve().parent
@@ -93,12 +93,6 @@ def main() -> None:
     file.write_text(json.dumps(result, indent=1) + "\n")
     report = write_report(result, options.results)
     print(f"{file}\n{report}")
-
-
-def newest(folder: Path, machine: str = "") -> Path:
-    """The results of the last day, not of a quick run; of this machine if there are any."""
-    files = [file for file in folder.glob("*.json") if not file.stem.endswith("-quick")]
-    return max(files, key=lambda file: (file.stem.endswith(f"-{machine}"), file.name))
 
 
 def earlier(file: Path) -> list[dict[str, Any]]:

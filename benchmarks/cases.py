@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from pathlib import Path
 from typing import Any
 
 from attrs import define, field
@@ -58,6 +59,12 @@ def cases_of(result: dict[str, Any]) -> dict[str, list[Case]]:
     for case in sorted(found.values(), key=lambda case: case.name == PEAK):
         by_workload.setdefault(case.workload, []).append(case)
     return by_workload
+
+
+def newest(folder: Path, machine: str = "") -> Path:
+    """The results of the last day, not of a quick run; of this machine if there are any."""
+    files = [file for file in folder.glob("*.json") if not file.stem.endswith("-quick")]
+    return max(files, key=lambda file: (file.stem.endswith(f"-{machine}"), file.name))
 
 
 def changes(before: dict[str, Any], after: dict[str, Any], share: float = 0.1) -> list[str]:

@@ -11,8 +11,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.__main__ import newest
-from benchmarks.cases import Case, cases_of
+from benchmarks.cases import Case, cases_of, newest
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 MARK = re.compile(r"^<!-- figures: (\w+) -->$", re.MULTILINE)
