@@ -1,36 +1,271 @@
-"""How often a forward copies from the host to the device; counted without a device."""
+"""How often a step copies between the host and the device; counted without a device.
+
+The ``meta`` device has no memory. So whatever would copy from there to the host, or wait for a
+value, raises.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
+from attrs import define
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MambaConfig,
+    PretrainedConfig,
+)
 
-from genlm.core.segments import Row
-from genlm.hf.layout import Chunk, PackedLayout
-from genlm.hf.sequence import TokenSequence
+from genlm.core import Query
+from genlm.hf import engine as engine_module
+from genlm.hf.attention import ROW_ATTENTION
+from genlm.hf.engine import HFEngine
+from genlm.hf.evaluator import Evaluator
+from genlm.hf.options import HFOptions
+from genlm.hf.probe import Choice
+from genlm.hf.reuse import Reuse
+from genlm.hf.upload import Places, Upload
+
+from .shapes import SHAPE, TOKENS
+
+META = torch.device("meta")
 
 
-class Copies(TorchDispatchMode):
-    """Counts copies to another device."""
+class Made(TorchFunctionMode):
+    """Counts tensors made on the device from numbers of the host."""
 
     count = 0
 
+    def __torch_function__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = call in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None
+        lists = call in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and any(
+            isinstance(one, list) for one in (args[1] if isinstance(args[1], tuple) else args[1:2])
+        )
+        self.count += made or lists
+        return call(*args, **kwargs)
+
+
+class Moved(TorchDispatchMode):
+    """Counts copies to the device, those included that an operation makes of its arguments, and
+    operations that wait for a value of it."""
+
+    up = down = 0
+
     def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += call is torch.ops.aten._to_copy.default
-        return call(*args, **(kwargs or {}))
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        there = [one for one in given if one.device == META]
+        host = [one for one in given if one.device != META and one.ndim]
+        chooses = call in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
+        if chooses and any(one.dtype == torch.bool for one in args[1] if one is not None):
+            self.down += 1  # how many there are must be known
+        result = call(*args, **(kwargs or {}))
+        made = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        if there or any(one.device == META for one in made):
+            self.up += len(host)
+        if there:
+            self.down += sum(one.device != META for one in made)
+        return result
 
 
-def test_indices_go_to_the_device_once_in_a_forward() -> None:
-    # Rows that are not neighbours, so that reading them needs indices too.
-    chunks = [Chunk(Row(TokenSequence([1]).key, 0, slot=slot), 5, 7) for slot in (0, 2)]
-    layout = PackedLayout(chunks, [])
-    states = torch.empty(4, 1, 8, 4, device="meta")
-    new = torch.empty(4, 1, 1, 4, device="meta")
-    with Copies() as copies:
-        for layer in range(30):
-            for which in (0, 1):
-                layout.write(states, new, layer, which)
-                assert layout.read(states).shape == (2, 1, 7, 4)
-    assert copies.count == 3
+@define
+class Counts:
+    up: int = 0
+    down: int = 0
+
+
+ONE = Counts(up=1)
+
+
+@contextmanager
+def counted() -> Iterator[Counts]:
+    """Counts copies while it lasts."""
+    counts = Counts()
+    with Made() as made, Moved() as moved:
+        yield counts
+    counts.up, counts.down = made.count + moved.up, moved.down
+
+
+Make = Callable[..., HFEngine]
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Makes an engine whose model is on the device. Nothing can be read there: so the way of reuse
+    is given, and no row is compared with a cold one."""
+
+    def make(config: PretrainedConfig, reuse: Reuse = Reuse.SHARED, **options: Any) -> HFEngine:
+        def choose(model: Any, *rest: Any) -> Choice:
+            if reuse in (Reuse.SHARED, Reuse.PACKED):
+                model.set_attn_implementation(ROW_ATTENTION)
+            return Choice(reuse, 0.0, None)
+
+        monkeypatch.setattr(engine_module, "choose_reuse", choose)
+        monkeypatch.setattr(Evaluator, "FIRST_CHECK", 1 << 20)
+        with META:
+            model = AutoModelForCausalLM.from_config(config)
+        engine = HFEngine(model, None, HFOptions.parse({"kv_cache_bytes": 1 << 30, **options}))
+        if reuse is not Reuse.NONE:
+            engine.genlm_cache_prefix(Query((TOKENS - 1,)))  # the pool learns the shape of states
+            engine.genlm_clear_kv_cache()
+        return engine
+
+    return make
+
+
+def ask(engine: HFEngine, *contexts: Sequence[int]) -> Counts:
+    """How often a step copies that answers these contexts."""
+    queries = [Query(tuple(context)) for context in contexts]
+    with counted() as counts:
+        answers = engine.genlm_step(queries, [])
+    assert [answer.query for answer in answers] == queries
+    assert all(answer.row.shape == (TOKENS,) for answer in answers)
+    return counts
+
+
+def contexts_of(length: int, n: int = 3) -> list[list[int]]:
+    return [[at, *range(1, length)] for at in range(n)]
+
+
+LLAMA = LlamaConfig(**{**SHAPE, "max_position_embeddings": 4096})
+
+#: Windows in every other layer, and capped logits.
+GEMMA = Gemma2Config(
+    **{**SHAPE, "num_hidden_layers": 4, "head_dim": 8, "max_position_embeddings": 4096},
+    sliding_window=8,
+)
+
+
+@pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=["llama", "gemma2"])
+@pytest.mark.parametrize("reuse", [Reuse.SHARED, Reuse.PACKED])
+def test_a_step_in_rows_copies_once(config: PretrainedConfig, reuse: Reuse, there: Make) -> None:
+    engine = there(config, reuse)
+    new = contexts_of(20)
+    assert ask(engine, *new) == ONE
+    grown = [[*context, 5] for context in new]
+    assert ask(engine, *grown) == ONE
+    assert ask(engine, *[[*context, 6] for context in reversed(grown)]) == ONE
+    apart = [[*context, 6, 7] for context in grown[::2]]
+    assert ask(engine, *apart) == ONE
+    ragged = [[*apart[0], *range(40)], [*apart[1], 8], contexts_of(9, 7)[-1]]
+    assert ask(engine, *ragged) == ONE
+
+
+@pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=["llama", "gemma2"])
+def test_a_step_over_trunks_copies_once(config: PretrainedConfig, there: Make) -> None:
+    engine = there(config)
+    prompt, other = ([at, *range(1, 250)] * 6 for at in (0, 250))
+    assert ask(engine, prompt) == ONE  # computed in a trunk
+    assert ask(engine, other) == ONE
+    particles = [[*prompt, at] for at in range(4)]
+    assert ask(engine, *particles) == ONE
+    assert ask(engine, *[[*other, at] for at in range(4)]) == ONE
+    mixed = [
+        [*prompt, 0, 5],
+        [*other, 0, 5],
+        *([*prompt, at, 5, 6, 7] for at in (1, 3)),
+        [*other, 3, 5],
+        [9, 9, 9],
+    ]
+    assert ask(engine, *mixed) == ONE
+    # Their rows are in another order, so the tokens over the first trunk are not neighbours.
+    newcomers = [[*prompt, 7], [3, 4, 5], [*prompt, 1, 5, 6, 7, 8], [*other, 3, 5, 6]]
+    assert ask(engine, *newcomers) == ONE
+
+
+def test_every_forward_of_a_step_copies_once(there: Make) -> None:
+    engine = there(LLAMA, max_batch_tokens=30)
+    with counted() as counts:
+        rows = engine.genlm_next_token_logprobs([Query(tuple(one)) for one in contexts_of(20)])
+    assert rows.shape == (3, TOKENS)
+    assert counts == Counts(up=2)
+
+
+def test_a_score_copies_its_targets_besides(there: Make) -> None:
+    engine = there(LLAMA)
+    with counted() as counts:
+        engine.genlm_sequence_logprobs([Query((1, 2, 3)), Query((4,))], [[5, 6], [7, 8, 9]])
+    assert counts == Counts(up=2)
+
+
+def test_a_fork_copies_its_rows_besides(there: Make) -> None:
+    engine = there(LLAMA)
+    ask(engine, *contexts_of(20))
+    forks = [[*one, at] for one in contexts_of(20) for at in (5, 6)]
+    assert ask(engine, *forks) == Counts(up=2)  # whatever the number of layers
+
+
+def test_state_in_uniform_rows_and_none_copies_once(there: Make) -> None:
+    engine = there(LLAMA, Reuse.UNIFORM)
+    assert ask(engine, *contexts_of(20)) == ONE
+    assert ask(engine, *[[*one, 5] for one in contexts_of(20)[::2]]) == ONE
+
+
+def test_snapshots_copy_once_where_contexts_stay_together(there: Make) -> None:
+    config = MambaConfig(vocab_size=TOKENS, hidden_size=32, num_hidden_layers=2, state_size=4)
+    engine = there(config, Reuse.SNAPSHOTS)
+    assert ask(engine, *contexts_of(20)) == ONE
+    grown = [[*one, 5] for one in contexts_of(20)]
+    assert ask(engine, *grown) == ONE
+    assert ask(engine, *[[*one, 6] for one in grown[::-1]]) == Counts(up=2)
+
+
+def test_the_whole_contexts_of_a_cold_row_are_copied_once(there: Make) -> None:
+    config = MambaConfig(vocab_size=TOKENS, hidden_size=32, num_hidden_layers=2, state_size=4)
+    assert ask(there(config, Reuse.NONE), *contexts_of(20), [1, 2]) == Counts(up=2)
+
+
+def test_what_is_added_after_the_copy_is_refused() -> None:
+    upload = Upload()
+    one = upload.add([3, 1, 2])
+    assert one.on(torch.device("cpu")).tolist() == [3, 1, 2]
+    with pytest.raises(RuntimeError, match="add all of them before"):
+        upload.add([4])
+
+
+@pytest.mark.parametrize("places", [[], [3], [3, 4, 5], [0, 2], [0, 0, 2], [2, 1, 0], [0, 2, 1]])
+def test_places_choose_what_they_name(places: list[int]) -> None:
+    there = Places(places, Upload()).on(torch.device("cpu"))
+    assert torch.arange(6)[there].tolist() == places
+    assert isinstance(there, slice) == (places in ([], [3], [3, 4, 5]))
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        (lambda there: torch.tensor([1], device=META), Counts(up=1)),
+        (lambda there: torch.tensor([1]).to(META), Counts(up=1)),
+        (lambda there: there[torch.tensor([1])], Counts(up=1)),
+        (lambda there: there[[0, 1]], Counts(up=1)),
+        (lambda there: there + 1, Counts()),
+    ],
+)
+def test_what_counts_as_a_copy(what: Callable[[torch.Tensor], object], expected: Counts) -> None:
+    there = torch.empty(3, device=META)
+    with counted() as counts:
+        what(there)
+    assert counts == expected
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda there: there.tolist(),
+        lambda there: there[0].item(),
+        lambda there: there.cpu(),
+        lambda there: there.nonzero(),
+        lambda there: there[there > 0],
+        lambda there: bool((there > 0).all()),
+    ],
+)
+def test_what_waits_for_the_device_raises(what: Callable[[torch.Tensor], object]) -> None:
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        what(torch.empty(3, device=META))

@@ -10,6 +10,8 @@ import torch
 
 from genlm.core import EngineError, Query
 
+from .conftest import build
+
 Contexts = Callable[..., list[tuple[int, ...]]]
 Make = Callable[..., Any]
 
@@ -30,6 +32,17 @@ def test_forks_continue_from_their_parent(llama: Any, contexts: Contexts) -> Non
     llama.forwards.clear()
     llama.check((*first, 1), (*first, 2), (*first, 3), (*second, 1))
     assert llama.forwards == [4]
+
+
+def test_a_model_that_does_not_name_its_output_layer(
+    beside: Make, llama_config: Make, contexts: Contexts
+) -> None:
+    model, reference = build(llama_config()), build(llama_config())
+    model.get_output_embeddings = lambda: None
+    pair = beside(model, reference)
+    first, second = contexts(2, 6)
+    pair.check(first, second)
+    pair.check((*second, 1), (*first, 1))  # as many rows as tokens, in another order
 
 
 def test_ragged_growth_is_not_padded(llama: Any, contexts: Contexts) -> None:

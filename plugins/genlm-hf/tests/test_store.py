@@ -24,6 +24,7 @@ from genlm.hf.pool import RowPool
 from genlm.hf.sequence import TokenSequence
 from genlm.hf.sharing import COLUMN_STEP
 from genlm.hf.store import KVStore
+from genlm.hf.upload import Upload
 
 ADAPTERS = (None, Adapter("a", "folder", 1))
 BYTES_PER_ROW = 2 * 4 * COLUMN_STEP  # a key and a value of one float32 for each token
@@ -55,7 +56,9 @@ class Tokens:
     def __init__(self) -> None:
         self.pool = RowPool()
         self.pool.resize(1, 1)
-        self.pool.layout = UniformLayout([Chunk(Row(TokenSequence([1]).key, 0, slot=0), 0, 1)])
+        self.pool.layout = UniformLayout(
+            [Chunk(Row(TokenSequence([1]).key, 0, slot=0), 0, 1)], Upload()
+        )
         self.pool.update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), 0)
         self.pool.resize(0, 0)
 

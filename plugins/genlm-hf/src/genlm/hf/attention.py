@@ -96,11 +96,7 @@ def _over_trunks(
         if columns.start < columns.stop:
             keys, values = (states[:, :, columns] for states in product.trunk.layers[layer])
             mask = product.mask(pattern, query.dtype, query.device)
-            tokens = (
-                product.tokens
-                if isinstance(product.tokens, slice)
-                else product.tokens.on(query.device)
-            )
+            tokens = product.tokens.on(query.device)
             # As if the tokens were the positions of one context.
             asked = query[tokens].squeeze(2).transpose(0, 1).unsqueeze(0)
             part = partial_attention(asked, keys, values, mask, scale, softcap=softcap)

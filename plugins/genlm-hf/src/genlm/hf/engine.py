@@ -27,6 +27,7 @@ from genlm.hf.runner import Runner
 from genlm.hf.schedule import Schedule
 from genlm.hf.sequence import TokenSequence
 from genlm.hf.strategies import strategy_for
+from genlm.hf.upload import Upload
 
 GIB = 1 << 30
 
@@ -190,9 +191,8 @@ class HFEngine:
                 for owner, n in runs
                 for token in continuations[owner][done[owner] : done[owner] + n]
             ]
-            picked = _logprobs(result.logits).gather(
-                1, torch.tensor(targets, device=result.logits.device)[:, None]
-            )
+            columns = Upload().add(targets).on(result.logits.device)
+            picked = _logprobs(result.logits).gather(1, columns[:, None])
             for (owner, n), part in zip(
                 runs, torch.split(picked[:, 0], [n for _, n in runs]), strict=True
             ):
@@ -261,11 +261,19 @@ def _logprobs(logits: torch.Tensor) -> torch.Tensor:
 def _in_order(parts: Sequence[tuple[list[int], torch.Tensor]]) -> torch.Tensor:
     """One row per sequence, from what the forwards gave: without a copy where one forward gave
     all, in order."""
-    owners = [owner for part, _ in parts for owner in part]
-    rows = parts[0][1] if len(parts) == 1 else torch.cat([rows for _, rows in parts])
-    if owners == sorted(owners):
-        return rows
-    return rows[torch.tensor(owners, device=rows.device).argsort()]
+    places = sorted(
+        (owner, part, at)
+        for part, (owners, _) in enumerate(parts)
+        for at, owner in enumerate(owners)
+    )
+    runs: list[tuple[int, int, int]] = []  # of rows that stay neighbours: no index is needed
+    for _, part, at in places:
+        if runs and (part, at) == (runs[-1][0], runs[-1][2]):
+            runs[-1] = part, runs[-1][1], at + 1
+        else:
+            runs.append((part, at, at + 1))
+    rows = [parts[part][1][first:stop] for part, first, stop in runs]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def _vocab_size(model: Any, config: Any) -> int:

@@ -10,29 +10,12 @@ from attrs import define, field, frozen
 
 from genlm.core.segments import Row, Segment, Trunk
 from genlm.hf.patterns import Pattern
+from genlm.hf.upload import Indices, Places, Upload
 
 #: A block may compute attention for this many padding tokens, and half of its tokens more.
 SPARE_TOKENS = 32
 
 MaskKey = tuple[Pattern, torch.dtype, torch.device]
-
-
-class Indices:
-    """An index tensor that is copied to a device once.
-
-    A forward uses it in every layer, for keys and for values: without this, a model of 30 layers
-    would wait for 120 small copies a step.
-    """
-
-    def __init__(self, values: Sequence[int]) -> None:
-        self._values = torch.tensor(values, dtype=torch.long)
-        self._copies: dict[torch.device, torch.Tensor] = {}
-
-    def on(self, device: torch.device) -> torch.Tensor:
-        """``[n]`` int64 on a device."""
-        if device not in self._copies:
-            self._copies[device] = self._values.to(device)
-        return self._copies[device]
 
 
 @frozen(eq=False)
@@ -61,16 +44,14 @@ class Layout:
     Args:
         rows: The rows, by ascending slot.
         width: How many columns are read.
+        upload: Takes the indices.
     """
 
     #: The length that models are told the cache has; only uniform layouts have one.
     past: int = 0
 
-    def __init__(self, rows: Sequence[Row], width: int) -> None:
-        slots = [row.slot for row in rows]
-        self._adjacent = not slots or slots[-1] - slots[0] + 1 == len(slots)
-        self._range = slice(slots[0], slots[-1] + 1) if slots else slice(0, 0)
-        self._slots = Indices(slots)
+    def __init__(self, rows: Sequence[Row], width: int, upload: Upload) -> None:
+        self._rows = Places([row.slot for row in rows], upload)
         self._width = width
 
     def write(self, states: torch.Tensor, new: torch.Tensor, layer: int, which: int) -> None:
@@ -86,9 +67,10 @@ class Layout:
 
     def read(self, states: torch.Tensor) -> torch.Tensor:
         """The rows and columns of a layer that this forward reads."""
-        if self._adjacent:
-            return states[self._range, :, : self._width]
-        return states[:, :, : self._width].index_select(0, self._slots.on(states.device))
+        rows = self._rows.on(states.device)
+        if isinstance(rows, slice):
+            return states[rows, :, : self._width]
+        return states[:, :, : self._width].index_select(0, rows)
 
 
 def _rows_of(chunks: Sequence[Chunk]) -> list[Row]:
@@ -99,18 +81,14 @@ class UniformLayout(Layout):
     """Chunks of equal start and size: ``[len(chunks), size]`` tokens, as any model expects
     them."""
 
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, chunks: Sequence[Chunk], upload: Upload) -> None:
         first = chunks[0]
-        super().__init__(_rows_of(chunks), first.stop)
+        super().__init__(_rows_of(chunks), first.stop, upload)
         self.past = first.start
         self._stop = first.stop
 
     def write(self, states: torch.Tensor, new: torch.Tensor, layer: int, which: int) -> None:
-        columns = slice(self.past, self._stop)
-        if self._adjacent:
-            states[self._range, :, columns] = new
-        else:
-            states[self._slots.on(states.device), :, columns] = new
+        states[self._rows.on(states.device), :, self.past : self._stop] = new
 
 
 class PackedLayout(Layout):
@@ -123,41 +101,41 @@ class PackedLayout(Layout):
     Args:
         chunks: Those kept in rows first, by ascending slot, then those kept in trunks.
         patterns: What each layer attends to.
+        upload: Takes the indices.
 
     Attributes:
-        positions: The position of every token in its context, ``[tokens]`` int64.
+        positions: The position of every token in its context.
         blocks: Attention of the tokens over their own segments.
         products: Attention over the trunks below: one for all tokens that share a trunk.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], patterns: Sequence[Pattern]) -> None:
+    def __init__(
+        self, chunks: Sequence[Chunk], patterns: Sequence[Pattern], upload: Upload
+    ) -> None:
         in_rows = [chunk for chunk in chunks if isinstance(chunk.segment, Row)]
+        rows = _rows_of(in_rows)
         width = max((chunk.columns.stop for chunk in in_rows), default=0)
-        super().__init__(_rows_of(in_rows), width)
+        super().__init__(rows, width, upload)
         self._patterns = patterns
         self._in_rows = sum(chunk.size for chunk in in_rows)
-        self._token_slots = Indices(
-            [
-                row.slot
-                for chunk, row in zip(in_rows, _rows_of(in_rows), strict=True)
-                for _ in range(chunk.size)
-            ]
+        self._token_slots = upload.add(
+            [row.slot for chunk, row in zip(in_rows, rows, strict=True) for _ in range(chunk.size)]
         )
-        self._token_columns = Indices(
+        self._token_columns = upload.add(
             [at for chunk in in_rows for at in range(chunk.columns.start, chunk.columns.stop)]
         )
-        self.positions = torch.tensor(
+        self.positions = upload.add(
             [at for chunk in chunks for at in range(chunk.start, chunk.stop)]
         )
-        self.blocks = _blocks(in_rows)
+        self.blocks = _blocks(in_rows, upload)
         self._trunk_blocks: list[Block] = []
         token = self._in_rows
         for chunk in chunks[len(in_rows) :]:
-            block = Block(slice(0, 1), slice(token, token + chunk.size), [chunk])
-            self._trunk_blocks.append(block)
+            tokens = slice(token, token + chunk.size)
+            self._trunk_blocks.append(Block(slice(0, 1), tokens, [chunk], upload))
             token += chunk.size
         self.blocks.extend(self._trunk_blocks)
-        self.products = _products(chunks, self.positions)
+        self.products = _products(chunks, self.positions, upload)
 
     def pattern(self, layer: int) -> Pattern:
         """What a layer attends to."""
@@ -185,12 +163,17 @@ class Block:
         rows: Their place among the layout's rows.
         tokens: The place of their tokens in the forward.
         chunks: One per row.
+        upload: Takes the indices.
     """
 
     rows: slice
     tokens: slice
     chunks: Sequence[Chunk]
-    _masks: dict[MaskKey, torch.Tensor | None] = field(factory=dict)
+    upload: Upload
+    _ragged: tuple[Indices, Indices] | None = field(init=False)
+    _starts: Indices = field(init=False)
+    _segment_starts: Indices = field(init=False)
+    _masks: dict[MaskKey, torch.Tensor | None] = field(init=False, factory=dict)
 
     @cached_property
     def size(self) -> int:
@@ -202,15 +185,23 @@ class Block:
         """Columns to read."""
         return max(int(chunk.columns.stop) for chunk in self.chunks)
 
-    @cached_property
-    def _ragged(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+    @_ragged.default
+    def _find_ragged(self) -> tuple[Indices, Indices] | None:
         """Row and column of every token in the padded rectangle; ``None`` where nothing is
         padded."""
         if all(chunk.size == self.size for chunk in self.chunks):
             return None
-        rows = torch.tensor([row for row, one in enumerate(self.chunks) for _ in range(one.size)])
-        columns = torch.tensor([column for chunk in self.chunks for column in range(chunk.size)])
-        return rows, columns
+        rows = [row for row, one in enumerate(self.chunks) for _ in range(one.size)]
+        columns = [column for chunk in self.chunks for column in range(chunk.size)]
+        return self.upload.add(rows), self.upload.add(columns)
+
+    @_starts.default
+    def _find_starts(self) -> Indices:
+        return self.upload.add([chunk.start for chunk in self.chunks])
+
+    @_segment_starts.default
+    def _find_segment_starts(self) -> Indices:
+        return self.upload.add([chunk.segment.start for chunk in self.chunks])
 
     def own(
         self, layer: int, key: torch.Tensor, value: torch.Tensor
@@ -235,12 +226,16 @@ class Block:
         if self._ragged is None:
             return part.view(len(self.chunks), self.size, *part.shape[1::2]).transpose(1, 2)
         padded = query.new_zeros(len(self.chunks), self.size, query.shape[1], query.shape[3])
-        padded[self._ragged] = part.squeeze(2)
+        rows, columns = self._ragged
+        padded[rows.on(query.device), columns.on(query.device)] = part.squeeze(2)
         return padded.transpose(1, 2)
 
     def scatter(self, output: torch.Tensor) -> torch.Tensor:
         """``[rows, size, ...]`` of this block to ``[tokens, ...]`` of the forward."""
-        return output.flatten(0, 1) if self._ragged is None else output[self._ragged]
+        if self._ragged is None:
+            return output.flatten(0, 1)
+        rows, columns = self._ragged
+        return output[rows.on(output.device), columns.on(output.device)]
 
     def mask(
         self, pattern: Pattern, dtype: torch.dtype, device: torch.device
@@ -260,10 +255,9 @@ class Block:
         longest = max(chunk.stop for chunk in self.chunks)
         if (from_scratch or all_equal) and pattern.is_causal_within(longest):
             return None
-        starts = torch.tensor([chunk.start for chunk in self.chunks], device=device)
-        firsts = torch.tensor([chunk.segment.start for chunk in self.chunks], device=device)
+        starts, segment_starts = self._starts.on(device), self._segment_starts.on(device)
         queries = starts[:, None] + torch.arange(self.size, device=device)
-        keys = firsts[:, None] + torch.arange(self.width, device=device)
+        keys = segment_starts[:, None] + torch.arange(self.width, device=device)
         return additive(pattern.allowed(queries[:, None, :, None], keys[:, None, None]), dtype)
 
 
@@ -274,27 +268,22 @@ class Product:
     Attributes:
         trunk: The trunk.
         length: How many of its positions belong to these tokens' contexts.
-        tokens: Their place in the forward: a slice where they are neighbours, else indices.
-        positions: Their positions, ``[n]`` int64.
+        nearest, farthest: The first and the last of their positions.
+        tokens: Their places in the forward.
+        positions: Of all tokens of the forward.
     """
 
     trunk: Trunk
     length: int
-    tokens: slice | Indices
-    positions: torch.Tensor
-    _masks: dict[MaskKey, torch.Tensor | None] = field(factory=dict)
-
-    @cached_property
-    def _nearest(self) -> int:
-        return int(self.positions.min())
-
-    @cached_property
-    def _farthest(self) -> int:
-        return int(self.positions.max())
+    nearest: int
+    farthest: int
+    tokens: Places
+    positions: Indices
+    _masks: dict[MaskKey, torch.Tensor | None] = field(init=False, factory=dict)
 
     def columns(self, pattern: Pattern) -> slice:
         """The columns of the trunk that some of the tokens attend to; perhaps none."""
-        first = pattern.first_seen(self._nearest) - self.trunk.start
+        first = pattern.first_seen(self.nearest) - self.trunk.start
         return slice(max(first, 0), self.length)
 
     def mask(
@@ -304,11 +293,12 @@ class Product:
         key = (pattern, dtype, device)
         if key not in self._masks:
             columns = self.columns(pattern)
-            seen_by_all = pattern.first_seen(self._farthest) <= self.trunk.start + columns.start
+            seen_by_all = pattern.first_seen(self.farthest) <= self.trunk.start + columns.start
             self._masks[key] = None
             if not seen_by_all:
                 keys = self.trunk.start + torch.arange(columns.start, columns.stop, device=device)
-                allowed = pattern.allowed(self.positions.to(device)[:, None], keys)
+                positions = self.positions.on(device)[self.tokens.on(device)]
+                allowed = pattern.allowed(positions[:, None], keys)
                 self._masks[key] = additive(allowed[None, None], dtype)
         return self._masks[key]
 
@@ -319,25 +309,25 @@ def additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
-def _products(chunks: Sequence[Chunk], positions: torch.Tensor) -> list[Product]:
+def _products(chunks: Sequence[Chunk], positions: Indices, upload: Upload) -> list[Product]:
     """Group the tokens by the trunks below them."""
-    tokens: dict[tuple[Trunk, int], list[int]] = {}
-    first = 0
+    above: dict[tuple[Trunk, int], list[tuple[Chunk, int]]] = {}
+    token = 0
     for chunk in chunks:
         for shared in chunk.segment.path():
-            tokens.setdefault(shared, []).extend(range(first, first + chunk.size))
-        first += chunk.size
+            above.setdefault(shared, []).append((chunk, token))
+        token += chunk.size
     products = []
-    for (trunk, length), places in tokens.items():
-        if places[-1] - places[0] + 1 == len(places):
-            at: slice | Indices = slice(places[0], places[-1] + 1)
-        else:
-            at = Indices(places)
-        products.append(Product(trunk, length, at, positions[places]))
+    for (trunk, length), parts in above.items():
+        places = [at for chunk, first in parts for at in range(first, first + chunk.size)]
+        nearest = min(chunk.start for chunk, _ in parts)
+        farthest = max(chunk.stop for chunk, _ in parts) - 1
+        tokens = Places(places, upload)
+        products.append(Product(trunk, length, nearest, farthest, tokens, positions))
     return products
 
 
-def _blocks(chunks: Sequence[Chunk]) -> list[Block]:
+def _blocks(chunks: Sequence[Chunk], upload: Upload) -> list[Block]:
     """Cut the rows where padding them together would waste more attention than another call
     costs."""
     if not chunks:
@@ -347,9 +337,10 @@ def _blocks(chunks: Sequence[Chunk]) -> list[Block]:
     for at, chunk in enumerate(chunks):
         padded = max(longest, chunk.size) * (at - first + 1)
         if at > first and padded > 1.5 * (total + chunk.size) + SPARE_TOKENS:
-            blocks.append(Block(slice(first, at), slice(token, token + total), chunks[first:at]))
+            rows, tokens = slice(first, at), slice(token, token + total)
+            blocks.append(Block(rows, tokens, chunks[first:at], upload))
             first, token, longest, total = at, token + total, 0, 0
         longest, total = max(longest, chunk.size), total + chunk.size
     rows, tokens = slice(first, len(chunks)), slice(token, token + total)
-    blocks.append(Block(rows, tokens, chunks[first:]))
+    blocks.append(Block(rows, tokens, chunks[first:], upload))
     return blocks

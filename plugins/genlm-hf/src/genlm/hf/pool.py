@@ -10,6 +10,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from genlm.hf.layout import Layout
+from genlm.hf.upload import Indices, Places, Upload
 
 #: Keys and values of one layer, ``[1, heads, positions, head_dim]`` each.
 LayerStates = tuple[torch.Tensor, torch.Tensor]
@@ -58,24 +59,24 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no
     def get_max_length(self) -> int:
         return -1
 
-    def resize(self, rows: int, columns: int, kept: Sequence[int]) -> None:
+    def resize(self, rows: int, columns: int, kept: Places) -> None:
         """Move the rows ``kept`` to the front of new tensors."""
         if self.is_initialized:
             self.keys = _resized(self.keys, rows, columns, kept)
             self.values = _resized(self.values, rows, columns, kept)
 
-    def fork(self, sources: Sequence[int], targets: Sequence[int], columns: int) -> None:
+    def fork(self, sources: Indices, targets: Indices, columns: int) -> None:
         """Copy the first ``columns`` columns of rows ``sources`` to rows ``targets``."""
         if self.is_initialized:
             for states in (self.keys, self.values):
-                part = states[:, :, :columns]
+                part, device = states[:, :, :columns], states.device
                 # A copy per row, instead of a launch: nothing is copied twice.
-                if part.device.type == "cpu":
-                    for source, target in zip(sources, targets, strict=True):
+                if device.type == "cpu":
+                    for source, target in zip(sources.values, targets.values, strict=True):
                         part[target].copy_(part[source])
                 else:
-                    to_rows, from_rows = torch.tensor([targets, sources], device=part.device)
-                    part.index_copy_(0, to_rows, part.index_select(0, from_rows))
+                    forked = part.index_select(0, sources.on(device))
+                    part.index_copy_(0, targets.on(device), forked)
 
     def shift(self, slot: int, columns: slice) -> None:
         """Move some columns of a row to its front."""
@@ -134,14 +135,17 @@ class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
         """Change the size; the rows ``kept`` become rows 0, 1, ... One layer at a time, so that
         memory peaks low."""
         self.rows, self.columns = rows, columns
+        moved = Places(kept, Upload())
         for layer in self.layers:
-            layer.resize(rows, columns, kept)
+            layer.resize(rows, columns, moved)
 
     @torch.inference_mode()
     def fork(self, sources: Sequence[int], targets: Sequence[int], columns: int) -> None:
         """Copy the first ``columns`` columns of rows ``sources`` to rows ``targets``."""
+        upload = Upload()
+        from_rows, to_rows = upload.add(sources), upload.add(targets)
         for layer in self.layers:
-            layer.fork(sources, targets, columns)
+            layer.fork(from_rows, to_rows, columns)
 
     @torch.inference_mode()
     def shift(self, slot: int, columns: slice) -> None:
@@ -180,11 +184,8 @@ class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
         return sum(layer.bytes_per_column for layer in self.layers)
 
 
-def _resized(states: torch.Tensor, rows: int, columns: int, kept: Sequence[int]) -> torch.Tensor:
+def _resized(states: torch.Tensor, rows: int, columns: int, kept: Places) -> torch.Tensor:
     fresh = states.new_zeros(rows, states.shape[1], columns, states.shape[3])
-    shared = min(columns, states.shape[2])
-    if kept:
-        fresh[: len(kept), :, :shared] = states[
-            torch.tensor(kept, device=states.device), :, :shared
-        ]
+    moved = states[kept.on(states.device), :, :columns]
+    fresh[: len(moved), :, : moved.shape[2]] = moved
     return fresh

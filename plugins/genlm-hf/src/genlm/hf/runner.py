@@ -15,6 +15,7 @@ from genlm.hf.attention import LAYOUT_ARGUMENT
 from genlm.hf.layout import Chunk, PackedLayout, UniformLayout
 from genlm.hf.patterns import Pattern
 from genlm.hf.pool import RowPool
+from genlm.hf.upload import Indices, Upload
 
 
 class Runner:
@@ -39,6 +40,7 @@ class Runner:
         self.pool = pool
         self._patterns = patterns
         self._wanted: torch.Tensor | None = None
+        self._selected = False  # whether the hook chose the wanted positions
         takes = inspect.signature(model.forward).parameters
         self._cache_name = "cache_params" if "cache_params" in takes else "past_key_values"
         self._hook: Any = None
@@ -83,10 +85,11 @@ class Runner:
         """
         if self._patterns is None:
             raise ValueError("packed forwards need the layers' attention patterns")
-        layout = PackedLayout(chunks, self._patterns)
-        device = self._model.device
+        upload = Upload()
+        layout = PackedLayout(chunks, self._patterns, upload)
         self.pool.layout = layout
-        ids = torch.tensor(tokens, device=device)[:, None]
+        ids, places = upload.add(tokens), upload.add(wanted)
+        device = self._model.device
         rows = [
             adapter
             for chunk, adapter in zip(chunks, adapters, strict=True)
@@ -94,11 +97,11 @@ class Runner:
         ]
         return self._forward(
             rows,
-            wanted,
-            input_ids=ids,
-            position_ids=layout.positions.to(device)[:, None],
+            places,
+            input_ids=ids.on(device)[:, None],
+            position_ids=layout.positions.on(device)[:, None],
             # Of four dimensions, so that the model makes no mask of its own; the layout has them.
-            attention_mask=ids.new_zeros((len(tokens), 1, 1, 1), dtype=torch.bool),
+            attention_mask=torch.zeros(len(tokens), 1, 1, 1, dtype=torch.bool, device=device),
             past_key_values=self.pool,
             **{LAYOUT_ARGUMENT: layout},
         )
@@ -112,11 +115,12 @@ class Runner:
     ) -> torch.Tensor:
         """Run chunks of equal start and size, see :meth:`packed`; the model need only use the cache
         it is given."""
-        self.pool.layout = UniformLayout(chunks)
-        ids = torch.tensor(tokens, device=self._model.device).view(len(chunks), -1)
+        upload = Upload()
+        self.pool.layout = UniformLayout(chunks, upload)
+        ids, places = self._ids(tokens, len(chunks), wanted, upload)
         positions = torch.arange(chunks[0].start, chunks[0].stop, device=ids.device).expand_as(ids)
         return self._forward(
-            adapters, wanted, input_ids=ids, position_ids=positions, past_key_values=self.pool
+            adapters, places, input_ids=ids, position_ids=positions, past_key_values=self.pool
         )
 
     def plain(
@@ -137,15 +141,14 @@ class Runner:
             ``[sum(keep), vocab_size]`` logits.
         """
         width = max(len(context) for context in contexts)
-        ids = torch.zeros(len(contexts), width, dtype=torch.long)
+        tokens: list[int] = []
         wanted: list[int] = []
-        for row, (context, count) in enumerate(zip(contexts, keep, strict=True)):
-            ids[row, : len(context)] = torch.tensor(context)
-            end = row * width + len(context)
-            wanted.extend(range(end - count, end))
-        return self._forward(
-            adapters, wanted, input_ids=ids.to(self._model.device), use_cache=False
-        )
+        for context, count in zip(contexts, keep, strict=True):
+            tokens.extend(context)
+            wanted.extend(range(len(tokens) - count, len(tokens)))
+            tokens.extend([0] * (width - len(context)))
+        ids, places = self._ids(tokens, len(contexts), wanted, Upload())
+        return self._forward(adapters, places, input_ids=ids, use_cache=False)
 
     def stateful(
         self,
@@ -168,39 +171,49 @@ class Runner:
         Raises:
             ValueError: the model returns no cache.
         """
-        ids = torch.tensor(tokens, device=self._model.device)
+        flat = [token for some in tokens for token in some]
+        ids, places = self._ids(flat, len(tokens), wanted, Upload())
         logits, outputs = self._outputs(
-            adapters, wanted, input_ids=ids, **{self._cache_name: cache}
+            adapters, places, input_ids=ids, **{self._cache_name: cache}
         )
         cache = getattr(outputs, self._cache_name, None)
         if cache is None:
             raise ValueError("it returns no cache")
         return logits, cache
 
+    def _ids(
+        self, tokens: Sequence[int], rows: int, wanted: Sequence[int], upload: Upload
+    ) -> tuple[torch.Tensor, Indices]:
+        """The tokens of so many rows of equal length, ``[rows, tokens]`` on the device, and those
+        that are wanted."""
+        ids, places = upload.add(tokens), upload.add(wanted)
+        return ids.on(self._model.device).view(rows, -1), places
+
     def _forward(
-        self, rows: Sequence[Adapter | None], wanted: Sequence[int], **inputs: Any
+        self, rows: Sequence[Adapter | None], wanted: Indices, **inputs: Any
     ) -> torch.Tensor:
         return self._outputs(rows, wanted, **inputs)[0]
 
     def _outputs(
-        self, rows: Sequence[Adapter | None], wanted: Sequence[int], **inputs: Any
+        self, rows: Sequence[Adapter | None], wanted: Indices, **inputs: Any
     ) -> tuple[torch.Tensor, Any]:
         inputs.setdefault("use_cache", True)
-        self._wanted = torch.tensor(wanted, dtype=torch.long)
+        self._wanted, self._selected = wanted.on(self._model.device), False
         width = inputs["input_ids"].shape[1]
-        of_wanted = [at // width for at in wanted]
+        of_wanted = [at // width for at in wanted.values]
         try:
             with torch.inference_mode(), self._adapters.applied(rows, of_wanted):
                 outputs = self._model(**inputs)
         finally:
             self._wanted = None
         flat: torch.Tensor = outputs.logits.flatten(0, -2)
-        return flat if len(flat) == len(wanted) else flat[
-            torch.tensor(wanted, device=flat.device)
-        ], outputs
+        if not self._selected:
+            flat = flat.index_select(0, wanted.on(flat.device))
+        return flat, outputs
 
     def _select(self, head: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self._wanted is None:
             return None
+        self._selected = True
         hidden = args[0].flatten(0, -2)
         return (hidden.index_select(0, self._wanted.to(hidden.device)).unsqueeze(1), *args[1:])

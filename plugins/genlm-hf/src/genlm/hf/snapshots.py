@@ -15,6 +15,7 @@ from genlm.core.prefixes import prefix_of
 from genlm.core.types import Adapter
 from genlm.hf.runner import Runner
 from genlm.hf.sequence import TokenSequence, key_prefix
+from genlm.hf.upload import Places, Upload
 
 #: Tokens after a snapshot are run one at a time; each such step counts as much as this many tokens
 #: of a whole forward.
@@ -169,15 +170,16 @@ def steps(
     if len(parts) == 1:
         return owners, parts[0], cache
     # The steps of one sequence together, in order.
-    by_owner = sorted(range(len(owners)), key=owners.__getitem__)
-    return sorted(owners), torch.cat(parts)[by_owner], cache
+    by_sequence = [part.view(len(sequences), -1, part.shape[-1]) for part in parts]
+    return sorted(owners), torch.cat(by_sequence, 1).flatten(0, 1), cache
 
 
 @torch.inference_mode()
 def joined(places: Sequence[Place]) -> Any:
     """A new cache whose rows are copies of these, all of contexts of one length."""
+    upload = Upload()
     runs = [
-        (snapshot.cache, [row for _, row in run])
+        (snapshot.cache, Places([row for _, row in run], upload))
         for snapshot, run in groupby(places, key=itemgetter(0))
     ]
     parts = zip(*(_selected(cache, rows) for cache, rows in runs), strict=True)
@@ -190,9 +192,14 @@ def joined(places: Sequence[Place]) -> Any:
     )
 
 
-def _selected(cache: Any, rows: Sequence[int]) -> Iterator[torch.Tensor]:
+def _selected(cache: Any, rows: Places) -> Iterator[torch.Tensor]:
     for tensor in _tensors(cache):
-        yield tensor.index_select(0, torch.tensor(rows, device=tensor.device))
+        at = rows.on(tensor.device)
+        if isinstance(at, slice):
+            part = tensor.narrow(0, at.start, at.stop - at.start)
+            yield part.clone(memory_format=torch.contiguous_format)
+        else:
+            yield tensor.index_select(0, at)
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:

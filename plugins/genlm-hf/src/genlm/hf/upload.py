@@ -1,0 +1,82 @@
+"""The indices of a forward, which go to the device in one copy."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+
+
+class Upload:
+    """Lists of integers that the host knows, copied to a device together.
+
+    Copying a few integers takes as long as copying thousands. So all of them are collected first.
+    The first list that is asked for on a device takes the others along. On the CPU nothing is
+    copied any further.
+    """
+
+    def __init__(self) -> None:
+        self._values: list[int] = []
+        self._sizes: list[int] = []
+        self._parts: dict[torch.device, Sequence[torch.Tensor]] = {}
+
+    def add(self, values: Sequence[int]) -> Indices:
+        """Collect some integers.
+
+        Raises:
+            RuntimeError: those collected before have been copied.
+        """
+        if self._parts:
+            raise RuntimeError("the other indices have been copied; add all of them before")
+        self._values.extend(values)
+        self._sizes.append(len(values))
+        return Indices(self, len(self._sizes) - 1, values)
+
+    def on(self, device: torch.device) -> Sequence[torch.Tensor]:
+        """What was collected, in order: parts of one tensor on a device."""
+        parts = self._parts.get(device)
+        if parts is None:
+            parts = self._copied(device).split_with_sizes(self._sizes)
+            self._parts[device] = parts
+        return parts
+
+    def _copied(self, device: torch.device) -> torch.Tensor:
+        host = torch.frombuffer(array("q", self._values), dtype=torch.long)
+        if device.type != "cuda":
+            return host.to(device)
+        # From pinned memory the host need not wait. It is allocated for each upload: PyTorch does
+        # not give it out again before the copy has ended.
+        return host.pin_memory().to(device, non_blocking=True)
+
+
+class Indices:
+    """Some of the integers of an :class:`Upload`.
+
+    Attributes:
+        values: The integers, on the host.
+    """
+
+    def __init__(self, upload: Upload, at: int, values: Sequence[int]) -> None:
+        self.values = values
+        self._upload = upload
+        self._at = at
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """``[n]`` int64 on a device."""
+        return self._upload.on(device)[self._at]
+
+
+class Places:
+    """Places along a dimension: a slice where they are neighbours in order, so that nothing is
+    gathered; else indices of an upload."""
+
+    def __init__(self, places: Sequence[int], upload: Upload) -> None:
+        first = places[0] if places else 0
+        neighbours = slice(first, first + len(places))
+        in_order = [*places] == [*range(neighbours.start, neighbours.stop)]
+        self._at = neighbours if in_order else upload.add(places)
+
+    def on(self, device: torch.device) -> slice | torch.Tensor:
+        """What to index a tensor on a device with."""
+        return self._at if isinstance(self._at, slice) else self._at.on(device)
