@@ -140,3 +140,13 @@ def test_the_hub_token_is_not_shown() -> None:
     shown = repr(HFOptions(hf_opts={"token": "hf_secret", "revision": "main"}))
     assert "secret" not in shown
     assert "'revision': 'main'" in shown
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_compiling_with_cuda_graphs_is_refused(
+    mode: str, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(InvalidOptionError, match=f"{mode}.*give 'default' or 'max-autotune-no-"):
+        AsyncTransformer.from_name(tiny, compile_opts={"mode": mode})

@@ -26,6 +26,8 @@ SOURCE_ARGUMENTS = (
     "gguf_file",
 )
 
+#: The modes of ``torch.compile`` that capture CUDA graphs.
+GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 #: Types of weights, for messages.
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -77,6 +79,7 @@ def _place(arguments: dict[str, Any], options: HFOptions) -> str | None:
     if device is None:
         device = "cuda" if cuda else "cpu"
     _check_device(device)
+    _check_mode(options, torch.device(device).type)
     for dtype in (options.dtype, arguments.get("dtype"), arguments.get("torch_dtype")):
         _check_dtype(dtype)
     if options.dtype is not None:
@@ -123,6 +126,16 @@ def _check_device(device: Any) -> None:
     if given is None or absent:
         raise InvalidOptionError(
             f"device must be one that PyTorch sees here: {', '.join(there)}; got {shown(device)}"
+        )
+
+
+def _check_mode(options: HFOptions, device: str) -> None:
+    """Raises: InvalidOptionError: ``compile_opts`` asks for CUDA graphs."""
+    mode = (options.compile_opts or {}).get("mode")
+    if device == "cuda" and mode in GRAPH_MODES:
+        raise InvalidOptionError(
+            f"compile_opts['mode']={mode!r} captures CUDA graphs, whose rows the next forward "
+            "overwrites; give 'default' or 'max-autotune-no-cudagraphs'"
         )
 
 
