@@ -55,7 +55,7 @@ NEXT_PYTHON = "3.14"
 #: The Pythons that the classifiers of the core name, and the one of them that plain `nox` uses.
 PYTHONS = nox.project.python_versions(nox.project.load_toml(CORE / "pyproject.toml"))
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
-PYTHON = RUNNING if RUNNING in PYTHONS else PYTHONS[-1]
+PYTHON = RUNNING if RUNNING in (*PYTHONS, NEXT_PYTHON) else PYTHONS[-1]
 
 #: What serves the import paths of genlm-backend 0.3.
 COMPAT = ROOT / "compat" / "genlm-backend"
@@ -66,7 +66,7 @@ DISTRIBUTIONS = [
     *(PLUGINS[name] for name in sorted(PLUGINS)),
     *sorted(ROOT.glob("compat/*/")),
 ]
-PROGRAMS = "Scripts" if os.name == "nt" else "bin"
+PROGRAMS, SUFFIX = ("Scripts", ".exe") if os.name == "nt" else ("bin", "")
 
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
@@ -372,7 +372,7 @@ def bench(session: nox.Session) -> None:
     prepare(session)
     programs = environment_of(session, "hf")
     install_in(session, programs, *GROUPS["bench"])
-    environments = {"hf": str(programs / "python")}
+    environments = {"hf": str(programs / f"python{SUFFIX}")}
     environments["theirs"] = further_environment(
         session, "theirs", [["pip", "install", "torch", PEER]]
     )
@@ -381,7 +381,7 @@ def bench(session: nox.Session) -> None:
         if name == "clients":
             environments[name] = further_environment(session, name, client_steps())
         elif name not in environments:
-            environments[name] = str(environment_of(session, name) / "python")
+            environments[name] = str(environment_of(session, name) / f"python{SUFFIX}")
         if "PEER" in said and f"theirs-{name}" not in environments:
             steps = [["pip", "install", "torch"], ["pip", "install", *said["PEER"]]]
             environments[f"theirs-{name}"] = further_environment(session, f"theirs-{name}", steps)
@@ -424,13 +424,15 @@ def constants_of_workloads(names: list[str]) -> list[dict[str, Any]]:
 
 
 def prepare(session: nox.Session, constraints: Path = ROOT / "constraints.txt") -> None:
-    """Set the versions that pip may install, and the number of threads.
+    """Set the versions that pip may install, the number of threads, and how text is encoded.
 
     One thread, because on a small shared machine two threads wait for each other. That can be
-    twenty times slower, and it varies.
+    twenty times slower, and it varies. UTF-8, which Python 3.11 to 3.14 do not take by themselves
+    on Windows.
     """
     session.env["PIP_CONSTRAINT"] = constraints.as_uri()
     session.env["OMP_NUM_THREADS"] = "1"
+    session.env["PYTHONUTF8"] = "1"
 
 
 def environment_of(session: nox.Session, name: str, recipe: str = "environment.txt") -> Path:
@@ -448,7 +450,7 @@ def environment_of(session: nox.Session, name: str, recipe: str = "environment.t
     state = "\n".join([repr(steps), *(source.read_text() for source in sources)])
     complete = folder / "complete"
     if not complete.exists() or complete.read_text() != state:
-        if not (programs / "python").exists():
+        if not (programs / f"python{SUFFIX}").exists():
             session.run_install("python", "-m", "venv", str(folder), external=True)
         for command in steps:
             python_in(session, programs, "-m", *command)
@@ -468,12 +470,13 @@ def install_in(session: nox.Session, programs: Path, *requirements: str) -> None
 
 def python_in(session: nox.Session, programs: Path, *arguments: str) -> None:
     silent = not session.interactive
-    session.run_install(str(programs / "python"), *arguments, external=True, silent=silent)
+    python = str(programs / f"python{SUFFIX}")
+    session.run_install(python, *arguments, external=True, silent=silent)
 
 
 def run(session: nox.Session, programs: Path, program: str, *arguments: str) -> None:
     """Run a program of a shared environment."""
-    session.run(str(programs / program), *arguments, external=True)
+    session.run(str(programs / f"{program}{SUFFIX}"), *arguments, external=True)
 
 
 def plugin_steps(name: str, recipe: str = "environment.txt") -> list[list[str]]:
@@ -501,7 +504,7 @@ def plugin_steps(name: str, recipe: str = "environment.txt") -> list[list[str]]:
 def further_environment(session: nox.Session, name: str, steps: list[list[str]]) -> str:
     """The Python of a second environment for a session, made when its steps are new."""
     folder = environments_of(session) / f"{session.name}-{name}"
-    python = str(folder / PROGRAMS / "python")
+    python = str(folder / PROGRAMS / f"python{SUFFIX}")
     complete = folder / "complete"
     if not complete.exists() or complete.read_text() != repr(steps):
         session.run_install("python", "-m", "venv", "--clear", str(folder), external=True)

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import inspect
 import re
+import tomllib
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -116,3 +117,22 @@ def test_the_page_on_choosing_says_what_each_backend_implements() -> None:
         for backend, cell in zip(head[1:-1], cells[:-1], strict=True):  # the mock is the last
             has = bool(NATIVE[name] & implemented(TOP / "plugins" / f"genlm-{backend}" / "src"))
             assert (cell != "no") == has, f"{name}: {backend} is said to be {cell!r}"
+
+
+def test_the_workflows_run_sessions_that_there_are_on_every_python_and_for_every_plugin() -> None:
+    said = "".join(file.read_text() for file in (TOP / ".github" / "workflows").glob("*.yml"))
+    tasks = {
+        node.name.replace("_", "-")
+        for node in ast.parse((TOP / "noxfile.py").read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.decorator_list
+    }
+    run = [word.strip('"') for line in re.findall(r"nox .*-s (.+)", said) for word in line.split()]
+    run = [re.split(r"-\$|\(\$", name)[0] for name in run]  # tests-${PYTHON}, plugin(${PLUGIN})
+    assert {"lint", "types", "tests", "plugin", "minimums", "docs", "release-check"} <= {*run}
+    assert {*run} <= tasks
+    project = tomllib.loads((TOP / "core" / "pyproject.toml").read_text())["project"]
+    stated = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    (matrix,) = re.findall(r"python: \[(.+)\]", said)
+    assert {*stated} <= {*re.findall(r"3\.\d+", matrix)}
+    plugins = {folder.name.removeprefix("genlm-") for folder in (TOP / "plugins").glob("genlm-*")}
+    assert {*re.findall(r"plugin: (\w+)", said)} == plugins

@@ -51,7 +51,7 @@ def write_plugin(name: str, folder: Path | None = None) -> Path:
         raise InvalidOptionError(f"{folder} is not empty; give another --folder")
     module = f"genlm_{name.replace('-', '_')}"
     for template, target in FILES.items():
-        text = files(__name__).joinpath("template", f"{template}.template").read_text()
+        text = files(__name__).joinpath("template", f"{template}.template").read_text("utf-8")
         path = folder / target.format(module=module)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(
