@@ -24,11 +24,16 @@ from typing import Any
 import torch
 from attrs import frozen
 
+from benchmarks.trie import enlarged
 from genlm.core import EngineError
 from genlm.core.mock import ByteTokenizer
-from genlm.core.trie import TokenCharacterTrie
+from genlm.core.trie.kernels.reducer import Reducer, proven_reducer
+from genlm.core.trie.kernels.torch_reducer import TorchReducer
+from genlm.core.trie.weights import SUM
 from genlm.hf import AsyncTransformer
 from tools.shapes import SHAPES, VOCABULARY, model_of
+from tools.smollm2 import default_folder
+from tools.trie_traffic import SIZES, plan_of, real_words
 
 STAGES = ("tests", "conformance", "trie", "steps")
 
@@ -175,27 +180,40 @@ def step_figures(
 # --- the trie -------------------------------------------------------------------------------------
 
 
-def trie_figures(device: str, rows: int, repeat: int) -> dict[str, float]:
-    """Sums over the trie: what of the device's bandwidth they reach, and their relative error in
-    float32."""
-    trie = TokenCharacterTrie(WideTokenizer().token_bytes(), device=device)
-    weights = torch.rand(rows, VOCABULARY, device=device)
-    took = median(lambda: trie.batch_weight_sum(weights, torch.float32), device, repeat)
-    # Read once and written once, which no sum can do without.
-    needed = 4e-9 * rows * (VOCABULARY + len(trie))
-    source = torch.rand(rows, VOCABULARY + len(trie), device=device)
+def trie_words(size: int) -> list[bytes]:
+    """The bytes of a vocabulary: SmolLM2's if it is here, joined up to the size."""
+    words = real_words() if default_folder().exists() else WideTokenizer().token_bytes()
+    return enlarged(words, size)
+
+
+def trie_figures(words: list[bytes], device: str, rows: int, repeat: int) -> dict[str, Any]:
+    """Sums over the trie, in PyTorch's own functions and, on CUDA, in the fused kernels: what of a
+    copy's speed they reach, and their relative error in float32."""
+    plan = plan_of(words)
+    ways: dict[str, Reducer] = {"plain": TorchReducer(plan, device)}
+    if torch.device(device).type == "cuda":
+        fused = proven_reducer(plan, device, ways["plain"])
+        ways |= {"fused": fused} if fused else {}
+    width = plan.nodes + plan.items
+    source = torch.rand(rows, width, device=device)
     target = torch.empty_like(source)
     copied = median(lambda: target.copy_(source), device, repeat)
     bandwidth = 2 * 4e-9 * source.numel() / copied
-    sums = trie.batch_weight_sum(weights, torch.float32).double()
-    exact = trie.batch_weight_sum(weights, torch.float64)
-    return {
-        "ms": 1e3 * took,
-        "GB_per_s": needed / took,
-        "copy_GB_per_s": bandwidth,
-        "share_of_copy": needed / took / bandwidth,
-        "relative_error": float(((sums - exact).abs() / exact.clamp_min(1e-300)).max()),
-    }
+    weights = torch.rand(rows, plan.items, device=device)
+    exact = ways["plain"].reduce(SUM, weights.double())
+    # Read once and written once, which no sum can do without.
+    needed = 4e-9 * rows * (plan.items + width)
+    figures: dict[str, Any] = {"copy_GB_per_s": bandwidth, "ways": list(ways)}
+    for name, way in ways.items():
+        took = median(lambda way=way: way.reduce(SUM, weights), device, repeat)  # type: ignore[misc]
+        sums = way.reduce(SUM, weights).double()
+        figures |= {
+            f"{name}_ms": 1e3 * took,
+            f"{name}_GB_per_s": needed / took,
+            f"{name}_share_of_copy": needed / took / bandwidth,
+            f"{name}_relative_error": float(((sums - exact) / exact).abs().nan_to_num().max()),
+        }
+    return figures
 
 
 # --- tests and conformance ------------------------------------------------------------------------
@@ -211,7 +229,6 @@ def tests(device: str, quick: bool) -> bool:
 
 def conformance(device: str, dtype: str) -> bool:
     """The suite on a small random model with two adapters."""
-    from tools.smollm2 import default_folder
     from tools.soak import write_adapter, write_tiny_model
 
     if not default_folder().exists():
@@ -283,8 +300,12 @@ def main() -> None:
             sound &= (passed := conformance(device, dtype))
             record(what="conformance", dtype=dtype, passed=passed)
     if "trie" in stages:
-        rows = options.trie_rows
-        record(what="trie", rows=rows, **trie_figures(for_trie, rows, options.repeat))
+        for size in SIZES[:1] if options.quick else SIZES:
+            words = trie_words(size)
+            for rows in (1, options.trie_rows):
+                figures = trie_figures(words, for_trie, rows, options.repeat)
+                record(what="trie", tokens=size, rows=rows, **figures)
+                sound &= on_cpu or "fused" in figures["ways"]
     if "steps" in stages:
         precision = torch.float32 if on_cpu else torch.bfloat16
         for shape in options.shapes.split(","):

@@ -22,9 +22,9 @@ class DeviceKernel:
     float64 takes up to 64 times as long, and everywhere twice the memory traffic. Never waits for
     the device, unless the result is to be a NumPy array.
 
-    On CUDA, kernels written in Triton reduce the rows. They go through less than half as much
-    memory as PyTorch's own functions, which reduce them elsewhere, and also where the fused kernels
-    are missing or do not compute the same: see :mod:`genlm.core.trie.kernels.reducer`.
+    On CUDA, kernels written in Triton reduce the rows, if they have proved there that they compute
+    what PyTorch's own functions do. Those reduce the rows elsewhere. They read and write about 1.5
+    to 2 times as much: ``docs/gpu.md`` has the figures.
     """
 
     precision = "float32"
