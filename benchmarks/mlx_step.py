@@ -1,5 +1,4 @@
-"""One step of n contexts through mlx-lm, whatever the program does with them, in milliseconds of
-CPU time.
+"""One step of n contexts through mlx-lm, whatever the program does with them, in CPU time
 
 ``prefill``: n new contexts. ``extend``: each grows by a token. ``fork``: half of them, each
 continued twice.

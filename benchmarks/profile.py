@@ -1,10 +1,10 @@
-"""Where a step's time goes: microseconds a request, by the counters that every model keeps in
-`lm.stats`
+"""Where a step's time goes: microseconds a request
 
-What remains of the wall time is Python's event loop, the checks, and the program itself. One
-engine answers at once, so that all the rest shows; on hf all that is a small part of the engine's
-time. With `--quick` this is a profile in a few seconds. The counters are always on: what they cost
-a request is measured too, and is given as a share of a request's time on hf.
+From the counters that every model keeps in `lm.stats`. What remains of the wall time is Python's
+event loop, the checks, and the program itself. One engine answers at once, so that all the rest
+shows; on hf all that is a small part of the engine's time. With `--quick` this is a profile in a
+few seconds. The counters are always on: what they cost a request is measured too, and is given as a
+share of a request's time on hf.
 """
 
 from __future__ import annotations

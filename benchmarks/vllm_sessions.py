@@ -1,5 +1,6 @@
-"""Live sessions of vLLM against its other ways: n contexts, each longer by one token than one asked
-before.
+"""Live sessions of vLLM against its other ways
+
+A step asks n contexts, each longer by one token than one asked before.
 
 With live sessions vLLM decodes one token per context. Without them every step is a new request,
 which finds the full blocks of its context in the prefix cache and computes the rest: 1 to 32
