@@ -27,12 +27,14 @@ class Case:
         rounds = self.values.get(side)
         return statistics.median(map(statistics.median, rounds)) if rounds else None
 
-    def spread(self, side: str) -> float:
-        """Half the range of the rounds' medians, or of the middle half of an only round's
-        values."""
+    def spread(self, side: str) -> float | None:
+        """Half the range of the rounds' medians, or of the middle half of an only round's values;
+        ``None`` where a round has too few values to tell."""
         rounds = self.values[side]
         medians = [statistics.median(values) for values in rounds]
-        if len(rounds) == 1 and len(rounds[0]) > 3:
+        if len(rounds) == 1:
+            if len(rounds[0]) <= 3:
+                return None
             medians = statistics.quantiles(rounds[0], n=4)
         return (max(medians) - min(medians)) / 2
 
@@ -118,7 +120,7 @@ def moves(before: Case, after: Case) -> tuple[float, str | None] | None:
 def noise(case: Case, side: str | None) -> float:
     """The spread of ours, and of the side it is held against, as shares of their medians."""
     return sum(
-        case.spread(name) / median
+        (case.spread(name) or 0.0) / median
         for name in ("ours", side)
         if name is not None and (median := case.median(name))
     )

@@ -48,7 +48,8 @@ def introduction(result: dict[str, Any]) -> list[str]:
         "took turns, "
         "every time in a new process, with one thread. A figure is the median of the rounds' "
         "medians, "
-        "± half the range of these, or of the middle half of the values where there was one round. "
+        "± half the range of these, or of the middle half of the values where there was one round, "
+        "if it had more than three. "
         "*Times better* is "
         "theirs over ours for times and sizes, ours over theirs for rates; *above the floor* is "
         "what ours takes beyond "
@@ -102,6 +103,8 @@ def cell(case: Case, side: str) -> str:
     if median is None:
         return ""
     spread = case.spread(side)
+    if spread is None:
+        return f"{median:.4g} {case.unit}"
     about = f"{spread:.2g}" if case.unit == "%" or not median else f"{100 * spread / median:.0f} %"
     return f"{median:.4g} {case.unit} ± {about}"
 
