@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+PATIENCE = 180_000  # milliseconds until what must happen is said not to happen
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 PAGES = {"start": "", "tutorial": "tutorials/smc/", "reference": "reference/models/"}
 
@@ -63,6 +64,7 @@ class Visit:
         width, height = SIZES[size]
         self.site = site
         self.page = browser.new_page(viewport={"width": width, "height": height})
+        self.page.set_default_timeout(PATIENCE)
         self.outside: list[str] = []
         self.errors: list[str] = []
         self.page.on("console", self._said)
@@ -145,7 +147,9 @@ def test_a_click_opens_a_node_of_the_trie(browser: Any, site: str) -> None:
 def test_the_search_finds_a_method(browser: Any, site: str) -> None:
     visit = Visit(browser, site, "desktop")
     page = visit.open("")
-    page.keyboard.press("/")
+    # By its button, and once it listens: before that, keys leave the page ("n" goes to the next).
+    page.get_by_role("button", name="Search").first.click()
+    page.locator("input:focus").wait_for()
     page.keyboard.type("next_token_logprobs")
     found = page.locator("a[href*='reference/']").filter(has_text="next_token_logprobs").first
     found.wait_for()
