@@ -31,6 +31,7 @@ PLUGIN = "hf"
 def ours(bench: Bench) -> None:
     from genlm.hf import AsyncTransformer
 
+    bench.clock = time.process_time
     with AsyncTransformer.from_name(bench.model, cache_size=0) as lm, asyncio.Runner() as runner:
         ask, size = asked_of(lm, runner), len(lm.byte_vocab)
         measure_shared(bench, size, ask, lm.clear_kv_cache)
@@ -42,6 +43,7 @@ def theirs(bench: Bench) -> None:
 
     from genlm.backend.llm import AsyncTransformer
 
+    bench.clock = time.process_time
     lm = AsyncTransformer.from_name(
         bench.model, hf_opts={"torch_dtype": torch.float32, "device_map": "cpu"}
     )

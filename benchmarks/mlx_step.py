@@ -136,7 +136,6 @@ def measure_prompt(
     with asyncio.Runner() as runner:
         ask, size = asked_of(lm, runner), len(lm.byte_vocab)
         measure_shared(bench, size, ask, reset, cases, repeat, memory)
-    bench.clock = time.process_time
 
 
 def ours(bench: Bench) -> None:

@@ -1,4 +1,4 @@
-"""One step of n contexts through vLLM, whatever the program does with them.
+"""One step of n contexts through vLLM, whatever the program does with them, in CPU time
 
 ``prefill``: n new contexts. ``extend``: each grows by a token. ``fork``: half of them, each
 continued twice.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from typing import Any
 
 from benchmarks.protocol import Bench, main
@@ -26,6 +27,7 @@ PLUGIN = "vllm"
 def ours(bench: Bench) -> None:
     from genlm.vllm import AsyncVirtualLM
 
+    bench.clock = time.process_time
     with (
         AsyncVirtualLM.from_name(bench.model, ENGINE, cache_size=0) as lm,
         asyncio.Runner() as runner,
@@ -38,6 +40,7 @@ def floor(bench: Bench) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
+    bench.clock = time.process_time
     llm = LLM(bench.model, **ENGINE, **RAW)
     one = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True)
 
