@@ -3,10 +3,14 @@ engine."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from genlm.core import AsyncLM
+from genlm.core import Answer, AsyncLM, Query, hookimpl
 from genlm.core.conformance import ConformanceSuite
+from genlm.core.mock import ENGINE_OPTIONS, ByteTokenizer, ContinuousMockEngine
+from genlm.core.options import refuse_unknown
+from genlm.core.types import Request, SampleRequest, ScoreRequest
 
 from .mutants.registry import Trouble
 
@@ -45,3 +49,39 @@ class TestLongMock(Mock):
     trouble = Trouble()
     effort = 0.1
     options = {"fail_on": trouble}  # noqa: RUF012
+
+
+class InterruptedEngine(ContinuousMockEngine):
+    """Newcomers end a call before it has answered anything; the next answers all rows there are.
+
+    So may engines elsewhere: a newcomer wakes the call, and then all machines answer at once.
+    """
+
+    @hookimpl
+    def genlm_step(
+        self,
+        queries: Sequence[Query],
+        samples: Sequence[SampleRequest],
+        scores: Sequence[ScoreRequest],
+        dropped: Sequence[Request],
+    ) -> list[Answer]:
+        for request in dropped:
+            del self._in_flight[request]
+        newcomers: list[Request] = [*queries, *samples, *scores]
+        self._in_flight.update({request: self._steps_of(request) for request in newcomers})
+        return [] if newcomers else self.advance([])
+
+
+class TestInterruptedMock(Mock):
+    __test__ = True
+    trouble = Trouble()
+    effort = 0.1
+    options = {**OPTIONS, "steps": 1, "fail_on": trouble}  # noqa: RUF012
+
+    def load(self, wrappers: Sequence[object]) -> AsyncLM:
+        refuse_unknown("mock", self.options, ENGINE_OPTIONS)
+        return AsyncLM(
+            lambda: InterruptedEngine(ByteTokenizer(), **self.options),
+            backend="mock",
+            wrappers=wrappers,
+        )

@@ -51,8 +51,8 @@ class EngineGate:
         self._changed = threading.Condition()
         self._is_open = True
         self._inside = False
-        self._entered = 0
         self._passes = 0
+        self._left = 0  # how many evaluations have come to their end
         self._seen: list[Query] = []
         self._poison: TokenIds | None = None
         #: The calls that have ended since the last reset.
@@ -113,15 +113,29 @@ class EngineGate:
                 raise TimeoutError(f"no request reached the engine within {self._patience:g} s")
 
     def let_one_through(self) -> None:
-        """Let the evaluation that is held go on, and wait until the next one is held."""
+        """Let the evaluation that is held, or that comes next, go on, and wait for its end.
+
+        Not for the one after it: an engine that has answered everybody is called no more.
+        """
         with self._changed:
-            before = self._entered
+            self.wait_inside()
+            before = self._left
             self._passes = 1
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: self._entered > before, self._patience):
-                raise TimeoutError(f"no further call of the engine within {self._patience:g} s")
+            if not self._changed.wait_for(lambda: self._left > before, self._patience):
+                raise TimeoutError(f"a call of the engine took more than {self._patience:g} s")
 
     # --- around the engine: its thread ------------------------------------------------------------
+
+    @contextmanager
+    def _evaluation(self, queries: Sequence[Query]) -> Iterator[None]:
+        self._enter(queries)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._left += 1
+                self._changed.notify_all()
 
     def _enter(self, queries: Sequence[Query]) -> None:
         with self._changed:
@@ -129,7 +143,6 @@ class EngineGate:
             if self._is_open:
                 return
             self._inside = True
-            self._entered += 1
             self._changed.notify_all()
             released = self._changed.wait_for(
                 lambda: self._is_open or self._passes > 0, self._patience
@@ -153,11 +166,11 @@ class EngineGate:
     def genlm_next_token_logprobs(
         self, queries: Sequence[Query]
     ) -> Generator[None, torch.Tensor, torch.Tensor]:
-        self._enter(queries)
-        if any(map(self._poisons, queries)):
-            raise self._planted()
-        rows = yield
-        self._ended("genlm_next_token_logprobs", queries, queries)
+        with self._evaluation(queries):
+            if any(map(self._poisons, queries)):
+                raise self._planted()
+            rows = yield
+            self._ended("genlm_next_token_logprobs", queries, queries)
         self._look_back()
         return self._given_away("genlm_next_token_logprobs", rows)
 
@@ -187,11 +200,11 @@ class EngineGate:
     ) -> Generator[None, Sequence[Answer], Sequence[Answer]]:
         requests: list[Request] = [*queries, *samples, *scores]
         asked = [query_of(request) for request in requests]
-        self._enter(asked)
-        # To raise here would break the engine's promise to have dropped what is in flight: fail the
-        # one query instead.
-        answers = yield
-        self._ended("genlm_step", asked, [query_of(answer.query) for answer in answers])
+        with self._evaluation(asked):
+            # To raise here would break the engine's promise to have dropped what is in flight: fail
+            # the one query instead.
+            answers = yield
+            self._ended("genlm_step", asked, [query_of(answer.query) for answer in answers])
         if answers:
             self._look_back()
         return [self._passed_on(answer) for answer in answers]
@@ -215,14 +228,14 @@ class EngineGate:
     def genlm_sample(
         self, queries: Sequence[Query], params: Sequence[SamplingParams]
     ) -> Generator[None, Any, Any]:
-        self._enter(queries)
-        drawn = yield
-        self._ended("genlm_sample", queries, queries)
+        with self._evaluation(queries):
+            drawn = yield
+            self._ended("genlm_sample", queries, queries)
         return drawn
 
     @hookimpl(wrapper=True)
     def genlm_sequence_logprobs(
         self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
     ) -> Generator[None, Any, Any]:
-        self._enter(queries)
-        return (yield)
+        with self._evaluation(queries):
+            return (yield)
