@@ -15,7 +15,12 @@ from genlm.core.types import Request, SampleRequest, ScoreRequest
 from ..blind import of_the_mock
 from .registry import breaks
 
-breaks("nobody_is_passed_over")(of_the_mock.NewcomersAlwaysFirst)
+
+@breaks("nobody_is_passed_over")
+class NewcomersAlwaysFirst(of_the_mock.NewcomersAlwaysFirst):
+    """Every call has a newcomer, and nothing else makes progress."""
+
+    genlm_wake = None
 
 
 class Continuous(ContinuousMockEngine):
@@ -33,6 +38,24 @@ class Continuous(ContinuousMockEngine):
 
     def step(self, newcomers: list[Request], dropped: Sequence[Request]) -> list[Answer]:
         raise NotImplementedError
+
+
+@breaks("nobody_is_passed_over")
+class RowsBeforeDraws(Continuous):
+    """A row takes one step; while rows keep coming, a draw under way waits."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "steps": 1})
+
+    def step(self, newcomers: list[Request], dropped: Sequence[Request]) -> list[Answer]:
+        for request in dropped:
+            del self._in_flight[request]
+        if not newcomers:
+            return self.advance([])
+        waiting, self._in_flight = self._in_flight, {}
+        answers = self.advance(newcomers)
+        self._in_flight = {**waiting, **self._in_flight}
+        return answers
 
 
 @breaks("short_draw_returns_before_a_long_one")

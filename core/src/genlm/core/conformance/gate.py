@@ -4,7 +4,7 @@ and makes it fail."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -51,12 +51,12 @@ class EngineGate:
         self._changed = threading.Condition()
         self._is_open = True
         self._inside = False
-        self._passes = 0
-        self._left = 0  # how many evaluations have come to their end
         self._seen: list[Query] = []
         self._poison: TokenIds | None = None
         #: The calls that have ended since the last reset.
         self.rounds: list[Round] = []
+        #: Called in the engine's thread when a call has been answered and before it returns.
+        self.on_round: Callable[[Round], None] | None = None
         #: What genlm_cache_prefix has returned since the last reset.
         self.pinned: list[bool | None] = []
         #: What the engine has written into after it had returned it, in words.
@@ -73,7 +73,7 @@ class EngineGate:
             self.pinned = []
             self._poison = None
             self._is_open = True
-            self._passes = 0
+            self.on_round = None
             self._changed.notify_all()
 
     @property
@@ -112,30 +112,7 @@ class EngineGate:
             if not self._changed.wait_for(lambda: self._inside, self._patience):
                 raise TimeoutError(f"no request reached the engine within {self._patience:g} s")
 
-    def let_one_through(self) -> None:
-        """Let the evaluation that is held, or that comes next, go on, and wait for its end.
-
-        Not for the one after it: an engine that has answered everybody is called no more.
-        """
-        with self._changed:
-            self.wait_inside()
-            before = self._left
-            self._passes = 1
-            self._changed.notify_all()
-            if not self._changed.wait_for(lambda: self._left > before, self._patience):
-                raise TimeoutError(f"a call of the engine took more than {self._patience:g} s")
-
     # --- around the engine: its thread ------------------------------------------------------------
-
-    @contextmanager
-    def _evaluation(self, queries: Sequence[Query]) -> Iterator[None]:
-        self._enter(queries)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._left += 1
-                self._changed.notify_all()
 
     def _enter(self, queries: Sequence[Query]) -> None:
         with self._changed:
@@ -144,17 +121,17 @@ class EngineGate:
                 return
             self._inside = True
             self._changed.notify_all()
-            released = self._changed.wait_for(
-                lambda: self._is_open or self._passes > 0, self._patience
-            )
-            self._passes = 0
+            released = self._changed.wait_for(lambda: self._is_open, self._patience)
             self._inside = False
         if not released:
             raise TimeoutError(f"the suite held the engine for more than {self._patience:g} s")
 
     def _ended(self, hook: str, asked: Sequence[Query], answered: Sequence[Query]) -> None:
+        ended = Round(hook, tuple(asked), tuple(answered))
         with self._changed:
-            self.rounds.append(Round(hook, tuple(asked), tuple(answered)))
+            self.rounds.append(ended)
+        if self.on_round is not None:
+            self.on_round(ended)
 
     def _poisons(self, query: Query) -> bool:
         return query.token_ids == self._poison
@@ -166,11 +143,11 @@ class EngineGate:
     def genlm_next_token_logprobs(
         self, queries: Sequence[Query]
     ) -> Generator[None, torch.Tensor, torch.Tensor]:
-        with self._evaluation(queries):
-            if any(map(self._poisons, queries)):
-                raise self._planted()
-            rows = yield
-            self._ended("genlm_next_token_logprobs", queries, queries)
+        self._enter(queries)
+        if any(map(self._poisons, queries)):
+            raise self._planted()
+        rows = yield
+        self._ended("genlm_next_token_logprobs", queries, queries)
         self._look_back()
         return self._given_away("genlm_next_token_logprobs", rows)
 
@@ -200,11 +177,11 @@ class EngineGate:
     ) -> Generator[None, Sequence[Answer], Sequence[Answer]]:
         requests: list[Request] = [*queries, *samples, *scores]
         asked = [query_of(request) for request in requests]
-        with self._evaluation(asked):
-            # To raise here would break the engine's promise to have dropped what is in flight: fail
-            # the one query instead.
-            answers = yield
-            self._ended("genlm_step", asked, [query_of(answer.query) for answer in answers])
+        self._enter(asked)
+        # To raise here would break the engine's promise to have dropped what is in flight: fail the
+        # one query instead.
+        answers = yield
+        self._ended("genlm_step", asked, [query_of(answer.query) for answer in answers])
         if answers:
             self._look_back()
         return [self._passed_on(answer) for answer in answers]
@@ -228,14 +205,14 @@ class EngineGate:
     def genlm_sample(
         self, queries: Sequence[Query], params: Sequence[SamplingParams]
     ) -> Generator[None, Any, Any]:
-        with self._evaluation(queries):
-            drawn = yield
-            self._ended("genlm_sample", queries, queries)
+        self._enter(queries)
+        drawn = yield
+        self._ended("genlm_sample", queries, queries)
         return drawn
 
     @hookimpl(wrapper=True)
     def genlm_sequence_logprobs(
         self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
     ) -> Generator[None, Any, Any]:
-        with self._evaluation(queries):
-            return (yield)
+        self._enter(queries)
+        return (yield)
