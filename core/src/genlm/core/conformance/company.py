@@ -23,7 +23,7 @@ BOUND = 40
 #: The same for an engine that a newcomer may wake (it has ``genlm_wake``). Only calls that answer
 #: something count there: a newcomer may have ended the others early. And they are more: its work
 #: may happen on several machines, and while one is slow, others may answer many calls.
-BOUND_ELSEWHERE = 1000
+BOUND_ELSEWHERE = 5000
 
 
 class CompanyClauses:
@@ -123,19 +123,24 @@ class CompanyClauses:
         bound = BOUND_ELSEWHERE if wakes else BOUND
         contexts = live.contexts.many(bound + 12)
         victims = [context for context in contexts if len(context) > 4][:2]
-        others = iter([c for c in contexts if not any(_of(c, victim) for victim in victims)])
+        others = [c for c in contexts if not any(_of(c, victim) for victim in victims)]
+        bound = min(bound, len(others))
         draws = "genlm_sample" not in self._hooks_of_a_draw(live)
         asked: dict[str, asyncio.Future[Outcome]] = {}
         stream: list[asyncio.Future[Outcome]] = []
         passed_over: set[str] = set()
 
-        async def another_comes() -> None:
+        async def ask_another() -> None:
+            context = others[len(stream)]
+            stream.append(asyncio.ensure_future(live.lm.next_token_logprobs(context)))
+            await submitted()
+
+        async def after_a_call() -> None:
             waiting = {what for what, answer in asked.items() if not answer.done()}
             if len(stream) == bound:
                 passed_over.update(waiting)
             elif waiting:
-                stream.append(asyncio.ensure_future(live.lm.next_token_logprobs(next(others))))
-                await submitted()
+                await ask_another()
 
         async def scenario() -> Outcome:
             loop = asyncio.get_running_loop()
@@ -143,11 +148,10 @@ class CompanyClauses:
             def bring(call: Round) -> None:
                 if call.answered or not wakes:
                     # Before the call returns: so the next one has a newcomer.
-                    live.wait(asyncio.run_coroutine_threadsafe(another_comes(), loop))
+                    live.wait(asyncio.run_coroutine_threadsafe(after_a_call(), loop))
 
             with live.gate.held():
-                stream.append(asyncio.ensure_future(live.lm.next_token_logprobs(next(others))))
-                await submitted()
+                await ask_another()
                 await asyncio.wrap_future(live.thread(live.gate.wait_inside))
                 asked["a row"] = asyncio.ensure_future(live.lm.next_token_logprobs(victims[0]))
                 if draws:
