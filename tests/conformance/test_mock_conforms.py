@@ -3,14 +3,14 @@ engine."""
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Sequence
 from typing import Any
 
-from genlm.core import Answer, AsyncLM, Query, hookimpl
+from genlm.core import AsyncLM
 from genlm.core.conformance import ConformanceSuite
 from genlm.core.mock import ENGINE_OPTIONS, ByteTokenizer, ContinuousMockEngine
 from genlm.core.options import refuse_unknown
-from genlm.core.types import Request, SampleRequest, ScoreRequest
 
 from .mutants.registry import Trouble
 
@@ -52,24 +52,14 @@ class TestLongMock(Mock):
 
 
 class InterruptedEngine(ContinuousMockEngine):
-    """Newcomers end a call before it has answered anything; the next answers all rows there are.
+    """Elsewhere: a call that is woken answers nothing, and the next one all rows there are."""
 
-    So may engines elsewhere: a newcomer wakes the call, and then all machines answer at once.
-    """
-
-    @hookimpl
-    def genlm_step(
-        self,
-        queries: Sequence[Query],
-        samples: Sequence[SampleRequest],
-        scores: Sequence[ScoreRequest],
-        dropped: Sequence[Request],
-    ) -> list[Answer]:
-        for request in dropped:
-            del self._in_flight[request]
-        newcomers: list[Request] = [*queries, *samples, *scores]
-        self._in_flight.update({request: self._steps_of(request) for request in newcomers})
-        return [] if newcomers else self.advance([])
+    def _time_passes(self) -> bool:
+        try:
+            self._wakes.get_nowait()
+        except queue.Empty:
+            return True
+        return False
 
 
 class TestInterruptedMock(Mock):

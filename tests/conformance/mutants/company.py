@@ -15,12 +15,7 @@ from genlm.core.types import Request, SampleRequest, ScoreRequest
 from ..blind import of_the_mock
 from .registry import breaks
 
-
-@breaks("nobody_is_passed_over")
-class NewcomersAlwaysFirst(of_the_mock.NewcomersAlwaysFirst):
-    """Every call has a newcomer, and nothing else makes progress."""
-
-    genlm_wake = None
+breaks("nobody_is_passed_over")(of_the_mock.NewcomersAlwaysFirst)
 
 
 class Continuous(ContinuousMockEngine):
