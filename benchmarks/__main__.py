@@ -168,6 +168,7 @@ def run(
         "side": side,
         "round": turn,
         "date": str(datetime.date.today()),
+        "processor": processor(),
     }
     found["load"] = round(os.getloadavg()[0], 2)
     found["cases"] = [one for one in said if "case" in one]
@@ -188,6 +189,17 @@ def machine() -> str:
     named = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
     processor = named.group(1).strip() if named else platform.processor() or platform.machine()
     return f"{processor}, {os.cpu_count()} cores, {platform.system()}"
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """What kind of processor this is. Machines that are lent give several kinds one name, and one
+    with wider vectors takes half the time."""
+    said = dict(re.findall(r"(.+?)\s*: (.+)", cpuinfo.read_text())) if cpuinfo.exists() else {}
+    if not said.keys() >= {"cpu family", "model", "flags"}:
+        return platform.processor() or platform.machine()
+    flags = said["flags"].split()
+    vectors = next((kind for kind in ("avx512_bf16", "avx512f", "avx2") if kind in flags), "sse")
+    return f"family {said['cpu family']}, model {said['model']}, {vectors}"
 
 
 def slug(text: str) -> str:

@@ -74,7 +74,11 @@ def origin(workload: str, runs: list[dict[str, Any]], date: str) -> str:
     dates = " and ".join(sorted({run.get("date", date) for run in runs}))
     turns = "1 round" if rounds == 1 else f"{rounds} rounds"
     load = f"load average {min(loads):.1f} to {max(loads):.1f}"
-    return f"`nox -s bench -- {workload} --rounds {rounds}`: {dates}, {turns}, {load}."
+    processors = sorted({run.get("processor", "not recorded") for run in runs})
+    return (
+        f"`nox -s bench -- {workload} --rounds {rounds}`: {dates}, {turns}, {load}, processor: "
+        f"{' and '.join(processors)}."
+    )
 
 
 def table(cases: list[Case]) -> list[str]:

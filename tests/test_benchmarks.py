@@ -174,6 +174,19 @@ def test_what_was_measured_on_another_day_stays_in_the_report(
     assert reported == [json.loads(file.read_text())]
 
 
+@pytest.mark.parametrize(
+    ("flags", "vectors"), [("fpu avx2", "avx2"), ("avx2 avx512f avx512_bf16", "avx512_bf16")]
+)
+def test_processors_of_one_name_are_told_apart(tmp_path: Path, flags: str, vectors: str) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(
+        f"cpu family\t: 25\nmodel\t\t: 1\nmodel name\t: AMD EPYC\nflags\t\t: {flags}\npower:\n\n"
+    )
+    assert command.processor(cpuinfo) == f"family 25, model 1, {vectors}"
+    cpuinfo.unlink()
+    assert command.processor(cpuinfo)
+
+
 def test_the_forward_passes_of_a_program_have_its_batches_and_its_new_tokens() -> None:
     batches = [[(1, 2, 3)], [(1, 2, 3, 4), (1, 2, 3, 5)], [(1, 2, 3, 5, 6, 7), (8,)]]
     assert forwards_of(batches) == [(1, 0, 3), (2, 3, 1), (1, 4, 2), (1, 0, 1)]
