@@ -19,6 +19,7 @@ from benchmarks.cases import changes, newest
 from benchmarks.report import write_report
 
 FOLDER = Path(__file__).resolve().parent
+CPUINFO = Path("/proc/cpuinfo")
 SIDES = ("floor", "ours", "theirs")
 NOT_WORKLOADS = {
     "__init__",
@@ -185,21 +186,26 @@ def run(
 
 def machine() -> str:
     """The machine in general words: its processor and cores."""
-    cpuinfo = Path("/proc/cpuinfo")
-    named = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    processor = named.group(1).strip() if named else platform.processor() or platform.machine()
-    return f"{processor}, {os.cpu_count()} cores, {platform.system()}"
+    named = cpu().get("model name") or platform.processor() or platform.machine()
+    return f"{named}, {os.cpu_count()} cores, {platform.system()}"
 
 
-def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def processor() -> str:
     """What kind of processor this is. Machines that are lent give several kinds one name, and one
-    with wider vectors takes half the time."""
-    said = dict(re.findall(r"(.+?)\s*: (.+)", cpuinfo.read_text())) if cpuinfo.exists() else {}
+    kind may take half the time of another."""
+    said = cpu()
     if not said.keys() >= {"cpu family", "model", "flags"}:
         return platform.processor() or platform.machine()
     flags = said["flags"].split()
     vectors = next((kind for kind in ("avx512_bf16", "avx512f", "avx2") if kind in flags), "sse")
     return f"family {said['cpu family']}, model {said['model']}, {vectors}"
+
+
+def cpu() -> dict[str, str]:
+    """What Linux says of a core; nothing on other systems."""
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
+    said = (line.partition(":") for line in lines)
+    return {name.strip(): value.strip() for name, _, value in said}
 
 
 def slug(text: str) -> str:

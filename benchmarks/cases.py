@@ -71,7 +71,7 @@ def newest(folder: Path, machine: str = "") -> Path:
 
 def changes(before: dict[str, Any], after: dict[str, Any], share: float = 0.1) -> list[str]:
     """What has moved by more than ``share``, one line each, the worst first; then how many cases
-    were compared, and which workloads had none to compare with.
+    were compared, which workloads had none to compare with, and which another kind of processor.
 
     Compared is the ratio to the other side where there is one, since the machine may be another
     one or busier; else the value itself. A move within the spread of both runs is left out.
@@ -100,9 +100,23 @@ def changes(before: dict[str, Any], after: dict[str, Any], share: float = 0.1) -
                 moved.append((factor, line))
     lines = [line for _, line in sorted(moved)]
     lines.append(f"{compared} cases compared, {len(moved)} moved by more than {share:.0%}")
-    return lines + [
+    lines += [
         f"{name}: {count} cases had nothing to compare with" for name, count in unknown.items()
     ]
+    on, was_on = processors_of(after), processors_of(before)
+    return lines + [
+        f"{name}: measured on another kind of processor before; its times mean little"
+        for name, kinds in on.items()
+        if was_on.get(name, kinds) != kinds
+    ]
+
+
+def processors_of(result: dict[str, Any]) -> dict[str, set[str]]:
+    """The kinds of processor that each workload was measured on."""
+    kinds: dict[str, set[str]] = {}
+    for run in result["runs"]:
+        kinds.setdefault(run["workload"], set()).add(run.get("processor", "not recorded"))
+    return kinds
 
 
 def moves(before: Case, after: Case) -> tuple[float, str | None] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import Case, cases_of
+from benchmarks.cases import Case, cases_of, processors_of
 from benchmarks.plots import draw
 
 
@@ -74,10 +74,10 @@ def origin(workload: str, runs: list[dict[str, Any]], date: str) -> str:
     dates = " and ".join(sorted({run.get("date", date) for run in runs}))
     turns = "1 round" if rounds == 1 else f"{rounds} rounds"
     load = f"load average {min(loads):.1f} to {max(loads):.1f}"
-    processors = sorted({run.get("processor", "not recorded") for run in runs})
+    (processors,) = processors_of({"runs": runs}).values()
     return (
         f"`nox -s bench -- {workload} --rounds {rounds}`: {dates}, {turns}, {load}, processor: "
-        f"{' and '.join(processors)}."
+        f"{' and '.join(sorted(processors))}."
     )
 
 

@@ -177,14 +177,25 @@ def test_what_was_measured_on_another_day_stays_in_the_report(
 @pytest.mark.parametrize(
     ("flags", "vectors"), [("fpu avx2", "avx2"), ("avx2 avx512f avx512_bf16", "avx512_bf16")]
 )
-def test_processors_of_one_name_are_told_apart(tmp_path: Path, flags: str, vectors: str) -> None:
+def test_processors_of_one_name_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, vectors: str
+) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(
         f"cpu family\t: 25\nmodel\t\t: 1\nmodel name\t: AMD EPYC\nflags\t\t: {flags}\npower:\n\n"
     )
-    assert command.processor(cpuinfo) == f"family 25, model 1, {vectors}"
+    monkeypatch.setattr(command, "CPUINFO", cpuinfo)
+    assert command.processor() == f"family 25, model 1, {vectors}"
+    assert command.machine().startswith("AMD EPYC, ")
     cpuinfo.unlink()
-    assert command.processor(cpuinfo)
+    assert command.processor()
+
+
+def test_compare_says_when_the_processor_is_another() -> None:
+    before, after = results(10), results(10)
+    after["runs"][0]["processor"] = "family 25, model 1, avx2"
+    assert "trie: measured on another kind of processor before" in changes(before, after)[-1]
+    assert len(changes(after, after)) == 1
 
 
 def test_the_forward_passes_of_a_program_have_its_batches_and_its_new_tokens() -> None:

@@ -157,8 +157,10 @@ class CompanyClauses:
                     asked["a draw of 2 tokens"] = asyncio.ensure_future(drawn)
                 await submitted()
                 live.gate.on_round = bring
-            row, *_ = await asyncio.gather(*asked.values(), return_exceptions=True)
-            live.gate.on_round = None
+            try:
+                row, *_ = await asyncio.gather(*asked.values(), return_exceptions=True)
+            finally:
+                live.gate.on_round = None
             await asyncio.gather(*stream)
             return row
 
