@@ -3,8 +3,10 @@
 ``prefill``: n new contexts. ``extend``: each grows by a token. ``fork``: half of them, each
 continued twice.
 ``newcomer``: all grow by a token, and a new one comes. ``ragged``: they grow by 1 to 5 tokens.
-``alternate``: two groups of n take turns. A last case extends a few contexts of several lengths.
-Contexts behind one prompt are in ``hf_shared``.
+``alternate``: two groups of n take turns. Every step continues from the contexts of the
+step before; where n contexts have more than 1,000 tokens, a round has one ``prefill``,
+``newcomer``, ``ragged`` and ``alternate``. A last case extends a few contexts of several
+lengths. Contexts behind one prompt are in ``hf_shared``.
 
 The floor is what the same tokens cost in raw transformers: one ``model(...)`` on a prepared cache
 of the same rows, logits of the last position, log-softmax. For ``newcomer`` that is a decode and a
@@ -31,7 +33,7 @@ def ours(bench: Bench) -> None:
     with AsyncTransformer.from_name(bench.model, cache_size=0) as lm, asyncio.Runner() as runner:
         ask, size = asked_of(lm, runner), len(lm.byte_vocab)
         for program in programs(bench, size):
-            measure(bench, program, ask, lm.clear_kv_cache, repeat=program.repeats)
+            measure(program, ask, lm.clear_kv_cache, bench.time)
         measure_lengths(bench, size, ask, lm.clear_kv_cache, repeat=12)
 
 
@@ -48,7 +50,7 @@ def theirs(bench: Bench) -> None:
         ask = asked_of(lm, runner)
         for program in programs(bench, len(lm.byte_vocab)):
             if not program.long:
-                measure(bench, program, ask, lm.clear_cache, repeat=3)
+                measure(program, ask, lm.clear_cache, bench.time, repeat=3)
                 lm.clear_cache()
             prompts = program.prompts()
             after = f" after {program.length} tokens"
@@ -58,6 +60,7 @@ def theirs(bench: Bench) -> None:
                     ask,
                     x=program.n,
                     repeat=1,
+                    warm=0,
                     prepare=functools.partial(program.extend, prompts),
                 )
             lm.clear_cache()

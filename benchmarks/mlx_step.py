@@ -3,7 +3,9 @@
 ``prefill``: n new contexts. ``extend``: each grows by a token. ``fork``: half of them, each
 continued twice.
 ``newcomer``: all grow by a token, and a new one comes. ``ragged``: they grow by 1 to 5 tokens.
-``alternate``: two groups of n take turns. Every step continues from the rows of the step before.
+``alternate``: two groups of n take turns. Every step continues from the contexts of the
+step before; where n contexts have more than 1,000 tokens, a round has one ``prefill``,
+``newcomer``, ``ragged`` and ``alternate``.
 ``shared``: n contexts behind one prompt, each grows by a token; ``resample``: and every ten steps
 their parents are chosen anew.
 
@@ -33,11 +35,11 @@ from benchmarks.steps import (
     Contexts,
     Program,
     asked_of,
+    measure,
     measure_resampled,
     measure_shared,
     programs,
     ragged_length,
-    turns,
 )
 
 PLUGIN = "mlx"
@@ -59,65 +61,25 @@ def prepare(bench: Bench) -> None:
         )
 
 
-def repeats(program: Program) -> int:
-    """As few steps of a long program as tell: genlm-backend takes many seconds for each."""
-    return 1 if program.long else 4
-
-
-def measure(bench: Bench, lm: Any, program: Program, reset: Callable[[], object]) -> None:
-    """Every case of either library; ``reset`` forgets all."""
+def peaks(bench: Bench) -> Callable[..., None]:
+    """:meth:`Bench.time` that also records the most memory that MLX has had in a case, the model's
+    included."""
     import mlx.core as mx
 
-    repeat = repeats(program)
-    after = f" after {program.length} tokens"
-    current: Contexts = []
-
-    def fresh() -> Contexts:
-        nonlocal current
-        reset()
-        current = program.prompts()
-        return current
-
-    def time_of(case: str, repeat: int, prepare: Callable[[], Contexts]) -> None:
+    def time_of(case: str, *what: Any, x: float, **how: Any) -> None:
         mx.reset_peak_memory()
-        if repeat > 1:
-            bench.time(case + after, ask, x=program.n, repeat=repeat, prepare=prepare)
-        else:  # a step that takes so long needs no other before it
-            contexts, began = prepare(), bench.clock()
-            ask(contexts)
-            bench.record(case + after, 1e3 * (bench.clock() - began), unit="ms", x=program.n)
-        record_peak(bench, case + after, program.n)
+        bench.time(case, *what, x=x, **how)
+        peak = mx.get_peak_memory() / (1 << 20)
+        bench.record(f"peak of MLX's memory: {case}", peak, unit="MiB", x=x)
 
-    def steps(case: str, grow: Callable[[Contexts], Contexts], repeat: int) -> None:
-        if not program.long:  # else it goes on from the case before
-            ask(fresh())
+    return time_of
 
-        def step() -> Contexts:
-            nonlocal current
-            current = grow(current[: program.n])
-            return current
 
-        time_of(case, repeat, step)
-
+def measure_steps(bench: Bench, lm: Any, reset: Callable[[], object]) -> None:
+    """Every step, on either library."""
     with asyncio.Runner() as runner:
-        ask = asked_of(lm, runner)
-        time_of("prefill", repeat, fresh)
-        steps("extend", program.extend, 12)
-        if program.n > 1:
-            steps("fork", program.fork, 12)
-        steps("newcomer", program.newcomer, repeat)
-        steps("ragged", program.ragged, repeat)
-        groups = [current[: program.n], program.prompts()]
-        ask(groups[1])
-        time_of("alternate", repeat, turns(program, groups))
-
-
-def record_peak(bench: Bench, case: str, n: int) -> None:
-    """The most memory that MLX has had in a case, the model's included."""
-    import mlx.core as mx
-
-    peak = mx.get_peak_memory() / (1 << 20)
-    bench.record(f"peak of MLX's memory: {case}", peak, unit="MiB", x=n)
+        for program in programs(bench, len(lm.byte_vocab)):
+            measure(program, asked_of(lm, runner), reset, peaks(bench))
 
 
 def measure_prompt(
@@ -147,8 +109,7 @@ def ours(bench: Bench) -> None:
         with asyncio.Runner() as runner:
             ask, size = asked_of(lm, runner), len(lm.byte_vocab)
             measure_resampled(bench, size, ask, lm.clear_kv_cache, RESAMPLED)
-        for program in programs(bench, len(lm.byte_vocab)):
-            measure(bench, lm, program, lm.clear_kv_cache)
+        measure_steps(bench, lm, lm.clear_kv_cache)
 
 
 def theirs(bench: Bench) -> None:
@@ -157,8 +118,7 @@ def theirs(bench: Bench) -> None:
 
     lm = AsyncMlxLM.from_name(bench.model)
     measure_prompt(bench, lm, lm.clear_cache, COPIED[:1])  # a long prompt takes minutes
-    for program in programs(bench, len(lm.byte_vocab)):
-        measure(bench, lm, program, lm.clear_cache)
+    measure_steps(bench, lm, lm.clear_cache)
 
 
 def floor(bench: Bench) -> None:
@@ -193,22 +153,16 @@ def floor(bench: Bench) -> None:
         bench.time(f"shared, {n} contexts behind one prompt", step, x=length, repeat=6)
         del cache, step
     for program in programs(bench, tokenizer.vocab_size):
-        repeat, n = repeats(program), program.n
-        after = f" after {program.length} tokens"
-
-        def time_of(
-            case: str,
-            call: Callable[..., object],
-            repeat: int,
-            prepare: Callable[[], Contexts] | None = None,
-            after: str = after,
-            n: int = n,
-        ) -> None:
-            mx.reset_peak_memory()
-            bench.time(case + after, call, x=n, repeat=repeat, prepare=prepare)
-            record_peak(bench, case + after, n)
-
-        time_of("prefill", prefill, repeat, program.prompts)
+        n, after = program.n, f" after {program.length} tokens"
+        time_of = peaks(bench)
+        time_of(
+            "prefill" + after,
+            prefill,
+            x=n,
+            repeat=1 if program.long else 4,
+            warm=program.warm,
+            prepare=program.prompts,
+        )
         cache = prefill(program.prompts())
         one, several = [[5]] * n, [[5] * ragged_length(n)] * n
 
@@ -218,9 +172,10 @@ def floor(bench: Bench) -> None:
 
         for case in ("extend", "fork", "alternate"):
             if case != "fork" or n > 1:
-                time_of(case, functools.partial(decode, cache, one), 12)
-        time_of("newcomer", with_newcomer, repeat, functools.partial(program.prompts, 1))
-        time_of("ragged", functools.partial(decode, cache, several), repeat)
+                time_of(case + after, functools.partial(decode, cache, one), x=n, repeat=12)
+        newcomer = functools.partial(program.prompts, 1)
+        time_of("newcomer" + after, with_newcomer, x=n, repeat=4, prepare=newcomer)
+        time_of("ragged" + after, functools.partial(decode, cache, several), x=n, repeat=4)
 
 
 if __name__ == "__main__":

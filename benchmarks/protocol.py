@@ -72,11 +72,12 @@ class Bench:
         unit: str = "ms",
         x: float | None = None,
         repeat: int = 20,
+        warm: int = 1,
         per: int = 1,
         prepare: Callable[[], object] | None = None,
     ) -> float:
-        """Time a call ``repeat`` times (3 with ``--quick``) after one that is not counted; return
-        the median, in ``unit``.
+        """Time a call ``repeat`` times (at most 3 with ``--quick``) after ``warm`` that are not
+        counted; return the median, in ``unit``.
 
         Args:
             case: What is measured; equal on every side.
@@ -84,17 +85,18 @@ class Bench:
             unit: ``"s"``, ``"ms"``, ``"us"`` or ``"ns"``.
             x: The position on a curve: cases of one name and different ``x`` are one curve.
             repeat: How many times.
+            warm: How many calls before them are not counted.
             per: How many things one call does; times are for one of them.
             prepare: Makes what one call needs; its time is not counted.
         """
         values = []
-        for _ in range(1 + (min(repeat, 3) if self.quick else repeat)):
+        for _ in range(warm + (min(repeat, 3) if self.quick else repeat)):
             arguments = () if prepare is None else (prepare(),)
             began = self.clock()
             call(*arguments)
             values.append((self.clock() - began) / per / UNITS[unit])
-        self.record(case, values[1:], unit=unit, x=x)
-        return statistics.median(values[1:])
+        self.record(case, values[warm:], unit=unit, x=x)
+        return statistics.median(values[warm:])
 
     def record(
         self, case: str, values: Sequence[float] | float, *, unit: str, x: float | None = None

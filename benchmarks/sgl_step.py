@@ -3,7 +3,9 @@
 ``prefill``: n new contexts. ``extend``: each grows by a token. ``fork``: half of them, each
 continued twice.
 ``newcomer``: all grow by a token, and a new one comes. ``ragged``: they grow by 1 to 5 tokens.
-``alternate``: two groups of n take turns.
+``alternate``: two groups of n take turns. Every step continues from the contexts of the
+step before; where n contexts have more than 1,000 tokens, a round has one ``prefill``,
+``newcomer``, ``ragged`` and ``alternate``.
 
 The floor is what the same tokens cost in raw transformers. The backend's ``extend`` is also split
 into the model's forward pass, the rest of what SGLang's scheduler does, and what the core and the
@@ -62,7 +64,7 @@ def ours(bench: Bench) -> None:
         lm.underlying_model.forward = forward.around(lm.underlying_model.forward)
         ask = asked_of(lm, runner)
         for program in programs(bench, len(lm.byte_vocab)):
-            measure(bench, program, ask, lm.clear_kv_cache, repeat=program.repeats)
+            measure(program, ask, lm.clear_kv_cache, bench.time)
             split(bench, program, ask, scheduler, forward)
 
 
@@ -75,8 +77,8 @@ def split(
 ) -> None:
     """Where the time of an ``extend`` goes."""
     contexts, taken = program.prompts(), []
+    ask(contexts)
     for _ in range(3 if bench.quick else program.repeats):
-        ask(contexts)
         contexts = program.extend(contexts)
         began = time.process_time(), scheduler.seconds, forward.seconds
         ask(contexts)

@@ -60,8 +60,13 @@ class Program:
 
     @property
     def repeats(self) -> int:
-        """How often to repeat a case: a long one is repeated less often."""
-        return 3 if self.long else 12
+        """How often to repeat a step: that of a long program less often."""
+        return 6 if self.long else 12
+
+    @property
+    def warm(self) -> int:
+        """How many steps are not counted where one may take many seconds."""
+        return 0 if self.long else 1
 
     def prompts(self, n: int | None = None) -> Contexts:
         return [self._tokens(self.length) for _ in range(self.n if n is None else n)]
@@ -91,47 +96,52 @@ def programs(bench: Bench, vocabulary: int) -> Iterator[Program]:
 
 
 def measure(
-    bench: Bench,
     program: Program,
     ask: Callable[[Contexts], object],
     reset: Callable[[], object],
-    repeat: int,
+    timed: Callable[..., object],
+    repeat: int | None = None,
 ) -> None:
-    """Every case; ``ask`` answers contexts, ``reset`` forgets all."""
-    after = f" after {program.length} tokens"
+    """Every case. ``ask`` answers contexts, ``reset`` forgets all, and ``timed``
+    is :meth:`Bench.time`. Steps that take long on one side at least are repeated less often.
+
+    A step continues from the contexts of the step before. Each case of a short program begins
+    anew; a long program goes on with the contexts of the case before, as its prompts take long.
+    """
+    repeat = repeat or program.repeats
+    few = {"repeat": 1 if program.long else max(repeat // 3, 1), "warm": program.warm}
+    current: Contexts = []
 
     def fresh() -> Contexts:
-        reset()
-        return program.prompts()
-
-    def known() -> Contexts:
-        prompts = fresh()
-        ask(prompts)
-        return prompts
-
-    bench.time("prefill" + after, ask, x=program.n, repeat=max(repeat // 3, 1), prepare=fresh)
-    current = known()
-
-    def grown() -> Contexts:
         nonlocal current
-        current = program.extend(current)
+        reset()
+        current = program.prompts()
         return current
 
-    bench.time("extend" + after, ask, x=program.n, repeat=repeat, prepare=grown)
-    for case in ("fork", "newcomer", "ragged"):
-        if case == "fork" and program.n == 1:
-            continue
-        step = getattr(program, case)
-        bench.time(
-            case + after,
-            ask,
-            x=program.n,
-            repeat=max(repeat // 2, 1),
-            prepare=lambda step=step: step(known()),
-        )
-    groups = [known(), program.prompts()]
+    def time_of(case: str, prepare: Callable[[], Contexts], **how: int) -> None:
+        timed(f"{case} after {program.length} tokens", ask, x=program.n, prepare=prepare, **how)
+
+    def steps(case: str, **how: int) -> None:
+        if not program.long:
+            ask(fresh())
+        grow = getattr(program, case)
+
+        def step() -> Contexts:
+            nonlocal current
+            current = grow(current[: program.n])
+            return current
+
+        time_of(case, step, **how)
+
+    time_of("prefill", fresh, **few)
+    steps("extend", repeat=repeat)
+    if program.n > 1:
+        steps("fork", repeat=repeat)
+    steps("newcomer", **few)
+    steps("ragged", **few)
+    groups = [current, program.prompts()]
     ask(groups[1])
-    bench.time("alternate" + after, ask, x=program.n, repeat=repeat, prepare=turns(program, groups))
+    time_of("alternate", turns(program, groups), **few)
 
 
 def turns(program: Program, groups: list[Contexts]) -> Callable[[], Contexts]:
@@ -290,7 +300,14 @@ def transformers_floor(bench: Bench) -> None:
     with torch.inference_mode():
         for program in programs(bench, size):
             after = f" after {program.length} tokens"
-            bench.time("prefill" + after, run, x=program.n, repeat=4, prepare=program.prompts)
+            bench.time(
+                "prefill" + after,
+                run,
+                x=program.n,
+                repeat=1 if program.long else 4,
+                warm=program.warm,
+                prepare=program.prompts,
+            )
             state = run(program.prompts())
             mine = functools.partial(copy.deepcopy, state)  # a decode writes into it
             one, several = [[5]] * program.n, [[5] * ragged_length(program.n)] * program.n
