@@ -56,7 +56,7 @@ class InterruptedEngine(ContinuousMockEngine):
 
     def _time_passes(self) -> bool:
         try:
-            self._wakes.get_nowait()
+            self._wakes.get(timeout=0.0)
         except queue.Empty:
             return True
         return False

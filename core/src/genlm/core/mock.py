@@ -19,6 +19,7 @@ import numpy as np
 from genlm.core.errors import EngineDeadError, ModelNotFoundError
 from genlm.core.hookspecs import hookimpl
 from genlm.core.lm import AsyncLM
+from genlm.core.mailbox import Mailbox
 from genlm.core.model_files import require_model
 from genlm.core.options import CoreOptions, refuse_unknown
 from genlm.core.sampling import TokenDrawer
@@ -213,7 +214,7 @@ class ContinuousMockEngine(MockEngine):
         super().__init__(tokenizer, **options)
         self._steps = steps
         self._in_flight: dict[Request, int] = {}  # how many steps each still takes
-        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._wakes = Mailbox[None]()
         self._due: float | None = None  # when the step under way ends
 
     @hookimpl
@@ -266,7 +267,7 @@ class ContinuousMockEngine(MockEngine):
             now = time.monotonic()
             self._due = now + self._delay if self._due is None else self._due
             try:
-                self._wakes.get(timeout=max(self._due - now, 0.0))
+                self._wakes.get(timeout=self._due - now)
                 return False
             except queue.Empty:
                 self._due = None

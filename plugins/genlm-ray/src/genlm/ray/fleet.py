@@ -26,6 +26,7 @@ from attrs import define, field
 from genlm.core import Adapter, Answer, EngineDeadError, EngineError, Query
 from genlm.core.errors import BackendUnavailableError, ModelClosedError
 from genlm.core.logs import get_logger
+from genlm.core.mailbox import Mailbox
 from genlm.core.types import Request, SampleRequest
 from genlm.ray.affinity import Affinity
 from genlm.ray.options import RayOptions
@@ -138,7 +139,7 @@ class Fleet:
         self._model = model
         self._options = options
         self._program = uuid.uuid4().hex
-        self._events: queue.SimpleQueue[tuple[Member, int, Any] | None] = queue.SimpleQueue()
+        self._events = Mailbox[tuple[Member, int, Any] | None]()
         self._numbers = itertools.count()
         self._affinity: Affinity[Member] = Affinity()
         self._adapters: dict[int, Adapter] = {}
@@ -191,7 +192,7 @@ class Fleet:
             self._take(event)
 
     def _take_all(self) -> None:
-        while not self._events.empty():  # the only thread that takes
+        while self._events:
             self._take(self._events.get())
 
     def _patience(self) -> float:
@@ -398,7 +399,7 @@ class Fleet:
         deadline = time.monotonic() + self._options.start_timeout
         while not all(member.ready for member in self._members):
             try:
-                self._take(self._events.get(timeout=max(deadline - time.monotonic(), 0.0)))
+                self._take(self._events.get(timeout=deadline - time.monotonic()))
             except queue.Empty:
                 ready = sum(member.ready for member in self._members)
                 raise BackendUnavailableError(

@@ -1,0 +1,54 @@
+"""A queue that anybody may put into, in the middle of any line."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections import deque
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Mailbox(Generic[T]):
+    """Messages to one thread. What wakes an engine puts them: any thread, a signal handler, the
+    garbage collector.
+
+    A ``queue.SimpleQueue`` would do, but before Python 3.13 its ``get(timeout=...)`` may wait for
+    ever: it tries a lock, which is often free, computes the time left, and takes one below zero for
+    no limit. A busy machine gets there.
+    """
+
+    def __init__(self) -> None:
+        self._messages: deque[T] = deque()
+        # Free after a message has come. Only C code holds it to change it, so that `put` may
+        # interrupt `put`.
+        self._arrival = threading.Lock()
+        self._arrival.acquire()
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def put(self, message: T) -> None:
+        """Add a message. Never waits."""
+        self._messages.append(message)
+        with contextlib.suppress(RuntimeError):  # it is free already
+            self._arrival.release()
+
+    def get(self, timeout: float | None = None) -> T:
+        """Take the oldest message; wait for one if there is none.
+
+        Args:
+            timeout: The most seconds to wait; ``None`` means no limit.
+
+        Raises:
+            queue.Empty: None came in that time.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._messages:
+            left = -1.0 if deadline is None else max(deadline - time.monotonic(), 0.0)
+            if not self._arrival.acquire(timeout=left):
+                raise queue.Empty
+        return self._messages.popleft()
