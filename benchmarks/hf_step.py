@@ -79,7 +79,7 @@ def theirs(bench: Bench) -> None:
 
 
 def floor(bench: Bench) -> None:
-    transformers_floor(bench)
+    transformers_floor(bench, lengths=True)
 
 
 if __name__ == "__main__":

@@ -291,8 +291,9 @@ def transformers_model(bench: Bench) -> tuple[Callable[..., Any], int]:
     return run, model.config.vocab_size
 
 
-def transformers_floor(bench: Bench) -> None:
-    """What the same tokens cost in raw transformers."""
+def transformers_floor(bench: Bench, lengths: bool = False) -> None:
+    """What the same tokens cost in raw transformers; with ``lengths``, those of
+    :func:`measure_lengths` too."""
     import torch
 
     bench.clock = time.process_time
@@ -336,7 +337,8 @@ def transformers_floor(bench: Bench) -> None:
                 repeat=6,
                 prepare=mine,
             )
-        for length in CURVE[:1] if bench.quick else CURVE:
+        curve = CURVE if lengths else ()
+        for length in curve[:1] if bench.quick else curve:
             state = run(Program(size, OF_CURVE, length).prompts())
             mine = functools.partial(copy.deepcopy, state)
             decode = functools.partial(run, [[5]] * OF_CURVE)
