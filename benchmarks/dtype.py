@@ -4,8 +4,7 @@ Contexts of 20 tokens that grow by one, in one batch; CPU time of a step. bfloat
 the processor has instructions for it (AVX512-BF16, AMX), and slower where it is emulated. The
 compiled model has `compile_opts={"dynamic": True}`. Its first step, of new contexts, is given
 apart, in wall time, since it is compiled in other processes, without what earlier runs have
-compiled. The second step, of contexts that grow, is compiled anew, takes longer than the first, and
-is not given. PyTorch compiles eight layers and leaves the others as they are.
+compiled. Most is compiled before, while the model is loaded; that time is not given.
 """
 
 from __future__ import annotations
