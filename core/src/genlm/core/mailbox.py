@@ -13,18 +13,16 @@ T = TypeVar("T")
 
 
 class Mailbox(Generic[T]):
-    """Messages to one thread. What wakes an engine puts them: any thread, a signal handler, the
-    garbage collector.
+    """Messages to one thread, from anybody: other threads, signal handlers, the garbage collector.
 
     A ``queue.SimpleQueue`` would do, but before Python 3.13 its ``get(timeout=...)`` may wait for
-    ever: it tries a lock, which is often free, computes the time left, and takes one below zero for
-    no limit. A busy machine gets there.
+    ever. It tries a lock, which is often free, and then computes the time left. On a busy machine
+    that may be below zero, which it takes for no limit.
     """
 
     def __init__(self) -> None:
         self._messages: deque[T] = deque()
-        # Free after a message has come. Only C code holds it to change it, so that `put` may
-        # interrupt `put`.
+        # Free after a message has come. To free it is one call in C, so `put` may interrupt `put`.
         self._arrival = threading.Lock()
         self._arrival.acquire()
 
