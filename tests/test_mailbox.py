@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
+import sys
 import threading
-from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -54,18 +57,37 @@ def test_a_time_that_is_over_is_over():
     assert not thread.is_alive()
 
 
-def test_a_message_may_interrupt_another():
-    """As one of a signal handler does, at any line."""
+def interrupted(line: int, call: Callable[[], object], box: Mailbox[str]) -> None:
+    """Call ``put`` or ``get`` of a box, with a message put before its ``line``-th line, as a signal
+    handler may do."""
+    lines = itertools.count()
+
+    def interrupt(frame: Any, event: str, argument: object) -> Any:
+        inside = frame.f_code in (Mailbox.put.__code__, Mailbox.get.__code__)
+        if inside and event == "line" and next(lines) == line:
+            box.put("interrupting")  # not traced: this is the tracer
+        return interrupt
+
+    def target() -> None:
+        sys.settrace(interrupt)
+        call()
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("line", range(3))
+def test_a_message_may_interrupt_another(line):
     box = Mailbox[str]()
+    interrupted(line, lambda: box.put("first"), box)
+    assert {box.get(timeout=0.0), box.get(timeout=0.0)} == {"first", "interrupting"}
+    assert not box
 
-    class Interrupted(deque):
-        def append(self, message):
-            super().append(message)
-            if message == "first":
-                box.put("second")
 
-    box._messages = Interrupted()
-    box.put("first")
-    assert [box.get(timeout=0.0), box.get(timeout=0.0)] == ["first", "second"]
-    with pytest.raises(queue.Empty):
-        box.get(timeout=0.0)
+@pytest.mark.parametrize("line", range(4))
+def test_a_message_that_comes_before_the_wait_ends_it(line):
+    box, found = Mailbox[str](), []
+    interrupted(line, lambda: found.append(box.get()), box)
+    assert found == ["interrupting"]

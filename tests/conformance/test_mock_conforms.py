@@ -3,14 +3,10 @@ engine."""
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Sequence
 from typing import Any
 
 from genlm.core import AsyncLM
 from genlm.core.conformance import ConformanceSuite
-from genlm.core.mock import ENGINE_OPTIONS, ByteTokenizer, ContinuousMockEngine
-from genlm.core.options import refuse_unknown
 
 from .mutants.registry import Trouble
 
@@ -51,27 +47,10 @@ class TestLongMock(Mock):
     options = {"fail_on": trouble}  # noqa: RUF012
 
 
-class InterruptedEngine(ContinuousMockEngine):
-    """Elsewhere: a call that is woken answers nothing, and the next one all rows there are."""
+class TestWokenMock(Mock):
+    """A newcomer ends a call that has answered nothing yet, and the next one answers all rows."""
 
-    def _time_passes(self) -> bool:
-        try:
-            self._wakes.get(timeout=0.0)
-        except queue.Empty:
-            return True
-        return False
-
-
-class TestInterruptedMock(Mock):
     __test__ = True
     trouble = Trouble()
     effort = 0.1
-    options = {**OPTIONS, "steps": 1, "fail_on": trouble}  # noqa: RUF012
-
-    def load(self, wrappers: Sequence[object]) -> AsyncLM:
-        refuse_unknown("mock", self.options, ENGINE_OPTIONS)
-        return AsyncLM(
-            lambda: InterruptedEngine(ByteTokenizer(), **self.options),
-            backend="mock",
-            wrappers=wrappers,
-        )
+    options = {**CONTINUOUS, "steps": 1, "delay": 1e-4, "fail_on": trouble}  # noqa: RUF012
