@@ -155,14 +155,7 @@ def floor(bench: Bench) -> None:
     for program in programs(bench, tokenizer.vocab_size):
         n, after = program.n, f" after {program.length} tokens"
         time_of = peaks(bench)
-        time_of(
-            "prefill" + after,
-            prefill,
-            x=n,
-            repeat=1 if program.long else 4,
-            warm=program.warm,
-            prepare=program.prompts,
-        )
+        time_of("prefill" + after, prefill, x=n, prepare=program.prompts, **program.seldom(12))
         cache = prefill(program.prompts())
         one, several = [[5]] * n, [[5] * ragged_length(n)] * n
 

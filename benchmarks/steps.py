@@ -63,10 +63,10 @@ class Program:
         """How often to repeat a step: that of a long program less often."""
         return 6 if self.long else 12
 
-    @property
-    def warm(self) -> int:
-        """How many steps are not counted where one may take many seconds."""
-        return 0 if self.long else 1
+    def seldom(self, repeat: int) -> dict[str, Any]:
+        """How to time a case whose step may take many seconds, where others are repeated
+        ``repeat`` times."""
+        return {"repeat": 1, "warm": 0} if self.long else {"repeat": max(repeat // 3, 1)}
 
     def prompts(self, n: int | None = None) -> Contexts:
         return [self._tokens(self.length) for _ in range(self.n if n is None else n)]
@@ -109,7 +109,7 @@ def measure(
     anew; a long program goes on with the contexts of the case before, as its prompts take long.
     """
     repeat = repeat or program.repeats
-    few = {"repeat": 1 if program.long else max(repeat // 3, 1), "warm": program.warm}
+    few = program.seldom(repeat)
     current: Contexts = []
 
     def fresh() -> Contexts:
@@ -301,14 +301,8 @@ def transformers_floor(bench: Bench, lengths: bool = False) -> None:
     with torch.inference_mode():
         for program in programs(bench, size):
             after = f" after {program.length} tokens"
-            bench.time(
-                "prefill" + after,
-                run,
-                x=program.n,
-                repeat=1 if program.long else 4,
-                warm=program.warm,
-                prepare=program.prompts,
-            )
+            seldom = program.seldom(12)
+            bench.time("prefill" + after, run, x=program.n, prepare=program.prompts, **seldom)
             state = run(program.prompts())
             mine = functools.partial(copy.deepcopy, state)  # a decode writes into it
             one, several = [[5]] * program.n, [[5] * ragged_length(program.n)] * program.n
