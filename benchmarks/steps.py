@@ -301,7 +301,7 @@ def transformers_floor(bench: Bench, lengths: bool = False) -> None:
     with torch.inference_mode():
         for program in programs(bench, size):
             after = f" after {program.length} tokens"
-            seldom = program.seldom(12)
+            seldom = program.seldom(program.repeats)
             bench.time("prefill" + after, run, x=program.n, prepare=program.prompts, **seldom)
             state = run(program.prompts())
             mine = functools.partial(copy.deepcopy, state)  # a decode writes into it
