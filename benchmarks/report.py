@@ -11,14 +11,20 @@ from benchmarks.plots import draw
 
 def write_report(result: dict[str, Any], folder: Path) -> Path:
     """Write RESULTS.md and its plots; returns the path."""
+    measured = sorted(cases_of(result).items())
+    titles = {run["workload"]: run["title"] for run in result["runs"]}
     lines = ["# Results", "", *introduction(result), ""]
-    for workload, cases in cases_of(result).items():
+    lines += [
+        f"- [{workload}](#{workload}): {headline(titles[workload])}" for workload, _ in measured
+    ]
+    lines += [""]
+    for workload, cases in measured:
         runs = [run for run in result["runs"] if run["workload"] == workload]
-        title, _, text = runs[0]["title"].partition("\n")
+        text = titles[workload].partition("\n")[2]
         lines += [
             f"## {workload}",
             "",
-            f"**{title.rstrip('.')}**",
+            f"**{headline(titles[workload])}**",
             "",
             *([text.strip(), ""] if text.strip() else []),
         ]
@@ -38,6 +44,11 @@ def write_report(result: dict[str, Any], folder: Path) -> Path:
     path = folder / "RESULTS.md"
     path.write_text("\n".join(lines).replace("\n\n\n", "\n\n"))
     return path
+
+
+def headline(title: str) -> str:
+    """The first line of a workload's text."""
+    return title.partition("\n")[0].rstrip(".")
 
 
 def introduction(result: dict[str, Any]) -> list[str]:
