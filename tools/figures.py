@@ -31,7 +31,7 @@ class Figures:
             for case in cases
         }
 
-    def of(self, workload: str, name: str, x: float) -> float | None:
+    def of(self, workload: str, name: str, x: float | None) -> float | None:
         case: Case | None = self._cases.get((workload, name, x))
         return case.median("ours") if case else None
 
@@ -74,10 +74,12 @@ def compiled(figures: Figures) -> str:
     plain = figures.of("dtype", "a step, float32", n)
     step = figures.of("dtype", f"a step, {name}", n)
     ratio = plain / step if plain and step else None
+    load = figures.of("dtype", f"the load, {name}", None)
     first = figures.of("dtype", f"the first step, {name}", n)
-    head = ["contexts in a step", "float32", "compiled", "compiled is faster", "the first step"]
-    cells = [shown(plain, "ms"), shown(step, "ms"), shown(ratio, "times"), shown(first, "s")]
-    return table(head, [[str(n), *cells]])
+    head = ["contexts in a step", "float32", "compiled", "compiled is faster"]
+    cells = [str(n), shown(plain, "ms"), shown(step, "ms"), shown(ratio, "times")]
+    head += ["the load, compiled", "the first step, compiled"]
+    return table(head, [[*cells, shown(load, "s"), shown(first, "s")]])
 
 
 def shown(value: float | None, unit: str) -> str:
