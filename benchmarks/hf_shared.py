@@ -6,7 +6,8 @@ is loaded, with what the cases before left to the allocator.
 
 The floor is raw transformers: one ``model(...)`` on a prepared cache with a copy of the prompt for
 every context, and log-softmax. Its first step is the prefill of one prompt and such a step.
-``genlm-backend`` 0.3.1 is given the prompt by ``cache_kv``: without it, a step takes minutes.
+``genlm-backend`` 0.3.1 is given the prompt by ``cache_kv``, which counts in its first step; without
+it, a step takes minutes.
 """
 
 from __future__ import annotations

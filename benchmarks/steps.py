@@ -191,8 +191,8 @@ def measure_shared(
     give: Callable[[list[int]], object] | None = None,
 ) -> None:
     """Contexts behind one prompt: the first step, and each further one; and the MiB of
-    memory beyond those before the first case. ``give`` makes the prompt known before the first
-    step."""
+    memory beyond those before the first case. ``give`` makes the prompt known; it is part of the
+    first step, as the prompt's own forward is on every side."""
     memory = memory or resident
     reset()
     before = memory()
@@ -204,18 +204,20 @@ def measure_shared(
         def fresh(program: Program = program) -> Contexts:
             nonlocal current
             reset()
-            (prompt,) = program.prompts(1)
-            if give is not None:
-                give(prompt)
-            current = program.extend([prompt] * program.n)
+            current = program.extend(program.prompts(1) * program.n)
             return current
+
+        def ask_first(contexts: Contexts) -> object:
+            if give is not None:
+                give(contexts[0][:-1])
+            return ask(contexts)
 
         def grown(program: Program = program) -> Contexts:
             nonlocal current
             current = program.extend(current)
             return current
 
-        bench.time(f"{behind}: first step", ask, x=length, repeat=1, prepare=fresh)
+        bench.time(f"{behind}: first step", ask_first, x=length, repeat=1, prepare=fresh)
         bench.time(behind, ask, x=length, repeat=repeat, prepare=grown)
         more = memory() - before
         bench.record(f"{behind}: memory above the model", more, unit="MiB", x=length)
