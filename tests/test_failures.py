@@ -258,6 +258,35 @@ def test_an_interrupted_synchronous_caller_lets_go(mock, gate):
     assert lm.stats.cancelled == 1
 
 
+def test_a_draw_that_is_interrupted_before_it_begins_asks_nothing(mock, gate, monkeypatch):
+    lm = mock()
+    started: list[threading.Thread] = []
+    may_run = threading.Event()
+
+    class Interrupt(BaseException):
+        pass
+
+    class InterruptedThread(threading.Thread):
+        def start(self):
+            super().start()
+            started.append(self)
+            raise Interrupt
+
+        def run(self):
+            assert may_run.wait(PATIENCE)
+            super().run()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, "Thread", InterruptedThread)
+        with pytest.raises(Interrupt):
+            lm.sample_sync([1], 5, [])
+    may_run.set()
+    (thread,) = started
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    assert gate.batches == []
+
+
 class Unshowable(Exception):
     def __str__(self):
         raise RuntimeError("cannot be shown")

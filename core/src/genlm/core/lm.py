@@ -406,10 +406,13 @@ class AsyncLM:
             raise
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
         tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
+        abandoned = threading.Event()
 
         async def run() -> T:
             task = asyncio.ensure_future(coroutine)
             tasks.append((asyncio.get_running_loop(), task))
+            if abandoned.is_set():  # before there was a task that could be cancelled
+                task.cancel()
             return await task
 
         def main() -> None:
@@ -418,11 +421,12 @@ class AsyncLM:
             except BaseException as error:
                 answer.set_exception(error)
 
-        threading.Thread(target=main, name="genlm-blocking", daemon=True).start()
         try:
+            threading.Thread(target=main, name="genlm-blocking", daemon=True).start()
             return answer.result()
         except BaseException:
             if not answer.done():  # an interrupt of the calling thread
+                abandoned.set()
                 for loop, task in tasks:
                     with contextlib.suppress(RuntimeError):
                         loop.call_soon_threadsafe(task.cancel)
