@@ -15,8 +15,10 @@ from genlm.core import hookimpl
 from genlm.core.types import Adapter, Query
 from genlm.hf.engine import HFEngine
 
+from ..blind.of_a_real_model import Batched
 
-class WeightsKeptByPath(HFEngine):
+
+class WeightsKeptByPath(Batched):
     """The weights of an adapter are kept by the path of its folder, whatever that holds now.
 
     Breaks ``same_path_with_other_weights``.
@@ -73,7 +75,7 @@ class FolderReadOnce(HFEngine):
         shutil.rmtree(self.downloads)
 
 
-class WrongAdapterPassedOver(HFEngine):
+class WrongAdapterPassedOver(Batched):
     """An adapter that does not fit is passed over, and its rows are the base model's.
 
     Breaks ``adapter_of_another_model``.
@@ -109,7 +111,7 @@ class WrongAdapterPassedOver(HFEngine):
         )
 
 
-#: By name, with the clause that each breaks.
+#: With the clause that each breaks.
 MUTANTS = {
     WeightsKeptByPath: "same_path_with_other_weights",
     FolderReadOnce: "same_path_with_other_weights",

@@ -1,0 +1,42 @@
+"""The conformance suite bites on a real model: a faulty engine fails the clause for its fault.
+
+The mutants of the mock are in the core's tests. The whole suite on every mutant is
+``nox -s mutants``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from genlm.core.conformance.report import run
+from genlm.hf.engine import HFEngine
+from tests.conformance.bite import OfARealModel
+from tests.conformance.blind.of_a_real_model import MUTANTS as BLIND
+from tests.conformance.mutants.of_a_real_model import MUTANTS as OF_CLAUSES
+from tests.conformance.test_mutants import LOOKS_BACK
+
+MUTANTS = {**BLIND, **OF_CLAUSES}
+
+pytest.importorskip("peft", reason="adapters are made with the package peft")
+
+
+def verdict(engine: Any, clause: str) -> Any:
+    """What came of a clause, and of those that give it something to see."""
+    needed = {clause, *LOOKS_BACK.get(clause, ())}
+    return run(OfARealModel(engine, effort=1.0), only=lambda name: name in needed).verdicts[-1]
+
+
+@pytest.mark.parametrize("engine", MUTANTS, ids=lambda engine: engine.__name__)
+def test_a_faulty_model_fails_its_clause(engine: Any) -> None:
+    found = verdict(engine, MUTANTS[engine])
+    assert found.status == "failed", found.detail
+    # An engine that cannot answer is a mutant that has died, not one that was caught.
+    assert "EngineError" not in found.detail
+
+
+@pytest.mark.parametrize("clause", sorted(set(MUTANTS.values())))
+def test_the_model_without_fault_passes_the_clause(clause: str) -> None:
+    found = verdict(HFEngine, clause)
+    assert found.status == "passed", found.detail
