@@ -280,7 +280,8 @@ class MockAsyncLM(AsyncLM):
     Args:
         tokenizer: A Hugging Face tokenizer, or an object with the methods of
             :class:`~genlm.core.types.Tokenizer`.
-        options: Those of :class:`MockEngine` and of the core; ``cache_size`` is 0 where
+        options: Those of :class:`MockEngine` and of the core; ``continuous=True`` takes a
+            :class:`ContinuousMockEngine` with its options. ``cache_size`` is 0 where
             :meth:`_get_logprobs` is one's own.
     """
 

@@ -168,7 +168,7 @@ class Stats:
     """What the model has done since it was loaded, as counters that never go down.
 
     Attributes:
-        questions: Rows asked for, by any method.
+        questions: Requests by any method: rows, draws and scores.
         cache_hits: Requests answered from the output cache.
         dedup_hits: Requests that shared the slot of an equal pending one.
         cancelled: Requests whose callers had gone before the engine took them, or while the engine
