@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,10 @@ import torch
 from structlog.testing import capture_logs
 
 from genlm.core import EngineError, Query
-from genlm.hf.pool import PoolLayer
+from genlm.hf import engine as engine_module
+from genlm.hf import store as store_module
+from genlm.hf.pool import PoolLayer, RowPool
+from genlm.hf.store import KVStore
 
 
 @contextmanager
@@ -39,6 +43,101 @@ def test_a_batch_is_split_until_it_fits(
     with memory_for(llama, 45):
         llama.check(*prompts)
         llama.check(*[(*prompt, 1) for prompt in prompts])
+
+
+@contextmanager
+def out_of_memory_once(owner: object, name: str, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The next call fails."""
+    real, failed = getattr(owner, name), []
+
+    def fail(*arguments: Any) -> Any:
+        if not failed:
+            failed.append(True)
+            raise torch.OutOfMemoryError("out of memory")
+        return real(*arguments)
+
+    with patch.context() as patched:
+        patched.setattr(owner, name, fail)
+        yield
+    assert failed
+
+
+def assert_nothing_stays(model: Any) -> None:
+    """What no context needs can be dropped: nothing is held for a sequence that failed."""
+    store = model.engine._strategy.store
+    store.check_integrity()
+    store.drop_unpinned()
+    store.check_integrity()
+    assert store.positions == 0
+
+
+def test_rows_that_cannot_be_normalised_leave_nothing_behind(
+    llama: Any, contexts: Callable[..., list[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is kept, as a user's program may do, until others have the memory."""
+    kept, *others = contexts(9, 20)
+    with (
+        out_of_memory_once(engine_module, "_logprobs", monkeypatch),
+        pytest.raises(torch.OutOfMemoryError) as error,
+    ):
+        llama.ask(kept)
+    llama.engine.genlm_clear_kv_cache()
+    llama.check(*others)
+    del error
+    gc.collect()
+    llama.check((1, 2, 3), *((*other, 1) for other in others))
+    llama.check((4, 5, 6))
+    assert_nothing_stays(llama)
+
+
+@pytest.mark.parametrize(("owner", "name"), [(RowPool, "fork"), (PoolLayer, "shift")])
+def test_out_of_memory_while_rows_are_copied(
+    llama: Any,
+    contexts: Callable[..., list[tuple[int, ...]]],
+    monkeypatch: pytest.MonkeyPatch,
+    owner: object,
+    name: str,
+) -> None:
+    monkeypatch.setattr(store_module, "WORTH_SHARING", 16 if name == "shift" else 1024)
+    (prompt,) = contexts(1, 40)
+    llama.check(prompt[:20])
+    llama.check(prompt)
+    with out_of_memory_once(owner, name, monkeypatch):
+        llama.check(*((*prompt[:30], at) for at in range(3)))
+    llama.check((*prompt, 1), *((*prompt[:30], at, 1) for at in range(3)))
+    assert_nothing_stays(llama)
+
+
+def test_out_of_memory_while_trunks_are_merged(
+    pair: Callable[..., Any],
+    llama_config: Callable[..., Any],
+    contexts: Callable[..., list[tuple[int, ...]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = pair(llama_config())
+    monkeypatch.setattr(store_module, "WORTH_A_TRUNK", 32)
+    (prompt,) = contexts(1, 160)
+    model.check(prompt[:80])
+    model.check((7, 7, 7))
+    with out_of_memory_once(KVStore, "_merge", monkeypatch):
+        model.check(prompt, (7, 7, 7, 8), (9, 9))
+    model.check((*prompt, 1), (7, 7, 7, 8, 9), (9, 9, 9))
+    assert_nothing_stays(model)
+
+
+def test_state_that_is_no_number_reaches_no_other_context(llama: Any) -> None:
+    """A masked column still takes part in a product: what is left in memory must be finite."""
+    bad, tokens = 200, list(range(8))
+    for model in (llama.engine.model, llama.reference):
+        with torch.no_grad():
+            model.get_input_embeddings().weight[bad] = float("inf")
+    assert llama.ask(*((at, bad, *[at] * 20) for at in tokens)).isnan().all()
+    llama.check((1, 2), (3,) * 12)  # beside a longer one
+    for length in range(3, 8):
+        llama.check(*((50 + at,) * (length + 2 * at % 7) for at in tokens))
+    row, *_ = llama.ask((0, bad, *[0] * 21), (5, 6, 7))
+    assert row.isnan().all()
+    llama.check((0,), (5, 6, 7, 8))
 
 
 def test_a_pool_that_cannot_grow_is_emptied(

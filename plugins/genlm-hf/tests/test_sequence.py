@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from genlm.core import Query
@@ -54,3 +55,15 @@ def test_continuations_of_one_context(
         torch.testing.assert_close(
             score, scores_of_rows(llama, context, continuation), atol=1e-4, rtol=0
         )
+
+
+@pytest.mark.parametrize("length", [40, 70, 100])
+def test_scores_behind_a_context_of_several_chunks(
+    pair: Callable[..., Any], llama_config: Callable[..., Any], contexts: Any, length: int
+) -> None:
+    """The first forwards want no row."""
+    model = pair(llama_config(), max_batch_tokens=32)
+    for context in contexts(3, length):
+        (scores,) = model.engine.genlm_sequence_logprobs([Query(context)], [(1, 2, 3)])
+        expected = scores_of_rows(model, context, (1, 2, 3))
+        torch.testing.assert_close(scores, expected, atol=1e-4, rtol=0)

@@ -443,3 +443,16 @@ def test_tasks_and_scores_beside_a_long_prompt(
             )
 
     asyncio.run(ask())
+
+
+def test_what_is_dropped_beside_a_cold_context_is_not_answered(
+    chunked: Pair, contexts: Contexts
+) -> None:
+    """The core does so where a wrapper failed in between."""
+    (prompt,) = contexts(1, 3 * CHUNK)
+    assert step(chunked, prompt) == {}
+    cold = Query((1, 2, 3), cold=True)
+    (answer,) = chunked.engine.genlm_step([cold], [Query(prompt)])
+    assert answer.query is cold
+    assert finish(chunked, (4, 5)) == [{(4, 5)}]
+    assert [step(chunked) for _ in range(4)] == [{}] * 4

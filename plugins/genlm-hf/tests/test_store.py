@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from genlm.hf.assignment import Assignment
 from genlm.hf.layout import Chunk, UniformLayout
 from genlm.hf.pool import RowPool
 from genlm.hf.sequence import TokenSequence
-from genlm.hf.sharing import COLUMN_STEP
+from genlm.hf.sharing import COLUMN_STEP, MOST_TRUNKS, WORTH_A_TRUNK
 from genlm.hf.store import KVStore
 from genlm.hf.upload import Upload
 
@@ -179,6 +180,45 @@ class Particles:
                 node = self._nodes.setdefault((node, token), len(self._nodes))
                 seen.add(node)
         return len(seen)
+
+
+def ask(state: Tokens, store: KVStore, *contexts: Sequence[int]) -> None:
+    """Place, compute and record some contexts, whose known beginnings are read."""
+    left = [TokenSequence(context) for context in contexts]
+    while left:
+        assignments = store.place(left)
+        for one in assignments:
+            known = list(one.sequence.tokens[: one.start])
+            assert state.read(one.row or one.trunk, one.start) == known
+        for one in assignments:
+            state.write(one)
+        store.commit(assignments)
+        store.check_integrity()
+        left = left[len(assignments) :]
+
+
+def test_a_row_that_the_batch_continues_is_not_dropped_for_a_shorter_path() -> None:
+    """A prompt grows by a trunk in every turn, and a context goes on from the turn before."""
+    state = Tokens()
+    store = KVStore(state.pool, 10**7)
+    prompt: list[int] = []
+    for turn in range(2 * MOST_TRUNKS):
+        longer = prompt + [turn + 10] * (WORTH_A_TRUNK + 1)
+        ask(state, store, longer, *([[*prompt, 1, 2, 3]] if prompt else []))
+        prompt = longer
+        ask(state, store, [*prompt, 1])
+        ask(state, store, [*prompt, 1, 2])
+
+
+@pytest.mark.parametrize("limit", range(600, 6000, 200))
+def test_a_long_row_that_was_dropped_to_make_room_becomes_no_trunk(limit: int) -> None:
+    """Beside short rows stand two long ones: the trunk of one may take the memory of the other."""
+    state = Tokens()
+    store = KVStore(state.pool, limit * 8)
+    ask(state, store, [1] * 200)
+    ask(state, store, [2] * 220)
+    for length in range(4, 9):
+        ask(state, store, *([10 + at] * length for at in range(12)))
 
 
 def test_long_contexts_beside_many_short_ones_have_few_trunks() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from genlm.hf.schedule import Schedule
 from genlm.hf.sequence import TokenSequence
-from genlm.hf.strategies import strategy_for
+from genlm.hf.strategies import Result, strategy_for
 from genlm.hf.upload import Upload
 
 GIB = 1 << 30
@@ -113,12 +114,12 @@ class HFEngine:
     @hookimpl
     def genlm_step(self, queries: Sequence[Query], dropped: Sequence[Query]) -> list[Answer]:
         """Answer what about one chunk of ``max_batch_tokens`` is enough for."""
+        for query in dropped:
+            self._schedule.drop(query)
         if queries and queries[0].cold:
             return [Answer(queries[0], self.genlm_next_token_logprobs(queries)[0])]
         for query in queries:
             self._schedule.add(query, _sequence(query))
-        for query in dropped:
-            self._schedule.drop(query)
         if not self._schedule:
             return []
         try:
@@ -149,8 +150,10 @@ class HFEngine:
         return rows
 
     def _rows(self, sequences: Sequence[TokenSequence]) -> torch.Tensor:
-        results = self._evaluator.run(sequences)
-        return _in_order([(result.owners, _logprobs(result.logits)) for result in results])
+        # Closed here: an error of ours would keep it, with what it has assigned, for as long as
+        # somebody keeps the error.
+        with closing(self._evaluator.run(sequences)) as results:
+            return _in_order([(result.owners, _logprobs(result.logits)) for result in results])
 
     def _proven(self, sequence: TokenSequence, row: torch.Tensor) -> bool:
         """Compare a row with a cold one; where it is wrong, long contexts are computed cold from
@@ -160,8 +163,9 @@ class HFEngine:
         except torch.OutOfMemoryError:  # longer than can be computed in one forward
             self._evaluator.prove(sequence.length, right=True)
             return True
-        difference = (row - cold).abs().nan_to_num(0.0)  # both may be minus infinity
-        right = float(difference.max()) <= PROOF_MARGIN * self._tolerance
+        same = (row == cold) | (row.isnan() & cold.isnan())  # both may be minus infinity
+        difference = (row - cold).abs().masked_fill(same, 0.0)
+        right = float(difference.max()) <= PROOF_MARGIN * self._tolerance  # not if one is nan
         self._evaluator.prove(sequence.length, right)
         return right
 
@@ -184,21 +188,34 @@ class HFEngine:
             torch.empty(len(continuation), device=self.device) for continuation in continuations
         ]
         done = [0] * len(sequences)
-        for result in self._evaluator.run(sequences):
-            runs = [(owner, len(list(run))) for owner, run in groupby(result.owners)]
-            targets = [
-                token
-                for owner, n in runs
-                for token in continuations[owner][done[owner] : done[owner] + n]
-            ]
-            columns = Upload().add(targets).on(result.logits.device)
-            picked = _logprobs(result.logits).gather(1, columns[:, None])
-            for (owner, n), part in zip(
-                runs, torch.split(picked[:, 0], [n for _, n in runs]), strict=True
-            ):
-                scores[owner][done[owner] : done[owner] + n] = part
-                done[owner] += n
+        with closing(self._evaluator.run(sequences)) as results:
+            for result in results:
+                self._score(result, continuations, scores, done)
         return scores
+
+    def _score(
+        self,
+        result: Result,
+        continuations: Sequence[Sequence[int]],
+        scores: Sequence[torch.Tensor],
+        done: list[int],
+    ) -> None:
+        """Write the scores that a forward gave behind the ``done`` ones of each continuation."""
+        if not result.owners:  # of a chunk before the first position that is wanted
+            return
+        runs = [(owner, len(list(run))) for owner, run in groupby(result.owners)]
+        targets = [
+            token
+            for owner, n in runs
+            for token in continuations[owner][done[owner] : done[owner] + n]
+        ]
+        columns = Upload().add(targets).on(result.logits.device)
+        picked = _logprobs(result.logits).gather(1, columns[:, None])
+        for (owner, n), part in zip(
+            runs, torch.split(picked[:, 0], [n for _, n in runs]), strict=True
+        ):
+            scores[owner][done[owner] : done[owner] + n] = part
+            done[owner] += n
 
     @hookimpl
     def genlm_cache_prefix(self, query: Query) -> bool:

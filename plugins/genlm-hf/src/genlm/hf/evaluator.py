@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -66,7 +66,7 @@ class Evaluator:
         self._strategy.clear()
         logger.warning("kv.reuse_wrong", length=length, limit=self._reuse_limit)
 
-    def run(self, sequences: Sequence[TokenSequence]) -> Iterator[Result]:
+    def run(self, sequences: Sequence[TokenSequence]) -> Generator[Result, None, None]:
         """Compute ``sequences``; every wanted row comes exactly once, those of one sequence
         together and in order.
 

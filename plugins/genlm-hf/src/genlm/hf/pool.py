@@ -154,6 +154,13 @@ class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
             layer.shift(slot, columns)
 
     @torch.inference_mode()
+    def blank(self, slot: int, first: int) -> None:
+        """Make a row zero from a column on."""
+        for layer in self.layers:
+            layer.keys[slot, :, first:] = 0
+            layer.values[slot, :, first:] = 0
+
+    @torch.inference_mode()
     def new_trunk(self, size: int) -> list[LayerStates]:
         """Memory for ``size`` positions that belong to no row."""
         return [

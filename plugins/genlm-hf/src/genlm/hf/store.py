@@ -123,6 +123,11 @@ class KVStore:
                 self._index.remove(one.row.key)
         for one in assignments:
             self._record(one)
+        # Last: it drops what is kept, and may fail.
+        rows = {one.row for one in assignments if one.row is not None}
+        for one in assignments:
+            if one.trunk is not None and self._index.get(one.trunk.key) is one.trunk:
+                self._shorten(one.trunk, {*rows})
 
     def abandon(self, assignments: Sequence[Assignment]) -> None:
         """Give back the new segments of sequences that failed."""
@@ -131,6 +136,14 @@ class KVStore:
                 self._discard(one.row)
             if one.trunk is not None:
                 self._discard(one.trunk)
+
+    def blank(self, assignments: Sequence[Assignment]) -> None:
+        """Overwrite what abandoned sequences have written into rows, which may be no numbers: a
+        masked column still takes part in the products."""
+        for one in assignments:
+            inside = one.continued and not one.kept  # of a row that others have
+            if one.row is not None and not inside:
+                self._pool.blank(one.row.slot, max(one.start - one.row.start, 0))
 
     # --- what stays and what goes -----------------------------------------------------------------
 
@@ -285,7 +298,8 @@ class KVStore:
             if not alone and (saved >= WORTH_SHARING or cut - row.start >= WORTH_A_TRUNK):
                 self._to_trunk([row], cut, protected)
         for row in outliers_of([(row.size, row) for row in self._rows()]):
-            if row not in self._running:
+            # Room for the one before may have been made of this one.
+            if self._index.get(row.key) is row:
                 self._to_trunk([row], row.stop, protected)
 
     def _share_common(self, needs: Needs) -> bool:
@@ -349,13 +363,19 @@ class KVStore:
                     self._drop(twin)
             self._trunk_positions += size
             trunk.stand_on(row.parent, row.start)
+        longer = [row for row in rows if row.stop > cut]
         for row in rows:
-            if cut == row.stop:
+            if row.stop == cut:
                 self._drop(row)
-                continue
-            self._pool.shift(row.slot, slice(size, row.size))
-            row.stand_on(trunk, cut)
         self._index.add(key, trunk)
+        for row in longer:
+            try:
+                self._pool.shift(row.slot, slice(size, row.size))
+            except torch.OutOfMemoryError:  # with some layers moved and others not, it is not whole
+                logger.warning("kv.lost", rows=1, pinned=int(row.pinned), reason="out of memory")
+                self._drop(row)
+                raise
+            row.stand_on(trunk, cut)
         self._shorten(trunk, protected)
         return True
 
@@ -537,7 +557,11 @@ class KVStore:
                 forks.append((source.slot, one.row.slot, copied))
         if forks:
             sources, targets, lengths = zip(*forks, strict=True)
-            self._pool.fork(sources, targets, max(lengths))
+            try:
+                self._pool.fork(sources, targets, max(lengths))
+            except BaseException:
+                self.abandon(assignments)
+                raise
         return assignments
 
     def _copy(self, source: Segment, target: Segment | None, size: int) -> None:
@@ -590,8 +614,6 @@ class KVStore:
                 self._drop(twin)
             self._index.add(row.key, row)
             self._running.discard(row)
-        if trunk is not None and trunk.parent is not None and trunk.key in self._index:
-            self._shorten(trunk, set())
 
     def _drop(self, segment: Segment) -> None:
         """Forget a kept segment."""

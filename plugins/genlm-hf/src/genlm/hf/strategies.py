@@ -39,6 +39,12 @@ class Result:
     logits: torch.Tensor
 
 
+def not_numbers(result: Result) -> set[int]:
+    """The sequences with a row of nan. One value tells: each is a sum over the whole state."""
+    nan = result.logits[:, 0].isnan().tolist()
+    return {owner for owner, bad in zip(result.owners, nan, strict=True) if bad}
+
+
 @define(eq=False)
 class Strategy:
     """Without state: every context is computed whole, in padded batches of similar length.
@@ -157,14 +163,19 @@ class InRows(Strategy):
                 for at, assignment in zip(left, assignments, strict=False)
             ]
             left = left[len(assignments) :]
-            finished = False
+            broken: set[int] = set()
+            kept: list[Assignment] = []
             try:
-                yield from self.forwards(works)
-                finished = True
+                for result in self.forwards(works):
+                    broken |= not_numbers(result)
+                    yield result
+                kept = [work.assignment for work in works if work.index not in broken]
             finally:
-                if not finished:
-                    self.store.abandon(assignments)
-            self.store.commit(assignments)
+                if lost := [*{*assignments}.difference(kept)]:
+                    self.store.abandon(lost)
+                    if broken:
+                        self.store.blank(lost)
+            self.store.commit(kept)
 
     def forwards(self, works: Sequence[Work]) -> Iterator[Result]:
         """Compute what remains of some works."""
