@@ -124,10 +124,10 @@ class KVStore:
         for one in assignments:
             self._record(one)
         # Last: it drops what is kept, and may fail.
-        rows = {one.row for one in assignments if one.row is not None}
+        rows: set[Segment] = {one.row for one in assignments if one.row is not None}
         for one in assignments:
             if one.trunk is not None and self._index.get(one.trunk.key) is one.trunk:
-                self._shorten(one.trunk, {*rows})
+                self._shorten(one.trunk, rows)
 
     def abandon(self, assignments: Sequence[Assignment]) -> None:
         """Give back the new segments of sequences that failed."""
