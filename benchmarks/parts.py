@@ -115,7 +115,7 @@ def batches_of() -> Any:
         def genlm_step(self, queries: Any) -> Any:
             answers = yield
             if answers:
-                self.contexts.append([answer.query.token_ids for answer in answers])
+                self.contexts.append([answer.request.token_ids for answer in answers])
             return answers
 
     return Batches()

@@ -125,13 +125,13 @@ def report(lm: AsyncLM, particles: list[Particle], log_constant: float, seconds:
     )
     did = lm.stats
     print(
-        f"{did.questions} requests: {did.rows} rows in {did.batches} batches, the largest of "
+        f"{did.requests} requests: {did.rows} rows in {did.batches} batches, the largest of "
         f"{did.largest_batch};"
     )
     print(
         f"  {did.cache_hits} answered from the cache, {did.dedup_hits} shared with an equal request"
     )
-    print(f"{did.questions / seconds:.0f} tokens per second")
+    print(f"{did.requests / seconds:.0f} tokens per second")
 
 
 def main() -> None:

@@ -134,7 +134,7 @@ def test_a_request_equal_to_one_under_way_is_answered_from_its_row(mock, gate):
     first, second = asyncio.run(ask())
     assert torch.equal(first, second)
     assert gate.batches == [[(1,)]]
-    assert (lm.stats.questions, lm.stats.rows, lm.stats.cache_hits) == (2, 1, 1)
+    assert (lm.stats.requests, lm.stats.rows, lm.stats.cache_hits) == (2, 1, 1)
 
 
 @both
@@ -266,6 +266,6 @@ def test_stats_add_up(mock):
 
     asyncio.run(ask())
     stats = lm.stats
-    assert (stats.questions, stats.rows, stats.batches, stats.largest_batch) == (40, 10, 2, 5)
-    assert stats.questions == stats.rows + stats.cache_hits + stats.dedup_hits
+    assert (stats.requests, stats.rows, stats.batches, stats.largest_batch) == (40, 10, 2, 5)
+    assert stats.requests == stats.rows + stats.cache_hits + stats.dedup_hits
     assert stats.engine_seconds > 0

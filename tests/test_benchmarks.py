@@ -214,10 +214,10 @@ def test_rows_that_are_played_back_are_those_that_were_recorded() -> None:
 
         with rows.recorded():
             recorded = asyncio.run(program())
-        asked = lm.stats.questions
+        asked = lm.stats.requests
         with rows.played_back():
             assert all(map(torch.equal, recorded, asyncio.run(program())))
             with pytest.raises(KeyError):
                 lm.next_token_logprobs_sync([7])
-        assert lm.stats.questions == asked
+        assert lm.stats.requests == asked
         assert torch.equal(lm.next_token_logprobs_sync([6]), recorded[-1])

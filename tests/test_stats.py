@@ -91,7 +91,7 @@ def test_queue_seconds_cover_the_wait_for_the_engine(mock, gate):
         gate.wait_entered()
         began = lm.stats.queue_seconds
         second = threads.submit(lm.next_token_logprobs_sync, [2])
-        while lm.stats.questions < 2:  # released to the engine thread together with being counted
+        while lm.stats.requests < 2:  # released to the engine thread together with being counted
             pass
         queued = time.perf_counter()
         waited = time.perf_counter() - queued

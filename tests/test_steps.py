@@ -504,7 +504,7 @@ def test_kinds_take_turns_however_many_of_one_wait(mock, gate, continuous):
         rows = threads.submit(lm.batch_next_token_logprobs_sync, contexts)
         gate.wait_entered()
         cold = threads.submit(lm.next_token_logprobs_uncached, [9])
-        while lm.stats.questions < 1001:
+        while lm.stats.requests < 1001:
             pass
         gate.open()
         cold.result(PATIENCE), rows.result(PATIENCE)
@@ -517,7 +517,7 @@ def test_the_wake_up_of_the_mock_lets_a_step_return_before_its_time(mock):
     lm = mock(continuous=True, delay=3600.0, on_batch=lambda queries: None)
     with ThreadPoolExecutor() as threads:
         asked = threads.submit(lm.next_token_logprobs_sync, [1])
-        while lm.stats.questions < 1:
+        while lm.stats.requests < 1:
             pass
         lm.close()
         with pytest.raises(ModelClosedError):

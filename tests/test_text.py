@@ -118,7 +118,7 @@ def test_closing_ends_a_blocking_draw(mock, gate):
         threads.submit(lm.next_token_logprobs_sync, [1])
         gate.wait_entered()
         draw = threads.submit(lm.sample_sync, [1], 5, [])
-        while lm.stats.questions < 2:
+        while lm.stats.requests < 2:
             pass
         closing = threads.submit(lm.close)
         with pytest.raises(ModelClosedError):
@@ -165,7 +165,7 @@ def test_stats_are_a_small_table(mock):
     lm = mock()
     lm.next_token_logprobs_sync([1])
     lines = str(lm.stats).splitlines()
-    assert lines[0].split() == ["questions", "1"]
+    assert lines[0].split() == ["requests", "1"]
     assert len(lines) == len(Stats.__attrs_attrs__)
     assert len({len(line) for line in lines if "seconds" in line}) == 1
 

@@ -126,8 +126,8 @@ def ask(engine: HFEngine, *contexts: Sequence[int]) -> Counts:
     queries = [Query(tuple(context)) for context in contexts]
     with counted() as counts:
         answers = engine.genlm_step(queries, [])
-    assert [answer.query for answer in answers] == queries
-    assert all(answer.row.shape == (TOKENS,) for answer in answers)
+    assert [answer.request for answer in answers] == queries
+    assert all(answer.result.shape == (TOKENS,) for answer in answers)
     return counts
 
 

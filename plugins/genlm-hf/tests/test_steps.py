@@ -47,7 +47,7 @@ def step(
     answers = model.engine.genlm_step(
         [Query(tuple(one)) for one in contexts], [Query(tuple(one)) for one in dropped]
     )
-    rows = {answer.query.token_ids: answer.row for answer in answers}
+    rows = {answer.request.token_ids: answer.result for answer in answers}
     if rows:
         expected = model.expected(*rows)
         torch.testing.assert_close(torch.stack([*rows.values()]), expected, atol=1e-4, rtol=0)
@@ -227,10 +227,10 @@ def test_adapters_keep_their_own_beginnings(
     answers, newcomers = {}, queries
     while len(answers) < len(queries):
         steps = engine.genlm_step(newcomers, [])
-        answers.update({answer.query: answer.row for answer in steps})
+        answers.update({answer.request: answer.result for answer in steps})
         newcomers = []
     for query in queries:
-        cold = engine.genlm_step([evolve(query, cold=True)], [])[0].row
+        cold = engine.genlm_step([evolve(query, cold=True)], [])[0].result
         torch.testing.assert_close(answers[query], cold, atol=1e-4, rtol=0)
 
 
@@ -453,6 +453,6 @@ def test_what_is_dropped_beside_a_cold_context_is_not_answered(
     assert step(chunked, prompt) == {}
     cold = Query((1, 2, 3), cold=True)
     (answer,) = chunked.engine.genlm_step([cold], [Query(prompt)])
-    assert answer.query is cold
+    assert answer.request is cold
     assert finish(chunked, (4, 5)) == [{(4, 5)}]
     assert [step(chunked) for _ in range(4)] == [{}] * 4

@@ -32,7 +32,7 @@ def test_others_are_answered_between_the_chunks_of_a_long_prompt(
     assert engine.genlm_step([first, second], []) == []
     answered, short = {}, context(3, seed=2)
     while first not in answered or second not in answered:
-        step = {answer.query: answer.row for answer in engine.genlm_step([short], [])}
+        step = {answer.request: answer.result for answer in engine.genlm_step([short], [])}
         assert short in step, "it is answered in the step that it joins"
         answered |= step
         short = Query((*short.token_ids, 7))
@@ -46,7 +46,7 @@ def test_a_long_prompt_that_is_dropped_is_not_answered(folders: Folders) -> None
     engine = load(str(folders("llama")), {"prefill_step_size": CHUNK})
     long, short = context(10 * CHUNK, seed=0), context(3, seed=1)
     assert engine.genlm_step([long], []) == []
-    assert [answer.query for answer in engine.genlm_step([short], [long])] == [short]
+    assert [answer.request for answer in engine.genlm_step([short], [long])] == [short]
 
 
 def test_contexts_behind_one_long_prompt_wait_for_it_once(folders: Folders) -> None:
@@ -60,4 +60,4 @@ def test_contexts_behind_one_long_prompt_wait_for_it_once(folders: Folders) -> N
         steps += 1
     assert steps <= 7
     for answer in answers[::7]:
-        assert (answer.row - cold(engine, answer.query)).abs().max() < 1e-3
+        assert (answer.result - cold(engine, answer.request)).abs().max() < 1e-3

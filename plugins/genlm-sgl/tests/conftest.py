@@ -134,7 +134,7 @@ class Hooks:
         queries = [request for request in newcomers if isinstance(request, Query)]
         samples = [request for request in newcomers if isinstance(request, SampleRequest)]
         answers = self.engine.genlm_step(queries, samples, list(dropped))
-        return {answer.query: answer.row for answer in answers}
+        return {answer.request: answer.result for answer in answers}
 
     def outcomes(self, requests: Sequence[Request]) -> list[Any]:
         """What the engine says of each request, admitted together."""

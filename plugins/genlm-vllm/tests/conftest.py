@@ -38,7 +38,7 @@ class Driven:
         for request in newcomers:
             kinds[type(request)].append(request)
         answers = self._engine.genlm_step(*kinds.values(), list(dropped))
-        return {answer.query: answer.row for answer in answers}
+        return {answer.request: answer.result for answer in answers}
 
     def ask(self, *requests: Request) -> list[Any]:
         """What the engine says of each request, admitted together."""

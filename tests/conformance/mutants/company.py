@@ -62,9 +62,9 @@ class DrawsEndTogether(Continuous):
             (r.params.max_tokens for r in newcomers if isinstance(r, SampleRequest)), default=0
         )
         answers = self.advance(newcomers, dropped)
-        ended = [a for a in answers if isinstance(a.query, SampleRequest) and longest > 1]
+        ended = [a for a in answers if isinstance(a.request, SampleRequest) and longest > 1]
         for answer in ended:
-            self._in_flight[answer.query] = longest
+            self._in_flight[answer.request] = longest
         return [answer for answer in answers if answer not in ended]
 
 
@@ -131,6 +131,6 @@ class StepsShareOneBuffer(Continuous):
             self.buffer = torch.empty(64, self.vocab_size)
         found = zip(answers, self.buffer, strict=False)
         return [
-            evolve(a, row=place.copy_(a.row)) if isinstance(a.query, Query) else a
+            evolve(a, result=place.copy_(a.result)) if isinstance(a.request, Query) else a
             for a, place in found
         ] + answers[64:]

@@ -53,4 +53,7 @@ class ContinuousDeduplicationBySuffix(ContinuousMockEngine):
     def genlm_step(self, queries: Sequence[Query]) -> list[Answer]:
         answers = self.advance(queries)
         by_tail: dict[int, Any] = {}
-        return [evolve(a, row=by_tail.setdefault(a.query.token_ids[-1], a.row)) for a in answers]
+        return [
+            evolve(a, result=by_tail.setdefault(a.request.token_ids[-1], a.result))
+            for a in answers
+        ]

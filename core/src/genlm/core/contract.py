@@ -71,12 +71,12 @@ class ContractCheck:
         return [self._checked(answer) for answer in answers]
 
     def _checked(self, answer: Answer) -> Answer:
-        if isinstance(answer.row, Exception):
+        if isinstance(answer.result, Exception):
             return answer
         try:
-            self._check("genlm_step", answer.query, _wrong_result(answer.query, answer.row))
+            self._check("genlm_step", answer.request, _wrong_result(answer.request, answer.result))
         except PluginError as violation:  # concerns this query alone: the others are in order
-            return evolve(answer, row=violation)
+            return evolve(answer, result=violation)
         return answer
 
     @hookimpl(wrapper=True)

@@ -680,7 +680,7 @@ class AsyncLM:
         """What has been done since the model was loaded."""
         asked, engine, hits = self._batcher.counters, self._engine_counters, self._cache.hits
         return Stats(
-            questions=asked.questions + hits,
+            requests=asked.requests + hits,
             cache_hits=hits + engine.cache_hits,
             dedup_hits=asked.dedup_hits,
             cancelled=asked.cancelled,

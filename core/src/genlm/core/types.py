@@ -168,7 +168,7 @@ class Stats:
     """What the model has done since it was loaded, as counters that never go down.
 
     Attributes:
-        questions: Requests by any method: rows, draws and scores.
+        requests: Requests by any method: rows, draws and scores.
         cache_hits: Requests answered from the output cache.
         dedup_hits: Requests that shared the slot of an equal pending one.
         cancelled: Requests whose callers had gone before the engine took them, or while the engine
@@ -188,7 +188,7 @@ class Stats:
             over event loops.
     """
 
-    questions: int = 0
+    requests: int = 0
     cache_hits: int = 0
     dedup_hits: int = 0
     cancelled: int = 0
@@ -219,17 +219,17 @@ class Answer:
     """What a continuous engine says of one request: its result, or why it has none.
 
     Attributes:
-        query: The request, as it was admitted: a :class:`Query`, a :class:`SampleRequest` or a
+        request: The request, as it was admitted: a :class:`Query`, a :class:`SampleRequest` or a
             :class:`ScoreRequest`.
-        row: The result, or the exception that this request alone met. For a query the row,
+        result: The result, or the exception that this request alone met. For a query the row,
             ``[vocab_size]`` float32 log-probabilities. For a draw the ids drawn, without the stop
             token. For a score ``[len(continuation)]`` float32 log-probabilities. ``None`` for a
             draw or a score says that the engine declines these parameters: the core then does it
             from rows.
     """
 
-    query: Request
-    row: Any = field(repr=False)
+    request: Request
+    result: Any = field(repr=False)
 
 
 @runtime_checkable

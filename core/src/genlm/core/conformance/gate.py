@@ -181,19 +181,19 @@ class EngineGate:
         # To raise here would break the engine's promise to have dropped what is in flight: fail the
         # one query instead.
         answers = yield
-        self._ended("genlm_step", asked, [query_of(answer.query) for answer in answers])
+        self._ended("genlm_step", asked, [query_of(answer.request) for answer in answers])
         if answers:
             self._look_back()
         return [self._passed_on(answer) for answer in answers]
 
     def _passed_on(self, answer: Answer) -> Answer:
-        if not isinstance(answer.query, Query):
+        if not isinstance(answer.request, Query):
             return answer
-        if self._poisons(answer.query):
-            return evolve(answer, row=self._planted())
-        if not hasattr(answer.row, "ndim") or answer.row.ndim != 1:
+        if self._poisons(answer.request):
+            return evolve(answer, result=self._planted())
+        if not hasattr(answer.result, "ndim") or answer.result.ndim != 1:
             return answer
-        return evolve(answer, row=self._given_away("genlm_step", answer.row[None])[0])
+        return evolve(answer, result=self._given_away("genlm_step", answer.result[None])[0])
 
     @hookimpl(wrapper=True)
     def genlm_cache_prefix(self, query: Query) -> Generator[None, bool | None, bool | None]:

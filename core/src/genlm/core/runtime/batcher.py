@@ -164,7 +164,7 @@ class Batcher(Generic[R, A]):
             self._queue.gather(request, future, loop)
             # Again: a signal handler may have closed the model since. Then nothing would answer.
             self._check_open()
-            self.counters.questions += 1
+            self.counters.requests += 1
             self._timeline.asked(request, future)
         self._watch(future)
         return future
@@ -185,7 +185,7 @@ class Batcher(Generic[R, A]):
                 self._queue.put(request, future)
                 self._timeline.asked(request, future)
             self._check_open()
-            self.counters.questions += len(futures)
+            self.counters.requests += len(futures)
             self._notify()
         try:
             for future in futures:

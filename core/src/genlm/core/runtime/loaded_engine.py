@@ -225,7 +225,7 @@ class LoadedEngine:
                 queries=queries, samples=samples, scores=scores, dropped=dropped
             )
         with self._timeline.stage("alignment"):
-            return [(answer.query, self._own(answer)) for answer in answers]
+            return [(answer.request, self._own(answer)) for answer in answers]
 
     def _call_step(self, **arguments: Any) -> Sequence[Answer]:
         core = self._innermost
@@ -308,7 +308,7 @@ class LoadedEngine:
     def _own(self, answer: Answer) -> Any:
         """The result of one request, or the exception that it met, or that says what is wrong with
         the result; the other answers are in order."""
-        request, result = answer.query, answer.row
+        request, result = answer.request, answer.result
         if isinstance(result, Exception):
             return result
         try:

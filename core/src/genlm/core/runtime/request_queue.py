@@ -81,7 +81,7 @@ class Task(Generic[T]):
 class Counters:
     """What the batcher has done; written under its lock or by its thread alone."""
 
-    questions: int = 0
+    requests: int = 0
     dedup_hits: int = 0
     cancelled: int = 0
     failed: int = 0

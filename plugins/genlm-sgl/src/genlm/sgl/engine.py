@@ -137,8 +137,8 @@ class SglEngine:
         answers = self.genlm_step([query], [], [])
         while not answers:
             answers = self.genlm_step([], [], [])
-        if isinstance(answers[0].row, Exception):
-            raise answers[0].row
+        if isinstance(answers[0].result, Exception):
+            raise answers[0].result
 
     # --- after a failure --------------------------------------------------------------------------
 

@@ -203,8 +203,8 @@ class VllmEngine:
         self._in_flight.launch(request, query.token_ids, row_params(request.key))
         self._make_room()
         (answer,) = self._answers(self._in_flight.finish())
-        if isinstance(answer.row, Exception):
-            raise answer.row
+        if isinstance(answer.result, Exception):
+            raise answer.result
         self._sessions.pin(_session(request))
 
     def _restore_pins(self) -> None:
