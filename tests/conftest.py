@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,23 @@ from tools import any_speed  # noqa: F401
 
 #: How long a test waits for what must happen before it says that it did not, seconds.
 PATIENCE = 30.0
+
+
+#: The module of a backend.
+PLUGIN = """
+from genlm.core import BackendInfo, hookimpl
+
+@hookimpl
+def genlm_backend_info():
+    return BackendInfo(
+        "for tests", engine="numpy", unavailable={unavailable!r}, preference={preference}
+    )
+
+@hookimpl
+def genlm_load(model, options):
+    from genlm.core.mock import ByteTokenizer, MockEngine
+    return MockEngine(ByteTokenizer(), **options)
+"""
 
 
 class Gate:
@@ -71,3 +91,34 @@ def mock(gate: Gate) -> Iterator[Callable[..., MockAsyncLM]]:
     gate.open()
     for lm in made:
         lm.close()
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Install a distribution with one entry point."""
+
+    def install(
+        name: str,
+        source: str | None = None,
+        group: str = "genlm.backends",
+        distribution: str | None = None,
+        target: str | None = None,
+        unavailable: str | None = None,
+        preference: int = 0,
+    ) -> None:
+        folder = tmp_path / (distribution or name)
+        metadata = folder / f"{(distribution or name).replace('-', '_')}-1.2.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {distribution or name}\nVersion: 1.2\n"
+        )
+        (metadata / "entry_points.txt").write_text(
+            f"[{group}]\n{name} = {target or f'plugin_{name}'}\n"
+        )
+        if source is None:
+            source = PLUGIN.format(unavailable=unavailable, preference=preference)
+        (folder / f"plugin_{name}.py").write_text(textwrap.dedent(source))
+        monkeypatch.syspath_prepend(str(folder))
+        monkeypatch.delitem(sys.modules, f"plugin_{name}", raising=False)
+
+    return install

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import textwrap
 import weakref
 
 import pytest
@@ -17,7 +16,6 @@ from genlm.core import (
     BackendImportError,
     BackendNotFoundError,
     BackendUnavailableError,
-    EngineError,
     InvalidInputError,
     InvalidOptionError,
     ModelClosedError,
@@ -27,54 +25,8 @@ from genlm.core import (
     load_model_by_name,
 )
 from genlm.core.cli import main
-from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine
+from genlm.core.mock import ByteTokenizer, ContinuousMockEngine
 from genlm.core.plugins import backend_names, choose_backend, find_backend
-
-PLUGIN = """
-from genlm.core import BackendInfo, hookimpl
-
-@hookimpl
-def genlm_backend_info():
-    return BackendInfo(
-        "for tests", engine="numpy", unavailable={unavailable!r}, preference={preference}
-    )
-
-@hookimpl
-def genlm_load(model, options):
-    from genlm.core.mock import ByteTokenizer, MockEngine
-    return MockEngine(ByteTokenizer(), **options)
-"""
-
-
-@pytest.fixture
-def install(tmp_path, monkeypatch):
-    """Install a distribution with one entry point."""
-
-    def install(
-        name,
-        source=None,
-        group="genlm.backends",
-        distribution=None,
-        target=None,
-        unavailable=None,
-        preference=0,
-    ):
-        folder = tmp_path / (distribution or name)
-        metadata = folder / f"{(distribution or name).replace('-', '_')}-1.2.dist-info"
-        metadata.mkdir(parents=True)
-        (metadata / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {distribution or name}\nVersion: 1.2\n"
-        )
-        (metadata / "entry_points.txt").write_text(
-            f"[{group}]\n{name} = {target or f'plugin_{name}'}\n"
-        )
-        if source is None:
-            source = PLUGIN.format(unavailable=unavailable, preference=preference)
-        (folder / f"plugin_{name}.py").write_text(textwrap.dedent(source))
-        monkeypatch.syspath_prepend(str(folder))
-        monkeypatch.delitem(sys.modules, f"plugin_{name}", raising=False)
-
-    return install
 
 
 def test_a_third_partys_backend_is_found_and_loaded(install):
@@ -90,7 +42,7 @@ class Mine(AsyncLM):
 
     @classmethod
     def from_name(cls, model_name, **options):
-        return cls._from_backend("mine", model_name, options)
+        return cls.from_backend("mine", model_name, options)
 
 
 def test_a_backends_own_class_loads_by_name(install):
@@ -252,7 +204,14 @@ def test_the_mock_is_never_chosen(monkeypatch):
 def test_a_plugin_that_says_nothing_of_its_preference_is_never_chosen(install, monkeypatch):
     from genlm.core import plugins
 
-    install("quiet", PLUGIN.replace(", preference={preference}", "").format(unavailable=None))
+    source = """
+        from genlm.core import BackendInfo, hookimpl
+
+        @hookimpl
+        def genlm_backend_info():
+            return BackendInfo("for tests", engine="numpy")
+    """
+    install("quiet", source)
     assert find_backend("quiet").info().available
     monkeypatch.setattr(plugins, "backend_names", lambda: ["quiet"])
     with pytest.raises(BackendNotFoundError, match="no backend can be chosen automatically"):
@@ -496,147 +455,6 @@ def test_keeping_a_row_does_not_keep_its_batch():
         ]
         row = rows[0]
         assert row.untyped_storage().nbytes() == row.nbytes
-
-
-# --- wrappers -------------------------------------------------------------------------------------
-
-
-class Silencer:
-    """Forbids a token."""
-
-    def __init__(self, token_id=5):
-        self.token_id = token_id
-
-    @hookimpl(wrapper=True)
-    def genlm_next_token_logprobs(self, queries):
-        rows = yield
-        rows[:, self.token_id] = -float("inf")
-        return rows.log_softmax(-1)
-
-
-def test_a_wrapper_transforms_rows():
-    with AsyncLM(lambda: MockEngine(ByteTokenizer()), backend="mock", wrappers=[Silencer()]) as lm:
-        row = lm.next_token_logprobs_sync([1])
-        assert row[5] == -float("inf")
-        assert abs(row.logsumexp(0)) < 1e-5
-
-
-def test_draws_and_scores_are_of_the_rows_that_a_wrapper_has_changed():
-    class Both(Silencer):
-        @hookimpl(wrapper=True)
-        def genlm_sample(self, queries, params):
-            yield
-            return [[7]] * len(queries)
-
-    with AsyncLM(lambda: MockEngine(ByteTokenizer()), backend="mock") as lm:
-        (best,) = asyncio.run(lm.sample([1], 1, [], temperature=0))
-    for wrapper, drawn in ((Silencer(best), None), (Both(best), [7])):
-        with AsyncLM(lambda: MockEngine(ByteTokenizer()), backend="mock", wrappers=[wrapper]) as lm:
-            second = int(lm.next_token_logprobs_sync([1]).argmax())
-            assert second != best
-            assert asyncio.run(lm.sample([1], 1, [], temperature=0)) == (drawn or [second])
-            assert asyncio.run(lm.sequence_logprobs([1], [best])).item() == -float("inf")
-
-
-def test_a_wrapper_of_an_installed_distribution(install):
-    install(
-        "silencer",
-        """
-        from genlm.core import hookimpl
-
-        class Silencer:
-            @hookimpl(wrapper=True)
-            def genlm_next_token_logprobs(self, queries):
-                rows = yield
-                rows[:, 9] = -float("inf")
-                return rows.log_softmax(-1)
-        """,
-        group="genlm.wrappers",
-        target="plugin_silencer:Silencer",
-    )
-    with load_model_by_name("mock", backend="mock") as lm:
-        assert lm.next_token_logprobs_sync([1])[9] == -float("inf")
-
-
-def test_an_installed_wrapper_that_cannot_be_made_is_named(install):
-    source = """
-        class Demanding:
-            def __init__(self):
-                raise RuntimeError("no configuration")
-    """
-    install("demanding", source, group="genlm.wrappers", target="plugin_demanding:Demanding")
-    with pytest.raises(
-        BackendImportError,
-        match=r"wrapper 'demanding' is installed \(demanding 1\.2\).*no configuration",
-    ):
-        load_model_by_name("mock", backend="mock")
-
-
-def test_a_wrapper_that_would_shadow_the_engine():
-    class Shadow:
-        @hookimpl
-        def genlm_close(self): ...
-
-    with pytest.raises(PluginError, match="would shadow"):
-        AsyncLM(Engine, backend="x", wrappers=[Shadow()])
-
-
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("times", [1, 2, 5])
-def test_a_wrapper_that_raises_around_a_step_fails_requests_and_not_the_model(before, times):
-    """Before its yield it keeps the step from the engine, after it it loses the answers."""
-
-    class Broken:
-        left = times
-
-        @hookimpl(wrapper=True)
-        def genlm_step(self, queries, samples, scores):
-            if before:
-                self.perhaps_raise()
-            answers = yield
-            if not before and answers:
-                self.perhaps_raise()
-            return answers
-
-        def perhaps_raise(self):
-            if self.left:
-                self.left -= 1
-                raise RuntimeError("the wrapper's own bug")
-
-    async def ask(lm):
-        return await asyncio.gather(
-            lm.next_token_logprobs([1]),
-            lm.next_token_logprobs([2]),
-            lm.sample([3], 3, [], seed=1),
-            return_exceptions=True,
-        )
-
-    with (
-        AsyncLM(
-            lambda: ContinuousMockEngine(ByteTokenizer()), backend="x", wrappers=[Broken()]
-        ) as lm,
-        AsyncLM(lambda: ContinuousMockEngine(ByteTokenizer()), backend="x") as sound,
-    ):
-        expected = asyncio.run(ask(sound))
-        answers = asyncio.run(ask(lm))
-        while any(isinstance(answer, Exception) for answer in answers):
-            for answer, right in zip(answers, expected, strict=True):
-                if isinstance(answer, Exception):
-                    assert isinstance(answer, EngineError)
-                    assert "the wrapper's own bug" in str(answer)
-                else:
-                    assert list(answer) == list(right)
-            answers = asyncio.run(ask(lm))
-        assert all(list(a) == list(b) for a, b in zip(answers, expected, strict=True))
-
-
-def test_one_plugin_manager_per_model():
-    with (
-        AsyncLM(lambda: MockEngine(ByteTokenizer()), backend="a", wrappers=[Silencer(1)]) as a,
-        AsyncLM(lambda: MockEngine(ByteTokenizer()), backend="b", wrappers=[Silencer(2)]) as b,
-    ):
-        rows = a.next_token_logprobs_sync([7]), b.next_token_logprobs_sync([7])
-        assert [row.isinf().nonzero().flatten().tolist() for row in rows] == [[1], [2]]
 
 
 # --- imports --------------------------------------------------------------------------------------

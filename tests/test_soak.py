@@ -44,11 +44,8 @@ ADAPTERS = {"first": "first", "second": "second", "rebound": "first"}
 class MixedUp:
     """An engine that swaps two rows of a batch."""
 
-    @hookimpl(wrapper=True)
-    def genlm_next_token_logprobs(
-        self, queries: Any
-    ) -> Generator[None, torch.Tensor, torch.Tensor]:
-        rows = yield
+    @hookimpl
+    def genlm_process_logprobs(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.flip(0)
 
 
@@ -92,7 +89,7 @@ def test_swapped_rows_are_found_and_the_operations_are_replayable(
 def test_an_engine_that_fails_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = arguments(tmp_path, option=[("wrappers", [Losing()])], minutes=1.0)
     assert not soak.soak(given, ADAPTERS)
-    assert "EngineError" in capsys.readouterr().out
+    assert "PluginError" in capsys.readouterr().out
 
 
 def test_two_workers_of_one_loop_may_load_another_model_at_once(tmp_path: Path) -> None:

@@ -399,28 +399,6 @@ def test_the_engine_drops_requests_before_anything_that_cannot_join_them(other):
         assert torch.equal(asyncio.run(ask(lm)), row_of(3))
 
 
-def test_a_wrapper_around_rows_alone_turns_draws_into_rows():
-    seen = []
-
-    class Watching:
-        @hookimpl(wrapper=True)
-        def genlm_step(self, queries):
-            seen.extend(queries)
-            return (yield)
-
-    class WatchingAll:
-        @hookimpl(wrapper=True)
-        def genlm_step(self, queries, samples, scores):
-            seen.extend((*queries, *samples, *scores))
-            return (yield)
-
-    for wrapper, expected in [(Watching(), ["Query"] * 3), (WatchingAll(), ["SampleRequest"])]:
-        seen.clear()
-        with opened(ContinuousMockEngine(ByteTokenizer()), wrappers=[wrapper]) as lm:
-            assert len(asyncio.run(lm.sample([1], 3, []))) == 3
-        assert kinds(seen) == expected
-
-
 def test_a_step_that_finished_nothing_is_not_a_batch(mock):
     lm = mock(continuous=True, steps=5)
     lm.next_token_logprobs_sync([1])

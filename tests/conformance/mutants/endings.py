@@ -54,6 +54,5 @@ class ContinuousDeduplicationBySuffix(ContinuousMockEngine):
         answers = self.advance(queries)
         by_tail: dict[int, Any] = {}
         return [
-            evolve(a, result=by_tail.setdefault(a.request.token_ids[-1], a.result))
-            for a in answers
+            evolve(a, result=by_tail.setdefault(a.request.token_ids[-1], a.result)) for a in answers
         ]

@@ -16,7 +16,6 @@ from genlm.core.types import (
     Request,
     SampleRequest,
     SamplingParams,
-    ScoreRequest,
 )
 
 if TYPE_CHECKING:
@@ -61,12 +60,7 @@ class ContractCheck:
         return rows
 
     @hookimpl(wrapper=True)
-    def genlm_step(
-        self,
-        queries: Sequence[Query],
-        samples: Sequence[SampleRequest],
-        scores: Sequence[ScoreRequest],
-    ) -> Generator[None, Sequence[Answer], Sequence[Answer]]:
+    def genlm_step(self) -> Generator[None, Sequence[Answer], Sequence[Answer]]:
         answers = yield
         return [self._checked(answer) for answer in answers]
 
@@ -102,6 +96,15 @@ class ContractCheck:
         for query, continuation, score in zip(queries, continuations, scores, strict=False):
             self._check("genlm_sequence_logprobs", query, _wrong_score(score, len(continuation)))
         return scores
+
+    @hookimpl(wrapper=True)
+    def genlm_process_logprobs(
+        self, queries: Sequence[Query]
+    ) -> Generator[None, torch.Tensor, torch.Tensor]:
+        rows = yield
+        for query, row in zip(queries, rows, strict=True):
+            self._check("genlm_process_logprobs", query, _wrong_row(row))
+        return rows
 
     # --- state ------------------------------------------------------------------------------------
 

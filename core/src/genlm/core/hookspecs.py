@@ -51,26 +51,41 @@ and the model refuses further work.
 new ``version``. Keep weights and key/value state by ``adapter.version`` and no adapter can ever be
 mistaken for another.
 
-*Wrappers.* A wrapper is an object with hook implementations that go around the engine's: they see
-the arguments, and see or change the result. The option ``wrappers`` takes some for one model, and
-an entry point of group ``genlm.wrappers`` names one for every model.
+*Wrappers.* A wrapper is an object with hooks of its own beside the engine's. The option
+``wrappers`` takes some for one model, and an entry point of group ``genlm.wrappers`` names one for
+every model. It can do two things. It **changes rows** by implementing
+:func:`genlm_process_logprobs`. It **observes** any other hook by an implementation with
+``@hookimpl(wrapper=True)``: a generator function that sees the arguments, yields once, and sees
+the result. What it returns must be that result, or nothing. In place of a result in an
+:class:`~genlm.core.types.Answer` it may return an exception, which fails that request. Anything
+that it loses, changes or invents, and any error that it raises, is a
+:class:`~genlm.core.errors.PluginError` that names the wrapper, for the requests concerned; the
+engine is called all the same.
 
-A misspelt hook is an error when the model loads.
+A misspelt hook is an error when the model loads. So is a wrapper without a hook, and one of
+evaluation hooks by none of which this engine is called: an engine with ``genlm_step`` is never
+called by ``genlm_next_token_logprobs``. An observer of every engine goes around both.
 
 Examples:
-    A wrapper that sharpens every row. Draws and scores are made from its rows too.
+    An observer that counts the rows of each batch or step, on any engine:
 
     >>> from genlm.core import hookimpl, load_model_by_name
-    >>> class Sharper:
+    >>> class Counter:
+    ...     counts = []
     ...     @hookimpl(wrapper=True)
     ...     def genlm_next_token_logprobs(self, queries):
     ...         rows = yield
-    ...         return (2 * rows).log_softmax(dim=-1)
-    >>> def row_of(**options):
-    ...     with load_model_by_name("mock", backend="mock", **options) as lm:
-    ...         return lm.next_token_logprobs_sync([72])
-    >>> bool((row_of(wrappers=[Sharper()]) == (2 * row_of()).log_softmax(dim=-1)).all())
-    True
+    ...         self.counts.append(len(rows))
+    ...     @hookimpl(wrapper=True)
+    ...     def genlm_step(self):
+    ...         answers = yield
+    ...         self.counts.append(len(answers))
+    >>> for continuous in (False, True):
+    ...     options = {"continuous": continuous, "wrappers": [Counter()]}
+    ...     with load_model_by_name("mock", "mock", options) as lm:
+    ...         shape = lm.batch_next_token_logprobs_sync([[72], [73]]).shape
+    >>> Counter.counts  # the continuous mock takes two steps for a row
+    [2, 0, 2]
 """
 
 from __future__ import annotations
@@ -172,8 +187,7 @@ def genlm_step(
 
     **Naming an argument says that the engine takes it.** An engine that names only ``queries`` gets
     only queries. Its draws and scores go to ``genlm_sample`` and ``genlm_sequence_logprobs``, if it
-    has them, while nothing is in flight; else they are made from rows. A wrapper that may change
-    rows must name ``samples`` and ``scores`` too, or draws and scores do not go through the steps.
+    has them, while nothing is in flight; else they are made from rows.
 
     Args:
         queries: New queries. A cold one comes alone, when nothing is in flight; answer it from its
@@ -217,6 +231,57 @@ def genlm_wake() -> None:
 
     The step that is woken returns what is finished, perhaps nothing. Work under way goes on.
     """
+
+
+# --------------------------------------------------------------------------------------------------
+# Changing rows: by wrappers, not by engines
+# --------------------------------------------------------------------------------------------------
+
+
+@hookspec
+def genlm_process_logprobs(queries: Sequence[Query], rows: torch.Tensor) -> torch.Tensor:
+    """Change rows before anybody gets them: what elsewhere is called a logits processor.
+
+    Called on the engine thread with the rows that an engine has just computed, whichever way it did
+    so: once for each batch, each step that finished rows, and each cold query. Everything is made
+    from what this returns: the rows of callers, the cache, draws and scores. So **draws and scores
+    are made from rows on every engine**, one row a token, and not by the engine itself.
+
+    Several apply in the order in which they were given: those of installed distributions, then
+    those of the option ``wrappers``. Each gets the rows that the one before it returned.
+
+    A row must be a function of its query and its row alone, since rows are cached and shared. To
+    ask another model here is fine; to ask the same one is a
+    :class:`~genlm.core.errors.ReentrancyError`.
+
+    Args:
+        queries: The contexts, at least one.
+        rows: ``[len(queries), len(lm.byte_vocab)]`` float32 log-probabilities on the engine's
+            device, row ``i`` for ``queries[i]``. They may be written into.
+
+    Returns:
+        Log-probabilities of the same shape, dtype and device, each row normalised; ``rows`` itself
+        where nothing is to be changed. ``check=True`` looks at their mass.
+
+    Raises:
+        Exception: the core asks again with fewer rows, until only the one that causes it fails,
+            with a :class:`~genlm.core.errors.PluginError` that names the object.
+
+    Examples:
+        Every row sharper, and with it every draw and score:
+
+        >>> from genlm.core import hookimpl, load_model_by_name
+        >>> class Sharper:
+        ...     @hookimpl
+        ...     def genlm_process_logprobs(self, rows):
+        ...         return (2 * rows).log_softmax(dim=-1)
+        >>> def row_of(**options):
+        ...     with load_model_by_name("mock", "mock", continuous=True, **options) as lm:
+        ...         return lm.next_token_logprobs_sync([72])
+        >>> bool((row_of(wrappers=[Sharper()]) == (2 * row_of()).log_softmax(dim=-1)).all())
+        True
+    """
+    raise NotImplementedError
 
 
 # --------------------------------------------------------------------------------------------------

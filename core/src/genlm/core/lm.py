@@ -105,7 +105,7 @@ def load_model_by_name(
             f"{', '.join(twice)} is given in llm_opts and as a keyword; give it once"
         )
     chosen = backend if backend is not None else choose_backend()
-    return AsyncLM._from_backend(chosen, name, {**given, **options})
+    return AsyncLM.from_backend(chosen, name, {**given, **options})
 
 
 class AsyncLM:
@@ -182,9 +182,9 @@ class AsyncLM:
         weakref.finalize(self, self._batcher.stop).atexit = False
 
     @classmethod
-    def _from_backend(cls, backend: str, model: str, options: Mapping[str, Any]) -> Self:
-        """Load a model with an installed backend, past the constructor of the subclass. For the
-        ``from_name`` of a backend's own class.
+    def from_backend(cls, backend: str, model: str, options: Mapping[str, Any]) -> Self:
+        """Load a model with an installed backend. A backend's own class calls this in its
+        ``from_name``; the constructor of the class is passed over.
 
         Args:
             backend: The backend's name.
@@ -316,7 +316,7 @@ class AsyncLM:
             min_p: Draw among tokens at least this fraction as likely as the most likely one.
 
         There are no stop strings and no penalties: draw fewer tokens at a time and look at them, or
-        change rows with a wrapper.
+        change rows with ``genlm_process_logprobs`` (:mod:`genlm.core.hookspecs`).
 
         Examples:
             >>> async def draw(lm):
@@ -656,14 +656,14 @@ class AsyncLM:
         """The longest context that can be asked, in tokens; ``None`` where there is no limit."""
         return self._engine.max_context
 
-    def supports(self, hook: str) -> bool:
+    def supports(self, hook: str, argument: str | None = None) -> bool:
         """Whether the engine implements a hook of :mod:`genlm.core.hookspecs`, for instance
-        ``"genlm_add_lora"`` for LoRA.
+        ``"genlm_add_lora"`` for LoRA; with ``argument``, whether its implementation takes that.
 
         Raises:
             InvalidInputError: there is no such hook.
         """
-        return self._engine.supports(hook)
+        return self._engine.supports(hook, argument)
 
     @property
     def underlying_model(self) -> Any:
@@ -687,7 +687,10 @@ class AsyncLM:
             failed=asked.failed,
             batches=engine.batches,
             rows=engine.rows,
+            draws=engine.draws,
+            scores=engine.scores,
             largest_batch=engine.largest_batch,
+            failed_calls=engine.failed_calls,
             **{f"{stage}_seconds": seconds for stage, seconds in self._timeline.spent().items()},
         )
 

@@ -34,9 +34,8 @@ class CoreOptions:
             ``move_to_cpu`` (default false).
         check: Check every result of the engine against the contract; ``None`` asks the environment
             (``GENLM_CHECK=1``).
-        wrappers: Objects with ``@hookimpl(wrapper=True)`` methods, to observe or transform what the
-            hooks return. One around rows alone makes draws and scores come from rows too, and not
-            from the engine's own hooks.
+        wrappers: Objects that observe the engine's hooks, by ``@hookimpl(wrapper=True)`` methods,
+            or change rows, by ``genlm_process_logprobs`` (see :mod:`genlm.core.hookspecs`).
     """
 
     batch_size: int | None = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any, TypeVar
@@ -41,6 +41,17 @@ KNOWN = {
     "sgl": "genlm-sgl",
     "ray": "genlm-ray",
 }
+
+#: The hooks that give rows, draws and scores.
+EVALUATION = (
+    "genlm_next_token_logprobs",
+    "genlm_step",
+    "genlm_sample",
+    "genlm_sequence_logprobs",
+)
+
+#: The hook that changes rows.
+PROCESSOR = "genlm_process_logprobs"
 
 ENGINE_ATTRIBUTES = ("tokenizer", "vocab_size", "max_context", "device", "model")
 
@@ -159,12 +170,12 @@ def choose_backend() -> str:
 def plugin_manager(
     owner: str, plugin: object, wrappers: Iterable[object] = ()
 ) -> pluggy.PluginManager:
-    """A plugin manager of its own for one plugin module or engine object and the wrappers around
-    it.
+    """A plugin manager of its own for one plugin module or engine object, the wrappers around it,
+    and what processes its rows.
 
     Raises:
         PluginError: a hook is misspelt, lacks its mark, or takes an argument that the hook does not
-            have.
+            have; or a wrapper has no hook, or one of the engine's.
     """
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
@@ -172,40 +183,45 @@ def plugin_manager(
     try:
         manager.register(plugin, name=owner)
         for wrapper in wrappers:
+            _check_marks(f"wrapper {name_of(wrapper)}", wrapper)
             manager.register(wrapper)
+            _check_wrapper(manager, wrapper, owner)
         manager.check_pending()
     except (pluggy.PluginValidationError, ValueError) as error:
         raise PluginError(f"{owner}: {error}") from error
-    _check_wrappers(manager, owner)
     return manager
 
 
-def implemented_hooks(manager: pluggy.PluginManager) -> dict[str, bool]:
-    """Every hook there is, and whether anything but wrappers implements it."""
-    return {hook.name: any(not i.wrapper for i in hook.get_hookimpls()) for hook in _hooks(manager)}
+def implementations_of(manager: pluggy.PluginManager, hook: str) -> list[pluggy.HookImpl]:
+    """The implementations of a hook, wrappers apart: in the order in which they were registered,
+    but for those that want to be first or last."""
+    implementations = [i for i in getattr(manager.hook, hook).get_hookimpls() if not i.wrapper]
+    return sorted(implementations, key=lambda i: i.trylast - i.tryfirst)
 
 
-def wrappers_of(manager: pluggy.PluginManager, hook: str, argument: str | None = None) -> set[int]:
-    """The identities of the wrappers around a hook; with ``argument``, of those that name it."""
-    return {
-        id(impl.plugin)
-        for impl in getattr(manager.hook, hook).get_hookimpls()
-        if impl.wrapper and (argument is None or argument in impl.argnames)
+def wrappers_of(manager: pluggy.PluginManager, hook: str) -> list[pluggy.HookImpl]:
+    """The wrappers around a hook, the outermost last."""
+    return [i for i in getattr(manager.hook, hook).get_hookimpls() if i.wrapper]
+
+
+def arguments_of(
+    manager: pluggy.PluginManager, plugin: object
+) -> dict[str, tuple[str, ...] | None]:
+    """For every hook the arguments that a plugin's own implementation takes; ``None`` where it has
+    none."""
+    hooks = [name for name in vars(hookspecs) if name.startswith(f"{hookspecs.PROJECT}_")]
+    own = {
+        hook: [i.argnames for i in implementations_of(manager, hook) if i.plugin is plugin]
+        for hook in hooks
     }
+    return {hook: found[0] if found else None for hook, found in own.items()}
 
 
-def arguments_of(manager: pluggy.PluginManager, hook: str) -> set[str]:
-    """The arguments that the implementation of a hook, wrappers apart, names."""
-    return {
-        name
-        for impl in getattr(manager.hook, hook).get_hookimpls()
-        if not impl.wrapper
-        for name in impl.argnames
-    }
-
-
-def _hooks(manager: pluggy.PluginManager) -> list[pluggy.HookCaller]:
-    return [hook for hook in vars(manager.hook).values() if isinstance(hook, pluggy.HookCaller)]
+def name_of(plugin: object) -> str:
+    """How a message names an object with hooks."""
+    kind = plugin if isinstance(plugin, ModuleType) else type(plugin)
+    module = "" if isinstance(plugin, ModuleType) else f"{kind.__module__}."
+    return f"{module}{getattr(kind, '__qualname__', kind.__name__)}"
 
 
 def installed_wrappers() -> list[object]:
@@ -293,12 +309,44 @@ def _check_marks(owner: str, plugin: object) -> None:
             )
 
 
-def _check_wrappers(manager: pluggy.PluginManager, owner: str) -> None:
-    for hook in _hooks(manager):
-        for implementation in hook.get_hookimpls():
-            if implementation.plugin_name != owner and not implementation.wrapper:
-                raise PluginError(
-                    f"wrapper {implementation.plugin_name!r} implements {hook.name} itself, which "
-                    f"would shadow {owner}; "
-                    "mark it with @hookimpl(wrapper=True)"
-                )
+def _check_wrapper(manager: pluggy.PluginManager, wrapper: object, owner: str) -> None:
+    hooks = manager.get_hookcallers(wrapper) or []
+    if not hooks:
+        raise PluginError(
+            f"wrapper {name_of(wrapper)} has no hook; mark its methods with @hookimpl(wrapper=True)"
+            f", or with @hookimpl where one is {PROCESSOR}"
+        )
+    for hook in hooks:
+        own = [i for i in implementations_of(manager, hook.name) if i.plugin is wrapper]
+        if own and hook.name != PROCESSOR:
+            raise PluginError(
+                f"wrapper {name_of(wrapper)} implements {hook.name} itself, which would shadow "
+                f"{owner}; mark it with @hookimpl(wrapper=True)"
+            )
+
+
+def check_observers(
+    manager: pluggy.PluginManager, owner: str, evaluates: str, called: Collection[str]
+) -> None:
+    """Refuse a wrapper of evaluation hooks none of which is ever called.
+
+    Args:
+        manager: Holds the engine and the wrappers.
+        owner: The engine, for messages.
+        evaluates: The hook that gives this engine's rows.
+        called: All the evaluation hooks by which this engine is called.
+
+    Raises:
+        PluginError: it names the wrapper, its hook and the one to take.
+    """
+    around: dict[object, list[str]] = {}
+    for hook in (*EVALUATION, PROCESSOR):
+        for wrapper in wrappers_of(manager, hook):
+            around.setdefault(wrapper.plugin, []).append(hook)
+    for plugin, hooks in around.items():
+        if not any(hook in called for hook in hooks):
+            raise PluginError(
+                f"wrapper {name_of(plugin)} goes around {' and '.join(hooks)}, by which {owner} is "
+                f"never called; to observe, let it go around {evaluates}; to change rows, "
+                f"implement {PROCESSOR}"
+            )

@@ -81,6 +81,12 @@ class Query:
             object.__setattr__(self, "_hash", known)
         return known
 
+    def __str__(self) -> str:
+        """For messages: its first tokens, its length and its adapter."""
+        some = ", ".join(map(str, self.token_ids[:8])) + (", ..." if self.length > 8 else "")
+        adapter = f" with adapter {self.adapter.name!r}" if self.adapter else ""
+        return f"the context [{some}] of {self.length} tokens{adapter}"
+
     def __repr__(self) -> str:
         return f"Query(token_ids={self.token_ids}, adapter={self.adapter}, cold={self.cold})"
 
@@ -174,14 +180,19 @@ class Stats:
         cancelled: Requests whose callers had gone before the engine took them, or while the engine
             had them, if it drops such requests.
         failed: Requests that ended in an error.
-        batches: Calls of the engine's evaluation hook.
+        batches: Calls of the engine's evaluation hooks that answered something.
         rows: Rows that the engine computed.
-        largest_batch: The most queries in one call.
+        draws: Continuations that the engine drew itself.
+        scores: Continuations that the engine scored itself.
+        largest_batch: The most requests in one call.
+        failed_calls: Calls of the engine's evaluation hooks that raised. The core asks again in
+            smaller parts, so what a caller sees of them may be slowness alone; the first one is
+            logged as a warning.
         queue_seconds: From when requests were released to the engine thread until it took them.
             This and those below are of wall time.
         engine_seconds: Spent in the engine's evaluation hooks.
-        alignment_seconds: Spent bringing rows to the tokenizer's vocabulary and giving each its own
-            memory.
+        alignment_seconds: Spent bringing rows to the tokenizer's vocabulary, in
+            ``genlm_process_logprobs``, and giving each row its own memory.
         caching_seconds: Spent by the engine thread looking in the output cache again, and keeping
             new rows there.
         delivery_seconds: From when rows were ready until their callers' futures had them; summed
@@ -195,7 +206,10 @@ class Stats:
     failed: int = 0
     batches: int = 0
     rows: int = 0
+    draws: int = 0
+    scores: int = 0
     largest_batch: int = 0
+    failed_calls: int = 0
     queue_seconds: float = 0.0
     engine_seconds: float = 0.0
     alignment_seconds: float = 0.0

@@ -10,8 +10,9 @@ import itertools
 from hypothesis import strategies as st
 
 from genlm.core.conformance.compare import Violation, check
+from genlm.core.conformance.gate import FAILED
 from genlm.core.conformance.subject import Outcome, Subject, submitted
-from genlm.core.errors import EngineError, QueriesResetError
+from genlm.core.errors import QueriesResetError
 from genlm.core.types import TokenIds
 
 
@@ -112,7 +113,7 @@ class CallerClauses:
             for outcome, context in zip(live.gather(contexts), contexts, strict=True):
                 if context == bad:
                     check(
-                        isinstance(outcome, EngineError),
+                        isinstance(outcome, FAILED),
                         f"the engine failed on {list(bad)}; its caller got {outcome!r:.200}",
                     )
                 else:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, frozen
 
+from genlm.core.errors import EngineError, PluginError
 from genlm.core.hookspecs import hookimpl
 from genlm.core.types import (
     Answer,
@@ -27,7 +28,11 @@ if TYPE_CHECKING:
 
 
 class PlantedError(RuntimeError):
-    """What the gate makes the engine raise."""
+    """What the gate makes a request meet."""
+
+
+#: How it reaches the request's caller: as the engine's error, or as the gate's own.
+FAILED = (EngineError, PluginError)
 
 
 @frozen
@@ -149,15 +154,14 @@ class EngineGate:
         rows = yield
         self._ended("genlm_next_token_logprobs", queries, queries)
         self._look_back()
-        return self._given_away("genlm_next_token_logprobs", rows)
+        self._keep("genlm_next_token_logprobs", rows)
+        return rows
 
-    def _given_away(self, hook: str, rows: torch.Tensor) -> torch.Tensor:
-        """Keep what the engine returned beside a copy, and hand on another copy: so an engine that
-        uses the memory again is noticed."""
+    def _keep(self, hook: str, rows: Any) -> None:
+        """Keep what the engine returned beside a copy: so an engine that uses the memory again is
+        noticed. The core only reads it."""
         if hasattr(rows, "clone") and not rows.requires_grad and rows.ndim == 2:
             self._returned.append((hook, rows[:4], rows[:4].clone()))
-            return rows.clone()
-        return rows
 
     def _look_back(self) -> None:
         returned, self._returned = self._returned, []
@@ -191,9 +195,9 @@ class EngineGate:
             return answer
         if self._poisons(answer.request):
             return evolve(answer, result=self._planted())
-        if not hasattr(answer.result, "ndim") or answer.result.ndim != 1:
-            return answer
-        return evolve(answer, result=self._given_away("genlm_step", answer.result[None])[0])
+        if getattr(answer.result, "ndim", None) == 1:
+            self._keep("genlm_step", answer.result[None])
+        return answer
 
     @hookimpl(wrapper=True)
     def genlm_cache_prefix(self, query: Query) -> Generator[None, bool | None, bool | None]:

@@ -21,9 +21,10 @@ from hypothesis.stateful import (
 
 from genlm.core.adapters import UNSET, LoraName
 from genlm.core.conformance.compare import TOP_FACTOR, check
+from genlm.core.conformance.gate import FAILED
 from genlm.core.conformance.sampling import ROUNDING
 from genlm.core.conformance.subject import Outcome, Subject, submitted
-from genlm.core.errors import EngineError, QueriesResetError, UnknownAdapterError
+from genlm.core.errors import QueriesResetError, UnknownAdapterError
 from genlm.core.types import TokenIds
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ class Operations(RuleBasedStateMachine):
         self.gather()
         self.live.gate.poison(context)
         self.fork(context, None, loop=0)
-        self.asked[0].excuses += (EngineError,)  # or a cache has its row
+        self.asked[0].excuses += FAILED  # or a cache has its row
         self.gather()
         self.live.gate.reset()
 

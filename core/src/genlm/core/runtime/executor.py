@@ -4,7 +4,7 @@ rows."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, cast
 
 from attrs import define, field
 
@@ -19,13 +19,7 @@ from genlm.core.runtime.request_queue import ROWS, Lane
 from genlm.core.runtime.timeline import Timeline
 from genlm.core.types import Query, Request, SampleRequest, ScoreRequest, query_of
 
-if TYPE_CHECKING:
-    import torch
-
 log = get_logger()
-
-T = TypeVar("T")
-
 
 # A row for a Query; ids, or None, for a SampleRequest; scores, or None, for a ScoreRequest.
 Result = Any
@@ -48,12 +42,26 @@ class EngineCounters:
     cache_hits: int = 0  # of requests that the batcher has counted already
     batches: int = 0
     rows: int = 0
+    draws: int = 0
+    scores: int = 0
     largest_batch: int = 0
+    failed_calls: int = 0
 
-    def count(self, requests: int, rows: int) -> None:
+    def count(self, answers: Outcomes[Request, Result], in_flight: int) -> None:
+        """The engine has answered some of what it had in flight. What it declines is ``None``."""
+        if not answers:
+            return
         self.batches += 1
-        self.rows += rows
-        self.largest_batch = max(self.largest_batch, requests)
+        self.largest_batch = max(self.largest_batch, in_flight)
+        for request, result in answers:
+            if result is None or isinstance(result, Exception):
+                continue
+            if isinstance(request, Query):
+                self.rows += 1
+            elif isinstance(request, SampleRequest):
+                self.draws += 1
+            else:
+                self.scores += 1
 
 
 @define(eq=False)
@@ -82,8 +90,8 @@ class EngineExecutor:
         if isinstance(request, Query):
             return COLD if request.cold else ROWS
         if isinstance(request, SampleRequest):
-            return ROWS if "samples" in self.engine.in_steps else DRAWS
-        return ROWS if "scores" in self.engine.in_steps else SCORES
+            return ROWS if self.engine.in_steps("samples") else DRAWS
+        return ROWS if self.engine.in_steps("scores") else SCORES
 
     def step(
         self, newcomers: Sequence[Request], dropped: Sequence[Request] = ()
@@ -91,15 +99,15 @@ class EngineExecutor:
         """Answer what can be answered now. The newcomers are of one lane."""
         outcomes, askable = self._refuse_stale(newcomers)
         lane = self.lane(askable[0]) if askable else ROWS
-        if lane is DRAWS:
-            return outcomes + self._evaluate(self._sample, askable)
-        if lane is SCORES:
-            return outcomes + self._evaluate(self._score, askable)
-        outcomes += self._known(askable)
-        if self.engine.continuous:
-            answered = self._advance_isolated(askable, dropped)
+        if lane is DRAWS or lane is SCORES:
+            evaluate = self._sample if lane is DRAWS else self._score
+            answered = evaluate_isolated(evaluate, askable)
         else:
-            answered = evaluate_isolated(self._next_token_logprobs, askable)
+            outcomes += self._known(askable)
+            if self.engine.continuous:
+                answered = self._advance_isolated(askable, dropped)
+            else:
+                answered = evaluate_isolated(self._next_token_logprobs, askable)
         with self.timeline.stage("caching"):
             return outcomes + [
                 (request, self._finish(request, result)) for request, result in answered
@@ -157,12 +165,6 @@ class EngineExecutor:
             self.cache.put(cast(Query, request), outcome, generation)
         return outcome
 
-    def _next_token_logprobs(self, requests: Sequence[Request]) -> list[torch.Tensor]:
-        queries = cast("Sequence[Query]", requests)
-        return self._counted(
-            len(queries), len(queries), lambda: self.engine.next_token_logprobs(queries)
-        )
-
     # --- steps ------------------------------------------------------------------------------------
 
     def _advance_isolated(
@@ -179,63 +181,59 @@ class EngineExecutor:
         queries = [request for request in newcomers if isinstance(request, Query)]
         samples = [request for request in newcomers if isinstance(request, SampleRequest)]
         scores = [request for request in newcomers if isinstance(request, ScoreRequest)]
-        began = self.timeline.clock()
-        answers = self.engine.step(queries, samples, scores, dropped)
-        if answers:  # a step that finished nothing is not a batch
-            rows = sum(isinstance(request, Query) for request, _ in answers)
-            self._count(self._steps.in_flight, rows, began)
-        return answers
-
-    # --- everything else --------------------------------------------------------------------------
-
-    def _evaluate(
-        self, evaluate: Callable[[Sequence[Any]], Sequence[Result]], requests: Sequence[Request]
-    ) -> Outcomes[Request, Result]:
-        return [
-            (
-                request,
-                self._explained(query_of(request), outcome)
-                if isinstance(outcome, Exception)
-                else outcome,
-            )
-            for request, outcome in evaluate_isolated(evaluate, requests)
-        ]
-
-    def _sample(self, draws: Sequence[SampleRequest]) -> Sequence[Result]:
-        queries, params = [draw.query for draw in draws], [draw.params for draw in draws]
-        drawn = self._counted(len(draws), 0, lambda: self.engine.sample(queries, params))
-        return [None] * len(draws) if drawn is None else drawn
-
-    def _score(self, requests: Sequence[ScoreRequest]) -> Sequence[Result]:
-        queries, continuations = [r.query for r in requests], [r.continuation for r in requests]
-        scores = self._counted(
-            len(requests), 0, lambda: self.engine.sequence_logprobs(queries, continuations)
+        return self._called(
+            lambda: self.engine.step(queries, samples, scores, dropped), self._steps.in_flight
         )
-        return [None] * len(requests) if scores is None else scores
 
-    def _counted(self, requests: int, rows: int, call: Callable[[], T]) -> T:
+    # --- batches ----------------------------------------------------------------------------------
+
+    def _next_token_logprobs(self, queries: Sequence[Any]) -> list[Result]:
+        return self._batch(queries, lambda: self.engine.next_token_logprobs(queries))
+
+    def _sample(self, draws: Sequence[Any]) -> list[Result]:
+        queries, params = [draw.query for draw in draws], [draw.params for draw in draws]
+        return self._batch(draws, lambda: self.engine.sample(queries, params))
+
+    def _score(self, requests: Sequence[Any]) -> list[Result]:
+        queries, continuations = [r.query for r in requests], [r.continuation for r in requests]
+        return self._batch(requests, lambda: self.engine.sequence_logprobs(queries, continuations))
+
+    def _batch(
+        self, requests: Sequence[Request], call: Callable[[], list[Any] | None]
+    ) -> list[Result]:
+        """The result of each request; ``None`` where the engine declines."""
+
+        def answers() -> Outcomes[Request, Result]:
+            results = call()
+            return [
+                *zip(requests, [None] * len(requests) if results is None else results, strict=True)
+            ]
+
+        return [result for _, result in self._called(answers, len(requests))]
+
+    # --- both -------------------------------------------------------------------------------------
+
+    def _called(
+        self, call: Callable[[], Outcomes[Request, Result]], in_flight: int
+    ) -> Outcomes[Request, Result]:
+        """Call the engine, and count what it does."""
         began = self.timeline.clock()
-        result = call()
-        self._count(requests, rows, began)
-        return result
-
-    def _count(self, requests: int, rows: int, began: float) -> None:
-        self.counters.count(requests, rows)
+        try:
+            answers = call()
+        except Exception as error:
+            if not self.counters.failed_calls:
+                log.warning("engine.call_failed", backend=self.engine.backend, error=told(error))
+            self.counters.failed_calls += 1
+            raise
+        self.counters.count(answers, in_flight)
         milliseconds = round((self.timeline.clock() - began) * 1e3, 3)
-        log.debug("batch.evaluated", backend=self.engine.backend, n=requests, ms=milliseconds)
+        log.debug("batch.evaluated", backend=self.engine.backend, n=in_flight, ms=milliseconds)
+        return answers
 
     def _explained(self, query: Query, error: Exception) -> Exception:
         """The engine's error, with the query that met it."""
         if isinstance(error, GenlmError):
             return error
-        shown = ", ".join(map(str, query.token_ids[:8])) + (
-            ", ..." if len(query.token_ids) > 8 else ""
-        )
-        adapter = f" with adapter {query.adapter.name!r}" if query.adapter else ""
-        explained = EngineError(
-            f"backend {self.engine.backend!r} failed on the context [{shown}] of "
-            f"{len(query.token_ids)} tokens{adapter}: "
-            f"{told(error)}"
-        )
+        explained = EngineError(f"backend {self.engine.backend!r} failed on {query}: {told(error)}")
         explained.__cause__ = error
         return explained

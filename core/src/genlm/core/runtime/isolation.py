@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from genlm.core.checks import shown, told
 from genlm.core.errors import EngineDeadError, PluginError
@@ -36,29 +36,16 @@ def evaluate_isolated(
     )
 
 
-class WrapperError(Exception):
-    """A wrapper around a step raised, and not the engine. The wrapper's error is the cause.
-
-    Args:
-        answered: What the engine had answered in that step; ``None`` if it was not called at all.
-    """
-
-    def __init__(self, answered: Sequence[Any] | None) -> None:
-        super().__init__(answered)
-        self.answered = answered
-
-
 class IsolatedSteps(Generic[R, A]):
     """The same promise for an engine that is advanced step by step.
 
     When a step raises, everything that was in flight is suspect. The suspects are admitted again,
     each alone, so that only the one that fails gets the error. What is asked meanwhile waits until
-    the last suspect is answered. When it was a wrapper that raised, only what that step admitted or
-    answered is suspect, and the rest stays in flight.
+    the last suspect is answered.
 
     Args:
         advance: Admits newcomers, drops requests, makes one step, returns what it finished. If it
-            raises, nothing is in flight any more, but for a :class:`WrapperError`.
+            raises, nothing is in flight any more.
         drops: Whether the engine drops requests.
     """
 
@@ -98,8 +85,6 @@ class IsolatedSteps(Generic[R, A]):
             finished = self._finished(self._advance(admitted, unwanted if self._drops else []))
         except (EngineDeadError, PluginError):
             raise
-        except WrapperError as error:
-            return self._lost(error, admitted)
         except Exception as error:
             self._unwanted.clear()
             return self._failed(list(self._in_flight), error)
@@ -156,22 +141,3 @@ class IsolatedSteps(Generic[R, A]):
             return [(requests[0], error)]
         self._suspects.update(dict.fromkeys(requests))
         return []
-
-    def _lost(self, error: WrapperError, admitted: Sequence[R]) -> Outcomes[R, A]:
-        """A wrapper lost the answers of a step, or the step."""
-        cause = error.__cause__
-        assert isinstance(cause, Exception)
-        if error.answered is not None:
-            if self._drops:
-                self._unwanted.clear()
-            lost = [request for request in error.answered if request in self._in_flight]
-            for request in error.answered:
-                self._unwanted.pop(request, None)
-            return self._failed(lost, cause)
-        if admitted:
-            return self._failed(admitted, cause)
-        # It raises before every step: nothing can be answered any more.
-        stuck = list(self._in_flight)
-        for request in stuck:
-            self._forget(request)
-        return [(request, cause) for request in stuck]

@@ -73,4 +73,4 @@ class AsyncTransformer(AsyncLM):
             OSError: there is no such model.
         """
         ours = {"bitsandbytes_opts": bitsandbytes_opts, "hf_opts": hf_opts, **options}
-        return cls._from_backend("hf", model_id, ours)
+        return cls.from_backend("hf", model_id, ours)

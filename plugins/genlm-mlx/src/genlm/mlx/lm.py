@@ -45,4 +45,4 @@ class AsyncMlxLM(AsyncLM):
             "kv_cache_bytes": kv_cache_bytes,
             **options,
         }
-        return cls._from_backend("mlx", model_name, ours)
+        return cls.from_backend("mlx", model_name, ours)

@@ -36,4 +36,4 @@ class AsyncRayLM(AsyncLM):
             Exception: what the inner backend raised while it loaded the model.
         """
         ours = {"backend": backend, "replicas": replicas, "backend_opts": backend_opts}
-        return cls._from_backend("ray", model_id, {**ours, **options})
+        return cls.from_backend("ray", model_id, {**ours, **options})

@@ -42,4 +42,4 @@ class AsyncSGLTransformer(AsyncLM):
             InvalidOptionError: an option is not accepted.
         """
         ours = {"engine_opts": engine_opts, "gpu_id": gpu_id, **options}
-        return cls._from_backend("sgl", model_id, ours)
+        return cls.from_backend("sgl", model_id, ours)

@@ -46,4 +46,4 @@ class AsyncVirtualLM(AsyncLM):
             Exception: whatever vLLM raises when it cannot load the model.
         """
         ours = {"engine_opts": engine_opts, "live_sessions": live_sessions, **options}
-        return cls._from_backend("vllm", model_name, ours)
+        return cls.from_backend("vllm", model_name, ours)

@@ -1,0 +1,536 @@
+"""What wrappers may do: change rows, by one hook, and observe all others."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import structlog
+import torch
+
+from genlm.core import (
+    Answer,
+    AsyncLM,
+    BackendImportError,
+    EngineError,
+    PluginError,
+    hookimpl,
+    load_model_by_name,
+)
+from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine, hashed_row
+
+from .conftest import PATIENCE
+
+BANNED = 5
+ENGINES = [MockEngine, ContinuousMockEngine]
+
+
+def opened(engine=MockEngine, *wrappers, **options):
+    made = engine if callable(engine) else lambda: engine
+    load = (lambda: engine(ByteTokenizer())) if isinstance(engine, type) else made
+    return AsyncLM(load, backend="mock", wrappers=wrappers, **options)
+
+
+def gathered(*coroutines):
+    async def together():
+        answers = asyncio.gather(*coroutines, return_exceptions=True)
+        return await asyncio.wait_for(answers, PATIENCE)
+
+    return asyncio.run(together())
+
+
+def sharp(*token_ids):
+    return (2 * hashed_row(token_ids, None, 258)).log_softmax(-1)
+
+
+class Sharper:
+    @hookimpl
+    def genlm_process_logprobs(self, rows):
+        return (2 * rows).log_softmax(-1)
+
+
+class Ban:
+    """Forbids a token; writes into the rows that it is given."""
+
+    def __init__(self, token_id=BANNED):
+        self.token_id = token_id
+
+    @hookimpl
+    def genlm_process_logprobs(self, queries, rows):
+        assert len(queries) == len(rows)
+        rows[:, self.token_id] = -float("inf")
+        return rows.log_softmax(-1)
+
+
+# --- changing rows --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_processed_rows_are_what_every_method_gives(engine):
+    with opened(engine, Sharper()) as lm:
+        expected = [sharp(1), sharp(1, 2), sharp(3)]
+        rows = gathered(*map(lm.next_token_logprobs, [[1], [1, 2], [3]]))
+        again = lm.batch_next_token_logprobs_sync([[1], [1, 2], [3]])
+        assert lm.stats.cache_hits == 3
+        for row, kept, right in zip(rows, again, expected, strict=True):
+            assert torch.allclose(row, right)
+            assert torch.equal(row, kept)
+        assert torch.allclose(lm.next_token_logprobs_uncached([4]), sharp(4))
+        best = int(sharp(7).argmax())
+        assert lm.sample_sync([7], 1, [], temperature=0) == [best]
+        second = int(sharp(7, best).argmax())
+        scores = lm.sequence_logprobs_sync([7], [best, second])
+        assert torch.allclose(scores, torch.stack([sharp(7)[best], sharp(7, best)[second]]))
+        assert (lm.stats.draws, lm.stats.scores) == (0, 0), "the engine must not draw its own"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_banned_token_is_never_drawn(engine):
+    with opened(engine) as lm:
+        likely = int(lm.next_token_logprobs_sync([1]).argmax())
+    with opened(engine, Ban(likely)) as lm:
+        row = lm.next_token_logprobs_sync([1])
+        assert row[likely] == -float("inf")
+        assert abs(row.logsumexp(0)) < 1e-5
+        assert [likely] not in lm.batch_sample_sync([[1]] * 50, 1, [], seed=1)
+        assert lm.sequence_logprobs_sync([1], [likely]).item() == -float("inf")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_processor_is_called_once_for_what_a_batch_or_step_finished(engine):
+    calls = []
+
+    class Watching:
+        @hookimpl
+        def genlm_process_logprobs(self, queries, rows):
+            calls.append(([query.token_ids for query in queries], tuple(rows.shape)))
+            return rows
+
+    with opened(engine, Watching()) as lm:
+        lm.batch_next_token_logprobs_sync([[1], [2], [3]])
+        lm.next_token_logprobs_uncached([4])
+    assert calls == [([(1,), (2,), (3,)], (3, 258)), ([(4,)], (1, 258))]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_several_apply_in_the_order_given(engine):
+    order = []
+
+    def named(name, **marks):
+        class Processor:
+            @hookimpl(**marks)
+            def genlm_process_logprobs(self, rows):
+                order.append(name)
+                return rows
+
+        return Processor()
+
+    given = [named("b"), named("last", trylast=True), named("c"), named("first", tryfirst=True)]
+    with opened(engine, *given) as lm:
+        lm.next_token_logprobs_sync([1])
+    assert order == ["first", "b", "c", "last"]
+
+
+def test_rows_are_as_wide_as_the_vocabulary_and_not_as_the_engine():
+    class Padded(MockEngine):
+        def __init__(self, tokenizer):
+            super().__init__(tokenizer)
+            self.vocab_size = 320
+
+    seen = []
+
+    class Watching(Ban):
+        @hookimpl
+        def genlm_process_logprobs(self, queries, rows):
+            seen.append(tuple(rows.shape))
+            return super().genlm_process_logprobs(queries, rows)
+
+    with opened(Padded, Watching()) as lm:
+        row = lm.next_token_logprobs_sync([1])
+    assert seen == [(1, 258)]
+    assert row.shape == (258,)
+    assert abs(row.logsumexp(0)) < 1e-5
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_a_processor_raises_names_it_and_concerns_one_request_alone(engine):
+    class Choosy:
+        @hookimpl
+        def genlm_process_logprobs(self, queries, rows):
+            if any(query.token_ids[0] == 2 for query in queries):
+                raise KeyError("no rule for this context")
+            return rows
+
+    asked = []
+    made = engine(ByteTokenizer(), on_batch=lambda queries: asked.append(len(queries)))
+    with opened(made, Choosy()) as lm:
+        rows = gathered(*(lm.next_token_logprobs([i]) for i in range(4)))
+        calls = len(asked)
+        assert [type(row) for row in rows] == [torch.Tensor] * 2 + [PluginError] + [torch.Tensor]
+        for word in ("Choosy", "genlm_process_logprobs", "no rule for this context"):
+            assert word in str(rows[2])
+        assert isinstance(rows[2].__cause__, KeyError)
+        assert torch.equal(lm.next_token_logprobs_sync([3]), rows[3])
+        assert len(asked) == calls, "the rows of the others are kept"
+        assert calls == (1 if engine is MockEngine else 2), "the engine was asked again"
+
+
+@pytest.mark.parametrize(
+    ("returned", "wrong"),
+    [
+        (lambda rows: None, "NoneType, not a tensor"),
+        (lambda rows: rows[:, 1:], r"shape \(1, 257\)"),
+        (lambda rows: rows.double(), ".*torch.float64"),
+        (lambda rows: rows.requires_grad_(), ".*requires_grad=True"),
+    ],
+)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_a_processor_must_not_return(engine, returned, wrong):
+    class Wrong:
+        @hookimpl
+        def genlm_process_logprobs(self, rows):
+            return returned(rows)
+
+    with (
+        opened(engine, Wrong()) as lm,
+        pytest.raises(PluginError, match=f"Wrong: genlm_process_logprobs returned {wrong}"),
+    ):
+        lm.next_token_logprobs_sync([1])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_check_looks_at_processed_rows(engine):
+    class Doubling:
+        @hookimpl
+        def genlm_process_logprobs(self, rows):
+            return 2 * rows
+
+    with (
+        opened(engine, Doubling(), check=True) as lm,
+        pytest.raises(PluginError, match=r"genlm_process_logprobs returned .* normalise"),
+    ):
+        lm.next_token_logprobs_sync([1])
+
+
+def test_a_processor_may_ask_another_model():
+    class Product:
+        def __init__(self, other):
+            self.other = other
+
+        @hookimpl
+        def genlm_process_logprobs(self, queries, rows):
+            others = self.other.batch_next_token_logprobs_sync([q.token_ids for q in queries])
+            return (rows + others).log_softmax(-1)
+
+    with opened(MockEngine) as other, opened(ContinuousMockEngine, Product(other)) as lm:
+        assert torch.allclose(lm.next_token_logprobs_sync([1]), sharp(1))
+
+
+def test_an_installed_processor_comes_before_those_given(install):
+    install(
+        "silencer",
+        """
+        from genlm.core import hookimpl
+
+        class Silencer:
+            @hookimpl
+            def genlm_process_logprobs(self, rows):
+                rows[:, 9] = -float("inf")
+                return rows.log_softmax(-1)
+        """,
+        group="genlm.wrappers",
+        target="plugin_silencer:Silencer",
+    )
+    seen = []
+
+    class Watching:
+        @hookimpl
+        def genlm_process_logprobs(self, rows):
+            seen.append(float(rows[0, 9]))
+            return rows
+
+    with load_model_by_name("mock", backend="mock", wrappers=[Watching()]) as lm:
+        assert lm.next_token_logprobs_sync([1])[9] == -float("inf")
+    assert seen == [-float("inf")]
+
+
+def test_an_installed_wrapper_that_cannot_be_made_is_named(install):
+    source = """
+        class Demanding:
+            def __init__(self):
+                raise RuntimeError("no configuration")
+    """
+    install("demanding", source, group="genlm.wrappers", target="plugin_demanding:Demanding")
+    with pytest.raises(
+        BackendImportError,
+        match=r"wrapper 'demanding' is installed \(demanding 1\.2\).*no configuration",
+    ):
+        load_model_by_name("mock", backend="mock")
+
+
+def test_each_model_has_wrappers_of_its_own():
+    with opened(MockEngine, Ban(1)) as a, opened(MockEngine, Ban(2)) as b:
+        rows = a.next_token_logprobs_sync([7]), b.next_token_logprobs_sync([7])
+        assert [row.isinf().nonzero().flatten().tolist() for row in rows] == [[1], [2]]
+
+
+# --- refused at load ------------------------------------------------------------------------------
+
+
+def around(*hooks):
+    """An object that observes these hooks."""
+
+    def observe(self):
+        yield
+
+    return type("Observer", (), {hook: hookimpl(wrapper=True)(observe) for hook in hooks})()
+
+
+ROWS, STEP = "genlm_next_token_logprobs", "genlm_step"
+
+
+@pytest.mark.parametrize(
+    ("engine", "others", "hooks", "remedy"),
+    [
+        (ContinuousMockEngine, [], [ROWS], STEP),
+        (ContinuousMockEngine, [], [ROWS, "genlm_sample"], STEP),
+        (ContinuousMockEngine, [], [ROWS, "genlm_add_lora"], STEP),
+        (MockEngine, [], [STEP], ROWS),
+        (MockEngine, [Sharper()], ["genlm_sample"], ROWS),
+        (MockEngine, [], ["genlm_process_logprobs"], ROWS),
+    ],
+)
+def test_an_observer_that_is_never_called_is_refused(engine, others, hooks, remedy):
+    with pytest.raises(PluginError) as refused:
+        opened(engine, *others, around(*hooks))
+    said = str(refused.value)
+    assert "Observer" in said
+    assert f"let it go around {remedy}" in said
+    assert "genlm_process_logprobs" in said
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("hooks", [[ROWS, STEP], ["genlm_add_lora"], ["genlm_close"]])
+def test_an_observer_that_is_called_is_accepted(engine, hooks):
+    opened(engine, around(*hooks)).close()
+
+
+def test_an_object_without_a_hook_is_refused():
+    with pytest.raises(PluginError, match=r"wrapper builtins.object has no hook; mark its methods"):
+        opened(MockEngine, object())
+
+
+def test_an_unmarked_hook_of_a_wrapper_is_refused():
+    class Unmarked:
+        def genlm_process_logprobs(self, rows):
+            return rows
+
+    with pytest.raises(PluginError, match=r"Unmarked: genlm_process_logprobs is not marked"):
+        opened(MockEngine, Unmarked())
+
+
+def test_a_wrapper_that_would_shadow_the_engine():
+    class Shadow:
+        @hookimpl
+        def genlm_close(self): ...
+
+    with pytest.raises(PluginError, match="would shadow"):
+        opened(MockEngine, Shadow())
+
+
+# --- observing ------------------------------------------------------------------------------------
+
+
+class Interfering:
+    """An observer of steps, and of batches, that does not only observe: once."""
+
+    def __init__(self, how):
+        self.how = how
+        self.done = False
+        self.steps = 0
+
+    @hookimpl(wrapper=True)
+    def genlm_next_token_logprobs(self):
+        rows = yield
+        if self.done:
+            return rows
+        self.done = True
+        return self.how(rows)
+
+    @hookimpl(wrapper=True)
+    def genlm_step(self):
+        self.steps += 1
+        answers = yield
+        if self.done or not answers:
+            return answers
+        self.done = True
+        return self.how(answers)
+
+
+def evolved(answer, result):
+    return Answer(answer.request, result)
+
+
+@pytest.mark.parametrize(
+    ("how", "concerned", "did"),
+    [
+        (lambda answers: answers[1:], {0}, "lost the answer"),
+        (lambda answers: [], {0, 1, 2}, "lost the answer"),
+        (lambda answers: [*answers, answers[2]], {2}, "more than one answer"),
+        (lambda answers: [evolved(answers[0], answers[1].result), *answers[1:]], {0}, "changed"),
+        (lambda answers: 5, {0, 1, 2}, "returned 5"),
+    ],
+)
+def test_what_a_wrapper_of_a_step_does_to_answers_concerns_those_requests_alone(
+    how, concerned, did
+):
+    wrapper = Interfering(how)
+    with opened(ContinuousMockEngine, wrapper) as lm, opened(ContinuousMockEngine) as sound:
+        contexts = [[1], [2], [3]]
+        rows = gathered(*map(lm.next_token_logprobs, contexts))
+        for i, (row, context) in enumerate(zip(rows, contexts, strict=True)):
+            if i in concerned:
+                assert isinstance(row, PluginError)
+                assert "Interfering" in str(row)
+                assert did in str(row)
+                assert "genlm_process_logprobs" in str(row)
+            else:
+                assert torch.equal(row, sound.next_token_logprobs_sync(context))
+        assert wrapper.steps == 2, "the steps that the rows took"
+        for context in contexts:
+            row = lm.next_token_logprobs_sync(context)
+            assert torch.equal(row, sound.next_token_logprobs_sync(context))
+
+
+def test_an_invented_answer_is_an_error_for_its_request():
+    class Inventing:
+        @hookimpl(wrapper=True)
+        def genlm_step(self, samples):
+            answers = yield
+            return [*answers, *(Answer(draw, [7]) for draw in samples)]
+
+    with opened(ContinuousMockEngine, Inventing()) as lm:
+        drawn, row = gathered(lm.sample([1], 3, [], seed=1), lm.next_token_logprobs([2]))
+        assert isinstance(drawn, PluginError)
+        assert "invented an answer" in str(drawn)
+        assert isinstance(row, torch.Tensor)
+
+
+def test_changed_rows_of_a_batch_are_an_error_with_the_remedy():
+    with (
+        opened(MockEngine, Interfering(lambda rows: 2 * rows)) as lm,
+        pytest.raises(
+            PluginError, match=r"Interfering: genlm_next_token_logprobs returned another"
+        ),
+    ):
+        lm.next_token_logprobs_sync([1])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_observer_may_return_nothing(engine):
+    with opened(engine, Interfering(lambda result: None)) as lm:
+        assert torch.equal(lm.next_token_logprobs_sync([1]), hashed_row([1], None, 258))
+
+
+def test_a_wrapper_may_fail_a_request():
+    class Refusing:
+        @hookimpl(wrapper=True)
+        def genlm_step(self):
+            answers = yield
+            return [
+                evolved(a, OSError("not today")) if a.request.token_ids == (2,) else a
+                for a in answers
+            ]
+
+    with opened(ContinuousMockEngine, Refusing()) as lm:
+        row, refused = gathered(lm.next_token_logprobs([1]), lm.next_token_logprobs([2]))
+        assert isinstance(row, torch.Tensor)
+        assert isinstance(refused, EngineError)
+        assert "not today" in str(refused)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("before", [True, False])
+def test_what_a_wrapper_raises_names_it_and_the_engine_goes_on(engine, before):
+    class Broken:
+        left = 1
+
+        @hookimpl(wrapper=True)
+        def genlm_next_token_logprobs(self):
+            yield from self.observe()
+
+        @hookimpl(wrapper=True)
+        def genlm_step(self):
+            yield from self.observe()
+
+        def observe(self):
+            if before:
+                self.perhaps_raise()
+            result = yield
+            if not before and len(result):
+                self.perhaps_raise()
+
+        def perhaps_raise(self):
+            if self.left:
+                self.left -= 1
+                raise RuntimeError("the wrapper's own bug")
+
+    def answers(lm):
+        return gathered(lm.next_token_logprobs([1]), lm.sample([3], 3, [], seed=1))
+
+    with opened(engine, Broken()) as lm, opened(engine) as sound:
+        met = [answer for answer in answers(lm) if isinstance(answer, Exception)]
+        assert met
+        for error in met:
+            assert isinstance(error, PluginError)
+            assert "Broken" in str(error)
+            assert "the wrapper's own bug" in str(error)
+            assert "backend" not in str(error)
+        for answer, right in zip(answers(lm), answers(sound), strict=True):
+            assert list(answer) == list(right)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_engines_error_stays_the_one_to_report(engine):
+    seen = []
+
+    class Swallowing:
+        @hookimpl(wrapper=True)
+        def genlm_next_token_logprobs(self):
+            return (yield from self.observe())
+
+        @hookimpl(wrapper=True)
+        def genlm_step(self):
+            return (yield from self.observe())
+
+        def observe(self):
+            try:
+                return (yield)
+            except Exception as error:
+                seen.append(error)
+                raise ValueError("another") from error
+
+    failing = engine(ByteTokenizer(), fail_on=lambda query: query.token_ids == (2,))
+    with structlog.testing.capture_logs() as logs, opened(failing, Swallowing()) as lm:
+        row, failed = gathered(lm.next_token_logprobs([1]), lm.next_token_logprobs([2]))
+    assert isinstance(row, torch.Tensor)
+    assert isinstance(failed, EngineError)
+    assert "told to fail" in str(failed)
+    assert seen
+    assert any("another" in log.get("error", "") for log in logs)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_failed_calls_are_counted_and_the_first_one_is_said(engine):
+    failing = engine(ByteTokenizer(), fail_on=lambda query: query.token_ids == (2,))
+    with structlog.testing.capture_logs() as logs, opened(failing) as lm:
+        gathered(lm.next_token_logprobs([1]), lm.next_token_logprobs([2]))
+        assert lm.stats.failed_calls == 2  # both together, and the one alone
+    said = [log for log in logs if log["event"] == "engine.call_failed"]
+    assert [log["log_level"] for log in said] == ["warning"]
+
+
+def test_draws_and_scores_are_counted():
+    with opened(ContinuousMockEngine) as lm:
+        gathered(*(lm.sequence_logprobs([i], [1, 2]) for i in range(5)), lm.sample([9], 2, []))
+        assert (lm.stats.scores, lm.stats.draws, lm.stats.rows) == (5, 1, 0)
