@@ -1,9 +1,10 @@
 """Prepare the source of the documentation site, in ``build/site-source``.
 
 The site has the pages of ``docs/``, the READMEs of the plugins and a few pages of the repository's
-root. Tutorials are executed: their outputs and plots become part of the page, and an error in one
-of them is an error here. A comment ``<!-- check: CONDITION -->`` asserts what the text before it
-says of the outputs. ``zensical build`` does the rest (see ``mkdocs.yml``).
+root. Tutorials, and the page on changing rows, are executed: their outputs and plots become part
+of the page, and an error in one of them is an error here. A comment ``<!-- check: CONDITION -->``
+asserts what the text before it says of the outputs. ``zensical build`` does the rest (see
+``mkdocs.yml``).
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ def prepare(model: str, only: str | None = None) -> None:
     for page, place in places.items():
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(filled(relinked(page.read_text(), page, place, places)))
-    for tutorial in sorted((SOURCE / "tutorials").glob("*.md")):
-        if only in (None, tutorial.stem) and tutorial.stem != "index":
-            print(f"site: executing {tutorial.name}", file=sys.stderr, flush=True)
-            tutorial.write_text(executed(tutorial, model))
+    for page in [*sorted((SOURCE / "tutorials").glob("*.md")), SOURCE / "how-to/change-rows.md"]:
+        if only in (None, page.stem) and page.stem != "index":
+            print(f"site: executing {page.name}", file=sys.stderr, flush=True)
+            page.write_text(executed(page, model))
 
 
 def relinked(text: str, page: Path, place: Path, places: dict[Path, Path]) -> str:

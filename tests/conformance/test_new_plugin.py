@@ -31,10 +31,13 @@ def test_a_new_plugin_conforms(environment: CleanEnvironment, tmp_path: Path) ->
     assert "genlm-my-toy 0.1.0" in listed.stdout, listed.stderr
 
     checked = environment.run(
-        "genlm", "conformance", "my-toy", "--model", "toy", "--quick", cwd=tmp_path
+        "genlm", "conformance", "my-toy", "--model", "my-toy", "--quick", cwd=tmp_path
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert "my-toy conforms" in checked.stdout
+    program = "from genlm_my_toy import AsyncMyToyLM; print(AsyncMyToyLM.from_name('small'))"
+    made = environment.run("python", "-c", program, cwd=tmp_path)
+    assert "<AsyncMyToyLM model='small', backend='my-toy'" in made.stdout, made.stderr
     where = environment.run(
         "python", "-c", "import genlm.core; print(genlm.core.__file__)", cwd=tmp_path
     )

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from genlm_numpy.lm import AsyncRNN
 from genlm_numpy.network import Array, Network
 
 from genlm.core.conformance import ConformanceSuite
@@ -37,3 +38,9 @@ def write_adapter(path: Path, seed: int) -> str:
 
 def normal(random: np.random.Generator, *shape: int) -> Array:
     return random.standard_normal(shape).astype(np.float32)
+
+
+def test_the_class_of_its_own(tmp_path: Path) -> None:
+    with AsyncRNN.from_name(write_model(tmp_path / "model.npz")) as lm:
+        assert lm.next_token_logprobs_sync([72]).shape == (258,)
+        assert repr(lm).startswith("<AsyncRNN model=")

@@ -22,6 +22,7 @@ FILES = {
     "py.typed": "src/{module}/py.typed",
     "plugin.py": "src/{module}/plugin.py",
     "engine.py": "src/{module}/engine.py",
+    "lm.py": "src/{module}/lm.py",
     "test_conformance.py": "tests/test_conformance.py",
 }
 
@@ -30,7 +31,7 @@ def write_plugin(name: str, folder: Path | None = None) -> Path:
     """Write the package of a backend called ``name``; returns its folder.
 
     Args:
-        name: What users will type: lower-case letters, digits and dashes.
+        name: What users will type: a lower-case letter, then letters, digits and dashes.
         folder: Where to write it; default ``genlm-NAME`` in the working directory.
 
     Raises:
@@ -38,7 +39,8 @@ def write_plugin(name: str, folder: Path | None = None) -> Path:
     """
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         raise InvalidOptionError(
-            f"{name!r} cannot be a backend's name; use lower-case letters, digits and dashes"
+            f"{name!r} cannot be a backend's name; begin with a letter, and use lower-case "
+            "letters, digits and single dashes"
         )
     if name in TAKEN or name in KNOWN:
         raise InvalidOptionError(
@@ -50,12 +52,14 @@ def write_plugin(name: str, folder: Path | None = None) -> Path:
     if folder.exists() and any(folder.iterdir()):
         raise InvalidOptionError(f"{folder} is not empty; give another --folder")
     module = f"genlm_{name.replace('-', '_')}"
+    kind = "".join(map(str.capitalize, name.split("-")))
+    core = core_requirement()
     for template, target in FILES.items():
         text = files(__name__).joinpath("template", f"{template}.template").read_text("utf-8")
         path = folder / target.format(module=module)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(
-            Template(text).substitute(name=name, module=module, core=core_requirement())
+            Template(text).substitute(name=name, module=module, **{"class": kind}, core=core)
         )
     return folder
 
