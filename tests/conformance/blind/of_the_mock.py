@@ -828,6 +828,8 @@ class NewcomersAlwaysFirst(ContinuousMockEngine):
     https://github.com/sgl-project/sglang/issues/32549
     """
 
+    genlm_wake = None  # its work is in this process, and no step is cut short
+
     @hookimpl
     def genlm_step(self, queries: Sequence[Query]) -> list[Answer]:
         if queries and self._in_flight:

@@ -18,6 +18,7 @@ from genlm.core import AsyncLM, Query, hookimpl
 from genlm.core.errors import (
     EngineError,
     ModelClosedError,
+    PluginError,
     QueriesResetError,
     UnknownAdapterError,
 )
@@ -252,7 +253,7 @@ class FailureIsKept(AsyncLM):
             raise failed[key]
         try:
             return await super().next_token_logprobs(token_ids, **options)
-        except EngineError as error:
+        except (EngineError, PluginError) as error:
             if len(token_ids) > LONG:
                 failed[key] = error
             raise

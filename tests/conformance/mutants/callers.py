@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from genlm.core import AsyncLM
-from genlm.core.errors import EngineError, GenlmError, QueriesResetError
+from genlm.core.errors import EngineError, GenlmError, PluginError, QueriesResetError
 
 from .registry import breaks
 
@@ -52,7 +52,7 @@ class SwallowedError(AsyncLM):
     async def next_token_logprobs(self, *args: Any, **options: Any) -> torch.Tensor:
         try:
             return await super().next_token_logprobs(*args, **options)
-        except EngineError:
+        except (EngineError, PluginError):
             return torch.zeros(len(self.byte_vocab)).log_softmax(dim=0)
 
 

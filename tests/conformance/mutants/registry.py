@@ -30,19 +30,28 @@ class Mutant:
 MUTANTS: dict[str, Mutant] = {}
 
 
-def breaks(clause: str, max_context: int = 64) -> Callable[[type], type]:
-    """Register a faulty engine or a faulty ``AsyncLM``."""
+def breaks(
+    clause: str, max_context: int = 64, engine: type[MockEngine] = MockEngine
+) -> Callable[[type], type]:
+    """Register a faulty engine, or a faulty ``AsyncLM`` over a sound one."""
 
     def register(faulty: type) -> type:
-        MUTANTS[faulty.__name__] = Mutant(clause, functools.partial(_load, faulty, max_context))
+        load = functools.partial(_load, faulty, engine, max_context)
+        MUTANTS[faulty.__name__] = Mutant(clause, load)
         return faulty
 
     return register
 
 
-def _load(faulty: type, max_context: int, wrappers: Sequence[object], **options: Any) -> AsyncLM:
+def _load(
+    faulty: type,
+    sound: type[MockEngine],
+    max_context: int,
+    wrappers: Sequence[object],
+    **options: Any,
+) -> AsyncLM:
     if issubclass(faulty, AsyncLM):
-        engine = functools.partial(MockEngine, ByteTokenizer(), max_context=max_context, **options)
+        engine = functools.partial(sound, ByteTokenizer(), max_context=max_context, **options)
         return faulty(engine, backend="mock", wrappers=wrappers)
     return AsyncLM(
         lambda: faulty(ByteTokenizer(), max_context=max_context, **options),

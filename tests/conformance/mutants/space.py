@@ -13,7 +13,7 @@ import torch
 from attrs import evolve
 
 from genlm.core import AsyncLM, Query, hookimpl
-from genlm.core.mock import MockEngine
+from genlm.core.mock import ContinuousMockEngine, MockEngine
 
 from ..blind import of_the_mock
 from .registry import breaks
@@ -34,6 +34,17 @@ breaks("nothing_grows")(of_the_mock.LeaksEveryRow)
 breaks("bytes_of_text")(of_the_mock.BytesAboveAsciiAsText)
 breaks("rows_at_every_length", max_context=1024)(of_the_mock.RotaryBaseOfTheCachedKeys)
 breaks("scores_at_every_length", max_context=1024)(of_the_mock.ScoresAcrossChunks)
+
+
+@breaks("scores_at_every_length", max_context=1024)
+class LongScoresFromTheEnd(ContinuousMockEngine):
+    """A score that reaches beyond 512 tokens takes every place for one beyond: as a rope that
+    changes there does, where the whole text is one forward."""
+
+    def _score(self, query: Query, continuation: Sequence[int]) -> torch.Tensor:
+        if query.length + len(continuation) > 512:
+            query = evolve(query, token_ids=(0, *query.token_ids[1:]))
+        return super()._score(query, continuation)
 
 
 @breaks("row_depends_on_every_token")

@@ -1,5 +1,5 @@
 """A wrapper around the engine's hooks, with which the suite sees what reaches the engine, holds it,
-and makes it fail."""
+makes requests fail, and loses answers."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ class EngineGate:
         self._inside = False
         self._seen: list[Query] = []
         self._poison: TokenIds | None = None
+        self._lost: TokenIds | None = None
         #: The calls that have ended since the last reset.
         self.rounds: list[Round] = []
         #: Called in the engine's thread when a call has been answered and before it returns.
@@ -77,6 +78,7 @@ class EngineGate:
             self.rounds = []
             self.pinned = []
             self._poison = None
+            self._lost = None
             self._is_open = True
             self.on_round = None
             self._changed.notify_all()
@@ -90,6 +92,10 @@ class EngineGate:
     def poison(self, token_ids: Sequence[int]) -> None:
         """Make every evaluation fail that has the context ``token_ids`` in it."""
         self._poison = tuple(token_ids)
+
+    def lose(self, token_ids: Sequence[int]) -> None:
+        """Lose every row of the context ``token_ids``, as a faulty wrapper would."""
+        self._lost = tuple(token_ids)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -155,7 +161,7 @@ class EngineGate:
         self._ended("genlm_next_token_logprobs", queries, queries)
         self._look_back()
         self._keep("genlm_next_token_logprobs", rows)
-        return rows
+        return rows[1:] if any(query.token_ids == self._lost for query in queries) else rows
 
     def _keep(self, hook: str, rows: Any) -> None:
         """Keep what the engine returned beside a copy: so an engine that uses the memory again is
@@ -188,7 +194,10 @@ class EngineGate:
         self._ended("genlm_step", asked, [query_of(answer.request) for answer in answers])
         if answers:
             self._look_back()
-        return [self._passed_on(answer) for answer in answers]
+        return [self._passed_on(answer) for answer in answers if not self._loses(answer)]
+
+    def _loses(self, answer: Answer) -> bool:
+        return isinstance(answer.request, Query) and answer.request.token_ids == self._lost
 
     def _passed_on(self, answer: Answer) -> Answer:
         if not isinstance(answer.request, Query):

@@ -138,9 +138,9 @@ class LengthClauses:
                 )
 
     def test_scores_at_every_length(self, live: Subject) -> None:
-        """Continuations of unequal lengths score what the cold rows say, across blocks and chunks,
-        in any order, warm and cold."""
-        contexts, most = live.contexts, min(live.longest, CHUNK + 20)
+        """Continuations of unequal lengths score what the cold rows say, across blocks, chunks and
+        every edge, in any order, warm and cold."""
+        contexts, most = live.contexts, live.longest
         text = contexts.long(most)
         cases = [
             (text[:begin], text[begin:end])
@@ -154,7 +154,7 @@ class LengthClauses:
                 (33, 70),
                 (60, 68),
                 (126, 132),
-                (CHUNK - 4, CHUNK + 8),
+                *((edge - 4, edge + 8) for edge in EDGES if edge >= CHUNK),
             )
             if end <= most
         ]

@@ -187,8 +187,12 @@ class Subject:
         return list(self._bound)
 
     def close(self) -> None:
-        """Close the model if it is open."""
+        """The end of all clauses."""
         self._runner.close()
+        self.end()
+
+    def end(self) -> None:
+        """Close the model if it is open. A clause that needs one loads it again."""
         self.gate.reset()
         if self._lm is not None:
             self._lm.close()

@@ -29,6 +29,7 @@ from genlm.core.conformance.sampling import SamplingClauses
 from genlm.core.conformance.state import BatchClauses, StateClauses
 from genlm.core.conformance.subject import Subject
 from genlm.core.conformance.tokens import TokenizerClauses
+from genlm.core.conformance.wrappers import ChangedRowClauses, LostAnswerClauses
 from genlm.core.lm import AsyncLM, load_model_by_name
 
 SUBJECT = pytest.StashKey[Subject]()
@@ -36,6 +37,7 @@ SUBJECT = pytest.StashKey[Subject]()
 
 # Clauses run from the last base to the first: those that close the model come at the end.
 class ConformanceSuite(
+    ChangedRowClauses,
     LifecycleClauses,
     HistoryClauses,
     MachineClauses,
@@ -47,6 +49,7 @@ class ConformanceSuite(
     RefusalClauses,
     CompanyClauses,
     CallerClauses,
+    LostAnswerClauses,
     OwnershipClauses,
     StateClauses,
     LengthClauses,
