@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from genlm.core import InvalidOptionError, Query
-from genlm.core.runtime.cache import OutputCache
+from genlm.core.cache import OutputCache
 
 from .conftest import busy
 

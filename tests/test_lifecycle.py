@@ -336,7 +336,7 @@ def test_a_forked_child_waits_for_no_lock_that_a_thread_of_its_parent_held():
         import torch
         from genlm.core import EngineDeadError
         from genlm.core.runtime.batcher import Batcher, Executor
-        from genlm.core.runtime.cache import OutputCache
+        from genlm.core.cache import OutputCache
 
         class Blocking:
             \"\"\"Holds whoever hashes it for the ``at``-th time.\"\"\"

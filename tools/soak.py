@@ -470,58 +470,13 @@ def end_stuck(one: Soak) -> None:
 
 
 def finish(one: Soak) -> None:
-    """The model still works, and its engine holds nothing; then it ends."""
+    """The model still works; then it ends."""
     try:
         one.check_row(one.lm, one.lm.next_token_logprobs_sync([1, 2, 3]))
         one.lm.clear_kv_cache()
-        held = {what: n for what, n in held_by_engine(one).items() if n}
     except Exception as error:
         one.findings.append(f"the model does not work at the end: {error!r}")
-    else:
-        if held:
-            one.findings.append(f"the engine holds at the end, after clear_kv_cache(): {held}")
     one.lm.close()
-
-
-def held_by_engine(one: Soak) -> dict[str, int]:
-    """Requests and state that the engine itself has, where it can be asked for them."""
-    (engine,) = [
-        plugin
-        for plugin in one.lm._engine._manager.get_plugins()
-        if hasattr(plugin, "vocab_size") and hasattr(plugin, "tokenizer")
-    ]
-    count = HELD.get(one.options.backend)
-    return {} if count is None else count(engine)
-
-
-def _held_by_hf(engine: Any) -> dict[str, int]:
-    pool = engine._runner.pool
-    return {"columns": pool.rows * pool.columns}
-
-
-def _held_by_vllm(engine: Any) -> dict[str, int]:
-    scheduler = engine._core._client.engine_core.scheduler
-    pool = scheduler.kv_cache_manager.block_pool
-    used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # one is vLLM's own
-    return {"requests": len(scheduler.requests), "blocks": used}
-
-
-def _held_by_sgl(engine: Any) -> dict[str, int]:
-    scheduler = engine.scheduler
-    free = scheduler._scheduler.token_to_kv_pool_allocator.available_size()
-    return {"requests": int(scheduler.is_busy), "tokens": scheduler.pool_tokens - free}
-
-
-def _held_by_mlx(engine: Any) -> dict[str, int]:
-    return {} if engine.pool is None else {"bytes": engine.pool.nbytes}
-
-
-HELD: dict[str, Callable[[Any], dict[str, int]]] = {
-    "hf": _held_by_hf,
-    "vllm": _held_by_vllm,
-    "sgl": _held_by_sgl,
-    "mlx": _held_by_mlx,
-}
 
 
 def pending_work() -> list[Any]:

@@ -10,10 +10,10 @@ from typing import Any
 
 from attrs import fields, frozen
 
+from genlm.core.cache import OutputCache
 from genlm.core.checks import flag, integer, number, shown
 from genlm.core.contract import ContractCheck
 from genlm.core.errors import InvalidOptionError
-from genlm.core.runtime.cache import OutputCache
 
 CACHE_OPTIONS = ("maxsize", "max_bytes", "move_to_cpu")
 

@@ -17,12 +17,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 
+from genlm.core.cache import OutputCache
 from genlm.core.conformance.compare import Violation, check, deviation, difference, shown
 from genlm.core.conformance.contexts import EDGES, Contexts
 from genlm.core.conformance.gate import EngineGate
 from genlm.core.errors import PluginError
 from genlm.core.lm import AsyncLM
-from genlm.core.runtime.cache import OutputCache
 from genlm.core.types import TokenIds
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import Any, cast
 from attrs import define, field
 
 from genlm.core.adapters import AdapterRegistry
+from genlm.core.cache import OutputCache
 from genlm.core.checks import told
 from genlm.core.errors import EngineError, GenlmError
 from genlm.core.logs import get_logger
-from genlm.core.runtime.cache import OutputCache
 from genlm.core.runtime.isolation import IsolatedSteps, Outcomes, evaluate_isolated
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.runtime.request_queue import ROWS, Lane

@@ -17,7 +17,7 @@ if _others:
     )
 
 from genlm.backend._former import TokenTrie  # noqa: E402
-from genlm.core.runtime.cache import OutputCache  # noqa: E402
+from genlm.core.cache import OutputCache  # noqa: E402
 
 DynamicTokenTrie = TokenTrie
 
