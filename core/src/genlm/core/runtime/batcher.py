@@ -121,6 +121,7 @@ class Batcher(Generic[R, A]):
         # from any line, also from one that holds it.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
+        self._alarm = threading.Lock()  # free when there is something for the engine thread
         self._queue: RequestQueue[R, A] = RequestQueue(batch_size, self._timeline, self.counters)
         self._running: Pending[R, A] = {}  # the engine thread's own
         self._executor: Executor[R, A] | None = None  # until the engine thread ends
@@ -288,7 +289,8 @@ class Batcher(Generic[R, A]):
 
     def _notify(self) -> None:
         """Something is there for the engine thread. Called with the lock."""
-        self._changed.notify_all()
+        with contextlib.suppress(RuntimeError):  # it is free already
+            self._alarm.release()
         if self._stepping and self._executor is not None:
             self._stepping = False  # once for each step
             self._executor.wake()
@@ -378,7 +380,7 @@ class Batcher(Generic[R, A]):
             self._stepping = False
             while True:
                 while not (self._stopping or self._running or self._queue):
-                    self._changed.wait()
+                    self._sleep()
                 if self._timeout and not (self._stopping or self._running):
                     self._hold_open()
                 if self._stopping:
@@ -414,7 +416,19 @@ class Batcher(Generic[R, A]):
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return
-            self._changed.wait(remaining)
+            self._sleep(remaining)
+
+    def _sleep(self, seconds: float = -1.0) -> None:
+        """Wait for :meth:`_notify`. Called with the lock, which others may take in the meantime.
+
+        Not ``Condition.wait``: a garbage collection on this thread may call :meth:`stop` before
+        that has queued its waiter, and a notification that finds no waiter is lost.
+        """
+        self._lock.release()
+        try:
+            self._alarm.acquire(timeout=seconds)
+        finally:
+            self._lock.acquire()
 
     def _deliver(self, answers: Iterable[tuple[R, A | Exception]]) -> None:
         outcomes: list[tuple[Waiting[A], A | Exception]] = []
