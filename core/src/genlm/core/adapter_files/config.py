@@ -1,0 +1,64 @@
+"""The configuration of an adapter folder: JSON, of which names and numbers are read."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from genlm.core.errors import InvalidAdapterError
+
+CONFIG = "adapter_config.json"
+
+#: The largest configuration that is read, in bytes.
+MOST_CONFIG = 4 << 20
+
+#: A key of ``rank_pattern`` or ``alpha_pattern`` that is a name, or begins with what PEFT itself
+#: writes before names.
+KEY = re.compile(r"(?P<start>\^|\.\*\\\.)?(?P<name>(\w|-|\\?\.)+)")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """An adapter folder's ``adapter_config.json``.
+
+    Raises:
+        InvalidAdapterError: it is missing, too large, or not a JSON object.
+    """
+    file = folder / CONFIG
+    if not file.is_file():
+        raise InvalidAdapterError(
+            f"{file} does not exist; give the folder that a LoRA adapter was saved in"
+        )
+    size = file.stat().st_size
+    if size > MOST_CONFIG:
+        raise InvalidAdapterError(
+            f"{file} has {size} bytes; at most {MOST_CONFIG} are read; save the adapter again"
+        )
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InvalidAdapterError(
+            f"{file} is not JSON ({type(error).__name__}: {error!s:.100}); save the adapter again"
+        ) from None
+    if not isinstance(config, dict):
+        raise InvalidAdapterError(f"{file} must hold a JSON object; save the adapter again")
+    return config
+
+
+def key_name(key: str) -> tuple[str, bool]:
+    """The name that a key of a pattern stands for, and whether it is a whole one, not the end of
+    one."""
+    match = KEY.fullmatch(key)
+    if match is None:
+        raise InvalidAdapterError(f"the regular expression {shown(key)} is not run")
+    return match["name"].replace("\\.", "."), match["start"] == "^"
+
+
+def is_suffix(part: str, name: str) -> bool:
+    return name == part or name.endswith(f".{part}")
+
+
+def shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -1,0 +1,164 @@
+"""An adapter folder: what it holds, and whether an engine and a model can take it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from genlm.core.adapter_files.config import CONFIG, is_suffix
+from genlm.core.adapter_files.features import Feature
+from genlm.core.adapter_files.tensors import Tensor
+from genlm.core.errors import InvalidAdapterError
+
+WEIGHTS = "adapter_model.safetensors"
+
+#: What PEFT puts before the name of a module.
+PREFIX = "base_model.model."
+
+
+@frozen
+class LoraModule:
+    """What an adapter adds to one module.
+
+    Attributes:
+        rank: Of its matrices; for parameters, of all experts together.
+        inputs: What A takes; the number of tokens, for an embedding.
+        outputs: What B gives.
+        scale: What the product is multiplied with.
+        down: The name of A in the file.
+        up: The name of B.
+    """
+
+    rank: int
+    inputs: int
+    outputs: int
+    scale: float
+    down: str
+    up: str
+
+
+@frozen
+class AdapterFolder:
+    """What an adapter folder holds.
+
+    Attributes:
+        path: The folder.
+        config: ``adapter_config.json``.
+        tensors: Every tensor of the file, by name.
+        modules: What is adapted by LoRA, by the module's name in the model.
+        features: What the adapter has beyond plain LoRA, each with the value that says so.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    modules: Mapping[str, LoraModule]
+    features: Mapping[Feature, str]
+
+    def require(self, applied: Collection[Feature], engine: str) -> None:
+        """Refuse an adapter that an engine would apply wrongly.
+
+        Args:
+            applied: The features that the engine applies rightly.
+            engine: Its name, for the message.
+
+        Raises:
+            InvalidAdapterError: the adapter has another feature.
+        """
+        for feature, value in self.features.items():
+            if feature not in applied:
+                raise InvalidAdapterError(
+                    f"LoRA adapter {self.path} has {value} ({feature.description}), which "
+                    f"{engine} does not apply; {feature.remedy}, or use a backend that applies it "
+                    "(docs/adapters.md)"
+                )
+
+    def require_modules(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+        """Refuse an adapter of another model.
+
+        Args:
+            shapes: How many features each module of the model takes and gives, by its name.
+
+        Raises:
+            InvalidAdapterError: a module is not there, or has another shape.
+        """
+        for name, module in self.modules.items():
+            name = name.replace(".base_layer", "")
+            if name not in shapes:
+                if self.adapts_parameters(name):
+                    continue
+                raise InvalidAdapterError(
+                    f"LoRA adapter {self.path} is made for another model: it adapts {name} "
+                    f"({module.inputs} to {module.outputs} features), and this model has no such "
+                    f"module ({_alike(name, shapes)}); give an adapter made for this model"
+                )
+            if (module.inputs, module.outputs) != shapes[name]:
+                raise InvalidAdapterError(
+                    f"LoRA adapter {self.path} is made for another model: at {name} it maps "
+                    f"{module.inputs} to {module.outputs} features, the model "
+                    f"{' to '.join(map(str, shapes[name]))}; give an adapter made for this model"
+                )
+
+    def saved_copies(self) -> dict[str, Tensor]:
+        """The tensors that PEFT saves as they are in the base model, by the parameter's name in the
+        model."""
+        if Feature.SAVED_EMBEDDINGS not in self.features:
+            return {}
+        lora = {name for module in self.modules.values() for name in (module.down, module.up)}
+        return {
+            name.removeprefix(PREFIX).replace(".base_layer.", "."): tensor
+            for name, tensor in self.tensors.items()
+            if name.endswith(".weight")
+            and name not in lora
+            and not self._is_retrained(name.removeprefix(PREFIX))
+        }
+
+    def _is_retrained(self, rest: str) -> bool:
+        # PEFT takes every module whose name ends so: "norm" is also "input_layernorm".
+        return any(f"{saved}." in rest for saved in self.config.get("modules_to_save") or ())
+
+    def adapts_parameters(self, module: str) -> bool:
+        """Whether ``module`` holds parameters that the adapter targets themselves."""
+        module = module.replace(".base_layer", "")
+        parents = {
+            target.rpartition(".")[0] for target in self.config.get("target_parameters") or ()
+        }
+        if any(parent and is_suffix(parent, module) for parent in parents):
+            return True
+        # A parameter by its own name may be any module's but those that are targets themselves.
+        targets = self.config.get("target_modules")
+        targets = targets if isinstance(targets, list) else []
+        return "" in parents and not any(
+            isinstance(target, str) and is_suffix(target, module) for target in targets
+        )
+
+
+def find_adapter(path: str) -> Path:
+    """The local folder of an adapter; one with a hub name is fetched, without pickles.
+
+    Raises:
+        InvalidAdapterError: there is no such folder.
+    """
+    folder = Path(path)
+    if folder.is_dir() or not re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", path):
+        return folder
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(path, allow_patterns=[CONFIG, WEIGHTS]))
+    except Exception as error:
+        raise InvalidAdapterError(
+            f"{path} is not a folder, and fetching a LoRA adapter of that name failed "
+            f"({type(error).__name__}: {error}); give the folder that PEFT saved the adapter in"
+        ) from error
+
+
+def _alike(name: str, shapes: Collection[str]) -> str:
+    """What the model has in place of a module that it lacks."""
+    last = name.rpartition(".")[2]
+    alike = [each for each in shapes if is_suffix(last, each)]
+    return f"the last of its {len(alike)} {last} is {alike[-1]}" if alike else f"and no {last}"
