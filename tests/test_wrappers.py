@@ -402,6 +402,29 @@ def test_what_a_wrapper_of_a_step_does_to_answers_concerns_those_requests_alone(
             assert torch.equal(row, sound.next_token_logprobs_sync(context))
 
 
+def popped(answers):
+    answers.pop(0)
+    return answers
+
+
+def test_an_answer_that_a_wrapper_removes_from_the_list_is_missed():
+    with opened(ContinuousMockEngine, Interfering(popped)) as lm:
+        lost, row = gathered(lm.next_token_logprobs([1]), lm.next_token_logprobs([2]))
+        assert isinstance(lost, PluginError)
+        assert "lost the answer" in str(lost)
+        assert torch.equal(row, hashed_row([2], None, 258))
+
+
+def test_answers_may_come_from_a_generator():
+    class Lazy(ContinuousMockEngine):
+        @hookimpl
+        def genlm_step(self, queries):
+            yield from self.advance(queries)
+
+    with opened(Lazy, around(ROWS, STEP), check=True) as lm:
+        assert torch.equal(lm.next_token_logprobs_sync([1]), hashed_row([1], None, 258))
+
+
 def test_an_invented_answer_is_an_error_for_its_request():
     class Inventing:
         @hookimpl(wrapper=True)

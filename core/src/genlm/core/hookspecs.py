@@ -56,9 +56,9 @@ mistaken for another.
 every model. It can do two things. It **changes rows** by implementing
 :func:`genlm_process_logprobs`. It **observes** any other hook by an implementation with
 ``@hookimpl(wrapper=True)``: a generator function that sees the arguments, yields once, and sees
-the result. What it returns must be that result, or nothing. In place of a result in an
-:class:`~genlm.core.types.Answer` it may return an exception, which fails that request. Anything
-that it loses, changes or invents, and any error that it raises, is a
+the result, into which it must not write. What it returns must be that result, or nothing. In
+place of a result in an :class:`~genlm.core.types.Answer` it may return an exception, which fails
+that request. Anything that it loses, changes or invents, and any error that it raises, is a
 :class:`~genlm.core.errors.PluginError` that names the wrapper, for the requests concerned; the
 engine is called all the same.
 

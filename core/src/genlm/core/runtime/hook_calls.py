@@ -6,6 +6,7 @@ can skip the engine, lose or replace its result, and raise in its name.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -80,8 +81,13 @@ class HookCalls:
         Raises:
             Exception: the engine's own.
         """
-        hook = "genlm_step"
-        answers, remarks = self._inside(hook, arguments, lambda: self._engine(hook, arguments))
+        answers: list[Answer] = []
+
+        def engine() -> list[Answer]:
+            answers.extend(self._engine("genlm_step", arguments))
+            return [*answers]  # theirs: what a wrapper removes from it is not lost
+
+        _, remarks = self._inside("genlm_step", arguments, engine)
         errors: dict[Request, Exception] = {}
         for remark in remarks:
             if (error := remark.raised()) is not None:
@@ -92,7 +98,7 @@ class HookCalls:
                 errors.update(dict.fromkeys(met, error))
                 if not met:
                     log.warning("wrapper.failed", error=str(error))
-            elif remark.returned is not None and remark.returned is not answers:
+            elif remark.returned is not None:
                 errors.update(_differences(answers, remark))
         return answers, errors
 
@@ -214,7 +220,10 @@ def _differences(answers: Sequence[Answer], remark: Remark) -> Iterator[tuple[Re
     results: dict[Request, list[Any]] = {answer.request: [] for answer in answers}
     own = {answer.request: answer.result for answer in answers}
     try:
-        for answer in remark.returned:
+        returned = list(remark.returned)
+        if len(returned) == len(answers) and all(map(operator.is_, returned, answers)):
+            return
+        for answer in returned:
             results.setdefault(answer.request, []).append(answer.result)
     except Exception:
         wrong = remark.interfered(f"returned {shown(remark.returned)}, not a list of answers")
