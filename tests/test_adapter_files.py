@@ -75,7 +75,6 @@ def test_a_plain_adapter_has_no_features(write: Write) -> None:
         ({"bias": "lora_only"}, Feature.BIAS),
         ({"lora_bias": True}, Feature.LORA_BIAS),
         ({"modules_to_save": ["norm"]}, Feature.RETRAINED),
-        ({"trainable_token_indices": [1]}, Feature.TOKENS),
         ({"target_parameters": ["experts.down_proj"]}, Feature.PARAMETERS),
         ({"alora_invocation_tokens": [1]}, Feature.ALORA),
         ({"layer_replication": [[0, 1]]}, Feature.REPLICATION),
@@ -115,6 +114,33 @@ def test_a_tensor_counts_though_the_configuration_does_not_say_so(
     assert list(adapter.features) == [feature]
     with pytest.raises(InvalidAdapterError, match=name):
         adapter.require((), "the engine")
+
+
+def test_as_many_token_embeddings_as_indices(write: Write) -> None:
+    name = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+    shapes = {**lora(Q), name: [2, 8]}
+    for indices in ([3, 5], {"embed_tokens": [3, 5]}):
+        adapter = read_adapter(write(shapes, trainable_token_indices=indices))
+        assert list(adapter.features) == [Feature.TOKENS]
+    with pytest.raises(InvalidAdapterError, match=r"1 indices .* other rows"):
+        read_adapter(write(shapes, trainable_token_indices=[3]))
+
+
+def test_the_names_of_modules_that_were_trained_whole_are_those_with_tensors(write: Write) -> None:
+    shapes = {**lora(Q), "base_model.model.model.norm.weight": [8]}
+    adapter = read_adapter(write(shapes, modules_to_save=["norm", "lm_head"]))
+    assert set(adapter.retrained) == {"norm"}
+    assert not adapter.saved_copies
+
+
+def test_many_names_are_looked_up_not_tried_one_by_one(write: Write) -> None:
+    modules = [f"model.layers.{i}.q_proj" for i in range(2000)]
+    shapes = {name: shape for module in modules for name, shape in lora(module).items()}
+    others = {f"m{i}": 1 for i in range(100_000)}
+    started = time.process_time()
+    adapter = read_adapter(write(shapes, alpha_pattern={**others, "layers.7.q_proj": 9}))
+    assert time.process_time() - started < 10  # 400 million comparisons take minutes
+    assert {module.scale for module in adapter.modules.values()} == {2.0, 4.5}
 
 
 def test_the_output_layer_and_embeddings_are_features(write: Write) -> None:
@@ -201,8 +227,19 @@ def test_shapes_of_a_model() -> None:
         ({"rank_pattern": {"q_proj": -1}}, "rank_pattern="),
         ({"rank_pattern": ["q_proj"]}, "rank_pattern="),
         ({"alpha_pattern": {"(.*)*(.*)*Z": 2}}, "regular expression .* are not run"),
-        ({"modules_to_save": "(.*)*Z"}, "a list of module names"),
-        ({"target_parameters": ["(a*)*b"]}, "a list of module names"),
+        ({"modules_to_save": "(.*)*Z"}, "a list of at most 256 module names"),
+        ({"target_parameters": ["(a*)*b"]}, "a list of at most 256 module names"),
+        ({"modules_to_save": [f"m{i}" for i in range(257)]}, "at most 256 module names"),
+        ({"target_parameters": ["m" * 513]}, "at most 512 characters"),
+        ({"alpha_pattern": {"m" * 513: 1}}, "at most 512 characters"),
+        ({"r": 2_000_000}, "r=2000000 .*from 1 to 8192"),
+        ({"lora_alpha": 10**400}, r"lora_alpha=10+\.\.\. in .*a finite number"),
+        ({"lora_alpha": -1e300}, "a finite number"),
+        ({"alpha_pattern": {"q_proj": 10**400}}, "a finite number"),
+        ({"r": 3, "target_parameters": ["q_proj.w"]}, "rank 2 at .*q_proj, and 3 by"),
+        ({"trainable_token_indices": list(range(1000))}, "1000 indices .* no rows"),
+        ({"trainable_token_indices": {"embed_tokens": ["0"]}}, "token ids, or lists of them"),
+        ({"trainable_token_indices": {f"m{i}": [1] for i in range(257)}}, "at most 256 modules"),
     ],
 )
 def test_a_configuration_that_is_not_sound(
@@ -253,7 +290,9 @@ def header(**changes: Any) -> bytes:
         (header(shape=[-2, -2]), "sound safetensors"),
         (header(shape=[2, 3]), "sound safetensors"),
         (header(data_offsets=[0, 1 << 60]), "sound safetensors"),
-        (header(dtype="I8", data_offsets=[0, 4]), 'of type "I8"'),
+        (header(shape=[16], dtype="I8"), 'of type "I8"'),
+        (header(shape=[1] * 9 + [4]), "of 10 dimensions"),
+        (header().replace(b"q.lora", b"q" * 600 + b".lora"), "characters"),
     ],
     ids=lambda value: None if isinstance(value, str) else "",
 )
@@ -262,6 +301,17 @@ def test_a_file_that_is_not_sound(write: Write, content: bytes, message: str) ->
     write_safetensors(folder, content, bytes(16))
     with pytest.raises(InvalidAdapterError, match=message):
         read_adapter(folder)
+
+
+@pytest.mark.parametrize("number", [10**4000, 1 << 62], ids=["digits", "dimensions"])
+def test_no_arithmetic_with_numbers_beyond_all_sizes(write: Write, number: int) -> None:
+    folder = write()
+    count = 1_000_000 // len(str(number))
+    write_safetensors(folder, header(shape=[number] * count), bytes(16))
+    started = time.process_time()
+    with pytest.raises(InvalidAdapterError, match="sound safetensors"):
+        read_adapter(folder)
+    assert time.process_time() - started < 2  # the product of these takes 5 s and more
 
 
 def test_a_header_beyond_the_limit_is_not_read(write: Write) -> None:

@@ -6,7 +6,7 @@ Regular expressions of the configuration are not run: what the file holds says w
 adapted.
 """
 
-from genlm.core.adapter_files.config import CONFIG, MOST_CONFIG, key_name, read_config
+from genlm.core.adapter_files.config import CONFIG, MOST_CONFIG, read_config
 from genlm.core.adapter_files.features import Feature
 from genlm.core.adapter_files.folder import WEIGHTS, AdapterFolder, LoraModule, find_adapter
 from genlm.core.adapter_files.plain import write_plain
@@ -24,7 +24,6 @@ __all__ = [
     "LoraModule",
     "Tensor",
     "find_adapter",
-    "key_name",
     "module_shapes",
     "read_adapter",
     "read_config",

@@ -1,9 +1,8 @@
-"""The configuration of an adapter folder: JSON, of which names and numbers are read."""
+"""The configuration of an adapter folder, as JSON."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,6 @@ CONFIG = "adapter_config.json"
 
 #: The largest configuration that is read, in bytes.
 MOST_CONFIG = 4 << 20
-
-#: A key of ``rank_pattern`` or ``alpha_pattern`` that is a name, or begins with what PEFT itself
-#: writes before names.
-KEY = re.compile(r"(?P<start>\^|\.\*\\\.)?(?P<name>(\w|-|\\?\.)+)")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -46,19 +41,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def key_name(key: str) -> tuple[str, bool]:
-    """The name that a key of a pattern stands for, and whether it is a whole one, not the end of
-    one."""
-    match = KEY.fullmatch(key)
-    if match is None:
-        raise InvalidAdapterError(f"the regular expression {shown(key)} is not run")
-    return match["name"].replace("\\.", "."), match["start"] == "^"
-
-
-def is_suffix(part: str, name: str) -> bool:
-    return name == part or name.endswith(f".{part}")
-
-
 def shown(value: Any) -> str:
+    """A value of the configuration for a message: at most 100 characters."""
     text = json.dumps(value)
     return text if len(text) <= 100 else f"{text[:97]}..."

@@ -9,8 +9,10 @@ from typing import Any
 
 from attrs import frozen
 
-from genlm.core.adapter_files.config import CONFIG, is_suffix
+from genlm.core.adapter_files.config import CONFIG
 from genlm.core.adapter_files.features import Feature
+from genlm.core.adapter_files.names import ends
+from genlm.core.adapter_files.settings import Settings
 from genlm.core.adapter_files.tensors import Tensor
 from genlm.core.errors import InvalidAdapterError
 
@@ -48,16 +50,23 @@ class AdapterFolder:
     Attributes:
         path: The folder.
         config: ``adapter_config.json``.
+        settings: What it says of the modules.
         tensors: Every tensor of the file, by name.
         modules: What is adapted by LoRA, by the module's name in the model.
         features: What the adapter has beyond plain LoRA, each with the value that says so.
+        saved_copies: The tensors that PEFT saves as they are in the base model, by the parameter's
+            name in the model.
+        retrained: The names of ``modules_to_save`` that the file has tensors of.
     """
 
     path: Path
     config: Mapping[str, Any]
+    settings: Settings
     tensors: Mapping[str, Tensor]
     modules: Mapping[str, LoraModule]
     features: Mapping[Feature, str]
+    saved_copies: Mapping[str, Tensor]
+    retrained: Collection[str]
 
     def require(self, applied: Collection[Feature], engine: str) -> None:
         """Refuse an adapter that an engine would apply wrongly.
@@ -89,7 +98,7 @@ class AdapterFolder:
         for name, module in self.modules.items():
             name = name.replace(".base_layer", "")
             if name not in shapes:
-                if self.adapts_parameters(name):
+                if self.settings.adapts_parameters(name):
                     continue
                 raise InvalidAdapterError(
                     f"LoRA adapter {self.path} is made for another model: it adapts {name} "
@@ -102,39 +111,6 @@ class AdapterFolder:
                     f"{module.inputs} to {module.outputs} features, the model "
                     f"{' to '.join(map(str, shapes[name]))}; give an adapter made for this model"
                 )
-
-    def saved_copies(self) -> dict[str, Tensor]:
-        """The tensors that PEFT saves as they are in the base model, by the parameter's name in the
-        model."""
-        if Feature.SAVED_EMBEDDINGS not in self.features:
-            return {}
-        lora = {name for module in self.modules.values() for name in (module.down, module.up)}
-        return {
-            name.removeprefix(PREFIX).replace(".base_layer.", "."): tensor
-            for name, tensor in self.tensors.items()
-            if name.endswith(".weight")
-            and name not in lora
-            and not self._is_retrained(name.removeprefix(PREFIX))
-        }
-
-    def _is_retrained(self, rest: str) -> bool:
-        # PEFT takes every module whose name ends so: "norm" is also "input_layernorm".
-        return any(f"{saved}." in rest for saved in self.config.get("modules_to_save") or ())
-
-    def adapts_parameters(self, module: str) -> bool:
-        """Whether ``module`` holds parameters that the adapter targets themselves."""
-        module = module.replace(".base_layer", "")
-        parents = {
-            target.rpartition(".")[0] for target in self.config.get("target_parameters") or ()
-        }
-        if any(parent and is_suffix(parent, module) for parent in parents):
-            return True
-        # A parameter by its own name may be any module's but those that are targets themselves.
-        targets = self.config.get("target_modules")
-        targets = targets if isinstance(targets, list) else []
-        return "" in parents and not any(
-            isinstance(target, str) and is_suffix(target, module) for target in targets
-        )
 
 
 def find_adapter(path: str) -> Path:
@@ -160,5 +136,5 @@ def find_adapter(path: str) -> Path:
 def _alike(name: str, shapes: Collection[str]) -> str:
     """What the model has in place of a module that it lacks."""
     last = name.rpartition(".")[2]
-    alike = [each for each in shapes if is_suffix(last, each)]
+    alike = [each for each in shapes if last in ends(each)]
     return f"the last of its {len(alike)} {last} is {alike[-1]}" if alike else f"and no {last}"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from genlm.core.adapter_files.config import CONFIG
 from genlm.core.adapter_files.folder import PREFIX, WEIGHTS, AdapterFolder
-from genlm.core.adapter_files.tensors import read_tensor
 
 
 def write_plain(
@@ -29,20 +28,20 @@ def write_plain(
         The rank.
     """
     import torch
+    from safetensors import safe_open
     from safetensors.torch import save_file
 
     zeros = zeros or {}
-    file = adapter.path / WEIGHTS
     rank = max((module.rank for module in adapter.modules.values()), default=1)
     tensors = {}
-    for module in adapter.modules.values():
-        down = read_tensor(file, adapter.tensors[module.down])
-        up = read_tensor(file, adapter.tensors[module.up])
-        if module.scale != 1:
-            up = up.float() * module.scale
-        missing = rank - module.rank
-        tensors[module.down] = torch.nn.functional.pad(down, (0, 0, 0, missing)).contiguous()
-        tensors[module.up] = torch.nn.functional.pad(up, (0, missing)).contiguous()
+    with safe_open(adapter.path / WEIGHTS, framework="pt") as saved:
+        for module in adapter.modules.values():
+            down, up = saved.get_tensor(module.down), saved.get_tensor(module.up)
+            if module.scale != 1:
+                up = up.float() * module.scale
+            missing = rank - module.rank
+            tensors[module.down] = torch.nn.functional.pad(down, (0, 0, 0, missing)).contiguous()
+            tensors[module.up] = torch.nn.functional.pad(up, (0, missing)).contiguous()
     for name, (inputs, outputs) in zeros.items():
         tensors[f"{PREFIX}{name}.lora_A.weight"] = torch.zeros(rank, inputs)
         tensors[f"{PREFIX}{name}.lora_B.weight"] = torch.zeros(outputs, rank)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve
-
-from genlm.core.adapter_files.config import CONFIG, KEY, is_suffix, key_name, read_config, shown
+from genlm.core.adapter_files.config import CONFIG, read_config, shown
 from genlm.core.adapter_files.features import (
     FEATURES,
     HARMLESS,
@@ -28,8 +25,12 @@ from genlm.core.adapter_files.folder import (
     LoraModule,
     find_adapter,
 )
-from genlm.core.adapter_files.tensors import WIDTHS, Tensor, read_header
+from genlm.core.adapter_files.settings import MOST_NAMES, Settings
+from genlm.core.adapter_files.tensors import DTYPES, Tensor, read_header
 from genlm.core.errors import InvalidAdapterError
+
+#: The end of the name of single token embeddings that were trained.
+TOKENS = "trainable_tokens_delta"
 
 
 def read_adapter(path: str | os.PathLike[str]) -> AdapterFolder:
@@ -80,52 +81,30 @@ class _Reading:
         self.folder = folder
         self.config = config
         self.tensors = tensors
+        self.settings = Settings(folder, config)
         self.features: dict[Feature, str] = {}
-        self.adapter = AdapterFolder(folder, config, tensors, {}, self.features)
+        self.copies: dict[str, Tensor] = {}
+        self.retrained: set[str] = set()
 
     def result(self) -> AdapterFolder:
-        self._check_types()
         self._read_settings()
         modules = self._modules()
+        self._check_tokens()
         if not self.features.keys() & TIED_TOGETHER:
             self.features.pop(Feature.TIED, None)
-        return evolve(self.adapter, modules=modules)
+        return AdapterFolder(
+            self.folder,
+            self.config,
+            self.settings,
+            self.tensors,
+            modules,
+            self.features,
+            self.copies,
+            self.retrained,
+        )
 
     def _has(self, feature: Feature, value: str) -> None:
         self.features.setdefault(feature, value)
-
-    def _wrong(self, name: str, expected: str) -> InvalidAdapterError:
-        value = shown(self.config.get(name))
-        return InvalidAdapterError(
-            f"LoRA adapter {self.folder} has {name}={value} in {CONFIG}; it must be {expected}"
-        )
-
-    def _check_types(self) -> None:
-        config = self.config
-        if not _is_rank(config.get("r")):
-            raise self._wrong("r", "an integer of at least 1")
-        if not _is_scale(config.get("lora_alpha")):
-            raise self._wrong("lora_alpha", "a finite number")
-        for name, right, expected in (
-            ("rank_pattern", _is_rank, "module names with an integer of at least 1 each"),
-            ("alpha_pattern", _is_scale, "module names with a finite number each"),
-        ):
-            pattern = config.get(name) or {}
-            if not isinstance(pattern, dict) or not all(map(right, pattern.values())):
-                raise self._wrong(name, expected)
-            for key in pattern:
-                if not KEY.fullmatch(key):
-                    raise InvalidAdapterError(
-                        f"LoRA adapter {self.folder} has the regular expression {shown(key)} in "
-                        f"{name}, and regular expressions of files are not run; write the names of "
-                        "the modules there"
-                    )
-        for name in ("modules_to_save", "target_parameters"):
-            names = config.get(name) or []
-            if not isinstance(names, list) or not all(
-                isinstance(each, str) and re.fullmatch(r"[\w.-]+", each) for each in names
-            ):
-                raise self._wrong(name, "a list of module names")
 
     def _read_settings(self) -> None:
         for name, value in self.config.items():
@@ -145,17 +124,17 @@ class _Reading:
         """What is adapted; other tensors become features."""
         pairs: dict[str, dict[str, str]] = {}
         for name, tensor in self.tensors.items():
-            if tensor.dtype not in WIDTHS:
+            if tensor.dtype not in DTYPES:
                 raise InvalidAdapterError(
                     f"LoRA adapter {self.folder} has {name} of type {shown(tensor.dtype)}; it "
-                    f"must be one of {', '.join(WIDTHS)}; save it with such weights"
+                    f"must be one of {', '.join(DTYPES)}; save it with such weights"
                 )
             if not name.startswith(PREFIX):
                 raise InvalidAdapterError(
                     f"LoRA adapter {self.folder} has a tensor {shown(name)}; names must begin "
                     f"with {PREFIX!r}, as PEFT writes them; save it by save_pretrained"
                 )
-            self._place(name, name.removeprefix(PREFIX), pairs)
+            self._place(tensor, name.removeprefix(PREFIX), pairs)
         if not pairs:
             raise InvalidAdapterError(
                 f"{self.folder / WEIGHTS} has no LoRA matrices (the first of its tensors is "
@@ -163,7 +142,8 @@ class _Reading:
             )
         return {module: self._module(module, pairs[module]) for module in sorted(pairs)}
 
-    def _place(self, name: str, rest: str, pairs: dict[str, dict[str, str]]) -> None:
+    def _place(self, tensor: Tensor, rest: str, pairs: dict[str, dict[str, str]]) -> None:
+        name = tensor.name
         if parts := re.fullmatch(r"(.+)\.lora_(embedding_)?([AB])(?:\.weight)?", rest):
             module, embedding, side = parts.groups()
             pairs.setdefault(module, {})[side] = name
@@ -175,16 +155,37 @@ class _Reading:
             self._has(Feature.LORA_BIAS, name)
         elif ".lora_magnitude_vector" in rest:
             self._has(Feature.DORA, name)
-        elif rest.endswith("trainable_tokens_delta"):
+        elif rest.endswith(TOKENS):
             self._has(Feature.TOKENS, name)
-        elif self.adapter._is_retrained(rest):
+        # PEFT takes every module whose name ends so: "norm" is also "input_layernorm".
+        elif saved := {each for each in self.settings.modules_to_save if f"{each}." in rest}:
             self._has(Feature.RETRAINED, name)
+            self.retrained |= saved
         elif rest.endswith(".bias"):
             self._has(Feature.BIAS, name)
         elif rest.endswith(".weight"):
             self._has(Feature.SAVED_EMBEDDINGS, name)
+            self.copies[rest.replace(".base_layer.", ".")] = tensor
         else:
             self._has(Feature.OTHER, f"a tensor {name}")
+
+    def _check_tokens(self) -> None:
+        """Single token embeddings: as many indices as rows, for PEFT allocates by the indices."""
+        field = "trainable_token_indices"
+        given = self.config.get(field) or {}
+        by_layer = given if isinstance(given, dict) else {"": given}
+        trained = {name: each.shape for name, each in self.tensors.items() if name.endswith(TOKENS)}
+        if len(by_layer) > MOST_NAMES:
+            raise self.settings.wrong(field, f"for at most {MOST_NAMES} modules")
+        for layer, indices in by_layer.items():
+            if not isinstance(indices, list) or not all(type(each) is int for each in indices):
+                raise self.settings.wrong(field, "token ids, or lists of them by module name")
+            rows = {shape[:1] for name, shape in trained.items() if f"{layer}." in name}
+            if rows != {(len(indices),)}:
+                raise InvalidAdapterError(
+                    f"LoRA adapter {self.folder} has {len(indices)} indices in {field}, and "
+                    f"{'other' if rows else 'no'} rows for them; save it again"
+                )
 
     def _module(self, name: str, pair: Mapping[str, str]) -> LoraModule:
         if len(pair) < 2:
@@ -198,28 +199,12 @@ class _Reading:
                 f"LoRA adapter {self.folder} has matrices of shapes {list(down)} and {list(up)} "
                 f"at {name}, which have no product; save it again"
             )
-        rank = self._of(name, "rank_pattern", self.config["r"])
-        if not self.adapter.adapts_parameters(name) and rank != down[0]:
+        rank, parameters = self.settings.rank(name), self.settings.adapts_parameters(name)
+        # Those of a parameter are as many as it has experts.
+        if down[0] % rank if parameters else down[0] != rank:
             raise InvalidAdapterError(
                 f"LoRA adapter {self.folder} has rank {down[0]} at {name}, and {rank} by {CONFIG}; "
                 "save it again"
             )
-        alpha = self._of(name, "alpha_pattern", self.config["lora_alpha"])
-        scale = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        scale = self.settings.scale(name)
         return LoraModule(down[0], down[1], up[0], scale, pair["A"], pair["B"])
-
-    def _of(self, module: str, pattern: str, default: Any) -> Any:
-        """What a pattern of names says of a module: the first key that its name ends with."""
-        for key, value in (self.config.get(pattern) or {}).items():
-            name, whole = key_name(key)
-            if module == name or (not whole and is_suffix(name, module)):
-                return value
-        return default
-
-
-def _is_rank(value: Any) -> bool:
-    return type(value) is int and value >= 1
-
-
-def _is_scale(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)

@@ -1,0 +1,125 @@
+"""What the configuration of an adapter says of the modules, checked."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from genlm.core.adapter_files.config import CONFIG, shown
+from genlm.core.adapter_files.names import NamePattern, ends
+from genlm.core.adapter_files.tensors import MOST_NAME
+from genlm.core.errors import InvalidAdapterError
+
+#: The largest rank; the largest ``lora_alpha``; the most names in a list of them.
+MOST_RANK, MOST_ALPHA, MOST_NAMES = 1 << 13, 1 << 30, 256
+
+RANK = f"an integer from 1 to {MOST_RANK}"
+ALPHA = f"a finite number, at most {MOST_ALPHA} in size"
+
+
+class Settings:
+    """What a configuration says of the modules.
+
+    PEFT compares every name of a configuration with every module of the model, and allocates by its
+    rank: so both have limits.
+
+    Args:
+        folder: The adapter's folder, for messages.
+        config: Its ``adapter_config.json``.
+
+    Attributes:
+        modules_to_save: The ends of the names of modules that were trained whole.
+        target_parameters: The ends of the names of parameters that are adapted themselves.
+
+    Raises:
+        InvalidAdapterError: a field is of another type, beyond its limit, or a regular expression.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self._folder = folder
+        self._config = config
+        if not _is_rank(config.get("r")):
+            raise self.wrong("r", RANK)
+        if not _is_alpha(config.get("lora_alpha")):
+            raise self.wrong("lora_alpha", ALPHA)
+        self._ranks = self._pattern("rank_pattern", _is_rank, RANK)
+        self._alphas = self._pattern("alpha_pattern", _is_alpha, ALPHA)
+        self.modules_to_save = self._names("modules_to_save")
+        self.target_parameters = frozenset(self._names("target_parameters"))
+        self._owners = {target.rpartition(".")[0] for target in self.target_parameters}
+        targets = config.get("target_modules")
+        self._targets = (
+            {each for each in targets if isinstance(each, str)}
+            if (isinstance(targets, list))
+            else set()
+        )
+
+    def rank(self, module: str) -> int:
+        """The rank of a module or parameter, by its name in the model."""
+        rank: int = self._ranks.of(module, self._config["r"])
+        return rank
+
+    def scale(self, module: str) -> float:
+        """What the product of its matrices is multiplied with."""
+        alpha: float = self._alphas.of(module, self._config["lora_alpha"])
+        rank = self.rank(module)
+        return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+
+    def adapts_parameters(self, module: str) -> bool:
+        """Whether ``module`` holds parameters that the adapter targets themselves."""
+        names = set(ends(module.replace(".base_layer", "")))
+        # A parameter by its own name may be any module's but those that are targets themselves.
+        return bool(names & (self._owners - {""})) or (
+            "" in self._owners and not names & self._targets
+        )
+
+    def wrong(self, name: str, expected: str) -> InvalidAdapterError:
+        """The error for a field, with its value and what it must be."""
+        return InvalidAdapterError(
+            f"LoRA adapter {self._folder} has {name}={shown(self._config.get(name))} in {CONFIG}; "
+            f"it must be {expected}"
+        )
+
+    def _pattern(self, name: str, right: Callable[[Any], bool], expected: str) -> NamePattern:
+        pattern = self._config.get(name) or {}
+        if (
+            not isinstance(pattern, dict)
+            or not all(map(right, pattern.values()))
+            or any(len(key) > MOST_NAME for key in pattern)
+        ):
+            raise self.wrong(
+                name, f"names of modules, of at most {MOST_NAME} characters, each with {expected}"
+            )
+        try:
+            return NamePattern(pattern)
+        except InvalidAdapterError as error:
+            raise InvalidAdapterError(
+                f"LoRA adapter {self._folder}, {name} in {CONFIG}: {error}"
+            ) from None
+
+    def _names(self, name: str) -> list[str]:
+        names = self._config.get(name) or []
+        if (
+            not isinstance(names, list)
+            or len(names) > MOST_NAMES
+            or not all(
+                isinstance(each, str) and len(each) <= MOST_NAME and re.fullmatch(r"[\w.-]+", each)
+                for each in names
+            )
+        ):
+            raise self.wrong(
+                name,
+                f"a list of at most {MOST_NAMES} module names, of at most {MOST_NAME} characters",
+            )
+        return names
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= MOST_RANK
+
+
+def _is_alpha(value: Any) -> bool:
+    return type(value) in (int, float) and -MOST_ALPHA <= value <= MOST_ALPHA
