@@ -236,7 +236,6 @@ def test_shapes_of_a_model() -> None:
         ({"lora_alpha": 10**400}, r"lora_alpha=10+\.\.\. in .*a finite number"),
         ({"lora_alpha": -1e300}, "a finite number"),
         ({"alpha_pattern": {"q_proj": 10**400}}, "a finite number"),
-        ({"r": 3, "target_parameters": ["q_proj.w"]}, "rank 2 at .*q_proj, and 3 by"),
         ({"trainable_token_indices": list(range(1000))}, "1000 indices .* no rows"),
         ({"trainable_token_indices": {"embed_tokens": ["0"]}}, "token ids, or lists of them"),
         ({"trainable_token_indices": {f"m{i}": [1] for i in range(257)}}, "at most 256 modules"),

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from genlm.core import AsyncLM, InvalidOptionError, UnknownAdapterError, UnsupportedError, hookimpl
+from genlm.core import (
+    AsyncLM,
+    InvalidOptionError,
+    ModelClosedError,
+    UnknownAdapterError,
+    UnsupportedError,
+    hookimpl,
+)
 from genlm.core.adapters import AdapterRegistry
 from genlm.core.mock import ByteTokenizer, MockEngine, hashed_row
 from genlm.core.types import Adapter, Answer
@@ -266,3 +273,37 @@ def test_a_backend_without_lora_says_so():
         lm.clear_kv_cache()
         assert len(asyncio.run(lm.sample([1], 4, [], seed=0))) == 4
         assert asyncio.run(lm.sequence_logprobs([1], [2, 3])).shape == (2,)
+
+
+class Reading(MockEngine):
+    """Reads the files of an adapter by a hook of its own."""
+
+    @hookimpl
+    def genlm_read_lora(self, adapter):
+        if adapter.path == "nowhere":
+            raise OSError("no file nowhere")
+        return f"contents of {adapter.path}", threading.get_ident()
+
+    @hookimpl
+    def genlm_add_lora(self, adapter, contents):
+        self.added = contents
+        return super().genlm_add_lora(adapter)
+
+
+def test_an_adapter_is_read_on_the_callers_thread_while_the_engine_works(gate):
+    engine = Reading(ByteTokenizer(), on_batch=gate)
+    with AsyncLM(lambda: engine, backend="reading") as lm, ThreadPoolExecutor(1) as pool:
+        gate.shut()
+        row = pool.submit(lm.next_token_logprobs_sync, [1])
+        gate.wait_entered()
+        with pytest.raises(OSError, match="no file nowhere"):
+            lm.add_new_lora("nowhere", "a")  # the engine is in the middle of a batch
+        gate.open()
+        row.result(PATIENCE)
+        lm.add_new_lora("somewhere", "a")
+        assert engine.added == ("contents of somewhere", threading.get_ident())
+        assert torch.equal(
+            lm.next_token_logprobs_sync([1], lora_name="a"), expected([1], "somewhere")
+        )
+    with pytest.raises(ModelClosedError):
+        lm.add_new_lora("nowhere", "a")

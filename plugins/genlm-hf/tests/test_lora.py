@@ -48,8 +48,9 @@ def test_adapters_that_the_model_had_before_are_left_alone(
     PeftModel.from_pretrained(model, lora_folders["a"]).eval()  # puts its layers into the model
     before = model(torch.tensor([[1, 2, 3]])).logits
     engine = HFEngine(model, None)
+    adapter = Adapter("b", lora_folders["b"], 1)
     with pytest.raises(UnsupportedError, match="merge_and_unload"):
-        engine.genlm_add_lora(Adapter("b", lora_folders["b"], 1))
+        engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
     engine.genlm_close()
     assert torch.equal(model(torch.tensor([[1, 2, 3]])).logits, before)
 
@@ -64,7 +65,7 @@ def test_a_mixed_batch_is_one_forward(
         reference(tiny, lora_folders["b"]),
     ]
     for adapter in adapters[1:]:
-        assert engine.genlm_add_lora(adapter)
+        assert engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
     forwards: list[int] = []
     engine.model.register_forward_pre_hook(
         lambda module, args, kwargs: forwards.append(kwargs["input_ids"].numel()), with_kwargs=True
@@ -87,9 +88,9 @@ def test_a_mixed_batch_is_one_forward(
 def test_binding_a_name_again(engine: HFEngine, tiny: str, lora_folders: dict[str, str]) -> None:
     old, new = Adapter("x", lora_folders["a"], 1), Adapter("x", lora_folders["b"], 2)
     context = (1, 2, 3, 4)
-    engine.genlm_add_lora(old)
+    engine.genlm_add_lora(old, engine.genlm_read_lora(old))
     engine.genlm_next_token_logprobs([Query(context, old)])
-    engine.genlm_add_lora(new)
+    engine.genlm_add_lora(new, engine.genlm_read_lora(new))
     engine.genlm_remove_lora(old)
     row = engine.genlm_next_token_logprobs([Query((*context, 5), new)])[0]
     torch.testing.assert_close(
@@ -103,7 +104,7 @@ def test_the_base_model_after_the_last_adapter(
     adapter = Adapter("a", lora_folders["a"], 1)
     for version in (1, 2):
         adapter = Adapter("a", lora_folders["a"], version)
-        engine.genlm_add_lora(adapter)
+        engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
         engine.genlm_next_token_logprobs([Query((1, 2), adapter), Query((1, 2))])
         engine.genlm_remove_lora(adapter)
         row = engine.genlm_next_token_logprobs([Query((1, 2, 3))])[0]
@@ -114,9 +115,9 @@ def test_a_folder_without_an_adapter_leaves_nothing(
     engine: HFEngine, tiny: str, lora_folders: dict[str, str], tmp_path: Any
 ) -> None:
     with pytest.raises(ValueError, match="adapter_config"):
-        engine.genlm_add_lora(Adapter("x", str(tmp_path), 1))
+        engine.genlm_read_lora(Adapter("x", str(tmp_path), 1))
     good = Adapter("x", lora_folders["a"], 2)
-    engine.genlm_add_lora(good)
+    engine.genlm_add_lora(good, engine.genlm_read_lora(good))
     row = engine.genlm_next_token_logprobs([Query((1, 2, 3), good)])[0]
     torch.testing.assert_close(
         row, reference(tiny, lora_folders["a"])((1, 2, 3)), atol=1e-4, rtol=0
@@ -130,7 +131,7 @@ def test_an_error_inside_a_mixed_batch_leaves_nothing(
     """The next batches have as many rows as the failed one: what it left would go unnoticed."""
     a, b = Adapter("a", lora_folders["a"], 1), Adapter("b", lora_folders["b"], 2)
     for adapter in (a, b):
-        engine.genlm_add_lora(adapter)
+        engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
     context = (1, 2, 3)
 
     def fail(*_: Any) -> None:

@@ -169,7 +169,7 @@ def test_adapters_do_not_share_snapshots(model: Any, contexts: Contexts, tmp_pat
             torch.nn.init.normal_(parameter, 0, 0.3)
     adapted.eval().save_pretrained(tmp_path)
     adapter = Adapter("a", str(tmp_path), 1)
-    model.engine.genlm_add_lora(adapter)
+    model.engine.genlm_add_lora(adapter, model.engine.genlm_read_lora(adapter))
     grown = prompt
     for token in range(3):
         given = model.engine.genlm_next_token_logprobs([Query(grown, adapter), Query(grown)])

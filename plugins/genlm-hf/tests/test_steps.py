@@ -221,7 +221,7 @@ def test_adapters_keep_their_own_beginnings(
     (prompt,) = contexts(1, 100)
     adapters = [None, Adapter("a", lora_folders["a"], 1), Adapter("b", lora_folders["b"], 2)]
     for adapter in adapters[1:]:
-        engine.genlm_add_lora(adapter)
+        engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
     queries = [Query(prompt, adapter) for adapter in adapters]
     queries += [Query((5, at), adapter) for at, adapter in enumerate(adapters)]
     answers, newcomers = {}, queries

@@ -46,7 +46,7 @@ def test_a_trunk_belongs_to_an_adapter(
     adapted = peft.PeftModel.from_pretrained(base[1], lora_folders["a"]).eval()
     model = beside(base[0], adapted)
     adapter = Adapter("a", lora_folders["a"], 1)
-    model.engine.genlm_add_lora(adapter)
+    model.engine.genlm_add_lora(adapter, model.engine.genlm_read_lora(adapter))
     (prompt,) = contexts(1, 100)
     for _ in range(2):
         live = [(*prompt, token) for token in range(3)]

@@ -102,7 +102,7 @@ def test_adapters_of_both_kinds_mix_in_one_batch(folders: Folders, tmp_path: Pat
         Adapter(path.name, str(path), version) for version, path in enumerate(paths, start=1)
     ]
     for adapter in adapters:
-        assert engine.genlm_add_lora(adapter)
+        assert engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
     queries = [
         Query(CONTEXT, adapters[1]),
         Query(CONTEXT),
@@ -135,7 +135,7 @@ def test_adapters_of_a_quantized_model(folders: Folders, tmp_path: Path) -> None
     path = mlx_adapter(folders("llama"), tmp_path / "mlx")
     engine = load(str(quantized), {})
     adapter = Adapter("mlx", str(path), 1)
-    engine.genlm_add_lora(adapter)
+    engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
     assert torch.allclose(
         engine.genlm_next_token_logprobs([Query(CONTEXT, adapter)])[0],
         mlx_row(quantized, path),
@@ -205,8 +205,9 @@ def test_refused(folders: Folders, tmp_path: Path, case: str) -> None:
     spoil(path)
     engine = load(str(folder), {})
     before = engine.genlm_next_token_logprobs([Query(CONTEXT)])
+    adapter = Adapter("bad", str(path), 1)
     with pytest.raises(InvalidAdapterError, match=message):
-        engine.genlm_add_lora(Adapter("bad", str(path), 1))
+        engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
     engine.genlm_clear_kv_cache()
     assert torch.equal(engine.genlm_next_token_logprobs([Query(CONTEXT)]), before)
 
@@ -215,10 +216,11 @@ def test_refused(folders: Folders, tmp_path: Path, case: str) -> None:
 def test_kinds_of_mlx_lm_that_are_refused(folders: Folders, tmp_path: Path, kind: str) -> None:
     path = mlx_adapter(folders("llama"), tmp_path / "adapter")
     changed_config(fine_tune_type=kind)(path)
+    engine, adapter = load(str(folders("llama")), {}), Adapter("bad", str(path), 1)
     with pytest.raises(
         InvalidAdapterError, match=f"fine_tune_type='{kind}'; only 'lora' is applied"
     ):
-        load(str(folders("llama")), {}).genlm_add_lora(Adapter("bad", str(path), 1))
+        engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
 
 
 @pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors"])
@@ -226,7 +228,7 @@ def test_a_folder_that_is_no_adapter(folders: Folders, tmp_path: Path, missing: 
     path = peft_adapter(folders("llama"), tmp_path / "adapter")
     (path / missing).unlink()
     with pytest.raises(InvalidAdapterError, match=missing):
-        load(str(folders("llama")), {}).genlm_add_lora(Adapter("bad", str(path), 1))
+        load(str(folders("llama")), {}).genlm_read_lora(Adapter("bad", str(path), 1))
 
 
 def test_an_adapter_of_another_model_names_both_shapes(folders: Folders, tmp_path: Path) -> None:
@@ -234,11 +236,11 @@ def test_an_adapter_of_another_model_names_both_shapes(folders: Folders, tmp_pat
     config.num_key_value_heads = 4
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "other")
     path = peft_adapter(tmp_path / "other", tmp_path / "adapter")
-    engine = load(str(folders("llama")), {})
+    engine, adapter = load(str(folders("llama")), {}), Adapter("bad", str(path), 1)
     with pytest.raises(
         InvalidAdapterError, match=r"v_proj it maps 32 to 32 features, the model 32 to 16"
     ):
-        engine.genlm_add_lora(Adapter("bad", str(path), 1))
+        engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -254,7 +256,8 @@ def test_an_adapter_in_bfloat16_is_scaled_in_float32(folders: Folders, tmp_path:
     path = peft_adapter(folder, tmp_path / "adapter", r=3, lora_alpha=7)
     changed_weights(lambda tensors: {name: one.bfloat16() for name, one in tensors.items()})(path)
     engine = load(str(folder), {})
-    engine.genlm_add_lora(adapter := Adapter("a", str(path), 1))
+    adapter = Adapter("a", str(path), 1)
+    engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
     (row,) = engine.genlm_next_token_logprobs([Query(CONTEXT, adapter)])
     torch.testing.assert_close(row, peft_row(folder, path), atol=1e-4, rtol=0)
 
@@ -267,7 +270,8 @@ def test_falcon_h1(folders: Folders, tmp_path: Path, targets: str) -> None:
     folder = folders("falcon_h1")
     path = peft_adapter(folder, tmp_path / "adapter", target_modules=targets.split())
     engine = load(str(folder), {})
-    engine.genlm_add_lora(adapter := Adapter("a", str(path), 1))
+    adapter = Adapter("a", str(path), 1)
+    engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
     row, base = engine.genlm_next_token_logprobs([Query(CONTEXT, adapter), Query(CONTEXT)])
     torch.testing.assert_close(row, peft_row(folder, path), atol=1e-3, rtol=0)
     with torch.no_grad():

@@ -71,7 +71,7 @@ def adapters(hooks, folders):
         for version, (name, path) in enumerate(folders.items(), start=1)
     ]
     for adapter in made:
-        assert hooks.engine.genlm_add_lora(adapter) is True
+        assert hooks.engine.genlm_add_lora(adapter, hooks.engine.genlm_read_lora(adapter)) is True
     yield made
     for adapter in made:
         hooks.engine.genlm_remove_lora(adapter)
@@ -110,7 +110,7 @@ def test_a_name_bound_again(hooks, expected, adapters, contexts, folders):
     asked = contexts(6, 10, 30)
     hooks.rows(asked, adapter=old)
     new = Adapter(old.name, other.path, version=7)
-    hooks.engine.genlm_add_lora(new)
+    hooks.engine.genlm_add_lora(new, hooks.engine.genlm_read_lora(new))
     torch.testing.assert_close(
         hooks.rows(asked, adapter=new), expected[other.path], atol=1e-4, rtol=0
     )
@@ -121,10 +121,11 @@ def test_an_adapter_that_cannot_be_loaded_leaves_nothing(
     hooks, expected, adapters, contexts, folders, unsuitable
 ):
     for version, (reason, path) in enumerate(unsuitable.items(), start=8):
+        bad = Adapter("bad", path, version)
         with pytest.raises((EngineError, InvalidAdapterError), match=f"(?s){path}.*{reason}"):
-            hooks.engine.genlm_add_lora(Adapter("bad", path, version))
+            hooks.engine.genlm_add_lora(bad, hooks.engine.genlm_read_lora(bad))
         good = Adapter("good", folders["attention"], version)
-        hooks.engine.genlm_add_lora(good)
+        hooks.engine.genlm_add_lora(good, hooks.engine.genlm_read_lora(good))
         rows = hooks.rows(contexts(6, 10, 30), adapter=good)
         torch.testing.assert_close(rows, expected[good.path], atol=1e-4, rtol=0)
         hooks.engine.genlm_remove_lora(good)
@@ -132,7 +133,7 @@ def test_an_adapter_that_cannot_be_loaded_leaves_nothing(
 
 def test_removing_an_adapter_unpins_its_prefixes(hooks, folders, contexts):
     adapter = Adapter("brief", folders["attention"], version=20)
-    hooks.engine.genlm_add_lora(adapter)
+    hooks.engine.genlm_add_lora(adapter, hooks.engine.genlm_read_lora(adapter))
     hooks.engine.genlm_cache_prefix(Query(contexts(1, 20, 20)[0], adapter))
     hooks.engine.genlm_cache_prefix(Query(contexts(1, 30, 30)[0]))
     assert hooks.engine.scheduler.locked_tokens == 50

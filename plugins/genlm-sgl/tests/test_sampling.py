@@ -66,7 +66,7 @@ def test_temperature_zero_is_argmax(hooks, contexts):
 def test_draws_of_several_adapters_in_one_batch(hooks, contexts, folders):
     adapters = [Adapter(path, path, version) for version, path in enumerate(folders, start=1)]
     for adapter in adapters:
-        hooks.engine.genlm_add_lora(adapter)
+        hooks.engine.genlm_add_lora(adapter, hooks.engine.genlm_read_lora(adapter))
     (context,) = contexts(1, 20, 20)
     queries = [Query(context, adapter) for adapter in (None, *adapters)]
     drawn = draw_each(hooks, queries, [SamplingParams(max_tokens=8, temperature=0.0)] * 3)

@@ -33,7 +33,7 @@ def add(engine):
 
     def add_adapter(version, path, name="a"):
         adapter = Adapter(name, path, version)
-        assert engine.genlm_add_lora(adapter) is True
+        assert engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter)) is True
         added.append(adapter)
         return adapter
 
@@ -87,7 +87,7 @@ def test_binding_a_name_again_meets_nothing_of_its_predecessor(
 
 def test_a_removed_adapter_leaves_no_session(engine, write_adapter, rows_of):
     adapter = Adapter("a", write_adapter("a", 1), 21)
-    engine.genlm_add_lora(adapter)
+    engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
     engine.genlm_cache_prefix(Query(IDS[:40], adapter))
     rows_of(engine, [Query(IDS, adapter), Query(IDS)])
     assert engine.genlm_remove_lora(adapter) is True
@@ -96,14 +96,15 @@ def test_a_removed_adapter_leaves_no_session(engine, write_adapter, rows_of):
 
 def test_a_missing_folder_fails_at_once_and_leaves_nothing(engine, add, rows_of, write_adapter):
     with pytest.raises(Exception, match="nowhere"):
-        engine.genlm_add_lora(Adapter("gone", "/nowhere/at/all", 31))
+        engine.genlm_read_lora(Adapter("gone", "/nowhere/at/all", 31))
     adapter = add(32, write_adapter("a", 1))
     assert len(rows_of(engine, [Query(IDS), Query(IDS, adapter)])) == 2
 
 
 def test_a_rank_beyond_the_limit_fails_at_once(engine, write_adapter, rows_of):
+    wide = Adapter("wide", write_adapter("wide", 1, rank=16), 41)
     with pytest.raises(Exception, match="rank"):
-        engine.genlm_add_lora(Adapter("wide", write_adapter("wide", 1, rank=16), 41))
+        engine.genlm_add_lora(wide, engine.genlm_read_lora(wide))
     assert len(rows_of(engine, [Query(IDS)])) == 1
 
 

@@ -149,8 +149,8 @@ class TrainingModeAfterLoading(Hooked):
         model.get_output_embeddings().register_forward_pre_hook(drop)
 
     @hookimpl
-    def genlm_add_lora(self, adapter: Adapter) -> bool:
-        added = super().genlm_add_lora(adapter)
+    def genlm_add_lora(self, adapter: Adapter, contents: Any) -> bool:
+        added = super().genlm_add_lora(adapter, contents)
         self.training_mode = True
         return added
 

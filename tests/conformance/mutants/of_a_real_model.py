@@ -29,9 +29,9 @@ class WeightsKeptByPath(Batched):
         self.by_path: dict[str, Adapter] = {}
 
     @hookimpl
-    def genlm_add_lora(self, adapter: Adapter) -> bool:
+    def genlm_add_lora(self, adapter: Adapter, contents: Any) -> bool:
         if adapter.path not in self.by_path:
-            super().genlm_add_lora(adapter)
+            super().genlm_add_lora(adapter, contents)
             self.by_path[adapter.path] = adapter
         return True
 
@@ -62,12 +62,12 @@ class FolderReadOnce(HFEngine):
         self.by_path: dict[str, str] = {}
 
     @hookimpl
-    def genlm_add_lora(self, adapter: Adapter) -> bool:
+    def genlm_read_lora(self, adapter: Adapter) -> Any:
         if adapter.path not in self.by_path and os.path.isdir(adapter.path):
             copy = os.path.join(self.downloads, str(len(self.by_path)))
             self.by_path[adapter.path] = shutil.copytree(adapter.path, copy)
         path = self.by_path.get(adapter.path, adapter.path)
-        return super().genlm_add_lora(evolve(adapter, path=path))
+        return super().genlm_read_lora(evolve(adapter, path=path))
 
     @hookimpl
     def genlm_close(self) -> None:
@@ -86,9 +86,9 @@ class WrongAdapterPassedOver(Batched):
         self.passed_over: set[int] = set()
 
     @hookimpl
-    def genlm_add_lora(self, adapter: Adapter) -> bool:
+    def genlm_add_lora(self, adapter: Adapter, contents: Any) -> bool:
         try:
-            return super().genlm_add_lora(adapter)
+            return super().genlm_add_lora(adapter, contents)
         except Exception:
             if adapter.name != "wider":
                 raise

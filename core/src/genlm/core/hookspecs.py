@@ -21,7 +21,7 @@ no plugin.
 
 *Threads.* Every model has one engine thread. ``genlm_load`` and all engine hooks run on it, one at
 a time, so an engine needs no locks, may keep thread-bound state, and may block. Only
-``genlm_backend_info`` and ``genlm_wake`` are called on any thread.
+``genlm_backend_info``, ``genlm_wake`` and ``genlm_read_lora`` are called on any thread.
 
 *Requests.* There are three kinds: a query asks for one row, a
 :class:`~genlm.core.types.SampleRequest` for one drawn continuation, a
@@ -91,7 +91,7 @@ Examples:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -345,13 +345,25 @@ def genlm_clear_kv_cache() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# LoRA (optional: both or neither)
+# LoRA (optional: add and remove, both or neither; read, if that takes long)
 # --------------------------------------------------------------------------------------------------
 
 
 @hookspec(firstresult=True)
-def genlm_add_lora(adapter: Adapter) -> bool | None:
+def genlm_read_lora(adapter: Adapter) -> Any:
+    """Fetch and check the adapter's files, and return what ``genlm_add_lora`` gets as ``contents``.
+
+    Called on the caller's thread before ``genlm_add_lora``, while the engine works, and by several
+    callers at once: it must change nothing of the engine. An exception reaches the caller.
+    """
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def genlm_add_lora(adapter: Adapter, contents: Any) -> bool | None:
     """Load the adapter's weights from ``adapter.path``, completely, now. Return ``True``.
+
+    ``contents`` is what ``genlm_read_lora`` returned, or ``None`` without that hook.
 
     When a name is bound again the new version is added before the old one is removed. On an
     exception nothing may remain of the new version.

@@ -554,10 +554,12 @@ class AsyncLM:
         """
         self._engine.require("genlm_add_lora", "LoRA")
         adapter = self._adapters.new(lora_name, lora_path)
-        self._batcher.run(lambda: self._bind(adapter))
+        self._batcher.require_open()
+        contents = self._engine.read_lora(adapter)
+        self._batcher.run(lambda: self._bind(adapter, contents))
 
-    def _bind(self, adapter: Adapter) -> None:
-        self._engine.add_lora(adapter)
+    def _bind(self, adapter: Adapter, contents: Any) -> None:
+        self._engine.add_lora(adapter, contents)
         old = self._adapters.bind(adapter)
         if old is not None:
             self._discard(old)

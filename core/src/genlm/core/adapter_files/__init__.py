@@ -9,8 +9,10 @@ adapted.
 from genlm.core.adapter_files.config import CONFIG, MOST_CONFIG, read_config
 from genlm.core.adapter_files.features import Feature
 from genlm.core.adapter_files.folder import WEIGHTS, AdapterFolder, LoraModule, find_adapter
+from genlm.core.adapter_files.names import ends
 from genlm.core.adapter_files.plain import write_plain
 from genlm.core.adapter_files.reading import read_adapter
+from genlm.core.adapter_files.settings import SCALE, Settings, is_scale
 from genlm.core.adapter_files.shapes import module_shapes, shapes_in_transformers
 from genlm.core.adapter_files.tensors import MOST_HEADER, Tensor, read_header, read_tensor
 
@@ -18,12 +20,16 @@ __all__ = [
     "CONFIG",
     "MOST_CONFIG",
     "MOST_HEADER",
+    "SCALE",
     "WEIGHTS",
     "AdapterFolder",
     "Feature",
     "LoraModule",
+    "Settings",
     "Tensor",
+    "ends",
     "find_adapter",
+    "is_scale",
     "module_shapes",
     "read_adapter",
     "read_config",

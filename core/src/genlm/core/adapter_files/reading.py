@@ -199,9 +199,8 @@ class _Reading:
                 f"LoRA adapter {self.folder} has matrices of shapes {list(down)} and {list(up)} "
                 f"at {name}, which have no product; save it again"
             )
-        rank, parameters = self.settings.rank(name), self.settings.adapts_parameters(name)
-        # Those of a parameter are as many as it has experts.
-        if down[0] % rank if parameters else down[0] != rank:
+        rank = self.settings.rank(name)
+        if rank != down[0] and not self.settings.adapts_parameters(name):
             raise InvalidAdapterError(
                 f"LoRA adapter {self.folder} has rank {down[0]} at {name}, and {rank} by {CONFIG}; "
                 "save it again"

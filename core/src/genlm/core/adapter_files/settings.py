@@ -14,10 +14,10 @@ from genlm.core.adapter_files.tensors import MOST_NAME
 from genlm.core.errors import InvalidAdapterError
 
 #: The largest rank; the largest ``lora_alpha``; the most names in a list of them.
-MOST_RANK, MOST_ALPHA, MOST_NAMES = 1 << 13, 1 << 30, 256
+MOST_RANK, MOST_SCALE, MOST_NAMES = 1 << 13, 1 << 30, 256
 
 RANK = f"an integer from 1 to {MOST_RANK}"
-ALPHA = f"a finite number, at most {MOST_ALPHA} in size"
+SCALE = f"a finite number, at most {MOST_SCALE} in size"
 
 
 class Settings:
@@ -43,10 +43,10 @@ class Settings:
         self._config = config
         if not _is_rank(config.get("r")):
             raise self.wrong("r", RANK)
-        if not _is_alpha(config.get("lora_alpha")):
-            raise self.wrong("lora_alpha", ALPHA)
+        if not is_scale(config.get("lora_alpha")):
+            raise self.wrong("lora_alpha", SCALE)
         self._ranks = self._pattern("rank_pattern", _is_rank, RANK)
-        self._alphas = self._pattern("alpha_pattern", _is_alpha, ALPHA)
+        self._alphas = self._pattern("alpha_pattern", is_scale, SCALE)
         self.modules_to_save = self._names("modules_to_save")
         self.target_parameters = frozenset(self._names("target_parameters"))
         self._owners = {target.rpartition(".")[0] for target in self.target_parameters}
@@ -121,5 +121,6 @@ def _is_rank(value: Any) -> bool:
     return type(value) is int and 1 <= value <= MOST_RANK
 
 
-def _is_alpha(value: Any) -> bool:
-    return type(value) in (int, float) and -MOST_ALPHA <= value <= MOST_ALPHA
+def is_scale(value: Any) -> bool:
+    """Whether a value of a configuration can scale an adapter."""
+    return type(value) in (int, float) and -MOST_SCALE <= value <= MOST_SCALE

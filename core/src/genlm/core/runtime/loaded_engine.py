@@ -257,8 +257,12 @@ class LoadedEngine:
     def clear_kv_cache(self) -> None:
         self._calls.call("genlm_clear_kv_cache")
 
-    def add_lora(self, adapter: Adapter) -> None:
-        self._calls.call("genlm_add_lora", adapter=adapter)
+    def read_lora(self, adapter: Adapter) -> Any:
+        """Called on any thread."""
+        return self._calls.call("genlm_read_lora", adapter=adapter)
+
+    def add_lora(self, adapter: Adapter, contents: Any) -> None:
+        self._calls.call("genlm_add_lora", adapter=adapter, contents=contents)
 
     def remove_lora(self, adapter: Adapter) -> None:
         self._calls.call("genlm_remove_lora", adapter=adapter)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +15,8 @@ from genlm.core.adapter_files import (
     WEIGHTS,
     AdapterFolder,
     Feature,
-    key_name,
+    LoraModule,
+    ends,
     module_shapes,
     read_adapter,
     read_tensor,
@@ -49,31 +52,42 @@ class AdapterSet:
         self._active: int | None = None  # the version that a forward without adapter names applies
         # None: not known, because PEFT has just wrapped or unwrapped modules.
         self._enabled: bool | None = None
-        self._shapes: Mapping[str, tuple[int, int]] = {}  # of the model without adapters
+        # Of the model without adapters: of its modules, and of its parameters.
+        self._shapes: Mapping[str, tuple[int, int]] = {}
+        self._parameters: Mapping[str, tuple[int, ...]] = {}
         self._trainable: list[Any] = []  # parameters of the model that PEFT freezes
         self._names: list[str] | None = None  # of the rows of the mixed batch under way
         self._wanted: list[str] | None = None  # of those of its rows that the output layer sees
         self._hooks: list[Any] = []
 
-    def add(self, adapter: Adapter) -> None:
-        """Load an adapter's weights.
+    def read(self, adapter: Adapter) -> AdapterFolder:
+        """Read an adapter's folder. Called from any thread, while the model computes.
 
         Raises:
-            InvalidAdapterError: the folder is not sound, is made for another model, or of a kind
-                that cannot be applied.
-            UnsupportedError: PEFT is not installed, or had its layers in the model before: they
-                would go with ours.
-            Exception: whatever else PEFT says of the folder; nothing of the adapter remains.
+            InvalidAdapterError: the folder is not sound, or of a kind that cannot be applied.
+            UnsupportedError: PEFT is not installed.
         """
         folder = read_adapter(adapter.path)  # before PEFT is imported, which takes seconds
         folder.require(MIXED | ALONE, "hf")
         try:
-            from peft import PeftModel
-            from peft.tuners.tuners_utils import BaseTunerLayer
+            import peft  # noqa: F401
         except ImportError as error:
             raise UnsupportedError(
                 "LoRA adapters need PEFT: pip install 'genlm-hf[lora]'"
             ) from error
+        return folder
+
+    def add(self, adapter: Adapter, folder: AdapterFolder) -> None:
+        """Load an adapter's weights.
+
+        Raises:
+            InvalidAdapterError: the folder is made for another model.
+            UnsupportedError: the model had PEFT's layers before: they would go with ours.
+            Exception: whatever else PEFT says of the folder; nothing of the adapter remains.
+        """
+        from peft import PeftModel
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
         if self._peft is None and any(
             isinstance(module, BaseTunerLayer) for module in self._model.modules()
         ):
@@ -85,13 +99,18 @@ class AdapterSet:
             )
         if self._peft is None:
             self._shapes = module_shapes(self._model)
+            self._parameters = {
+                name: tuple(each.shape)
+                for name, each in self._model.named_parameters(remove_duplicate=False)
+            }
             self._trainable = [each for each in self._model.parameters() if each.requires_grad]
         folder.require_modules(self._shapes)
         self._require_same_embeddings(folder)
         name = _name(adapter.version)
         try:
             if self._peft is None:
-                self._peft = PeftModel(self._model, _config(folder), adapter_name=name)
+                config = _config(folder, self._parameters)
+                self._peft = PeftModel(self._model, config, adapter_name=name)
             self._load(folder, name)
         except Exception:
             if not self._alone:
@@ -166,7 +185,7 @@ class AdapterSet:
         Raises:
             InvalidAdapterError: they are.
         """
-        for name, saved in folder.saved_copies().items():
+        for name, saved in folder.saved_copies.items():
             module = self._model.get_submodule(name.rpartition(".")[0])
             weight = getattr(module, "base_layer", module).weight
             if saved.shape != tuple(weight.shape):
@@ -185,9 +204,11 @@ class AdapterSet:
     def _load(self, folder: AdapterFolder, name: str) -> None:
         # PEFT changes a configuration that it is given.
         result = self._peft.load_adapter(
-            str(folder.path), adapter_name=name, peft_config=_config(folder)
+            str(folder.path),
+            adapter_name=name,
+            peft_config=_config(folder, self._parameters),
         )
-        copies = {each.replace(".weight", "") for each in folder.saved_copies()}
+        copies = {each.replace(".weight", "") for each in folder.saved_copies}
         ignored = [
             key
             for key in getattr(result, "unexpected_keys", ())
@@ -198,6 +219,18 @@ class AdapterSet:
                 f"LoRA adapter {folder.path} has {ignored[0]}, which this model has no place for; "
                 "give an adapter made for this model"
             )
+        self._scale(folder, name)
+
+    def _scale(self, folder: AdapterFolder, name: str) -> None:
+        """Set the scale of every module. PEFT would try each key of ``alpha_pattern`` on each."""
+        from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+
+        for path, layer in self._model.named_modules():
+            if isinstance(layer, LoraLayer) and name in layer.scaling:
+                target = path.replace(".base_layer", "")
+                if isinstance(layer, ParamWrapper):
+                    target = f"{target}.{layer.parameter_name}"
+                layer.scaling[name] = folder.settings.scale(target)
 
     def _delete(self, name: str) -> None:
         """Delete one adapter of several; another one is made active first, or PEFT would warn of
@@ -263,36 +296,79 @@ class AdapterSet:
         return args, {**kwargs, "adapter_names": names}
 
 
-def _config(folder: AdapterFolder) -> Any:
-    """The configuration that PEFT gets: made anew from what the file holds, so that no expression
-    of the file is run, nothing is imported by it, and no base weight is initialised anew."""
+def _config(folder: AdapterFolder, parameters: Mapping[str, tuple[int, ...]]) -> Any:
+    """The configuration that PEFT gets: made anew from what the file holds and the model has, so
+    that no expression of the file is run, nothing is imported by it, no base weight is initialised
+    anew, and nothing is compared or allocated that the model does not have.
+
+    Raises:
+        InvalidAdapterError: it adapts parameters that the model has not, or of another shape.
+    """
     from peft import LoraConfig
 
-    given = folder.config
-    patterns = {
-        name: {_literal(key): value for key, value in (given.get(name) or {}).items()}
-        for name in ("rank_pattern", "alpha_pattern")
-    }
+    given, settings = folder.config, folder.settings
+    modules = [name for name in folder.modules if not settings.adapts_parameters(name)]
+    targets = _target_parameters(folder, parameters)
+    ranks = {name: settings.rank(name) for name in (*modules, *targets)}
+    most_common = Counter(ranks.values()).most_common(1)[0][0]
     return LoraConfig(
-        r=given["r"],
-        lora_alpha=given["lora_alpha"],
-        target_modules=[name for name in folder.modules if not folder.adapts_parameters(name)],
-        target_parameters=given.get("target_parameters"),
-        modules_to_save=given.get("modules_to_save"),
+        r=most_common,
+        rank_pattern={
+            _one_of(name for name in ranks if ranks[name] == rank): rank
+            for rank in {*ranks.values()} - {most_common}
+        },
+        target_modules=modules,
+        target_parameters=targets or None,
+        modules_to_save=[
+            saved for saved in folder.retrained if any(f"{saved}." in name for name in parameters)
+        ]
+        or None,
         trainable_token_indices=given.get("trainable_token_indices"),
         fan_in_fan_out=bool(given.get("fan_in_fan_out")),
-        use_rslora=bool(given.get("use_rslora")),
         use_dora=bool(given.get("use_dora")),
         lora_bias=bool(given.get("lora_bias")),
         inference_mode=True,
-        **patterns,
     )
 
 
-def _literal(key: str) -> str:
-    """A key of a pattern as an expression that matches itself."""
-    name, whole = key_name(key)
-    return f"^{re.escape(name)}" if whole else re.escape(name)
+def _one_of(names: Iterable[str]) -> str:
+    """An expression that matches these names alone, each whole."""
+    return f"^(?:{'|'.join(map(re.escape, names))})"
+
+
+def _target_parameters(
+    folder: AdapterFolder, parameters: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """The parameters that are adapted themselves, by their whole names.
+
+    PEFT wraps a module once for each of its parameters: the file has as many pairs of matrices.
+    """
+    settings = folder.settings
+    matches: dict[str, list[str]] = {}
+    for name in parameters:
+        if any(end in settings.target_parameters for end in ends(name)):
+            matches.setdefault(name.rpartition(".")[0], []).append(name)
+    pairs: dict[str, list[LoraModule]] = {}
+    for name, module in folder.modules.items():
+        if settings.adapts_parameters(name):
+            pairs.setdefault(name.replace(".base_layer", ""), []).append(module)
+    for owner, found in pairs.items():
+        sizes = [(*parameters[name], settings.rank(name)) for name in matches.get(owner, ())]
+        if len(found) != len(sizes) or not all(
+            any(_fits(pair, size) for size in sizes) for pair in found
+        ):
+            raise InvalidAdapterError(
+                f"LoRA adapter {folder.path} is made for another model: it adapts parameters of "
+                f"{owner} by {[(pair.inputs, pair.rank, pair.outputs) for pair in found]} (inputs, "
+                f"rank of all experts, outputs), where this model has {sizes} (shape, and the rank "
+                "by the configuration); give an adapter made for this model"
+            )
+    return [name for owner in pairs for name in matches[owner]]
+
+
+def _fits(pair: LoraModule, size: tuple[int, ...]) -> bool:
+    *experts, first, second, rank = size
+    return {pair.inputs, pair.outputs} == {first, second} and pair.rank == rank * math.prod(experts)
 
 
 def _name(version: int) -> str:

@@ -14,6 +14,7 @@ import torch
 from attrs import evolve
 
 from genlm.core import hookimpl
+from genlm.core.adapter_files import AdapterFolder
 from genlm.core.errors import EngineError
 from genlm.core.types import Adapter, Answer, Query
 from genlm.hf.adapters import AdapterSet
@@ -238,9 +239,13 @@ class HFEngine:
         self._strategy.clear()
 
     @hookimpl
-    def genlm_add_lora(self, adapter: Adapter) -> bool:
+    def genlm_read_lora(self, adapter: Adapter) -> AdapterFolder:
+        return self._adapters.read(adapter)
+
+    @hookimpl
+    def genlm_add_lora(self, adapter: Adapter, contents: AdapterFolder) -> bool:
         with self._runner.head_may_change():
-            self._adapters.add(adapter)
+            self._adapters.add(adapter, contents)
         return True
 
     @hookimpl

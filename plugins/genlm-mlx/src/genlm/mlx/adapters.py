@@ -11,10 +11,12 @@ from attrs import define
 import mlx.core as mx
 import mlx.nn as nn
 from genlm.core.adapter_files import (
+    SCALE,
     WEIGHTS,
     AdapterFolder,
     Feature,
     find_adapter,
+    is_scale,
     read_adapter,
     read_config,
     read_header,
@@ -84,15 +86,19 @@ class Adapters:
         """Say which adapter each row of the coming forward pass has."""
         self._selection.versions = versions if any(versions) else ()
 
-    def add(self, adapter: Adapter) -> None:
-        """Load an adapter from a folder of mlx-lm or of PEFT.
+    def add(self, adapter: Adapter, contents: AdapterFolder | Path) -> None:
+        """Load an adapter.
+
+        Args:
+            adapter: The adapter.
+            contents: What :func:`read_folder` found.
 
         Raises:
-            InvalidAdapterError: it is not sound, made for another model, or of a kind, or touches
-                layers, that cannot be applied by row.
+            InvalidAdapterError: it is not sound, made for another model, or touches layers that
+                cannot be applied by row.
         """
         modules = dict(self._model.named_modules())
-        weights = self._read(find_adapter(adapter.path), modules)
+        weights = self._read(contents, modules)
         layers = {name: modules[name] for name in weights}
         mx.eval(list(weights.values()))
         wrapped = {
@@ -109,19 +115,19 @@ class Adapters:
             if isinstance(module, RowLoRA):
                 module._weights.pop(version, None)
 
-    def _read(self, folder: Path, modules: Mapping[str, Any]) -> dict[str, Weights]:
+    def _read(
+        self, adapter: AdapterFolder | Path, modules: Mapping[str, Any]
+    ) -> dict[str, Weights]:
         shapes = _shapes(modules)
-        if "peft_type" not in read_config(folder):
-            weights = _read_mlx(folder)
+        if isinstance(adapter, Path):
+            weights = _read_mlx(adapter)
             for name, (down, up) in weights.items():
-                _check(folder, name, (down.shape[0], up.shape[1]), modules, shapes)
+                _check(adapter, name, (down.shape[0], up.shape[1]), modules, shapes)
             return weights
-        adapter = read_adapter(folder)
-        adapter.require(APPLIED, "mlx")
         for name, module in adapter.modules.items():
-            _check(folder, name, (module.inputs, module.outputs), modules, shapes)
+            _check(adapter.path, name, (module.inputs, module.outputs), modules, shapes)
         self._require_same_weights(adapter, modules)
-        tensors = _tensors(folder / WEIGHTS)
+        tensors = _tensors(adapter.path / WEIGHTS)
         return {
             name: (
                 tensors[module.down].T.astype(mx.float32),
@@ -141,12 +147,12 @@ class Adapters:
                 told.
         """
         tensors = _tensors(adapter.path / WEIGHTS)
-        for name, saved in adapter.saved_copies().items():
+        for name, saved in adapter.saved_copies.items():
             layer = name.rpartition(".")[0]
             module = modules.get(layer)
             module = module.base if isinstance(module, RowLoRA) else module
             weight = getattr(module, "weight", None)
-            copy = next(each for full, each in tensors.items() if adapter.tensors[full] == saved)
+            copy = tensors[saved.name]
             if weight is not None and weight.shape == copy.shape:
                 copy = (copy.T * folded(self._model, layer, len(copy))).T.astype(weight.dtype)
                 if mx.allclose(copy, weight, rtol=2**-7, atol=1e-6):
@@ -156,6 +162,21 @@ class Adapters:
                 "base model that it was trained on, or save the adapter with "
                 "save_embedding_layers=False"
             )
+
+
+def read_folder(path: str) -> AdapterFolder | Path:
+    """What the files of an adapter hold; of mlx-lm's own format, the folder. Called from any
+    thread.
+
+    Raises:
+        InvalidAdapterError: it is not sound, or of a kind that cannot be applied by row.
+    """
+    folder = find_adapter(path)
+    if "peft_type" not in read_config(folder):
+        return folder
+    adapter = read_adapter(folder)
+    adapter.require(APPLIED, "mlx")
+    return adapter
 
 
 def _shapes(modules: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
@@ -205,11 +226,12 @@ def _read_mlx(folder: Path) -> dict[str, Weights]:
             f"LoRA adapter {folder} has fine_tune_type={kind!r}; only 'lora' is applied by row: "
             f"{FUSE}"
         )
-    scale = (config.get("lora_parameters") or {}).get("scale")
-    if not isinstance(scale, int | float):
+    parameters = config.get("lora_parameters")
+    scale = parameters.get("scale") if isinstance(parameters, dict) else None
+    if not is_scale(scale):
         raise InvalidAdapterError(
-            f"LoRA adapter {folder} has lora_parameters.scale={scale!r} in adapter_config.json; "
-            "it must be a number"
+            f"LoRA adapter {folder} has lora_parameters.scale={scale!r:.40} in "
+            f"adapter_config.json; it must be {SCALE}"
         )
     pairs = _pairs(folder, _tensors(folder / MLX_WEIGHTS), ".lora_a", ".lora_b")
     return {

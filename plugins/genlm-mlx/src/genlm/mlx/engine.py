@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 
 import mlx.core as mx
 from genlm.core import Adapter, Answer, Query, hookimpl
-from genlm.mlx.adapters import Adapters
+from genlm.core.adapter_files import AdapterFolder
+from genlm.mlx.adapters import Adapters, read_folder
 from genlm.mlx.pool import Pool
 from genlm.mlx.runner import Key, Runner
 from genlm.mlx.store import Store
@@ -123,8 +125,12 @@ class MlxEngine:
         mx.clear_cache()
 
     @hookimpl
-    def genlm_add_lora(self, adapter: Adapter) -> bool:
-        self._adapters.add(adapter)
+    def genlm_read_lora(self, adapter: Adapter) -> AdapterFolder | Path:
+        return read_folder(adapter.path)
+
+    @hookimpl
+    def genlm_add_lora(self, adapter: Adapter, contents: AdapterFolder | Path) -> bool:
+        self._adapters.add(adapter, contents)
         return True
 
     @hookimpl

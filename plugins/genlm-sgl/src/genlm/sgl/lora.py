@@ -32,15 +32,20 @@ class SglLoraEngine(SglEngine):
     """An engine that evaluates queries of different adapters in one batch."""
 
     @hookimpl
-    def genlm_add_lora(self, adapter: Adapter) -> bool:
-        """Raises: InvalidAdapterError: it is not sound, made for another model, or of a kind that
-        SGLang applies wrongly."""
+    def genlm_read_lora(self, adapter: Adapter) -> AdapterFolder:
+        """Raises: InvalidAdapterError: it is not sound, or of a kind that SGLang applies
+        wrongly."""
         folder = read_adapter(adapter.path)
         folder.require(APPLIED, "SGLang")
+        return folder
+
+    @hookimpl
+    def genlm_add_lora(self, adapter: Adapter, contents: AdapterFolder) -> bool:
+        """Raises: InvalidAdapterError: it is made for another model."""
         if self._shapes is not None:
-            folder.require_modules(self._shapes)
+            contents.require_modules(self._shapes)
         with tempfile.TemporaryDirectory() as plain:
-            write_plain(folder, Path(plain), self._missing(folder))
+            write_plain(contents, Path(plain), self._missing(contents))
             self.scheduler.load_adapter(_id(adapter), plain, named=adapter.path)
         return True
 

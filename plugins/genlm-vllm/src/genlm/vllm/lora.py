@@ -56,10 +56,17 @@ class LoraEngine(VllmEngine):
         self._takes_turns = self._core.device_type == "cpu" and not self._core.spare_slot
 
     @hookimpl
-    def genlm_add_lora(self, adapter: Adapter) -> bool:
+    def genlm_read_lora(self, adapter: Adapter) -> AdapterFolder:
+        """Raises: InvalidAdapterError: it is not sound, or of a kind that vLLM applies wrongly."""
+        read = read_adapter(adapter.path)
+        ends = {Feature.EMBEDDING, Feature.HEAD} if self._takes_turns else set()
+        read.require(APPLIED - ends, "vLLM")
+        return read
+
+    @hookimpl
+    def genlm_add_lora(self, adapter: Adapter, contents: AdapterFolder) -> bool:
         """Raises:
-        InvalidAdapterError: it is not sound, made for another model, or of a kind that vLLM applies
-            wrongly.
+        InvalidAdapterError: it is made for another model.
         InvalidOptionError: as many adapters are loaded as vLLM keeps.
         """
         if len(self._folders) >= self._max_adapters:
@@ -68,17 +75,14 @@ class LoraEngine(VllmEngine):
                 f"{self._max_adapters}; "
                 "remove one, or load the model with a larger max_cpu_loras in engine_opts"
             )
-        read = read_adapter(adapter.path)
-        ends = {Feature.EMBEDDING, Feature.HEAD} if self._takes_turns else set()
-        read.require(APPLIED - ends, "vLLM")
         if self._shapes is not None:
-            read.require_modules(self._shapes)
-        self._require_same_embeddings(read)
+            contents.require_modules(self._shapes)
+        self._require_same_embeddings(contents)
         if not self._slot_kept:
-            self._keep_spare_slot(read)
+            self._keep_spare_slot(contents)
         folder = tempfile.TemporaryDirectory(prefix="genlm-adapter-")
         try:
-            write_plain(read, Path(folder.name))
+            write_plain(contents, Path(folder.name))
             self._core.add_lora(adapter, folder.name)
         except Exception:
             self._core.remove_lora(adapter)
@@ -117,7 +121,7 @@ class LoraEngine(VllmEngine):
             InvalidAdapterError: it is another model's, or the model has no folder to compare it
                 with.
         """
-        for name, saved in adapter.saved_copies().items():
+        for name, saved in adapter.saved_copies.items():
             weight = _saved_weight(Path(self._core.model_path), name)
             copy = read_tensor(adapter.path / WEIGHTS, saved)
             if (

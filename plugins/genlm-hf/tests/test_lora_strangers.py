@@ -1,0 +1,77 @@
+"""Adapters of strangers: nothing in a configuration takes time or memory that the model does not
+need."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
+
+from genlm.core import InvalidAdapterError
+from genlm.core.conformance.adapter_kinds import KINDS, PLAIN, Kind, make_adapter
+from genlm.hf import AsyncTransformer
+
+
+def change(folder: str, **settings: Any) -> None:
+    """Change fields of an adapter's configuration."""
+    file = Path(folder, "adapter_config.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+
+
+def row_with(lm: AsyncTransformer, folder: str) -> torch.Tensor:
+    lm.add_new_lora(folder, "a")
+    row = lm.next_token_logprobs_sync([1, 2, 3], lora_name="a")
+    lm.remove_lora("a")
+    return row
+
+
+def test_peft_compares_no_names_that_the_file_has_no_tensors_for(tiny: str, tmp_path: Path) -> None:
+    """It compares each with every module, by regular expressions that it compiles each time."""
+    folder = make_adapter(KINDS[0], tiny, tmp_path / "adapter")
+    with AsyncTransformer.from_name(tiny, cache_size=0) as lm:
+        expected = row_with(lm, folder)
+        names = [f"m{i}" for i in range(7000)]
+        change(folder, modules_to_save=names[:256], alpha_pattern=dict.fromkeys(names, 2))
+        change(folder, rank_pattern=dict.fromkeys(names, 2), target_parameters=["experts.m"])
+        lm.add_new_lora(folder, "a")
+        row = lm.next_token_logprobs_sync([1, 2, 3], lora_name="a")
+        torch.testing.assert_close(row, expected, atol=0, rtol=0)
+        model: Any = lm.underlying_model
+        (given,) = model.peft_config.values()
+        assert not given.modules_to_save
+        assert not given.target_parameters
+        assert {**given.rank_pattern, **given.alpha_pattern} == {}
+
+
+def test_ranks_of_parameters_are_those_of_the_file(tiny: str, tmp_path: Path) -> None:
+    """PEFT would allocate by the configuration's, and only then compare."""
+    config = Qwen3MoeConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    model = str(tmp_path / "model")
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(model)
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    targets = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    kind = Kind("", {"target_modules": [], "target_parameters": targets})
+    folder = make_adapter(kind, model, tmp_path / "adapter")
+    with AsyncTransformer.from_name(model, cache_size=0) as lm:
+        expected = row_with(lm, folder)
+        for settings in ({"r": 8192}, {"target_parameters": targets[:1]}):
+            change(folder, **settings)
+            with pytest.raises(InvalidAdapterError, match="adapts parameters of"):
+                lm.add_new_lora(folder, "a")
+            change(folder, r=PLAIN["r"], target_parameters=targets)
+        torch.testing.assert_close(row_with(lm, folder), expected, atol=0, rtol=0)
