@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlm.core import InvalidOptionError, VocabularyError
-from genlm.core.tokenization import decode_vocab
+from genlm.core.tokenization import decode_vocab, probe
 from genlm.core.tokenization import decoder as decoder_module
 
 tok = pytest.importorskip("tokenizers", reason="defines tokenizers of the library tokenizers")
@@ -156,6 +156,64 @@ def test_a_pre_tokenizer_that_removes_text_is_refused(before, reason, mark):
         decode_vocab(tokenizer)
 
 
+#: The patterns of GPT-4o and of GPT-4, whose tokenizers keep what these match.
+CASE = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{CASE}?|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{CASE}?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CL100K = (
+    rf"{CASE}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def keeping(pattern):
+    """A byte-level tokenizer that keeps what a pattern matches."""
+    pieces = sorted(p.ByteLevel.alphabet())
+    tokenizer = tokenizer_of(pieces, d.ByteLevel())
+    split = p.Split(tok.Regex(pattern), "removed", invert=True)
+    plain = p.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = p.Sequence([split, plain])
+    return tokenizer
+
+
+@pytest.mark.parametrize("pattern", [O200K, CL100K], ids=["o200k", "cl100k"])
+def test_a_split_that_keeps_what_matches_everything_is_no_loss(pattern):
+    tokenizer = keeping(pattern)
+    byte_vocab, _ = decode_vocab(tokenizer)
+    for text in (
+        "It's 1234 o'clock;\r\n  two\u00a0spaces \n",
+        "Größe Ǆ 敏捷 ́x\u200d😀 \x00",
+        "\n\n",
+        " ",
+    ):
+        assert joined(tokenizer, byte_vocab, text) == text.encode()
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"\w+|\s+",  # punctuation
+        r"[^\U00013000]+",  # one hieroglyph
+        O200K.removesuffix(r"|\s+"),  # a space between words that begin with digits
+        r"[^\p{Mn}]+",
+        r"(?<!\d)[\s\S]|\D",  # a digit behind a digit
+        r"(?:(?!sep)[\s\S])+",  # the beginning of a word that the pattern names
+    ],
+)
+def test_a_split_that_keeps_what_matches_less_than_everything_is_refused(pattern):
+    with pytest.raises(VocabularyError, match="Split does not keep the text"):
+        decode_vocab(keeping(pattern))
+
+
+def test_a_pattern_may_not_take_too_long_for_all_characters(monkeypatch):
+    monkeypatch.setattr(probe, "REGEX_SECONDS", -1.0)
+    with pytest.raises(VocabularyError, match="takes longer than -1 s for all characters"):
+        decode_vocab(keeping(CL100K))
+
+
 @pytest.mark.parametrize(
     ("pre_tokenizer", "decoder", "reason"),
     [
@@ -213,6 +271,7 @@ PRE_TOKENIZERS = [
     *(p.ByteLevel(add_prefix_space=add, use_regex=use) for add in BOTH for use in BOTH),
     *(p.Metaspace(prepend_scheme=s, split=on) for s in ("always", "first", "never") for on in BOTH),
     *(p.Split(at, how) for at in (" ", "a", tok.Regex(r"[ab]+|\s+")) for how in BEHAVIORS),
+    *(p.Split(tok.Regex(at), "removed", invert=True) for at in (r"\w+|\W", r"[ab]+")),
     *(p.Punctuation(how) for how in BEHAVIORS),
     *(p.Whitespace(), p.WhitespaceSplit(), p.BertPreTokenizer(), p.Digits(), p.Digits(True)),
 ]

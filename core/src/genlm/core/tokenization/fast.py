@@ -15,6 +15,7 @@ from genlm.core.tokenization.decoder import (
     refusing_panics,
     undecodable,
 )
+from genlm.core.tokenization.probe import matches_all
 
 # A text that normalizers leave as it is, except for its space. Byte-level decoders read the
 # character U+00DF as another byte, if no pre-tokenizer has spelled the text for them.
@@ -43,7 +44,7 @@ def fast_token_bytes(tokenizer: Any) -> list[bytes]:
     """
     backend = _backend(tokenizer)
     decoder = _decoder_definition(backend)
-    _check_keeps_text(backend, decoder)
+    _check_matches_all(backend, decoder)
     pieces, added = _pieces(backend), backend.get_added_tokens_decoder()
     token_bytes = decode_pieces(pieces, decoder)
     for token_id, token in added.items():
@@ -109,7 +110,7 @@ def _decoder_definition(backend: Any) -> Definition:
     return definition
 
 
-def _check_keeps_text(backend: Any, decoder: Definition) -> None:
+def _check_matches_all(backend: Any, decoder: Definition) -> None:
     """Refuse a tokenizer whose pieces do not tell what text they stand for."""
     model = backend.model
     if type(model).__name__ == "WordPiece":
@@ -146,7 +147,7 @@ def _check_splits(steps: Sequence[Definition], prepends: bool) -> None:
         prepends = prepends or marks
         if scheme == "always":
             removed_by = None
-        if step.get("behavior") == "Removed" or kind == "CharDelimiterSplit":
+        if kind == "CharDelimiterSplit" or _removes_text(step):
             raise _loses(f"pre-tokenizer {kind}", "the text that it splits at")
         if kind in _REMOVE_SPACES and not spelled:
             removed_by = kind
@@ -155,6 +156,12 @@ def _check_splits(steps: Sequence[Definition], prepends: bool) -> None:
             split_by = kind
     if removed_by:
         raise _loses(f"pre-tokenizer {removed_by}", "the white space of the text")
+
+
+def _removes_text(step: Definition) -> bool:
+    """Whether a step removes text. One that keeps what its pattern matches may keep all: the
+    pattern of GPT-4o matches everything."""
+    return step.get("behavior") == "Removed" and not (step.get("invert") and matches_all(step))
 
 
 def _check_round_trip(backend: Any, decoder: Definition) -> None:

@@ -1,0 +1,67 @@
+"""Whether a pattern matches all of every text, found out by what it does to texts."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+import unicodedata
+from collections.abc import Iterator
+
+from genlm.core.tokenization.decoder import (
+    REGEX_SECONDS,
+    Definition,
+    refusing_panics,
+    undecodable,
+)
+
+#: A character of every category of Unicode, and some that patterns of tokenizers name.
+CHARACTERS = (
+    "aA\u01c5\u02b0中\u0301\u0903\u20dd1\u2167²_-()«»!+$^© \u2028\u2029\x00\u200d\ue000\u0378"
+    "s'/\t\n\r\u3000"
+)
+
+#: How many characters stand in one text: a pattern may look at the rest from each of them.
+LENGTH = 256
+
+
+def matches_all(step: Definition) -> bool:
+    """Whether the pattern of a ``Split`` that keeps only what it matches keeps every text.
+
+    Args:
+        step: The step, as ``tokenizers`` serialises it.
+
+    Raises:
+        VocabularyError: the pattern fails, or takes too long.
+    """
+    from tokenizers import Regex, pre_tokenizers
+
+    (kind, pattern), *_ = step["pattern"].items()
+    compiled = Regex(pattern) if kind == "Regex" else pattern
+    split = pre_tokenizers.Split(compiled, "removed", invert=True)
+    deadline = time.monotonic() + REGEX_SECONDS
+    for text in itertools.chain([pattern], texts()):
+        if time.monotonic() > deadline:
+            raise undecodable(
+                f"the pattern {pattern!r:.80} of the tokenizer's pre-tokenizer takes longer than "
+                f"{REGEX_SECONDS:g} s for all characters; use a simpler one"
+            )
+        with refusing_panics("the tokenizer's pre-tokenizer"):
+            if "".join(part for part, _ in split.pre_tokenize_str(text)) != text:
+                return False
+    return True
+
+
+def texts() -> Iterator[str]:
+    """Pairs of characters alone, for what begins and ends a text; three in a row; and every
+    character that Unicode assigns."""
+    for pair in map("".join, itertools.product(CHARACTERS, repeat=2)):
+        yield pair
+        yield "".join(pair + third for third in CHARACTERS)
+    every = "".join(
+        character
+        for character in map(chr, range(sys.maxunicode + 1))
+        if unicodedata.category(character) not in ("Cn", "Co", "Cs")  # those have one above
+    )
+    for start in range(0, len(every), LENGTH):
+        yield every[start : start + LENGTH]
