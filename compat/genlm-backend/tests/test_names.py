@@ -33,7 +33,9 @@ NAMES = {
     "genlm.backend.llm.sgl": "AsyncLM AsyncSGLTransformer HAS_SGL",
     "genlm.backend.cache": "OutputCache TokenTrie DynamicTokenTrie",
     "genlm.backend.tokenization": "decode_vocab Token bytes token vocab",
-    "genlm.backend.tokenization.bytes": "ByteVocabError ByteDecoderError get_byte_vocab",
+    "genlm.backend.tokenization.bytes": (
+        "ByteVocabError ByteDecoderError get_byte_vocab check_byte_decoder"
+    ),
     "genlm.backend.tokenization.token": "Token",
     "genlm.backend.tokenization.vocab": "ByteVocabError get_byte_vocab Token decode_vocab",
     "genlm.backend.trie": (
@@ -57,7 +59,7 @@ GONE = {
     "genlm.backend.llm.mlx": "UNKNOWN_ADAPTER",
     "genlm.backend.llm.sgl": "UNKNOWN_ADAPTER",
     "genlm.backend.tokenization.bytes": (
-        "get_byte_tokens_from_byte_decoder get_byte_tokens_from_sp check_byte_decoder"
+        "get_byte_tokens_from_byte_decoder get_byte_tokens_from_sp"
     ),
     "genlm.backend.tokenization.vocab": "bytes_to_strs",
 }

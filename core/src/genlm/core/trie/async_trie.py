@@ -6,8 +6,8 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 from attrs import frozen
 
@@ -80,6 +80,12 @@ class AsyncTokenCharacterTrie:
         trie: The trie that computes.
     """
 
+    #: What :meth:`from_vocab` builds, by the name of its backend.
+    tries: ClassVar[Mapping[str, type[TokenCharacterTrie]]] = {
+        "parallel": ParallelTokenCharacterTrie,
+        "sequential": TokenCharacterTrie,
+    }
+
     def __init__(self, trie: TokenCharacterTrie) -> None:
         self.trie = trie
         # Re-entrant, because a signal handler may call shutdown() at any line.
@@ -102,12 +108,9 @@ class AsyncTokenCharacterTrie:
         Raises:
             InvalidOptionError: ``backend`` is neither of these.
         """
-        match backend:
-            case "parallel":
-                return cls(ParallelTokenCharacterTrie(vocab, **options))
-            case "sequential":
-                return cls(TokenCharacterTrie(vocab, **options))
-        raise InvalidOptionError(f"backend must be 'parallel' or 'sequential'; got {backend!r}")
+        if backend not in [*cls.tries]:
+            raise InvalidOptionError(f"backend must be 'parallel' or 'sequential'; got {backend!r}")
+        return cls(cls.tries[backend](vocab, **options))
 
     async def weight_sum(self, ws: Any) -> Any:
         """:meth:`TokenCharacterTrie.weight_sum`, together with other calls.

@@ -1,5 +1,6 @@
 """The bytes of a vocabulary."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from genlm.backend._former import ONE_DECODER, former
@@ -13,5 +14,32 @@ def get_byte_vocab(tokenizer: Any) -> list[bytes]:
     return [token.byte_string for token in decode_vocab(tokenizer)[0]]
 
 
-GONE = ("check_byte_decoder", "get_byte_tokens_from_byte_decoder", "get_byte_tokens_from_sp")
+def check_byte_decoder(tokenizer: Any, byte_decoder: Mapping[str, int]) -> None:
+    """Check that a table of characters gives every token of a vocabulary its bytes.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        byte_decoder: The byte that each character of a token's name stands for.
+
+    Raises:
+        ByteDecoderError: A character has no byte, or a token other bytes than in a text.
+    """
+    right, added = get_byte_vocab(tokenizer), tokenizer.get_added_vocab()
+    for name, token_id in tokenizer.get_vocab().items():
+        if name in added:
+            continue
+        missing = [character for character in name if character not in byte_decoder]
+        if missing:
+            raise ByteDecoderError(
+                f"the byte decoder has no byte for {missing[0]!r} of token {token_id}, {name!r}; "
+                "decode_vocab(tokenizer) needs no such table"
+            )
+        if (found := bytes(byte_decoder[character] for character in name)) != right[token_id]:
+            raise ByteDecoderError(
+                f"the byte decoder reads token {token_id}, {name!r}, as {found!r}; in a text it is "
+                f"{right[token_id]!r}: decode_vocab(tokenizer) needs no such table"
+            )
+
+
+GONE = ("get_byte_tokens_from_byte_decoder", "get_byte_tokens_from_sp")
 __getattr__ = former(__name__, dict.fromkeys(GONE, ONE_DECODER))

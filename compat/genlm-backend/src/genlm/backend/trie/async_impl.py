@@ -1,5 +1,13 @@
 """The trie that batches."""
 
-from genlm.core.trie import AsyncTokenCharacterTrie as AsyncTokenCharacterTrie
-from genlm.core.trie import ParallelTokenCharacterTrie as ParallelTokenCharacterTrie
-from genlm.core.trie import TokenCharacterTrie as TokenCharacterTrie
+from typing import ClassVar
+
+import genlm.core.trie
+from genlm.backend.trie.base import TokenCharacterTrie as TokenCharacterTrie
+from genlm.backend.trie.parallel import ParallelTokenCharacterTrie as ParallelTokenCharacterTrie
+
+
+class AsyncTokenCharacterTrie(genlm.core.trie.AsyncTokenCharacterTrie):
+    """The core's, over the tries of this package."""
+
+    tries: ClassVar = {"parallel": ParallelTokenCharacterTrie, "sequential": TokenCharacterTrie}
