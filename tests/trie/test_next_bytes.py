@@ -1,0 +1,124 @@
+"""``next_bytes_logprob`` against brute force, over random vocabularies, rows and texts."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genlm.core import InvalidInputError, MockAsyncLM
+from genlm.core.trie import TokenCharacterTrie, next_bytes_logprob
+
+#: Few symbols, so that texts have many tokenisations; some are not UTF-8.
+SYMBOLS = (b"a", b"b", b"\xc3", b"\x9f", b"\xff")
+
+
+def text(least: int, most: int) -> st.SearchStrategy[bytes]:
+    return st.lists(st.sampled_from(SYMBOLS), min_size=least, max_size=most).map(b"".join)
+
+
+class Random:
+    """A model over any vocabulary: its rows depend on the whole context, and some tokens of each
+    have no probability at all.
+
+    Args:
+        vocab: The bytes of every token; some may be empty, or equal.
+        special: Which of them are special.
+        seed: Fixes the rows.
+        spread: The standard deviation of the logits.
+    """
+
+    def __init__(self, vocab: list[bytes], special: set[int], seed: int, spread: float) -> None:
+        self.vocab, self.special, self.seed, self.spread = vocab, special, seed, spread
+        self.eos_token_id = len(vocab)
+        self.all_special_ids = [*sorted(special), self.eos_token_id]
+
+    def __len__(self) -> int:
+        return len(self.vocab) + 1
+
+    def token_bytes(self) -> list[bytes]:
+        return [*self.vocab, b"<end>"]
+
+    def row(self, token_ids: list[int]) -> torch.Tensor:
+        random = np.random.default_rng([self.seed, *token_ids])
+        logits = torch.from_numpy(random.normal(0, self.spread, len(self)))
+        logits[torch.from_numpy(random.random(len(self)) < 0.2)] = -torch.inf
+        logits[self.eos_token_id] = 0.0
+        return logits.log_softmax(0).float()
+
+    def tokenisations(self, target: bytes) -> Iterator[tuple[int, ...]]:
+        """Every sequence of tokens whose last one completes the target."""
+        unfinished: list[tuple[int, ...]] = [()]
+        while unfinished:
+            ids = unfinished.pop()
+            for token_id, content in enumerate(self.vocab):
+                written = b"".join([self.vocab[i] for i in ids]) + content
+                if token_id in self.special or not content:
+                    continue
+                if written.startswith(target):
+                    yield (*ids, token_id)
+                elif target.startswith(written):
+                    unfinished.append((*ids, token_id))
+
+    def probability(self, context: list[int], ids: tuple[int, ...]) -> float:
+        rows = (self.row([*context, *ids[:at]]).double() for at in range(len(ids)))
+        return math.exp(sum(float(row[i]) for row, i in zip(rows, ids, strict=True)))
+
+
+class Asked(MockAsyncLM):
+    def __init__(self, random: Random) -> None:
+        super().__init__(random)
+        self.random = random
+
+    def _get_logprobs(self, token_ids: list[int]) -> torch.Tensor:
+        return self.random.row(list(token_ids))
+
+
+@given(
+    vocab=st.lists(text(0, 4), min_size=1, max_size=12),
+    special=st.sets(st.integers(0, 11), max_size=3),
+    seed=st.integers(0, 2**32),
+    spread=st.sampled_from([0.0, 1.0, 20.0]),
+    context=st.lists(st.integers(0, 12), min_size=1, max_size=3),
+    target=text(1, 6),
+)
+@settings(max_examples=150, deadline=None)
+def test_it_is_the_sum_over_all_tokenisations(vocab, special, seed, spread, context, target):
+    random = Random(vocab, {i for i in special if i < len(vocab)}, seed, spread)
+    context = [i % len(random) for i in context]
+    ways = list(random.tokenisations(target))
+    expected = sum(random.probability(context, ids) for ids in ways)
+    with Asked(random) as lm:
+        trie = TokenCharacterTrie(lm.byte_vocab)
+        found = asyncio.run(next_bytes_logprob(lm, context, target, trie=trie))
+        assert math.exp(found) == pytest.approx(expected, rel=1e-9, abs=1e-300)
+        shorter = asyncio.run(next_bytes_logprob(lm, context, target[:-1], trie=trie))
+        assert found <= shorter + 1e-9
+
+
+@given(vocab=st.lists(text(1, 3), min_size=1, max_size=6, unique=True), target=text(1, 6))
+@settings(max_examples=100, deadline=None)
+def test_the_limit_is_the_number_of_contexts(vocab, target):
+    """All the beginnings of tokenisations, also of those that cannot be completed."""
+    random = Random(vocab, set(), 0, 0.0)
+    beginnings: set[tuple[int, ...]] = {()}
+    grown = {()}
+    while grown:
+        grown = {
+            (*ids, i)
+            for ids in grown
+            for i, content in enumerate(vocab)
+            if target.startswith(written := b"".join(vocab[j] for j in ids) + content)
+            and written != target
+        }
+        beginnings |= grown
+    with Asked(random) as lm:
+        asyncio.run(next_bytes_logprob(lm, [0], target, max_contexts=len(beginnings)))
+        with pytest.raises(InvalidInputError, match=f"of {len(beginnings)} contexts"):
+            asyncio.run(next_bytes_logprob(lm, [0], target, max_contexts=len(beginnings) - 1))
