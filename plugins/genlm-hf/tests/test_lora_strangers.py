@@ -47,6 +47,18 @@ def test_peft_compares_no_names_that_the_file_has_no_tensors_for(tiny: str, tmp_
         assert {**given.rank_pattern, **given.alpha_pattern} == {}
 
 
+def test_a_weight_that_the_model_lacks(tiny: str, tmp_path: Path) -> None:
+    def add(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {**tensors, "base_model.model.model.nothing.weight": torch.zeros(4, 4)}
+
+    folder = make_adapter(Kind("", change=add), tiny, tmp_path / "adapter")
+    with (
+        AsyncTransformer.from_name(tiny) as lm,
+        pytest.raises(InvalidAdapterError, match=r"model\.nothing\.weight .* has nothing"),
+    ):
+        lm.add_new_lora(folder, "a")
+
+
 def test_ranks_of_parameters_are_those_of_the_file(tiny: str, tmp_path: Path) -> None:
     """PEFT would allocate by the configuration's, and only then compare."""
     config = Qwen3MoeConfig(

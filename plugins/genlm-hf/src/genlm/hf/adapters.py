@@ -186,14 +186,16 @@ class AdapterSet:
             InvalidAdapterError: they are.
         """
         for name, saved in folder.saved_copies.items():
-            module = self._model.get_submodule(name.rpartition(".")[0])
-            weight = getattr(module, "base_layer", module).weight
-            if saved.shape != tuple(weight.shape):
+            shape = self._parameters.get(name)
+            if saved.shape != shape:
                 raise InvalidAdapterError(
                     f"LoRA adapter {folder.path} is made for another model: it holds {name} of "
-                    f"shape {list(saved.shape)}, where this model has {list(weight.shape)}; give "
-                    "an adapter made for this model"
+                    f"shape {list(saved.shape)}, where this model has "
+                    f"{'nothing' if shape is None else list(shape)}; give an adapter made for this "
+                    "model"
                 )
+            module = self._model.get_submodule(name.rpartition(".")[0])
+            weight = getattr(module, "base_layer", module).weight
             copy = read_tensor(folder.path / WEIGHTS, saved).to(weight.device, weight.dtype)
             if not torch.allclose(copy, weight, rtol=2**-7, atol=1e-6):
                 raise InvalidAdapterError(
