@@ -171,7 +171,7 @@ def test_stats_are_a_small_table(mock):
 
 
 def test_a_hook_is_found_by_what_it_is_about(mock):
-    with pytest.raises(InvalidInputError, match="mean 'genlm_add_lora' or 'genlm_remove_lora'"):
+    with pytest.raises(InvalidInputError, match="mean 'genlm_read_lora' or 'genlm_add_lora'"):
         mock().supports("lora")
 
 
