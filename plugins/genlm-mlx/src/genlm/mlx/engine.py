@@ -59,9 +59,10 @@ class MlxEngine:
         chunks = {query: chunk for query in waiting if (chunk := self._chunk(query))}
         now = [query for query in waiting if query not in chunks]
         if chunks and self.pool is not None:
-            # With the others, so that its row is not the least recently used.
-            part = next(iter(chunks.values()))
-            rows = _rows(self.pool.logits([*map(key_of, now), part])[: len(now)])
+            # With the others, so that its row is not the least recently used. It may be one of
+            # them, and keys are distinct.
+            keys = dict.fromkeys([*map(key_of, now), next(iter(chunks.values()))])
+            rows = _rows(self.pool.logits([*keys])[: len(now)])
         else:
             rows = self.genlm_next_token_logprobs(now) if now else torch.empty(0)
         self._waiting = list(chunks)
