@@ -24,6 +24,9 @@ TOLERANCE, COARSE_TOLERANCE = 5e-4, 0.1
 #: the batch is as large as some number of heads: no number equals both.
 BATCHES = (5, 7)
 
+#: The most tokens of each row that the probe feeds at a time: unequal rows take several chunks.
+CHUNK = 3
+
 #: What models raise of a cache that they were not written for.
 REFUSED = (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError)
 
@@ -45,10 +48,15 @@ def probe(runner: Runner) -> CacheSupport:
     if _shares(runner):
         return CacheSupport.SHARED
     for support in (CacheSupport.RAGGED, CacheSupport.EQUAL):
-        ragged = support is CacheSupport.RAGGED
-        if all(_right(runner, Pool(runner, 0, ragged), _unequal(rows)) for rows in BATCHES):
+        if all(_batches(runner, rows, support is CacheSupport.RAGGED) for rows in BATCHES):
             return support
     return CacheSupport.NONE
+
+
+def _batches(runner: Runner, rows: int, ragged: bool) -> bool:
+    """Whether so many rows, equal or not, are right in one cache."""
+    chunked = Runner(runner.model, runner.adapters, CHUNK * rows)
+    return _right(chunked, Pool(chunked, 0, ragged), _unequal(rows))
 
 
 def _shares(runner: Runner) -> bool:
@@ -66,7 +74,7 @@ def _shares(runner: Runner) -> bool:
 
 def _unequal(rows: int) -> list[list[Key]]:
     """Prompts of unequal length, then with one token more, then with several."""
-    prompts: list[Key] = [(0, *range(1 + row, 4 + row + row % 3)) for row in range(rows)]
+    prompts: list[Key] = [(0, *range(1 + row, 4 + row + 2 * row % 7)) for row in range(rows)]
     grown = [(*key, 7) for key in prompts]
     further = [(*key, *range(2, 4 + row % 2)) for row, key in enumerate(grown)]
     return [prompts, grown, further]
