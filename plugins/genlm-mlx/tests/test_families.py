@@ -20,7 +20,9 @@ from genlm.mlx.loading import load
 from genlm.mlx.pool import Pool
 from genlm.mlx.runner import Runner
 
-FAMILIES = ["llama", "gpt2", "gemma2", "gemma3", "mamba", "lfm2", "falcon_h1"]
+FAMILIES = [
+    "llama", "gpt2", "mistral", "qwen2", "gemma2", "gemma3", "mamba", "lfm2", "falcon_h1"
+]  # fmt: skip
 Folders = Callable[[str], Path]
 
 

@@ -14,6 +14,7 @@ from genlm.mlx.attention import hook
 from genlm.mlx.pool import Pool
 from genlm.mlx.runner import Key, Runner
 from genlm.mlx.store import Store
+from genlm.mlx.windows import narrowed
 from mlx.utils import tree_flatten
 
 #: The most total variation between a batched row and the same row alone, for float32 weights and
@@ -26,6 +27,9 @@ BATCHES = (5, 7)
 
 #: The most tokens of each row that the probe feeds at a time: unequal rows take several chunks.
 CHUNK = 3
+
+#: How wide a repaired window is while the probe looks: contexts go beyond it.
+WINDOW = 6
 
 #: What models raise of a cache that they were not written for.
 REFUSED = (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError)
@@ -43,6 +47,11 @@ class CacheSupport(Enum):
 
 def probe(runner: Runner) -> CacheSupport:
     """Try batches of rows of unequal length, and extend them."""
+    with narrowed(runner.model, WINDOW):  # as far as a short context is beyond
+        return _support(runner)
+
+
+def _support(runner: Runner) -> CacheSupport:
     if not all(hasattr(layer, "merge") for layer in runner.empty_cache()):
         return CacheSupport.NONE
     if _shares(runner):
