@@ -51,7 +51,7 @@ def longrope(features: int, **settings: Any) -> dict[str, Any]:
 #: Name of the configuration and arguments.
 RIGHT = {
     "mistral, window": ("Mistral", {**SHAPE, **WINDOW}),
-    "mistral, types of layers that it does not look at": (
+    "ministral, window in some layers": (
         "Mistral",
         {**SHAPE, **WINDOW, "layer_types": MIXED},
     ),

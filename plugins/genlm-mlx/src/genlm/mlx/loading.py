@@ -53,9 +53,8 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
         else Path(snapshot_download(name, allow_patterns=list(FILES)))
     )
     config = json.loads((folder / "config.json").read_text())
-    settings = settings_of(folder, config.get("model_type"))
-    changed = {**amended(config), **windows.amended(settings)}
-    model, _ = load_model(folder, model_config=changed)
+    settings = settings_of(folder)
+    model, _ = load_model(folder, model_config=amended(config))
     repair(model)
     longest = max_context(config)
     if settings is not None:

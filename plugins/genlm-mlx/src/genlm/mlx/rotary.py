@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
+import sys
 from typing import Any
 
-import torch
 from mlx_lm.models import rope_utils
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -60,6 +59,9 @@ class Rotary(nn.Module):  # type: ignore[misc]
 def repair(model: Any, settings: Any) -> None:
     """Replace rotary embeddings that are not those of transformers: most of mlx-lm's models know
     few kinds, none knows all of their settings, and some count layers to find out their type."""
+    theirs = _of_transformers(settings)
+    if theirs is None:
+        return
     kinds = _by_layer_type(settings)
     types = getattr(settings, "layer_types", None)
     changed = []
@@ -67,15 +69,28 @@ def repair(model: Any, settings: Any) -> None:
         layer = re.search(r"layers\.(\d+)\.", name)
         if not isinstance(module, KINDS) or layer is None:
             continue
-        layer_type = types[int(layer[1])] if types and None not in kinds else None
-        given = kinds[layer_type]
-        if "rope_theta" not in given or given.get("rope_type") in RIGHT:
+        kind = types[int(layer[1])] if types and None not in kinds else None
+        if kinds[kind].get("rope_type") in RIGHT:
             continue
-        frequencies, factor = _frequencies(settings, layer_type, given)
-        periods = mx.array((1 / frequencies).numpy())
+        prefix = "" if kind is None else f"{kind}_"
+        periods = mx.array((1 / getattr(theirs, f"{prefix}inv_freq").float()).numpy())
+        factor = float(getattr(theirs, f"{prefix}attention_scaling"))
         if not _has(module, periods, factor):
             changed.append((name, Rotary(module, periods, factor)))
     model.update_modules(tree_unflatten(changed))
+
+
+def _of_transformers(settings: Any) -> Any:
+    """The rotary embeddings that transformers has for these settings, if it has one kind."""
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(settings), None)
+    if model is None:
+        return None
+    found = {
+        name: kind
+        for name, kind in vars(sys.modules[model.__module__]).items()
+        if name.endswith("RotaryEmbedding") and "Vision" not in name
+    }
+    return next(iter(found.values()))(settings) if len(found) == 1 else None
 
 
 def _has(module: Any, periods: mx.array, factor: float) -> bool:
@@ -103,19 +118,3 @@ def _by_layer_type(settings: Any) -> dict[str | None, dict[str, Any]]:
     parameters = getattr(settings, "rope_parameters", None) or {}
     nested = {kind: given for kind, given in parameters.items() if isinstance(given, dict)}
     return nested or {None: parameters}
-
-
-def _frequencies(
-    settings: Any, layer_type: str | None, given: dict[str, Any]
-) -> tuple[torch.Tensor, float]:
-    """The angle by which each pair of features turns from one position to the next, and what
-    rotated features are multiplied with."""
-    if given.get("rope_type", "default") != "default":
-        return ROPE_INIT_FUNCTIONS[given["rope_type"]](settings, "cpu", layer_type=layer_type)
-    if layer_type is not None:
-        with suppress(AttributeError, KeyError, ValueError):
-            settings = settings.per_layer_config[layer_type]  # where sizes differ by layer
-    size = getattr(settings, "head_dim", None)
-    size = size or settings.hidden_size // settings.num_attention_heads
-    dims = int(size * given.get("partial_rotary_factor", 1.0))
-    return given["rope_theta"] ** -(torch.arange(0, dims, 2, dtype=torch.float32) / dims), 1.0

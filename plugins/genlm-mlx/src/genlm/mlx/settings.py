@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING
+from transformers import AutoConfig
 
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
@@ -29,16 +29,15 @@ WRONG = {"ernie4_5_moe": "leaves out the router's e_score_correction_bias"}
 SAME = {"swish": "silu", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu"}
 
 
-def settings_of(folder: Path, kind: str | None) -> Any:
+def settings_of(folder: Path) -> Any:
     """The settings of the language model in a folder as transformers completes them; ``None`` where
-    it does not know models of this type."""
-    if kind not in CONFIG_MAPPING:
-        return None
+    it does not know the model."""
     try:
-        return CONFIG_MAPPING[kind].from_pretrained(folder).get_text_config(decoder=True)
-    except Exception as error:  # whatever a class says of values that it does not expect
-        log.info("settings.unknown", model_type=kind, error=str(error)[:200])
+        whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # also what a class says of values that it does not expect
+        log.info("settings.unknown", model=str(folder), error=str(error)[:200])
         return None
+    return whole.get_text_config(decoder=True)
 
 
 def refuse_unread(settings: Any, model: Any) -> None:

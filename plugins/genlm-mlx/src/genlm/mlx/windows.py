@@ -68,15 +68,6 @@ def repair(model: Any, settings: Any) -> int | None:
     return None
 
 
-def amended(settings: Any) -> dict[str, Any]:
-    """What to change in the configuration that mlx-lm gets: types of layers that transformers does
-    not look at (Mistral)."""
-    types = getattr(settings, "layer_types", None)
-    if types is None or _looks_at_types(settings):
-        return {}
-    return {"layer_types": ["full_attention"] * len(types)}
-
-
 def windows_of(model: Any) -> list[int | None]:
     """The window of every layer that was repaired."""
     return [getattr(_windowed(layer), "window", None) for layer in model.layers]
@@ -106,15 +97,10 @@ def _wanted(settings: Any, layers: int) -> list[int | None]:
     window = getattr(settings, "sliding_window", None)
     if not window or getattr(settings, "use_sliding_window", True) is False:
         return [None] * layers
-    types = getattr(settings, "layer_types", None)
-    if types is None or not _looks_at_types(settings):
+    # Families whose configuration does not declare the types of layers do not look at them.
+    if "layer_types" not in signature(type(settings)).parameters:
         return [window] * layers
-    return [window if one == "sliding_attention" else None for one in types]
-
-
-def _looks_at_types(settings: Any) -> bool:
-    """Whether transformers looks at the types of layers: it declares them."""
-    return "layer_types" in signature(type(settings)).parameters
+    return [window if one == "sliding_attention" else None for one in settings.layer_types]
 
 
 def _forget_pattern(model: Any) -> None:
