@@ -103,9 +103,13 @@ def make_model(config: Any, folder: Path) -> Path:
     """A folder with a random model and a tokenizer of the 256 bytes."""
     torch.manual_seed(0)
     config.initializer_range = 0.3
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return save_model(AutoModelForCausalLM.from_config(config, dtype=torch.float32), folder)
+
+
+def save_model(model: Any, folder: Path) -> Path:
+    """A folder with a model and a tokenizer of the 256 bytes."""
     model.save_pretrained(folder)
-    if config.model_type == "gpt2":  # as on the hub, which is what mlx-lm reads
+    if model.config.model_type == "gpt2":  # as on the hub, which is what mlx-lm reads
         weights = load_file(folder / "model.safetensors")
         weights = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
         save_file(weights, folder / "model.safetensors", {"format": "pt"})

@@ -18,7 +18,7 @@ FIXED = re.compile(r"(^|_)act(ivation)?(_|$)")
 
 #: Settings that change rows, and that models of mlx-lm which do not have the name do not look at.
 PERHAPS_READ = re.compile(
-    r"softcapping$|^clip_qkv$|^norm_topk_prob$|^use_bidirectional_attention$"
+    r"softcapping$|^clip_qkv$|^norm_topk_prob$|^rope_interleave$|^use_bidirectional_attention$"
     r"|^scale_attn_(weights|by_inverse_layer_idx)$"
 )
 
