@@ -148,6 +148,15 @@ def test_a_prompt_is_kept_once(llama: Tried) -> None:
     assert llama.store.nbytes < alone + 64 * 64 * alone / 1000
 
 
+def test_a_row_far_behind_a_prompt_takes_several_forward_passes(llama: Tried) -> None:
+    """So far that a pass has fewer tokens than the row lacks."""
+    (prompt,), (tail,) = keys_of(1, 3000), keys_of(1, 480, seed=1)
+    llama.store.pin(prompt)
+    forwards = llama.ask((*prompt, *tail[1:]), (*prompt, 5))
+    assert len(forwards) > 2
+    assert sum(forwards) == 481
+
+
 def test_prompts_with_a_common_beginning_and_contexts_without(llama: Tried) -> None:
     (system,), users = keys_of(1, 300), keys_of(3, 200, seed=1)
     prompts = [(*system, *user[1:]) for user in users]

@@ -53,9 +53,10 @@ class MlxEngine:
     def genlm_step(self, queries: Sequence[Query], dropped: Sequence[Query]) -> list[Answer]:
         """Answer all but the queries that lack more than a chunk, and compute one chunk of the
         oldest of those."""
-        gone, waiting = set(dropped), [*self._waiting, *queries]
+        gone, before = set(dropped), self._waiting
         self._waiting = []  # also where what follows fails
-        waiting = [query for query in waiting if query not in gone]
+        # A newcomer may be equal to one that is dropped.
+        waiting = [*(query for query in before if query not in gone), *queries]
         chunks = {query: chunk for query in waiting if (chunk := self._chunk(query))}
         now = [query for query in waiting if query not in chunks]
         if chunks and self.pool is not None:

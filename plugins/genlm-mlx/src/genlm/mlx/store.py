@@ -242,7 +242,7 @@ class Store:
                 some = chunk.tokens[start - chunk.start : start - chunk.start + most]
                 batch.append(Chunk(chunk.segment, start, some, chunk.version))
                 start, room = start + len(some), room - len(some)
-                if room == 0:
+                if room == 0 or start < chunk.stop:  # a forward pass has one chunk of a segment
                     self._run(batch)
                     batch, room = [], self._runner.step_size
         if batch:
