@@ -6,4 +6,4 @@ import os
 
 os.environ.setdefault("GENLM_FUZZ_SECONDS", "3600")
 
-from .test_fuzz import *  # noqa: E402, F403
+from .test_fuzz import *  # noqa: F403

@@ -27,7 +27,7 @@ from .conftest import save_model
 
 # hf's way to make a small model of a family is not part of mlx's environment.
 sys.path.append(str(Path(__file__).parents[2] / "genlm-hf" / "src"))
-from genlm.hf.twin import INNER_WIDTH, MOST_WEIGHTS, WIDTH, small_config, thresholds  # noqa: E402
+from genlm.hf.twin import INNER_WIDTH, MOST_WEIGHTS, WIDTH, small_config, thresholds
 
 #: mlx-lm's olmo ends the process where the package hf_olmo is missing.
 FAMILIES = sorted(
@@ -57,6 +57,7 @@ LEFT_OPEN: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 128},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "nemotron": {"num_key_value_heads": 8},
+    "stablelm": {"num_attention_heads": 8, "num_key_value_heads": 8},
 }
 
 #: Parts of the names of settings that change no row, or that change the sizes of weights.
@@ -70,7 +71,10 @@ LEFT_ALONE = (
 )  # fmt: skip
 
 #: Known to be wrong, in ways that no checkpoint has.
-KNOWN = {("nemotron_h", "num_experts_per_tok")}  # one expert: mlx-lm does not normalise its weight
+KNOWN = {
+    ("nemotron_h", "num_experts_per_tok"),  # one expert: mlx-lm does not normalise its weight
+    ("glm4_moe_lite", "rope_parameters"),  # a part of the features that latent attention rotates
+}
 
 SCALED = {"factor": 4.0, "original_max_position_embeddings": FAR}
 ROPES: list[dict[str, Any]] = [
@@ -124,7 +128,7 @@ def _others(name: str, value: Any) -> list[Any]:
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, float):
-        return [value * 1.5 or 0.3]
+        return [value * 1.5 or (3.0 if "cap" in name else 0.3)]
     if isinstance(value, str):
         return [act for act in ("silu", "gelu", "relu") if act[:4] != value[:4]] * ("act" in name)
     if isinstance(value, int):

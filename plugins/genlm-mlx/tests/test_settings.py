@@ -44,7 +44,10 @@ def rope(kind: str, **settings: Any) -> dict[str, Any]:
 
 def longrope(features: int, **settings: Any) -> dict[str, Any]:
     pairs = range(features // 2)
-    factors = {"short_factor": [1 + 0.1 * i for i in pairs], "long_factor": [3.0 + i for i in pairs]}
+    factors = {
+        "short_factor": [1 + 0.1 * i for i in pairs],
+        "long_factor": [3.0 + i for i in pairs],
+    }
     return rope("longrope", **factors, **settings)
 
 

@@ -385,9 +385,9 @@ def _below(chunks: Sequence[Chunk]) -> list[Below]:
     positions = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
     below = []
     for (trunk, size), ranges in found.items():
-        tokens = np.concatenate(ranges)
-        whole = len(tokens) == start
-        below.append(Below(trunk, size, positions[tokens], None if whole else mx.array(tokens, mx.int32)))
+        mine = np.concatenate(ranges)
+        some = None if len(mine) == start else mx.array(mine, mx.int32)
+        below.append(Below(trunk, size, positions[mine], some))
     return below
 
 

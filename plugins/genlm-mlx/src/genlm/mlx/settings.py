@@ -55,13 +55,13 @@ def refuse_unread(settings: Any, model: Any) -> None:
     inner = getattr(model, "language_model", model)
     read = getattr(inner, "args", None)
     try:
-        defaults = type(settings)()
+        defaults = type(settings)().to_dict()
     except Exception:  # some classes have none
         return
     for name, value in settings.to_dict().items():
-        usual = getattr(defaults, name, None)
+        usual = defaults.get(name)
         if FIXED.search(name) and isinstance(value, str):
-            alike = SAME.get(value, value) == SAME.get(usual, usual)
+            alike = SAME.get(value, value) == SAME.get(str(usual), usual)
         else:
             unread = PERHAPS_READ.search(name) and not hasattr(read, name)
             alike = not unread or value == usual

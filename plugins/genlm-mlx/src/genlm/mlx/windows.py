@@ -27,7 +27,7 @@ class Windowed:
 
     def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
         mask = create_attention_mask(x, cache, window_size=self.window, return_array=True)
-        return super().__call__(x, mask, cache)  # type: ignore[misc,no-any-return]
+        return super().__call__(x, mask, cache)  # type: ignore[misc]
 
 
 def repair(model: Any, settings: Any) -> int | None:
@@ -53,7 +53,7 @@ def repair(model: Any, settings: Any) -> int | None:
             f"the checkpoint has layer_types={settings.layer_types!r}, and mlx-lm's "
             f"{settings.model_type} has windows in other layers; load it with backend='hf'"
         )
-    attentions = [getattr(layer, "self_attn", None) for layer in layers]
+    attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in layers]
     plain = all(type(cache) is KVCache for cache in caches) and len(caches) == len(layers)
     if not plain or not all(map(_takes_mask, attentions)):
         return min(window for window in wanted if window)
@@ -107,7 +107,8 @@ def _forget_pattern(model: Any) -> None:
     """Where a model has fewer layers than the pattern of its windows (Gemma 3, Cohere 2), mlx-lm
     looks for a layer that is not there."""
     for _, module in model.named_modules():
-        for holder in (module, getattr(module, "args", None)):
+        holders: list[Any] = [module, getattr(module, "args", None)]
+        for holder in holders:
             if getattr(holder, "sliding_window_pattern", 0) > len(model.layers):
                 holder.sliding_window_pattern = 1
 
