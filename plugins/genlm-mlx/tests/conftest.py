@@ -19,7 +19,9 @@ from transformers.models.gpt2 import GPT2Config
 from transformers.models.lfm2 import Lfm2Config
 from transformers.models.llama import LlamaConfig
 from transformers.models.mamba import MambaConfig
+from transformers.models.mistral import MistralConfig
 from transformers.models.phi3 import Phi3Config
+from transformers.models.qwen2 import Qwen2Config
 
 if sys.platform == "linux":
     # MLX, imported after this, finds PyTorch's BLAS before the slow one in its own wheel: the real
@@ -66,15 +68,20 @@ def llama(rope_type: str, **rope: Any) -> LlamaConfig:
     )
 
 
-#: One tiny model for each way of keeping state: plain, with absolute positions, rotating,
-#: recurrent, and a hybrid. Then plain ones with other rotary embeddings.
+#: One tiny model for each way of keeping state: plain, with absolute positions, rotating, with
+#: windows that mlx-lm has not, recurrent, and a hybrid. Then plain ones with other rotary
+#: embeddings.
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: llama("default"),
     "gpt2": lambda: GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=4, n_positions=256),
     "gemma3": lambda: Gemma3TextConfig(
         **{**SIZES, "num_hidden_layers": 6}, **HEADS, sliding_window=12, query_pre_attn_scalar=8
     ),
-    "gemma2": lambda: Gemma2Config(**SIZES, **HEADS, query_pre_attn_scalar=8, sliding_window=4096),
+    "gemma2": lambda: Gemma2Config(**SIZES, **HEADS, query_pre_attn_scalar=8, sliding_window=12),
+    "mistral": lambda: MistralConfig(**SIZES, **HEADS, sliding_window=12),
+    "qwen2": lambda: Qwen2Config(
+        **SIZES, **HEADS, sliding_window=9, use_sliding_window=True, max_window_layers=1
+    ),
     "falcon_h1": lambda: FalconH1Config(**SIZES, **HEADS, **FALCON_H1),
     "mamba": lambda: MambaConfig(**SIZES, state_size=8, intermediate_size=64, time_step_rank=4),
     "lfm2": lambda: Lfm2Config(
@@ -92,14 +99,17 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def make_model(family: str, folder: Path) -> Path:
-    """A folder with a random model of a family and a tokenizer of the 256 bytes."""
+def make_model(config: Any, folder: Path) -> Path:
+    """A folder with a random model and a tokenizer of the 256 bytes."""
     torch.manual_seed(0)
-    config = CONFIGS[family]()
     config.initializer_range = 0.3
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return save_model(AutoModelForCausalLM.from_config(config, dtype=torch.float32), folder)
+
+
+def save_model(model: Any, folder: Path) -> Path:
+    """A folder with a model and a tokenizer of the 256 bytes."""
     model.save_pretrained(folder)
-    if family == "gpt2":  # as on the hub, which is what mlx-lm reads
+    if model.config.model_type == "gpt2":  # as on the hub, which is what mlx-lm reads
         weights = load_file(folder / "model.safetensors")
         weights = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
@@ -118,10 +128,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def folder(family: str) -> Path:
         if family not in made:
-            made[family] = make_model(family, tmp_path_factory.mktemp(family))
+            made[family] = make_model(CONFIGS[family](), tmp_path_factory.mktemp(family))
         return made[family]
 
     return folder
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Callable[[Any], str]:
+    """Makes a random model of a configuration; its folder."""
+    return lambda config: str(make_model(config, tmp_path))
 
 
 @pytest.fixture(scope="session")

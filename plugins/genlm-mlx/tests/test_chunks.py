@@ -61,3 +61,22 @@ def test_contexts_behind_one_long_prompt_wait_for_it_once(folders: Folders) -> N
     assert steps <= 7
     for answer in answers[::7]:
         assert (answer.result - cold(engine, answer.request)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mamba"])
+def test_a_chunk_that_is_itself_asked_for(folders: Folders, family: str) -> None:
+    """Prefixes of one prompt, each a whole number of chunks."""
+    engine = load(str(folders(family)), {"prefill_step_size": CHUNK})
+    prompt = context(4 * CHUNK, seed=0).token_ids
+    others = [context(5, seed) for seed in range(1, 7)]
+    queries = [Query(prompt[:stop]) for stop in (CHUNK, 2 * CHUNK, 3 * CHUNK, 4 * CHUNK)]
+    answers = engine.genlm_step(others, [])
+    for step in (queries, [], [], []):
+        answers += engine.genlm_step(step, [])
+    assert len(answers) == len(others) + len(queries)
+    for token in (7, 8):
+        grown = [Query((*query.token_ids, token)) for query in (*others, *queries)]
+        answers += engine.genlm_step([one for one in grown if len(one.token_ids) <= CHUNK], [])
+        answers += engine.genlm_step([one for one in grown if len(one.token_ids) > CHUNK], [])
+    for answer in answers:
+        assert (answer.result - cold(engine, answer.request)).abs().max() < 1e-3

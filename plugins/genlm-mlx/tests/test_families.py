@@ -7,9 +7,11 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from mlx_lm.models.cache import ArraysCache
 from transformers import AutoModelForCausalLM
 
 from genlm.core import Query
@@ -18,7 +20,9 @@ from genlm.mlx.loading import load
 from genlm.mlx.pool import Pool
 from genlm.mlx.runner import Runner
 
-FAMILIES = ["llama", "gpt2", "gemma2", "gemma3", "mamba", "lfm2", "falcon_h1"]
+FAMILIES = [
+    "llama", "gpt2", "mistral", "qwen2", "gemma2", "gemma3", "mamba", "lfm2", "falcon_h1"
+]  # fmt: skip
 Folders = Callable[[str], Path]
 
 
@@ -67,6 +71,36 @@ def test_rows_from_the_pool_are_those_of_cold_contexts(
             list(c)
             for c in dict.fromkeys(map(tuple, [*grown, *forked, prompt + tokens(1), tokens(5)]))
         ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_many_unequal_rows_in_several_chunks(folders: Folders, family: str) -> None:
+    """Of each row two or three tokens at a time, as 700 rows or more get by default."""
+    engine = load(str(folders(family)), {"prefill_step_size": 60})
+    rng = random.Random(4)
+    contexts = [rng.choices(range(256), k=rng.randrange(2, 40)) for _ in range(25)]
+    contexts += [[at, 1, 2, 3] for at in range(5)]  # an odd number of tokens before the last
+    for _ in range(2):
+        rows = rows_of(engine, contexts)
+        assert (rows - rows_of(engine, contexts, cold=True)).abs().max() < 1e-3
+        contexts = [[*c, *rng.choices(range(256), k=rng.randrange(1, 20))] for c in contexts]
+
+
+def test_the_probe_feeds_unequal_rows_more_than_once(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recurrent cache that is wrong only where some rows have ended and others go on."""
+    prepare = ArraysCache.prepare
+
+    def prepared(cache: ArraysCache, lengths: Any = None, **padding: Any) -> None:
+        prepare(cache, [max(length, 1) for length in lengths], **padding)
+
+    monkeypatch.setattr(ArraysCache, "prepare", prepared)
+    engine = load(str(folders("falcon_h1")), {})
+    rng = random.Random(5)
+    contexts = [rng.choices(range(256), k=rng.randrange(20, 60)) for _ in range(120)]
+    rows = rows_of(engine, contexts)
+    assert (rows[:20] - rows_of(engine, contexts[:20], cold=True)).abs().max() < 1e-3
 
 
 def test_a_batch_that_fits_by_accident_deceives_no_probe(

@@ -93,7 +93,7 @@ def test_rotary_settings_by_kind_of_layer_and_within_a_text_model() -> None:
     text = {"hidden_size": 8, "rope_parameters": kinds}
     lifted = {
         "rope_theta": 1e6,
-        "rope_scaling": kinds["full_attention"],
+        "rope_scaling": {"type": "linear", **kinds["full_attention"]},
         "rope_local_base_freq": 1e4,
     }
     assert amended({"text_config": text}) == {"text_config": {**text, **lifted}}

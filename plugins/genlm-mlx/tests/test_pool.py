@@ -114,6 +114,15 @@ def test_contexts_of_one_prompt_share_its_prefill(llama: Tried) -> None:
     assert llama.ask(*[(*prompt, token) for token in range(8)]) == [39, 1, 8]
 
 
+def test_many_short_rows_go_in_few_chunks(folders: Callable[[str], Path]) -> None:
+    """700 rows of 2 to 4 tokens before the last, in a rotating cache: three take a chunk of
+    three, not of two and one, which mlx-lm refuses."""
+    tried = Tried(folders("gemma3"))
+    keys = list(dict.fromkeys(key[: 4 + at % 3] for at, key in enumerate(keys_of(700, 6))))
+    assert len(tried.ask(*keys)) == 3
+    assert len(tried.ask(*[(*key, 1, 2, 3, *range(at % 2)) for at, key in enumerate(keys)])) <= 3
+
+
 def test_a_long_prompt_is_shared_within_a_longer_one(llama: Tried) -> None:
     (prompt,), branches = keys_of(1, 40), keys_of(2, 30, seed=5)
     contexts = [(*prompt, *branch[1:], token) for branch in branches for token in (1, 2)]

@@ -54,7 +54,7 @@ def llama(folders: Folders) -> Tried:
     return Tried(folders("llama"))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "yarn"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "yarn", "mistral", "qwen2"])
 def test_plain_attention_shares_and_other_families_do_not(folders: Folders, family: str) -> None:
     assert isinstance(load(str(folders(family)), {}).pool, Store)
 
@@ -123,7 +123,7 @@ def test_some_rows_of_many_go_on(llama: Tried) -> None:
 
 
 @pytest.mark.parametrize("length", [16, 31, 32, 33, 63, 64, 65, 600])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
 def test_contexts_of_one_prompt_share_its_prefill(
     folders: Folders, family: str, length: int
 ) -> None:
@@ -146,6 +146,15 @@ def test_a_prompt_is_kept_once(llama: Tried) -> None:
     alone = llama.store.nbytes
     llama.ask(*[(*prompt, token) for token in range(64)])
     assert llama.store.nbytes < alone + 64 * 64 * alone / 1000
+
+
+def test_a_row_far_behind_a_prompt_takes_several_forward_passes(llama: Tried) -> None:
+    """So far that a pass has fewer tokens than the row lacks."""
+    (prompt,), (tail,) = keys_of(1, 3000), keys_of(1, 480, seed=1)
+    llama.store.pin(prompt)
+    forwards = llama.ask((*prompt, *tail[1:]), (*prompt, 5))
+    assert len(forwards) > 2
+    assert sum(forwards) == 481
 
 
 def test_prompts_with_a_common_beginning_and_contexts_without(llama: Tried) -> None:
@@ -197,7 +206,7 @@ def test_rows_are_right_and_bytes_bounded_under_any_budget(folders: Folders) -> 
             keys = [(*keys[token], 99), *[(*key, token) for key in keys[:-1]]]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "qwen2"])
 @pytest.mark.parametrize("max_bytes", [None, 0, 100_000])
 def test_whatever_a_program_does_rows_are_right(
     folders: Folders, family: str, max_bytes: int | None

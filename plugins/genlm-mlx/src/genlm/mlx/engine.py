@@ -55,15 +55,17 @@ class MlxEngine:
     def genlm_step(self, queries: Sequence[Query], dropped: Sequence[Query]) -> list[Answer]:
         """Answer all but the queries that lack more than a chunk, and compute one chunk of the
         oldest of those."""
-        gone, waiting = set(dropped), [*self._waiting, *queries]
+        gone, before = set(dropped), self._waiting
         self._waiting = []  # also where what follows fails
-        waiting = [query for query in waiting if query not in gone]
+        # A newcomer may be equal to one that is dropped.
+        waiting = [*(query for query in before if query not in gone), *queries]
         chunks = {query: chunk for query in waiting if (chunk := self._chunk(query))}
         now = [query for query in waiting if query not in chunks]
         if chunks and self.pool is not None:
-            # With the others, so that its row is not the least recently used.
-            part = next(iter(chunks.values()))
-            rows = _rows(self.pool.logits([*map(key_of, now), part])[: len(now)])
+            # With the others, so that its row is not the least recently used. It may be one of
+            # them, and keys are distinct.
+            keys = dict.fromkeys([*map(key_of, now), next(iter(chunks.values()))])
+            rows = _rows(self.pool.logits([*keys])[: len(now)])
         else:
             rows = self.genlm_next_token_logprobs(now) if now else torch.empty(0)
         self._waiting = list(chunks)

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from genlm.core.logs import get_logger
 from genlm.core.model_files import require_model
+from genlm.mlx import rotary, windows
 from genlm.mlx.adapters import Adapters
 from genlm.mlx.engine import MlxEngine
 from genlm.mlx.options import Options
@@ -20,6 +21,7 @@ from genlm.mlx.pool import Pool
 from genlm.mlx.probe import CacheSupport, probe
 from genlm.mlx.repairs import repair
 from genlm.mlx.runner import Runner
+from genlm.mlx.settings import refuse_unread, settings_of
 from genlm.mlx.store import Store
 
 #: What mlx-lm itself fetches of a repository.
@@ -51,8 +53,12 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
         else Path(snapshot_download(name, allow_patterns=list(FILES)))
     )
     config = json.loads((folder / "config.json").read_text())
+    settings = settings_of(folder)
     model, _ = load_model(folder, model_config=amended(config))
     repair(model)
+    longest = max_context(config)
+    if settings is not None:
+        longest = honoured(model, settings, longest)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     adapters = Adapters(model)
     runner = Runner(model, adapters, chosen.prefill_step_size)
@@ -76,8 +82,27 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
         adapters,
         pool,
         vocab_size=runner.cold((0, 0)).shape[-1],
-        max_context=max_context(config),
+        max_context=longest,
     )
+
+
+def honoured(model: Any, settings: Any, longest: int | None) -> int | None:
+    """Have the model compute what transformers' settings say.
+
+    Returns:
+        The longest context, ``longest`` or fewer where it cannot be had beyond.
+
+    Raises:
+        EngineError: rows would be wrong.
+    """
+    refuse_unread(settings, model)
+    rotary.repair(model, settings)
+    limits = {"sliding_window": windows.repair(model, settings), "longrope": rotary.limit(settings)}
+    for name, limit in limits.items():
+        if limit is not None and (longest is None or limit < longest):
+            log.warning("context.limited", to=limit, why=f"mlx-lm has no {name} beyond it")
+            longest = limit
+    return longest
 
 
 def amended(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,7 +125,7 @@ def amended(config: Mapping[str, Any]) -> dict[str, Any]:
         if name in full:
             lifted[name] = full[name]
     if full.get("rope_type", "default") != "default":
-        lifted["rope_scaling"] = dict(full)
+        lifted["rope_scaling"] = {"type": full["rope_type"], **full}
     if layered and "rope_theta" in parameters.get("sliding_attention", {}):
         lifted["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
     return {

@@ -14,6 +14,7 @@ from genlm.mlx.attention import hook
 from genlm.mlx.pool import Pool
 from genlm.mlx.runner import Key, Runner
 from genlm.mlx.store import Store
+from genlm.mlx.windows import narrowed
 from mlx.utils import tree_flatten
 
 #: The most total variation between a batched row and the same row alone, for float32 weights and
@@ -23,6 +24,12 @@ TOLERANCE, COARSE_TOLERANCE = 5e-4, 0.1
 #: Rows in a batch of the probe. Masks and states of the wrong shape may broadcast by accident where
 #: the batch is as large as some number of heads: no number equals both.
 BATCHES = (5, 7)
+
+#: The most tokens of each row that the probe feeds at a time: unequal rows take several chunks.
+CHUNK = 3
+
+#: How wide a repaired window is while the probe looks: contexts go beyond it.
+WINDOW = 6
 
 #: What models raise of a cache that they were not written for.
 REFUSED = (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError)
@@ -40,15 +47,25 @@ class CacheSupport(Enum):
 
 def probe(runner: Runner) -> CacheSupport:
     """Try batches of rows of unequal length, and extend them."""
+    with narrowed(runner.model, WINDOW):  # as far as a short context is beyond
+        return _support(runner)
+
+
+def _support(runner: Runner) -> CacheSupport:
     if not all(hasattr(layer, "merge") for layer in runner.empty_cache()):
         return CacheSupport.NONE
     if _shares(runner):
         return CacheSupport.SHARED
     for support in (CacheSupport.RAGGED, CacheSupport.EQUAL):
-        ragged = support is CacheSupport.RAGGED
-        if all(_right(runner, Pool(runner, 0, ragged), _unequal(rows)) for rows in BATCHES):
+        if all(_batches(runner, rows, support is CacheSupport.RAGGED) for rows in BATCHES):
             return support
     return CacheSupport.NONE
+
+
+def _batches(runner: Runner, rows: int, ragged: bool) -> bool:
+    """Whether so many rows, equal or not, are right in one cache."""
+    chunked = Runner(runner.model, runner.adapters, CHUNK * rows)
+    return _right(chunked, Pool(chunked, 0, ragged), _unequal(rows))
 
 
 def _shares(runner: Runner) -> bool:
@@ -66,7 +83,7 @@ def _shares(runner: Runner) -> bool:
 
 def _unequal(rows: int) -> list[list[Key]]:
     """Prompts of unequal length, then with one token more, then with several."""
-    prompts: list[Key] = [(0, *range(1 + row, 4 + row + row % 3)) for row in range(rows)]
+    prompts: list[Key] = [(0, *range(1 + row, 4 + row + 2 * row % 7)) for row in range(rows)]
     grown = [(*key, 7) for key in prompts]
     further = [(*key, *range(2, 4 + row % 2)) for row, key in enumerate(grown)]
     return [prompts, grown, further]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from math import ceil
 from typing import Any
 
@@ -34,7 +34,7 @@ class Runner:
 
     def __init__(self, model: Any, adapters: Adapters, step_size: int) -> None:
         self.model = model
-        self._adapters = adapters
+        self.adapters = adapters
         self.step_size = step_size
 
     def empty_cache(self) -> Cache:
@@ -46,27 +46,25 @@ class Runner:
         right meanwhile."""
         lengths = [len(row) for row in tokens]
         width = max(lengths)
-        ragged = min(lengths) < width
-        if ragged:
-            for layer in cache:
-                layer.prepare(lengths=lengths, right_padding=[width - length for length in lengths])
         block = mx.array([[*row, *[0] * (width - len(row))] for row in tokens], mx.int32)
-        self._adapters.select(versions)
-        # Chunks of one length within one token: a ragged chunk of one token is beyond the rotating
-        # caches.
-        chunks = ceil(width / max(2, self.step_size // len(tokens)))
-        bounds = [width * i // chunks for i in range(chunks + 1)]
-        for start, end in itertools.pairwise(bounds):
-            self.model(block[:, start:end], cache=cache)
-            mx.eval([layer.state for layer in cache])
-        if ragged:
-            for layer in cache:
-                layer.finalize()
+        self.adapters.select(versions)
+        for start, stop in _chunks(width, self.step_size // len(tokens)):
+            # Each chunk by itself: mlx-lm takes the lengths of recurrent rows for places in it.
+            own = [min(max(length, start), stop) - start for length in lengths]
+            ragged = min(own) < stop - start
+            if ragged:
+                padding = [stop - start - length for length in own]
+                for layer in cache:
+                    layer.prepare(lengths=own, right_padding=padding)
+            self.model(block[:, start:stop], cache=cache)
+            if ragged:
+                for layer in cache:
+                    layer.finalize()
             mx.eval([layer.state for layer in cache])
 
     def step(self, cache: Cache, versions: Sequence[int], tokens: Sequence[int]) -> mx.array:
         """Append one token to each row; the logits of the next, ``[rows, vocab_size]`` float32."""
-        self._adapters.select(versions)
+        self.adapters.select(versions)
         logits = self.model(mx.array(tokens, mx.int32)[:, None], cache=cache)[:, -1, :].astype(
             mx.float32
         )
@@ -79,7 +77,7 @@ class Runner:
         Returns:
             The logits after each, ``[tokens, vocab_size]``: not computed unless they are read.
         """
-        self._adapters.select(versions)
+        self.adapters.select(versions)
         logits: mx.array = self.model(mx.array(tokens, mx.int32)[:, None], cache=cache)[:, -1, :]
         return logits
 
@@ -95,7 +93,7 @@ class Runner:
         width, start = FIRST_LOGITS, len(tokens) - last
         while start < len(tokens):
             chunk = mx.array([tokens[start : start + width]], mx.int32)
-            self._adapters.select([version])
+            self.adapters.select([version])
             logits = self.model(chunk, cache=cache)[0].astype(mx.float32)
             mx.eval(logits, [layer.state for layer in cache])
             yield logits
@@ -110,3 +108,10 @@ class Runner:
         if len(tokens) > 1:
             self.feed(cache, [version], [tokens[:-1]])
         return self.step(cache, [version], tokens[-1:])
+
+
+def _chunks(width: int, most: int) -> Iterator[tuple[int, int]]:
+    """Cut so many columns into chunks of about one length, at most ``most`` if that is possible:
+    none of a single column among several, for rotating caches take no ragged one."""
+    count = max(1, min(ceil(width / max(most, 2)), width // 2))
+    return pairwise(width * at // count for at in range(count + 1))

@@ -192,6 +192,25 @@ class Store:
             self._forget(one)
         self._resize(0, 0)
 
+    def check_integrity(self) -> None:
+        """Raises: RuntimeError: rows, free rows and the tree do not add up."""
+        rows = list(self._all(Row))
+        slots = sorted([row.slot for row in rows] + self._free)
+        if slots != list(range(self._table.slots)):
+            raise RuntimeError(f"rows {slots} are not those of a table of {self._table.slots}")
+        if any(row.size > self._table.columns for row in rows):
+            raise RuntimeError(f"a row is longer than the table's {self._table.columns} columns")
+        for one in self._index.values():
+            if self._index.get(one.key) is not one:
+                raise RuntimeError("a segment is not found by its key")
+            below = one.parent
+            if below is not None and (
+                self._index.get(below.key) is not below
+                or one not in below.children
+                or shared_length(one.key, below.key) < one.start
+            ):
+                raise RuntimeError(f"positions before {one.start} are not those of the context")
+
     # --- the plot ---------------------------------------------------------------------------------
 
     def _compute(self, runs: Sequence[Run]) -> mx.array:
@@ -223,7 +242,7 @@ class Store:
                 some = chunk.tokens[start - chunk.start : start - chunk.start + most]
                 batch.append(Chunk(chunk.segment, start, some, chunk.version))
                 start, room = start + len(some), room - len(some)
-                if room == 0:
+                if room == 0 or start < chunk.stop:  # a forward pass has one chunk of a segment
                     self._run(batch)
                     batch, room = [], self._runner.step_size
         if batch:

@@ -9,6 +9,7 @@ import mlx.core as mx
 from genlm.core.segments import Row, Trunk
 from genlm.mlx.layout import LayerState, Layout
 from genlm.mlx.runner import Runner
+from genlm.mlx.windows import windows_of
 
 #: Columns are allotted in steps of this many.
 COLUMN_STEP = 32
@@ -21,12 +22,16 @@ class TableLayer:
 
     Attributes:
         index: Its number.
+        window: The most positions that a token attends to; ``None`` is all.
         keys, values: The state.
     """
 
-    def __init__(self, table: Table, index: int, keys: mx.array, values: mx.array) -> None:
+    def __init__(
+        self, table: Table, index: int, window: int | None, keys: mx.array, values: mx.array
+    ) -> None:
         self._table = table
         self.index = index
+        self.window = window
         self.keys = keys
         self.values = values
 
@@ -41,8 +46,8 @@ class TableLayer:
 
     def make_mask(self, N: int, return_array: bool = False, window_size: Any = None) -> None:
         """None: the layout decides what a token attends to."""
-        if N != 1 or window_size is not None:
-            raise NotImplementedError("attention to a window, or tokens that are laid out anew")
+        if N != 1 or window_size not in (None, self.window):
+            raise NotImplementedError("another window, or tokens that are laid out anew")
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[TableLayer, TableLayer]:
         """Write new keys and values; gives itself, to be attended to."""
@@ -50,7 +55,7 @@ class TableLayer:
         return self, self
 
     def attend(self, queries: mx.array, scale: float) -> mx.array:
-        return self._table.layout.attend(queries, self.state, self.index, scale)
+        return self._table.layout.attend(queries, self.state, self.index, scale, self.window)
 
 
 class Table:
@@ -69,8 +74,10 @@ class Table:
         cache = runner.empty_cache()
         runner.feed(cache, [0], [[0]])  # only then it is known what a position takes
         self.layers = [
-            TableLayer(self, index, layer.keys[:0, :, :0], layer.values[:0, :, :0])
-            for index, layer in enumerate(cache)
+            TableLayer(self, index, window, layer.keys[:0, :, :0], layer.values[:0, :, :0])
+            for index, (layer, window) in enumerate(
+                zip(cache, windows_of(runner.model), strict=True)
+            )
         ]
         self.evaluate()
         self.position_bytes: int = sum(

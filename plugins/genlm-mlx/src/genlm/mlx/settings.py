@@ -1,0 +1,72 @@
+"""The configuration as transformers reads it, and what mlx-lm does not read of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from genlm.core.errors import EngineError
+from genlm.core.logs import get_logger
+
+log = get_logger()
+
+#: Settings of which mlx-lm's models know the family's default alone, also where they have the name.
+FIXED = re.compile(r"(^|_)act(ivation)?(_|$)")
+
+#: Settings that change rows, and that models of mlx-lm which do not have the name do not look at.
+PERHAPS_READ = re.compile(
+    r"softcapping$|^clip_qkv$|^norm_topk_prob$|^rope_interleave$|^use_bidirectional_attention$"
+    r"|^scale_attn_(weights|by_inverse_layer_idx)$"
+)
+
+#: Families whose rows are wrong whatever a checkpoint has, and why.
+WRONG = {"ernie4_5_moe": "leaves out the router's e_score_correction_bias"}
+
+#: One function by several names, or one and its approximation.
+SAME = {"swish": "silu", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu"}
+
+
+def settings_of(folder: Path) -> Any:
+    """The settings of the language model in a folder as transformers completes them; ``None`` where
+    it does not know the model."""
+    try:
+        whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # also what a class says of values that it does not expect
+        log.info("settings.unknown", model=str(folder), error=str(error)[:200])
+        return None
+    return whole.get_text_config(decoder=True)
+
+
+def refuse_unread(settings: Any, model: Any) -> None:
+    """Refuse a checkpoint whose rows mlx-lm would get wrong.
+
+    Raises:
+        EngineError: a setting differs from the family's default, and the model does not read it;
+            or the family is one that is wrong in any case.
+    """
+    if settings.model_type in WRONG:
+        raise EngineError(
+            f"mlx-lm {WRONG[settings.model_type]} of {settings.model_type}; load it with "
+            "backend='hf'"
+        )
+    inner = getattr(model, "language_model", model)
+    read = getattr(inner, "args", None)
+    try:
+        defaults = type(settings)().to_dict()
+    except Exception:  # some classes have none
+        return
+    for name, value in settings.to_dict().items():
+        usual = defaults.get(name)
+        if FIXED.search(name) and isinstance(value, str):
+            alike = SAME.get(value, value) == SAME.get(str(usual), usual)
+        else:
+            unread = PERHAPS_READ.search(name) and not hasattr(read, name)
+            alike = not unread or value == usual
+        if not alike:
+            raise EngineError(
+                f"the checkpoint has {name}={value!r}, and mlx-lm computes this family "
+                f"({settings.model_type}) with {usual!r}; load it with backend='hf'"
+            )

@@ -1,0 +1,168 @@
+"""What a configuration says is computed as transformers computes it, or refused by name: cold rows
+on both sides of every threshold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from structlog.testing import capture_logs
+from transformers import AutoModelForCausalLM
+
+from genlm.core import Query
+from genlm.core.errors import EngineError
+from genlm.mlx.loading import load
+from genlm.mlx.store import Store
+
+from .conftest import HEADS, SIZES
+
+Saved = Callable[[Any], str]
+
+#: Where every threshold is, and the lengths that are tried.
+FAR = 20
+LENGTHS = (5, FAR - 1, FAR, FAR + 1, FAR + 2, 2 * FAR, 2 * FAR + 1, 4 * FAR)
+
+#: Rows may be so far apart: some models of mlx-lm compute GELU exactly where transformers
+#: approximates it, or the other way round.
+CLOSE = 5e-3
+
+SHAPE = {**SIZES, **HEADS, "max_position_embeddings": 5 * FAR, "pad_token_id": 0}
+GEMMA = {**SHAPE, "query_pre_attn_scalar": 8, "hidden_size": 64}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 16}
+WINDOW = {"sliding_window": FAR, "use_sliding_window": True}
+MIXED = ["full_attention", "sliding_attention", "full_attention"]
+
+
+def rope(kind: str, **settings: Any) -> dict[str, Any]:
+    far = {"original_max_position_embeddings": FAR, "factor": 4.0}
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **far, **settings}}
+
+
+def longrope(features: int, **settings: Any) -> dict[str, Any]:
+    pairs = range(features // 2)
+    factors = {
+        "short_factor": [1 + 0.1 * i for i in pairs],
+        "long_factor": [3.0 + i for i in pairs],
+    }
+    return rope("longrope", **factors, **settings)
+
+
+#: Name of the configuration and arguments.
+RIGHT = {
+    "mistral, window": ("Mistral", {**SHAPE, **WINDOW}),
+    "ministral, window in some layers": (
+        "Mistral",
+        {**SHAPE, **WINDOW, "layer_types": MIXED},
+    ),
+    "mixtral, window": ("Mixtral", {**SHAPE, **WINDOW, **EXPERTS}),
+    "starcoder2, window": ("Starcoder2", {**SHAPE, **WINDOW}),
+    "phi3, window": ("Phi3", {**SHAPE, **WINDOW}),
+    "qwen2, window in some layers": ("Qwen2", {**SHAPE, **WINDOW, "max_window_layers": 1}),
+    "qwen2, window that is switched off": ("Qwen2", {**SHAPE, "sliding_window": FAR}),
+    "qwen3, window in some layers": ("Qwen3", {**SHAPE, **WINDOW, "layer_types": MIXED}),
+    "ministral 3, window": ("Ministral3", {**SHAPE, "sliding_window": FAR}),
+    "gemma2, window in some layers": ("Gemma2", {**GEMMA, **WINDOW}),
+    "gemma3, fewer layers than its pattern": (
+        "Gemma3Text",
+        {**GEMMA, **WINDOW, "num_hidden_layers": 4},
+    ),
+    "gemma3, types of layers of its own": (
+        "Gemma3Text",
+        {**GEMMA, **WINDOW, "layer_types": MIXED},
+    ),
+    "cohere2, fewer layers than its pattern": (
+        "Cohere2",
+        {**SHAPE, **WINDOW, "hidden_size": 32, "logit_scale": 1.0},
+    ),
+    "llama, linear": ("Llama", {**SHAPE, **rope("linear")}),
+    "llama, llama3": (
+        "Llama",
+        {**SHAPE, **rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0)},
+    ),
+    "llama, yarn with a factor of attention": (
+        "Llama",
+        {**SHAPE, **rope("yarn", attention_factor=1.5)},
+    ),
+    "llama, yarn with mscale alone": ("Llama", {**SHAPE, **rope("yarn", mscale=1.5)}),
+    "llama, yarn not truncated": ("Llama", {**SHAPE, **rope("yarn", truncate=False)}),
+    "llama, dynamic": ("Llama", {**SHAPE, **rope("dynamic")}),
+    "gemma, linear": ("Gemma", {**GEMMA, **rope("linear")}),
+    "cohere, yarn": ("Cohere", {**SHAPE, **rope("yarn"), "logit_scale": 1.0}),
+    "glm, some features": ("Glm", SHAPE),
+    "glm, linear in some features": (
+        "Glm",
+        {**SHAPE, **rope("linear", partial_rotary_factor=0.5)},
+    ),
+    "mixtral, linear": ("Mixtral", {**SHAPE, **EXPERTS, **rope("linear")}),
+    "phi3, longrope": ("Phi3", {**SHAPE, **longrope(8)}),
+    "llama, longrope": ("Llama", {**SHAPE, **longrope(8, attention_factor=1.3)}),
+}
+
+REFUSED = {
+    "hidden_act": ("Llama", {**SHAPE, "hidden_act": "gelu"}),
+    "activation_function": (
+        "GPT2",
+        {"vocab_size": 256, "n_embd": 32, "n_layer": 2, "activation_function": "relu", "n_head": 4},
+    ),
+    "final_logit_softcapping": ("Gemma3Text", {**GEMMA, "final_logit_softcapping": 5.0}),
+    "use_bidirectional_attention": ("Gemma", {**GEMMA, "use_bidirectional_attention": True}),
+    "clip_qkv": ("Olmoe", {**SHAPE, **EXPERTS, "clip_qkv": 0.3}),
+    "norm_topk_prob": ("Qwen2Moe", {**SHAPE, **EXPERTS, "norm_topk_prob": True}),
+    "layer_types": (
+        "Gemma3Text",
+        {**GEMMA, **WINDOW, "layer_types": MIXED * 2, "num_hidden_layers": 6},
+    ),
+}
+
+
+def made(name: str, arguments: dict[str, Any]) -> Any:
+    return getattr(transformers, f"{name}Config")(**arguments)
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_cold_rows_are_those_of_transformers(case: str, saved: Saved) -> None:
+    folder = saved(made(*RIGHT[case]))
+    engine = load(folder, {})
+    reference = AutoModelForCausalLM.from_pretrained(folder).eval()
+    whole = random.Random(case).choices(range(256), k=LENGTHS[-1])
+    tried = [n for n in LENGTHS if engine.max_context is None or n <= engine.max_context]
+    assert len(tried) > 2
+    for length in tried:
+        with torch.no_grad():
+            logits = reference(torch.tensor([whole[:length]]), use_cache=False).logits[0, -1]
+        (row,) = engine.genlm_next_token_logprobs([Query(tuple(whole[:length]), cold=True)])
+        torch.testing.assert_close(row, logits.log_softmax(-1), atol=CLOSE, rtol=0)
+        (warm,) = engine.genlm_next_token_logprobs([Query(tuple(whole[:length]))])
+        torch.testing.assert_close(warm, row, atol=CLOSE, rtol=0)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_mlx_lm_does_not_look_at_is_refused_by_name(name: str, saved: Saved) -> None:
+    with pytest.raises(EngineError, match=f"{name}=.*; load it with backend='hf'"):
+        load(saved(made(*REFUSED[name])), {})
+
+
+def test_a_family_that_is_wrong_in_any_case_is_refused(saved: Saved) -> None:
+    config = made("Ernie4_5_Moe", {**SHAPE, **EXPERTS, "moe_num_experts": 4, "moe_k": 2})
+    with pytest.raises(EngineError, match="e_score_correction_bias of ernie4_5_moe"):
+        load(saved(config), {})
+
+
+def test_windows_that_are_put_in_share_prompts(saved: Saved) -> None:
+    assert isinstance(load(saved(made(*RIGHT["starcoder2, window"])), {}).pool, Store)
+
+
+def test_a_window_that_cannot_be_put_in_ends_the_context(
+    saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genlm.mlx.windows._takes_mask", lambda attention: False)
+    with capture_logs() as logs:
+        engine = load(saved(made(*RIGHT["starcoder2, window"])), {})
+    assert engine.max_context == FAR
+    (warning,) = [one for one in logs if one["event"] == "context.limited"]
+    assert (warning["log_level"], warning["to"]) == ("warning", FAR)
+    assert "sliding_window" in warning["why"]
