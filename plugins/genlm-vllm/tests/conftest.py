@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from genlm.core.types import Query, Request, SampleRequest, SamplingParams, ScoreRequest
 from tools import any_speed  # noqa: F401
@@ -47,6 +49,22 @@ class Driven:
             answers |= self.step()
         return [answers[request] for request in requests]
 
+    @contextmanager
+    def computed_tokens(self) -> Iterator[list[int]]:
+        """How many tokens each forward pass computes, seen from the model itself."""
+        counts: list[int] = []
+        hook = self.model.register_forward_pre_hook(
+            lambda module, args, kwargs: counts.append(len(kwargs["input_ids"])), with_kwargs=True
+        )
+        yield counts
+        hook.remove()
+
+    def assert_cold_rows(self, rows: Mapping[Query, Any], atol: float = 5e-4) -> None:
+        """Rows against those that read no key/value state of others."""
+        for query, row in rows.items():
+            (cold,) = self.ask(Query(query.token_ids, query.adapter, cold=True))
+            torch.testing.assert_close(row, cold, atol=atol, rtol=0)
+
     def draw(self, queries: Sequence[Query], params: Sequence[SamplingParams]) -> list[Any]:
         return self.ask(*map(SampleRequest, queries, params))
 
@@ -86,7 +104,6 @@ def small_opts() -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def tiny_path(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random Llama whose heads two workers can share, with the real model's tokenizer."""
-    import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -139,7 +156,6 @@ def write_adapter(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> 
     new or written over."""
     import json
 
-    import torch
     from safetensors.torch import save_file
 
     config = json.loads((Path(model_path) / "config.json").read_text())
