@@ -60,10 +60,26 @@ def test_a_fork_from_an_earlier_place_copies_only_what_it_shares(engine):
 
 
 def test_of_several_sources_the_longest_is_taken(engine):
-    asked(engine, text(0, 10), text(0, 50), text(0, 40))
-    asked(engine, (*text(0, 45), 5))
-    rows, counts = asked(engine, (*text(0, 45), 6))
+    parent = text(0, 50)
+    asked(engine, (*parent[:40], 5), (*parent, 6), (*parent[:43], 7))
+    rows, counts = asked(engine, (*parent[:45], 8))
     assert counts == [1]
+    engine.assert_cold_rows(rows)
+
+
+def test_a_context_that_is_live_already_computes_its_last_token(engine):
+    asked(engine, text(0, 50))
+    rows, counts = asked(engine, text(0, 50))
+    assert counts == [1]
+    engine.assert_cold_rows(rows)
+
+
+def test_the_same_tokens_behind_another_beginning_are_not_taken(engine):
+    tail = text(0, 20)
+    asked(engine, text(1, BLOCK) + tail)
+    asked(engine, (*text(2, BLOCK), 5))
+    rows, counts = asked(engine, (*text(2, BLOCK), *tail, 6))
+    assert counts == [21]
     engine.assert_cold_rows(rows)
 
 

@@ -77,7 +77,11 @@ def test_forks_take_nothing_over_from_another_adapter(engine, add, write_adapter
     for first in adapters:
         engine.ask(Query(IDS[:10], first))
         forks = [Query((*IDS[:10], 77 + i), each) for i, each in enumerate(adapters)]
-        engine.assert_cold_rows(dict(zip(forks, engine.ask(*forks), strict=True)), ATOL)
+        forks.append(Query((*IDS[:10], 99), first))
+        with engine.computed_tokens() as counts:
+            rows = engine.ask(*forks)
+        assert counts == [11 + 11 + 1 + 1]
+        engine.assert_cold_rows(dict(zip(forks, rows, strict=True)), ATOL)
         engine.genlm_clear_kv_cache()
 
 
