@@ -417,3 +417,30 @@ def test_seeded_draws_wait_for_room_and_are_what_they_are_alone(engine):
     assert [len(ids) for ids in mixed[3:]] == [190, 190, 190, 4, 4, 4]
     for i in (0, 5):
         assert engine.draw(queries[i : i + 1], params[i : i + 1]) == [mixed[3 + i]]
+
+
+def test_rows_that_join_behind_a_seeded_draw_leave_its_prompt_whole(engine, rows_of):
+    """vLLM computes what live sessions append before the prompts of new requests: 3 x 10 and 50
+    tokens would not fit a step of 64. All wait for a prompt that takes two steps."""
+    parents = [Query(context(seed, 20)) for seed in range(3)]
+    rows_of(engine, parents)
+    long = Query(context(7, 100))
+    draw = SampleRequest(Query(context(9, 50)), SamplingParams(max_tokens=8, seed=1))
+    longer = [Query(parent.token_ids + context(8, 10)) for parent in parents]
+    assert engine.step(long, draw) == {}
+    answers = engine.step(*longer)
+    while len(answers) < 5:
+        answers |= engine.step()
+    engine.assert_cold_rows({query: answers[query] for query in (long, *longer)})
+    assert engine.draw([draw.query], [draw.params]) == [answers[draw]]
+
+
+def test_a_step_that_computes_less_of_a_prompt_than_it_has_room_for(load_engine):
+    """vLLM chunks a prompt at ``long_prefill_token_threshold``, or where a step ends early."""
+    for option in ("long_prefill_token_threshold", "max_num_scheduled_tokens"):
+        engine = load_engine(**{option: 40})
+        whole, chunked = Query(context(0, 40)), Query(context(1, 41))
+        params = SamplingParams(max_tokens=2, seed=1)
+        drawn, left = engine.draw([whole, chunked], [params, params])
+        assert len(drawn) == 2
+        assert left is None

@@ -142,8 +142,12 @@ class EngineCore:
         self.logprobs_mode: str = _require(config, "model_config.logprobs_mode")
         self.vocab_size: int = _require(config, "model_config.get_vocab_size")()
         self.max_num_seqs: int = _require(config, "scheduler_config.max_num_seqs")
-        self.max_num_batched_tokens: int = _require(
-            config, "scheduler_config.max_num_batched_tokens"
+        limits = _require(config, "scheduler_config")
+        tokens = _require(limits, "max_num_batched_tokens")
+        # Of a step; and of one prompt in it, which is computed in chunks beyond that.
+        self.max_num_batched_tokens: int = min(tokens, limits.max_num_scheduled_tokens or tokens)
+        self.longest_chunk: int = min(
+            self.max_num_batched_tokens, limits.long_prefill_token_threshold or tokens
         )
         self.prefix_caching: bool = bool(_require(config, "cache_config.enable_prefix_caching"))
         self.block_size: int = _require(config, "cache_config.block_size")
