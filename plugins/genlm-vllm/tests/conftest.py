@@ -102,25 +102,36 @@ def small_opts() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def tiny_path(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random Llama whose heads two workers can share, with the real model's tokenizer."""
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+def make_tiny(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Make a small random model, whose heads two workers can share, with the real model's
+    tokenizer: ``make_tiny("Llama", **config)`` gives its folder."""
+    import transformers
 
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-    )
-    folder = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    def make(family: str, **config: Any) -> str:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model_path)
+        size = {
+            "vocab_size": len(tokenizer),
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "initializer_range": 0.2,
+            "pad_token_id": 0,
+        }
+        made = getattr(transformers, f"{family}Config")(**size | config)
+        folder = tmp_path_factory.mktemp("tiny")
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(made).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return str(folder)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_path(make_tiny: Callable[..., str]) -> str:
+    return make_tiny("Llama")
 
 
 @pytest.fixture(scope="module")

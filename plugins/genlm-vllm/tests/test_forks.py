@@ -175,22 +175,8 @@ def test_the_model_that_the_others_are_compared_with(load_tiny):
     assert reasons == []
 
 
-def test_sliding_windows_have_none(load_tiny, tmp_path, tiny_path):
-    from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM
-
-    config = MistralConfig(
-        vocab_size=49152,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=16,
-        initializer_range=0.2,
-    )
-    MistralForCausalLM(config).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(tiny_path).save_pretrained(tmp_path)
-    engine, reasons = load_tiny(str(tmp_path))
+def test_sliding_windows_have_none(load_tiny, make_tiny):
+    engine, reasons = load_tiny(make_tiny("Mistral", sliding_window=16))
     assert recomputed(engine) == 50 % BLOCK
     assert reasons == ["not all layers have full attention"]
 

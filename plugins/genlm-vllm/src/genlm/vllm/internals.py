@@ -139,6 +139,7 @@ class EngineCore:
                 raise _unsupported(f"{struct.__name__} has no {', '.join(sorted(missing))}")
         config = _require(llm, "llm_engine.vllm_config")
         self.max_model_len: int = _require(config, "model_config.max_model_len")
+        self.max_positions = _max_positions(_require(config, "model_config.hf_text_config"))
         self.logprobs_mode: str = _require(config, "model_config.logprobs_mode")
         self.vocab_size: int = _require(config, "model_config.get_vocab_size")()
         self.max_num_seqs: int = _require(config, "scheduler_config.max_num_seqs")
@@ -323,6 +324,16 @@ def _output(raw: Any) -> Output:
         # Further columns would be those of likelier tokens.
         None if scores is None else scores.logprobs[:, 0],
     )
+
+
+def _max_positions(config: Any) -> int | None:
+    """How many positions dynamic rotary embeddings have in vLLM: it lets contexts be ``factor``
+    times longer, and reads beyond their table there. ``None`` for other embeddings."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    every = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # by kind of layer
+    if any(each.get("rope_type") == "dynamic" for each in every):
+        return int(config.max_position_embeddings)
+    return None
 
 
 def _require(owner: Any, path: str) -> Any:
