@@ -9,7 +9,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from genlm.core.types import Query, ScoreRequest
+from genlm.core.types import Query
 from genlm.vllm.loading import load
 
 CHANGE, LONGEST = 40, 80  # tokens

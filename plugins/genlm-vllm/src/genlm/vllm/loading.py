@@ -39,7 +39,7 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
     import vllm
 
     stream = EngineStream()
-    with engine_core_here() as here, stream.entered():
+    with stream.entered(), engine_core_here() as here:
         local = here and _has_one_worker(chosen.engine_opts)
         store = RowStore()
         spare = _spare_slot(chosen.engine_opts) if local else {}
