@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from genlm.core.types import Query, Request, SampleRequest, SamplingParams, ScoreRequest
 from tools import any_speed  # noqa: F401
@@ -47,6 +49,22 @@ class Driven:
             answers |= self.step()
         return [answers[request] for request in requests]
 
+    @contextmanager
+    def computed_tokens(self) -> Iterator[list[int]]:
+        """How many tokens each forward pass computes, seen from the model itself."""
+        counts: list[int] = []
+        hook = self.model.register_forward_pre_hook(
+            lambda module, args, kwargs: counts.append(len(kwargs["input_ids"])), with_kwargs=True
+        )
+        yield counts
+        hook.remove()
+
+    def assert_cold_rows(self, rows: Mapping[Query, Any], atol: float = 5e-4) -> None:
+        """Rows against those that read no key/value state of others."""
+        for query, row in rows.items():
+            (cold,) = self.ask(Query(query.token_ids, query.adapter, cold=True))
+            torch.testing.assert_close(row, cold, atol=atol, rtol=0)
+
     def draw(self, queries: Sequence[Query], params: Sequence[SamplingParams]) -> list[Any]:
         return self.ask(*map(SampleRequest, queries, params))
 
@@ -84,26 +102,36 @@ def small_opts() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def tiny_path(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random Llama whose heads two workers can share, with the real model's tokenizer."""
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+def make_tiny(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Make a small random model, whose heads two workers can share, with the real model's
+    tokenizer: ``make_tiny("Llama", **config)`` gives its folder."""
+    import transformers
 
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-    )
-    folder = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    def make(family: str, **config: Any) -> str:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model_path)
+        size = {
+            "vocab_size": len(tokenizer),
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "initializer_range": 0.2,
+            "pad_token_id": 0,
+        }
+        made = getattr(transformers, f"{family}Config")(**size | config)
+        folder = tmp_path_factory.mktemp("tiny")
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(made).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return str(folder)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_path(make_tiny: Callable[..., str]) -> str:
+    return make_tiny("Llama")
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +167,6 @@ def write_adapter(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> 
     new or written over."""
     import json
 
-    import torch
     from safetensors.torch import save_file
 
     config = json.loads((Path(model_path) / "config.json").read_text())

@@ -82,6 +82,17 @@ def test_rows_of_sessions_that_grow_and_fork_are_the_cold_ones(engine):
         torch.testing.assert_close(row, right, atol=5e-4, rtol=0)
 
 
+def test_forks_compute_a_token_each(engine):
+    parent = TEXT[:50]
+    engine.ask(Query(parent))
+    forks = [Query((*parent, token)) for token in (5, 6, 7)]
+    with engine.computed_tokens() as counts:
+        rows = engine.ask(*forks)
+    # vLLM has planned a further step of each before its token is known.
+    assert counts[0] == 3
+    engine.assert_cold_rows(dict(zip(forks, rows, strict=True)))
+
+
 def test_what_is_dropped_between_two_steps_is_never_answered(engine):
     long = SampleRequest(Query(TEXT[:20]), SamplingParams(max_tokens=100, temperature=0.0))
     for newcomers in ([long], [], [], []):

@@ -39,17 +39,6 @@ def assert_rows_close(rows, expected):
     torch.testing.assert_close(torch.stack(rows), torch.stack(expected), atol=ATOL, rtol=0)
 
 
-@contextmanager
-def computed_tokens(engine):
-    """How many tokens each forward pass computes, seen from the model itself."""
-    counts = []
-    hook = engine.model.register_forward_pre_hook(
-        lambda module, args, kwargs: counts.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
-    yield counts
-    hook.remove()
-
-
 def test_rows_are_those_of_transformers(engine, rows_of, model_path):
     from transformers import AutoModelForCausalLM
 
@@ -69,7 +58,7 @@ def test_extending_a_context_by_a_token_computes_one_token(engine, rows_of):
     queries = [Query(context(seed, 50)) for seed in range(4)]
     rows_of(engine, queries)
     longer = [Query((*query.token_ids, 77)) for query in queries]
-    with computed_tokens(engine) as counts:
+    with engine.computed_tokens() as counts:
         rows = rows_of(engine, longer)
     assert counts == [4]
     assert_rows_close(rows, [rows_of(engine, [cold(query)])[0] for query in longer])
@@ -82,30 +71,29 @@ def test_ragged_extensions_append_what_is_new(engine, rows_of):
         Query(query.token_ids + context(9, 1 + extra))
         for query, extra in zip(queries, [0, 4, 11], strict=True)
     ]
-    with computed_tokens(engine) as counts:
+    with engine.computed_tokens() as counts:
         rows = rows_of(engine, longer)
     assert sum(counts) == 1 + 5 + 12
     assert_rows_close(rows, [rows_of(engine, [cold(query)])[0] for query in longer])
 
 
-def test_siblings_of_a_fork_share_the_full_blocks(engine, rows_of):
+def test_siblings_of_a_fork_compute_a_token_each(engine, rows_of):
     parent = Query(context(0, 70))
     rows_of(engine, [parent])
     siblings = [Query((*parent.token_ids, token)) for token in (5, 6, 7)]
-    with computed_tokens(engine) as counts:
+    with engine.computed_tokens() as counts:
         rows = rows_of(engine, siblings)
-    assert sum(counts) == 1 + 2 * (71 - 64), (
-        "one goes on with the session; two recompute a partial block of 32"
-    )
+    assert counts == [3], "one goes on with the session; two get copies of its partial block"
     assert_rows_close(rows, [rows_of(engine, [cold(query)])[0] for query in siblings])
 
 
-def test_a_cold_query_computes_everything(engine, rows_of):
-    query = Query(context(0, 50))
+@pytest.mark.parametrize("length", [20, 50], ids=["in the first block", "beyond it"])
+def test_a_cold_query_computes_everything(engine, rows_of, length):
+    query = Query(context(0, length))
     rows_of(engine, [query])
-    with computed_tokens(engine) as counts:
+    with engine.computed_tokens() as counts:
         rows_of(engine, [Query((*query.token_ids, 5), cold=True)])
-    assert sum(counts) == 51
+    assert sum(counts) == length + 1
 
 
 def test_newcomers_join_at_the_next_step(engine):
@@ -166,16 +154,16 @@ def test_a_pinned_prefix_survives_pressure(engine, rows_of):
     prefix = context(0, 96)
     assert engine.genlm_cache_prefix(Query(prefix)) is True
     rows_of(engine, [Query(context(seed, 200)) for seed in range(1, 9)])
-    with computed_tokens(engine) as counts:
+    with engine.computed_tokens() as counts:
         rows_of(engine, [Query((*prefix, 5)), Query((*prefix, 6))])
-    assert sum(counts) == 2, "three full blocks are there for both"
+    assert sum(counts) == 2
 
 
 def test_clearing_forgets_pinned_prefixes(engine, rows_of):
     prefix = context(0, 96)
     engine.genlm_cache_prefix(Query(prefix))
     engine.genlm_clear_kv_cache()
-    with computed_tokens(engine) as counts:
+    with engine.computed_tokens() as counts:
         rows_of(engine, [Query((*prefix, 5))])
     assert sum(counts) == 97
 
@@ -185,9 +173,9 @@ def test_pins_that_would_fill_the_cache_are_refused(engine, rows_of):
         engine.genlm_cache_prefix(Query(context(seed, 220)))
     with pytest.raises(EngineError, match="clear_kv_cache"):
         engine.genlm_cache_prefix(Query(context(2, 250)))
-    with computed_tokens(engine) as counts:
+    with engine.computed_tokens() as counts:
         rows_of(engine, [Query((*context(0, 220), 5))])
-    assert sum(counts) == 221 - 192, "what was pinned before is still there"
+    assert counts == [1], "what was pinned before is still there"
     query = Query(context(50, 250))
     assert_rows_close(rows_of(engine, [query]), rows_of(engine, [cold(query)]))
 
@@ -230,7 +218,7 @@ def test_a_pinned_prefix_is_restored_after_a_failure(engine, rows_of):
     with failing_forward(engine), pytest.raises(RuntimeError, match="broke"):
         engine.step(Query(context(1, 20)))
     rows_of(engine, [Query(context(1, 20))])
-    with computed_tokens(engine) as counts:
+    with engine.computed_tokens() as counts:
         rows_of(engine, [Query((*prefix, 5))])
     assert counts == [1]
 
@@ -377,7 +365,7 @@ def test_without_live_sessions(load_engine, rows_of):
     query = Query(context(0, 50))
     rows_of(engine, [query])
     longer = Query((*query.token_ids, 5))
-    with computed_tokens(engine) as counts:
+    with engine.computed_tokens() as counts:
         rows = rows_of(engine, [longer])
     assert sum(counts) == 51
     assert_rows_close(rows, rows_of(engine, [cold(longer)]))
@@ -429,3 +417,30 @@ def test_seeded_draws_wait_for_room_and_are_what_they_are_alone(engine):
     assert [len(ids) for ids in mixed[3:]] == [190, 190, 190, 4, 4, 4]
     for i in (0, 5):
         assert engine.draw(queries[i : i + 1], params[i : i + 1]) == [mixed[3 + i]]
+
+
+def test_rows_that_join_behind_a_seeded_draw_leave_its_prompt_whole(engine, rows_of):
+    """vLLM computes what live sessions append before the prompts of new requests: 3 x 10 and 50
+    tokens would not fit a step of 64. All wait for a prompt that takes two steps."""
+    parents = [Query(context(seed, 20)) for seed in range(3)]
+    rows_of(engine, parents)
+    long = Query(context(7, 100))
+    draw = SampleRequest(Query(context(9, 50)), SamplingParams(max_tokens=8, seed=1))
+    longer = [Query(parent.token_ids + context(8, 10)) for parent in parents]
+    assert engine.step(long, draw) == {}
+    answers = engine.step(*longer)
+    while len(answers) < 5:
+        answers |= engine.step()
+    engine.assert_cold_rows({query: answers[query] for query in (long, *longer)})
+    assert engine.draw([draw.query], [draw.params]) == [answers[draw]]
+
+
+def test_a_step_that_computes_less_of_a_prompt_than_it_has_room_for(load_engine):
+    """vLLM chunks a prompt at ``long_prefill_token_threshold``, or where a step ends early."""
+    for option in ("long_prefill_token_threshold", "max_num_scheduled_tokens"):
+        engine = load_engine(**{option: 40})
+        whole, chunked = Query(context(0, 40)), Query(context(1, 41))
+        params = SamplingParams(max_tokens=2, seed=1)
+        drawn, left = engine.draw([whole, chunked], [params, params])
+        assert len(drawn) == 2
+        assert left is None

@@ -27,8 +27,8 @@ QUERY = Query((1, 2, 3))
 class Core:
     """Draws a token for every request in each step, until it is told to do otherwise."""
 
-    vocab_size, max_model_len, max_num_batched_tokens = WIDTH, 100, 64
-    device_type, prefix_caching = "cuda", True
+    vocab_size, max_model_len, max_num_batched_tokens, longest_chunk = WIDTH, 100, 64, 64
+    device_type, prefix_caching, max_positions = "cuda", True, None
 
     def __init__(self) -> None:
         self.store = RowStore()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -107,6 +110,33 @@ def test_by_name_and_two_models_in_one_process(lm, model_path, small_opts):
     with pytest.raises(ModelClosedError):
         other.next_token_logprobs_sync(PROMPT)
     torch.testing.assert_close(lm.next_token_logprobs_uncached(PROMPT), row, atol=5e-4, rtol=0)
+
+
+def test_two_models_never_compute_at_once(tiny_path, small_opts):
+    """vLLM keeps the forward pass under way in a global: rows would be wrong, or the process die.
+    Where both could, they meet here."""
+    meeting, met = threading.Barrier(2), []
+
+    def meet(*args):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            meeting.wait(2)
+            met.append(args)
+
+    def ask(lm):
+        return [lm.next_token_logprobs_sync([5, token]) for token in (6, 7, 8)]
+
+    with (
+        AsyncVirtualLM.from_name(tiny_path, small_opts) as one,
+        AsyncVirtualLM.from_name(tiny_path, small_opts) as other,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        expected = ask(one)
+        for lm in (one, other):
+            lm.clear_cache()
+            lm.underlying_model.register_forward_pre_hook(meet)
+        for rows in threads.map(ask, (one, other)):
+            torch.testing.assert_close(rows, expected, atol=5e-4, rtol=0)
+    assert met == []
 
 
 def test_what_is_loaded_already_cannot_be_wrapped() -> None:

@@ -71,6 +71,20 @@ def test_adapters_and_the_base_model_in_one_batch_and_as_live_sessions(
         assert not any(close(expected[i], expected[j]) for i, j in [(0, 1), (0, 2), (1, 2)])
 
 
+def test_forks_take_nothing_over_from_another_adapter(engine, add, write_adapter):
+    """In the first block, where no hash tells adapters apart."""
+    adapters = [None, add(5, write_adapter("a", 1)), add(6, write_adapter("b", 2), "b")]
+    for first in adapters:
+        engine.ask(Query(IDS[:10], first))
+        forks = [Query((*IDS[:10], 77 + i), each) for i, each in enumerate(adapters)]
+        forks.append(Query((*IDS[:10], 99), first))
+        with engine.computed_tokens() as counts:
+            rows = engine.ask(*forks)
+        assert counts == [11 + 11 + 1 + 1]
+        engine.assert_cold_rows(dict(zip(forks, rows, strict=True)), ATOL)
+        engine.genlm_clear_kv_cache()
+
+
 def test_binding_a_name_again_meets_nothing_of_its_predecessor(
     engine, add, rows_of, write_adapter, model_path
 ):

@@ -40,8 +40,7 @@ class VllmEngine:
     ) -> None:
         self.tokenizer = llm.get_tokenizer()
         self.vocab_size = core.vocab_size
-        # vLLM counts the token that it draws besides.
-        self.max_context: int | None = core.max_model_len - 1
+        self.max_context: int | None = _max_context(core)
         self.device = rows.device
         self.model = rows.model(llm)
         self.live = live
@@ -278,6 +277,19 @@ class VllmEngine:
     def genlm_close(self) -> None:
         self._core.shutdown()
         self.model = None
+
+
+def _max_context(core: EngineCore) -> int:
+    """The longest context, tokens. vLLM counts the token that it draws besides."""
+    longest = core.max_model_len - 1
+    if core.max_positions is None or core.max_positions >= longest:
+        return longest
+    log.warning(
+        "vllm.context_limited",
+        tokens=core.max_positions,
+        reason="vLLM has no dynamic rotary embeddings beyond max_position_embeddings",
+    )
+    return core.max_positions
 
 
 def _session(request: InFlightRequest) -> Session:

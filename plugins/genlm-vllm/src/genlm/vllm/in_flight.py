@@ -89,6 +89,11 @@ class RequestsInFlight:
         return any(each.is_seeded for each in self._by_id.values())
 
     @property
+    def awaits_seeded_prompt(self) -> bool:
+        """Whether the prompt of a seeded draw is not computed yet."""
+        return any(each.is_seeded and not each.drawn for each in self._by_id.values())
+
+    @property
     def next_tokens(self) -> int:
         """The most tokens that the next step could have to compute for these."""
         return sum(1 if each.drawn else each.new_tokens for each in self._by_id.values())

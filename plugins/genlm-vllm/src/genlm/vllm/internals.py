@@ -139,11 +139,16 @@ class EngineCore:
                 raise _unsupported(f"{struct.__name__} has no {', '.join(sorted(missing))}")
         config = _require(llm, "llm_engine.vllm_config")
         self.max_model_len: int = _require(config, "model_config.max_model_len")
+        self.max_positions = _max_positions(_require(config, "model_config.hf_text_config"))
         self.logprobs_mode: str = _require(config, "model_config.logprobs_mode")
         self.vocab_size: int = _require(config, "model_config.get_vocab_size")()
         self.max_num_seqs: int = _require(config, "scheduler_config.max_num_seqs")
-        self.max_num_batched_tokens: int = _require(
-            config, "scheduler_config.max_num_batched_tokens"
+        limits = _require(config, "scheduler_config")
+        tokens = _require(limits, "max_num_batched_tokens")
+        # Of a step; and of one prompt in it, which is computed in chunks beyond that.
+        self.max_num_batched_tokens: int = min(tokens, limits.max_num_scheduled_tokens or tokens)
+        self.longest_chunk: int = min(
+            self.max_num_batched_tokens, limits.long_prefill_token_threshold or tokens
         )
         self.prefix_caching: bool = bool(_require(config, "cache_config.enable_prefix_caching"))
         self.block_size: int = _require(config, "cache_config.block_size")
@@ -319,6 +324,16 @@ def _output(raw: Any) -> Output:
         # Further columns would be those of likelier tokens.
         None if scores is None else scores.logprobs[:, 0],
     )
+
+
+def _max_positions(config: Any) -> int | None:
+    """How many positions dynamic rotary embeddings have in vLLM: it lets contexts be ``factor``
+    times longer, and reads beyond their table there. ``None`` for other embeddings."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    every = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # by kind of layer
+    if any(each.get("rope_type") == "dynamic" for each in every):
+        return int(config.max_position_embeddings)
+    return None
 
 
 def _require(owner: Any, path: str) -> Any:

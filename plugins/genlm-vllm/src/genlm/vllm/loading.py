@@ -21,6 +21,7 @@ from genlm.vllm.streams import EngineStream
 log = get_logger()
 
 WORKER = "genlm.vllm.worker"
+SCHEDULER = "genlm.vllm.forks.forking_scheduler"
 
 
 def load(model: str, options: Mapping[str, object]) -> VllmEngine:
@@ -38,7 +39,7 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
     import vllm
 
     stream = EngineStream()
-    with engine_core_here() as here, stream.entered():
+    with stream.entered(), engine_core_here() as here:
         local = here and _has_one_worker(chosen.engine_opts)
         store = RowStore()
         spare = _spare_slot(chosen.engine_opts) if local else {}
@@ -90,10 +91,12 @@ def _defaults() -> dict[str, Any]:
         "seed": secrets.randbits(31),
         "async_scheduling": False,
         "disable_log_stats": True,
+        "scheduler_cls": SCHEDULER,
     }
     if current_platform.is_cpu():
-        # Of a partial block nothing is found again, so blocks are small; compiling costs minutes
-        # and gains little; by itself vLLM would take most of the machine's memory.
+        # Of a partial block nothing is found again once its request has gone, so blocks are small;
+        # compiling costs minutes and gains little; by itself vLLM would take most of the machine's
+        # memory.
         settings |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2 << 30}
     return settings
 

@@ -68,7 +68,7 @@ def vllm_draws(request: SampleRequest, core: EngineCore) -> bool:
     params = request.params
     if params.temperature and not LOWEST_TEMPERATURE <= params.temperature <= HIGHEST_TEMPERATURE:
         return False
-    chunked = len(request.query.token_ids) > core.max_num_batched_tokens
+    chunked = len(request.query.token_ids) > core.longest_chunk
     return not (chunked and params.seed is not None and core.device_type == "cpu")
 
 
@@ -78,8 +78,9 @@ def may_join(
     """Whether a request may join those in flight now.
 
     Always, except for seeds on a CPU: there vLLM fails on a seeded prompt that it computes in
-    chunks, also after it has preempted a draw. So a seeded draw waits until the next step can
-    compute its prompt whole, and beside one nothing joins that might exhaust the cache.
+    chunks, also after it has preempted a draw. So beside a seeded draw nothing joins that might
+    exhaust the cache. And until its prompt is computed, the next step must have room for that and
+    for all else: vLLM computes what live sessions append before new prompts.
     """
     if core.device_type != "cpu" or not len(others):
         return True
@@ -87,7 +88,10 @@ def may_join(
         return True
     if others.tokens + request.tokens + sessions.pinned_tokens > core.kv_capacity:
         return False
-    if not request.is_seeded:
+    if not (request.is_seeded or others.awaits_seeded_prompt):
         return True
-    whole = others.next_tokens + len(request.prompt.token_ids) <= core.max_num_batched_tokens
+    new = len(request.prompt.token_ids)
+    if request.resumable and (session := sessions.find(request.prompt)):
+        new -= len(session.token_ids)
+    whole = others.next_tokens + new <= core.max_num_batched_tokens
     return whole and len(others) + len(sessions) < core.max_num_seqs

@@ -73,11 +73,15 @@ class Sessions:
         """What is pinned, oldest first."""
         return [Query(session.token_ids, session.adapter) for session in self._pinned.values()]
 
-    def take(self, query: Query) -> Session | None:
-        """Give up the idle session with the longest context that ``query`` extends; ``None`` if
-        there is none near."""
+    def find(self, query: Query) -> Session | None:
+        """The idle session with the longest context that ``query`` extends; ``None`` if there is
+        none near."""
         key = (query.adapter, query.token_ids[:-1])
-        session = self._idle.get(key) or self._longest_prefix(query)
+        return self._idle.get(key) or self._longest_prefix(query)
+
+    def take(self, query: Query) -> Session | None:
+        """Give up what :meth:`find` finds."""
+        session = self.find(query)
         return self._remove(session) if session else None
 
     def park(self, session: Session) -> list[Session]:

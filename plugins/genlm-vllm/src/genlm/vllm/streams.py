@@ -1,11 +1,17 @@
-"""vLLM may compute on a CUDA stream of its own; all the rest of a process is on the default one."""
+"""Calls of vLLM that compute: on its own CUDA stream, where it has one, and one at a time."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+# The forward pass under way, the configuration of the model being loaded and, on a CPU, scratch
+# memory are globals of vLLM's (``forward_context.py``, ``config/vllm.py``): of two models whose
+# threads compute at once, one reads the other's, or the process dies.
+_one_at_a_time = threading.RLock()
 
 
 class EngineStream:
@@ -13,7 +19,8 @@ class EngineStream:
 
     Graphs cannot be captured on the default stream, and communication between GPUs is slower
     there. So vLLM may replace the thread's stream, at any call (``current_stream`` in its
-    ``utils/torch_utils.py``). Such a stream does not wait for the default one, nor that for it.
+    ``utils/torch_utils.py``). Such a stream does not wait for the default one, which the rest of a
+    process is on, nor that for it.
     """
 
     def __init__(self) -> None:
@@ -22,21 +29,22 @@ class EngineStream:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """For a call of vLLM: on its stream, after all that the thread's own stream has been given;
-        what the latter is given afterwards waits for vLLM's."""
-        outside = _current()
-        if self._own is not None and outside is not None:
-            self._own.wait_stream(outside)
-            torch.cuda.set_stream(self._own)
-        try:
-            yield
-        finally:
-            inside = _current()
-            if inside is not None:
-                outside = outside or torch.cuda.default_stream()
-                if inside != outside:
-                    self._own = inside
-                    outside.wait_stream(inside)
-                    torch.cuda.set_stream(outside)
+        what the latter is given afterwards waits for vLLM's. Other models' calls wait meanwhile."""
+        with _one_at_a_time:
+            outside = _current()
+            if self._own is not None and outside is not None:
+                self._own.wait_stream(outside)
+                torch.cuda.set_stream(self._own)
+            try:
+                yield
+            finally:
+                inside = _current()
+                if inside is not None:
+                    outside = outside or torch.cuda.default_stream()
+                    if inside != outside:
+                        self._own = inside
+                        outside.wait_stream(inside)
+                        torch.cuda.set_stream(outside)
 
 
 def used_here(row: torch.Tensor) -> torch.Tensor:

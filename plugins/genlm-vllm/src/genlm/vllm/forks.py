@@ -1,0 +1,192 @@
+"""Forks for the price of extensions: a new request takes over what a live one has of a partial
+block.
+
+vLLM's prefix cache shares full blocks alone, so a fork of a live session would compute up to a
+block of tokens again. But vLLM can copy a block on write: where the hit that
+``KVCacheManager.get_computed_blocks`` reports ends inside its last block, the cache manager gives
+the request a block of its own, and the workers copy the shared one into it before the forward pass.
+vLLM reports such hits for models with Mamba layers alone. Here they are reported for live requests.
+
+vLLM imports this module by name, in the process of its engine core. All names of vLLM's that it
+uses are checked when a model is loaded; without them, or where they would not do, forks are off.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+from genlm.core.logs import get_logger
+
+log = get_logger()
+
+SCHEDULER_NAMES = (
+    "schedule", "requests", "connector", "hash_block_size", "vllm_config.attention_config",
+    "kv_cache_config.kv_cache_groups", "kv_cache_manager.enable_caching",
+    "kv_cache_manager.get_computed_blocks", "kv_cache_manager.take_kv_cache_block_copies",
+    "kv_cache_manager.coordinator.single_type_managers",
+)  # fmt: skip
+BLOCKS_NAMES = ("block_size", "req_to_blocks", "_has_partial_local_hit", "_apply_cow")
+REQUEST_NAMES = (
+    "request_id", "all_token_ids", "num_tokens", "num_computed_tokens", "block_hashes",
+    "lora_request", "cache_salt", "mm_features", "prompt_embeds", "skip_reading_prefix_cache",
+)  # fmt: skip
+SIGNATURES = (["request"], ["request", "max_cache_hit_length"])  # to 0.32; 0.33
+
+
+def forking_scheduler(vllm_config: Any, **parts: Any) -> Any:
+    """For vLLM's option ``scheduler_cls``: the scheduler that vLLM would take itself, with forks
+    where they are possible."""
+    config = copy.copy(vllm_config.scheduler_config)
+    config.scheduler_cls = None
+    scheduler = config.get_scheduler_cls()(vllm_config=vllm_config, **parts)
+    if missing := _missing_names(scheduler):
+        log.warning("vllm.forks_off", reason=f"this vLLM has no {', '.join(missing)}")
+    elif reason := _unsuited(scheduler):
+        log.info("vllm.forks_off", reason=reason)
+    else:
+        Forks(scheduler)
+    return scheduler
+
+
+class Forks:
+    """Goes around two methods of a scheduler.
+
+    The source of a fork may be any request that holds blocks: an idle session, one that goes on in
+    this very step (it writes behind what is taken over, and after the copy), a prompt computed in
+    part.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        manager = scheduler.kv_cache_manager
+        (self._blocks,) = manager.coordinator.single_type_managers
+        self._requests: dict[str, Any] = scheduler.requests
+        self._admitted: set[str] = set()  # in this step
+        self._find, manager.get_computed_blocks = manager.get_computed_blocks, self._computed_blocks
+        self._plan, scheduler.schedule = scheduler.schedule, self._schedule
+
+    def _schedule(self, *args: Any, **options: Any) -> Any:
+        self._admitted.clear()
+        return self._plan(*args, **options)
+
+    def _computed_blocks(self, request: Any, limit: int | None = None) -> tuple[Any, int, int]:
+        """Blocks, how many tokens are computed in them, and what vLLM returns besides.
+
+        vLLM calls this for each request that it is about to admit. ``limit`` is the most tokens
+        that may be taken over; only 0.33 may give it.
+        """
+        blocks, known, boundary = self._find(request, *([] if limit is None else [limit]))
+        # Copies are made before the forward pass, but vLLM enters blocks in its prefix cache when
+        # it schedules them: the computed tokens of what is admitted in a step may be those that
+        # another request computes in this step. So it is no source yet.
+        self._admitted.add(request.request_id)
+        # Prompts whose log-probabilities are wanted must be computed.
+        if limit is not None or request.skip_reading_prefix_cache or not _is_text(request):
+            return blocks, known, boundary
+        source, shared = self._best_source(request, known)
+        if source is None:
+            return blocks, known, boundary
+        partial = self._blocks.req_to_blocks[source.request_id][known // self._blocks.block_size]
+        return type(blocks)(([*blocks.blocks[0], partial],)), shared, boundary
+
+    def _best_source(self, request: Any, known: int) -> tuple[Any, int]:
+        """The live request that shares most tokens beyond the ``known`` ones, which fill blocks;
+        and how many it shares, those included."""
+        ours, full = request.all_token_ids, known // self._blocks.block_size
+        # The last token must be computed. A whole block more would have been found.
+        most = min(request.num_tokens - 1, known + self._blocks.block_size - 1)
+        best, longest = None, known
+        for source in self._requests.values():
+            # Of an asynchronous scheduler not all computed tokens are known yet.
+            end = min(source.num_computed_tokens, source.num_tokens, most)
+            if (
+                end > longest
+                and source.request_id not in self._admitted
+                and _is_text(source)
+                and _same_beginning(request, source, full)
+            ):
+                shared = known + _agreeing(ours[known:end], source.all_token_ids[known:end])
+                if shared > longest:
+                    best, longest = source, shared
+            if longest == most:
+                break
+        return best, longest
+
+
+def _is_text(request: Any) -> bool:
+    """Whether token ids say all of a request's prompt."""
+    return not request.mm_features and request.prompt_embeds is None
+
+
+def _same_beginning(request: Any, source: Any, full: int) -> bool:
+    """Whether two requests agree in their first ``full`` blocks, in adapter and in cache salt."""
+    if full:  # hashes chain, and cover all of this
+        return bool(request.block_hashes[full - 1] == source.block_hashes[full - 1])
+    ours, theirs = request.lora_request, source.lora_request
+    same_adapter = (ours and ours.lora_name) == (theirs and theirs.lora_name)
+    return same_adapter and bool(request.cache_salt == source.cache_salt)
+
+
+def _agreeing(ours: list[int], theirs: list[int]) -> int:
+    """How many tokens agree from the first on."""
+    if ours == theirs:
+        return len(ours)
+    return next(at for at, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+
+
+def _missing_names(scheduler: Any) -> list[str]:
+    """Names of vLLM's that forks need and this vLLM does not have."""
+    from vllm import SamplingParams
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    if missing := _lacking(scheduler, *SCHEDULER_NAMES):
+        return missing
+    manager = scheduler.kv_cache_manager
+    missing = _lacking(Request("", [0], SamplingParams(max_tokens=1), None), *REQUEST_NAMES)
+    missing += _lacking(manager.coordinator.single_type_managers[0], *BLOCKS_NAMES)
+    missing += _lacking(SchedulerOutput, "kv_cache_block_copies")
+    if list(inspect.signature(manager.get_computed_blocks).parameters) not in SIGNATURES:
+        missing.append("get_computed_blocks(request)")
+    return missing
+
+
+def _lacking(owner: Any, *paths: str) -> list[str]:
+    absent = object()
+    return [path for path in paths if _found(owner, path, absent) is absent]
+
+
+def _found(owner: Any, path: str, absent: object) -> Any:
+    for name in path.split("."):
+        owner = getattr(owner, name, absent)
+    return owner
+
+
+def _unsuited(scheduler: Any) -> str | None:
+    """Why a model cannot have forks; ``None`` where it can."""
+    from vllm.platforms import current_platform
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    if not scheduler.kv_cache_manager.enable_caching:
+        return "prefix caching is off"
+    if scheduler.connector is not None:
+        return "a KV connector fills blocks too"
+    # vLLM copies the n-th part of a cache's memory, which is a block only where blocks come first.
+    # They do for all attention of vLLM's own on these platforms; not for ROCM_ATTN of 0.28.
+    chosen = scheduler.vllm_config.attention_config.backend
+    if not (current_platform.is_cuda() or current_platform.is_cpu()) or (
+        chosen is not None and chosen.name == "CUSTOM"
+    ):
+        return "the layout of the key/value cache is not known"
+    # Of a window or of Mamba layers the source may have let go what a fork from an earlier place
+    # needs.
+    specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
+    if len(specs) != 1 or type(specs[0]) not in (FullAttentionSpec, MLAAttentionSpec):
+        return "not all layers have full attention"
+    (spec,), (blocks,) = specs, scheduler.kv_cache_manager.coordinator.single_type_managers
+    if spec.sliding_window or spec.attention_chunk_size or getattr(spec, "non_causal", False):
+        return "not all layers have full, causal attention"
+    if not spec.block_size == blocks.block_size == scheduler.hash_block_size:
+        return "blocks are spread over several workers"
+    return None

@@ -1,0 +1,205 @@
+"""Forks on a real vLLM: what they compute, that their rows are the cold ones, and where they are
+off."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from genlm.core.types import Query, SampleRequest, SamplingParams
+
+BLOCK = 32  # tokens; the plugin's on a CPU
+GREEDY = SamplingParams(max_tokens=60, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def engine(load_engine):
+    return load_engine()
+
+
+@pytest.fixture(autouse=True)
+def _clean(request):
+    yield
+    if "engine" in request.fixturenames:
+        request.getfixturevalue("engine").genlm_clear_kv_cache()
+
+
+def text(seed: int, length: int) -> tuple[int, ...]:
+    return tuple(random.Random(seed).choices(range(1000, 40000), k=length))
+
+
+def asked(engine, *contexts, adapters=()):
+    """Rows by query; and how many tokens each forward pass computed for them."""
+    queries = [*map(Query, contexts, adapters or [None] * len(contexts))]
+    with engine.computed_tokens() as counts:
+        rows = engine.ask(*queries)
+    return dict(zip(queries, rows, strict=True)), counts
+
+
+@pytest.mark.parametrize("length", [5, BLOCK, BLOCK + 1, 3 * BLOCK - 1])
+def test_forks_compute_a_token_each(engine, length):
+    parent = text(0, length)
+    asked(engine, parent)
+    rows, counts = asked(engine, *((*parent, token) for token in range(5, 11)))
+    assert counts == [6]
+    engine.assert_cold_rows(rows)
+
+
+def test_a_fork_from_an_earlier_place_copies_only_what_it_shares(engine):
+    parent = text(0, 60)
+    asked(engine, parent)
+    rows, counts = asked(engine, (*parent[:50], 5, 6, 7), (*parent[:20], 5))
+    assert counts == [3 + 1]
+    engine.assert_cold_rows(rows)
+    longer, counts = asked(engine, (*parent, 8))
+    assert counts == [1], "their source is what it was"
+    engine.assert_cold_rows(longer)
+
+
+def test_of_several_sources_the_longest_is_taken(engine):
+    parent = text(0, 50)
+    asked(engine, (*parent[:40], 5), (*parent, 6), (*parent[:43], 7))
+    rows, counts = asked(engine, (*parent[:45], 8))
+    assert counts == [1]
+    engine.assert_cold_rows(rows)
+
+
+def test_a_context_that_is_live_already_computes_its_last_token(engine):
+    asked(engine, text(0, 50))
+    rows, counts = asked(engine, text(0, 50))
+    assert counts == [1]
+    engine.assert_cold_rows(rows)
+
+
+def test_the_same_tokens_behind_another_beginning_are_not_taken(engine):
+    tail = text(0, 20)
+    asked(engine, text(1, BLOCK) + tail)
+    asked(engine, (*text(2, BLOCK), 5))
+    rows, counts = asked(engine, (*text(2, BLOCK), *tail, 6))
+    assert counts == [21]
+    engine.assert_cold_rows(rows)
+
+
+def test_what_is_admitted_in_a_step_is_no_source_in_it(engine):
+    """The second finds the first's block, which this step computes; the third shares a part of it,
+    and would get a copy from before."""
+    prompt = text(0, 40)
+    rows, counts = asked(engine, prompt, (*prompt[:33], 5), (*prompt[:20], 6))
+    assert counts == [40 + 2 + 21]
+    engine.assert_cold_rows(rows)
+
+
+def test_a_prompt_computed_in_part_is_a_source(engine):
+    prompt = text(0, 200)
+    fork = Query((*prompt[:50], 5))
+    with engine.computed_tokens() as counts:
+        assert engine.step(Query(prompt)) == {}
+        answers = engine.step(fork)
+        while len(answers) < 2:
+            answers |= engine.step()
+    assert sum(counts) == 201
+    engine.assert_cold_rows(answers)
+
+
+def test_the_source_may_go_in_the_step_that_forks(engine):
+    prompt = text(0, 50)
+    draw = SampleRequest(Query(prompt), GREEDY)
+    assert engine.step(draw) == {}
+    forks = [Query((*prompt, token)) for token in (5, 6)]
+    answers = engine.step(*forks, dropped=[draw])
+    assert set(answers) == set(forks)
+    engine.assert_cold_rows(answers)
+
+
+def test_preempted_forks_are_computed_again(engine, model_path):
+    """Eight draws that come to 150 tokens each where the cache holds six such: some give way and
+    come again, and meanwhile rows of the same parent are asked."""
+    from transformers import AutoModelForCausalLM
+
+    parent, greedy = text(0, 50), SamplingParams(max_tokens=100, temperature=0.0)
+    asked(engine, parent)
+    draws = [SampleRequest(Query((*parent, token)), greedy) for token in range(5, 13)]
+    rows, newcomers = {}, list(draws)
+    with engine.computed_tokens() as counts:
+        while not rows.keys() >= set(draws):
+            rows |= engine.step(*newcomers)
+            newcomers = [Query((*parent, 1000 + len(counts)))] * (len(counts) < 100)
+    assert sum(counts) > 8 * 100 + 100, "else none gave way"
+    drawn = {draw: rows.pop(draw) for draw in draws}
+    engine.assert_cold_rows(dict(list(rows.items())[::10]))
+    reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    for draw in draws:
+        ids = torch.tensor([[*draw.query.token_ids, *drawn[draw]]])
+        with torch.no_grad():
+            logits = reference(ids).logits[0, 50:-1]
+        chosen = logits.gather(1, ids[0, 51:, None])[:, 0]
+        assert (logits.amax(1) - chosen).max() < 1e-3
+
+
+# --- where they are off ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def load_tiny(tiny_path, small_opts, driven):
+    """Engines of a small random model, closed at the end; and what the log says of forks."""
+    opened, reasons = [], []
+
+    def load(path=tiny_path, **engine_opts):
+        from genlm.vllm.loading import load
+
+        with capture_logs() as logs:
+            engine = driven(load(path, {"engine_opts": small_opts | engine_opts}))
+        opened.append(engine)
+        reasons.extend(each["reason"] for each in logs if each["event"] == "vllm.forks_off")
+        return engine, reasons
+
+    yield load
+    for engine in opened:
+        engine.genlm_close()
+
+
+def recomputed(engine) -> int:
+    """Tokens that two forks of 50 tokens compute beyond their last ones."""
+    asked(engine, text(0, 50))
+    rows, counts = asked(engine, (*text(0, 50), 5), (*text(0, 50), 6))
+    engine.assert_cold_rows(rows)
+    return sum(counts) - 2
+
+
+def test_the_model_that_the_others_are_compared_with(load_tiny):
+    engine, reasons = load_tiny()
+    assert recomputed(engine) == 0
+    assert reasons == []
+
+
+def test_sliding_windows_have_none(load_tiny, make_tiny):
+    engine, reasons = load_tiny(make_tiny("Mistral", sliding_window=16))
+    assert recomputed(engine) == 50 % BLOCK
+    assert reasons == ["not all layers have full attention"]
+
+
+def test_a_scheduler_of_the_users_own_is_taken(load_tiny):
+    engine, reasons = load_tiny(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
+    assert recomputed(engine) == 50 % BLOCK
+    assert reasons == []
+
+
+@pytest.mark.parametrize("name", ["_apply_cow", "get_computed_blocks"])
+def test_a_vllm_without_what_they_need_has_none_and_says_so(load_tiny, monkeypatch, name):
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+
+    if name == "_apply_cow":
+        monkeypatch.delattr(SingleTypeKVCacheManager, name)
+    else:
+        usual = KVCacheManager.get_computed_blocks
+        monkeypatch.setattr(
+            KVCacheManager, name, lambda self, request, wish=0: usual(self, request)
+        )
+    engine, reasons = load_tiny()
+    assert recomputed(engine) == 50 % BLOCK
+    (reason,) = reasons
+    assert name in reason
