@@ -44,6 +44,7 @@ class Fleet:
     Attributes:
         answers: Requests with their results or errors, since they were last taken away.
         description: What the replicas say of their engine.
+        pulse: How often :meth:`tick` is to be called at least, in seconds; better ten times as often.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Fleet:
         self.description: Description | None = None
         self.members = [Member(index, line) for index, line in enumerate(lines)]
         self._watch = Watch(self.members, now)
+        self.pulse = self._watch.pulse
         for member in self.members:
             self._start(member)
 
@@ -125,7 +127,7 @@ class Fleet:
         calls, member.calls = member.calls, set()
         for job in self._placing.leave(member, gone.computing):
             self._answer(job, died_of(job, gone))
-        entries = [call.entry for call in calls if call.entry and gone.computing]
+        entries = [call.entry for call in calls if call.entry and call.applies and gone.computing]
         for entry in entries:
             self._blame(member, entry, gone)
         if not (member.ready or entries):
@@ -154,7 +156,7 @@ class Fleet:
         member.life += 1
         member.have = {}
         member.line.start()
-        action = ("open", LEASE * self._watch.pulse, *self._loading)
+        action = ("open", LEASE * self.pulse, *self._loading)
         self._call(member, partial(self._loaded, member), action)
 
     def _loaded(self, member: Member, outcome: Description | Exception) -> None:
@@ -173,7 +175,7 @@ class Fleet:
         if isinstance(outcome, Exception):
             return self._die(member, Gone(str(outcome)))
         member.heard_at = self._watch.now
-        self._call(member, partial(self._listen, member), ("beat", self._watch.pulse))
+        self._call(member, partial(self._listen, member), ("beat", self.pulse))
 
     # --- state on every replica -------------------------------------------------------------------
 
@@ -214,7 +216,8 @@ class Fleet:
         if step is not None:
             entry, action = step
             then = partial(self._reconciled, member, entry, action is entry.apply)
-            self._call(member, then, action, entry=entry)
+            applies = action is entry.apply and entry.take_back is not None
+            self._call(member, then, action, entry=entry, applies=applies)
         elif not member.ready:
             self._watch.enter(member, State.READY)
             member.failures, member.died_of = 0, None
@@ -295,7 +298,7 @@ class Fleet:
             EngineDeadError: no replica will answer any more.
         """
         for member in self._watch.look(now):
-            self._die(member, Gone(f"no answer in {SILENT * self._watch.pulse:g} seconds"))
+            self._die(member, Gone(f"no answer in {SILENT * self.pulse:g} seconds"))
         for member in self._watch.rested():
             self._start(member)
         why = self._watch.hopeless(self._patience)

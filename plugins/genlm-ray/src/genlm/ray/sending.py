@@ -23,7 +23,7 @@ from genlm.core.types import Request
 from genlm.ray.fleet import CANCELLED, Fleet
 from genlm.ray.log import Entry
 from genlm.ray.options import RayOptions
-from genlm.ray.watch import PULSE, Call, Gone
+from genlm.ray.watch import Call, Gone
 from genlm.ray.wire import Description, FleetEnded, SessionLost, adapter_key, ask
 
 #: Seconds for the replicas to release their engines before they are ended.
@@ -193,7 +193,7 @@ class FleetThread:
         try:
             while not self._closing:
                 with contextlib.suppress(queue.Empty):
-                    self._orders.get(timeout=PULSE / 10)()
+                    self._orders.get(timeout=fleet.pulse / 10)()
                 while self._orders:
                     self._orders.get()()
                 fleet.tick(time.monotonic())

@@ -63,6 +63,7 @@ class Call:
     then: Any  # takes what came back
     portion: Portion[Member] | None = None
     entry: Entry | None = None
+    applies: bool = False  # the entry, and may be what the replica dies of
     reference: Any = None
 
 
