@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from genlm.core import AsyncLM, EngineDeadError, InvalidOptionError, load_model_by_name
+from genlm.core import AsyncLM, EngineDeadError, InvalidOptionError
 from genlm.core.errors import ModelNotFoundError
 from genlm.ray import end_fleet
 

@@ -265,9 +265,7 @@ class Machine(RuleBasedStateMachine):
     def start(self, replicas: int, programs: int) -> None:
         self.world = World(replicas)
         self.fresh_poisons = 0
-        self.programs = [
-            Program(f"p{i}", self.world, shared=programs > 1) for i in range(programs)
-        ]
+        self.programs = [Program(f"p{i}", self.world, shared=programs > 1) for i in range(programs)]
 
     # --- what programs do -------------------------------------------------------------------------
 
@@ -303,9 +301,7 @@ class Machine(RuleBasedStateMachine):
         if dropping.flying:
             dropping.step([], [dropping.flying[which % len(dropping.flying)]])
 
-    @rule(
-        program=PROGRAM, path=st.sampled_from(["a", "b", "c", REFUSED, KILLS]), pin=st.booleans()
-    )
+    @rule(program=PROGRAM, path=st.sampled_from(["a", "b", "c", REFUSED, KILLS]), pin=st.booleans())
     def add(self, program: int, path: str, pin: bool) -> None:
         adding = self.program(program)
         if not self.idle(adding) or adding.flying:  # as the core does it

@@ -33,7 +33,7 @@ class RayEngine:
         self.tokenizer = description.tokenizer
         self.vocab_size = description.vocab_size
         self.max_context = description.max_context
-        self.model = fleet.actors()
+        self.model = fleet.actors
 
     @hookimpl
     def genlm_step(

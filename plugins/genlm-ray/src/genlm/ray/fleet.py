@@ -44,7 +44,7 @@ class Fleet:
     Attributes:
         answers: Requests with their results or errors, since they were last taken away.
         description: What the replicas say of their engine.
-        pulse: How often :meth:`tick` is to be called at least, in seconds; better ten times as often.
+        pulse: Seconds within which :meth:`tick` must be called several times.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class Entry:
     @property
     def pinned(self) -> bool:
         """Whether a clearing drops it."""
-        return self.apply[0] == "pin"
+        return bool(self.apply[0] == "pin")
 
 
 @define(eq=False)

@@ -20,10 +20,10 @@ from functools import wraps
 from typing import Any
 
 import numpy as np
-import ray
 import torch  # noqa: F401  # imported with the actor, so that the first row need not wait for it
 from attrs import define, field
 
+import ray
 from genlm.core import AsyncLM, EngineDeadError, load_model_by_name
 from genlm.core.errors import InvalidOptionError, ModelClosedError
 from genlm.ray.wire import (
@@ -66,10 +66,16 @@ class Session:
     changing: asyncio.Lock = field(factory=asyncio.Lock)
     adapters: set[AdapterKey] = field(factory=set)
     pinned: dict[Ask, None] = field(factory=dict)
-    expiry: asyncio.Task[None] | None = None
+    expiry: asyncio.TimerHandle | None = None
 
 
 Method = Callable[..., Coroutine[Any, Any, Any]]
+
+
+def in_watch(method: Method) -> Method:
+    """A method of the group ``WATCH``."""
+    marked: Method = ray.method(concurrency_group=WATCH)(method)
+    return marked
 
 
 def in_session(method: Method) -> Method:
@@ -106,6 +112,7 @@ class Replica:
         self._tried = asyncio.Condition()
         self._over: Exception | None = None  # why it takes no more calls
         self._ending = asyncio.Event()
+        self._finishing: asyncio.Task[None] | None = None  # the loop itself keeps no task alive
 
     # --- programs that come and go ----------------------------------------------------------------
 
@@ -130,7 +137,7 @@ class Replica:
             self._sessions.pop(program, None)
             raise portable(error) from None
         session.heard_at = time.monotonic()
-        session.expiry = asyncio.create_task(self._expire(program, session))
+        self._expire(program, session)
         # Rows have the tokenizer's width here; ids beyond it mean nothing to anybody.
         vocab_size = min(self.lm.context([0]).vocab_size, len(self.lm.byte_vocab))
         hooks = frozenset(hook for hook in HOOKS if self.lm.supports(hook))
@@ -149,12 +156,14 @@ class Replica:
                 "give it another name, or the same model and options"
             )
 
-    async def _expire(self, program: str, session: Session) -> None:
-        while (left := session.heard_at + session.lease - time.monotonic()) > 0:
-            await asyncio.sleep(left)
-        if self._sessions.get(program) is session:
-            session.expiry = None  # it does not cancel itself
-            await self._finish(program)
+    def _expire(self, program: str, session: Session) -> None:
+        """End a session that has not been heard of; else look again when that may be."""
+        left = session.heard_at + session.lease - time.monotonic()
+        if left > 0:
+            loop = asyncio.get_running_loop()
+            session.expiry = loop.call_later(left, self._expire, program, session)
+        elif self._sessions.get(program) is session:
+            self._finishing = asyncio.create_task(self._finish(program))
 
     async def _finish(self, program: str) -> None:
         """End a session, with all that it holds."""
@@ -162,9 +171,9 @@ class Replica:
         if session is None:
             return
         session.over = True
-        for task in (*session.asking, session.expiry):
-            if task is not None:
-                task.cancel()
+        for each in (*session.asking, session.expiry):
+            if each is not None:
+                each.cancel()
         async with session.changing:  # what is being added is here when that has ended
             for key in session.adapters:
                 with contextlib.suppress(Exception):
@@ -186,7 +195,7 @@ class Replica:
             await asyncio.to_thread(self._lm.close)
         return True
 
-    @ray.method(concurrency_group=WATCH)
+    @in_watch
     async def beat(self, token: Token, seconds: float) -> None:
         """Come back after some time, whatever the engine is at work on.
 
@@ -199,7 +208,7 @@ class Replica:
             await asyncio.wait_for(self._ending.wait(), seconds)
         self.session(token).heard_at = time.monotonic()
 
-    @ray.method(concurrency_group=WATCH)
+    @in_watch
     async def end(self) -> None:
         """Say to all programs that the fleet has been ended."""
         self._over = FleetEnded("the fleet has been ended")

@@ -43,6 +43,7 @@ class Line:
         ray: The module, connected to a cluster.
         options: The user's.
         index: Which replica.
+        actors: The handles of all replicas as they are now; for any thread to read.
         came: Called with each call and its future, on any thread.
     """
 
@@ -51,6 +52,7 @@ class Line:
         ray: Any,
         options: RayOptions,
         index: int,
+        actors: list[Any],
         came: Callable[[Call, concurrent.futures.Future[Any]], None],
     ) -> None:
         self._ray = ray
@@ -58,7 +60,11 @@ class Line:
         self.index = index
         self._shared = options.name is not None
         self._options = options.actor_options(index)
-        self.actor: Any = None
+        self._actors = actors
+
+    @property
+    def actor(self) -> Any:
+        return self._actors[self.index]
 
     def start(self) -> None:
         """Start an actor in place of the one before; of a shared fleet, join the one that is
@@ -68,7 +74,9 @@ class Line:
         if self.actor is not None and not self._shared:
             self._ray.kill(self.actor)
         kind = self._ray.remote(concurrency_groups={WATCH: CONCURRENCY})(Replica)
-        self.actor = kind.options(max_concurrency=CONCURRENCY, **self._options).remote()
+        self._actors[self.index] = kind.options(
+            max_concurrency=CONCURRENCY, **self._options
+        ).remote()
 
     def send(self, call: Call, method: str, *arguments: Any) -> None:
         try:
@@ -114,23 +122,6 @@ def results_of(returned: Any, n: int) -> list[Any]:
     return [others[place] if place in others else next(rows) for place in range(n)]
 
 
-class Actors(Sequence[Any]):
-    """The replicas' actor handles as they are now: a replica that starts again has a new one. May
-    be read by any thread."""
-
-    def __init__(self, lines: Sequence[Line]) -> None:
-        self._lines = lines
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __getitem__(self, index: Any) -> Any:
-        return [line.actor for line in self._lines][index]
-
-    def __repr__(self) -> str:
-        return repr(list(self))
-
-
 class FleetThread:
     """Starts the replicas and waits until all are ready. For the engine thread.
 
@@ -142,6 +133,10 @@ class FleetThread:
     Raises:
         BackendUnavailableError: not all replicas have started in time.
         Exception: what the inner backend raised while it loaded the model.
+
+    Attributes:
+        actors: The replicas' actor handles as they are now: a replica that starts again has a new
+            one. May be read by any thread.
     """
 
     def __init__(self, ray: Any, model: str, options: RayOptions) -> None:
@@ -154,7 +149,9 @@ class FleetThread:
         self._failure: BaseException | None = None
         self._ready = self._awaited = concurrent.futures.Future[Any]()
         self._closing = False
-        lines = [Line(ray, options, index, self._came) for index in range(options.replicas)]
+        self.actors: list[Any] = [None] * options.replicas
+        each = range(options.replicas)
+        lines = [Line(ray, options, index, self.actors, self._came) for index in each]
         loading = (options.backend, model, dict(options.backend_opts))
         self._lines = lines
         self._fleet = Fleet(self._program, lines, loading, options.start_timeout, time.monotonic())
@@ -169,9 +166,6 @@ class FleetThread:
     @property
     def description(self) -> Description | None:
         return self._fleet.description
-
-    def actors(self) -> Actors:
-        return Actors(self._lines)
 
     def _await_start(self) -> None:
         patience = self._options.start_timeout
@@ -253,7 +247,7 @@ class FleetThread:
     def pin(self, query: Query) -> None:
         """Compute and pin a prompt on every replica: each will meet contexts that begin so."""
         asked = ask(query, self._program)
-        version = query.adapter and query.adapter.version
+        version = query.adapter.version if query.adapter else None
         self._add(Entry(("pin", asked), ("unpin", asked), version))
 
     def _add(self, entry: Entry) -> None:
