@@ -219,7 +219,7 @@ class Program:
         self.changing: tuple[Entry | None, Adapter | None] | None = None
         lines = [Line(world, self, index, shared) for index in range(len(world.processes))]
         self.world = world
-        self.fleet = Fleet(name, lines, ("mock", "mock", {}), 1e9, world.now)
+        self.fleet = Fleet(name, lines, (None, "mock", "mock", {}), 1e9, world.now)
 
     def check_answers(self) -> None:
         answers, self.fleet.answers = self.fleet.answers, []

@@ -20,7 +20,7 @@ from genlm.core.logs import get_logger
 from genlm.core.types import Request, query_of
 from genlm.ray.log import Action, Change, Entry, Log
 from genlm.ray.placing import DEATHS, Job, Placing, Portion
-from genlm.ray.watch import LEASE, SILENT, STARTS, Call, Gone, Member, State, Watch
+from genlm.ray.watch import SILENT, STARTS, Call, Gone, Member, State, Watch
 from genlm.ray.wire import Description, ask
 
 log = get_logger()
@@ -132,7 +132,7 @@ class Fleet:
             self._blame(member, entry, gone)
         if not (member.ready or entries):
             member.failures += 1
-        if gone.ended:
+        if gone.ended and self.started:
             self._watch.enter(member, State.ENDED)
         elif not member.failures:
             self._start(member)
@@ -156,8 +156,7 @@ class Fleet:
         member.life += 1
         member.have = {}
         member.line.start()
-        action = ("open", LEASE * self.pulse, *self._loading)
-        self._call(member, partial(self._loaded, member), action)
+        self._call(member, partial(self._loaded, member), ("open", *self._loading))
 
     def _loaded(self, member: Member, outcome: Description | Exception) -> None:
         if isinstance(outcome, Exception):

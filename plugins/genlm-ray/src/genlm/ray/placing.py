@@ -207,7 +207,9 @@ class Placing(Generic[M]):
         if len(self._places) > 1:
             return False
         oldest = place.waiting.oldest()
-        return place.free() if oldest is None else not coming and self._suspects[0][0] < oldest
+        if oldest is None and place.free():
+            return True
+        return not coming and (oldest is None or self._suspects[0][0] < oldest)
 
     def _relieve(self) -> Portion[M] | None:
         """A free replica takes over what waits at another: suspects, or half of the longest

@@ -59,7 +59,7 @@ class Session:
     """What one program has here."""
 
     life: int
-    lease: float  # seconds
+    lease: float | None  # seconds for which it may not be heard of
     heard_at: float = field(factory=time.monotonic)
     over: bool = False
     asking: set[asyncio.Task[Any]] = field(factory=set)
@@ -117,7 +117,12 @@ class Replica:
     # --- programs that come and go ----------------------------------------------------------------
 
     async def open(
-        self, token: Token, lease: float, backend: str, model: str, options: Mapping[str, Any]
+        self,
+        token: Token,
+        lease: float | None,
+        backend: str,
+        model: str,
+        options: Mapping[str, Any],
     ) -> Description:
         """Begin a session, without adapters and pinned prompts; load the model if it is not there.
 
@@ -137,7 +142,8 @@ class Replica:
             self._sessions.pop(program, None)
             raise portable(error) from None
         session.heard_at = time.monotonic()
-        self._expire(program, session)
+        if lease is not None:
+            self._expire(program, session)
         # Rows have the tokenizer's width here; ids beyond it mean nothing to anybody.
         vocab_size = min(self.lm.context([0]).vocab_size, len(self.lm.byte_vocab))
         hooks = frozenset(hook for hook in HOOKS if self.lm.supports(hook))
@@ -158,7 +164,7 @@ class Replica:
 
     def _expire(self, program: str, session: Session) -> None:
         """End a session that has not been heard of; else look again when that may be."""
-        left = session.heard_at + session.lease - time.monotonic()
+        left = session.heard_at + (session.lease or 0.0) - time.monotonic()
         if left > 0:
             loop = asyncio.get_running_loop()
             session.expiry = loop.call_later(left, self._expire, program, session)

@@ -20,10 +20,11 @@ from genlm.core import Adapter, Answer, EngineDeadError, EngineError, Query
 from genlm.core.errors import BackendUnavailableError, ModelClosedError
 from genlm.core.mailbox import Mailbox
 from genlm.core.types import Request
+from genlm.ray import watch
 from genlm.ray.fleet import CANCELLED, Fleet
 from genlm.ray.log import Entry
 from genlm.ray.options import RayOptions
-from genlm.ray.watch import Call, Gone
+from genlm.ray.watch import LEASE, Call, Gone
 from genlm.ray.wire import Description, FleetEnded, SessionLost, adapter_key, ask
 
 #: Seconds for the replicas to release their engines before they are ended.
@@ -61,6 +62,7 @@ class Line:
         self._shared = options.name is not None
         self._options = options.actor_options(index)
         self._actors = actors
+        self._failure: Exception | None = None
 
     @property
     def actor(self) -> Any:
@@ -71,15 +73,20 @@ class Line:
         there. A program ends its own replicas only."""
         from genlm.ray.replica import WATCH, Replica
 
-        if self.actor is not None and not self._shared:
-            self._ray.kill(self.actor)
-        kind = self._ray.remote(concurrency_groups={WATCH: CONCURRENCY})(Replica)
-        self._actors[self.index] = kind.options(
-            max_concurrency=CONCURRENCY, **self._options
-        ).remote()
+        self._failure = None
+        try:
+            if self.actor is not None and not self._shared:
+                self._ray.kill(self.actor)
+            kind = self._ray.remote(concurrency_groups={WATCH: CONCURRENCY})(Replica)
+            actor = kind.options(max_concurrency=CONCURRENCY, **self._options)
+            self._actors[self.index] = actor.remote()
+        except Exception as error:
+            self._failure = error
 
     def send(self, call: Call, method: str, *arguments: Any) -> None:
         try:
+            if self._failure is not None:
+                raise self._failure
             call.reference = getattr(self.actor, method).remote(*arguments)
             future = call.reference.future()
         except Exception as error:  # such as an option that does not travel
@@ -152,7 +159,9 @@ class FleetThread:
         self.actors: list[Any] = [None] * options.replicas
         each = range(options.replicas)
         lines = [Line(ray, options, index, self.actors, self._came) for index in each]
-        loading = (options.backend, model, dict(options.backend_opts))
+        # Ray ends a program's own replicas with it; on shared ones only its session ends.
+        lease = None if options.name is None else LEASE * watch.PULSE
+        loading = (lease, options.backend, model, dict(options.backend_opts))
         self._lines = lines
         self._fleet = Fleet(self._program, lines, loading, options.start_timeout, time.monotonic())
         self._thread = threading.Thread(target=self._run, name="genlm-ray", daemon=True)
@@ -277,13 +286,17 @@ class FleetThread:
         self._orders.put(lambda: None)
         self._thread.join(GRACE)
         shared, end = self._options.name is not None, not self._fleet.started
-        members = [m for m in self._fleet.members if m.loaded or (shared and end)]
-        left = {m.index: m.line.leave((self._program, m.life), end or not shared) for m in members}
+        there = [member for member in self._fleet.members if member.line.actor is not None]
+        left = {
+            m: m.line.leave((self._program, m.life), end or not shared)
+            for m in there
+            if m.loaded or (shared and end)
+        }
         if left:
             self._ray.wait([*left.values()], num_returns=len(left), timeout=GRACE)
-        for line in self._lines:
-            if not shared or (end and may_end(self._ray, left[line.index])):
-                self._ray.kill(line.actor)
+        for member in there:
+            if not shared or (end and may_end(self._ray, left[member])):
+                self._ray.kill(member.line.actor)
 
 
 def may_end(ray: Any, left: Any) -> bool:
