@@ -6,8 +6,9 @@ mock, the floor by the mock in this process, over the vocabulary of the real mod
 two replicas of hf. ``recover``: from the death of a replica, with 64 requests in flight, to the
 last row, for x replicas: of two the other one answers, a single one must start again. ``64 draws``
 of 75 tokens over two replicas, and the same with a death among them. ``scores at once``: x scores
-of two tokens in one gather, for each. ``attach``: to load a model from a named fleet that runs already. ``rows a second of n replicas``: waves of 64
-contexts a replica, whose engines take 20 ms for a batch; the floor is 64 / 20 ms for each replica.
+of two tokens in one gather, for each. ``attach``: to load a model from a named fleet that runs
+already. ``rows a second of n replicas``: waves of 64 contexts a replica, whose engines take 20 ms
+for a batch; the floor is 64 / 20 ms for each replica.
 The replicas only wait, so this shows where the program's own process becomes the limit.
 """
 

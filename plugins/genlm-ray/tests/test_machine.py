@@ -96,7 +96,7 @@ class World:
         for asked in process.asked:
             self.reply(asked, Gone("it has died"))
             if asked.on_trial and asked is not by:
-                self.harmed[asked.subject()] = self.harmed.get(asked.subject(), 0) + 1
+                self.harm(asked)
         process.asked.clear()
 
     def receive(self, process: Process, asked: Asked) -> None:
@@ -104,6 +104,11 @@ class World:
             process.asked.append(asked)
         else:
             self.reply(asked, Gone("it was dead"))
+            if asked.on_trial:
+                self.harm(asked)
+
+    def harm(self, asked: Asked) -> None:
+        self.harmed[asked.subject()] = self.harmed.get(asked.subject(), 0) + 1
 
     def can_work(self, process: Process, asked: Asked) -> bool:
         if not process.alive or process.hangs or asked.method == "beat":
@@ -379,9 +384,14 @@ class Machine(RuleBasedStateMachine):
         whenever it is tried, cannot be told from what is broken."""
         if any(m.failures for program in self.programs for m in program.fleet.members):
             return False
-        harm = self.world.harmed
-        trials = [asked.subject() for asked in process.asked if asked.on_trial]
-        return all(harm.get(each, 0) + self.fresh_poisons < DEATHS - 1 for each in trials)
+        subjects = {request for program in self.programs for request in program.flying}
+        subjects |= {program.changing[0] for program in self.programs if program.changing}
+        harm = max((self.world.harmed.get(each, 0) for each in subjects), default=0)
+        return harm + self.fresh_poisons + self.unnoticed() < DEATHS - 1
+
+    def unnoticed(self) -> int:
+        """Processes that are dead, and a program does not know it."""
+        return sum(not process.alive for process in self.world.processes)
 
     @rule(replica=REPLICA)
     def kill(self, replica: int) -> None:

@@ -20,7 +20,7 @@ from genlm.core.logs import get_logger
 from genlm.core.types import Request, query_of
 from genlm.ray.log import Action, Change, Entry, Log
 from genlm.ray.placing import DEATHS, Job, Placing, Portion
-from genlm.ray.watch import SILENT, STARTS, Call, Gone, Member, State, Watch
+from genlm.ray.watch import HOPE, SILENT, STARTS, Call, Gone, Member, State, Watch
 from genlm.ray.wire import Description, ask
 
 log = get_logger()
@@ -83,7 +83,7 @@ class Fleet:
         self._proceed()
 
     def _send(self) -> None:
-        coming = any(self._watch.awaited(member) for member in self.members)
+        coming = any(self._watch.awaited(member, HOPE) for member in self.members)
         while portion := self._placing.next(coming):
             asked = [ask(job.request, self._program) for job in portion.jobs]
             action = ("answer", asked, portion.on_trial)
@@ -237,7 +237,7 @@ class Fleet:
         """An entry is taken back everywhere: its caller gets the error, or those who use it."""
         if self._log.failed(entry, error):
             return
-        log.warning("replica.entry_lost", entry=str(entry.apply), error=str(error))
+        log.warning("replica.entry_lost", entry=entry.apply[0], error=str(error))
         if entry.version is not None and not entry.pinned:
             self._forget(lambda other: other.version == entry.version)
             self._lost[entry.version] = error
@@ -254,28 +254,33 @@ class Fleet:
         self._answer(job, EngineError(f"{why}: {error}; add it again"))
         return True
 
-    def _decide(self) -> None:
-        """Find a replica for an entry on trial; end a change that all replicas have."""
+    def _try_change(self) -> None:
+        """Find a replica for an entry on trial. If it dies of it, no other one is to: it tries
+        again."""
         change = self._log.change
-        if change is None:
+        if change is None or change.tried:
             return
-        if not change.tried:
-            ready = next((member for member in self.members if member.ready), None)
-            if not change.member or not (change.member.ready or self._watch.awaited(change.member)):
-                change.member = ready
+        member = change.member
+        if not (member and (member.ready or self._watch.awaited(member, self._patience))):
+            change.member = next((member for member in self.members if member.ready), None)
+
+    def _end_change(self) -> None:
+        """End the change under way when all replicas have it."""
+        change = self._log.change
+        if change is None or not change.tried or any(map(self._delays, self.members)):
             return
-        if not any(self._delays(member) for member in self.members):
-            if change.entry and change.entry.take_back is None:
-                self._forget(lambda entry: entry is change.entry)
-            self._log.change = None
-            change.done(change.error)
+        if change.entry and change.entry.take_back is None:
+            self._forget(lambda entry: entry is change.entry)
+        self._log.change = None
+        change.done(change.error)
 
     def _delays(self, member: Member) -> bool:
         """Whether the change under way waits for this replica: it is not so far, or it has died of
         it and is to try again."""
         if member.ready:
             return self._log.next_for(member, member.have) is not None
-        return member.died_of in self._log.entries and self._watch.awaited(member)
+        died = member.died_of in self._log.entries
+        return died and self._watch.awaited(member, self._patience)
 
     # --- everything ------------------------------------------------------------------------------
 
@@ -306,11 +311,11 @@ class Fleet:
         self._proceed()
 
     def _proceed(self) -> None:
-        self._decide()
+        self._try_change()
         for member in self.members:
             if member.loaded:
                 self._reconcile(member)
-        self._decide()
+        self._end_change()
         self._send()
 
     def _call(self, member: Member, then: Callable[[Any], None], action: Action, **of: Any) -> None:

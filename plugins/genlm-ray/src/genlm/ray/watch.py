@@ -128,11 +128,10 @@ class Watch:
         due = (m for m in self.members if m.state is State.RESTING)
         return [member for member in due if self.now >= member.since + member.rest()]
 
-    def awaited(self, member: Member) -> bool:
-        """Whether a replica will soon be ready."""
-        if member.state is State.STARTING:
-            return self.now < member.since + HOPE
-        return member.state is State.LOADED
+    def awaited(self, member: Member, seconds: float) -> bool:
+        """Whether a replica is about to be ready, and has been for no longer than that."""
+        starts = member.state in (State.STARTING, State.LOADED)
+        return starts and self.now < member.since + seconds
 
     def hopeless(self, patience: float) -> str | None:
         """Why no replica will answer any more."""
