@@ -18,7 +18,7 @@ from genlm.ray.fleet import CANCELLED, Fleet
 from genlm.ray.log import Entry
 from genlm.ray.placing import DEATHS
 from genlm.ray.watch import PULSE, Call, Gone
-from genlm.ray.wire import Ask, Description, adapter_key
+from genlm.ray.wire import Ask, Busy, Description, adapter_key
 
 DESCRIPTION = Description(frozenset(), ByteTokenizer(), 258, None)
 
@@ -100,7 +100,9 @@ class World:
         process.asked.clear()
 
     def receive(self, process: Process, asked: Asked) -> None:
-        if process.alive:
+        if process.alive and not process.hangs and self.busy(process, asked):
+            self.reply(asked, Busy())
+        elif process.alive:
             process.asked.append(asked)
         else:
             self.reply(asked, Gone("it was dead"))
@@ -110,17 +112,19 @@ class World:
     def harm(self, asked: Asked) -> None:
         self.harmed[asked.subject()] = self.harmed.get(asked.subject(), 0) + 1
 
-    def can_work(self, process: Process, asked: Asked) -> bool:
-        if not process.alive or process.hangs or asked.method == "beat":
-            return False
-        others = (a for a in process.asked if a.on_trial and a.program is not asked.program)
-        first = next((a for a in process.asked if a.on_trial), asked)
-        return not (asked.on_trial and any(others)) or first.program is asked.program
+    def busy(self, process: Process, asked: Asked) -> bool:
+        others = (each for each in process.asked if each.program is not asked.program)
+        return asked.on_trial and any(each.on_trial for each in others)
 
     def work(self, process: Process, asked: Asked) -> None:
         """A process finishes a call, or dies of it."""
-        if not self.can_work(process, asked) or asked not in process.asked:
+        if not process.alive or process.hangs or asked.method == "beat":
             return
+        if asked not in process.asked:
+            return
+        if self.busy(process, asked):  # they came while it was stopped
+            process.asked.remove(asked)
+            return self.reply(asked, Busy())
         name = asked.program.name
         if asked.method != "open" and process.sessions.get(name) != asked.life:
             process.asked.remove(asked)
@@ -143,7 +147,8 @@ class World:
         if asked.method == "answer":
             return [self.answer(ask, have) for ask in arguments[0]]
         if asked.method == "add_adapter":
-            if arguments[1] in self.gone_paths or arguments[1] == REFUSED:
+            refuses = process is self.processes[-1] and arguments[1] == REFUSED
+            if refuses or arguments[1] in self.gone_paths:
                 return Gentle(arguments[1])
             have.add(arguments[0])
         elif asked.method == "pin":

@@ -21,7 +21,7 @@ from genlm.core.types import Request, query_of
 from genlm.ray.log import Action, Change, Entry, Log
 from genlm.ray.placing import DEATHS, Job, Placing, Portion
 from genlm.ray.watch import HOPE, SILENT, STARTS, Call, Gone, Member, State, Watch
-from genlm.ray.wire import Description, ask
+from genlm.ray.wire import Busy, Description, ask
 
 log = get_logger()
 
@@ -91,6 +91,8 @@ class Fleet:
 
     def _answered(self, portion: Portion[Member], outcome: Any) -> None:
         """A call for requests has come back."""
+        if isinstance(outcome, Busy):
+            return self._placing.postpone(portion)
         self._placing.end(portion)
         jobs = [job for job in portion.jobs if not job.done]
         if outcome is CANCELLED:
@@ -164,7 +166,9 @@ class Fleet:
                 raise outcome
             log.warning("replica.load_failed", replica=member.index, error=str(outcome))
             member.failures += 1
+            member.refusals += 1
             return self._watch.enter(member, State.RESTING)
+        member.refusals = 0
         self.description = outcome
         self._watch.enter(member, State.LOADED)
         self._listen(member)
@@ -209,7 +213,7 @@ class Fleet:
 
     def _reconcile(self, member: Member) -> None:
         """Bring a replica that is loaded to what the log says, one entry at a time."""
-        if any(call.entry for call in member.calls):
+        if member.busy or any(call.entry for call in member.calls):
             return
         step = self._log.next_for(member, member.have)
         if step is not None:
@@ -225,7 +229,9 @@ class Fleet:
 
     def _reconciled(self, member: Member, entry: Entry, applied: bool, outcome: object) -> None:
         error = outcome if isinstance(outcome, Exception) else None
-        if not applied:
+        if isinstance(error, Busy):
+            member.busy = True
+        elif not applied:
             member.have.pop(entry, None)
         elif error is None:
             member.have[entry] = None
@@ -305,6 +311,9 @@ class Fleet:
             self._die(member, Gone(f"no answer in {SILENT * self.pulse:g} seconds"))
         for member in self._watch.rested():
             self._start(member)
+        self._placing.retry()
+        for member in self.members:
+            member.busy = False
         why = self._watch.hopeless(self._patience)
         if why and self.started:
             raise EngineDeadError(f"{why}; load the model again")

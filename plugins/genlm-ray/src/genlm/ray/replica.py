@@ -14,8 +14,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -29,6 +28,7 @@ from genlm.core.errors import InvalidOptionError, ModelClosedError
 from genlm.ray.wire import (
     AdapterKey,
     Ask,
+    Busy,
     Description,
     FleetEnded,
     SessionLost,
@@ -47,7 +47,7 @@ WATCH = "watch"
 #: Rows by place, where they are, as one array that owns its memory; and all other results.
 Results = tuple[np.ndarray[Any, Any] | None, dict[int, Any]]
 
-#: Seconds that suspects of one program wait for those of another at most.
+#: Seconds for which suspects of one program keep those of another waiting at most.
 TURN = 10.0
 
 #: Seconds from a fatal error to the end of the process, in which the error leaves.
@@ -108,8 +108,7 @@ class Replica:
         self._loading = asyncio.Lock()
         self._asked: tuple[Any, ...] = ()
         self._sessions: dict[str, Session] = {}
-        self._trying: Counter[str] = Counter()  # calls of suspects, by program
-        self._tried = asyncio.Condition()
+        self._trying: list[tuple[Session, float]] = []  # suspects: whose, and since when
         self._over: Exception | None = None  # why it takes no more calls
         self._ending = asyncio.Event()
         self._finishing: asyncio.Task[None] | None = None  # the loop itself keeps no task alive
@@ -255,7 +254,7 @@ class Replica:
         assert task is not None
         session.asking.add(task)
         try:
-            async with self._trial(session) if on_trial else contextlib.nullcontext():
+            with self._trial(session) if on_trial else contextlib.nullcontext():
                 found = await asyncio.gather(*map(self._answer, asked), return_exceptions=True)
         finally:
             session.asking.discard(task)
@@ -285,28 +284,29 @@ class Replica:
             return await asyncio.to_thread(uncached, ids, lora_name=lora)
         return await self.lm.next_token_logprobs(ids, lora_name=lora)
 
-    @contextlib.asynccontextmanager
-    async def _trial(self, session: Session) -> AsyncIterator[None]:
-        """Suspects of one program, and none of another, or these would be blamed too. A long one
-        has proved itself."""
-        program = next(name for name, each in self._sessions.items() if each is session)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(TURN), self._tried:
-                await self._tried.wait_for(lambda: not {*+self._trying} - {program})
-        self._trying[program] += 1
+    @contextlib.contextmanager
+    def _trial(self, session: Session) -> Iterator[None]:
+        """Suspects of one program, and none of another, or these would be blamed too.
+
+        Raises:
+            Busy: those of another are tried, and have not proved themselves by taking long.
+        """
+        now = time.monotonic()
+        if any(whose is not session and now < since + TURN for whose, since in self._trying):
+            raise Busy("another program tries suspects")
+        self._trying.append(trial := (session, now))
         try:
             yield
         finally:
-            self._trying[program] -= 1
-            async with self._tried:
-                self._tried.notify_all()
+            self._trying.remove(trial)
 
     # --- state: called while nothing of this program is in flight ---------------------------------
 
     @in_session
     async def add_adapter(self, session: Session, key: AdapterKey, path: str) -> None:
-        async with session.changing, self._trial(session):
-            await asyncio.to_thread(self.lm.add_new_lora, path, key)
+        async with session.changing:
+            with self._trial(session):
+                await asyncio.to_thread(self.lm.add_new_lora, path, key)
             session.adapters.add(key)
 
     @in_session
@@ -319,8 +319,9 @@ class Replica:
 
     @in_session
     async def pin(self, session: Session, asked: Ask) -> None:
-        async with session.changing, self._trial(session):
-            await self._pin(asked)
+        async with session.changing:
+            with self._trial(session):
+                await self._pin(asked)
             session.pinned[asked] = None
 
     @in_session

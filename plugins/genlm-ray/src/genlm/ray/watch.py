@@ -24,7 +24,8 @@ PULSE, SILENT = 10.0, 6
 #: After how many times that a replica drops what a program has there that it has not heard of.
 LEASE = 4
 
-#: How often a replica may fail to start, one time after the other, before it is given up.
+#: How often a replica may refuse to load, one time after the other, before it counts as lost. One
+#: that dies may do so by a neighbour's fault: it has as long as all replicas may be away.
 STARTS = 3
 
 #: The most seconds between two tries to start a replica.
@@ -77,10 +78,12 @@ class Member:
     since: float = 0.0  # when it came into that state
     life: int = 0
     failures: int = 0  # starts that failed, one after the other
+    refusals: int = 0  # among these, loads that raised an error
     heard_at: float = 0.0
     calls: set[Call] = field(factory=set)
     have: dict[Entry, None] = field(factory=dict)
     died_of: Entry | None = None
+    busy: bool = False  # another program tries suspects there, so no entry is applied just now
 
     @property
     def ready(self) -> bool:
@@ -138,7 +141,7 @@ class Watch:
         ended = [member for member in self.members if member.state is State.ENDED]
         if len(ended) == len(self.members):
             return "the fleet has been ended"
-        if all(m in ended or m.failures >= STARTS for m in self.members):
+        if all(m in ended or m.refusals >= STARTS for m in self.members):
             return f"all {len(self.members)} replicas are lost, and none could be started again"
         if self.now >= self.alive_at + patience:
             return (

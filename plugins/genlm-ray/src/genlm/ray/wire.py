@@ -28,6 +28,10 @@ class SessionLost(Exception):
     not heard from the program for too long. It computes nothing for it."""
 
 
+class Busy(Exception):
+    """Another program tries suspects on the replica: ask again later."""
+
+
 class FleetEnded(Exception):
     """Somebody has ended the fleet on purpose."""
 
