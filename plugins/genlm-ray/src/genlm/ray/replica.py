@@ -19,7 +19,7 @@ from functools import wraps
 from typing import Any
 
 import numpy as np
-import torch  # noqa: F401  # imported with the actor, so that the first row need not wait for it
+import torch
 from attrs import define, field
 
 import ray
@@ -223,7 +223,7 @@ class Replica:
     def die(self, error: Exception) -> None:
         """The engine cannot go on: end the process, so that Ray gives all of it back."""
         if self._over is None:
-            self._over = SessionLost(f"its engine is dead: {error}")
+            self._over = error
             asyncio.get_running_loop().call_later(FAREWELL, os._exit, 1)
 
     def session(self, token: Token) -> Session:
@@ -269,7 +269,7 @@ class Replica:
             elif is_row[place]:
                 rows.append(each.cpu().numpy())
             else:
-                others[place] = each
+                others[place] = each.cpu().numpy() if isinstance(each, torch.Tensor) else each
         return (np.stack(rows) if rows else None), others
 
     async def _answer(self, asked: Ask) -> Any:

@@ -126,7 +126,8 @@ def results_of(returned: Any, n: int) -> list[Any]:
     array, others = returned
     # Copied, because the array lies in memory that other processes read: once, for all rows.
     rows = iter(() if array is None else torch.from_numpy(np.array(array)))
-    return [others[place] if place in others else next(rows) for place in range(n)]
+    found = [others[place] if place in others else next(rows) for place in range(n)]
+    return [torch.from_numpy(np.array(x)) if isinstance(x, np.ndarray) else x for x in found]
 
 
 class FleetThread:
