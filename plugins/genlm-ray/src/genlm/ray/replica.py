@@ -262,7 +262,8 @@ class Replica:
             if isinstance(each, (EngineDeadError, ModelClosedError)):
                 raise each
         is_row = [ask.params is None and ask.continuation is None for ask in asked]
-        rows, others = [], {}
+        rows: list[Any] = []
+        others: dict[int, Any] = {}
         for place, each in enumerate(found):
             if isinstance(each, BaseException):
                 others[place] = portable(each)
