@@ -24,6 +24,7 @@ from genlm.core import (
     hookimpl,
     load_model_by_name,
 )
+from genlm.core.errors import PluginError
 
 from .conftest import PATIENCE, Held, save_tokenizer
 
@@ -176,7 +177,7 @@ def test_adapters_are_on_all_replicas_or_on_none(fleet: Fleet, tmp_path: Path) -
     one_fails = OneFails(tmp_path)
     lm = fleet(backend_opts={"wrappers": [one_fails]})
     one_fails.flag.touch()
-    with pytest.raises(ValueError, match="this replica cannot read"):
+    with pytest.raises(PluginError, match="this replica cannot read"):
         lm.add_new_lora("first-adapter", "a")
     assert lm.adapters == {}
     (removed,) = one_fails.removed.read_text().splitlines()

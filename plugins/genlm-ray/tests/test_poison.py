@@ -17,6 +17,7 @@ import torch
 from attrs import frozen
 
 from genlm.core import AsyncLM, EngineError, hookimpl
+from genlm.core.errors import PluginError
 from genlm.ray import end_fleet
 
 from .conftest import PATIENCE
@@ -26,7 +27,7 @@ from .test_faults import ask as ask_all
 Fleet = Callable[..., AsyncLM]
 
 
-class TwoParts(Exception):
+class TwoParts(PluginError):
     """An error that does not unpickle, as many do not."""
 
     def __init__(self, first: str, second: str) -> None:
