@@ -4,9 +4,11 @@
 mock, the floor by the mock in this process, over the vocabulary of the real model.
 ``extend, by affinity`` and ``extend, placed at random``: a step of 16 contexts of 200 tokens over
 two replicas of hf. ``recover``: from the death of a replica, with 64 requests in flight, to the
-last row, for x replicas: of two the other one answers, a single one must start again. ``attach``:
-to load a model from a named fleet that runs already. ``rows a second of n replicas``: waves of 64
-contexts a replica, whose engines take 20 ms for a batch; the floor is 64 / 20 ms for each replica.
+last row, for x replicas: of two the other one answers, a single one must start again. ``64 draws``
+of 75 tokens over two replicas, and the same with a death among them. ``scores at once``: x scores
+of two tokens in one gather, for each. ``attach``: to load a model from a named fleet that runs
+already. ``rows a second of n replicas``: waves of 64 contexts a replica, whose engines take 20 ms
+for a batch; the floor is 64 / 20 ms for each replica.
 The replicas only wait, so this shows where the program's own process becomes the limit.
 """
 
@@ -94,11 +96,71 @@ def recover(bench: Bench, replicas: int) -> None:
             began = time.perf_counter()
             asyncio.run(ask(new_contexts(64)))
             seconds.append(time.perf_counter() - began)
-            while lm.underlying_model[0] is one:  # its death is noticed at the next request
-                gather(lm, new_contexts(1))
-            loads = lm.underlying_model[0].load
-            ray.get(loads.remote("mock", "mock", {"delay": DELAY}, {}, []))  # it is there again
+            await_all(lm)
     bench.record("recover", seconds, unit="s", x=replicas)
+
+
+def await_all(lm: Any) -> None:
+    """Until every replica has loaded its model again."""
+    import ray
+
+    for index in range(len(lm.underlying_model)):
+        while True:
+            try:
+                loaded = lm.underlying_model[index].__ray_call__
+                ray.get(loaded.remote(lambda replica: len(replica.lm.byte_vocab)))
+                break
+            except ray.exceptions.RayError:
+                time.sleep(0.05)
+
+
+def draws_through_a_death(bench: Bench) -> None:
+    import ray
+
+    with fleet("mock", "mock", 2, continuous=True, delay=DELAY) as lm:
+
+        def draws(victim: Any = None) -> float:
+            async def ask() -> None:
+                asked = [
+                    asyncio.ensure_future(lm.sample(ids, 75, [], seed=1))
+                    for ids in new_contexts(64)
+                ]
+                await asyncio.sleep(DELAY * 20)
+                if victim is not None:
+                    ray.kill(victim)
+                await asyncio.gather(*asked)
+
+            began = time.perf_counter()
+            asyncio.run(ask())
+            return time.perf_counter() - began
+
+        draws()
+        bench.record("64 draws", [draws() for _ in range(3)], unit="s")
+        seconds = []
+        for _ in range(3):
+            seconds.append(draws(lm.underlying_model[0]))
+            await_all(lm)
+        bench.record("64 draws, one death", seconds, unit="s")
+
+
+def scores_at_once(bench: Bench) -> None:
+    with fleet("mock", "mock", 2, delay=DELAY) as lm:
+
+        def score(contexts: Sequence[Sequence[int]]) -> None:
+            async def ask() -> None:
+                await asyncio.gather(*(lm.sequence_logprobs(ids, [1, 2]) for ids in contexts))
+
+            asyncio.run(ask())
+
+        bench.time(
+            "scores at once",
+            score,
+            unit="us",
+            x=10_000,
+            per=10_000,
+            repeat=2,
+            prepare=lambda: new_contexts(10_000),
+        )
 
 
 def attach(bench: Bench) -> None:
@@ -139,6 +201,8 @@ def ours(bench: Bench) -> None:
     Affinity.choose = choose  # type: ignore[method-assign]
     for replicas in (2, 1):
         recover(bench, replicas)
+    draws_through_a_death(bench)
+    scores_at_once(bench)
     attach(bench)
     scale(bench)
 

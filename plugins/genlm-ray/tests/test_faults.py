@@ -24,6 +24,7 @@ from genlm.core import (
     hookimpl,
     load_model_by_name,
 )
+from genlm.core.errors import PluginError
 
 from .conftest import PATIENCE, Held, save_tokenizer
 
@@ -63,6 +64,14 @@ def contexts(n: int, seed: int = 0, of: Sequence[int] = range(60)) -> list[list[
     return [[*source.choices(of, k=source.randint(1, 90)), i] for i in range(n)]
 
 
+def kill(cluster: Any, actor: Any) -> None:
+    """End a replica, and wait until it has ended."""
+    cluster.kill(actor)
+    with contextlib.suppress(cluster.exceptions.RayActorError):
+        while True:
+            cluster.get(actor.__ray_ready__.remote(), timeout=PATIENCE)
+
+
 async def ask(lm: AsyncLM, asked: Sequence[Sequence[int]]) -> list[Any]:
     rows = (lm.next_token_logprobs(ids) for ids in asked)
     return await asyncio.wait_for(asyncio.gather(*rows, return_exceptions=True), PATIENCE)
@@ -83,7 +92,7 @@ def test_what_a_lost_replica_held_is_asked_elsewhere(
     fleet: Fleet, gate: Held, monkeypatch: pytest.MonkeyPatch, signals: list[signal.Signals]
 ) -> None:
     """One is killed, or all, or one hangs, which Ray does not notice."""
-    monkeypatch.setattr("genlm.ray.fleet.PULSE", 0.8)
+    monkeypatch.setattr("genlm.ray.watch.PULSE", 0.8)
     lm = fleet(backend_opts={"on_batch": gate.on_batch})
     asked = contexts(64)
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -130,26 +139,30 @@ def test_a_replica_that_starts_again_has_its_adapters_and_prompts(
     lm.cache_kv([1, 2, 3], lora_name="a")
     replicas = lm.underlying_model
     lost = replicas[0]
-    cluster.kill(lost)
+    kill(cluster, lost)
     row = lm.next_token_logprobs_sync([1, 2, 3, 4], lora_name="a")
     check([row], [[1, 2, 3, 4]], lora="a")
     assert len(replicas) == 1
     assert replicas[0]._actor_id != lost._actor_id, "the handle of the replica that was lost"
-    cluster.get(replicas[0].ping.remote(), timeout=PATIENCE)
+    cluster.get(replicas[0].__ray_ready__.remote(), timeout=PATIENCE)
 
 
 class OneFails:
-    """A wrapper in each replica: adding fails in the one that takes the flag; what is removed is
-    written down."""
+    """A wrapper in each replica: adding fails in the second one that finds the flag; what is
+    removed is written down."""
 
     def __init__(self, folder: Path) -> None:
         self.flag, self.removed = folder / "flag", folder / "removed"
+        self.other = folder / "other"
 
     @hookimpl(wrapper=True)
     def genlm_add_lora(self, adapter: Any) -> Any:
         added = yield
         with contextlib.suppress(FileNotFoundError):
-            self.flag.unlink()
+            self.flag.rename(self.other)
+            return added
+        with contextlib.suppress(FileNotFoundError):
+            self.other.unlink()
             raise ValueError("this replica cannot read the adapter")
         return added
 
@@ -164,7 +177,7 @@ def test_adapters_are_on_all_replicas_or_on_none(fleet: Fleet, tmp_path: Path) -
     one_fails = OneFails(tmp_path)
     lm = fleet(backend_opts={"wrappers": [one_fails]})
     one_fails.flag.touch()
-    with pytest.raises(ValueError, match="this replica cannot read"):
+    with pytest.raises(PluginError, match="this replica cannot read"):
         lm.add_new_lora("first-adapter", "a")
     assert lm.adapters == {}
     (removed,) = one_fails.removed.read_text().splitlines()
@@ -249,7 +262,7 @@ def test_a_fleet_at_work_does_not_poll(
     fleet: Fleet, gate: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the replicas work, the engine thread waits: one step sends, another takes the rows."""
-    monkeypatch.setattr("genlm.ray.fleet.PULSE", 1e6)  # a ping is a step too
+    monkeypatch.setattr("genlm.ray.watch.PULSE", 1e6)  # a ping is a step too
     steps = Steps()
     lm = fleet(replicas=1, backend_opts={"on_batch": gate.on_batch}, wrappers=[steps])
     with concurrent.futures.ThreadPoolExecutor() as pool:

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from genlm.core import AsyncLM, InvalidOptionError
+from genlm.core import AsyncLM, EngineDeadError, InvalidOptionError
+from genlm.core.errors import ModelNotFoundError
+from genlm.ray import end_fleet
 
 from .conftest import PATIENCE, save_tokenizer
 
@@ -78,7 +80,7 @@ JOIN = """
 import sys, time
 from genlm.core import load_model_by_name
 import ray
-ray.init(sys.argv[1], namespace="genlm", logging_level="ERROR", log_to_driver=False)
+ray.init(sys.argv[1], logging_level="ERROR", log_to_driver=False)
 began = time.monotonic()
 options = {"backend": "mock", "replicas": 2, "name": "shared"}
 lm = load_model_by_name("mock", "ray", options)
@@ -111,8 +113,32 @@ def test_programs_share_a_fleet_by_its_name(fleet: Fleet, cluster: Any) -> None:
         fleet(name="shared", backend_opts={"max_context": 5})
     lm.close()
     assert cluster.is_initialized()  # the program joined it itself, before there was a model
-    for index in range(2):
-        cluster.kill(cluster.get_actor(f"genlm-shared-{index}", namespace="genlm"))
+    assert end_fleet("shared") == 2
+
+
+def names(cluster: Any, fleet: str) -> list[str]:
+    named = cluster.util.list_named_actors(all_namespaces=True)
+    return [each["name"] for each in named if each["name"].startswith(f"genlm-{fleet}-")]
+
+
+def test_a_fleet_that_is_ended_is_not_started_again_by_those_that_use_it(
+    fleet: Fleet, cluster: Any
+) -> None:
+    lm = fleet(name="ended")
+    assert len(names(cluster, "ended")) == 2
+    assert end_fleet("ended") == 2
+    with pytest.raises(EngineDeadError, match="the fleet has been ended; load the model again"):
+        lm.next_token_logprobs_sync([1, 2, 3])
+    assert names(cluster, "ended") == []
+    assert end_fleet("ended") == 0
+
+
+def test_a_named_fleet_whose_model_does_not_load_leaves_nothing_behind(
+    fleet: Fleet, cluster: Any
+) -> None:
+    with pytest.raises(ModelNotFoundError):
+        fleet("misspelt", name="misspelt")
+    assert names(cluster, "misspelt") == []
 
 
 NOWHERE = """
@@ -136,8 +162,8 @@ NODES = """
 import asyncio, os, signal
 from pathlib import Path
 from ray.cluster_utils import Cluster
-import genlm.ray.fleet
-genlm.ray.fleet.PULSE = 0.8
+import genlm.ray.watch
+genlm.ray.watch.PULSE = 0.8
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
 nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]
 from genlm.core import load_model_by_name, MockAsyncLM

@@ -17,9 +17,6 @@ LOCAL = "local"
 #: Seconds to wait for a connection to a cluster's head.
 CONNECT_TIMEOUT = 10.0
 
-#: Where our actors have their names.
-NAMESPACE = "genlm"
-
 
 class Cluster:
     """Joins a running cluster, or starts one on this machine. A cluster that the program itself is
@@ -55,7 +52,7 @@ class Cluster:
             Cluster._users += self._ours
 
     def _connect(self, address: str) -> None:
-        options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False}
+        options: dict[str, Any] = {"log_to_driver": False}
         require_listener(address)
         if address == LOCAL:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # reports nothing unless asked to

@@ -8,7 +8,7 @@ from typing import Any
 from genlm.core import Adapter, Answer, Query, hookimpl
 from genlm.core.types import Request, SampleRequest, ScoreRequest
 from genlm.ray.cluster import Cluster
-from genlm.ray.fleet import Fleet
+from genlm.ray.sending import FleetThread
 from genlm.ray.wire import Description
 
 
@@ -27,13 +27,13 @@ class RayEngine:
 
     device = "cpu"
 
-    def __init__(self, cluster: Cluster, fleet: Fleet, description: Description) -> None:
+    def __init__(self, cluster: Cluster, fleet: FleetThread, description: Description) -> None:
         self._cluster = cluster
         self._fleet = fleet
         self.tokenizer = description.tokenizer
         self.vocab_size = description.vocab_size
         self.max_context = description.max_context
-        self.model = fleet.actors()
+        self.model = fleet.actors
 
     @hookimpl
     def genlm_step(
@@ -95,7 +95,7 @@ OPTIONAL: dict[str, type[RayEngine]] = {
 }
 
 
-def engine_for(cluster: Cluster, fleet: Fleet) -> RayEngine:
+def engine_for(cluster: Cluster, fleet: FleetThread) -> RayEngine:
     """The engine over a fleet that is ready."""
     description = fleet.description
     if description is None:

@@ -8,8 +8,8 @@ from typing import Any
 from genlm.core.plugins import find_backend
 from genlm.ray.cluster import Cluster
 from genlm.ray.engine import RayEngine, engine_for
-from genlm.ray.fleet import Fleet
 from genlm.ray.options import RayOptions
+from genlm.ray.sending import FleetThread
 
 
 def load(model: str, options: Mapping[str, Any]) -> RayEngine:
@@ -25,7 +25,7 @@ def load(model: str, options: Mapping[str, Any]) -> RayEngine:
     find_backend(checked.backend)  # a misspelt name is said here, not by a replica a minute later
     cluster = Cluster(checked.address)
     try:
-        return engine_for(cluster, Fleet(cluster.ray, model, checked))
+        return engine_for(cluster, FleetThread(cluster.ray, model, checked))
     except BaseException:
         cluster.leave()
         raise

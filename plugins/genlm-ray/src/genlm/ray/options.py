@@ -11,6 +11,9 @@ from genlm.core import checks
 from genlm.core.errors import InvalidOptionError
 from genlm.core.options import refuse_unknown
 
+#: Where named replicas have their names.
+NAMESPACE = "genlm"
+
 #: What a replica may ask of its node, and how replicas are placed.
 RESOURCES = ("num_cpus", "num_gpus", "placement")
 
@@ -107,6 +110,7 @@ class RayOptions:
             "scheduling_strategy": STRATEGIES[self.resources.get("placement", "spread")],
         }
         if self.name is not None:
-            named = {"name": f"genlm-{self.name}-{index}", "lifetime": "detached"}
-            asked |= {**named, "get_if_exists": True}
+            # Whatever namespace the program is connected in.
+            named = {"name": f"genlm-{self.name}-{index}", "namespace": NAMESPACE}
+            asked |= {**named, "lifetime": "detached", "get_if_exists": True}
         return asked

@@ -3,26 +3,100 @@
 An asyncio actor around an ordinary :class:`~genlm.core.AsyncLM`. So validation, batching across
 calls, failure isolation and cancellation are the core's here too, and a row that is asked during a
 long draw joins the engine's next step.
+
+What a program has here, its adapters, pinned prompts and calls, is its session. It ends with the
+program: when it leaves, or when the replica has not heard from it for too long.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import contextlib
+import os
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import numpy as np
-import torch  # noqa: F401  # imported with the actor, so that the first row need not wait for it
+import torch
+from attrs import define, field
 
-from genlm.core import AsyncLM, SamplingParams, load_model_by_name
-from genlm.core.errors import InvalidOptionError
-from genlm.ray.wire import AdapterKey, Ask, Description, arguments_of, portable, unpacked
+import ray
+from genlm.core import AsyncLM, EngineDeadError, load_model_by_name
+from genlm.core.errors import InvalidOptionError, ModelClosedError
+from genlm.ray.wire import (
+    AdapterKey,
+    Ask,
+    Busy,
+    Description,
+    FleetEnded,
+    SessionLost,
+    Token,
+    arguments_of,
+    portable,
+    unpacked,
+)
 
 #: The hooks whose presence the program needs to know.
 HOOKS = ("genlm_cache_prefix", "genlm_clear_kv_cache", "genlm_add_lora")
 
-#: Rows by place, where they are; and the errors of those that are not.
-Rows = tuple[np.ndarray[Any, Any] | None, dict[int, Exception]]
+#: The group of the calls that no amount of work can block: they have a thread of their own.
+WATCH = "watch"
+
+#: Rows by place, where they are, as one array that owns its memory; and all other results.
+Results = tuple[np.ndarray[Any, Any] | None, dict[int, Any]]
+
+#: Seconds for which suspects of one program keep those of another waiting at most.
+TURN = 10.0
+
+#: Seconds from a fatal error to the end of the process, in which the error leaves.
+FAREWELL = 0.5
+
+
+@define(eq=False)
+class Session:
+    """What one program has here."""
+
+    life: int
+    lease: float | None  # seconds for which it may not be heard of
+    heard_at: float = field(factory=time.monotonic)
+    over: bool = False
+    asking: set[asyncio.Task[Any]] = field(factory=set)
+    changing: asyncio.Lock = field(factory=asyncio.Lock)
+    adapters: set[AdapterKey] = field(factory=set)
+    pinned: dict[Ask, None] = field(factory=dict)
+    expiry: asyncio.TimerHandle | None = None
+
+
+Method = Callable[..., Coroutine[Any, Any, Any]]
+
+
+def in_watch(method: Method) -> Method:
+    """A method of the group ``WATCH``."""
+    marked: Method = ray.method(concurrency_group=WATCH)(method)
+    return marked
+
+
+def in_session(method: Method) -> Method:
+    """A method whose errors survive the way, and that ends with its program's session."""
+
+    @wraps(method)
+    async def call(self: Replica, token: Token, *args: Any) -> Any:
+        session = self.session(token)
+        try:
+            return await method(self, session, *args)
+        except asyncio.CancelledError:
+            if session.over:
+                raise SessionLost("it had not been heard of") from None
+            raise
+        except (EngineDeadError, ModelClosedError) as error:
+            self.die(error)
+            raise
+        except Exception as error:
+            raise portable(error) from None
+
+    return call
 
 
 class Replica:
@@ -33,98 +107,242 @@ class Replica:
         self._lm: AsyncLM | None = None
         self._loading = asyncio.Lock()
         self._asked: tuple[Any, ...] = ()
-        self._adapters: dict[AdapterKey, str] = {}
+        self._sessions: dict[str, Session] = {}
+        self._trying: list[tuple[Session, float]] = []  # suspects: whose, and since when
+        self._over: Exception | None = None  # why it takes no more calls
+        self._ending = asyncio.Event()
+        self._finishing: asyncio.Task[None] | None = None  # the loop itself keeps no task alive
 
-    async def load(
+    # --- programs that come and go ----------------------------------------------------------------
+
+    async def open(
         self,
+        token: Token,
+        lease: float | None,
         backend: str,
         model: str,
         options: Mapping[str, Any],
-        adapters: Mapping[AdapterKey, str],
-        pinned: Sequence[Ask],
     ) -> Description:
-        """Load the model, unless it is there, and what the program has bound and pinned.
+        """Begin a session, without adapters and pinned prompts; load the model if it is not there.
 
         Raises:
             InvalidOptionError: this replica serves another model (of a fleet of the same name).
             Exception: what the backend raises.
         """
-        async with self._loading:  # several programs may come at once
-            asked = (backend, model, dict(options))
-            if self._lm is None:
-                # Rows are cached where they are asked, once.
-                ours = {"cache_size": 0, **options}
-                self._lm = await asyncio.to_thread(load_model_by_name, model, backend, ours)
-                self._asked = asked
-            elif asked != self._asked:
-                raise InvalidOptionError(
-                    f"the fleet serves {self._asked[1]!r} on {self._asked[0]!r} with "
-                    f"{self._asked[2]}, not {model!r} on {backend!r} with {dict(options)}; "
-                    "give it another name, or the same model and options"
-                )
-            for key, path in adapters.items():
-                if key not in self._adapters:
-                    await self.add_adapter(key, path)
-            for each in pinned:
-                await self.pin(each)
-            lm = self._lm
+        program, life = token
+        await self._finish(program)
+        if self._over is not None:
+            raise self._over
+        session = self._sessions[program] = Session(life, lease)
+        try:
+            async with self._loading:  # several programs may come at once
+                await self._load(backend, model, dict(options))
+        except Exception as error:
+            self._sessions.pop(program, None)
+            raise portable(error) from None
+        session.heard_at = time.monotonic()
+        if lease is not None:
+            self._expire(program, session)
         # Rows have the tokenizer's width here; ids beyond it mean nothing to anybody.
-        vocab_size = min(lm.context([0]).vocab_size, len(lm.byte_vocab))
-        hooks = frozenset(hook for hook in HOOKS if lm.supports(hook))
-        return Description(hooks, lm.tokenizer, vocab_size, lm.max_context)
+        vocab_size = min(self.lm.context([0]).vocab_size, len(self.lm.byte_vocab))
+        hooks = frozenset(hook for hook in HOOKS if self.lm.supports(hook))
+        return Description(hooks, self.lm.tokenizer, vocab_size, self.lm.max_context)
 
-    async def rows(self, asked: Sequence[Ask]) -> Rows:
-        """The rows of several contexts as one array that owns its memory."""
-        found = await asyncio.gather(*map(self._row, asked), return_exceptions=True)
-        errors = {i: portable(row) for i, row in enumerate(found) if isinstance(row, BaseException)}
-        rows = [row.cpu().numpy() for row in found if not isinstance(row, BaseException)]
-        return (np.stack(rows) if rows else None), errors
+    async def _load(self, backend: str, model: str, options: dict[str, Any]) -> None:
+        asked = (backend, model, options)
+        if self._lm is None:
+            ours = {"cache_size": 0, **options}  # rows are cached where they are asked, once
+            self._lm = await asyncio.to_thread(load_model_by_name, model, backend, ours)
+            self._asked = asked
+        elif asked != self._asked:
+            raise InvalidOptionError(
+                f"the fleet serves {self._asked[1]!r} on {self._asked[0]!r} with "
+                f"{self._asked[2]}, not {model!r} on {backend!r} with {options}; "
+                "give it another name, or the same model and options"
+            )
 
-    async def _row(self, asked: Ask) -> Any:
-        ids = asked.token_ids()
-        if asked.cold:
-            ask = self.lm.next_token_logprobs_uncached
-            return await asyncio.to_thread(ask, ids, lora_name=asked.adapter)
-        return await self.lm.next_token_logprobs(ids, lora_name=asked.adapter)
+    def _expire(self, program: str, session: Session) -> None:
+        """End a session that has not been heard of; else look again when that may be."""
+        left = session.heard_at + (session.lease or 0.0) - time.monotonic()
+        if left > 0:
+            loop = asyncio.get_running_loop()
+            session.expiry = loop.call_later(left, self._expire, program, session)
+        elif self._sessions.get(program) is session:
+            self._finishing = asyncio.create_task(self._finish(program))
 
-    async def draw(self, asked: Ask, params: SamplingParams) -> list[int]:
-        """A continuation, drawn here: a row for each of its tokens need not travel."""
-        arguments = arguments_of(params)
-        return await self.lm.sample(asked.token_ids(), lora_name=asked.adapter, **arguments)
+    async def _finish(self, program: str) -> None:
+        """End a session, with all that it holds."""
+        session = self._sessions.pop(program, None)
+        if session is None:
+            return
+        session.over = True
+        for each in (*session.asking, session.expiry):
+            if each is not None:
+                each.cancel()
+        async with session.changing:  # what is being added is here when that has ended
+            for key in session.adapters:
+                with contextlib.suppress(Exception):
+                    await asyncio.to_thread(self.lm.remove_lora, key)
+            if session.pinned:
+                await self._clear()
 
-    async def score(self, asked: Ask, continuation: bytes) -> np.ndarray[Any, Any]:
-        """The log-probability of each token of a continuation."""
-        ids = unpacked(continuation)
-        scores = self.lm.sequence_logprobs(asked.token_ids(), ids, lora_name=asked.adapter)
-        array: np.ndarray[Any, Any] = (await scores).cpu().numpy()
-        return array
+    async def leave(self, token: Token, end: bool) -> bool:
+        """End a program's session.
 
-    # --- state: called while nothing of this program is in flight ---------------------------------
-
-    async def pin(self, asked: Ask) -> None:
-        await asyncio.to_thread(self.lm.cache_kv, asked.token_ids(), lora_name=asked.adapter)
-
-    async def clear(self) -> None:
-        await asyncio.to_thread(self.lm.clear_kv_cache)
-
-    async def add_adapter(self, key: AdapterKey, path: str) -> None:
-        await asyncio.to_thread(self.lm.add_new_lora, path, key)
-        self._adapters[key] = path
-
-    async def remove_adapter(self, key: AdapterKey) -> None:
-        if self._adapters.pop(key, None) is not None:
-            await asyncio.to_thread(self.lm.remove_lora, key)
-
-    async def close(self) -> None:
-        """Release the engine in order, before the process is ended."""
+        Returns:
+            Whether the process may be ended: it is to ``end``, and no other program uses it.
+        """
+        await self._finish(token[0])
+        if not end or self._sessions:
+            return False
+        self._over = self._over or SessionLost("the replica is being ended")
         if self._lm is not None:
             await asyncio.to_thread(self._lm.close)
+        return True
 
-    async def ping(self) -> None:
-        """Answers at once, whatever the engine is at work on."""
+    @in_watch
+    async def beat(self, token: Token, seconds: float) -> None:
+        """Come back after some time, whatever the engine is at work on.
+
+        Raises:
+            SessionLost: the program has no session here.
+            FleetEnded: the fleet has been ended.
+        """
+        self.session(token).heard_at = time.monotonic()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ending.wait(), seconds)
+        self.session(token).heard_at = time.monotonic()
+
+    @in_watch
+    async def end(self) -> None:
+        """Say to all programs that the fleet has been ended."""
+        self._over = FleetEnded("the fleet has been ended")
+        self._ending.set()
+        await asyncio.sleep(FAREWELL)
+
+    def die(self, error: Exception) -> None:
+        """The engine cannot go on: end the process, so that Ray gives all of it back."""
+        if self._over is None:
+            self._over = error
+            asyncio.get_running_loop().call_later(FAREWELL, os._exit, 1)
+
+    def session(self, token: Token) -> Session:
+        """The session of a call.
+
+        Raises:
+            SessionLost, FleetEnded: there is none any more.
+        """
+        if self._over is not None:
+            raise self._over
+        session = self._sessions.get(token[0])
+        if session is None or session.life != token[1]:
+            raise SessionLost("the replica does not know the program")
+        return session
 
     @property
     def lm(self) -> AsyncLM:
         if self._lm is None:
-            raise RuntimeError("a replica was asked before it was loaded")
+            raise SessionLost("the model is not loaded")
         return self._lm
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    @in_session
+    async def answer(self, session: Session, asked: Sequence[Ask], on_trial: bool) -> Results:
+        """Rows, draws and scores, in the order asked."""
+        task = asyncio.current_task()
+        assert task is not None
+        session.asking.add(task)
+        try:
+            with self._trial(session) if on_trial else contextlib.nullcontext():
+                found = await asyncio.gather(*map(self._answer, asked), return_exceptions=True)
+        finally:
+            session.asking.discard(task)
+        for each in found:
+            if isinstance(each, (EngineDeadError, ModelClosedError)):
+                raise each
+        is_row = [ask.params is None and ask.continuation is None for ask in asked]
+        rows: list[Any] = []
+        others: dict[int, Any] = {}
+        for place, each in enumerate(found):
+            if isinstance(each, BaseException):
+                others[place] = portable(each)
+            elif is_row[place]:
+                rows.append(each.cpu().numpy())
+            else:
+                others[place] = each.cpu().numpy() if isinstance(each, torch.Tensor) else each
+        return (np.stack(rows) if rows else None), others
+
+    async def _answer(self, asked: Ask) -> Any:
+        ids, lora = unpacked(asked.ids), asked.adapter
+        if asked.params is not None:
+            return await self.lm.sample(ids, lora_name=lora, **arguments_of(asked.params))
+        if asked.continuation is not None:
+            continuation = unpacked(asked.continuation)
+            return await self.lm.sequence_logprobs(ids, continuation, lora_name=lora)
+        if asked.cold:
+            uncached = self.lm.next_token_logprobs_uncached
+            return await asyncio.to_thread(uncached, ids, lora_name=lora)
+        return await self.lm.next_token_logprobs(ids, lora_name=lora)
+
+    @contextlib.contextmanager
+    def _trial(self, session: Session) -> Iterator[None]:
+        """Suspects of one program, and none of another, or these would be blamed too.
+
+        Raises:
+            Busy: those of another are tried, and have not proved themselves by taking long.
+        """
+        now = time.monotonic()
+        if any(whose is not session and now < since + TURN for whose, since in self._trying):
+            raise Busy("another program tries suspects")
+        self._trying.append(trial := (session, now))
+        try:
+            yield
+        finally:
+            self._trying.remove(trial)
+
+    # --- state: called while nothing of this program is in flight ---------------------------------
+
+    @in_session
+    async def add_adapter(self, session: Session, key: AdapterKey, path: str) -> None:
+        async with session.changing:
+            with self._trial(session):
+                await asyncio.to_thread(self.lm.add_new_lora, path, key)
+            session.adapters.add(key)
+
+    @in_session
+    async def remove_adapter(self, session: Session, key: AdapterKey) -> None:
+        """Drop an adapter, and the prompts that are pinned with it."""
+        async with session.changing:
+            session.adapters.discard(key)
+            session.pinned = {ask: None for ask in session.pinned if ask.adapter != key}
+            await asyncio.to_thread(self.lm.remove_lora, key)
+
+    @in_session
+    async def pin(self, session: Session, asked: Ask) -> None:
+        async with session.changing:
+            with self._trial(session):
+                await self._pin(asked)
+            session.pinned[asked] = None
+
+    @in_session
+    async def unpin(self, session: Session, asked: Ask) -> None:
+        async with session.changing:
+            session.pinned.pop(asked, None)
+            await self._clear()
+
+    @in_session
+    async def clear(self, session: Session) -> None:
+        """Drop all key/value state but what other programs have pinned."""
+        async with session.changing:
+            session.pinned.clear()
+            await self._clear()
+
+    async def _clear(self) -> None:
+        await asyncio.to_thread(self.lm.clear_kv_cache)
+        for asked in [ask for session in self._sessions.values() for ask in session.pinned]:
+            with contextlib.suppress(Exception):  # its adapter may be gone by now
+                await self._pin(asked)
+
+    async def _pin(self, asked: Ask) -> None:
+        await asyncio.to_thread(self.lm.cache_kv, unpacked(asked.ids), lora_name=asked.adapter)

@@ -13,28 +13,46 @@ from typing import Any
 from attrs import asdict, frozen
 
 from genlm.core import EngineError, Query, SamplingParams
+from genlm.core.types import Request, SampleRequest, ScoreRequest, query_of
 
 #: The name of an adapter on the replicas: a fleet may serve several programs, which all count
 #: their adapters from 1.
 AdapterKey = str
 
+#: A program on a replica, from one opening to the next: the program, and which opening it is.
+Token = tuple[str, int]
+
+
+class SessionLost(Exception):
+    """The replica does not know the session: it has started again, it is about to end, or it has
+    not heard from the program for too long. It computes nothing for it."""
+
+
+class Busy(Exception):
+    """Another program tries suspects on the replica: ask again later."""
+
+
+class FleetEnded(Exception):
+    """Somebody has ended the fleet on purpose."""
+
 
 @frozen
 class Ask:
-    """One context.
+    """One request; a row, if it has neither ``params`` nor a ``continuation``.
 
     Attributes:
         ids: The token ids, as the bytes of an array of 64-bit integers.
         adapter: The adapter's key; ``None`` is the base model.
         cold: Past every cache.
+        params: How to draw.
+        continuation: What to score, as bytes like ``ids``.
     """
 
     ids: bytes
     adapter: AdapterKey | None
     cold: bool = False
-
-    def token_ids(self) -> list[int]:
-        return unpacked(self.ids)
+    params: SamplingParams | None = None
+    continuation: bytes | None = None
 
 
 @frozen
@@ -57,13 +75,17 @@ def unpacked(ids: bytes) -> list[int]:
     return numbers.tolist()
 
 
-def ask(query: Query, program: str) -> Ask:
-    """A query as it travels."""
-    return Ask(packed(query.token_ids), adapter_key(query, program), query.cold)
+def ask(request: Request, program: str) -> Ask:
+    """A request as it travels."""
+    query: Query = query_of(request)
+    key = None if query.adapter is None else adapter_key(query.adapter.version, program)
+    params = request.params if isinstance(request, SampleRequest) else None
+    scored = packed(request.continuation) if isinstance(request, ScoreRequest) else None
+    return Ask(packed(query.token_ids), key, query.cold, params, scored)
 
 
-def adapter_key(query: Query, program: str) -> AdapterKey | None:
-    return None if query.adapter is None else f"{program}:{query.adapter.version}"
+def adapter_key(version: int, program: str) -> AdapterKey:
+    return f"{program}:{version}"
 
 
 def arguments_of(params: SamplingParams) -> dict[str, Any]:

@@ -1,0 +1,46 @@
+"""How a fleet that several programs share is ended."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+from genlm.ray.cluster import Cluster
+from genlm.ray.options import NAMESPACE
+
+#: Seconds for a replica to say to the programs that it ends.
+GOODBYE = 10.0
+
+
+def end_fleet(name: str, address: str | None = None) -> int:
+    """End all replicas of a named fleet, whichever program started them.
+
+    Programs that still use it get :class:`~genlm.core.EngineDeadError`.
+
+    Args:
+        name: The fleet's.
+        address: Of the cluster, as the option ``address``.
+
+    Returns:
+        How many replicas there were.
+
+    Raises:
+        BackendUnavailableError: there is no cluster at the address.
+    """
+    cluster = Cluster(address)
+    ray = cluster.ray
+    try:
+        named = ray.util.list_named_actors(all_namespaces=True)
+        ours = [each["name"] for each in named if each["namespace"] == NAMESPACE]
+        actors = []
+        for each in ours:
+            if re.fullmatch(rf"genlm-{re.escape(name)}-\d+", each):
+                with contextlib.suppress(ValueError):  # it has ended since
+                    actors.append(ray.get_actor(each, namespace=NAMESPACE))
+        said = [actor.end.remote() for actor in actors]
+        ray.wait(said, num_returns=len(said), timeout=GOODBYE) if said else None
+        for actor in actors:
+            ray.kill(actor)
+        return len(actors)
+    finally:
+        cluster.leave()
