@@ -34,7 +34,8 @@ from genlm.core.errors import EngineDeadError
 from genlm.core.mock import ByteTokenizer, MockEngine
 from genlm.core.options import refuse_unknown
 
-from .blind import of_the_mock
+from .blind import at_work, of_the_mock
+from .blind.working_engine import WorkingEngine
 from .mutants.registry import Trouble
 
 EFFORTS = {"quick": 0.1, "default": 1.0}
@@ -120,9 +121,13 @@ def suites(real: bool = True) -> dict[str, Callable[[float], ConformanceSuite]]:
     made: dict[str, Callable[[float], ConformanceSuite]] = {}
     for engine in of_the_mock.MUTANTS:
         made[f"blind.mock.{engine.__name__}"] = functools.partial(OfTheMock, engine)
+    for engine in at_work.MUTANTS:
+        made[f"work.mock.{engine.__name__}"] = functools.partial(OfTheMock, engine)
     if real and find_spec("genlm.hf") and find_spec("peft"):
-        from .blind import of_a_real_model
+        from .blind import at_work_on_a_real_model, of_a_real_model
 
+        for engine in at_work_on_a_real_model.MUTANTS:
+            made[f"work.hf.{engine.__name__}"] = functools.partial(OfARealModel, engine)
         for engine in of_a_real_model.MUTANTS:
             made[f"blind.hf.{engine.__name__}"] = functools.partial(OfARealModel, engine)
         from .mutants import of_a_real_model as further
@@ -145,6 +150,8 @@ def clean() -> dict[str, Callable[[float], ConformanceSuite]]:
     made: dict[str, Callable[[float], ConformanceSuite]] = {
         "clean.mock": functools.partial(OfTheMock, MockEngine),
         "clean.continuous": functools.partial(OfTheMock, ContinuousMockEngine),
+        "clean.working": functools.partial(OfTheMock, WorkingEngine),
+        "clean.woken": functools.partial(OfTheMock, at_work.Woken),
     }
     with contextlib.suppress(ImportError):
         from genlm.hf.engine import HFEngine
