@@ -25,14 +25,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from attrs import frozen
 
 from genlm.core import AsyncLM
 from genlm.core.conformance import ConformanceSuite
 from genlm.core.conformance.report import Verdict, run
 from genlm.core.errors import EngineDeadError
-from genlm.core.mock import ByteTokenizer, MockEngine
+from genlm.core.mock import ByteTokenizer, MockEngine, hashed_row
 from genlm.core.options import refuse_unknown
+from genlm.core.types import TokenIds
 
 from .blind import at_work, of_the_mock
 from .blind.working_engine import WorkingEngine
@@ -76,6 +78,9 @@ class OfTheMock(ConformanceSuite):
     def fail_inside(self, lm: AsyncLM) -> Any:
         return self.trouble.during
 
+    def reference_rows(self, contexts: Sequence[TokenIds]) -> Sequence[torch.Tensor]:
+        return [hashed_row(ids, None, len(ByteTokenizer())) for ids in contexts]
+
 
 class OfARealModel(ConformanceSuite):
     """The suite on a faulty tiny model behind genlm-hf."""
@@ -97,6 +102,11 @@ class OfARealModel(ConformanceSuite):
             return self.engine(*load_pretrained(str(self.model), options), options)
 
         return AsyncLM(load, backend="hf", wrappers=wrappers)
+
+    def reference_rows(self, contexts: Sequence[TokenIds]) -> Sequence[torch.Tensor]:
+        from genlm.core.conformance.adapter_outcomes import reference_rows
+
+        return reference_rows(str(self.model), None, contexts)
 
 
 @functools.cache
@@ -138,7 +148,7 @@ def suites(real: bool = True) -> dict[str, Callable[[float], ConformanceSuite]]:
     from .test_mutants import Mutated
 
     for name, mutant in MUTANTS.items():
-        if f"blind.mock.{name}" not in made:
+        if not {f"blind.mock.{name}", f"work.mock.{name}"} & made.keys():
             made[f"clauses.mock.{name}"] = functools.partial(Mutated, mutant)
     return made
 

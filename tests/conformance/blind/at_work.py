@@ -318,16 +318,15 @@ class DeclinedTakesAnotherWithIt(WorkingEngine):
         if not declined:
             super().finish(finished)
             return
-        ended = [self.batch[at] for at in finished]
+        ended = [self.batch[at] for at in finished if at not in declined]
         for at in reversed(declined):
-            self.leave(at)
+            self.give_back(self.batch.pop(at))
         for at in sorted({*finished} - {*declined}, reverse=True):
             if at < len(self.batch):
                 self.leave(at)
-        requests = {id(job.request) for job in ended}
-        for at in reversed(range(len(self.batch))):
-            if id(self.batch[at].request) in requests:
-                self.leave(at)
+        for job in ended:  # it was answered
+            if job in self.batch:
+                self.leave(self.batch.index(job))
 
 
 # --- whose turn it is -------------------------------------------------------------------------

@@ -45,9 +45,9 @@ class Steps(HFEngine):
             self.lost()
             raise
         return [
-            Answer(query, answer.row.clone())
+            Answer(query, answer.result.clone())
             for answer in answers
-            for query in self.asked.pop(answer.query, [])
+            for query in self.asked.pop(answer.request, [])
         ]
 
     def let_go(self, dropped: list[Query]) -> list[Query]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
+import math
 import random
 import re
 import threading
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import hypothesis
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Flaky
 from hypothesis.strategies import SearchStrategy
 
 from genlm.core.cache import OutputCache
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+
+#: How long a failing example is made simpler, seconds.
+SHRINKING = 20.0
 
 #: How many of the first cold rows are asked for again at the end.
 REMEMBERED = 40
@@ -81,8 +86,7 @@ class Subject:
         self._runner = asyncio.Runner()
         self._clean = False
         self._bound: dict[str, str] = {}
-        #: What clauses keep for each other.
-        self.notes: dict[str, object] = {}
+        self._notes: dict[object, Any] = {}
         #: The first cold rows of the base model, to be asked for once more at the end.
         self.first_rows: dict[TokenIds, torch.Tensor] = {}
         self._cold = OutputCache(maxsize=None, max_bytes=512 << 20, move_to_cpu=True)
@@ -121,7 +125,6 @@ class Subject:
     def begin(self) -> Self:
         """Begin another clause."""
         self._clean = False
-        self._patience = self.patience
         self.deviation = 0.0
         return self
 
@@ -186,6 +189,17 @@ class Subject:
         """The names of the adapters that are bound now."""
         return list(self._bound)
 
+    def noted(self, key: object, make: Callable[[], T]) -> T:
+        """What clauses keep for each other, made when it is first needed."""
+        if key not in self._notes:
+            self._notes[key] = make()
+        found: T = self._notes[key]
+        return found
+
+    def path_of(self, name: str | None) -> str | None:
+        """The path of the adapter that a name stands for now."""
+        return None if name is None else self._bound[name]
+
     def close(self) -> None:
         """The end of all clauses."""
         self._runner.close()
@@ -244,18 +258,39 @@ class Subject:
         share nothing.
         """
 
+        failed: list[dict[str, Any]] = []
+        shrink_until = math.inf
+
         @self.settings(examples, least)
         @given(**strategies)
         @functools.wraps(holds)
         def example(**drawn: Any) -> None:
+            nonlocal shrink_until
+            if time.monotonic() > shrink_until and drawn not in failed:
+                return  # good enough
             self.reset()
-            holds(**drawn)
+            try:
+                holds(**drawn)
+            except Exception:
+                shrink_until = min(shrink_until, time.monotonic() + SHRINKING)
+                failed.append(drawn)
+                raise
 
+        self.explained(hypothesis.seed(self.seed)(example) if self.seed else example)
+
+    def explained(self, test: Callable[[], None]) -> None:
+        """Run a test of Hypothesis. A failure is the violation itself, with the example, also where
+        the same example does not always fail."""
         try:
-            (hypothesis.seed(self.seed)(example) if self.seed else example)()
+            test()
         except BaseException as error:
-            error.__notes__ = [compact(note) for note in getattr(error, "__notes__", ())]
-            raise
+            notes = [compact(note) for note in getattr(error, "__notes__", ())]
+            found = error
+            if isinstance(error, Flaky):
+                found = violation_in(error) or error
+                notes.append("The same example does not fail every time.")
+            found.__notes__ = notes
+            raise found from (None if found is error else error)
 
     def settings(self, examples: int, least: int = 2, **more: Any) -> settings:
         """How Hypothesis runs: ``examples`` times the effort, always the same ones, no deadline."""
@@ -275,7 +310,7 @@ class Subject:
     def cold(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
         """The oracle: the engine's own row, computed cold, alone and uncached. Kept by the
         adapter's path."""
-        key = (tuple(token_ids), None if adapter is None else self._bound[adapter])
+        key = (tuple(token_ids), self.path_of(adapter))
         row = self._cold.get(key)
         if row is None:
             row = self.lm.next_token_logprobs_uncached(token_ids, lora_name=adapter)
@@ -291,7 +326,7 @@ class Subject:
         self.expect_row(
             row,
             self.cold(token_ids, adapter),
-            f"the context {shown(token_ids)}{_with(adapter)}, {how}",
+            f"the context {shown(token_ids)}{with_adapter(adapter)}, {how}",
         )
 
     def expect_row(self, row: Outcome, expected: torch.Tensor, what: str) -> None:
@@ -315,7 +350,7 @@ class Subject:
         """The outcomes of requests asked together, each by a coroutine of its own."""
         chosen = adapters if adapters is not None else [None] * len(contexts)
         asked_together = [
-            f"{shown(ids)}{_with(name)}" for ids, name in zip(contexts, chosen, strict=True)
+            f"{shown(ids)}{with_adapter(name)}" for ids, name in zip(contexts, chosen, strict=True)
         ]
         more = f", and {len(contexts) - 6} more" if len(contexts) > 6 else ""
         self._together = f"\n  asked together: {', '.join(asked_together[:6])}{more}"
@@ -332,17 +367,21 @@ class Subject:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in an event loop of this thread's; that it hangs is a violation."""
 
+        return self.drive(self.soon(coroutine))
+
+    def drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine, for as long as it takes."""
         answers: list[T] = []
 
-        async def bounded() -> None:
+        async def driven() -> None:
             # Not returned: the runner's handling of SIGINT makes text of the task and its result,
             # which for a tensor takes longer than the request (signal._int_to_enum in Python 3.11).
-            answers.append(await self.soon(coroutine))
+            answers.append(await coroutine)
 
         if threading.current_thread() is not threading.main_thread():
-            asyncio.run(bounded())
+            asyncio.run(driven())
         else:
-            self._runner.run(bounded())
+            self._runner.run(driven())
         return answers[0]
 
     async def soon(self, awaitable: Awaitable[T]) -> T:
@@ -351,6 +390,13 @@ class Subject:
             return await asyncio.wait_for(awaitable, self._patience)
         except TimeoutError:
             raise self._hang("a caller got no answer") from None
+
+    async def all_done(self, futures: Sequence[asyncio.Future[Any]]) -> bool:
+        """Wait for all of them; ``False`` if some hang."""
+        _, pending = await asyncio.wait(futures, timeout=self._patience)
+        if pending:
+            self._hang("")
+        return not pending
 
     def thread(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
         """Make a call in a thread of its own, which may hang without holding up the suite."""
@@ -387,8 +433,7 @@ class Subject:
 
     def _hang(self, what: str) -> Violation:
         violation = Violation(f"{what} within {self._patience:g} s: it hangs")
-        # Shrinking would hang again and again: what has hung once is waited for no longer in this
-        # clause.
+        # Shrinking would hang again and again, and so may every clause that follows.
         self._patience = self.patience / 20
         return violation
 
@@ -400,10 +445,20 @@ async def submitted() -> None:
         await asyncio.sleep(0)
 
 
+def violation_in(error: BaseException) -> Violation | None:
+    """The violation that an error is, that it holds, or that it came from."""
+    if isinstance(error, Violation):
+        return error
+    held = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    causes = [each for each in (*held, error.__cause__, error.__context__) if each is not None]
+    return next(filter(None, map(violation_in, causes)), None)
+
+
 def compact(note: str) -> str:
     """What Hypothesis notes of an example, with token ids side by side instead of one a line."""
     return re.sub(r"(?<=\d,)\s*\n\s*(?=-?\d)", " ", note)
 
 
-def _with(adapter: str | None) -> str:
+def with_adapter(adapter: str | None) -> str:
+    """What a message says of the adapter of a request."""
     return "" if adapter is None else f" with adapter {adapter!r}"
