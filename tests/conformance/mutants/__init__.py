@@ -5,7 +5,7 @@ refusals) in a subclass of :class:`~genlm.core.AsyncLM`.
 """
 
 from . import rows, state, callers, adapters, sampling, endings, space, company  # noqa: F401, I001  (each registers its own)
-from . import at_work, alone, wrappers  # noqa: F401, I001
+from . import at_work, alone, wrappers  # noqa: F401
 from .registry import MUTANTS, Mutant
 
 __all__ = ["MUTANTS", "Mutant"]
