@@ -22,7 +22,8 @@ class ContinuationClauses:
 
     def _scores(self, live: Subject) -> None:
         prompts = (3, 40)
-        lengths = [min(n, live.longest - 40, live.contexts.limit - 40) for n in (500, 150)]
+        room = min(live.longest, live.contexts.limit - 1)
+        lengths = [min(n, room - 40) for n in (500, 150)]
         cases = [
             (text[:prompt], text[prompt:])
             for prompt, n in zip(prompts, lengths, strict=True)
