@@ -10,7 +10,8 @@ from attrs import evolve, field, frozen
 
 from genlm.core.conformance.agreement import ROUNDING, expect_greedy, expect_scores
 from genlm.core.conformance.compare import Violation
-from genlm.core.conformance.subject import Outcome, Subject, with_adapter
+from genlm.core.conformance.runner import Outcome
+from genlm.core.conformance.subject import Subject, with_adapter
 from genlm.core.types import TokenIds
 
 #: The name of an adapter that is bound anew in the course of a schedule.

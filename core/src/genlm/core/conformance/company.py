@@ -10,7 +10,8 @@ import pytest
 
 from genlm.core.conformance.compare import check
 from genlm.core.conformance.gate import Round
-from genlm.core.conformance.subject import Outcome, Subject, submitted
+from genlm.core.conformance.runner import Outcome, submitted
+from genlm.core.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
 #: Tokens of a long draw.

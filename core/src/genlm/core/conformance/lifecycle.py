@@ -18,7 +18,8 @@ import pytest
 from attrs import frozen
 
 from genlm.core.conformance.compare import check, shown
-from genlm.core.conformance.subject import Outcome, Subject, submitted
+from genlm.core.conformance.runner import Outcome, submitted
+from genlm.core.conformance.subject import Subject
 from genlm.core.errors import ModelClosedError
 from genlm.core.lm import AsyncLM
 from genlm.core.plugins import find_backend

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import functools
 import math
 import random
 import re
-import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import hypothesis
@@ -23,6 +21,7 @@ from genlm.core.cache import OutputCache
 from genlm.core.conformance.compare import Violation, check, deviation, difference, shown
 from genlm.core.conformance.contexts import EDGES, Contexts
 from genlm.core.conformance.gate import EngineGate
+from genlm.core.conformance.runner import Outcome, Runner
 from genlm.core.errors import PluginError
 from genlm.core.lm import AsyncLM
 from genlm.core.types import TokenIds
@@ -37,10 +36,9 @@ SHRINKING = 20.0
 
 #: How many of the first cold rows are asked for again at the end.
 REMEMBERED = 40
-Outcome = Any  # an answer, or the exception in its place
 
 
-class Subject:
+class Subject(Runner):
     """One live model, loaded when first needed, and again if a clause has closed it.
 
     Args:
@@ -66,6 +64,7 @@ class Subject:
         longest: int | None = None,
         seed: int = 0,
     ) -> None:
+        super().__init__(patience)
         self.backend = backend
         self.seed = seed
         self._longest = longest
@@ -75,15 +74,11 @@ class Subject:
         self.adapters = dict(adapters)
         self.atol = atol
         self.effort = effort
-        self.patience = patience
-        self._patience = patience
         self.gate = EngineGate(patience)
         self.contract_violations: list[PluginError] = []
         self._load = load
         self._lm: AsyncLM | None = None
         self._broken: Exception | None = None
-        # Of the main thread: a new loop for every request would take longer than it.
-        self._runner = asyncio.Runner()
         self._clean = False
         self._bound: dict[str, str] = {}
         self._notes: dict[object, Any] = {}
@@ -204,7 +199,7 @@ class Subject:
 
     def close(self) -> None:
         """The end of all clauses."""
-        self._runner.close()
+        self._loop.close()
         self.end()
 
     def end(self) -> None:
@@ -365,86 +360,6 @@ class Subject:
             return await asyncio.gather(*asked, return_exceptions=True)
 
         return self.run(together())
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in an event loop of this thread's; that it hangs is a violation."""
-
-        return self.drive(self.soon(coroutine))
-
-    def drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine, for as long as it takes."""
-        answers: list[T] = []
-
-        async def driven() -> None:
-            # Not returned: the runner's handling of SIGINT makes text of the task and its result,
-            # which for a tensor takes longer than the request (signal._int_to_enum in Python 3.11).
-            answers.append(await coroutine)
-
-        if threading.current_thread() is not threading.main_thread():
-            asyncio.run(driven())
-        else:
-            self._runner.run(driven())
-        return answers[0]
-
-    async def soon(self, awaitable: Awaitable[T]) -> T:
-        """What ``awaitable`` gives; that it hangs is a violation."""
-        try:
-            return await asyncio.wait_for(awaitable, self._patience)
-        except TimeoutError:
-            raise self._hang("a caller got no answer") from None
-
-    async def all_done(self, futures: Sequence[asyncio.Future[Any]]) -> bool:
-        """Wait for all of them; ``False`` if some hang."""
-        _, pending = await asyncio.wait(futures, timeout=self._patience)
-        if pending:
-            self._hang("")
-        return not pending
-
-    def thread(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Make a call in a thread of its own, which may hang without holding up the suite."""
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        # A call cannot be taken back: who waits for it may give up, and its end is still recorded.
-        future.set_running_or_notify_cancel()
-
-        def target() -> None:
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=target, daemon=True).start()
-        return future
-
-    def outcome(self, future: concurrent.futures.Future[Any]) -> Outcome:
-        """The result or the exception of a call in another thread; that it hangs is a violation."""
-        try:
-            return self.wait(future)
-        except Exception as error:
-            if future.done():
-                return error
-            raise
-
-    def wait(self, future: concurrent.futures.Future[T]) -> T:
-        """The result of a call in another thread; that it hangs is a violation."""
-        try:
-            return future.result(self._patience)
-        except TimeoutError:
-            if future.done():
-                raise
-            raise self._hang("a call did not return") from None
-
-    def _hang(self, what: str) -> Violation:
-        violation = Violation(f"{what} within {self._patience:g} s: it hangs")
-        # Shrinking would hang again and again, and so may every clause that follows.
-        self._patience = self.patience / 20
-        return violation
-
-
-async def submitted() -> None:
-    """Let the event loop start the tasks made so far, and hand their requests to the engine's
-    queue."""
-    for _ in range(5):
-        await asyncio.sleep(0)
 
 
 def violation_in(error: BaseException) -> Violation | None:

@@ -19,7 +19,6 @@ from genlm.core.conformance.crowd import CrowdClauses
 from genlm.core.conformance.faults import FaultClauses, failing_forward
 from genlm.core.conformance.growth import GrowthClauses
 from genlm.core.conformance.histories import HistoryClauses
-from genlm.core.conformance.leaving import LeavingClauses
 from genlm.core.conformance.lengths import LengthClauses
 from genlm.core.conformance.lifecycle import LifecycleClauses
 from genlm.core.conformance.machine import MachineClauses
@@ -61,7 +60,6 @@ class ConformanceSuite(
     OwnershipClauses,
     CompanyClauses,
     CrowdClauses,
-    LeavingClauses,
     ScheduleClauses,
     LengthClauses,
     StateClauses,
