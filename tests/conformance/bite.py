@@ -25,16 +25,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from attrs import frozen
 
 from genlm.core import AsyncLM
 from genlm.core.conformance import ConformanceSuite
 from genlm.core.conformance.report import Verdict, run
 from genlm.core.errors import EngineDeadError
-from genlm.core.mock import ByteTokenizer, MockEngine
+from genlm.core.mock import ByteTokenizer, MockEngine, hashed_row
 from genlm.core.options import refuse_unknown
+from genlm.core.types import TokenIds
 
-from .blind import of_the_mock
+from .blind import at_work, of_the_mock
+from .blind.working_engine import WorkingEngine
 from .mutants.registry import Trouble
 
 EFFORTS = {"quick": 0.1, "default": 1.0}
@@ -75,12 +78,16 @@ class OfTheMock(ConformanceSuite):
     def fail_inside(self, lm: AsyncLM) -> Any:
         return self.trouble.during
 
+    def reference_rows(self, contexts: Sequence[TokenIds]) -> Sequence[torch.Tensor]:
+        return [hashed_row(ids, None, len(ByteTokenizer())) for ids in contexts]
+
 
 class OfARealModel(ConformanceSuite):
     """The suite on a faulty tiny model behind genlm-hf."""
 
     backend = "hf"
     patience = PATIENCE
+    longest = 640  # all of them, on a slow machine too
 
     def __init__(self, engine: Any, effort: float) -> None:
         self.engine = engine
@@ -96,6 +103,11 @@ class OfARealModel(ConformanceSuite):
             return self.engine(*load_pretrained(str(self.model), options), options)
 
         return AsyncLM(load, backend="hf", wrappers=wrappers)
+
+    def reference_rows(self, contexts: Sequence[TokenIds]) -> Sequence[torch.Tensor]:
+        from genlm.core.conformance.adapter_outcomes import reference_rows
+
+        return reference_rows(str(self.model), None, contexts)
 
 
 @functools.cache
@@ -120,9 +132,13 @@ def suites(real: bool = True) -> dict[str, Callable[[float], ConformanceSuite]]:
     made: dict[str, Callable[[float], ConformanceSuite]] = {}
     for engine in of_the_mock.MUTANTS:
         made[f"blind.mock.{engine.__name__}"] = functools.partial(OfTheMock, engine)
+    for engine in at_work.MUTANTS:
+        made[f"work.mock.{engine.__name__}"] = functools.partial(OfTheMock, engine)
     if real and find_spec("genlm.hf") and find_spec("peft"):
-        from .blind import of_a_real_model
+        from .blind import at_work_on_a_real_model, of_a_real_model
 
+        for engine in at_work_on_a_real_model.MUTANTS:
+            made[f"work.hf.{engine.__name__}"] = functools.partial(OfARealModel, engine)
         for engine in of_a_real_model.MUTANTS:
             made[f"blind.hf.{engine.__name__}"] = functools.partial(OfARealModel, engine)
         from .mutants import of_a_real_model as further
@@ -133,7 +149,7 @@ def suites(real: bool = True) -> dict[str, Callable[[float], ConformanceSuite]]:
     from .test_mutants import Mutated
 
     for name, mutant in MUTANTS.items():
-        if f"blind.mock.{name}" not in made:
+        if not {f"blind.mock.{name}", f"work.mock.{name}"} & made.keys():
             made[f"clauses.mock.{name}"] = functools.partial(Mutated, mutant)
     return made
 
@@ -145,6 +161,8 @@ def clean() -> dict[str, Callable[[float], ConformanceSuite]]:
     made: dict[str, Callable[[float], ConformanceSuite]] = {
         "clean.mock": functools.partial(OfTheMock, MockEngine),
         "clean.continuous": functools.partial(OfTheMock, ContinuousMockEngine),
+        "clean.working": functools.partial(OfTheMock, WorkingEngine),
+        "clean.woken": functools.partial(OfTheMock, at_work.Woken),
     }
     with contextlib.suppress(ImportError):
         from genlm.hf.engine import HFEngine

@@ -117,6 +117,8 @@ def test_the_result_as_json(unnormalised: str, capsys: pytest.CaptureFixture[str
             "--report must end in .html or .json; got 'report.pdf'",
         ),
         (["mock", "--model", "mock", "--effort", "0"], "--effort must be more than 0; got 0"),
+        (["mock", "--model", "mock", "--window", "0"], "--window must be more than 0; got 0"),
+        (["mock", "--model", "mock", "--reference", "nobody"], "no backend 'nobody'"),
     ],
 )
 def test_what_cannot_be_run(
@@ -148,6 +150,64 @@ def test_the_dtype_sets_the_tolerance_and_is_no_option() -> None:
     suite = suite_of(arguments)
     assert suite.atol == ATOL["bfloat16"]
     assert suite.options == {"steps": 2}
+
+
+def test_what_a_class_says_can_be_said_by_a_flag() -> None:
+    flags = "--window 9 --longest 99 --patience 7 --ignores-tokens --text-is-normalised"
+    flags += " --no-second-model --reference mock"
+    suite = suite_of(parser().parse_args(["conformance", "mock", "--model", "m", *flags.split()]))
+    said = {name: getattr(suite, name) for name in ("window", "longest", "patience", "reference")}
+    assert said == {"window": 9, "longest": 99, "patience": 7.0, "reference": "mock"}
+    assert suite.ignores_tokens
+    assert suite.text_is_normalised
+    assert not suite.second_model
+
+
+FORGETFUL = """
+from genlm.core import mock
+from genlm.core.mock import genlm_backend_info, hookimpl
+from genlm.core.options import refuse_unknown
+from attrs import evolve
+
+class Engine(mock.MockEngine):
+    def row(self, query):
+        return super().row(evolve(query, token_ids=query.token_ids[-20:]))
+
+@hookimpl
+def genlm_load(model, options):
+    refuse_unknown("forgetful", options, ("max_context",))
+    return Engine(mock.ByteTokenizer(), **options)
+"""
+
+
+@pytest.fixture
+def forgetful(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A backend whose model sees the last 20 tokens."""
+    pretend_installed(tmp_path, "forgetful", "genlm_forgetful", FORGETFUL)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    return "forgetful"
+
+
+def test_a_model_that_forgets_is_told_of_the_window(
+    forgetful: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["conformance", forgetful, "--model", "mock", "--quick", "--option", "max_context=64"]
+    assert main(command) == 1
+    out = capsys.readouterr().out
+    assert "say so by `window` (--window)" in out
+    assert "Read row_depends_on_every_token first" in out
+    for remedy in (["--window", "20"], ["--ignores-tokens"]):
+        assert main([*command, *remedy]) == 0
+
+
+def test_a_reference_shows_what_is_wrong_in_cold_rows_too(
+    forgetful: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["conformance", forgetful, "--model", "mock", "--quick", "--option", "max_context=64"]
+    assert main([*command, "--ignores-tokens", "--reference", "mock"]) == 1
+    failed = [line for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
+    assert [line.split()[0] for line in failed] == ["cold_rows_are_the_reference"]
 
 
 @pytest.mark.parametrize(

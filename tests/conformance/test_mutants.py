@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from genlm.core import AsyncLM
 from genlm.core.conformance import ConformanceSuite
 from genlm.core.conformance.report import run
+from genlm.core.mock import ByteTokenizer, hashed_row
 from genlm.core.options import refuse_unknown
+from genlm.core.types import TokenIds
 
 from .installed import pretend_installed
 from .mutants import MUTANTS, Mutant
@@ -64,6 +67,9 @@ class Mutated(ConformanceSuite):
 
     def fail_inside(self, lm: AsyncLM) -> Any:
         return self.trouble.during
+
+    def reference_rows(self, contexts: Sequence[TokenIds]) -> Sequence[torch.Tensor]:
+        return [hashed_row(ids, None, len(ByteTokenizer())) for ids in contexts]
 
 
 @pytest.mark.parametrize("name", MUTANTS)

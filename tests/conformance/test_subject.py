@@ -6,9 +6,13 @@ import asyncio
 import threading
 
 import pytest
+from hypothesis import strategies as st
 
 from genlm.core import AsyncLM
+from genlm.core.conformance import Violation
+from genlm.core.conformance.report import counterexample
 from genlm.core.conformance.subject import Subject
+from genlm.core.mock import MockAsyncLM
 
 
 def test_a_call_ends_quietly_after_its_waiter_gave_up() -> None:
@@ -26,6 +30,22 @@ def test_a_call_ends_quietly_after_its_waiter_gave_up() -> None:
     asyncio.run(give_up())
     may_end.set()
     assert call.result(timeout=5) is True
+
+
+def test_a_failure_that_comes_and_goes_shows_the_violation() -> None:
+    subject = Subject(lambda wrappers: MockAsyncLM(), {}, atol=1e-3, effort=1, patience=5)
+    failures = iter([True])
+
+    def holds(number: int) -> None:
+        if next(failures, False):
+            raise Violation(f"{number} is wrong")
+
+    with pytest.raises(Violation, match="is wrong") as failed:
+        subject.check_all(holds, number=st.integers())
+    subject.close()
+    said = counterexample(failed.value)
+    assert said.startswith("Violation: ")
+    assert "The same example does not fail every time." in said
 
 
 def _no_model(wrappers: object) -> AsyncLM:

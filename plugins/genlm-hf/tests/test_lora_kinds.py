@@ -21,16 +21,10 @@ from transformers import (
 )
 
 from genlm.core import InvalidAdapterError
-from genlm.core.conformance.adapter_kinds import (
-    KINDS,
-    Kind,
-    make_adapter,
-    make_case,
-    outcome,
-    reference_rows,
-    tabled,
-)
+from genlm.core.conformance.adapter_kinds import KINDS, Kind, make_adapter
+from genlm.core.conformance.adapter_outcomes import make_case, outcome, reference_rows
 from genlm.hf import AsyncTransformer
+from tests.adapter_table import tabled
 
 DOCS = Path(__file__).parents[3] / "docs" / "adapters.md"
 

@@ -20,9 +20,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from genlm.core import Adapter, InvalidAdapterError, Query
-from genlm.core.conformance.adapter_kinds import KINDS, Kind, make_case, outcome, tabled
+from genlm.core.conformance.adapter_kinds import KINDS, Kind
+from genlm.core.conformance.adapter_outcomes import make_case, outcome
 from genlm.mlx import AsyncMlxLM
 from genlm.mlx.loading import amended, load
+from tests.adapter_table import tabled
 
 Folders = Callable[[str], Path]
 

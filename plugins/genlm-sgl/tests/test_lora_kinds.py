@@ -9,8 +9,10 @@ import torch
 from sgl_torch_cpu import without_pinned_memory
 
 from genlm.core import InvalidAdapterError
-from genlm.core.conformance.adapter_kinds import KINDS, make_adapter, make_case, outcome, tabled
+from genlm.core.conformance.adapter_kinds import KINDS, make_adapter
+from genlm.core.conformance.adapter_outcomes import make_case, outcome
 from genlm.sgl import AsyncSGLTransformer
+from tests.adapter_table import tabled
 
 DOCS = Path(__file__).parents[3] / "docs" / "adapters.md"
 

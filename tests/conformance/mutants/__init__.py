@@ -4,7 +4,8 @@ Most faults sit in the engine, as a plugin's would; those of what the core does 
 refusals) in a subclass of :class:`~genlm.core.AsyncLM`.
 """
 
-from . import rows, state, callers, adapters, sampling, endings, space, company, alone, wrappers  # noqa: F401, I001  (each registers its own)
+from . import rows, state, callers, adapters, sampling, endings, space, company  # noqa: F401, I001  (each registers its own)
+from . import at_work, alone, wrappers  # noqa: F401
 from .registry import MUTANTS, Mutant
 
 __all__ = ["MUTANTS", "Mutant"]

@@ -44,6 +44,35 @@ def add_to(commands: Commands) -> None:
     )
     conformance.add_argument("--seed", type=int, default=0, help="chooses the examples")
     conformance.add_argument(
+        "--longest",
+        type=int,
+        help="the longest context to ask, in tokens; by default what it bears",
+    )
+    conformance.add_argument(
+        "--patience", type=float, default=120.0, help="seconds after which something hangs"
+    )
+    conformance.add_argument(
+        "--window", type=int, help="how many tokens back the model looks, if it forgets the others"
+    )
+    conformance.add_argument(
+        "--ignores-tokens",
+        action="store_true",
+        help="contexts that differ may have the same row, as in a back-off model",
+    )
+    conformance.add_argument(
+        "--text-is-normalised",
+        action="store_true",
+        help="the tokenizer changes text, for instance to lower case",
+    )
+    conformance.add_argument(
+        "--no-second-model", action="store_true", help="there is no room for a second model"
+    )
+    conformance.add_argument(
+        "--reference",
+        metavar="BACKEND",
+        help="another backend that takes the same model; cold rows are compared with its rows",
+    )
+    conformance.add_argument(
         "--report",
         type=Path,
         metavar="FILE",

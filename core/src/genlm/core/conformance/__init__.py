@@ -6,5 +6,6 @@ Needs the extra ``genlm-core[conformance]`` (pytest and Hypothesis).
 
 from genlm.core.conformance.compare import Violation
 from genlm.core.conformance.suite import ConformanceSuite
+from genlm.core.conformance.trust import TrustSuite
 
-__all__ = ["ConformanceSuite", "Violation"]
+__all__ = ["ConformanceSuite", "TrustSuite", "Violation"]

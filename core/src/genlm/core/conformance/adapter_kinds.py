@@ -1,26 +1,12 @@
-"""Adapters of every kind that PEFT saves, and what a backend makes of each: right or refused.
-
-Needs PEFT and transformers. A plugin's test makes each kind for a tiny model, and holds the outcome
-against the table of kinds and backends in ``docs/adapters.md``.
-"""
+"""Adapters of every kind that PEFT saves. Needs PEFT and transformers to make them."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attrs import frozen
-
-from genlm.core.conformance.compare import Violation, check
-from genlm.core.errors import InvalidAdapterError
-
-if TYPE_CHECKING:
-    import torch
-
-    from genlm.core.lm import AsyncLM
 
 #: The settings of every kind that says nothing else.
 PLAIN: Mapping[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
@@ -116,138 +102,3 @@ def make_adapter(kind: Kind, model: str, folder: Path, seed: int = 1) -> str:
         torch.save(tensors, folder / "adapter_model.bin")
         file.unlink()
     return str(folder)
-
-
-def reference_rows(
-    model: str, adapter: str | None, contexts: Sequence[Sequence[int]]
-) -> list[torch.Tensor]:
-    """The rows by transformers and PEFT alone, in float32."""
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    if adapter is not None:
-        loaded = PeftModel.from_pretrained(loaded, adapter)
-    loaded.eval()
-    with torch.no_grad():
-        return [
-            loaded(torch.tensor([list(ids)]), use_cache=False).logits[0, -1].log_softmax(-1)
-            for ids in contexts
-        ]
-
-
-@frozen(eq=False)
-class Case:
-    """An adapter of a kind, another adapter beside it, and the rows that they have.
-
-    Attributes:
-        kind: The kind.
-        paths: Their folders: ``"this"`` and ``"other"``; the base model has none.
-        rows: What each gives after each of :data:`CONTEXTS`; ``None`` where PEFT itself fails.
-    """
-
-    kind: Kind
-    paths: Mapping[str | None, str | None]
-    rows: Mapping[str | None, list[torch.Tensor] | None]
-
-
-#: One per round, so that none is known before.
-CONTEXTS = [(5, 6, 7, 8, 9, 10 + n) for n in range(7)]
-
-
-def make_case(kind: Kind, model: str, folder: Path) -> Case:
-    """Save an adapter of a kind and a plain one, and compute their rows."""
-    paths = {
-        None: None,
-        "other": make_adapter(KINDS[0], model, folder / "other", seed=2),
-        "this": make_adapter(kind, model, folder / "adapter"),
-    }
-    rows: dict[str | None, list[torch.Tensor] | None] = {}
-    for name, path in paths.items():
-        try:
-            rows[name] = reference_rows(model, path, CONTEXTS)
-        except Exception:
-            if name != "this":
-                raise
-            rows[name] = None  # the backend should refuse it
-    return Case(kind, paths, rows)
-
-
-def outcome(lm: AsyncLM, case: Case, atol: float, forwards: Sequence[int] = ()) -> str:
-    """What a backend makes of a kind: ``"right"``, ``"apart"`` (right, in batches of its own) or
-    ``"refused"``.
-
-    It is mixed in one batch with the base model and another adapter, before, during and after.
-
-    Args:
-        lm: A model of the backend, without adapters and without a cache of rows.
-        case: The adapters and their rows.
-        atol: How far a row may be from that of transformers and PEFT.
-        forwards: Grows by one with each forward of the engine, where a test can count them.
-
-    Raises:
-        Violation: a row is wrong: of the adapter, or of the others because of it.
-    """
-
-    def ask(round: int, *names: str | None) -> None:
-        async def gather() -> list[torch.Tensor]:
-            return await asyncio.gather(
-                *(lm.next_token_logprobs(CONTEXTS[round], lora_name=name) for name in names)
-            )
-
-        for name, row in zip(names, asyncio.run(gather()), strict=True):
-            expected = case.rows[name]
-            if expected is None:
-                raise Violation(f"{case.kind.name}: accepted, though PEFT itself fails with it")
-            right = expected[round][: len(row)].log_softmax(-1)  # padding is dropped
-            off = float((row[: len(right)] - right).abs().max())
-            shown = "the base model" if name is None else f"the {name} adapter"
-            check(off < atol, f"{case.kind.name}: {shown} is {off:.3g} off in round {round}")
-
-    lm.add_new_lora(str(case.paths["other"]), "other")
-    try:
-        ask(0, None, "other")
-        try:
-            lm.add_new_lora(str(case.paths["this"]), "this")
-        except InvalidAdapterError as error:
-            check("adapter" in str(error), f"{case.kind.name}: {error}")
-            found = "refused"
-        else:
-            try:
-                before = len(forwards)
-                ask(1, None, "other", "this")
-                found = "apart" if len(forwards) > before + 1 else "right"
-                ask(2, "this")
-                ask(3, None, "other")
-                ask(4, "other", "this")
-            finally:
-                lm.remove_lora("this")
-        ask(5, None, "other")
-    finally:
-        lm.remove_lora("other")
-    ask(6, None)
-    return found
-
-
-# --- the table in the docs ------------------------------------------------------------------------
-
-#: Set to 1, it makes :func:`tabled` write what was found.
-WRITE = "GENLM_WRITE_ADAPTER_TABLE"
-
-
-def tabled(docs: Path, kind: Kind, backend: str, found: str) -> str:
-    """What the table in a file says of a kind on a backend; with :data:`WRITE` set, ``found`` is
-    written there first."""
-    lines = docs.read_text().splitlines()
-    head = next(line for line in lines if line.startswith("| kind |"))
-    column = [cell.strip() for cell in head.split("|")].index(backend)
-    for at, line in enumerate(lines):
-        cells = [cell.strip() for cell in line.split("|")]
-        if len(cells) > column and cells[1] == kind.name:
-            if os.environ.get(WRITE) == "1":
-                cells[column] = found
-                lines[at] = " | ".join(cells).strip()
-                docs.write_text("\n".join(lines) + "\n")
-            return cells[column]
-    raise LookupError(f"{docs} has no line of {kind.name!r}")

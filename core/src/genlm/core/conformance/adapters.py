@@ -10,7 +10,8 @@ import pytest
 from hypothesis import strategies as st
 
 from genlm.core.conformance.compare import TOP_FACTOR, Violation, check, difference, shown
-from genlm.core.conformance.subject import Outcome, Subject, submitted
+from genlm.core.conformance.runner import Outcome, submitted
+from genlm.core.conformance.subject import Subject
 from genlm.core.errors import UnknownAdapterError, UnsupportedError
 from genlm.core.types import TokenIds
 
@@ -243,6 +244,32 @@ class AdapterClauses:
                 chosen,
                 how=f"after loading {name!r} from nowhere",
             )
+
+    def test_many_adapters(self, live: Subject) -> None:
+        """More adapters than an engine may have places for: each keeps its rows, in one batch and
+        in turn."""
+        first, second, *_ = live.needs_adapters(2)
+        paths = [live.adapters[first], live.adapters[second]]
+        context = live.contexts.stem[:4]
+        rows = [live.cold(context, first), live.cold(context, second)]
+        names = []
+        for i in range(4):
+            try:
+                live.bind(f"further-{i}", paths[i % 2])
+            except Exception:  # an engine may have a limit, and say so
+                break
+            names.append(f"further-{i}")
+        asked = [first, second, *names, None]
+        expected = [*rows, *(rows[i % 2] for i in range(len(names))), live.cold(context)]
+        for turn in range(2):
+            outcomes = live.gather([context] * len(asked), asked)
+            for name, outcome, row in zip(asked, outcomes, expected, strict=True):
+                live.expect_row(outcome, row, f"{shown(context)} with {name!r} of {len(asked)}")
+            live.lm.clear_cache()
+            if turn == 0:
+                for name, row in zip(asked, expected, strict=True):
+                    live.expect_row(live.ask(context, name), row, f"{shown(context)} with {name!r}")
+                live.lm.clear_cache()
 
     def test_lora_without_support(self, live: Subject) -> None:
         """Where the engine has no LoRA, adding an adapter says so, and the model goes on."""

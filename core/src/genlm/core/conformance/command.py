@@ -95,8 +95,12 @@ def suite_of(options: argparse.Namespace) -> ConformanceSuite:
     """
     if options.dtype is not None and options.dtype not in ATOL:
         raise InvalidOptionError(f"--dtype must be one of {', '.join(ATOL)}; got {options.dtype!r}")
-    if not options.effort > 0:
-        raise InvalidOptionError(f"--effort must be more than 0; got {options.effort:g}")
+    for name in ("effort", "patience", "longest", "window"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise InvalidOptionError(f"--{name} must be more than 0; got {value:g}")
+    if options.reference is not None:
+        find_backend(options.reference)
     suite = ConformanceSuite()
     suite.backend = options.backend
     suite.model = options.model
@@ -105,6 +109,12 @@ def suite_of(options: argparse.Namespace) -> ConformanceSuite:
     suite.options = dict(parsed("--option", given) for given in options.option)
     suite.effort = QUICK if options.quick else options.effort
     suite.seed = options.seed
+    suite.longest, suite.window = options.longest, options.window
+    suite.patience = options.patience
+    suite.ignores_tokens = options.ignores_tokens
+    suite.text_is_normalised = options.text_is_normalised
+    suite.second_model = not options.no_second_model
+    suite.reference = options.reference
     return suite
 
 

@@ -3,6 +3,7 @@ makes requests fail, and loses answers."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,7 +55,7 @@ class EngineGate:
     def __init__(self, patience: float) -> None:
         self._patience = patience
         self._changed = threading.Condition()
-        self._is_open = True
+        self._passes = math.inf  # how many calls may begin
         self._inside = False
         self._seen: list[Query] = []
         self._poison: TokenIds | None = None
@@ -79,7 +80,7 @@ class EngineGate:
             self.pinned = []
             self._poison = None
             self._lost = None
-            self._is_open = True
+            self._passes = math.inf
             self.on_round = None
             self._changed.notify_all()
 
@@ -101,7 +102,7 @@ class EngineGate:
     def held(self) -> Iterator[None]:
         """Hold the engine at the beginning of its next evaluation, until the end of the ``with``
         block."""
-        self._is_open = False
+        self.hold()
         try:
             yield
         finally:
@@ -109,12 +110,19 @@ class EngineGate:
 
     def hold(self) -> None:
         """Hold the engine at the beginning of its next evaluation, until :meth:`release`."""
-        self._is_open = False
+        self._passes = 0
+
+    def step(self) -> None:
+        """Let the evaluation go on that is being held, and hold the next one."""
+        self._let(1)
 
     def release(self) -> None:
         """Let the engine go on."""
+        self._let(math.inf)
+
+    def _let(self, passes: float) -> None:
         with self._changed:
-            self._is_open = True
+            self._passes, self._inside = passes, False
             self._changed.notify_all()
 
     def wait_inside(self) -> None:
@@ -128,12 +136,13 @@ class EngineGate:
     def _enter(self, queries: Sequence[Query]) -> None:
         with self._changed:
             self._seen += queries
-            if self._is_open:
+            if self._passes == math.inf:
                 return
             self._inside = True
             self._changed.notify_all()
-            released = self._changed.wait_for(lambda: self._is_open, self._patience)
+            released = self._changed.wait_for(lambda: self._passes, self._patience)
             self._inside = False
+            self._passes -= 1
         if not released:
             raise TimeoutError(f"the suite held the engine for more than {self._patience:g} s")
 

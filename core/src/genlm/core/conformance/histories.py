@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 
-from genlm.core.conformance.compare import TOP_FACTOR, Violation, check, shown
+from genlm.core.conformance.agreement import expect_scores
+from genlm.core.conformance.compare import check, shown
 from genlm.core.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
@@ -46,16 +42,7 @@ class HistoryClauses:
                     live.expect(live.ask(shorter), shorter, how=how)
                 elif operation == "score":
                     scores = live.run(live.lm.sequence_logprobs(context, tail))
-                    for i, token_id in enumerate(tail):
-                        expected = float(live.cold(context + tail[:i])[token_id])
-                        near = abs(float(scores[i]) - expected) <= TOP_FACTOR * live.atol * max(
-                            1.0, abs(expected)
-                        )
-                        check(
-                            float(scores[i]) == expected or near,
-                            f"token {i} of {shown(tail)} after {shown(context)}, {how}: scores "
-                            f"{float(scores[i]):.6g}, its row has {expected:.6g}",
-                        )
+                    expect_scores(live, scores, context, tail, how=how)
                 elif operation == "draw":
                     live.run(live.lm.sample(context, 3, [], seed=1))
                 elif operation == "pin":
@@ -187,154 +174,3 @@ def _changed_weights(model: Any) -> Iterator[None]:
         with torch.no_grad():
             for weight, value in zip(weights, kept, strict=True):
                 weight.copy_(value)
-
-
-class MoreAdapterClauses:
-    """Adapters that come and go, and those that are wrong."""
-
-    def test_many_adapters(self, live: Subject) -> None:
-        """More adapters than an engine may have places for: each keeps its rows, in one batch and
-        in turn."""
-        first, second, *_ = live.needs_adapters(2)
-        paths = [live.adapters[first], live.adapters[second]]
-        context = live.contexts.stem[:4]
-        rows = [live.cold(context, first), live.cold(context, second)]
-        names = []
-        for i in range(4):
-            try:
-                live.bind(f"further-{i}", paths[i % 2])
-            except Exception:  # an engine may have a limit, and say so
-                break
-            names.append(f"further-{i}")
-        asked = [first, second, *names, None]
-        expected = [*rows, *(rows[i % 2] for i in range(len(names))), live.cold(context)]
-        for turn in range(2):
-            outcomes = live.gather([context] * len(asked), asked)
-            for name, outcome, row in zip(asked, outcomes, expected, strict=True):
-                live.expect_row(outcome, row, f"{shown(context)} with {name!r} of {len(asked)}")
-            live.lm.clear_cache()
-            if turn == 0:
-                for name, row in zip(asked, expected, strict=True):
-                    live.expect_row(live.ask(context, name), row, f"{shown(context)} with {name!r}")
-                live.lm.clear_cache()
-
-    def test_same_path_with_other_weights(self, live: Subject) -> None:
-        """An adapter that is removed and added again from the same folder has the weights that the
-        folder holds now."""
-        first, second, *_ = live.needs_adapters(2)
-        folders = [live.adapters[first], live.adapters[second]]
-        if not all(map(os.path.isdir, folders)):
-            pytest.skip("the adapters are not folders")
-        context = live.contexts.long(min(20, live.contexts.limit))
-        rows = [live.cold(context, first), live.cold(context, second)]
-        with tempfile.TemporaryDirectory() as scratch:
-            same = os.path.join(scratch, "adapter")
-            for folder, row in zip([*folders, folders[0]], [*rows, rows[0]], strict=True):
-                shutil.rmtree(same, ignore_errors=True)
-                shutil.copytree(folder, same)
-                live.bind("moving", same)
-                live.expect_row(
-                    live.ask(context, "moving"), row, f"an adapter from a copy of {folder}"
-                )
-                live.remove("moving")
-
-    def test_adapter_of_another_model(self, live: Subject) -> None:
-        """An adapter whose matrices do not fit the model is refused, and every row is as before."""
-        name, *_ = live.needs_adapters()
-        context = live.contexts.stem[:4]
-        live.cold(context), live.cold(context, name)
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = os.path.join(scratch, "wider")
-            if not _write_wider(live.adapters[name], folder):
-                pytest.skip("the adapter is not a folder with adapter_model.safetensors")
-            try:
-                live.bind("wider", folder)
-            except Exception as error:
-                check(bool(str(error)), f"{type(error).__name__} without a message")
-            else:
-                (outcome,) = live.gather([context], ["wider"])
-                live.remove("wider")
-                check(
-                    False,
-                    "an adapter of a model of twice the width was accepted, and gives "
-                    f"{outcome!r:.80}",
-                )
-        for chosen in (None, name):
-            live.expect(live.ask(context, chosen), context, chosen, how="after a wrong adapter")
-
-
-def _write_wider(source: str, target: str) -> bool:
-    """Copy an adapter with matrices of twice the width; returns whether there was one to copy."""
-    weights = Path(source) / "adapter_model.safetensors"
-    if not weights.is_file():
-        return False
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(source, target)
-    wider = {}
-    for name, tensor in load_file(str(weights)).items():
-        dimension = 1 if "lora_A" in name else 0
-        wider[name] = torch.cat([tensor, tensor], dim=dimension).contiguous()
-    save_file(wider, os.path.join(target, weights.name), metadata={"format": "pt"})
-    return True
-
-
-class FaultClauses:
-    """The engine fails in the middle of its work."""
-
-    def fail_inside(self, lm: Any) -> Any:
-        raise NotImplementedError
-
-    def test_error_inside_the_engine(self, live: Subject) -> None:
-        """An error in the middle of a batch, with adapters and without: whoever gets no row gets
-        the error, and the same batches are right afterwards."""
-        names = [None, *(live.adapters if live.lm.supports("genlm_add_lora") else [])][:3]
-        contexts = [live.contexts.long(n, i) for i, n in enumerate((3, 3, 5, 18)) if n <= 60]
-        contexts = [context[: live.contexts.limit - 1] for context in contexts]
-        mixed = [(context, name) for context in contexts[:2] for name in names]
-        plain = [(context, None) for context in contexts]
-        for context, name in {*mixed, *plain}:
-            live.cold(context, name)
-        fault = self.fail_inside(live.lm)
-        if fault is None:
-            pytest.skip(
-                "the suite cannot make this engine fail from inside; override fail_inside() where "
-                "you can"
-            )
-        for asked in (mixed, plain, mixed[:1]):
-            for times in (1, 1 << 20):
-                live.lm.clear_cache()
-                live.lm.clear_kv_cache()
-                ids, adapters = [c for c, _ in asked], [a for _, a in asked]
-                with self.fail_inside(live.lm)(times):
-                    outcomes = live.gather(ids, adapters)
-                for outcome, (context, name) in zip(outcomes, asked, strict=True):
-                    if not isinstance(outcome, Exception):
-                        live.expect(outcome, context, name, how="in a batch that failed inside")
-                # Whoever used the same batch before, and whoever has the base model alone.
-                for again in (asked, plain, mixed, mixed[::-1]):
-                    live.lm.clear_cache()
-                    rows = live.gather([c for c, _ in again], [a for _, a in again])
-                    for row, (context, name) in zip(rows, again, strict=True):
-                        live.expect(
-                            row, context, name, how=f"after the engine had failed inside {times}x"
-                        )
-
-
-class RefusedOptionClauses:
-    """Options that no backend has."""
-
-    options: Any
-
-    def test_unknown_option_is_refused(self, live: Subject) -> None:
-        """An option that the backend does not have is refused before the model is loaded."""
-        other = copy.copy(self)
-        other.options = {**self.options, "no_such_option": 1}
-        try:
-            lm = other.load([])  # type: ignore[attr-defined]
-        except ValueError as error:
-            check("no_such_option" in str(error), f"the refusal does not name the option: {error}")
-        else:
-            lm.close()
-            raise Violation("the option no_such_option=1 was accepted")

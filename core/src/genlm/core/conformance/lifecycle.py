@@ -18,7 +18,8 @@ import pytest
 from attrs import frozen
 
 from genlm.core.conformance.compare import check, shown
-from genlm.core.conformance.subject import Outcome, Subject, submitted
+from genlm.core.conformance.runner import Outcome, submitted
+from genlm.core.conformance.subject import Subject
 from genlm.core.errors import ModelClosedError
 from genlm.core.lm import AsyncLM
 from genlm.core.plugins import find_backend
@@ -108,6 +109,10 @@ class LifecycleClauses:
                 row = lm.next_token_logprobs_sync((*prompt, live.contexts.tokens[0]))
                 expected = live.cold((*prompt, live.contexts.tokens[0]))
                 live.expect_row(row, expected, "a row of one of two models")
+            for lm, name in zip(models, names, strict=False):
+                row = lm.next_token_logprobs_sync(prompt, lora_name="mine")
+                what = f"with {name!r} under a name that another model has for another"
+                live.expect_row(row, live.cold(prompt, name), what)
             models[0].close()
             for lm, name in zip(models[1:], names[1:], strict=False):
                 row = lm.next_token_logprobs_sync(prompt, lora_name="mine")
@@ -243,15 +248,15 @@ class LifecycleClauses:
 
     def _farewell(self, live: Subject) -> Farewell:
         """Close the model, once for both clauses, and see."""
-        known = live.notes.get("farewell")
-        if isinstance(known, Farewell):
-            return known
-        live.cold(live.contexts.stem[:2])
-        live.reset()
-        farewell = live.run(_say_goodbye(live))
-        live.forget()
-        live.notes["farewell"] = farewell
-        return farewell
+
+        def say_goodbye() -> Farewell:
+            live.cold(live.contexts.stem[:2])
+            live.reset()
+            farewell = live.run(_say_goodbye(live))
+            live.forget()
+            return farewell
+
+        return live.noted("farewell", say_goodbye)
 
 
 async def _say_goodbye(live: Subject) -> Farewell:

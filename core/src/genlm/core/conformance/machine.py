@@ -20,10 +20,11 @@ from hypothesis.stateful import (
 )
 
 from genlm.core.adapters import UNSET, LoraName
+from genlm.core.conformance.agreement import ROUNDING
 from genlm.core.conformance.compare import TOP_FACTOR, check
 from genlm.core.conformance.gate import FAILED
-from genlm.core.conformance.sampling import ROUNDING
-from genlm.core.conformance.subject import Outcome, Subject, submitted
+from genlm.core.conformance.runner import Outcome, submitted
+from genlm.core.conformance.subject import Subject
 from genlm.core.errors import QueriesResetError, UnknownAdapterError
 from genlm.core.types import TokenIds
 
@@ -53,7 +54,8 @@ class MachineClauses:
         """Ask, extend, fork, gather, cancel, pin, clear, bind, select, remove, sample, fail, reset,
         from several loops."""
         machine = functools.partial(Operations, live)
-        run_state_machine_as_test(machine, settings=live.settings(30, stateful_step_count=STEPS))  # type: ignore[arg-type]
+        settings = live.settings(30, stateful_step_count=STEPS)
+        live.explained(lambda: run_state_machine_as_test(machine, settings=settings))  # type: ignore[arg-type]
 
 
 @define(eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,8 @@ GARBAGE: dict[str, Any] = {
 
 class RefusalClauses:
     """What cannot be asked is refused."""
+
+    options: Any
 
     def test_bad_context_is_refused(self, live: Subject) -> None:
         """Empty, out of range, not ints: an ``InvalidQueryError``, whichever method is called."""
@@ -113,6 +116,18 @@ class RefusalClauses:
                 functools.partial(draw, options),
             )
         self._still_works(live)
+
+    def test_unknown_option_is_refused(self, live: Subject) -> None:
+        """An option that the backend does not have is refused before the model is loaded."""
+        other = copy.copy(self)
+        other.options = {**self.options, "no_such_option": 1}
+        try:
+            lm = other.load([])  # type: ignore[attr-defined]
+        except ValueError as error:
+            check("no_such_option" in str(error), f"the refusal does not name the option: {error}")
+        else:
+            lm.close()
+            raise Violation("the option no_such_option=1 was accepted")
 
     def _refused(
         self, live: Subject, what: str, error: type[Exception], call: Callable[[], Any]

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import pytest
 from attrs import asdict, field, frozen
 
-from genlm.core.conformance.subject import Subject
-from genlm.core.conformance.suite import ConformanceSuite, clause_names
+from genlm.core.conformance.subject import Subject, violation_in
+from genlm.core.conformance.suite import INVOLVED, ConformanceSuite, clause_names
 from genlm.core.errors import GenlmError
 from genlm.core.plugins import find_backend
 
@@ -32,6 +32,7 @@ class Verdict:
         seconds: How long it took.
         rows: How many rows the engine computed for it.
         deviation: The largest difference of a probability from the oracle's.
+        violation: Whether it failed because something was wrong, and not by another error.
     """
 
     clause: str
@@ -40,6 +41,7 @@ class Verdict:
     seconds: float
     rows: int = 0
     deviation: float = 0.0
+    violation: bool = False
 
 
 @frozen
@@ -75,9 +77,12 @@ class Report:
 
     @property
     def first(self) -> Verdict | None:
-        """Of the clauses that failed, the one to read first: the suite goes from the simplest to
-        the most involved, so the others may have failed of the same fault."""
-        return self.failed[0] if self.failed else None
+        """Of the clauses that failed, the one to read first: one that says what is wrong, and not
+        one in which everything meets. The others may have failed of the same fault."""
+        involved = [name.removeprefix("test_") for name in INVOLVED]
+        return min(
+            self.failed, key=lambda one: (not one.violation, one.clause in involved), default=None
+        )
 
     def _of(self, status: Status) -> tuple[Verdict, ...]:
         return tuple(verdict for verdict in self.verdicts if verdict.status == status)
@@ -225,13 +230,14 @@ def _verdict(suite: ConformanceSuite, name: str, subject: Subject) -> Verdict:
     arguments = () if name == "test_no_clause_is_missing" else (subject.begin(),)
     began, rows = time.perf_counter(), subject.rows
     status: Status = "passed"
-    detail = ""
+    detail, violation = "", False
     try:
         clause(*arguments)
     except pytest.skip.Exception as skipped:
         status, detail = "skipped", str(skipped)
     except Exception as error:
         status, detail = "failed", counterexample(error)
+        violation = violation_in(error) is not None
     return Verdict(
         name.removeprefix("test_"),
         status,
@@ -239,6 +245,7 @@ def _verdict(suite: ConformanceSuite, name: str, subject: Subject) -> Verdict:
         time.perf_counter() - began,
         max(0, subject.rows - rows),
         subject.deviation,
+        violation,
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import strategies as st
 
 from genlm.core.conformance.compare import check, shown
@@ -19,6 +21,9 @@ NORMALISATION = 1e-4
 
 class RowClauses:
     """What a row is."""
+
+    def reference_rows(self, contexts: Sequence[TokenIds]) -> Sequence[torch.Tensor] | None:
+        raise NotImplementedError
 
     def test_vocabulary_is_consistent(self, live: Subject) -> None:
         """``byte_vocab[i].token_id == i``, ``str_vocab`` is as long, and some tokens have bytes."""
@@ -81,6 +86,20 @@ class RowClauses:
                 live.expect(again, context, how="cold once more")
 
         live.check_all(cold_row_is_repeatable, examples=12, contexts=live.contexts.distinct())
+
+    def test_cold_rows_are_the_reference(self, live: Subject) -> None:
+        """Where the class gives rows that were computed without the backend, the cold rows agree
+        with them, up to the longest context."""
+        lengths = sorted({min(length, live.longest) for length in (1, 8, 130, 300, 600, 1024)})
+        contexts = [live.contexts.long(length, 1) for length in lengths]
+        rows = self.reference_rows(contexts)
+        if rows is None:
+            pytest.skip(
+                "there are no rows to compare with; override `reference_rows`, or name another "
+                "backend that takes the model by `reference` (--reference)"
+            )
+        for context, row in zip(contexts, rows, strict=True):
+            live.expect_row(live.cold(context), row, f"{shown(context)}, cold, and the reference")
 
     def test_engine_keeps_its_contract(self, live: Subject) -> None:
         """What the hooks themselves return, before the core touches it: number, shape, type,

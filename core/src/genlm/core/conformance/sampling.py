@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
+from genlm.core.conformance.agreement import ROUNDING, expect_greedy, expect_scores
 from genlm.core.conformance.compare import TOP_FACTOR, check, shown
 from genlm.core.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
 if TYPE_CHECKING:
     import torch
-
-#: Beyond it a change of the batch's shape may move a drawing point across a boundary between two
-#: tokens.
-ROUNDING = 1e-3
 
 #: Draws for a comparison of frequencies, at effort 1.
 DRAWS = 1000
@@ -79,9 +76,7 @@ class SamplingClauses:
         """At temperature 0 every token is a most likely one of its row (within the tolerance)."""
 
         def temperature_zero_is_argmax(prompt: TokenIds) -> None:
-            self._expect_greedy(
-                live, prompt, self._sample(live, prompt, temperature=0.0), "temperature=0"
-            )
+            expect_greedy(live, self._sample(live, prompt, temperature=0.0), prompt)
 
         live.check_all(temperature_zero_is_argmax, examples=10, prompt=live.contexts.any())
 
@@ -90,12 +85,9 @@ class SamplingClauses:
         likely."""
 
         def top_k_and_top_p(prompt: TokenIds, seed: int) -> None:
-            self._expect_greedy(
-                live, prompt, self._sample(live, prompt, seed=seed, top_k=1), "top_k=1"
-            )
-            self._expect_greedy(
-                live, prompt, self._sample(live, prompt, seed=seed, top_p=1e-6), "top_p=1e-6"
-            )
+            for how in ({"top_k": 1}, {"top_p": 1e-6}):
+                drawn = self._sample(live, prompt, seed=seed, **how)
+                expect_greedy(live, drawn, prompt, how=f"with {_given(how)}")
             (token_id,) = live.run(
                 live.lm.sample(prompt, 1, [], temperature=100.0, seed=seed, top_k=5)
             )
@@ -339,7 +331,7 @@ class SamplingClauses:
         def adapter_in_sampling(prompt: TokenIds) -> None:
             for name in names:
                 drawn = live.run(live.lm.sample(prompt, 2, [], temperature=0.0, lora_name=name))
-                self._expect_greedy(live, prompt, drawn, f"temperature=0, adapter {name!r}", name)
+                expect_greedy(live, drawn, prompt, name)
 
         live.check_all(adapter_in_sampling, examples=5, prompt=live.contexts.any())
 
@@ -350,23 +342,7 @@ class SamplingClauses:
 
         def scores_agree_with_rows(prompt: TokenIds, tokens: TokenIds, name: str | None) -> None:
             scores = live.run(live.lm.sequence_logprobs(prompt, tokens, lora_name=name))
-            check(
-                tuple(scores.shape) == (len(tokens),),
-                f"shape {tuple(scores.shape)} for {len(tokens)} tokens",
-            )
-            for i, token_id in enumerate(tokens):
-                score, expected = (
-                    float(scores[i]),
-                    float(live.cold(prompt + tokens[:i], name)[token_id]),
-                )
-                near = score == expected or abs(score - expected) <= TOP_FACTOR * live.atol * max(
-                    1.0, abs(expected)
-                )
-                check(
-                    near,
-                    f"{list(prompt)}, then {list(tokens)}: token {i} scores {score:.6g}, its row "
-                    f"has {expected:.6g}",
-                )
+            expect_scores(live, scores, prompt, tokens, name)
 
         live.check_all(
             scores_agree_with_rows,
@@ -378,23 +354,6 @@ class SamplingClauses:
 
     def _sample(self, live: Subject, prompt: TokenIds, **options: float | None) -> list[int]:
         return live.run(live.lm.sample(prompt, 4, [], **options))  # type: ignore[arg-type]
-
-    def _expect_greedy(
-        self,
-        live: Subject,
-        prompt: TokenIds,
-        drawn: list[int],
-        how: str,
-        adapter: str | None = None,
-    ) -> None:
-        for i, token_id in enumerate(drawn):
-            row = live.cold((*prompt, *drawn[:i]), adapter)
-            behind = float(row.max() - row[token_id])
-            check(
-                behind <= TOP_FACTOR * live.atol,
-                f"{list(prompt)} with {how} draws {drawn}: token {token_id} is {behind:.3g} (log) "
-                "behind the most likely",
-            )
 
 
 def _left(

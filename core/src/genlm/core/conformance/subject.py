@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import functools
+import math
 import random
 import re
-import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import hypothesis
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Flaky
 from hypothesis.strategies import SearchStrategy
 
 from genlm.core.cache import OutputCache
 from genlm.core.conformance.compare import Violation, check, deviation, difference, shown
 from genlm.core.conformance.contexts import EDGES, Contexts
 from genlm.core.conformance.gate import EngineGate
+from genlm.core.conformance.runner import Outcome, Runner
 from genlm.core.errors import PluginError
 from genlm.core.lm import AsyncLM
 from genlm.core.types import TokenIds
@@ -30,12 +31,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: How long a failing example is made simpler, seconds.
+SHRINKING = 20.0
+
 #: How many of the first cold rows are asked for again at the end.
 REMEMBERED = 40
-Outcome = Any  # an answer, or the exception in its place
 
 
-class Subject:
+class Subject(Runner):
     """One live model, loaded when first needed, and again if a clause has closed it.
 
     Args:
@@ -61,6 +64,7 @@ class Subject:
         longest: int | None = None,
         seed: int = 0,
     ) -> None:
+        super().__init__(patience)
         self.backend = backend
         self.seed = seed
         self._longest = longest
@@ -70,19 +74,14 @@ class Subject:
         self.adapters = dict(adapters)
         self.atol = atol
         self.effort = effort
-        self.patience = patience
-        self._patience = patience
         self.gate = EngineGate(patience)
         self.contract_violations: list[PluginError] = []
         self._load = load
         self._lm: AsyncLM | None = None
         self._broken: Exception | None = None
-        # Of the main thread: a new loop for every request would take longer than it.
-        self._runner = asyncio.Runner()
         self._clean = False
         self._bound: dict[str, str] = {}
-        #: What clauses keep for each other.
-        self.notes: dict[str, object] = {}
+        self._notes: dict[object, Any] = {}
         #: The first cold rows of the base model, to be asked for once more at the end.
         self.first_rows: dict[TokenIds, torch.Tensor] = {}
         self._cold = OutputCache(maxsize=None, max_bytes=512 << 20, move_to_cpu=True)
@@ -121,7 +120,6 @@ class Subject:
     def begin(self) -> Self:
         """Begin another clause."""
         self._clean = False
-        self._patience = self.patience
         self.deviation = 0.0
         return self
 
@@ -144,10 +142,12 @@ class Subject:
         if self._longest is not None:
             return min(limit, self._longest)
         probe = self.contexts.long(min(200, limit))
-        self.lm.next_token_logprobs_uncached(probe)  # the first may compile something
-        began = time.perf_counter()
-        self.lm.next_token_logprobs_uncached(probe)
-        seconds = (time.perf_counter() - began) / len(probe)
+        times = []
+        for _ in range(4):  # the first may compile something, and others may use the machine
+            began = time.perf_counter()
+            self.lm.next_token_logprobs_uncached(probe)
+            times.append(time.perf_counter() - began)
+        seconds = min(times) / len(probe)
         bearable = (edge + 1 for edge in reversed(EDGES) if seconds * edge <= 0.3)
         return min(limit, next(bearable, EDGES[0]))
 
@@ -186,9 +186,20 @@ class Subject:
         """The names of the adapters that are bound now."""
         return list(self._bound)
 
+    def noted(self, key: object, make: Callable[[], T]) -> T:
+        """What clauses keep for each other, made when it is first needed."""
+        if key not in self._notes:
+            self._notes[key] = make()
+        found: T = self._notes[key]
+        return found
+
+    def path_of(self, name: str | None) -> str | None:
+        """The path of the adapter that a name stands for now."""
+        return None if name is None else self._bound[name]
+
     def close(self) -> None:
         """The end of all clauses."""
-        self._runner.close()
+        self._loop.close()
         self.end()
 
     def end(self) -> None:
@@ -244,18 +255,39 @@ class Subject:
         share nothing.
         """
 
+        failed: list[dict[str, Any]] = []
+        shrink_until = math.inf
+
         @self.settings(examples, least)
         @given(**strategies)
         @functools.wraps(holds)
         def example(**drawn: Any) -> None:
+            nonlocal shrink_until
+            if time.monotonic() > shrink_until and drawn not in failed:
+                return  # good enough
             self.reset()
-            holds(**drawn)
+            try:
+                holds(**drawn)
+            except Exception:
+                shrink_until = min(shrink_until, time.monotonic() + SHRINKING)
+                failed.append(drawn)
+                raise
 
+        self.explained(hypothesis.seed(self.seed)(example) if self.seed else example)
+
+    def explained(self, test: Callable[[], None]) -> None:
+        """Run a test of Hypothesis. A failure is the violation itself, with the example, also where
+        the same example does not always fail."""
         try:
-            (hypothesis.seed(self.seed)(example) if self.seed else example)()
+            test()
         except BaseException as error:
-            error.__notes__ = [compact(note) for note in getattr(error, "__notes__", ())]
-            raise
+            notes = [compact(note) for note in getattr(error, "__notes__", ())]
+            found = error
+            if isinstance(error, Flaky):
+                found = violation_in(error) or error
+                notes.append("The same example does not fail every time.")
+            found.__notes__ = notes
+            raise found from (None if found is error else error)
 
     def settings(self, examples: int, least: int = 2, **more: Any) -> settings:
         """How Hypothesis runs: ``examples`` times the effort, always the same ones, no deadline."""
@@ -275,7 +307,7 @@ class Subject:
     def cold(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
         """The oracle: the engine's own row, computed cold, alone and uncached. Kept by the
         adapter's path."""
-        key = (tuple(token_ids), None if adapter is None else self._bound[adapter])
+        key = (tuple(token_ids), self.path_of(adapter))
         row = self._cold.get(key)
         if row is None:
             row = self.lm.next_token_logprobs_uncached(token_ids, lora_name=adapter)
@@ -291,7 +323,7 @@ class Subject:
         self.expect_row(
             row,
             self.cold(token_ids, adapter),
-            f"the context {shown(token_ids)}{_with(adapter)}, {how}",
+            f"the context {shown(token_ids)}{with_adapter(adapter)}, {how}",
         )
 
     def expect_row(self, row: Outcome, expected: torch.Tensor, what: str) -> None:
@@ -315,7 +347,7 @@ class Subject:
         """The outcomes of requests asked together, each by a coroutine of its own."""
         chosen = adapters if adapters is not None else [None] * len(contexts)
         asked_together = [
-            f"{shown(ids)}{_with(name)}" for ids, name in zip(contexts, chosen, strict=True)
+            f"{shown(ids)}{with_adapter(name)}" for ids, name in zip(contexts, chosen, strict=True)
         ]
         more = f", and {len(contexts) - 6} more" if len(contexts) > 6 else ""
         self._together = f"\n  asked together: {', '.join(asked_together[:6])}{more}"
@@ -329,75 +361,14 @@ class Subject:
 
         return self.run(together())
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in an event loop of this thread's; that it hangs is a violation."""
 
-        answers: list[T] = []
-
-        async def bounded() -> None:
-            # Not returned: the runner's handling of SIGINT makes text of the task and its result,
-            # which for a tensor takes longer than the request (signal._int_to_enum in Python 3.11).
-            answers.append(await self.soon(coroutine))
-
-        if threading.current_thread() is not threading.main_thread():
-            asyncio.run(bounded())
-        else:
-            self._runner.run(bounded())
-        return answers[0]
-
-    async def soon(self, awaitable: Awaitable[T]) -> T:
-        """What ``awaitable`` gives; that it hangs is a violation."""
-        try:
-            return await asyncio.wait_for(awaitable, self._patience)
-        except TimeoutError:
-            raise self._hang("a caller got no answer") from None
-
-    def thread(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Make a call in a thread of its own, which may hang without holding up the suite."""
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        # A call cannot be taken back: who waits for it may give up, and its end is still recorded.
-        future.set_running_or_notify_cancel()
-
-        def target() -> None:
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=target, daemon=True).start()
-        return future
-
-    def outcome(self, future: concurrent.futures.Future[Any]) -> Outcome:
-        """The result or the exception of a call in another thread; that it hangs is a violation."""
-        try:
-            return self.wait(future)
-        except Exception as error:
-            if future.done():
-                return error
-            raise
-
-    def wait(self, future: concurrent.futures.Future[T]) -> T:
-        """The result of a call in another thread; that it hangs is a violation."""
-        try:
-            return future.result(self._patience)
-        except TimeoutError:
-            if future.done():
-                raise
-            raise self._hang("a call did not return") from None
-
-    def _hang(self, what: str) -> Violation:
-        violation = Violation(f"{what} within {self._patience:g} s: it hangs")
-        # Shrinking would hang again and again: what has hung once is waited for no longer in this
-        # clause.
-        self._patience = self.patience / 20
-        return violation
-
-
-async def submitted() -> None:
-    """Let the event loop start the tasks made so far, and hand their requests to the engine's
-    queue."""
-    for _ in range(5):
-        await asyncio.sleep(0)
+def violation_in(error: BaseException) -> Violation | None:
+    """The violation that an error is, that it holds, or that it came from."""
+    if isinstance(error, Violation):
+        return error
+    held = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    causes = [each for each in (*held, error.__cause__, error.__context__) if each is not None]
+    return next(filter(None, map(violation_in, causes)), None)
 
 
 def compact(note: str) -> str:
@@ -405,5 +376,6 @@ def compact(note: str) -> str:
     return re.sub(r"(?<=\d,)\s*\n\s*(?=-?\d)", " ", note)
 
 
-def _with(adapter: str | None) -> str:
+def with_adapter(adapter: str | None) -> str:
+    """What a message says of the adapter of a request."""
     return "" if adapter is None else f" with adapter {adapter!r}"

@@ -1,0 +1,212 @@
+"""The requests of a schedule: rows, draws and scores that differ in everything, and what each of
+them gives alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from attrs import evolve, field, frozen
+
+from genlm.core.conformance.agreement import ROUNDING, expect_greedy, expect_scores
+from genlm.core.conformance.compare import Violation
+from genlm.core.conformance.runner import Outcome
+from genlm.core.conformance.subject import Subject, with_adapter
+from genlm.core.types import TokenIds
+
+#: The name of an adapter that is bound anew in the course of a schedule.
+MOVING = "moving"
+
+#: Lengths of prompts, tokens of draws and scores, and options of draws. The numbers of them have no
+#: common divisor, so that all combinations come up.
+PROMPTS = (3, 40, 15, 130, 31, 300, 8)
+TOKENS = (5, 1, 12, 3, 30, 2, 17, 8, 4)
+OPTIONS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"temperature": 0.6},
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"temperature": 0.0},
+)
+
+#: How many different ones there are of each kind.
+DIFFERENT = {"rows": 120, "long rows": 12, "draws": 24, "growing draws": 12, "scores": 12}
+
+
+@frozen
+class Row:
+    """A request for one row."""
+
+    prompt: TokenIds
+    adapter: str | None = None
+
+    def __str__(self) -> str:
+        return f"row of {len(self.prompt)} tokens{with_adapter(self.adapter)}"
+
+    def ask(self, live: Subject) -> Any:
+        return live.lm.next_token_logprobs(self.prompt, lora_name=self.adapter)
+
+    def alone(self, live: Subject, owner: str | None) -> Row:
+        live.cold(self.prompt, owner)
+        return self
+
+    def compare(self, live: Subject, outcome: Outcome, owner: str | None) -> None:
+        live.expect(outcome, self.prompt, owner, how="in the schedule")
+
+
+@frozen
+class Score:
+    """A request for the scores of a continuation."""
+
+    prompt: TokenIds
+    tokens: TokenIds
+    adapter: str | None = None
+
+    def __str__(self) -> str:
+        after = f"after {len(self.prompt)}{with_adapter(self.adapter)}"
+        return f"score of {len(self.tokens)} tokens {after}"
+
+    def ask(self, live: Subject) -> Any:
+        return live.lm.sequence_logprobs(self.prompt, self.tokens, lora_name=self.adapter)
+
+    def alone(self, live: Subject, owner: str | None) -> Score:
+        for place in self._places:
+            live.cold(self.prompt + self.tokens[:place], owner)
+        return self
+
+    def compare(self, live: Subject, outcome: Outcome, owner: str | None) -> None:
+        if isinstance(outcome, BaseException):
+            raise Violation(f"{type(outcome).__name__}: {outcome}") from outcome
+        expect_scores(live, outcome, self.prompt, self.tokens, owner, places=self._places)
+
+    @property
+    def _places(self) -> list[int]:
+        last = len(self.tokens) - 1
+        return sorted({0, last // 2, last})
+
+
+@frozen
+class Draw:
+    """A request for a continuation.
+
+    Attributes:
+        stop: Which of the tokens that it draws alone is a stop token; ``None`` for none.
+        stops: The stop tokens, known once it was asked alone.
+        expected: What it gives alone, known then.
+    """
+
+    prompt: TokenIds
+    most: int
+    options: Mapping[str, Any] = field(hash=False)
+    adapter: str | None = None
+    stop: int | None = None
+    stops: tuple[int, ...] = ()
+    expected: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        options = "".join(f", {name}={value}" for name, value in self.options.items())
+        stops = f", stop tokens {list(self.stops)}" if self.stops else ""
+        after = f"after {len(self.prompt)}{with_adapter(self.adapter)}"
+        return f"draw of {self.most} tokens {after}{options}{stops}"
+
+    def ask(self, live: Subject) -> Any:
+        return live.lm.sample(
+            self.prompt, self.most, self.stops, lora_name=self.adapter, **self.options
+        )
+
+    def alone(self, live: Subject, owner: str | None) -> Draw:
+        free = evolve(self, adapter=owner, stop=None)
+        key = (self.prompt, self.most, tuple(self.options.items()), live.path_of(owner))
+        drawn: tuple[int, ...] = live.noted(key, lambda: tuple(live.run(free.ask(live))))
+        if self.stop is None or self.stop >= len(drawn):
+            return evolve(self, expected=drawn)
+        never = [token for token in live.contexts.plain[:40] if token not in drawn][:2]
+        stop = drawn[self.stop]
+        return evolve(self, stops=(*never, stop), expected=drawn[: drawn.index(stop)])
+
+    def compare(self, live: Subject, outcome: Outcome, owner: str | None) -> None:
+        if isinstance(outcome, BaseException):
+            raise Violation(f"{type(outcome).__name__}: {outcome}") from outcome
+        if tuple(outcome) == self.expected:
+            return
+        if self.options.get("temperature") == 0.0:
+            # Of two tokens that are as likely either may be drawn, and then others follow.
+            pairs = zip(outcome, self.expected, strict=False)
+            first = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
+            if first is not None:
+                expect_greedy(live, outcome, self.prompt, owner, places=[first])
+                return
+        raise Violation(f"it draws {list(outcome)}; alone it draws {list(self.expected)}")
+
+
+Request = Row | Score | Draw
+
+
+def requests_of(live: Subject, kind: str, salt: int = 0) -> list[Request]:
+    """Different requests of one kind.
+
+    Args:
+        live: The model.
+        kind: One of :data:`DIFFERENT`.
+        salt: Chooses the seeds of draws.
+    """
+    names = list(live.adapters) if live.lm.supports("genlm_add_lora") else []
+    adapters = [None, *names[:2], *([MOVING] if len(names) > 1 else [])]
+    make = MAKERS[kind]
+    made = [make(live, i, adapters[i % len(adapters)], salt) for i in range(DIFFERENT[kind])]
+    return list(dict.fromkeys(made))
+
+
+def _row(live: Subject, i: int, adapter: str | None, salt: int) -> Row:
+    many = live.contexts.many(DIFFERENT["rows"])
+    return Row(many[i % len(many)], adapter if i % 3 == 0 else None)
+
+
+def _long_row(live: Subject, i: int, adapter: str | None, salt: int) -> Row:
+    length = max(1, live.longest - (0, 1, live.longest // 3, live.longest // 2)[i // 3 % 4])
+    return Row(live.contexts.long(length, i), adapter)
+
+
+def _score(live: Subject, i: int, adapter: str | None, salt: int) -> Score:
+    prompt, tokens = PROMPTS[i % len(PROMPTS)], (TOKENS[i % len(TOKENS)] + 1, 300)[i % 4 == 3]
+    text = live.contexts.long(_fitting(live, prompt + tokens), i)
+    prompt = min(prompt, len(text) // 2)
+    return Score(text[:prompt], text[prompt:], adapter)
+
+
+def _draw(live: Subject, i: int, adapter: str | None, salt: int) -> Draw:
+    prompt, most = PROMPTS[i % len(PROMPTS)], TOKENS[i % len(TOKENS)]
+    prompt = min(prompt, _fitting(live, prompt + most) - most)
+    options = _seeded(live, OPTIONS[i % len(OPTIONS)], 1000 * salt + i)
+    return Draw(live.contexts.long(prompt, i), most, options, adapter, (None, 2, None, 1, 9)[i % 5])
+
+
+def _growing_draw(live: Subject, i: int, adapter: str | None, salt: int) -> Draw:
+    most = min(20 + 2 * i, live.contexts.limit - 8)
+    options = _seeded(live, {"temperature": 1.5}, 1000 * salt + 100 + i)
+    return Draw(live.contexts.long(3 + i % 5, i), most, options, adapter)
+
+
+def _fitting(live: Subject, length: int) -> int:
+    """A length that the model takes, and bears."""
+    return min(length, live.contexts.limit, max(live.longest, 64))
+
+
+def _seeded(live: Subject, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    if live.atol > ROUNDING:  # rounding may change a draw
+        return {"temperature": 0.0}
+    return dict(options) if options.get("temperature") == 0.0 else {**options, "seed": seed}
+
+
+MAKERS: Mapping[str, Callable[[Subject, int, str | None, int], Request]] = {
+    "rows": _row,
+    "long rows": _long_row,
+    "draws": _draw,
+    "growing draws": _growing_draw,
+    "scores": _score,
+}
+
+
+def owners_of(request: Request, names: Sequence[str]) -> list[str | None]:
+    """The adapters that a request's name may stand for."""
+    return list(names) if request.adapter == MOVING else [request.adapter]

@@ -1,0 +1,65 @@
+"""The clause on many callers that never pause."""
+
+from __future__ import annotations
+
+import asyncio
+
+from genlm.core.conformance.agreement import expect_scores
+from genlm.core.conformance.compare import check
+from genlm.core.conformance.runner import Outcome, submitted
+from genlm.core.conformance.subject import Subject
+
+#: How often each of the crowd asks. Who waits must be answered before three quarters of all that
+#: are.
+TIMES = 8
+
+
+class CrowdClauses:
+    """Whose turn it is."""
+
+    def test_nobody_waits_behind_a_crowd(self, live: Subject) -> None:
+        """A long row, a draw and a score are answered, and right, while 64 callers with short
+        contexts each ask again as soon as they are answered."""
+        callers = live.scaled(64, 20)
+        contexts = live.contexts
+        crowd = contexts.many(callers * TIMES)
+        long = contexts.long(min(100, contexts.limit - 3, live.longest), 3)
+        row, drawn, scored = long, long[:-1], long[:-2]
+        tokens = contexts.tokens[:2]
+        waiting: dict[str, asyncio.Future[Outcome]] = {}
+        passed_over: list[str] = []
+        answered = 0
+
+        async def one_of_the_crowd(number: int) -> None:
+            nonlocal answered
+            for context in crowd[number::callers]:
+                await live.lm.next_token_logprobs(context)
+                answered += 1
+                if answered == 3 * len(crowd) // 4:  # at the end there is no crowd any more
+                    passed_over.extend(name for name, one in waiting.items() if not one.done())
+                if answered > 3 * len(crowd) // 4 or all(one.done() for one in waiting.values()):
+                    return
+
+        async def scenario() -> list[Outcome]:
+            with live.gate.held():
+                others = [asyncio.ensure_future(one_of_the_crowd(n)) for n in range(callers)]
+                for what, asked in (
+                    ("a row", live.lm.next_token_logprobs(row)),
+                    ("a draw of 2 tokens", live.lm.sample(drawn, 2, [], temperature=0.0)),
+                    ("a score of 2 tokens", live.lm.sequence_logprobs(scored, tokens)),
+                ):
+                    waiting[what] = asyncio.ensure_future(asked)
+                await submitted()
+            await asyncio.gather(*others)
+            return await asyncio.gather(*waiting.values(), return_exceptions=True)
+
+        live.reset()
+        answer, _, scores = live.run(scenario())
+        how = f"while {callers} callers ask again and again"
+        check(
+            not passed_over,
+            f"{' and '.join(passed_over)} got no answer while {callers} others, who came together "
+            f"with them, asked again and again, and were answered {3 * len(crowd) // 4} times",
+        )
+        live.expect(answer, row, how=how)
+        expect_scores(live, scores, scored, tuple(tokens), how=how)

@@ -1,0 +1,114 @@
+"""Running what may hang: coroutines and calls in threads."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from genlm.core.conformance.compare import Violation
+
+T = TypeVar("T")
+Outcome = Any  # an answer, or the exception in its place
+
+
+class Runner:
+    """Runs coroutines and calls, and says so when one hangs.
+
+    Args:
+        patience: The most seconds to wait for what must happen before saying that it hangs. Once
+            something has, what follows is waited for a twentieth of that.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self.patience = patience
+        self._patience = patience
+        # Of the main thread: a new loop for every request would take longer than it.
+        self._loop = asyncio.Runner()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in an event loop of this thread's; that it hangs is a violation."""
+        return self.drive(self.soon(coroutine))
+
+    def drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine, for as long as it takes."""
+        answers: list[T] = []
+
+        async def driven() -> None:
+            # Not returned: the runner's handling of SIGINT makes text of the task and its result,
+            # which for a tensor takes longer than the request (signal._int_to_enum in Python 3.11).
+            answers.append(await coroutine)
+
+        if threading.current_thread() is not threading.main_thread():
+            asyncio.run(driven())
+        else:
+            self._loop.run(driven())
+        return answers[0]
+
+    async def soon(self, awaitable: Awaitable[T]) -> T:
+        """What ``awaitable`` gives; that it hangs is a violation."""
+        try:
+            return await asyncio.wait_for(awaitable, self._patience)
+        except TimeoutError:
+            raise self._hang("a caller got no answer") from None
+
+    async def all_done(self, futures: Sequence[asyncio.Future[Any]]) -> bool:
+        """Wait for all of them; ``False`` if some hang: none ends for as long as there is
+        patience."""
+        pending = set(futures)
+        while pending:
+            done, pending = await asyncio.wait(
+                pending, timeout=self._patience, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                self._hang("some callers got no answer")
+                return False
+        return True
+
+    def thread(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Make a call in a thread of its own, which may hang without holding up the suite."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        # A call cannot be taken back: who waits for it may give up, and its end is still recorded.
+        future.set_running_or_notify_cancel()
+
+        def target() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=target, daemon=True).start()
+        return future
+
+    def outcome(self, future: concurrent.futures.Future[Any]) -> Outcome:
+        """The result or the exception of a call in another thread; that it hangs is a violation."""
+        try:
+            return self.wait(future)
+        except Exception as error:
+            if future.done():
+                return error
+            raise
+
+    def wait(self, future: concurrent.futures.Future[T]) -> T:
+        """The result of a call in another thread; that it hangs is a violation."""
+        try:
+            return future.result(self._patience)
+        except TimeoutError:
+            if future.done():
+                raise
+            raise self._hang("a call did not return") from None
+
+    def _hang(self, what: str) -> Violation:
+        violation = Violation(f"{what} within {self._patience:g} s: it hangs")
+        # Shrinking would hang again and again, and so may every clause that follows.
+        self._patience = self.patience / 20
+        return violation
+
+
+async def submitted() -> None:
+    """Let the event loop start the tasks made so far, and hand their requests to the engine's
+    queue."""
+    for _ in range(5):
+        await asyncio.sleep(0)

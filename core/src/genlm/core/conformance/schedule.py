@@ -1,0 +1,54 @@
+"""Clauses on schedules: requests of every kind that arrive, leave and meet."""
+
+from __future__ import annotations
+
+from genlm.core.conformance.cast import DIFFERENT
+from genlm.core.conformance.events import Arrival, Event, Leaving, schedules
+from genlm.core.conformance.performance import check_schedule
+from genlm.core.conformance.subject import Subject
+
+#: After so many calls of the engine callers leave, in turn.
+CALLS = (1, 2, 1, 3, 1, 5)
+
+
+class ScheduleClauses:
+    """Requests in flight do not disturb each other."""
+
+    def test_requests_on_a_schedule(self, live: Subject) -> None:
+        """Rows, draws and scores of all lengths, options and adapters arrive alone and in bursts,
+        some leave, and adapters change in between: each of them gives what it gives alone."""
+        names = list(live.adapters) if live.lm.supports("genlm_add_lora") else []
+
+        def requests_on_a_schedule(schedule: list[Event]) -> None:
+            check_schedule(live, schedule)
+
+        live.check_all(
+            requests_on_a_schedule,
+            examples=14,
+            least=4,
+            schedule=schedules(list(DIFFERENT), len(names) > 1, live.scaled(80, 17)),
+        )
+
+    def test_cancelled_requests_leave_nothing(self, live: Subject) -> None:
+        """Hundreds of draws that have begun, and of long prompts and scores that are half computed,
+        are cancelled beside others, and then the same and others are asked: all give what they give
+        alone."""
+        for turn in range(live.scaled(24, 9)):
+            check_schedule(live, _leaving(turn))
+
+
+def _leaving(turn: int) -> list[Event]:
+    return [
+        Arrival(0, "draws", 4, 4 * turn),
+        Arrival(0, "growing draws", 8, turn),
+        Arrival(0, "scores", 1, 3 + 4 * turn),  # a long one
+        Arrival(1, "long rows", 6, turn),
+        Leaving(CALLS[turn % len(CALLS)], 4, all=True),
+        Leaving(0, 12),
+        Leaving(0, 13, all=True),
+        Leaving(0, turn % 4),
+        Arrival(0, "rows", 3, 7 * turn),
+        Arrival(0, "draws", 2, 5 * turn + 1),
+        Arrival(0, "scores", 2, 3 + 4 * (turn + 1)),
+        Arrival(1, "long rows", 2, turn),
+    ]

@@ -1,0 +1,573 @@
+"""Mutants of a continuous engine: what breaks where requests meet. Written before the clauses on
+schedules.
+
+Each cites a thread that reports the bug, or one of its kind.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, ClassVar
+
+import torch
+from attrs import evolve
+
+from genlm.core import Adapter, Answer, Query, hookimpl
+from genlm.core.sampling import TokenDrawer
+from genlm.core.types import Request
+
+from .working_engine import BLOCK, Job, WorkingEngine
+
+# --- what a place in the batch holds ----------------------------------------------------------
+
+
+class StopsStayWithThePlace(WorkingEngine):
+    """When a draw ends, the last draw takes its place, and its stop tokens with it.
+
+    https://github.com/EleutherAI/lm-evaluation-harness/pull/3825
+    """
+
+    def move(self, source: int, target: int) -> None:
+        stops = self.batch[target].stops
+        super().move(source, target)
+        self.batch[target].stops = stops
+
+
+class GeneratorsDoNotMoveUp(WorkingEngine):
+    """A draw that takes another one's place goes on with that one's random numbers.
+
+    https://github.com/tenstorrent/tt-metal/issues/46350
+    """
+
+    def move(self, source: int, target: int) -> None:
+        drawer = self.batch[target].drawer
+        super().move(source, target)
+        if drawer is not None and self.batch[target].drawer is not None:
+            self.batch[target].drawer = drawer
+
+
+class AdapterStaysWithThePlace(WorkingEngine):
+    """A draw that takes the place of another is drawn to its end with that one's adapter.
+
+    https://github.com/vllm-project/vllm/pull/51890
+    """
+
+    def move(self, source: int, target: int) -> None:
+        adapter = self.batch[target].adapter
+        super().move(source, target)
+        self.batch[target].adapter = adapter
+
+
+class MovedStateIsShared(WorkingEngine):
+    """What moves to another place is left at the old one too: the next draw there shares it.
+
+    https://github.com/vllm-project/vllm/pull/51890
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.left: dict[int, TokenDrawer | None] = {}
+
+    def move(self, source: int, target: int) -> None:
+        super().move(source, target)
+        self.left[source] = self.batch[target].drawer
+
+    def place(self, job: Job) -> None:
+        super().place(job)
+        left = self.left.pop(len(self.batch) - 1, None)
+        if job.drawer is not None and left is not None:
+            job.drawer = left
+
+
+class StopsOfTheSixtyFourBefore(WorkingEngine):
+    """A batch is sampled 64 at a time, all of them with the stop tokens of the first 64.
+
+    https://github.com/EvolvingLMMs-Lab/lmms-eval/pull/1423
+    """
+
+    places = 256
+    chunk = 1024
+
+    def ends(self, at: int, job: Job, answers: list[Answer]) -> bool:
+        if at >= 64:
+            job = evolve(job, stops=self.batch[at % 64].stops)
+            ended = super().ends(at, job, answers)
+            self.batch[at].tokens = job.tokens
+            return ended
+        return super().ends(at, job, answers)
+
+
+class MixedTopK(WorkingEngine):
+    """Of draws with ``top_k`` and without, those without get the largest of the others.
+
+    https://github.com/vllm-project/vllm/pull/14301
+    """
+
+    def draw(self, job: Job, row: torch.Tensor) -> int:
+        assert job.params is not None
+        assert job.drawer is not None
+        given = [one.params.top_k for one in self.batch if one.params and one.params.top_k]
+        if job.params.top_k is None and given:
+            job.drawer._params = evolve(job.params, top_k=max(given))
+        try:
+            return super().draw(job, row)
+        finally:
+            job.drawer._params = job.params
+
+
+class ChunkOfAPromptDraws(WorkingEngine):
+    """A draw whose prompt comes in chunks takes a random number for each of them.
+
+    https://github.com/vllm-project/vllm/pull/9945
+    """
+
+    def advance(self, job: Job, stop: int) -> None:
+        super().advance(job, stop)
+        if job.drawer is not None and stop < job.prompt:
+            job.drawer.draw(self.row_at(job, stop))
+
+
+# --- draws that are set back ------------------------------------------------------------------
+
+
+class SetBackDrawBeginsItsNumbersAgain(WorkingEngine):
+    """Where memory runs out a draw is set back, and its random numbers with it.
+
+    https://github.com/vllm-project/vllm/pull/6698
+    """
+
+    blocks = 96
+
+    def set_back(self, at: int) -> None:
+        params = self.batch[at].params
+        super().set_back(at)
+        if params is not None:
+            self.waiting[0].drawer = TokenDrawer(params)
+
+
+class SetBackDrawEndsATokenShort(WorkingEngine):
+    """Where memory runs out a draw is set back, and then ends one token short.
+
+    https://github.com/vllm-project/vllm/issues/16832
+    """
+
+    blocks = 96
+
+    def set_back(self, at: int) -> None:
+        super().set_back(at)
+        if self.waiting[0].drawn:
+            self.waiting[0].most -= 1
+
+
+# --- requests that are cancelled --------------------------------------------------------------
+
+
+class PlaceLeaksWithADroppedDraw(WorkingEngine):
+    """A draw that has begun and is dropped keeps its place for ever.
+
+    https://github.com/raullenchai/Rapid-MLX/issues/1759
+    """
+
+    def drop(self, request: Request) -> None:
+        if any(job.request is request and job.drawn for job in self.batch):
+            self.places -= 1
+        super().drop(request)
+
+
+class Half(WorkingEngine):
+    """Calls :meth:`half` when a prompt is dropped that has been computed in part."""
+
+    def drop(self, request: Request) -> None:
+        for job in self.batch:
+            if job.request == request and 0 < job.computed < job.prompt:
+                self.half(job)
+        super().drop(request)
+
+    def half(self, job: Job) -> None:
+        raise NotImplementedError
+
+
+class BlocksLeakWithAHalfComputedPrompt(Half):
+    """A prompt that is dropped between two chunks keeps its blocks for ever.
+
+    https://github.com/sgl-project/sglang/pull/1858
+    """
+
+    def half(self, job: Job) -> None:
+        job.table = []
+
+
+class BlocksAreGivenBackTwice(Half):
+    """A prompt that is dropped between two chunks gives its blocks back twice.
+
+    https://github.com/openvinotoolkit/model_server/issues/4428
+    """
+
+    def half(self, job: Job) -> None:
+        self.free += job.table
+
+
+class HalfComputedPromptIsKept(Half):
+    """A prompt that is dropped between two chunks is kept as if it had been computed.
+
+    https://github.com/sgl-project/sglang/pull/36926
+    """
+
+    def half(self, job: Job) -> None:
+        self.kept[self.key(job.adapter, job.tokens)] = self.read(job, len(job.tokens))
+
+
+class ProgressOfADroppedPrompt(Half):
+    """The next in its place goes on where a dropped prompt had stopped.
+
+    https://github.com/sgl-project/sglang-jax/pull/1008
+    """
+
+    stopped: int | None = None
+
+    def half(self, job: Job) -> None:
+        self.stopped = job.computed
+
+    def start_from_what_is_known(self, job: Job) -> None:
+        if self.stopped is None:
+            super().start_from_what_is_known(job)
+        else:
+            job.computed, self.stopped = min(self.stopped, job.prompt - 1), None
+
+
+class ScoresOfADroppedPrompt(WorkingEngine):
+    """The scores of a continuation that is dropped half-way go to the next one.
+
+    https://github.com/vllm-project/vllm/pull/14875
+    """
+
+    begun: list[float] | None = None
+
+    def drop(self, request: Request) -> None:
+        for job in self.batch:
+            if job.request is request and job.scores:
+                self.begun = job.scores
+        super().drop(request)
+
+    def place(self, job: Job) -> None:
+        super().place(job)
+        if job.scores is not None and self.begun:
+            most = len(job.tokens) - job.prompt + 1
+            job.scores, self.begun = self.begun[: most - 1], None
+
+    def ends(self, at: int, job: Job, answers: list[Answer]) -> bool:
+        if job.scores is not None:
+            job.scores = job.scores[: len(job.tokens) - job.prompt + 1]
+        return super().ends(at, job, answers)
+
+
+class LateTokenOfADroppedDraw(WorkingEngine):
+    """The last token of a dropped draw comes late, and enters the context of who has its place.
+
+    https://github.com/sgl-project/sglang/pull/36988
+    """
+
+    late: int | None = None
+
+    def drop(self, request: Request) -> None:
+        for job in self.batch:
+            if job.request is request and job.drawn:
+                self.late = job.tokens[-1]
+        super().drop(request)
+
+    def step(self) -> list[Answer]:
+        try:
+            return super().step()
+        finally:
+            self.late = None
+
+    def place(self, job: Job) -> None:
+        super().place(job)
+        if self.late is not None:
+            job.tokens[job.prompt - 1], self.late = self.late, None
+
+
+class LeavesTwice(WorkingEngine):
+    """A draw that is dropped in the step in which it ends leaves twice, the second time with the
+    one that has taken its place.
+
+    https://github.com/vllm-project/vllm/pull/29987
+    """
+
+    def drop(self, request: Request) -> None:
+        for at, job in enumerate(self.batch):
+            if job.request is request and job.drawer and len(job.drawn) + 1 == job.most:
+                super().drop(request)
+                if at < len(self.batch):
+                    self.leave(at)
+                return
+        super().drop(request)
+
+
+class DeclinedTakesAnotherWithIt(WorkingEngine):
+    """Declined draws leave first; then those that have ended, by the places that they had before.
+
+    https://github.com/waybarrios/vllm-mlx/pull/769
+    """
+
+    def declines(self, job: Job) -> bool:
+        return job.params is not None and job.params.top_p is not None
+
+    def finish(self, finished: list[int]) -> None:
+        declined = [at for at in finished if self.declines(self.batch[at])]
+        if not declined:
+            super().finish(finished)
+            return
+        ended = [self.batch[at] for at in finished if at not in declined]
+        for at in reversed(declined):
+            self.give_back(self.batch.pop(at))
+        for at in sorted({*finished} - {*declined}, reverse=True):
+            if at < len(self.batch):
+                self.leave(at)
+        for job in ended:  # it was answered
+            if job in self.batch:
+                self.leave(self.batch.index(job))
+
+
+# --- whose turn it is -------------------------------------------------------------------------
+
+
+class EightShortestRun(WorkingEngine):
+    """In every step the eight shortest run.
+
+    https://github.com/sgl-project/sglang/issues/32549
+    """
+
+    def order(self) -> list[int]:
+        return sorted(super().order(), key=lambda at: len(self.batch[at].tokens))[:8]
+
+
+class DeferredBehindNewcomers(WorkingEngine):
+    """Of eight places, one that is free goes to a newcomer before those who wait.
+
+    https://github.com/ggml-org/llama.cpp/issues/15008
+    """
+
+    places = 8
+
+    def enter(self, newcomers: list[Job]) -> None:
+        self.waiting = newcomers + self.waiting
+
+
+class Woken(WorkingEngine):
+    """A sound engine whose step ends when something is finished, or when it is woken."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.bell = threading.Event()
+
+    @hookimpl
+    def genlm_wake(self) -> None:
+        self.bell.set()
+
+    def step(self) -> list[Answer]:
+        while True:
+            answers = super().step()
+            if answers or not (self.batch or self.waiting) or self.woken():
+                return answers
+
+    def woken(self) -> bool:
+        if self.bell.is_set():
+            self.bell.clear()
+            return True
+        return False
+
+
+class SecondWakeIsLost(Woken):
+    """Woken once, an engine is not woken again before something is finished.
+
+    https://github.com/vllm-project/vllm/issues/17972
+    """
+
+    awake = False
+
+    def step(self) -> list[Answer]:
+        answers = super().step()
+        if answers:
+            self.awake = False
+        return answers
+
+    def woken(self) -> bool:
+        if self.awake:
+            self.bell.clear()
+        woken = super().woken()
+        self.awake |= woken
+        return woken
+
+
+# --- what is kept -----------------------------------------------------------------------------
+
+
+class TablesGrowByTheirFirstColumns(WorkingEngine):
+    """When a ninth, a 17th or a 33rd request runs, the tables grow, and 256 columns are copied.
+
+    https://github.com/karpathy/nanochat/issues/187
+    """
+
+    def place(self, job: Job) -> None:
+        if len(self.batch) in (8, 16, 32):
+            for other in self.batch:
+                for block in other.table[256 // BLOCK :]:
+                    self.store[block] = [0] * BLOCK
+        super().place(job)
+
+
+class KeptTablesGrowByTheirFirstColumns(WorkingEngine):
+    """The same of the contexts that are kept.
+
+    https://github.com/EricLBuehler/mistral.rs/pull/917
+    """
+
+    prefixes = 64
+
+    def keep(self, job: Job) -> None:
+        if len(self.kept) in (8, 16, 32):
+            for state in self.kept.values():
+                state[256:] = [0] * len(state[256:])
+        super().keep(job)
+
+
+class PinnedAreNotMoved(WorkingEngine):
+    """When kept contexts make room, the others move up by a block; the pinned ones are forgotten.
+
+    https://github.com/ggml-org/llama.cpp/issues/12253
+    """
+
+    def keep(self, job: Job) -> None:
+        full = len(self.kept) == self.prefixes
+        super().keep(job)
+        if full:
+            for state in self.pinned_keys.values():
+                state[:] = state[BLOCK:] + state[:BLOCK]
+
+
+class PinsOfRemovedAdaptersStay(WorkingEngine):
+    """Removing an adapter leaves its pinned contexts in their places.
+
+    https://github.com/vllm-project/vllm/issues/54839
+    """
+
+    def forget(self, adapter: Adapter) -> None:
+        pinned = dict(self.pinned_keys)
+        super().forget(adapter)
+        self.pinned_keys = pinned
+
+
+class DrawIsKeptWithATokenThatWasNotComputed(WorkingEngine):
+    """A continuation that was drawn is kept for those that extend it, its last token too.
+
+    https://github.com/ml-explore/mlx-lm/pull/602
+    """
+
+    def keep(self, job: Job) -> None:
+        super().keep(job)
+        if job.drawn and len(job.tokens) > job.computed and len(job.tokens) % BLOCK:
+            state = self.read(job, len(job.tokens))
+            state += [0] * (len(job.tokens) - len(state))
+            self.kept[self.key(job.adapter, job.tokens)] = state
+
+
+# --- long continuations, long contexts --------------------------------------------------------
+
+
+class ScoresFromAHundredOn(WorkingEngine):
+    """From position 100 of a continuation on, the score is that of the token before.
+
+    https://github.com/vllm-project/vllm/pull/29216
+    """
+
+    def target(self, number: int) -> int:
+        return number - (number >= 100)
+
+
+class DrawsInARingOf128(WorkingEngine):
+    """Tokens that are drawn are written into a ring of 128.
+
+    https://github.com/huggingface/transformers/issues/37574
+    """
+
+    def output(self, job: Job) -> list[int]:
+        ring = [0] * 128
+        for at, token in enumerate(job.drawn):
+            ring[at % 128] = token
+        return [ring[at % 128] for at in range(len(job.drawn))]
+
+
+class PositionsEndAt512(WorkingEngine):
+    """Positions are clamped to 511, in cold rows too: beyond it the order of tokens is lost.
+
+    https://github.com/kvcache-ai/ktransformers/issues/73
+    """
+
+    def row(self, query: Query) -> torch.Tensor:
+        ids = query.token_ids
+        if len(ids) > 512:
+            query = evolve(query, token_ids=(*ids[:511], *sorted(ids[511:])))
+        return super().row(query)
+
+
+# --- adapters ---------------------------------------------------------------------------------
+
+
+class AdaptersOfAllModelsByName(WorkingEngine):
+    """The adapters of all models of the process are in one table, by name.
+
+    https://github.com/ml-explore/mlx-lm/issues/1776
+    """
+
+    loaded: ClassVar[dict[str, Adapter]] = {}
+
+    @hookimpl
+    def genlm_add_lora(self, adapter: Adapter) -> bool:
+        self.loaded[adapter.name] = adapter
+        return super().genlm_add_lora(adapter)
+
+    def row(self, query: Query) -> torch.Tensor:
+        if query.adapter is not None:
+            query = evolve(query, adapter=self.loaded[query.adapter.name])
+        return super().row(query)
+
+
+class NameOfARemovedAdapter(WorkingEngine):
+    """An adapter that is removed leaves its weights under its name, for the next of that name.
+
+    https://github.com/vllm-project/vllm/issues/42633
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.by_name: dict[str, Adapter] = {}
+        self.current: dict[str, Adapter] = {}
+
+    @hookimpl
+    def genlm_add_lora(self, adapter: Adapter) -> bool:
+        if adapter.name in self.current:  # bound anew
+            self.by_name[adapter.name] = adapter
+        self.current[adapter.name] = adapter
+        self.by_name.setdefault(adapter.name, adapter)
+        return super().genlm_add_lora(adapter)
+
+    @hookimpl
+    def genlm_remove_lora(self, adapter: Adapter) -> bool:
+        if self.current[adapter.name] == adapter:
+            del self.current[adapter.name]
+        return super().genlm_remove_lora(adapter)
+
+    def row(self, query: Query) -> torch.Tensor:
+        if query.adapter is not None and query.adapter == self.current.get(query.adapter.name):
+            query = evolve(query, adapter=self.by_name[query.adapter.name])
+        return super().row(query)
+
+
+MUTANTS = [
+    value
+    for value in list(globals().values())
+    if isinstance(value, type)
+    and issubclass(value, WorkingEngine)
+    and "https://" in (value.__doc__ or "")
+]
