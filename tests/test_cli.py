@@ -15,6 +15,7 @@ import pytest
 from genlm.core import MockAsyncLM
 from genlm.core.cli import main
 from genlm.core.conformance import ConformanceSuite
+from genlm.core.installation import pip_install
 
 from .conformance.installed import pretend_installed
 
@@ -200,11 +201,10 @@ def test_doctor_warns_where_two_threads_are_slower_than_one(two: float, warned: 
 def test_backends_says_what_could_be_installed(tmp_path: Path):
     pretend_installed(tmp_path, "sgl", "genlm_sgl_pretended", WAITS)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    absent = "not installed: pip install genlm-{}"
     alone = genlm("backends").stdout
-    assert absent.format("ray") in alone
-    assert absent.format("sgl") in alone
-    assert absent.format("sgl") not in genlm("backends", PYTHONPATH=path).stdout
+    for name in ("ray", "sgl"):
+        assert f"not installed: {pip_install(f'genlm-{name}')}" in alone
+    assert pip_install("genlm-sgl") not in genlm("backends", PYTHONPATH=path).stdout
 
 
 # --- bench ----------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def test_bash_completes_subcommands_and_options(tmp_path: Path):
 def test_completion_says_what_it_needs(monkeypatch, capsys):
     monkeypatch.setattr("genlm.core.cli.completion.find_spec", lambda name: None)
     assert main(["completion", "bash"]) == 1
-    assert "pip install 'genlm-core[completion]'" in capsys.readouterr().err
+    assert pip_install("genlm-core", "completion") in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no pty")
