@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import os
-import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
@@ -15,8 +13,10 @@ from attrs import evolve
 
 from genlm.core import former
 from genlm.core.adapters import UNSET, AdapterRegistry, LoraName
+from genlm.core.blocking import blocking
 from genlm.core.checks import integer, shown
 from genlm.core.context import Context, contexts_of, token_ids_of
+from genlm.core.continuations import Continuations, all_of
 from genlm.core.errors import (
     InvalidInputError,
     InvalidOptionError,
@@ -30,16 +30,14 @@ from genlm.core.runtime.batcher import Batcher
 from genlm.core.runtime.executor import EngineCounters, EngineExecutor, Result, describe
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.runtime.timeline import Timeline, Trace
-from genlm.core.sampling import checked_params, sample_from_rows, seed_of
+from genlm.core.sampling import checked_params, seed_of
 from genlm.core.tokenization import Token
 from genlm.core.types import (
     Adapter,
     Engine,
     Query,
     Request,
-    SampleRequest,
     SamplingParams,
-    ScoreRequest,
     Stats,
     TokenIds,
 )
@@ -62,11 +60,6 @@ class TopToken(NamedTuple):
     token: Token
     text: str
     logprob: float
-
-
-#: How many contexts of one continuation are asked at a time where the engine has no scores of its
-#: own. Each may take key/value state as large as the whole context's.
-PREFIXES = 32
 
 
 def load_model_by_name(
@@ -226,9 +219,7 @@ class AsyncLM:
         self, token_ids: Iterable[int], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
         """The row of one context."""
-        query = self._query(token_ids, lora_name)
-        row = self._kept(query)
-        return await self._batcher.submit(query) if row is None else row
+        return await self._row(self._query(token_ids, lora_name))
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Iterable[Iterable[int]], lora_name: LoraName = UNSET
@@ -330,9 +321,8 @@ class AsyncLM:
             InvalidOptionError: an argument is out of range (a ``ValueError``).
         """
         params = self._params(max_tokens, eos_token_ids, temperature, seed, top_k, top_p, min_p)
-        return await self._draw(
-            self._query(prompt_token_ids, lora_name, room_for=params.max_tokens), params
-        )
+        query = self._query(prompt_token_ids, lora_name, room_for=params.max_tokens)
+        return await self._continuations.draw(query, params)
 
     async def batch_sample(
         self,
@@ -355,7 +345,11 @@ class AsyncLM:
             for prompt in contexts_of(prompt_token_ids_list)
         ]
         own = [evolve(params, seed=seed_of(params.seed, i)) for i in range(len(queries))]
-        return await all_of(map(self._draw, queries, own))
+        return await all_of(map(self._continuations.draw, queries, own))
+
+    @property
+    def _continuations(self) -> Continuations:  # made anew: one that is kept would keep the model
+        return Continuations(self._engine, self._batcher, self._row)
 
     def _params(
         self, max_tokens: int, eos_token_ids: Iterable[int] | None, *options: Any
@@ -397,49 +391,12 @@ class AsyncLM:
         )
 
     def _blocking(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in an event loop and a thread of its own, and wait for it: the calling
-        thread may have a running loop."""
         try:
             self._batcher.require_open()
         except BaseException:
             coroutine.close()
             raise
-        answer: concurrent.futures.Future[T] = concurrent.futures.Future()
-        tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
-        abandoned = threading.Event()
-
-        async def run() -> T:
-            task = asyncio.ensure_future(coroutine)
-            tasks.append((asyncio.get_running_loop(), task))
-            if abandoned.is_set():  # before there was a task that could be cancelled
-                task.cancel()
-            return await task
-
-        def main() -> None:
-            try:
-                answer.set_result(asyncio.run(run()))
-            except BaseException as error:
-                answer.set_exception(error)
-
-        try:
-            threading.Thread(target=main, name="genlm-blocking", daemon=True).start()
-            return answer.result()
-        except BaseException:
-            if not answer.done():  # an interrupt of the calling thread
-                abandoned.set()
-                for loop, task in tasks:
-                    with contextlib.suppress(RuntimeError):
-                        loop.call_soon_threadsafe(task.cancel)
-            raise
-
-    async def _draw(self, query: Query, params: SamplingParams) -> list[int]:
-        if params.max_tokens == 0:
-            return []
-        if self._engine.draws and params.min_p is None:
-            drawn: list[int] | None = await self._batcher.submit(SampleRequest(query, params))
-            if drawn is not None:
-                return drawn
-        return await sample_from_rows(self._row, query, params)
+        return blocking(coroutine)
 
     async def sequence_logprobs(
         self,
@@ -458,22 +415,7 @@ class AsyncLM:
         most = self._engine.max_context
         continuation = token_ids_of("continuation", continuation_token_ids, known, most)
         query = self._query(prompt_token_ids, lora_name, room_for=len(continuation))
-        # A native score is normalised over the engine's rows, which is right unless those have
-        # padding to drop.
-        if self._engine.scores and self._engine.vocab_size <= self._engine.width:
-            scores: torch.Tensor | None = await self._batcher.submit(
-                ScoreRequest(query, continuation)
-            )
-            if scores is not None:
-                return scores
-        scored = []
-        for start in range(0, len(continuation), PREFIXES):
-            ids = continuation[start : start + PREFIXES]
-            prefixes = [query.extended(ids[:end]) for end in range(len(ids))]
-            rows = await all_of(map(self._row, prefixes))
-            scored += [row[token_id] for row, token_id in zip(rows, ids, strict=True)]
-            query = query.extended(ids)
-        return self._stack(scored)
+        return await self._continuations.score(query, continuation)
 
     # --- text -------------------------------------------------------------------------------------
 
@@ -763,18 +705,6 @@ class AsyncLM:
         import torch
 
         return torch.stack(list(rows)) if rows else torch.empty(0, self._engine.width)
-
-
-async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all; when one fails, the others are cancelled: their results are of no use
-    any more."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        raise
 
 
 def _too_long(length: int, room_for: int, limit: int) -> str:

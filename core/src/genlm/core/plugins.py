@@ -164,9 +164,9 @@ def choose_backend() -> str:
             candidates.append((info.preference, name))
     if not candidates:
         raise BackendNotFoundError(
-            f"no backend can be chosen automatically on this machine; {pip_install('genlm-hf')}, or "
-            f"name one of those installed: {', '.join(backend_names()) or 'none'}; `genlm "
-            "backends` says why one cannot run"
+            "no backend can be chosen automatically on this machine; "
+            f"{pip_install('genlm-hf')}, or name one of those installed: "
+            f"{', '.join(backend_names()) or 'none'}; `genlm backends` says why one cannot run"
         )
     _, name = max(candidates)
     log.info(

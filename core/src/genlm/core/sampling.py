@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from genlm.core.checks import integer, number, shown
 from genlm.core.errors import EngineError, InvalidOptionError
-from genlm.core.types import Query, SamplingParams
+from genlm.core.types import SamplingParams
 
 if TYPE_CHECKING:
     import torch
@@ -71,21 +71,6 @@ class TokenDrawer:
         filtered: NDArray[np.float64] = np.zeros_like(weights)
         filtered[kept] = weights[kept]
         return filtered
-
-
-async def sample_from_rows(
-    ask: Callable[[Query], Awaitable[torch.Tensor]], query: Query, params: SamplingParams
-) -> list[int]:
-    """Draw a continuation of ``query``, asking for one row per token."""
-    drawer = TokenDrawer(params)
-    drawn: list[int] = []
-    while len(drawn) < params.max_tokens:
-        token_id = drawer.draw(await ask(query))
-        if token_id in params.stop_token_ids:
-            break
-        drawn.append(token_id)
-        query = query.extended((token_id,))
-    return drawn
 
 
 def seed_of(seed: int | None, index: int) -> int | None:

@@ -13,7 +13,8 @@ from attrs import evolve
 from genlm.core.checks import integer
 from genlm.core.cli.arguments import Commands
 from genlm.core.cli.model import add_model, add_prompt, loaded, prompt_ids
-from genlm.core.lm import AsyncLM, all_of
+from genlm.core.continuations import all_of
+from genlm.core.lm import AsyncLM
 from genlm.core.sampling import TokenDrawer, checked_params, seed_of
 from genlm.core.types import SamplingParams
 

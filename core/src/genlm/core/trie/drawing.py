@@ -184,7 +184,7 @@ def _import_graphviz() -> Any:
     except ModuleNotFoundError as error:
         raise ImportError(
             "drawing a trie needs the package graphviz: "
-            f"{pip_install(CORE, 'visualize')}; or use format=\"html\""
+            f'{pip_install(CORE, "visualize")}; or use format="html"'
         ) from error
 
 
