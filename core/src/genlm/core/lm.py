@@ -420,12 +420,29 @@ class AsyncLM:
     # --- text -------------------------------------------------------------------------------------
 
     def encode(self, text: str, **options: Any) -> list[int]:
-        """The token ids of a text. The options are those of the tokenizer's ``encode``."""
+        """The token ids of a text. The options are those of the tokenizer's ``encode``.
+
+        This and the other methods for text work after :meth:`close`, too: they need no engine.
+
+        Raises:
+            InvalidInputError: ``text`` is not a string.
+        """
+        if not isinstance(text, str):
+            raise InvalidInputError(
+                f"text must be a string; got {shown(text)}; token ids need no encoding"
+            )
         return [int(token_id) for token_id in self._engine.tokenizer.encode(text, **options)]
 
     def decode(self, token_ids: Iterable[int], **options: Any) -> str:
-        """The text of token ids. The options are those of the tokenizer's ``decode``."""
-        text: str = self._engine.tokenizer.decode(list(token_ids), **options)
+        """The text of token ids, perhaps none. The options are those of the tokenizer's
+        ``decode``.
+
+        Raises:
+            InvalidQueryError: they are not token ids.
+        """
+        known = max(self._engine.vocab_size, self._engine.width)
+        ids = token_ids_of("list to decode", token_ids, known, least=0)
+        text: str = self._engine.tokenizer.decode(list(ids), **options)
         return text
 
     def apply_chat_template(
@@ -438,8 +455,14 @@ class AsyncLM:
             **options: Those of the tokenizer's ``apply_chat_template``.
 
         Raises:
+            InvalidInputError: ``messages`` is not a list of dicts.
             UnsupportedError: the tokenizer has no chat template.
         """
+        if isinstance(messages, str) or not all(isinstance(m, Mapping) for m in messages):
+            raise InvalidInputError(
+                "messages must be a list of dicts, each with a role and its content; got "
+                f"{shown(messages)}"
+            )
         tokenizer = self._engine.tokenizer
         apply = getattr(tokenizer, "apply_chat_template", None)
         if apply is None or not (getattr(tokenizer, "chat_template", None) or options):
