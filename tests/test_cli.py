@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,46 @@ def test_a_command_that_does_not_exist(capsys):
         main(["backend"])
     assert stopped.value.code == 2
     assert "backends" in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_core_and_of_every_plugin(tmp_path: Path):
+    """A broken plugin has one, too: it is not imported."""
+    pretend_installed(tmp_path, "broken", "genlm_broken", "raise ValueError")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    shown = genlm("--version", PYTHONPATH=path)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    first, *plugins, last = shown.stdout.splitlines()
+    assert first == f"genlm-core {version('genlm-core')}"
+    assert any(line.startswith("genlm-broken ") for line in plugins), plugins
+    assert last.startswith("Python 3.")
+
+
+FAILS = """
+from genlm.core import BackendInfo, hookimpl
+
+@hookimpl
+def genlm_backend_info():
+    return BackendInfo("for tests", engine="numpy")
+
+@hookimpl
+def genlm_load(model, options):
+    raise KeyError("no weights")
+"""
+
+
+def test_an_error_of_a_plugin_is_a_line_and_its_traceback_is_there_on_request(tmp_path: Path):
+    pretend_installed(tmp_path, "fails", "genlm_fails", FAILS)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    top = ["top", "any", "x", "--backend", "fails"]
+    line = genlm(*top, PYTHONPATH=path)
+    assert line.returncode == 1
+    assert line.stderr.splitlines() == [
+        "genlm: KeyError: 'no weights', while loading any on fails (`genlm --traceback ...` shows "
+        "where)"
+    ]
+    whole = genlm("--traceback", *top, PYTHONPATH=path)
+    assert whole.returncode == 1
+    assert "in genlm_load" in whole.stderr
 
 
 # --- sample ---------------------------------------------------------------------------------------
