@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from genlm.core.runtime.batcher import Batcher
 from genlm.core.runtime.executor import Result
 from genlm.core.runtime.loaded_engine import LoadedEngine
-from genlm.core.sampling import TokenDrawer
+from genlm.core.sampling import Particle, TokenDrawer
 from genlm.core.types import Query, Request, SampleRequest, SamplingParams, ScoreRequest, TokenIds
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Continuations:
         self,
         engine: LoadedEngine,
         batcher: Batcher[Request, Result],
-        ask: Callable[[Query], Awaitable[torch.Tensor]],
+        ask: Callable[[Query], Coroutine[Any, Any, torch.Tensor]],
     ) -> None:
         self._engine = engine
         self._batcher = batcher
@@ -47,18 +47,33 @@ class Continuations:
             drawn: list[int] | None = await self._batcher.submit(SampleRequest(query, params))
             if drawn is not None:
                 return drawn
-        return await self._from_rows(query, params)
+        return [token_id async for token_id in self.stream(query, params)]
 
-    async def _from_rows(self, query: Query, params: SamplingParams) -> list[int]:
+    async def stream(self, query: Query, params: SamplingParams) -> AsyncGenerator[int, None]:
+        """The same one by one, from rows: each as soon as it is drawn."""
         drawer = TokenDrawer(params)
-        drawn: list[int] = []
-        while len(drawn) < params.max_tokens:
+        async for token_id in self._drawn(query, params, drawer):
+            if token_id not in params.stop_token_ids:
+                yield token_id
+
+    async def particle(self, query: Query, params: SamplingParams) -> Particle:
+        """One continuation from rows, with its log-probabilities."""
+        drawer = TokenDrawer(params)
+        ids = [token_id async for token_id in self._drawn(query, params, drawer)]
+        stop = ids.pop() if ids and ids[-1] in params.stop_token_ids else None
+        return Particle(tuple(ids), stop, drawer.logprob, drawer.proposal_logprob)
+
+    async def _drawn(
+        self, query: Query, params: SamplingParams, drawer: TokenDrawer
+    ) -> AsyncGenerator[int, None]:
+        """Every id that is drawn, a stop token as the last: one row a token. What is asked when
+        the loop over it is cancelled is cancelled, too."""
+        for _ in range(params.max_tokens):
             token_id = drawer.draw(await self._ask(query))
+            yield token_id
             if token_id in params.stop_token_ids:
-                break
-            drawn.append(token_id)
+                return
             query = query.extended((token_id,))
-        return drawn
 
     async def score(self, query: Query, continuation: TokenIds) -> torch.Tensor:
         """The log-probability of each token of a continuation given all before it,
@@ -77,13 +92,10 @@ class Continuations:
         for start in range(0, len(continuation), PREFIXES):
             ids = continuation[start : start + PREFIXES]
             prefixes = [query.extended(ids[:end]) for end in range(len(ids))]
-            rows = await all_of(map(self._row, prefixes))
+            rows = await all_of(map(self._ask, prefixes))
             scored += [row[token_id] for row, token_id in zip(rows, ids, strict=True)]
             query = query.extended(ids)
         return torch.stack(scored)
-
-    async def _row(self, query: Query) -> torch.Tensor:
-        return await self._ask(query)
 
 
 async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

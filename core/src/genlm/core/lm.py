@@ -6,17 +6,15 @@ import asyncio
 import concurrent.futures
 import os
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
 
 from attrs import evolve
 
 from genlm.core import former
 from genlm.core.adapters import UNSET, AdapterRegistry, LoraName
-from genlm.core.blocking import blocking
 from genlm.core.checks import integer, shown
 from genlm.core.context import Context, contexts_of, token_ids_of
-from genlm.core.continuations import Continuations, all_of
 from genlm.core.errors import (
     InvalidInputError,
     InvalidOptionError,
@@ -24,20 +22,19 @@ from genlm.core.errors import (
     UnsupportedError,
 )
 from genlm.core.former import missing_attribute
+from genlm.core.generation import GenerationMixin
 from genlm.core.options import CoreOptions
 from genlm.core.plugins import choose_backend, find_backend, installed_wrappers
 from genlm.core.runtime.batcher import Batcher
 from genlm.core.runtime.executor import EngineCounters, EngineExecutor, Result, describe
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.runtime.timeline import Timeline, Trace
-from genlm.core.sampling import checked_params, seed_of
 from genlm.core.tokenization import Token
 from genlm.core.types import (
     Adapter,
     Engine,
     Query,
     Request,
-    SamplingParams,
     Stats,
     TokenIds,
 )
@@ -101,7 +98,7 @@ def load_model_by_name(
     return AsyncLM.from_backend(chosen, name, {**given, **options})
 
 
-class AsyncLM:
+class AsyncLM(GenerationMixin):
     """A language model that any number of coroutines and threads may ask for next-token
     log-probabilities.
 
@@ -275,147 +272,6 @@ class AsyncLM:
         if row is not None:
             self._timeline.hit(query)
         return row
-
-    # --- sampling and scoring ---------------------------------------------------------------------
-
-    async def sample(
-        self,
-        prompt_token_ids: Iterable[int],
-        max_tokens: int,
-        eos_token_ids: Iterable[int] | None = None,
-        temperature: float = 1.0,
-        seed: int | None = None,
-        lora_name: LoraName = UNSET,
-        *,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-    ) -> list[int]:
-        """Draw a continuation of a prompt.
-
-        Args:
-            prompt_token_ids: The prompt.
-            max_tokens: The most tokens to draw; 0 draws none.
-            eos_token_ids: Drawing one of these ends the continuation; it is not part of the result.
-                ``None`` is :attr:`eos_token_ids`, and ``[]`` none.
-            temperature: Divides the log-probabilities; 0 takes the most likely token every time.
-            seed: Fixes the result, whatever else is being asked.
-            lora_name: The adapter.
-            top_k: Draw among the ``top_k`` most likely tokens.
-            top_p: Draw among the fewest most likely tokens that have at least this share of the
-                mass that ``top_k`` leaves.
-            min_p: Draw among tokens at least this fraction as likely as the most likely one.
-
-        There are no stop strings and no penalties: draw fewer tokens at a time and look at them, or
-        change rows with ``genlm_process_logprobs`` (:mod:`genlm.core.hookspecs`).
-
-        Examples:
-            >>> async def draw(lm):
-            ...     return await lm.sample(lm.encode("Hello"), max_tokens=5, top_k=50, seed=7)
-            >>> with load_model_by_name("mock", backend="mock") as lm:
-            ...     drawn, again = asyncio.run(draw(lm)), asyncio.run(draw(lm))
-            >>> len(drawn), drawn == again
-            (5, True)
-
-        Raises:
-            InvalidOptionError: an argument is out of range (a ``ValueError``).
-        """
-        params = self._params(max_tokens, eos_token_ids, temperature, seed, top_k, top_p, min_p)
-        query = self._query(prompt_token_ids, lora_name, room_for=params.max_tokens)
-        return await self._continuations.draw(query, params)
-
-    async def batch_sample(
-        self,
-        prompt_token_ids_list: Iterable[Iterable[int]],
-        max_tokens: int,
-        eos_token_ids: Iterable[int] | None = None,
-        temperature: float = 1.0,
-        seed: int | None = None,
-        lora_name: LoraName = UNSET,
-        *,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-    ) -> list[list[int]]:
-        """Draw one continuation for each prompt. With a ``seed`` each prompt has a stream of its
-        own, by its position; the first one's is that of :meth:`sample`."""
-        params = self._params(max_tokens, eos_token_ids, temperature, seed, top_k, top_p, min_p)
-        queries = [
-            self._query(prompt, lora_name, room_for=params.max_tokens)
-            for prompt in contexts_of(prompt_token_ids_list)
-        ]
-        own = [evolve(params, seed=seed_of(params.seed, i)) for i in range(len(queries))]
-        return await all_of(map(self._continuations.draw, queries, own))
-
-    @property
-    def _continuations(self) -> Continuations:  # made anew: one that is kept would keep the model
-        return Continuations(self._engine, self._batcher, self._row)
-
-    def _params(
-        self, max_tokens: int, eos_token_ids: Iterable[int] | None, *options: Any
-    ) -> SamplingParams:
-        stops = self.eos_token_ids if eos_token_ids is None else eos_token_ids
-        return checked_params(max_tokens, stops, *options)
-
-    def sample_sync(
-        self,
-        prompt_token_ids: Iterable[int],
-        max_tokens: int,
-        eos_token_ids: Iterable[int] | None = None,
-        **options: Any,
-    ) -> list[int]:
-        """:meth:`sample`, blocking. The options are its keywords."""
-        return self._blocking(self.sample(prompt_token_ids, max_tokens, eos_token_ids, **options))
-
-    def batch_sample_sync(
-        self,
-        prompt_token_ids_list: Iterable[Iterable[int]],
-        max_tokens: int,
-        eos_token_ids: Iterable[int] | None = None,
-        **options: Any,
-    ) -> list[list[int]]:
-        """:meth:`batch_sample`, blocking. The options are its keywords."""
-        return self._blocking(
-            self.batch_sample(prompt_token_ids_list, max_tokens, eos_token_ids, **options)
-        )
-
-    def sequence_logprobs_sync(
-        self,
-        prompt_token_ids: Iterable[int],
-        continuation_token_ids: Iterable[int],
-        lora_name: LoraName = UNSET,
-    ) -> torch.Tensor:
-        """:meth:`sequence_logprobs`, blocking."""
-        return self._blocking(
-            self.sequence_logprobs(prompt_token_ids, continuation_token_ids, lora_name)
-        )
-
-    def _blocking(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        try:
-            self._batcher.require_open()
-        except BaseException:
-            coroutine.close()
-            raise
-        return blocking(coroutine)
-
-    async def sequence_logprobs(
-        self,
-        prompt_token_ids: Iterable[int],
-        continuation_token_ids: Iterable[int],
-        lora_name: LoraName = UNSET,
-    ) -> torch.Tensor:
-        """The log-probability of each token of a continuation given all before it,
-        ``[len(continuation)]`` float32.
-
-        Raises:
-            InvalidQueryError: the continuation is empty or has an invalid token id.
-        """
-        # Rows have no place for what the tokenizer lacks, nor for what the model lacks.
-        known = min(self._engine.vocab_size, self._engine.width)
-        most = self._engine.max_context
-        continuation = token_ids_of("continuation", continuation_token_ids, known, most)
-        query = self._query(prompt_token_ids, lora_name, room_for=len(continuation))
-        return await self._continuations.score(query, continuation)
 
     # --- text -------------------------------------------------------------------------------------
 
