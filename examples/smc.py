@@ -16,11 +16,12 @@ import random
 import string
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from attrs import define, evolve
 
-from genlm.core import AsyncLM, load_model_by_name
+from genlm.core import AsyncLM, Token, load_model_by_name
 
 MODELS = {"hf": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 
@@ -111,18 +112,7 @@ def allowed_tokens(lm: AsyncLM, avoid: str) -> torch.Tensor:
 
 
 def report(lm: AsyncLM, particles: list[Particle], log_constant: float, seconds: float) -> None:
-    strings: Counter[str] = Counter()
-    for particle, weight in zip(particles, weights(particles).tolist(), strict=True):
-        strings[b"".join(lm.byte_vocab[i].byte_string for i in particle.token_ids).decode()] += (
-            weight
-        )
-    for text, weight in strings.most_common(10):
-        print(f"{weight:7.3f}  {text!r}")
-    size = effective_size(particles)
-    print(
-        f"log normalising constant {log_constant:.3f}, effective sample size {size:.1f} of "
-        f"{len(particles)}"
-    )
+    report_particles(lm.byte_vocab, particles, log_constant)
     did = lm.stats
     print(
         f"{did.requests} requests: {did.rows} rows in {did.batches} batches, the largest of "
@@ -132,6 +122,22 @@ def report(lm: AsyncLM, particles: list[Particle], log_constant: float, seconds:
         f"  {did.cache_hits} answered from the cache, {did.dedup_hits} shared with an equal request"
     )
     print(f"{did.requests / seconds:.0f} tokens per second")
+
+
+def report_particles(
+    byte_vocab: Sequence[Token], particles: list[Particle], log_constant: float
+) -> None:
+    strings: Counter[str] = Counter()
+    for particle, weight in zip(particles, weights(particles).tolist(), strict=True):
+        text = b"".join(byte_vocab[i].byte_string for i in particle.token_ids)
+        strings[text.decode()] += weight
+    for text, weight in strings.most_common(10):
+        print(f"{weight:7.3f}  {text!r}")
+    size = effective_size(particles)
+    print(
+        f"log normalising constant {log_constant:.3f}, effective sample size {size:.1f} of "
+        f"{len(particles)}"
+    )
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from genlm.core import MockAsyncLM
 from genlm.core.cli import main
 from genlm.core.conformance import ConformanceSuite
+from genlm.core.installation import pip_install
 
 from .conformance.installed import pretend_installed
 
@@ -46,6 +48,46 @@ def test_a_command_that_does_not_exist(capsys):
         main(["backend"])
     assert stopped.value.code == 2
     assert "backends" in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_core_and_of_every_plugin(tmp_path: Path):
+    """A broken plugin has one, too: it is not imported."""
+    pretend_installed(tmp_path, "broken", "genlm_broken", "raise ValueError")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    shown = genlm("--version", PYTHONPATH=path)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    first, *plugins, last = shown.stdout.splitlines()
+    assert first == f"genlm-core {version('genlm-core')}"
+    assert any(line.startswith("genlm-broken ") for line in plugins), plugins
+    assert last.startswith("Python 3.")
+
+
+FAILS = """
+from genlm.core import BackendInfo, hookimpl
+
+@hookimpl
+def genlm_backend_info():
+    return BackendInfo("for tests", engine="numpy")
+
+@hookimpl
+def genlm_load(model, options):
+    raise KeyError("no weights")
+"""
+
+
+def test_an_error_of_a_plugin_is_a_line_and_its_traceback_is_there_on_request(tmp_path: Path):
+    pretend_installed(tmp_path, "fails", "genlm_fails", FAILS)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    top = ["top", "any", "x", "--backend", "fails"]
+    line = genlm(*top, PYTHONPATH=path)
+    assert line.returncode == 1
+    assert line.stderr.splitlines() == [
+        "genlm: KeyError: 'no weights', while loading any on fails (`genlm --traceback ...` shows "
+        "where)"
+    ]
+    whole = genlm("--traceback", *top, PYTHONPATH=path)
+    assert whole.returncode == 1
+    assert "in genlm_load" in whole.stderr
 
 
 # --- sample ---------------------------------------------------------------------------------------
@@ -200,11 +242,10 @@ def test_doctor_warns_where_two_threads_are_slower_than_one(two: float, warned: 
 def test_backends_says_what_could_be_installed(tmp_path: Path):
     pretend_installed(tmp_path, "sgl", "genlm_sgl_pretended", WAITS)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    absent = "not installed: pip install genlm-{}"
     alone = genlm("backends").stdout
-    assert absent.format("ray") in alone
-    assert absent.format("sgl") in alone
-    assert absent.format("sgl") not in genlm("backends", PYTHONPATH=path).stdout
+    for name in ("ray", "sgl"):
+        assert f"not installed: {pip_install(f'genlm-{name}')}" in alone
+    assert pip_install("genlm-sgl") not in genlm("backends", PYTHONPATH=path).stdout
 
 
 # --- bench ----------------------------------------------------------------------------------------
@@ -272,7 +313,7 @@ def test_bash_completes_subcommands_and_options(tmp_path: Path):
 def test_completion_says_what_it_needs(monkeypatch, capsys):
     monkeypatch.setattr("genlm.core.cli.completion.find_spec", lambda name: None)
     assert main(["completion", "bash"]) == 1
-    assert "pip install 'genlm-core[completion]'" in capsys.readouterr().err
+    assert pip_install("genlm-core", "completion") in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no pty")

@@ -79,6 +79,15 @@ def test_a_known_plugin_that_is_not_installed_is_named(monkeypatch):
         find_backend("vllm-tst")
 
 
+@pytest.mark.parametrize(
+    ("engine", "meant"),
+    [("transformers", "hf"), ("Huggingface", "hf"), ("mlx_lm", "mlx"), ("SGLang", "sgl")],
+)
+def test_a_backend_may_be_asked_for_by_the_name_of_its_engine(engine, meant):
+    with pytest.raises(BackendNotFoundError, match=f"did you mean '{meant}'"):
+        find_backend(engine)
+
+
 def test_a_plugin_that_fails_to_import_is_not_called_missing(install):
     install("broken", "import a_cuda_library_of_another_version")
     with pytest.raises(

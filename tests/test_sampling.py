@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from genlm.core import AsyncLM, EngineError, InvalidQueryError, MockAsyncLM, SamplingParams
-from genlm.core.lm import PREFIXES
+from genlm.core.continuations import PREFIXES
 from genlm.core.mock import ByteTokenizer, MockEngine
 from genlm.core.sampling import TokenDrawer, seed_of
 

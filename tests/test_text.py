@@ -30,6 +30,35 @@ def test_text_in_and_text_out(mock):
     assert lm.decode(torch.tensor([104, 195, 169]).tolist()) == "h\u00e9"
 
 
+@pytest.mark.parametrize("text", [[72, 101], 5, None, b"bytes"])
+def test_what_is_no_text_is_not_encoded(mock, text):
+    with pytest.raises(InvalidInputError, match="text must be a string; got"):
+        mock().encode(text)
+
+
+@pytest.mark.parametrize("ids", ["text", b"bytes", 5, [1.5], [258], [-1], [None]])
+def test_what_are_no_token_ids_are_not_decoded(mock, ids):
+    with pytest.raises(InvalidInputError, match="token"):
+        mock().decode(ids)
+
+
+@pytest.mark.parametrize("messages", ["hi", ["hi"], {"role": "user", "content": "hi"}])
+def test_what_are_no_messages_have_no_template(mock, messages):
+    with pytest.raises(InvalidInputError, match="messages must be a list of dicts"):
+        mock().apply_chat_template(messages)
+
+
+def test_no_ids_are_no_text(mock):
+    assert mock().decode([]) == ""
+
+
+def test_text_goes_in_and_out_after_closing_too(mock):
+    """The tokenizer belongs to no engine."""
+    lm = mock()
+    lm.close()
+    assert lm.decode(lm.encode("hi")) == "hi"
+
+
 def test_a_chat_template():
     class Chat(ByteTokenizer):
         chat_template = "..."

@@ -24,6 +24,7 @@ from genlm.core.errors import (
 from genlm.core.hookspecs import hookimpl
 from genlm.core.lm import AsyncLM, load_model_by_name
 from genlm.core.mock import MockAsyncLM
+from genlm.core.sampling import Particle
 from genlm.core.tokenization import Token, decode_vocab
 from genlm.core.types import Adapter, Answer, BackendInfo, Engine, Query, SamplingParams, Stats
 
@@ -47,6 +48,7 @@ __all__ = [
     "MockAsyncLM",
     "ModelClosedError",
     "ModelNotFoundError",
+    "Particle",
     "PluginError",
     "QueriesResetError",
     "Query",

@@ -156,7 +156,9 @@ class Context(Sequence[int]):
         return f"Context([{shown}], {len(self)} tokens)"
 
 
-def token_ids_of(what: str, token_ids: Any, vocab_size: int, most: int | None = None) -> TokenIds:
+def token_ids_of(
+    what: str, token_ids: Any, vocab_size: int, most: int | None = None, least: int = 1
+) -> TokenIds:
     """The token ids as a tuple of plain ints in ``range(vocab_size)``.
 
     Args:
@@ -164,15 +166,16 @@ def token_ids_of(what: str, token_ids: Any, vocab_size: int, most: int | None = 
         token_ids: Any iterable of integers; a NumPy array or tensor of integers too.
         vocab_size: The number of ids that the model has.
         most: The most ids that can be of use. An iterator is read no further than that.
+        least: How many there must be: 0 or 1.
 
     Raises:
-        InvalidQueryError: there are none or too many, or one is not an integer or out of range.
+        InvalidQueryError: there are too few or too many, or one is not an integer or out of range.
     """
     ids = _as_ints(what, token_ids, MOST if most is None else min(most, MOST))
-    if not ids:
+    if len(ids) < least:
         remedy = " (a beginning-of-sequence token, say)" if what == "context" else ""
         raise InvalidQueryError(f"the {what} is empty; give at least one token id{remedy}")
-    if min(ids) < 0 or max(ids) >= vocab_size:
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         position, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
         raise InvalidQueryError(
             f"token id {shown(bad)} at position {position} of the {what} is out of range; "

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import os
-import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
 
 from attrs import evolve
@@ -24,22 +22,19 @@ from genlm.core.errors import (
     UnsupportedError,
 )
 from genlm.core.former import missing_attribute
+from genlm.core.generation import GenerationMixin
 from genlm.core.options import CoreOptions
 from genlm.core.plugins import choose_backend, find_backend, installed_wrappers
 from genlm.core.runtime.batcher import Batcher
 from genlm.core.runtime.executor import EngineCounters, EngineExecutor, Result, describe
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.runtime.timeline import Timeline, Trace
-from genlm.core.sampling import checked_params, sample_from_rows, seed_of
 from genlm.core.tokenization import Token
 from genlm.core.types import (
     Adapter,
     Engine,
     Query,
     Request,
-    SampleRequest,
-    SamplingParams,
-    ScoreRequest,
     Stats,
     TokenIds,
 )
@@ -62,11 +57,6 @@ class TopToken(NamedTuple):
     token: Token
     text: str
     logprob: float
-
-
-#: How many contexts of one continuation are asked at a time where the engine has no scores of its
-#: own. Each may take key/value state as large as the whole context's.
-PREFIXES = 32
 
 
 def load_model_by_name(
@@ -108,7 +98,7 @@ def load_model_by_name(
     return AsyncLM.from_backend(chosen, name, {**given, **options})
 
 
-class AsyncLM:
+class AsyncLM(GenerationMixin):
     """A language model that any number of coroutines and threads may ask for next-token
     log-probabilities.
 
@@ -226,9 +216,7 @@ class AsyncLM:
         self, token_ids: Iterable[int], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
         """The row of one context."""
-        query = self._query(token_ids, lora_name)
-        row = self._kept(query)
-        return await self._batcher.submit(query) if row is None else row
+        return await self._row(self._query(token_ids, lora_name))
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Iterable[Iterable[int]], lora_name: LoraName = UNSET
@@ -285,205 +273,32 @@ class AsyncLM:
             self._timeline.hit(query)
         return row
 
-    # --- sampling and scoring ---------------------------------------------------------------------
-
-    async def sample(
-        self,
-        prompt_token_ids: Iterable[int],
-        max_tokens: int,
-        eos_token_ids: Iterable[int] | None = None,
-        temperature: float = 1.0,
-        seed: int | None = None,
-        lora_name: LoraName = UNSET,
-        *,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-    ) -> list[int]:
-        """Draw a continuation of a prompt.
-
-        Args:
-            prompt_token_ids: The prompt.
-            max_tokens: The most tokens to draw; 0 draws none.
-            eos_token_ids: Drawing one of these ends the continuation; it is not part of the result.
-                ``None`` is :attr:`eos_token_ids`, and ``[]`` none.
-            temperature: Divides the log-probabilities; 0 takes the most likely token every time.
-            seed: Fixes the result, whatever else is being asked.
-            lora_name: The adapter.
-            top_k: Draw among the ``top_k`` most likely tokens.
-            top_p: Draw among the fewest most likely tokens that have at least this share of the
-                mass that ``top_k`` leaves.
-            min_p: Draw among tokens at least this fraction as likely as the most likely one.
-
-        There are no stop strings and no penalties: draw fewer tokens at a time and look at them, or
-        change rows with ``genlm_process_logprobs`` (:mod:`genlm.core.hookspecs`).
-
-        Examples:
-            >>> async def draw(lm):
-            ...     return await lm.sample(lm.encode("Hello"), max_tokens=5, top_k=50, seed=7)
-            >>> with load_model_by_name("mock", backend="mock") as lm:
-            ...     drawn, again = asyncio.run(draw(lm)), asyncio.run(draw(lm))
-            >>> len(drawn), drawn == again
-            (5, True)
-
-        Raises:
-            InvalidOptionError: an argument is out of range (a ``ValueError``).
-        """
-        params = self._params(max_tokens, eos_token_ids, temperature, seed, top_k, top_p, min_p)
-        return await self._draw(
-            self._query(prompt_token_ids, lora_name, room_for=params.max_tokens), params
-        )
-
-    async def batch_sample(
-        self,
-        prompt_token_ids_list: Iterable[Iterable[int]],
-        max_tokens: int,
-        eos_token_ids: Iterable[int] | None = None,
-        temperature: float = 1.0,
-        seed: int | None = None,
-        lora_name: LoraName = UNSET,
-        *,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-    ) -> list[list[int]]:
-        """Draw one continuation for each prompt. With a ``seed`` each prompt has a stream of its
-        own, by its position; the first one's is that of :meth:`sample`."""
-        params = self._params(max_tokens, eos_token_ids, temperature, seed, top_k, top_p, min_p)
-        queries = [
-            self._query(prompt, lora_name, room_for=params.max_tokens)
-            for prompt in contexts_of(prompt_token_ids_list)
-        ]
-        own = [evolve(params, seed=seed_of(params.seed, i)) for i in range(len(queries))]
-        return await all_of(map(self._draw, queries, own))
-
-    def _params(
-        self, max_tokens: int, eos_token_ids: Iterable[int] | None, *options: Any
-    ) -> SamplingParams:
-        stops = self.eos_token_ids if eos_token_ids is None else eos_token_ids
-        return checked_params(max_tokens, stops, *options)
-
-    def sample_sync(
-        self,
-        prompt_token_ids: Iterable[int],
-        max_tokens: int,
-        eos_token_ids: Iterable[int] | None = None,
-        **options: Any,
-    ) -> list[int]:
-        """:meth:`sample`, blocking. The options are its keywords."""
-        return self._blocking(self.sample(prompt_token_ids, max_tokens, eos_token_ids, **options))
-
-    def batch_sample_sync(
-        self,
-        prompt_token_ids_list: Iterable[Iterable[int]],
-        max_tokens: int,
-        eos_token_ids: Iterable[int] | None = None,
-        **options: Any,
-    ) -> list[list[int]]:
-        """:meth:`batch_sample`, blocking. The options are its keywords."""
-        return self._blocking(
-            self.batch_sample(prompt_token_ids_list, max_tokens, eos_token_ids, **options)
-        )
-
-    def sequence_logprobs_sync(
-        self,
-        prompt_token_ids: Iterable[int],
-        continuation_token_ids: Iterable[int],
-        lora_name: LoraName = UNSET,
-    ) -> torch.Tensor:
-        """:meth:`sequence_logprobs`, blocking."""
-        return self._blocking(
-            self.sequence_logprobs(prompt_token_ids, continuation_token_ids, lora_name)
-        )
-
-    def _blocking(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in an event loop and a thread of its own, and wait for it: the calling
-        thread may have a running loop."""
-        try:
-            self._batcher.require_open()
-        except BaseException:
-            coroutine.close()
-            raise
-        answer: concurrent.futures.Future[T] = concurrent.futures.Future()
-        tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
-        abandoned = threading.Event()
-
-        async def run() -> T:
-            task = asyncio.ensure_future(coroutine)
-            tasks.append((asyncio.get_running_loop(), task))
-            if abandoned.is_set():  # before there was a task that could be cancelled
-                task.cancel()
-            return await task
-
-        def main() -> None:
-            try:
-                answer.set_result(asyncio.run(run()))
-            except BaseException as error:
-                answer.set_exception(error)
-
-        try:
-            threading.Thread(target=main, name="genlm-blocking", daemon=True).start()
-            return answer.result()
-        except BaseException:
-            if not answer.done():  # an interrupt of the calling thread
-                abandoned.set()
-                for loop, task in tasks:
-                    with contextlib.suppress(RuntimeError):
-                        loop.call_soon_threadsafe(task.cancel)
-            raise
-
-    async def _draw(self, query: Query, params: SamplingParams) -> list[int]:
-        if params.max_tokens == 0:
-            return []
-        if self._engine.draws and params.min_p is None:
-            drawn: list[int] | None = await self._batcher.submit(SampleRequest(query, params))
-            if drawn is not None:
-                return drawn
-        return await sample_from_rows(self._row, query, params)
-
-    async def sequence_logprobs(
-        self,
-        prompt_token_ids: Iterable[int],
-        continuation_token_ids: Iterable[int],
-        lora_name: LoraName = UNSET,
-    ) -> torch.Tensor:
-        """The log-probability of each token of a continuation given all before it,
-        ``[len(continuation)]`` float32.
-
-        Raises:
-            InvalidQueryError: the continuation is empty or has an invalid token id.
-        """
-        # Rows have no place for what the tokenizer lacks, nor for what the model lacks.
-        known = min(self._engine.vocab_size, self._engine.width)
-        most = self._engine.max_context
-        continuation = token_ids_of("continuation", continuation_token_ids, known, most)
-        query = self._query(prompt_token_ids, lora_name, room_for=len(continuation))
-        # A native score is normalised over the engine's rows, which is right unless those have
-        # padding to drop.
-        if self._engine.scores and self._engine.vocab_size <= self._engine.width:
-            scores: torch.Tensor | None = await self._batcher.submit(
-                ScoreRequest(query, continuation)
-            )
-            if scores is not None:
-                return scores
-        scored = []
-        for start in range(0, len(continuation), PREFIXES):
-            ids = continuation[start : start + PREFIXES]
-            prefixes = [query.extended(ids[:end]) for end in range(len(ids))]
-            rows = await all_of(map(self._row, prefixes))
-            scored += [row[token_id] for row, token_id in zip(rows, ids, strict=True)]
-            query = query.extended(ids)
-        return self._stack(scored)
-
     # --- text -------------------------------------------------------------------------------------
 
     def encode(self, text: str, **options: Any) -> list[int]:
-        """The token ids of a text. The options are those of the tokenizer's ``encode``."""
+        """The token ids of a text. The options are those of the tokenizer's ``encode``.
+
+        This and the other methods for text work after :meth:`close`, too: they need no engine.
+
+        Raises:
+            InvalidInputError: ``text`` is not a string.
+        """
+        if not isinstance(text, str):
+            raise InvalidInputError(
+                f"text must be a string; got {shown(text)}; token ids need no encoding"
+            )
         return [int(token_id) for token_id in self._engine.tokenizer.encode(text, **options)]
 
     def decode(self, token_ids: Iterable[int], **options: Any) -> str:
-        """The text of token ids. The options are those of the tokenizer's ``decode``."""
-        text: str = self._engine.tokenizer.decode(list(token_ids), **options)
+        """The text of token ids, perhaps none. The options are those of the tokenizer's
+        ``decode``.
+
+        Raises:
+            InvalidQueryError: they are not token ids.
+        """
+        known = max(self._engine.vocab_size, self._engine.width)
+        ids = token_ids_of("list to decode", token_ids, known, least=0)
+        text: str = self._engine.tokenizer.decode(list(ids), **options)
         return text
 
     def apply_chat_template(
@@ -496,8 +311,14 @@ class AsyncLM:
             **options: Those of the tokenizer's ``apply_chat_template``.
 
         Raises:
+            InvalidInputError: ``messages`` is not a list of dicts.
             UnsupportedError: the tokenizer has no chat template.
         """
+        if isinstance(messages, str) or not all(isinstance(m, Mapping) for m in messages):
+            raise InvalidInputError(
+                "messages must be a list of dicts, each with a role and its content; got "
+                f"{shown(messages)}"
+            )
         tokenizer = self._engine.tokenizer
         apply = getattr(tokenizer, "apply_chat_template", None)
         if apply is None or not (getattr(tokenizer, "chat_template", None) or options):
@@ -765,18 +586,6 @@ class AsyncLM:
         import torch
 
         return torch.stack(list(rows)) if rows else torch.empty(0, self._engine.width)
-
-
-async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all; when one fails, the others are cancelled: their results are of no use
-    any more."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        raise
 
 
 def _too_long(length: int, room_for: int, limit: int) -> str:

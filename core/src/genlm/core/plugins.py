@@ -22,6 +22,7 @@ from genlm.core.errors import (
     BackendUnavailableError,
     PluginError,
 )
+from genlm.core.installation import pip_install
 from genlm.core.logs import get_logger
 from genlm.core.types import BackendInfo, Engine
 
@@ -40,6 +41,15 @@ KNOWN = {
     "mlx": "genlm-mlx",
     "sgl": "genlm-sgl",
     "ray": "genlm-ray",
+}
+
+#: What a backend may be called by who knows its engine.
+ENGINES = {
+    "transformers": "hf",
+    "huggingface": "hf",
+    "pytorch": "hf",
+    "mlx-lm": "mlx",
+    "sglang": "sgl",
 }
 
 #: The hooks that give rows, draws and scores.
@@ -154,9 +164,9 @@ def choose_backend() -> str:
             candidates.append((info.preference, name))
     if not candidates:
         raise BackendNotFoundError(
-            "no backend can be chosen automatically on this machine; pip install genlm-hf, or "
-            f"name one of those installed: {', '.join(backend_names()) or 'none'}; `genlm "
-            "backends` says why one cannot run"
+            "no backend can be chosen automatically on this machine; "
+            f"{pip_install('genlm-hf')}, or name one of those installed: "
+            f"{', '.join(backend_names()) or 'none'}; `genlm backends` says why one cannot run"
         )
     _, name = max(candidates)
     log.info(
@@ -283,17 +293,15 @@ def _not_found(name: str) -> str:
         )
     message = f"no backend {name!r}; installed: {', '.join(installed) or 'none'}"
     if name in KNOWN:
-        return f"{message}; pip install {KNOWN[name]}"
-    near = sorted({*installed, *KNOWN})
+        return f"{message}; {pip_install(KNOWN[name])}"
+    near = {**ENGINES, **{name: name for name in (*installed, *KNOWN)}}
     close = difflib.get_close_matches(name.lower(), near, n=1)
     if not close:
         return message
-    remedy = (
-        f"; pip install {KNOWN[close[0]]}"
-        if close[0] not in installed and close[0] in KNOWN
-        else ""
-    )
-    return f"{message}; did you mean {close[0]!r}?{remedy}"
+    meant = near[close[0]]
+    absent = meant in KNOWN and meant not in installed
+    remedy = f"; {pip_install(KNOWN[meant])}" if absent else ""
+    return f"{message}; did you mean {meant!r}?{remedy}"
 
 
 def _check_marks(owner: str, plugin: object) -> None:

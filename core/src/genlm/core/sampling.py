@@ -3,18 +3,58 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
+from attrs import evolve, frozen
 from numpy.typing import NDArray
 
+from genlm.core.adapters import LoraName
 from genlm.core.checks import integer, number, shown
 from genlm.core.errors import EngineError, InvalidOptionError
-from genlm.core.types import Query, SamplingParams
+from genlm.core.types import SamplingParams, TokenIds
 
 if TYPE_CHECKING:
     import torch
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How to draw, as keywords: those of :meth:`AsyncLM.sample`, which says what each means."""
+
+    eos_token_ids: Iterable[int] | None
+    temperature: float
+    seed: int | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    lora_name: LoraName
+
+
+@frozen
+class Particle:
+    """A drawn continuation as a weighted particle, which :meth:`AsyncLM.sample_particles` gives.
+
+    Its two log-probabilities are sums over all the tokens drawn, the stop token among them.
+
+    Attributes:
+        token_ids: The continuation, without the stop token.
+        stop_token_id: The token that ended it; ``None`` where ``max_tokens`` did.
+        logprob: The log-probability under the model: of the rows that ``next_token_logprobs``
+            gives.
+        proposal_logprob: That under what it was drawn from: the model after ``temperature``,
+            ``top_k``, ``top_p`` and ``min_p``.
+    """
+
+    token_ids: TokenIds
+    stop_token_id: int | None
+    logprob: float
+    proposal_logprob: float
+
+    @property
+    def log_weight(self) -> float:
+        """The logarithm of the importance weight for the model as the target."""
+        return self.logprob - self.proposal_logprob
 
 
 class TokenDrawer:
@@ -22,9 +62,14 @@ class TokenDrawer:
 
     The numbers come from a generator of its own, so a seed fixes the draws whatever else is going
     on.
+
+    Attributes:
+        logprob: Of all that has been drawn, under the rows.
+        proposal_logprob: The same, under what it was drawn from.
     """
 
     def __init__(self, params: SamplingParams) -> None:
+        self.logprob = self.proposal_logprob = 0.0
         self._params = params
         self._random = np.random.Generator(np.random.PCG64(params.seed))
 
@@ -42,15 +87,20 @@ class TokenDrawer:
                 "that mask tokens"
             )
         if self._params.temperature == 0:
-            return int(np.argmax(logprobs))
-        mass = np.cumsum(self._weights(logprobs))
-        # The first token whose cumulative mass exceeds the point, so that one without mass is never
-        # drawn.
-        point = self._random.random() * mass[-1]
-        return min(
-            int(np.searchsorted(mass, point, side="right")),
-            int(np.searchsorted(mass, mass[-1], side="left")),
-        )
+            token_id = int(np.argmax(logprobs))
+        else:
+            weights = self._weights(logprobs)
+            mass = np.cumsum(weights)
+            # The first token whose cumulative mass exceeds the point, so that one without mass is
+            # never drawn.
+            point = self._random.random() * mass[-1]
+            token_id = min(
+                int(np.searchsorted(mass, point, side="right")),
+                int(np.searchsorted(mass, mass[-1], side="left")),
+            )
+            self.proposal_logprob += math.log(weights[token_id] / mass[-1])
+        self.logprob += float(logprobs[token_id])
+        return token_id
 
     def _weights(self, logprobs: NDArray[np.float64]) -> NDArray[np.float64]:
         """What each token is drawn in proportion to: temperature, then top_k, then top_p of what
@@ -73,21 +123,6 @@ class TokenDrawer:
         return filtered
 
 
-async def sample_from_rows(
-    ask: Callable[[Query], Awaitable[torch.Tensor]], query: Query, params: SamplingParams
-) -> list[int]:
-    """Draw a continuation of ``query``, asking for one row per token."""
-    drawer = TokenDrawer(params)
-    drawn: list[int] = []
-    while len(drawn) < params.max_tokens:
-        token_id = drawer.draw(await ask(query))
-        if token_id in params.stop_token_ids:
-            break
-        drawn.append(token_id)
-        query = query.extended((token_id,))
-    return drawn
-
-
 def seed_of(seed: int | None, index: int) -> int | None:
     """The seed of the ``index``-th prompt of a batch: the seed itself for the first, independent
     ones for the others.
@@ -97,6 +132,11 @@ def seed_of(seed: int | None, index: int) -> int | None:
     if seed is None or index == 0:
         return seed
     return int(np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0]) >> 1
+
+
+def seeded(params: SamplingParams, n: int) -> list[SamplingParams]:
+    """The same ``n`` times, each with a seed of its own where there is one."""
+    return [evolve(params, seed=seed_of(params.seed, index)) for index in range(n)]
 
 
 def checked_params(

@@ -7,7 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from genlm.core.checks import told
 from genlm.core.cli import backends, bench, completion, conformance, doctor, new_plugin, sample, top
+from genlm.core.cli.version import PrintVersions
 from genlm.core.errors import GenlmError
 
 #: In the order of ``genlm --help``.
@@ -29,15 +31,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
-    except (GenlmError, OSError) as error:
-        print(f"genlm: {error}", file=sys.stderr)
+    except Exception as error:
+        if options.traceback:
+            raise
+        print(f"genlm: {_line(error)}", file=sys.stderr)
         return 1
+
+
+def _line(error: Exception) -> str:
+    """What the user reads of an error. One that no message was written for says where to look."""
+    if isinstance(error, GenlmError | OSError):
+        return str(error)
+    said = ", ".join([told(error), *getattr(error, "__notes__", ())])
+    return f"{said} (`genlm --traceback ...` shows where)"
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of every subcommand."""
     parser = argparse.ArgumentParser(
         prog="genlm", description="Next-token log-probabilities on any engine."
+    )
+    parser.add_argument(
+        "--version", action=PrintVersions, help="print the versions of the core and of the plugins"
+    )
+    parser.add_argument(
+        "--traceback", action="store_true", help="of an error, show where it was raised"
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for command in COMMANDS:

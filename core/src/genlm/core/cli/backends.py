@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from genlm.core.cli.arguments import Commands
 from genlm.core.cli.tables import table
 from genlm.core.errors import BackendImportError, PluginError
+from genlm.core.installation import pip_install
 from genlm.core.plugins import KNOWN, backend_names, find_backend
 
 
@@ -28,7 +29,7 @@ def backend_table() -> str:
     installed = backend_names()
     header = ("backend", "plugin", "engine", "runs here")
     absent = [
-        (name, "-", "-", f"not installed: pip install {KNOWN[name]}")
+        (name, "-", "-", f"not installed: {pip_install(KNOWN[name])}")
         for name in KNOWN
         if name not in installed
     ]

@@ -16,8 +16,10 @@ from genlm.core.cli.arguments import Commands
 from genlm.core.cli.model import add_model, loaded
 from genlm.core.cli.progress import Progress
 from genlm.core.cli.tables import bar, table
+from genlm.core.continuations import all_of
 from genlm.core.errors import BackendImportError, GenlmError, InvalidOptionError, PluginError
-from genlm.core.lm import AsyncLM, all_of
+from genlm.core.installation import pip_install
+from genlm.core.lm import AsyncLM
 from genlm.core.plugins import backend_names, find_backend
 from genlm.core.sampling import TokenDrawer, checked_params
 
@@ -90,7 +92,7 @@ def _backends() -> list[str]:
             print(f"genlm: {name} is left out: {error}", file=sys.stderr)
     if not found:
         raise InvalidOptionError(
-            "no backend runs here but the mock; pip install genlm-hf, or give --backend mock"
+            f"no backend runs here but the mock; {pip_install('genlm-hf')}, or give --backend mock"
         )
     return found
 

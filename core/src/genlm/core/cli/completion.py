@@ -7,6 +7,7 @@ import sys
 from importlib.util import find_spec
 
 from genlm.core.cli.arguments import Commands
+from genlm.core.installation import CORE, pip_install
 
 SHELLS = ("bash", "zsh", "tcsh")
 
@@ -22,9 +23,8 @@ def add_to(commands: Commands) -> None:
 def print_script(options: argparse.Namespace) -> int:
     """Print the script, which shtab writes from the parser."""
     if find_spec("shtab") is None:
-        print(
-            "genlm: completion needs shtab; pip install 'genlm-core[completion]'", file=sys.stderr
-        )
+        remedy = pip_install(CORE, "completion")
+        print(f"genlm: completion needs shtab; {remedy}", file=sys.stderr)
         return 1
     import shtab
 

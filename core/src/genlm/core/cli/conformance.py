@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from genlm.core.cli.arguments import Commands
+from genlm.core.installation import CORE, pip_install
 
 
 def add_to(commands: Commands) -> None:
@@ -87,8 +88,7 @@ def run_conformance(options: argparse.Namespace) -> int:
     missing = [name for name in ("hypothesis", "pytest") if find_spec(name) is None]
     if missing:
         print(
-            f"genlm: the suite needs {' and '.join(missing)}; pip install "
-            "'genlm-core[conformance]'",
+            f"genlm: the suite needs {' and '.join(missing)}; {pip_install(CORE, 'conformance')}",
             file=sys.stderr,
         )
         return 1

@@ -64,9 +64,13 @@ def loaded(options: argparse.Namespace, backend: str | None) -> Iterator[tuple[A
     out = sys.stdout
     progress = Progress()
     with contextlib.redirect_stdout(sys.stderr):
-        progress.show(f"loading {options.model}" + (f" on {backend}" if backend else "") + " ...")
+        loading = f"loading {options.model}" + (f" on {backend}" if backend else "")
+        progress.show(f"{loading} ...")
         try:
             lm = load_model_by_name(options.model, backend, own)
+        except Exception as error:
+            error.add_note(f"while {loading}")
+            raise
         finally:
             progress.clear()
         with lm:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import codecs
-from collections.abc import AsyncIterator, Sequence
-from typing import TextIO
-
-from attrs import evolve
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, TextIO
 
 from genlm.core.checks import integer
 from genlm.core.cli.arguments import Commands
 from genlm.core.cli.model import add_model, add_prompt, loaded, prompt_ids
-from genlm.core.lm import AsyncLM, all_of
-from genlm.core.sampling import TokenDrawer, checked_params, seed_of
-from genlm.core.types import SamplingParams
+from genlm.core.continuations import all_of
+from genlm.core.lm import AsyncLM
+from genlm.core.sampling import checked_params, seed_of
 
 
 def add_to(commands: Commands) -> None:
@@ -40,13 +38,13 @@ def sample_texts(options: argparse.Namespace) -> int:
     }
     checked_params(options.max_tokens, [], **how)  # before the model is loaded
     with loaded(options, options.backend) as (lm, out):
-        params = checked_params(options.max_tokens, lm.eos_token_ids, **how)
-        asyncio.run(print_samples(lm, prompt_ids(lm, options), params, n, out))
+        ids = prompt_ids(lm, options)
+        asyncio.run(print_samples(lm, ids, n, options.max_tokens, how, out))
     return 0
 
 
 async def print_samples(
-    lm: AsyncLM, ids: Sequence[int], params: SamplingParams, n: int, out: TextIO
+    lm: AsyncLM, ids: Sequence[int], n: int, max_tokens: int, how: Mapping[str, Any], out: TextIO
 ) -> None:
     """Print ``n`` continuations one below the other. All are drawn at the same time, so a later
     one is there when its turn comes."""
@@ -54,7 +52,8 @@ async def print_samples(
 
     async def draw(index: int) -> None:
         try:
-            async for piece in pieces(lm, ids, params, seed_of(params.seed, index)):
+            own = {**how, "seed": seed_of(how["seed"], index)}
+            async for piece in pieces(lm, ids, max_tokens, own):
                 texts[index].put_nowait(piece)
         finally:
             texts[index].put_nowait(None)
@@ -71,17 +70,12 @@ async def print_samples(
 
 
 async def pieces(
-    lm: AsyncLM, ids: Sequence[int], params: SamplingParams, seed: int | None
+    lm: AsyncLM, ids: Sequence[int], max_tokens: int, how: Mapping[str, Any]
 ) -> AsyncIterator[str]:
     """The text of one continuation, token by token. A character of several tokens comes with the
     last of them; special tokens are not text."""
-    drawer, context = TokenDrawer(evolve(params, seed=seed)), lm.context(ids)
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for _ in range(params.max_tokens):
-        token_id = drawer.draw(await lm.next_token_logprobs(context))
-        if token_id in params.stop_token_ids:
-            break
-        context = context.extend(token_id)
+    async for token_id in lm.stream(ids, max_tokens, **how):
         token = lm.byte_vocab[token_id]
         if not token.is_special:
             yield decoder.decode(token.byte_string)

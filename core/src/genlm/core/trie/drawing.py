@@ -15,6 +15,7 @@ import numpy.typing as npt
 from attrs import frozen
 
 from genlm.core.errors import InvalidInputError, InvalidOptionError
+from genlm.core.installation import CORE, pip_install
 from genlm.core.trie.weights import to_array
 
 Floats = npt.NDArray[np.float64]
@@ -182,8 +183,8 @@ def _import_graphviz() -> Any:
         return importlib.import_module("graphviz")
     except ModuleNotFoundError as error:
         raise ImportError(
-            'drawing a trie needs the package graphviz: pip install "genlm-core[visualize]"; or '
-            'use format="html"'
+            "drawing a trie needs the package graphviz: "
+            f'{pip_install(CORE, "visualize")}; or use format="html"'
         ) from error
 
 

@@ -1,0 +1,84 @@
+"""Keyword arguments that a method lacks: the error says what to use instead."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar, cast
+
+from genlm.core.errors import InvalidOptionError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_LENGTH = "max_tokens is the most tokens to draw"
+_ON_TOP = "is for what is built on top of a model; docs/how-to/on-top.md says with what"
+_MANY = "lm.sample_particles(ids, n, max_tokens) draws n, each with its log-probabilities"
+
+#: Arguments of other tools, and what to use here.
+ELSEWHERE = {
+    "best_of": _MANY,
+    "do_sample": "temperature=0 takes the most likely token every time",
+    "frequency_penalty": f"a penalty {_ON_TOP}",
+    "logprobs": _MANY,
+    "max_length": _LENGTH,
+    "max_new_tokens": _LENGTH,
+    "n": _MANY,
+    "num_beams": f"beam search {_ON_TOP}",
+    "num_return_sequences": _MANY,
+    "presence_penalty": f"a penalty {_ON_TOP}",
+    "repetition_penalty": f"a penalty {_ON_TOP}",
+    "stop": f"a stop string {_ON_TOP}; eos_token_ids ends a draw at tokens",
+    "stop_strings": f"a stop string {_ON_TOP}; eos_token_ids ends a draw at tokens",
+    "stop_token_ids": "eos_token_ids are the tokens that end a draw",
+    "stream": "`async for token_id in lm.stream(ids, max_tokens)` gives them as they are drawn",
+}
+
+
+def known_keywords(more: type | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function refuse keywords that it lacks with :class:`InvalidOptionError`, where Python
+    has a bare ``TypeError``.
+
+    Args:
+        more: A ``TypedDict`` of the keywords that its ``**options`` take.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        name = function.__name__
+        named = [
+            parameter.name
+            for parameter in inspect.signature(function).parameters.values()
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        ]
+        # Without self.
+        known = list(dict.fromkeys([*named, *getattr(more, "__annotations__", ())]))[1:]
+
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def refusing_later(*args: P.args, **options: P.kwargs) -> Any:
+                refuse_others(name, options, known)
+                return await function(*args, **options)
+
+            return cast("Callable[P, R]", refusing_later)
+
+        @functools.wraps(function)
+        def refusing(*args: P.args, **options: P.kwargs) -> R:
+            refuse_others(name, options, known)
+            return function(*args, **options)
+
+        return refusing
+
+    return decorate
+
+
+def refuse_others(method: str, given: Iterable[str], known: list[str]) -> None:
+    """Raises: InvalidOptionError: a name is not among the known ones."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = ELSEWHERE.get(name) or (f"did you mean {near[0]}?" if near else "")
+            said = f"{method} has no argument {name}{hint and f': {hint}'}"
+            raise InvalidOptionError(f"{said}; it has {', '.join(known)}")

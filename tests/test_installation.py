@@ -1,0 +1,63 @@
+"""What a message says to install can be installed: from a clone, what the clone holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from genlm.core import BackendNotFoundError, load_model_by_name
+from genlm.core.cli import main
+from genlm.core.installation import pip_install
+
+
+@pytest.fixture
+def installed_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Pretends that pip installed the core from there."""
+
+    def pretend(url: str | None) -> None:
+        info = tmp_path / "site" / "genlm_core-0.1.0.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: genlm-core\nVersion: 0.1.0\n")
+        if url is not None:
+            (info / "direct_url.json").write_text(json.dumps({"url": url, "dir_info": {}}))
+        monkeypatch.syspath_prepend(str(info.parent))
+
+    return pretend
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    for folder in ("core", "plugins/genlm-vllm"):
+        (tmp_path / "a clone" / folder).mkdir(parents=True)
+        (tmp_path / "a clone" / folder / "pyproject.toml").touch()
+    return tmp_path / "a clone"
+
+
+def test_from_a_clone_its_folders_are_installed(installed_from, clone: Path) -> None:
+    installed_from((clone / "core").as_uri())
+    assert pip_install("genlm-vllm") == f"pip install '{clone / 'plugins' / 'genlm-vllm'}'"
+    assert pip_install("genlm-core", "completion") == f"pip install '{clone / 'core'}[completion]'"
+    assert pip_install("genlm-mlx") == "pip install genlm-mlx"  # this clone has none
+
+
+@pytest.mark.parametrize("url", [None, "https://example.org/genlm_core-0.1.0.whl", "file:///gone"])
+def test_otherwise_they_come_from_pypi(installed_from, url: str | None) -> None:
+    installed_from(url)
+    assert pip_install("genlm-vllm") == "pip install genlm-vllm"
+    assert pip_install("genlm-core", "conformance") == "pip install 'genlm-core[conformance]'"
+
+
+def test_messages_say_so(
+    installed_from, clone: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed_from((clone / "core").as_uri())
+    monkeypatch.setattr("genlm.core.plugins.backend_names", lambda: ["mock"])
+    with pytest.raises(BackendNotFoundError, match=r"pip install '.*a clone.*genlm-vllm'"):
+        load_model_by_name("any", "vllm")
+    assert main(["backends"]) == 0
+    assert f"not installed: {pip_install('genlm-vllm')}" in capsys.readouterr().out
+    monkeypatch.setattr("genlm.core.cli.conformance.find_spec", lambda name: None)
+    assert main(["conformance", "mock", "--model", "mock"]) == 1
+    assert pip_install("genlm-core", "conformance") in capsys.readouterr().err

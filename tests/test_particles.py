@@ -1,0 +1,133 @@
+"""Draws with their log-probabilities: `lm.sample_particles`."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+
+import pytest
+import torch
+
+from genlm.core import InvalidOptionError, MockAsyncLM, Particle
+
+END = 257
+PROBABILITIES = {10: 0.5, 20: 0.3, 30: 0.15, END: 0.05}
+
+
+class FewTokens(MockAsyncLM):
+    """The same four tokens in every context."""
+
+    def _get_logprobs(self, token_ids):
+        row = torch.full((258,), -float("inf"))
+        row[list(PROBABILITIES)] = torch.tensor(list(PROBABILITIES.values())).log()
+        return row
+
+
+def drawn_tokens(particle: Particle) -> list[int]:
+    stop = [] if particle.stop_token_id is None else [particle.stop_token_id]
+    return [*particle.token_ids, *stop]
+
+
+@pytest.mark.parametrize(
+    ("how", "proposal"),
+    [
+        ({}, PROBABILITIES),
+        ({"temperature": 0.5}, {10: 0.25, 20: 0.09, 30: 0.0225, END: 0.0025}),
+        ({"top_k": 2}, {10: 0.5, 20: 0.3}),
+        ({"top_p": 0.9}, {10: 0.5, 20: 0.3, 30: 0.15}),
+        ({"min_p": 0.25}, {10: 0.5, 20: 0.3, 30: 0.15}),
+        ({"temperature": 0.5, "top_k": 3, "min_p": 0.3}, {10: 0.25, 20: 0.09}),
+        ({"temperature": 0}, {10: 1.0}),
+    ],
+)
+def test_a_particle_has_the_probabilities_of_all_that_was_drawn(mock, how, proposal) -> None:
+    lm = mock(FewTokens)
+    particles = lm.sample_particles_sync([1], 30, 12, seed=3, **how)
+    assert len(particles) == 30
+    total = sum(proposal.values())
+    for particle in particles:
+        tokens = drawn_tokens(particle)
+        assert END not in particle.token_ids
+        assert len(tokens) == 12 or tokens[-1] == END
+        assert particle.logprob == pytest.approx(sum(math.log(PROBABILITIES[t]) for t in tokens))
+        assert particle.proposal_logprob == pytest.approx(
+            sum(math.log(proposal[t] / total) for t in tokens)
+        )
+        assert particle.log_weight == particle.logprob - particle.proposal_logprob
+    if END in proposal and how == {}:
+        assert {p.stop_token_id for p in particles} == {None, END}
+
+
+def test_weights_turn_the_proposal_into_the_model(mock) -> None:
+    """Their mean is one, and that of a function of the particles is its mean under the model."""
+    lm = mock(FewTokens)
+    particles = lm.sample_particles_sync([1], 3000, 3, seed=0, temperature=1.5)
+    weights = [math.exp(particle.log_weight) for particle in particles]
+    error = statistics.stdev(weights) / math.sqrt(len(weights))
+    assert statistics.mean(weights) == pytest.approx(1, abs=4 * error)
+    ended = [
+        weight * (particle.stop_token_id == END)
+        for weight, particle in zip(weights, particles, strict=True)
+    ]
+    error = statistics.stdev(ended) / math.sqrt(len(ended))
+    assert statistics.mean(ended) == pytest.approx(1 - 0.95**3, abs=4 * error)
+
+
+def test_they_are_the_draws_of_a_batch_of_the_same_prompt(mock) -> None:
+    lm = mock()
+    particles = lm.sample_particles_sync([1, 2], 6, 9, seed=4, top_k=30)
+    drawn = lm.batch_sample_sync([[1, 2]] * 6, 9, seed=4, top_k=30)
+    assert [list(particle.token_ids) for particle in particles] == drawn
+    assert len(set(map(tuple, drawn))) == 6
+
+
+def test_the_model_is_what_scores_tell(mock) -> None:
+    lm = mock()
+    (particle,) = lm.sample_particles_sync([1, 2], 1, 9, eos_token_ids=[], seed=4, top_k=30)
+    scores = lm.sequence_logprobs_sync([1, 2], particle.token_ids)
+    assert particle.logprob == pytest.approx(float(scores.double().sum()), abs=1e-5)
+
+
+def test_an_adapter_is_chosen_by_its_name(mock) -> None:
+    lm = mock()
+    lm.add_new_lora("folder", "poems")
+    (base,) = lm.sample_particles_sync([1], 1, 5, seed=1)
+    (adapted,) = lm.sample_particles_sync([1], 1, 5, seed=1, lora_name="poems")
+    assert base.token_ids != adapted.token_ids
+
+
+def test_particles_share_batches_and_none_draws_nothing(mock, gate) -> None:
+    lm = mock()
+    asyncio.run(lm.sample_particles([1], 16, 1, seed=0))
+    assert gate.batches == [[(1,)]]  # their first row is the same
+    (nothing,) = lm.sample_particles_sync([1], 1, 0)
+    assert nothing == Particle((), None, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, None])
+def test_how_many_is_checked(mock, n) -> None:
+    with pytest.raises(InvalidOptionError, match="n must be an integer of at least 1"):
+        mock().sample_particles_sync([1], n, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"stop": ["x"]}, "sample has no argument stop: a stop string is for what is built on top"),
+        ({"max_length": 3}, "no argument max_length: max_tokens is the most tokens to draw"),
+        ({"n": 3}, "no argument n: .*sample_particles"),
+        ({"temprature": 3}, r"no argument temprature: did you mean temperature\?"),
+        ({"xyzzy": 3}, "no argument xyzzy; it has prompt_token_ids, max_tokens, eos_token_ids,"),
+    ],
+)
+def test_a_keyword_that_sample_lacks_is_an_option_refused(mock, given, said) -> None:
+    lm = mock()
+    for call in (
+        lambda: asyncio.run(lm.sample([1], **given)),
+        lambda: lm.sample_sync([1], **given),
+    ):
+        with pytest.raises(InvalidOptionError, match=said.replace("sample has", "has")):
+            call()
+    with pytest.raises(InvalidOptionError, match="batch_sample has no argument"):
+        asyncio.run(lm.batch_sample([[1]], **given))

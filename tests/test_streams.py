@@ -1,0 +1,94 @@
+"""Draws as they come: `lm.stream`."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from genlm.core import InvalidOptionError, InvalidQueryError, MockAsyncLM
+from genlm.core.mock import MockEngine
+
+from .conftest import Gate
+
+HOW = {"seed": 5, "temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.01}
+
+
+async def collected(lm: MockAsyncLM, *arguments, **options) -> list[int]:
+    return [token_id async for token_id in lm.stream(*arguments, **options)]
+
+
+def test_a_stream_gives_what_sample_gives(mock, monkeypatch) -> None:
+    monkeypatch.delattr(MockEngine, "genlm_sample")
+    lm = mock()
+    expected = lm.sample_sync([1, 2], 40, range(30), **HOW)
+    assert 0 < len(expected) < 40  # one of these ended it, and is left out
+    streamed = asyncio.run(collected(lm, [1, 2], 40, eos_token_ids=range(30), **HOW))
+    assert streamed == expected
+    assert asyncio.run(collected(lm, lm.context([1, 2]), 0)) == []
+
+
+def test_a_token_comes_before_the_next_one_is_asked_for(mock, gate: Gate) -> None:
+    lm = mock()
+
+    async def two() -> None:
+        stream = lm.stream([1], 2, eos_token_ids=[])
+        await anext(stream)
+        assert gate.batches == [[(1,)]]
+        await anext(stream)
+        assert len(gate.batches) == 2
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+    asyncio.run(two())
+
+
+def test_a_loop_that_is_left_asks_for_nothing_more(mock, gate: Gate) -> None:
+    lm = mock()
+
+    async def first() -> int:
+        async for token_id in lm.stream([1], 1000, eos_token_ids=[]):
+            return token_id
+        raise AssertionError
+
+    assert asyncio.run(first()) in range(258)
+    assert len(gate.batches) == 1
+    assert lm.next_token_logprobs_sync([2]).shape == (258,)
+
+
+def test_a_loop_that_is_cancelled_lets_go_of_what_it_has_asked(mock, gate: Gate) -> None:
+    lm = mock(continuous=True, steps=3)
+
+    async def cancelled() -> None:
+        gate.shut()
+        streaming = asyncio.ensure_future(collected(lm, [1], 5))
+        await asyncio.to_thread(gate.wait_entered)
+        streaming.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await streaming
+        gate.open()
+        await lm.next_token_logprobs([3])
+
+    asyncio.run(cancelled())
+    assert lm.stats.cancelled == 1
+    assert gate.batches == [[(1,)], [(3,)], [(3,)], [(3,)]]
+
+
+def test_streams_at_the_same_time_make_common_batches(mock, gate: Gate) -> None:
+    lm = mock()
+
+    async def together() -> None:
+        await asyncio.gather(*(collected(lm, [i], 3, eos_token_ids=[]) for i in range(8)))
+
+    asyncio.run(together())
+    assert list(map(len, gate.batches)) == [8, 8, 8]
+
+
+def test_a_stream_checks_before_it_is_read(mock) -> None:
+    lm = mock(max_context=4)
+    with pytest.raises(InvalidOptionError, match="temperature must be"):
+        lm.stream([1], 3, temperature=-1)
+    with pytest.raises(InvalidOptionError, match="stream has no argument stop: a stop string"):
+        lm.stream([1], 3, stop=["x"])
+    with pytest.raises(InvalidQueryError, match="leaves room for 4 of the 9"):
+        lm.stream([1], 9)
