@@ -4,34 +4,22 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import datetime
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import changes, newest
-from benchmarks.report import write_report
+from benchmarks.cases import changes, newest, read, record, write
+from benchmarks.report import text_of
+from benchmarks.workloads import environment_of, plugin_of, sides_of, workloads
 
 FOLDER = Path(__file__).resolve().parent
+RESULTS = FOLDER / "results.jsonl"
 CPUINFO = Path("/proc/cpuinfo")
-SIDES = ("floor", "ours", "theirs")
-NOT_WORKLOADS = {
-    "__init__",
-    "clients",
-    "parts",
-    "__main__",
-    "cases",
-    "plots",
-    "protocol",
-    "report",
-    "steps",
-}
 
 
 def main() -> None:
@@ -49,15 +37,15 @@ def main() -> None:
         metavar="ENVIRONMENT=PYTHON",
         help="hf=..., theirs=...",
     )
-    parser.add_argument("--results", type=Path, default=FOLDER, help="where to write")
+    parser.add_argument("--results", type=Path, help="the folder to write to")
     parser.add_argument(
         "--compare",
         type=Path,
         nargs="?",
-        const=Path("newest"),
-        metavar="JSON",
-        help="write nothing; print what has moved by more than 10 %% against a file of results, by "
-        "default the newest in benchmarks/results",
+        const=RESULTS,
+        metavar="FILE",
+        help="write nothing; print what has moved by more than 10 %% against these results, by "
+        "default those of the repository",
     )
     options = parser.parse_args()
     pythons = dict(given.split("=", 1) for given in options.python)
@@ -65,82 +53,36 @@ def main() -> None:
     if unknown := sorted(set(names) - set(workloads())):
         parser.error(f"no workload {', '.join(unknown)}; there are {', '.join(workloads())}")
     rounds = options.rounds or (1 if options.quick else 3)
-    runs = [
-        run(name, side, turn, pythons, options.model, options.quick)
+    measured = [
+        record(runs)
         for name in names
-        for turn in range(rounds)
-        for side in sides_of(name)
-        if environment_of(name, side) in pythons
+        if (
+            runs := [
+                run(name, side, turn, pythons, options.model, options.quick)
+                for turn in range(rounds)
+                for side in sides_of(name)
+                if environment_of(name, side) in pythons
+            ]
+        )
     ]
     if options.compare is not None:
-        known = FOLDER / "results" if str(options.compare) == "newest" else options.compare
-        before = newest(known, slug(machine())) if known.is_dir() else known
-        print(f"compared with {before.name}:")
-        print("\n".join(changes(json.loads(before.read_text()), {"runs": runs})))
-        sys.exit(any("failed" in run for run in runs))
-    result = {
-        "date": str(datetime.date.today()),
-        "machine": machine(),
-        "quick": options.quick,
-        "runs": runs,
-    }
-    file = (
-        options.results
-        / "results"
-        / f"{result['date']}-{slug(result['machine'])}{'-quick' if options.quick else ''}.json"
-    )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    result["runs"] = [past for past in earlier(file) if past["workload"] not in names] + runs
-    file.write_text(json.dumps(result, indent=1) + "\n")
-    report = write_report(result, options.results)
+        before = newest(read(options.compare), machine())
+        print(f"compared with {options.compare}:")
+        print("\n".join(changes(before, measured)))
+        sys.exit(any(kept["failed"] for kept in measured))
+    # Quick figures mean little: they do not replace others.
+    folder = options.results or (FOLDER.parent / "build/benchmarks" if options.quick else FOLDER)
+    file = folder / RESULTS.name
+    again = {(kept["machine"], kept["workload"]) for kept in measured}
+    records = [
+        kept
+        for kept in read(file)
+        if (kept["machine"], kept["workload"]) not in again and kept["workload"] in workloads()
+    ] + measured
+    write(records, file)
+    report = folder / "RESULTS.md"
+    report.write_text(text_of([kept for kept in records if kept["machine"] == machine()]))
     print(f"{file}\n{report}")
-
-
-def earlier(file: Path) -> list[dict[str, Any]]:
-    """What was measured on this machine until now, as long as the workload is still there."""
-    same = file.parent.glob(f"*{file.stem[len('2026-01-01') :]}.json")
-    last = max(same, default=None)
-    if last is None:
-        return []
-    result = json.loads(last.read_text())
-    known = workloads()
-    return [{"date": result["date"]} | run for run in result["runs"] if run["workload"] in known]
-
-
-def workloads() -> list[str]:
-    return sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in NOT_WORKLOADS)
-
-
-def plugin_of(name: str) -> str:
-    return str(says(name, "PLUGIN") or "hf")
-
-
-def says(name: str, constant: str) -> Any:
-    """The value of a constant of the module, if it has it; read, not run."""
-    for statement in module(name).body:
-        if (
-            isinstance(statement, ast.Assign)
-            and getattr(statement.targets[0], "id", None) == constant
-        ):
-            return ast.literal_eval(statement.value)
-    return None
-
-
-def sides_of(name: str) -> list[str]:
-    functions = {
-        statement.name for statement in module(name).body if isinstance(statement, ast.FunctionDef)
-    }
-    return [side for side in SIDES if side in functions]
-
-
-def module(name: str) -> ast.Module:
-    return ast.parse((FOLDER / f"{name}.py").read_text())
-
-
-def environment_of(name: str, side: str) -> str:
-    if side != "theirs":
-        return plugin_of(name)
-    return f"theirs-{plugin_of(name)}" if says(name, "PEER") else "theirs"
 
 
 def run(
@@ -165,7 +107,7 @@ def run(
     said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     found: dict[str, Any] = {
         "workload": name,
-        "title": (ast.get_docstring(module(name)) or name),
+        "machine": machine(),
         "side": side,
         "round": turn,
         "date": str(datetime.date.today()),
@@ -206,10 +148,6 @@ def cpu() -> dict[str, str]:
     lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
     said = (line.partition(":") for line in lines)
     return {name.strip(): value.strip() for name, _, value in said}
-
-
-def slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 if __name__ == "__main__":

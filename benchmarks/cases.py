@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -46,46 +47,79 @@ class Case:
         return ours / other if self.unit.endswith("/s") else other / ours
 
 
-def cases_of(result: dict[str, Any]) -> dict[str, list[Case]]:
-    """The cases of each workload, in the order measured."""
-    found: dict[tuple[str, str, float | None], Case] = {}
-    for run in result["runs"]:
-        cases = [*run["cases"]]
+def record(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """One workload's runs, as they are kept: for each case and side the median of every round, or
+    all values of an only round."""
+    rounds = 1 + max(run["round"] for run in runs)
+    cases: dict[tuple[str, float | None], dict[str, Any]] = {}
+    for run in runs:
+        measured = [*run["cases"]]
         if "peak_mib" in run:
-            cases.append({"case": PEAK, "x": None, "unit": "MiB", "values": [run["peak_mib"]]})
-        for said in cases:
-            key = (run["workload"], said["case"], said["x"])
-            case = found.setdefault(key, Case(*key, said["unit"]))
-            case.values.setdefault(run["side"], []).append(said["values"])
-    by_workload: dict[str, list[Case]] = {}
-    for case in sorted(found.values(), key=lambda case: case.name == PEAK):
-        by_workload.setdefault(case.workload, []).append(case)
-    return by_workload
+            measured.append({"case": PEAK, "x": None, "unit": "MiB", "values": [run["peak_mib"]]})
+        for case in measured:
+            key = case["case"], case["x"]
+            kept = cases.setdefault(key, {"name": key[0], "x": key[1], "unit": case["unit"]})
+            values = case["values"] if rounds == 1 else [statistics.median(case["values"])]
+            kept.setdefault("values", {}).setdefault(run["side"], []).append(
+                [float(f"{value:.8g}") for value in values]
+            )
+    return {
+        "workload": runs[0]["workload"],
+        "machine": runs[0]["machine"],
+        "date": max(run["date"] for run in runs),
+        "rounds": rounds,
+        "loads": [min(run["load"] for run in runs), max(run["load"] for run in runs)],
+        "processors": sorted({run["processor"] for run in runs}),
+        "versions": {
+            run["side"]: {"Python": run["python"], **run["versions"]}
+            for run in runs
+            if "versions" in run
+        },
+        "notes": list(dict.fromkeys(note for run in runs for note in run["notes"])),
+        "failed": [[run["side"], run["round"]] for run in runs if "failed" in run],
+        "cases": sorted(cases.values(), key=lambda case: case["name"] == PEAK),
+    }
 
 
-def newest(folder: Path, machine: str = "") -> Path:
-    """The results of the last day, not of a quick run; of this machine if there are any."""
-    files = [file for file in folder.glob("*.json") if not file.stem.endswith("-quick")]
-    return max(files, key=lambda file: (file.stem.endswith(f"-{machine}"), file.name))
+def read(file: Path) -> list[dict[str, Any]]:
+    """The records of a file: one line for each workload and machine."""
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def changes(before: dict[str, Any], after: dict[str, Any], share: float = 0.1) -> list[str]:
+def write(records: list[dict[str, Any]], file: Path) -> None:
+    records = sorted(records, key=lambda kept: (kept["machine"], kept["workload"]))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(f"{json.dumps(kept)}\n" for kept in records), encoding="utf-8")
+
+
+def newest(records: list[dict[str, Any]], machine: str = "") -> list[dict[str, Any]]:
+    """One record for each workload: of this machine if there is one, else the last."""
+    ordered = sorted(records, key=lambda kept: (kept["machine"] == machine, kept["date"]))
+    return list({kept["workload"]: kept for kept in ordered}.values())
+
+
+def cases_of(kept: dict[str, Any]) -> list[Case]:
+    """The cases of a record, in the order measured."""
+    return [Case(workload=kept["workload"], **case) for case in kept["cases"]]
+
+
+def changes(
+    before: list[dict[str, Any]], after: list[dict[str, Any]], share: float = 0.1
+) -> list[str]:
     """What has moved by more than ``share``, one line each, the worst first; then how many cases
     were compared, which workloads had none to compare with, and which another kind of processor.
 
     Compared is the ratio to the other side where there is one, since the machine may be another
     one or busier; else the value itself. A move within the spread of both runs is left out.
     """
-    old = {
-        (case.workload, case.name, case.x): case
-        for cases in cases_of(before).values()
-        for case in cases
-    }
+    old = {(case.workload, case.name, case.x): case for kept in before for case in cases_of(kept)}
     moved = []
     compared = 0
     unknown: dict[str, int] = {}
-    for cases in cases_of(after).values():
-        for case in cases:
+    for kept in after:
+        for case in cases_of(kept):
             known = old.get((case.workload, case.name, case.x))
             if known is None or not (change := moves(known, case)):
                 unknown[case.workload] = unknown.get(case.workload, 0) + 1
@@ -103,20 +137,12 @@ def changes(before: dict[str, Any], after: dict[str, Any], share: float = 0.1) -
     lines += [
         f"{name}: {count} cases had nothing to compare with" for name, count in unknown.items()
     ]
-    on, was_on = processors_of(after), processors_of(before)
+    was_on = {kept["workload"]: kept["processors"] for kept in before}
     return lines + [
         f"{name}: measured on another kind of processor before; its times mean little"
-        for name, kinds in on.items()
-        if was_on.get(name, kinds) != kinds
+        for kept in after
+        if was_on.get(name := kept["workload"], kept["processors"]) != kept["processors"]
     ]
-
-
-def processors_of(result: dict[str, Any]) -> dict[str, set[str]]:
-    """The kinds of processor that each workload was measured on."""
-    kinds: dict[str, set[str]] = {}
-    for run in result["runs"]:
-        kinds.setdefault(run["workload"], set()).add(run.get("processor", "not recorded"))
-    return kinds
 
 
 def moves(before: Case, after: Case) -> tuple[float, str | None] | None:

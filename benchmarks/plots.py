@@ -1,5 +1,5 @@
-"""Plots that read well on their own: one SVG for each curve of a workload, and bars of where the
-time goes."""
+"""Plots that read well on their own: one SVG for each curve of a workload that compares sides, and
+bars of where the time goes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def draw(workload: str, cases: list[Case], folder: Path) -> list[Path]:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = workload  # the same figures give the same file
     folder.mkdir(parents=True, exist_ok=True)
     curves: dict[str, list[Case]] = {}
     stages: list[Case] = []
@@ -33,6 +32,7 @@ def draw(workload: str, cases: list[Case], folder: Path) -> list[Path]:
         curve(workload, name, points, folder)
         for name, points in curves.items()
         if len({point.x for point in points}) > 2
+        and len({side for point in points for side in point.values}) > 1
     ]
     return drawn + ([bars(workload, stages, folder)] if stages else [])
 
@@ -96,7 +96,7 @@ def ticks(axes: Any, at: Iterable[float]) -> None:
 
 
 def save(figure: Any, path: Path) -> Path:
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path)
     return path
 
 

@@ -2,48 +2,29 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import Case, cases_of, processors_of
-from benchmarks.plots import draw
+from benchmarks.cases import Case, cases_of
+from benchmarks.workloads import title_of
 
 
-def write_report(result: dict[str, Any], folder: Path) -> Path:
-    """Write RESULTS.md and its plots; returns the path."""
-    measured = sorted(cases_of(result).items())
-    titles = {run["workload"]: run["title"] for run in result["runs"]}
-    lines = ["# Results", "", *introduction(result), ""]
-    lines += [
-        f"- [{workload}](#{workload}): {headline(titles[workload])}" for workload, _ in measured
-    ]
+def text_of(records: list[dict[str, Any]]) -> str:
+    """The page on one machine's records."""
+    records = sorted(records, key=lambda kept: str(kept["workload"]))
+    titles = {kept["workload"]: title_of(kept["workload"]) for kept in records}
+    lines = ["# Results", "", *introduction(records[0]["machine"]), ""]
+    lines += [f"- [{name}](#{name}): {headline(title)}" for name, title in titles.items()]
     lines += [""]
-    for workload, cases in measured:
-        runs = [run for run in result["runs"] if run["workload"] == workload]
-        text = titles[workload].partition("\n")[2]
-        lines += [
-            f"## {workload}",
-            "",
-            f"**{headline(titles[workload])}**",
-            "",
-            *([text.strip(), ""] if text.strip() else []),
-        ]
-        lines += [origin(workload, runs, result["date"]), ""]
-        lines += [*table(cases), ""]
-        for plot in draw(workload, cases, folder / "plots"):
-            lines += [f"![{workload}: {plot.stem}](plots/{plot.name})", ""]
-        lines += [
-            f"- {note}" for note in dict.fromkeys(note for run in runs for note in run["notes"])
-        ]
-        lines += [
-            f"- **{run['side']} failed** in round {run['round'] + 1}."
-            for run in runs
-            if "failed" in run
-        ]
-        lines += ["", f"<sub>{versions(runs)}</sub>", ""]
-    path = folder / "RESULTS.md"
-    path.write_text("\n".join(lines).replace("\n\n\n", "\n\n"))
-    return path
+    for kept in records:
+        name = kept["workload"]
+        text = titles[name].partition("\n")[2]
+        lines += [f"## {name}", "", f"**{headline(titles[name])}**", ""]
+        lines += [*([text.strip(), ""] if text.strip() else []), origin(kept), ""]
+        lines += [*table(cases_of(kept)), "", f"<!-- plots: {name} -->", ""]
+        lines += [f"- {note}" for note in kept["notes"]]
+        lines += [f"- **{side} failed** in round {turn + 1}." for side, turn in kept["failed"]]
+        lines += ["", f"<sub>{versions(kept)}</sub>", ""]
+    return "\n".join(lines).replace("\n\n\n", "\n\n")
 
 
 def headline(title: str) -> str:
@@ -51,9 +32,9 @@ def headline(title: str) -> str:
     return title.partition("\n")[0].rstrip(".")
 
 
-def introduction(result: dict[str, Any]) -> list[str]:
+def introduction(machine: str) -> list[str]:
     return [
-        f"{result['machine']}; made by `nox -s bench`.",
+        f"{machine}; made by `nox -s bench`.",
         "",
         "*Ours* is this checkout, *theirs* genlm-backend 0.3.1, the *floor* the raw engine. Sides "
         "took turns, "
@@ -67,28 +48,17 @@ def introduction(result: dict[str, Any]) -> list[str]:
         "the raw engine.",
         "",
         "The machine was shared: trust ratios before times.",
-        *(
-            [
-                "",
-                "**Made with `--quick`: this shows that the workloads run, the figures mean "
-                "little.**",
-            ]
-            * result["quick"]
-        ),
     ]
 
 
-def origin(workload: str, runs: list[dict[str, Any]], date: str) -> str:
+def origin(kept: dict[str, Any]) -> str:
     """How these figures are made again, and when and how they were made."""
-    rounds = max(run["round"] for run in runs) + 1
-    loads = [run["load"] for run in runs]
-    dates = " and ".join(sorted({run.get("date", date) for run in runs}))
+    rounds = kept["rounds"]
     turns = "1 round" if rounds == 1 else f"{rounds} rounds"
-    load = f"load average {min(loads):.1f} to {max(loads):.1f}"
-    (processors,) = processors_of({"runs": runs}).values()
+    least, most = kept["loads"]
     return (
-        f"`nox -s bench -- {workload} --rounds {rounds}`: {dates}, {turns}, {load}, processor: "
-        f"{' and '.join(sorted(processors))}."
+        f"`nox -s bench -- {kept['workload']} --rounds {rounds}`: {kept['date']}, {turns}, load "
+        f"average {least:.1f} to {most:.1f}, processor: {' and '.join(kept['processors'])}."
     )
 
 
@@ -124,10 +94,8 @@ def cell(case: Case, side: str) -> str:
     return f"{median:.4g} {case.unit} ± {about}"
 
 
-def versions(runs: list[dict[str, Any]]) -> str:
-    sides = {run["side"]: run for run in runs if "versions" in run}
+def versions(kept: dict[str, Any]) -> str:
     return "; ".join(
-        f"{side}: Python {run['python']}, "
-        + ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-        for side, run in sides.items()
+        f"{side}: " + ", ".join(f"{name} {version}" for name, version in known.items())
+        for side, known in kept["versions"].items()
     )

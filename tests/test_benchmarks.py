@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +13,32 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks.cases import Case, changes
+from benchmarks.cases import Case, cases_of, changes, read, record, write
 from benchmarks.parts import Rows, forwards_of
+from benchmarks.report import text_of
 from genlm.core import MockAsyncLM
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+
+def runs_of(workload: str, side: str, value: float, unit: str = "ms") -> list[dict[str, Any]]:
+    """What a side of a workload prints in one round."""
+    return [
+        {
+            "workload": workload,
+            "machine": "a machine",
+            "side": side,
+            "round": 0,
+            "date": "2026-02-02",
+            "load": 1.0,
+            "processor": "a processor",
+            "notes": [],
+            "cases": [{"case": "sum", "x": 8, "unit": unit, "values": [value]}],
+        }
+    ]
 
 
-def results(ours: float, theirs: float | None = None, unit: str = "ms") -> dict[str, Any]:
-    sides = {"ours": ours, "theirs": theirs}
-    return {
-        "runs": [
-            {
-                "workload": "trie",
-                "side": side,
-                "cases": [{"case": "sum", "x": 8, "unit": unit, "values": [value]}],
-            }
-            for side, value in sides.items()
-            if value is not None
-        ]
-    }
+def results(ours: float, theirs: float | None = None, unit: str = "ms") -> list[dict[str, Any]]:
+    runs = runs_of("trie", "ours", ours, unit)
+    return [record(runs + (runs_of("trie", "theirs", theirs, unit) if theirs else []))]
 
 
 @pytest.mark.parametrize(
@@ -49,22 +55,22 @@ def results(ours: float, theirs: float | None = None, unit: str = "ms") -> dict[
         (results(10, 40), results(20), "0.50 times, WORSE: trie: sum at 8 (the value itself)"),
     ],
 )
-def test_what_has_moved(before: dict[str, Any], after: dict[str, Any], said: str) -> None:
+def test_what_has_moved(
+    before: list[dict[str, Any]], after: list[dict[str, Any]], said: str
+) -> None:
     line, *_ = changes(before, after)
     assert said in line
 
 
 @pytest.mark.parametrize("noisy", ["ours", "theirs"])
 def test_a_move_within_the_spread_of_either_side_is_left_out(noisy: str) -> None:
-    def rounds(spread: float) -> dict[str, Any]:
+    def rounds(spread: float) -> list[dict[str, Any]]:
         runs = []
-        for factor in (1 - spread, 1, 1 + spread):
-            ours, theirs = (
-                10 * (factor if noisy == "ours" else 1),
-                40 * (factor if noisy == "theirs" else 1),
-            )
-            runs += results(ours, theirs)["runs"]
-        return {"runs": runs}
+        for turn, factor in enumerate((1 - spread, 1, 1 + spread)):
+            for side, value in (("ours", 10), ("theirs", 40)):
+                (run,) = runs_of("trie", side, value * (factor if side == noisy else 1))
+                runs.append(run | {"round": turn})
+        return [record(runs)]
 
     after = results(13, 40)
     assert changes(rounds(0.02), after)[-1] == "1 cases compared, 1 moved by more than 10%"
@@ -81,97 +87,106 @@ def test_the_spread_of_a_single_value_is_not_known() -> None:
 
 
 def test_a_run_of_some_workloads_compares_these_and_says_which_are_new() -> None:
-    def named(workload: str, ours: float) -> list[dict[str, Any]]:
-        return [run | {"workload": workload} for run in results(ours)["runs"]]
+    def named(workload: str, ours: float) -> dict[str, Any]:
+        return record(runs_of(workload, "ours", ours))
 
-    before = {"runs": [*named("trie", 10), *named("batcher", 10)]}
-    after = {"runs": [*named("batcher", 20), *named("new", 1)]}
-    assert changes(before, after) == [
+    assert changes(
+        [named("trie", 10), named("batcher", 10)], [named("batcher", 20), named("new", 1)]
+    ) == [
         "  0.50 times, WORSE: batcher: sum at 8 (the value itself)",
         "1 cases compared, 1 moved by more than 10%",
         "new: 1 cases had nothing to compare with",
     ]
 
 
-def test_the_committed_results_compare_with_themselves() -> None:
-    for file in RESULTS.glob("*.json"):
-        result = json.loads(file.read_text())
-        first, *unknown = changes(result, result)
-        assert re.fullmatch(r"[1-9]\d* cases compared, 0 moved by more than 10%", first)
-        # Cases that ours does not have: the floor alone, or theirs.
-        assert all("had nothing to compare with" in line for line in unknown)
+def test_the_committed_results_compare_with_themselves_and_are_the_page() -> None:
+    kept = read(command.RESULTS)
+    first, *unknown = changes(kept, kept)
+    assert re.fullmatch(r"[1-9]\d* cases compared, 0 moved by more than 10%", first)
+    # Cases that ours does not have: the floor alone, or theirs.
+    assert all("had nothing to compare with" in line for line in unknown)
+    page = command.RESULTS.with_name("RESULTS.md").read_text().splitlines()
+    assert [
+        line for line in text_of(kept).splitlines() if line[:1] == "|" and line not in page
+    ] == []
+
+
+def test_a_record_has_the_median_of_every_round_and_all_values_of_an_only_one() -> None:
+    (run,) = runs_of("trie", "ours", 1)
+    run["cases"][0]["values"] = [1.0, 2.0, 9.0]
+    (several,) = cases_of(record([run, run | {"round": 1}]))
+    assert several.values == {"ours": [[2.0], [2.0]]}
+    (only,) = cases_of(record([run | {"peak_mib": 5}]))[:1]
+    assert only.values == {"ours": [[1.0, 2.0, 9.0]]}
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """The command, with runs that are given; returns its exit status."""
+    monkeypatch.setattr(command, "FOLDER", tmp_path / "benchmarks")
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "benchmarks" / "results.jsonl")
+    monkeypatch.setattr(command, "machine", lambda: "a machine")
+    monkeypatch.setattr(command, "workloads", lambda: ["batcher", "trie"])
+    monkeypatch.setattr(command, "sides_of", lambda name: ["ours"])
+    monkeypatch.setattr(command, "environment_of", lambda name, side: "hf")
+
+    def run(given: list[dict[str, Any]], *arguments: str) -> int:
+        left = iter(given)
+        monkeypatch.setattr(command, "run", lambda *given_to: next(left))
+        said = ["benchmarks", "--model=model", "--python=hf=python", *arguments]
+        monkeypatch.setattr(sys, "argv", said)
+        try:
+            command.main()
+        except SystemExit as ended:
+            return int(ended.code or 0)
+        return 0
+
+    return run
 
 
 def test_compare_prints_what_has_moved_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, bench: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command, with runs that are given: the newest file of this machine that is not quick is
-    compared with."""
-    known = {"2026-01-01-a": 1, "2026-02-02-a": 10, "2026-03-03-a-quick": 100, "2026-03-03-b": 100}
-    for name, value in known.items():
-        (tmp_path / "results").mkdir(exist_ok=True)
-        (tmp_path / "results" / f"{name}.json").write_text(json.dumps(results(value)))
-    given = iter(results(20)["runs"])
-    monkeypatch.setattr(command, "FOLDER", tmp_path)
-    monkeypatch.setattr(command, "workloads", lambda: ["trie"])
-    monkeypatch.setattr(command, "sides_of", lambda name: ["ours"])
-    monkeypatch.setattr(command, "environment_of", lambda name, side: "hf")
-    monkeypatch.setattr(command, "machine", lambda: "a")
-    monkeypatch.setattr(command, "run", lambda *given_to: next(given))
-    arguments = ["trie", "--quick", "--compare", "--model", "model", "--python", "hf=python"]
-    monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(SystemExit) as ended:
-        command.main()
-    assert not ended.value.code
+    """Compared with is what was kept of this machine."""
+    here = results(10)
+    elsewhere = [here[0] | {"machine": "another", "date": "2026-03-03"}]
+    write([*here, *elsewhere], command.RESULTS)
+    before = command.RESULTS.read_text()
+    assert bench(runs_of("trie", "ours", 20), "trie", "--quick", "--compare") == 0
     assert "0.50 times, WORSE: trie: sum at 8" in capsys.readouterr().out
-    assert sorted(tmp_path.rglob("*")) == before
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == [command.RESULTS]
+    assert command.RESULTS.read_text() == before
 
 
 def test_compare_fails_where_a_side_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, bench: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "before.json").write_text(json.dumps(results(10)))
-    failed = results(10)["runs"][0] | {"cases": [], "failed": 1}
-    monkeypatch.setattr(command, "workloads", lambda: ["trie"])
-    monkeypatch.setattr(command, "sides_of", lambda name: ["ours"])
-    monkeypatch.setattr(command, "environment_of", lambda name, side: "hf")
-    monkeypatch.setattr(command, "run", lambda *given_to: failed)
-    arguments = ["trie", "--compare", str(tmp_path / "before.json"), "--model=m", "--python=hf=p"]
-    monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        command.main()
-    assert ended.value.code
+    write(results(10), tmp_path / "before.jsonl")
+    (run,) = runs_of("trie", "ours", 10)
+    failed = run | {"cases": [], "failed": 1}
+    assert bench([failed], "trie", "--rounds=1", "--compare", str(tmp_path / "before.jsonl"))
     assert "0 cases compared" in capsys.readouterr().out
 
 
-def test_what_was_measured_on_another_day_stays_in_the_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_was_measured_on_another_day_stays_in_the_results(
+    bench: Callable[..., int],
 ) -> None:
-    def run_of(workload: str) -> dict[str, Any]:
-        (run,) = results(10)["runs"]
-        return run | {"workload": workload, "title": workload, "round": 0, "load": 1.0, "notes": []}
+    names = ("batcher", "trie", "gone")
+    write([record(runs_of(name, "ours", 10)) for name in names], command.RESULTS)
+    (run,) = runs_of("trie", "ours", 10)
+    assert bench([run | {"date": "2026-03-03"}], "trie", "--rounds=1") == 0
+    found = {kept["workload"]: kept["date"] for kept in read(command.RESULTS)}
+    assert found == {"batcher": "2026-02-02", "trie": "2026-03-03"}
+    assert "## batcher" in command.RESULTS.with_name("RESULTS.md").read_text()
 
-    monkeypatch.setattr(command, "FOLDER", tmp_path)
-    monkeypatch.setattr(command, "machine", lambda: "a machine")
-    monkeypatch.setattr(command, "workloads", lambda: ["steps", "trie"])
-    monkeypatch.setattr(command, "sides_of", lambda name: ["ours"])
-    monkeypatch.setattr(command, "environment_of", lambda name, side: "hf")
-    monkeypatch.setattr(command, "run", lambda name, *given: run_of(name) | {"date": "new"})
-    reported: list[object] = []  # the report needs matplotlib for its plots
-    monkeypatch.setattr(command, "write_report", lambda result, folder: reported.append(result))
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "trie", "--model=model", "--python=hf=python"])
-    (tmp_path / "results").mkdir()
-    past = [run_of("steps"), run_of("trie"), run_of("gone")]
-    before = {"date": "2026-01-01", "runs": past}
-    (tmp_path / "results" / "2026-01-01-a-machine.json").write_text(json.dumps(before))
-    command.main()
-    (file,) = set((tmp_path / "results").glob("*.json")) - {
-        tmp_path / "results" / "2026-01-01-a-machine.json"
-    }
-    found = {run["workload"]: run["date"] for run in json.loads(file.read_text())["runs"]}
-    assert found == {"steps": "2026-01-01", "trie": "new"}
-    assert reported == [json.loads(file.read_text())]
+
+def test_quick_figures_replace_no_others(tmp_path: Path, bench: Callable[..., int]) -> None:
+    write(results(10), command.RESULTS)
+    before = command.RESULTS.read_text()
+    assert bench(runs_of("trie", "ours", 99), "trie", "--quick") == 0
+    assert command.RESULTS.read_text() == before
+    (quick,) = read(tmp_path / "build" / "benchmarks" / "results.jsonl")
+    assert quick["cases"][0]["values"] == {"ours": [[99.0]]}
 
 
 @pytest.mark.parametrize(
@@ -193,7 +208,7 @@ def test_processors_of_one_name_are_told_apart(
 
 def test_compare_says_when_the_processor_is_another() -> None:
     before, after = results(10), results(10)
-    after["runs"][0]["processor"] = "family 25, model 1, avx2"
+    after[0]["processors"] = ["family 25, model 1, avx2"]
     assert "trie: measured on another kind of processor before" in changes(before, after)[-1]
     assert len(changes(after, after)) == 1
 

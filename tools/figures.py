@@ -1,20 +1,20 @@
-"""Tables of measured figures for the pages of the site, from the newest results.
+"""Tables and plots of measured figures for the pages of the site, from the newest results.
 
-A page has a line ``<!-- figures: NAME -->`` where a table belongs. The table is made when the site
-is built, so it always agrees with ``benchmarks/results``.
+A page has a line ``<!-- figures: NAME -->`` where a table belongs, and ``<!-- plots: WORKLOAD -->``
+where the plots of a workload do. They are made when the site is built, so they always agree with
+``benchmarks/results.jsonl``.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.cases import Case, cases_of, newest
+from benchmarks.cases import Case, cases_of, newest, read
 
-RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
-MARK = re.compile(r"^<!-- figures: (\w+) -->$", re.MULTILINE)
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results.jsonl"
+MARK = re.compile(r"^<!-- (figures|plots): (\w+) -->$", re.MULTILINE)
 
 #: The workload of a step, by backend.
 STEPS = {"hf": "hf_step", "vllm": "vllm_step", "sgl": "sgl_step", "mlx": "mlx_step"}
@@ -24,11 +24,10 @@ class Figures:
     """Medians of ours, by workload, case and position."""
 
     def __init__(self, results: Path = RESULTS) -> None:
-        result = json.loads(newest(results).read_text(encoding="utf-8"))
         self._cases = {
             (case.workload, case.name, case.x): case
-            for cases in cases_of(result).values()
-            for case in cases
+            for kept in newest(read(results))
+            for case in cases_of(kept)
         }
 
     def of(self, workload: str, name: str, x: float | None) -> float | None:
@@ -36,9 +35,24 @@ class Figures:
         return case.median("ours") if case else None
 
 
-def filled(page: str) -> str:
-    """A page with its tables in place of their marks."""
-    return MARK.sub(lambda mark: TABLES[mark[1]](Figures()), page)
+def filled(page: str, folder: Path) -> str:
+    """A page with its tables and plots in place of their marks; plots are written to ``folder``,
+    beside the page."""
+
+    def made(mark: re.Match[str]) -> str:
+        kind, name = mark.groups()
+        return TABLES[name](Figures()) if kind == "figures" else plots(name, folder)
+
+    return MARK.sub(made, page)
+
+
+def plots(workload: str, folder: Path) -> str:
+    """Links to the plots of a workload, which are drawn."""
+    from benchmarks.plots import draw
+
+    (kept,) = (kept for kept in newest(read(RESULTS)) if kept["workload"] == workload)
+    drawn = draw(workload, cases_of(kept), folder)
+    return "\n\n".join(f"![{plot.stem}]({folder.name}/{plot.name})" for plot in drawn)
 
 
 def steps(figures: Figures) -> str:

@@ -51,12 +51,12 @@ def prepare(model: str, only: str | None = None) -> None:
     """Write the source of the site. ``only`` executes one tutorial, the others keep no outputs."""
     shutil.rmtree(SOURCE, ignore_errors=True)
     shutil.copytree(ROOT / "docs", SOURCE)
-    shutil.copytree(ROOT / "benchmarks" / "plots", SOURCE / "plots")
     places = {page: SOURCE / page.relative_to(ROOT / "docs") for page in ROOT.glob("docs/**/*.md")}
     places |= {page: SOURCE / place for page, place in PAGES.items() if page.exists()}
     for page, place in places.items():
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(filled(relinked(page.read_text(), page, place, places)))
+        page_text = relinked(page.read_text(), page, place, places)
+        place.write_text(filled(page_text, place.parent / "plots"))
     for page in [*sorted((SOURCE / "tutorials").glob("*.md")), SOURCE / "how-to/change-rows.md"]:
         if only in (None, page.stem) and page.stem != "index":
             print(f"site: executing {page.name}", file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.figures import filled
 from tools.site import executed
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -41,6 +42,14 @@ def test_what_a_tutorial_says_of_its_outputs_is_checked(tmp_path: Path) -> None:
     page.write_text(page.read_text().replace("== 1", "== 2"))
     with pytest.raises(errors.CellExecutionError, match="AssertionError"):
         executed(page, "model")
+
+
+def test_the_page_of_results_has_plots(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="run nox -s docs, which installs it")
+    text = filled("Steps.\n\n<!-- plots: hf_step -->\n\nEnd.\n", tmp_path / "plots")
+    images = re.findall(r"!\[.+\]\((plots/.+\.svg)\)", text)
+    assert len(images) > 5
+    assert all((tmp_path / image).read_text().endswith("</svg>\n") for image in images)
 
 
 def test_the_first_page() -> None:

@@ -1,0 +1,60 @@
+"""The workloads that there are, and what each declares. They are read, not imported: nox asks
+before there is an environment."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+SIDES = ("floor", "ours", "theirs")
+
+
+def workloads() -> list[str]:
+    """Their names: the modules that have a side."""
+    return sorted(path.stem for path in FOLDER.glob("*.py") if sides_of(path.stem))
+
+
+def sides_of(name: str) -> list[str]:
+    functions = {
+        statement.name for statement in module(name).body if isinstance(statement, ast.FunctionDef)
+    }
+    return [side for side in SIDES if side in functions]
+
+
+def title_of(name: str) -> str:
+    """The heading, and the text below it."""
+    return ast.get_docstring(module(name)) or name
+
+
+def plugin_of(name: str) -> str:
+    """Whose environment `ours` and `floor` run in."""
+    return str(constant(name, "PLUGIN") or "hf")
+
+
+def peer_of(name: str) -> list[str] | None:
+    """What `theirs` needs, if it is more than for hf."""
+    peer: list[str] | None = constant(name, "PEER")
+    return peer
+
+
+def environment_of(name: str, side: str) -> str:
+    """The label of the environment that a side runs in."""
+    if side != "theirs":
+        return plugin_of(name)
+    return f"theirs-{plugin_of(name)}" if peer_of(name) else "theirs"
+
+
+def constant(name: str, wanted: str) -> Any:
+    for statement in module(name).body:
+        if (
+            isinstance(statement, ast.Assign)
+            and getattr(statement.targets[0], "id", None) == wanted
+        ):
+            return ast.literal_eval(statement.value)
+    return None
+
+
+def module(name: str) -> ast.Module:
+    return ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8"))
