@@ -52,8 +52,10 @@ class Pair:
 
     @torch.no_grad()
     def expected(self, *contexts: Sequence[int]) -> torch.Tensor:
-        rows = [
-            self.reference(torch.tensor([list(c)]), use_cache=False).logits[0, -1].float()
+        rows = [  # of a copy each: a model may remember what it has computed
+            copy.deepcopy(self.reference)(torch.tensor([list(c)]), use_cache=False)
+            .logits[0, -1]
+            .float()
             for c in contexts
         ]
         return torch.stack(rows).log_softmax(-1)
@@ -182,7 +184,7 @@ FAR = 20
 
 def sweep_family(family: str) -> Sweep:
     """Build a small model of a family, its thresholds at ``FAR`` tokens, and compare rows from kept
-    state with cold ones on both sides of them."""
+    state, and scores, with cold ones on both sides of them."""
     try:
         config = CONFIG_MAPPING[family](**LEFT_OPEN.get(family, {}))
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -216,6 +218,11 @@ def sweep_family(family: str) -> Sweep:
                     return Sweep(family, "fails by itself", f"{error}"[:200], done.reuse)
                 distance = (pair.ask(*batch) - cold).abs().nan_to_num(0.0)
                 worst = max(worst, float(distance.max()))
+            tokens = torch.tensor(other[around // 2 : min(around + 3, longest)])
+            prefixes = [other[: around // 2 + at] for at in range(len(tokens))]
+            cold = pair.expected(*prefixes).gather(1, tokens[:, None])[:, 0]
+            (scores,) = pair.engine.genlm_sequence_logprobs([Query(prefixes[0])], [tokens.tolist()])
+            worst = max(worst, float((scores - cold).abs().nan_to_num(0.0).max()))
     if any(event["event"] == "kv.reuse_wrong" for event in events):
         done.why = "found out while it ran"
     if worst > 5e-3:  # recurrent state in float32 is off by less

@@ -106,7 +106,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Make:
         def choose(model: Any, *rest: Any) -> Choice:
             if reuse in (Reuse.SHARED, Reuse.PACKED):
                 model.set_attn_implementation(ROW_ATTENTION)
-            return Choice(reuse, 0.0, None)
+            return Choice(reuse, 0.0, None, False)
 
         monkeypatch.setattr(engine_module, "choose_reuse", choose)
         monkeypatch.setattr(Evaluator, "FIRST_CHECK", 1 << 20)
