@@ -24,6 +24,7 @@ from genlm.hf.patterns import attention_window, layer_patterns
 from genlm.hf.pool import RowPool
 from genlm.hf.positions import longest_context
 from genlm.hf.probe import Choice, choose_reuse
+from genlm.hf.proof import BaseRow
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from genlm.hf.schedule import Schedule
@@ -254,8 +255,12 @@ class HFEngine:
 
     @hookimpl
     def genlm_add_lora(self, adapter: Adapter) -> bool:
+        base = BaseRow(self._runner)
         with self._runner.head_may_change():
             self._adapters.add(adapter)
+        if not base.is_unchanged():
+            self.genlm_remove_lora(adapter)
+            raise base.error(adapter)
         return True
 
     @hookimpl
