@@ -762,7 +762,9 @@ class AsyncLM:
     def _stack(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         import torch
 
-        return torch.stack(list(rows)) if rows else torch.empty(0, self._engine.width)
+        if not rows:
+            return torch.empty(0, self._engine.width, dtype=torch.float32)
+        return torch.stack(list(rows))
 
 
 async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
