@@ -12,8 +12,6 @@ import torch
 from attrs import define
 from structlog.testing import capture_logs
 from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -25,9 +23,10 @@ from genlm.core import EngineError, Query
 from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
 from genlm.hf.twin import TOKENS as SMALL_TOKENS
-from genlm.hf.twin import small_model, thresholds
+from genlm.hf.twin import thresholds
 from tools import any_speed  # noqa: F401
 
+from .families import small_family
 from .shapes import SHAPE, TOKENS
 
 #: Widths that 4-bit quantisation can cut into its blocks.
@@ -166,18 +165,6 @@ class Sweep:
     crossed: int = 0
 
 
-#: What the configurations of some families leave open, though none of their models does.
-LEFT_OPEN: dict[str, dict[str, Any]] = {
-    "dots1": {"q_lora_rank": None, "head_dim": 128, "num_key_value_heads": 32},
-    "hunyuan_v1_dense": {"head_dim": 128},
-    "hunyuan_v1_moe": {"head_dim": 128},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
-    "ministral": {"head_dim": 128},
-    "nemotron": {"num_key_value_heads": 8},
-    "reformer": {"is_decoder": True},
-    "xmod": {"default_language": "en_XX"},
-}
-
 #: Where the sweep puts every threshold of a family.
 FAR = 20
 
@@ -186,14 +173,7 @@ def sweep_family(family: str) -> Sweep:
     """Build a small model of a family, its thresholds at ``FAR`` tokens, and compare rows from kept
     state, and scores, with cold ones on both sides of them."""
     try:
-        config = CONFIG_MAPPING[family](**LEFT_OPEN.get(family, {}))
-        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        if not isinstance(config, kind.config_class):
-            config = config.get_text_config(decoder=True)
-        if hasattr(config, "is_decoder"):
-            config.is_decoder = True
-        found = thresholds(config.to_dict())
-        model = small_model(kind, config, torch.device("cpu"), {t.path: FAR for t in found})
+        model = small_family(family, FAR)
     except Exception as error:
         return Sweep(
             family, "not built", " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -203,6 +183,7 @@ def sweep_family(family: str) -> Sweep:
         pair = Pair(HFEngine(model, None), reference, [])
     except EngineError as error:
         return Sweep(family, "refused", str(error)[:300])
+    found = thresholds(model.config.to_dict())
     done = Sweep(family, "right", "", pair.engine.reuse.value, len(found))
     source = random.Random(family)
     longest = min(4 * FAR + 3, pair.engine.max_context or 4 * FAR + 3)
@@ -228,6 +209,18 @@ def sweep_family(family: str) -> Sweep:
     if worst > 5e-3:  # recurrent state in float32 is off by less
         done.outcome, done.why = "wrong", f"rows are {worst:.3g} off"
     return done
+
+
+@pytest.fixture
+def say(pytestconfig: pytest.Config) -> Callable[[str], None]:
+    """Prints past pytest, which shows nothing of a test that passes."""
+    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+
+    def line(text: str) -> None:
+        with capture.global_and_fixture_disabled():
+            print(f"\n{text}", flush=True)
+
+    return line
 
 
 @pytest.fixture(scope="session")

@@ -85,7 +85,9 @@ def another_default(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("another_default")
-@pytest.mark.parametrize("config", [LlamaConfig, Gemma2Config, GptOssConfig, MambaConfig, RwkvConfig])
+@pytest.mark.parametrize(
+    "config", [LlamaConfig, Gemma2Config, GptOssConfig, MambaConfig, RwkvConfig]
+)
 def test_another_default_type(config: Any, unproven: Make, interleave: Make) -> None:
     shape = {**SHAPE, "head_dim": 8, "num_local_experts": 4, "attention_hidden_size": 32}
     model = unproven(config(**shape, dtype=torch.float32), max_batch_tokens=48)
