@@ -107,7 +107,7 @@ def fuzz(families: Sequence[str], seconds: float, say: Callable[[str], None]) ->
     while number == 0 or time.monotonic() < end:
         run = Fuzz(f"{seed}-{number}", families)
         try:
-            run.run()
+            run.run(until=end)
         except BaseException:
             say(f"fuzz: run {number} of {SEED}={seed}: {run}")
             raise
@@ -150,12 +150,14 @@ class Fuzz:
     def __str__(self) -> str:
         return f"{self.family}, {self._engine.reuse.value}, {self._options}"
 
-    def run(self, operations: int = 40) -> None:
+    def run(self, operations: int = 40, until: float = float("inf")) -> None:
         """Raises: AssertionError: an answer is another than that of a fresh model."""
         ways = [self._steps] * 8 + [self._scores] * 3 + [self._cold, self._pin, self._clear]
         ways += [self._add_adapter, self._remove_adapter]
         with self._patches:
             for _ in range(operations):
+                if time.monotonic() > until:
+                    break
                 self._source.choice(ways)()
             self._engine.genlm_close()
 
