@@ -186,8 +186,8 @@ class Fuzz:
             if not waiting and not gone:
                 return
             for answer in self._engine.genlm_step(new, gone):
-                del waiting[answer.query]
-                self._compare(answer.query, answer.row)
+                del waiting[answer.request]
+                self._compare(answer.request, answer.result)
             more = turn < 5 and self._source.random() < 0.3
             new = [self._query() for _ in range(self._source.randint(1, 3))] if more else []
         raise AssertionError(f"{len(waiting)} queries are never answered")
