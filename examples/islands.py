@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -96,7 +97,7 @@ def advance(
     moving = [index for index, particle in enumerate(particles) if not particle.finished]
     uniforms = {index: [rng.random() for _ in range(steps)] for index in moving}
     bounds = [len(moving) * i // len(islands) for i in range(len(islands) + 1)]
-    shares = [moving[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    shares = [moving[a:b] for a, b in itertools.pairwise(bounds)]
     calls = [
         island.advance.remote([particles[i] for i in share], [uniforms[i] for i in share])
         for island, share in zip(islands, shares, strict=True)

@@ -255,6 +255,11 @@ def test_an_empty_batch(mock):
     assert lm.batch_next_token_logprobs_sync([]).shape == (0, 258)
     assert asyncio.run(lm.batch_next_token_logprobs([])).shape == (0, 258)
     assert asyncio.run(lm.batch_sample([], 3, [])) == []
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert lm.batch_next_token_logprobs_sync([]).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_stats_add_up(mock):

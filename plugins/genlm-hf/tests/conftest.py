@@ -12,8 +12,6 @@ import torch
 from attrs import define
 from structlog.testing import capture_logs
 from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -25,9 +23,10 @@ from genlm.core import EngineError, Query
 from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
 from genlm.hf.twin import TOKENS as SMALL_TOKENS
-from genlm.hf.twin import small_model, thresholds
+from genlm.hf.twin import thresholds
 from tools import any_speed  # noqa: F401
 
+from .families import small_family
 from .shapes import SHAPE, TOKENS
 
 #: Widths that 4-bit quantisation can cut into its blocks.
@@ -52,8 +51,10 @@ class Pair:
 
     @torch.no_grad()
     def expected(self, *contexts: Sequence[int]) -> torch.Tensor:
-        rows = [
-            self.reference(torch.tensor([list(c)]), use_cache=False).logits[0, -1].float()
+        rows = [  # of a copy each: a model may remember what it has computed
+            copy.deepcopy(self.reference)(torch.tensor([list(c)]), use_cache=False)
+            .logits[0, -1]
+            .float()
             for c in contexts
         ]
         return torch.stack(rows).log_softmax(-1)
@@ -164,34 +165,15 @@ class Sweep:
     crossed: int = 0
 
 
-#: What the configurations of some families leave open, though none of their models does.
-LEFT_OPEN: dict[str, dict[str, Any]] = {
-    "dots1": {"q_lora_rank": None, "head_dim": 128, "num_key_value_heads": 32},
-    "hunyuan_v1_dense": {"head_dim": 128},
-    "hunyuan_v1_moe": {"head_dim": 128},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
-    "ministral": {"head_dim": 128},
-    "nemotron": {"num_key_value_heads": 8},
-    "reformer": {"is_decoder": True},
-    "xmod": {"default_language": "en_XX"},
-}
-
 #: Where the sweep puts every threshold of a family.
 FAR = 20
 
 
 def sweep_family(family: str) -> Sweep:
     """Build a small model of a family, its thresholds at ``FAR`` tokens, and compare rows from kept
-    state with cold ones on both sides of them."""
+    state, and scores, with cold ones on both sides of them."""
     try:
-        config = CONFIG_MAPPING[family](**LEFT_OPEN.get(family, {}))
-        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        if not isinstance(config, kind.config_class):
-            config = config.get_text_config(decoder=True)
-        if hasattr(config, "is_decoder"):
-            config.is_decoder = True
-        found = thresholds(config.to_dict())
-        model = small_model(kind, config, torch.device("cpu"), {t.path: FAR for t in found})
+        model = small_family(family, FAR)
     except Exception as error:
         return Sweep(
             family, "not built", " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -201,6 +183,7 @@ def sweep_family(family: str) -> Sweep:
         pair = Pair(HFEngine(model, None), reference, [])
     except EngineError as error:
         return Sweep(family, "refused", str(error)[:300])
+    found = thresholds(model.config.to_dict())
     done = Sweep(family, "right", "", pair.engine.reuse.value, len(found))
     source = random.Random(family)
     longest = min(4 * FAR + 3, pair.engine.max_context or 4 * FAR + 3)
@@ -216,11 +199,28 @@ def sweep_family(family: str) -> Sweep:
                     return Sweep(family, "fails by itself", f"{error}"[:200], done.reuse)
                 distance = (pair.ask(*batch) - cold).abs().nan_to_num(0.0)
                 worst = max(worst, float(distance.max()))
+            tokens = torch.tensor(other[around // 2 : min(around + 3, longest)])
+            prefixes = [other[: around // 2 + at] for at in range(len(tokens))]
+            cold = pair.expected(*prefixes).gather(1, tokens[:, None])[:, 0]
+            (scores,) = pair.engine.genlm_sequence_logprobs([Query(prefixes[0])], [tokens.tolist()])
+            worst = max(worst, float((scores - cold).abs().nan_to_num(0.0).max()))
     if any(event["event"] == "kv.reuse_wrong" for event in events):
         done.why = "found out while it ran"
     if worst > 5e-3:  # recurrent state in float32 is off by less
         done.outcome, done.why = "wrong", f"rows are {worst:.3g} off"
     return done
+
+
+@pytest.fixture
+def say(pytestconfig: pytest.Config) -> Callable[[str], None]:
+    """Prints past pytest, which shows nothing of a test that passes."""
+    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+
+    def line(text: str) -> None:
+        with capture.global_and_fixture_disabled():
+            print(f"\n{text}", flush=True)
+
+    return line
 
 
 @pytest.fixture(scope="session")

@@ -32,6 +32,7 @@ from genlm.hf.evaluator import Evaluator
 from genlm.hf.options import HFOptions
 from genlm.hf.probe import Choice
 from genlm.hf.reuse import Reuse
+from genlm.hf.strategies import Computed
 from genlm.hf.upload import Places, Upload
 
 from .shapes import SHAPE, TOKENS
@@ -106,9 +107,10 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Make:
         def choose(model: Any, *rest: Any) -> Choice:
             if reuse in (Reuse.SHARED, Reuse.PACKED):
                 model.set_attn_implementation(ROW_ATTENTION)
-            return Choice(reuse, 0.0, None)
+            return Choice(reuse, 0.0, None, False)
 
         monkeypatch.setattr(engine_module, "choose_reuse", choose)
+        monkeypatch.setattr(Computed, "broken", lambda self: set())
         monkeypatch.setattr(Evaluator, "FIRST_CHECK", 1 << 20)
         with META:
             model = AutoModelForCausalLM.from_config(config)

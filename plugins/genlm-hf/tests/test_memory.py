@@ -17,6 +17,7 @@ from genlm.hf import engine as engine_module
 from genlm.hf import store as store_module
 from genlm.hf.pool import PoolLayer, RowPool
 from genlm.hf.store import KVStore
+from genlm.hf.strategies import Computed
 
 
 @contextmanager
@@ -121,7 +122,8 @@ def test_out_of_memory_while_trunks_are_merged(
     model.check((7, 7, 7))
     with out_of_memory_once(KVStore, "_merge", monkeypatch):
         model.check(prompt, (7, 7, 7, 8), (9, 9))
-    model.check((*prompt, 1), (7, 7, 7, 8, 9), (9, 9, 9))
+        model.check((*prompt, 1), (7, 7, 7, 8, 9), (9, 9, 9))
+    model.check((*prompt, 2), (7, 7, 7, 9), (9, 9, 8))
     assert_nothing_stays(model)
 
 
@@ -138,6 +140,42 @@ def test_state_that_is_no_number_reaches_no_other_context(llama: Any) -> None:
     row, *_ = llama.ask((0, bad, *[0] * 21), (5, 6, 7))
     assert row.isnan().all()
     llama.check((0,), (5, 6, 7, 8))
+
+
+def test_no_step_waits_to_see_whether_its_rows_are_numbers(
+    llama: Any, contexts: Callable[..., list[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device, a look waits for what is computed there."""
+    events: list[str] = []
+    look = Computed.broken
+    monkeypatch.setattr(Computed, "broken", lambda self: events.append("look") or look(self))
+    llama.engine.model.register_forward_pre_hook(lambda *_: events.append("forward"))
+    live = [*contexts(3, 20)]
+    for step in range(4):
+        llama.ask(*live)
+        assert events == ["look", "forward"][step == 0 :]
+        events.clear()
+        live = [(*context, step) for context in live]
+
+
+def test_state_that_is_no_number_is_not_kept_where_a_later_forward_fails(
+    pair: Callable[..., Any], llama_config: Callable[..., Any]
+) -> None:
+    model, bad = pair(llama_config(), max_batch_tokens=16), 200
+    for one in (model.engine.model, model.reference):
+        with torch.no_grad():
+            one.get_input_embeddings().weight[bad] = float("inf")
+    forwards = itertools.count()
+
+    def fail(*_: Any) -> None:
+        if next(forwards) == 1:
+            raise KeyboardInterrupt
+
+    hook = model.engine.model.register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        model.ask((1, 2, 3, bad, *range(20)))
+    hook.remove()
+    model.check((1, 2, 3, 4), (5,) * 30, (1, 2))
 
 
 def test_a_pool_that_cannot_grow_is_emptied(

@@ -4,13 +4,21 @@ the same."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, BertConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MambaConfig,
+    RwkvConfig,
+)
 
 from genlm.core import Query
 from genlm.hf.engine import HFEngine
@@ -18,6 +26,8 @@ from genlm.hf.loading import load_pretrained
 from genlm.hf.options import HFOptions
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
+
+from .shapes import SHAPE
 
 Make = Callable[..., Any]
 
@@ -64,6 +74,32 @@ def test_a_wrong_way_is_rejected_where_rows_are_nearly_uniform(
 
     monkeypatch.setattr(Runner, "packed", wrong)
     assert HFEngine(model, None).reuse not in (Reuse.SHARED, Reuse.PACKED)
+
+
+@pytest.fixture(params=[torch.float64, torch.bfloat16], ids=str)
+def another_default(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The type of tensors that are made without one, as a user's program may set it."""
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("another_default")
+@pytest.mark.parametrize(
+    "config", [LlamaConfig, Gemma2Config, GptOssConfig, MambaConfig, RwkvConfig]
+)
+def test_another_default_type(config: Any, unproven: Make, interleave: Make) -> None:
+    shape = {**SHAPE, "head_dim": 8, "num_local_experts": 4, "attention_hidden_size": 32}
+    model = unproven(config(**shape, dtype=torch.float32), max_batch_tokens=48)
+    assert model.engine.model.dtype == torch.float32
+    interleave(model, seed=config.__name__, atol=5e-4)
+    queries = [Query((1, 2, 3)), Query((4,))]
+    for score, query in zip(
+        model.engine.genlm_sequence_logprobs(queries, [(5, 6), (7,)]), queries, strict=True
+    ):
+        assert score.dtype == torch.float32
+        first = model.expected(query.token_ids)[0, 5 if len(score) == 2 else 7]
+        torch.testing.assert_close(score[0], first, atol=5e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("bits", "stored"), [(8, torch.int8), (4, torch.uint8)])

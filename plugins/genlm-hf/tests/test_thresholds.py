@@ -14,6 +14,7 @@ from genlm.core import EngineError, Query
 from genlm.hf.engine import HFEngine
 
 from .shapes import LATENT, SHAPE
+from .test_sequence import scores_of_rows
 
 Contexts = Callable[..., list[tuple[int, ...]]]
 Make = Callable[..., Any]
@@ -30,8 +31,48 @@ TUNED = {
     "floor_scale": 20,
     "attn_scale": 2.0,
 }
+LONG = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [4.0, 3.0, 2.0, 5.0]}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, **LONG}
 #: The configuration, and the length beyond which attention changes.
 THRESHOLDS = {
+    "phi 3, long factors": (
+        "Phi3",
+        {**SHAPE, "original_max_position_embeddings": 20, "rope_parameters": LONGROPE},
+        20,
+    ),
+    "llama, long factors": (
+        "Llama",
+        {**SHAPE, "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 20}},
+        20,
+    ),
+    "phi 3.5 moe, long factors and scales": (
+        "Phimoe",
+        {
+            **SHAPE,
+            "num_local_experts": 2,
+            "rope_parameters": {
+                **LONGROPE,
+                "original_max_position_embeddings": 20,
+                "short_mscale": 1.2,
+                "long_mscale": 1.6,
+            },
+        },
+        20,
+    ),
+    "llama, frequencies of its own for every length": (
+        "Llama",
+        {
+            **SHAPE,
+            "max_position_embeddings": 20,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0},
+        },
+        20,
+    ),
+    "doge, best positions": (
+        "Doge",
+        {**SHAPE, "keep_window_size": 20},
+        20,
+    ),
     "llama4, temperature": ("Llama4Text", TUNED, 20),
     "deepseek 3.2, best positions": ("DeepseekV32", SPARSE, 20),
     "glm-moe-dsa, best positions": ("GlmMoeDsa", SPARSE, 20),
@@ -69,6 +110,37 @@ def test_rows_on_both_sides_of_a_threshold(family: str, unproven: Make, contexts
             model.check(whole[:stop], (*whole[: stop - 1], 3), other[: stop // 2])
         model.check((*whole[: around // 2], 5), (*whole[: around + 2], 5, 6), other[: around + 7])
     model.check(whole)
+
+
+@pytest.mark.parametrize("family", THRESHOLDS)
+def test_scores_on_both_sides_of_a_threshold(
+    family: str, unproven: Make, contexts: Contexts
+) -> None:
+    name, arguments, length = THRESHOLDS[family]
+    model = unproven(getattr(transformers, f"{name}Config")(**arguments))
+    whole, other = contexts(2, 3 * length)
+    for known in ((), (whole[: length - 5],), (whole[: length + 5], whole[: 2 * length], other)):
+        model.engine.genlm_clear_kv_cache()
+        if known:
+            model.ask(*known)
+        asked = [
+            (whole[:start], whole[start:stop])
+            for start, stop in (
+                (1, length),
+                (3, 3 * length),
+                (length - 1, length + 2),
+                (length, length + 4),
+                (length + 1, length + 7),
+                (2 * length - 9, 2 * length + 9),
+            )
+        ] + [(other[:7], other[7 : length + 9]), (whole[: length - 3], other[:6])]
+        given = model.engine.genlm_sequence_logprobs(
+            [Query(context) for context, _ in asked], [continuation for _, continuation in asked]
+        )
+        for score, (context, continuation) in zip(given, asked, strict=True):
+            torch.testing.assert_close(
+                score, scores_of_rows(model, context, continuation), atol=1e-4, rtol=0
+            )
 
 
 def test_a_threshold_that_nothing_tells(unproven: Make, contexts: Contexts) -> None:

@@ -585,7 +585,9 @@ class AsyncLM(GenerationMixin):
     def _stack(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         import torch
 
-        return torch.stack(list(rows)) if rows else torch.empty(0, self._engine.width)
+        if not rows:
+            return torch.empty(0, self._engine.width, dtype=torch.float32)
+        return torch.stack(list(rows))
 
 
 def _too_long(length: int, room_for: int, limit: int) -> str:

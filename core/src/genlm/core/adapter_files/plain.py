@@ -43,8 +43,8 @@ def write_plain(
             tensors[module.down] = torch.nn.functional.pad(down, (0, 0, 0, missing)).contiguous()
             tensors[module.up] = torch.nn.functional.pad(up, (0, missing)).contiguous()
     for name, (inputs, outputs) in zeros.items():
-        tensors[f"{PREFIX}{name}.lora_A.weight"] = torch.zeros(rank, inputs)
-        tensors[f"{PREFIX}{name}.lora_B.weight"] = torch.zeros(outputs, rank)
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = torch.zeros(rank, inputs, dtype=torch.float32)
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = torch.zeros(outputs, rank, dtype=torch.float32)
     names = {name.rpartition(".")[2] for name in (*adapter.modules, *zeros)}
     config = {
         "peft_type": "LORA",

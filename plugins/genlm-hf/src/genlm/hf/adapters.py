@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -97,6 +98,7 @@ class AdapterSet:
                 "merge them (merge_and_unload), or give the plain model and add every adapter by "
                 "add_new_lora"
             )
+        self._require_plain_weights(folder)
         if self._peft is None:
             self._shapes = module_shapes(self._model)
             self._parameters = {
@@ -108,10 +110,11 @@ class AdapterSet:
         self._require_same_embeddings(folder)
         name = _name(adapter.version)
         try:
-            if self._peft is None:
-                config = _config(folder, self._parameters)
-                self._peft = PeftModel(self._model, config, adapter_name=name)
-            self._load(folder, name)
+            with _plain_state_dicts(self._model):
+                if self._peft is None:
+                    config = _config(folder, self._parameters)
+                    self._peft = PeftModel(self._model, config, adapter_name=name)
+                self._load(folder, name)
         except Exception:
             if not self._alone:
                 self.close()
@@ -201,6 +204,28 @@ class AdapterSet:
                 raise InvalidAdapterError(
                     f"LoRA adapter {folder.path} holds {name} of another base model; give the "
                     "base model that it was trained on, or an adapter made for this model"
+                )
+
+    def _require_plain_weights(self, folder: AdapterFolder) -> None:
+        """PEFT copies modules that were trained whole, and reads the weights below DoRA: of those
+        that are quantised it makes others (bitsandbytes packs 4-bit weights anew for the CPU).
+
+        Raises:
+            UnsupportedError: such weights are quantised.
+        """
+        retrained = {*(folder.config.get("modules_to_save") or ())}
+        below_dora = Feature.DORA in folder.features and self._model.device.type == "cpu"
+        for name, module in self._model.named_modules():
+            weight = getattr(module, "weight", None)
+            if not isinstance(weight, torch.Tensor) or weight.is_floating_point():
+                continue
+            is_retrained = not retrained.isdisjoint(name.split("."))
+            if is_retrained or below_dora:
+                kind = Feature.RETRAINED if is_retrained else Feature.DORA
+                raise UnsupportedError(
+                    f"LoRA adapter {folder.path} has {folder.features[kind]} ({kind.description}), "
+                    f"and the weights of {name} are quantised; merge the adapter into the model, "
+                    "or load the model without quantisation"
                 )
 
     def _load(self, folder: AdapterFolder, name: str) -> None:
@@ -296,6 +321,24 @@ class AdapterSet:
             return None
         names = self._wanted if layer is self._model.get_output_embeddings() else self._names
         return args, {**kwargs, "adapter_names": names}
+
+
+@contextmanager
+def _plain_state_dicts(model: torch.nn.Module) -> Iterator[None]:
+    """While it lasts, no module does more for its ``state_dict()`` than to name its tensors.
+
+    PEFT asks the whole model for the names of its own tensors. bitsandbytes packs 4-bit weights for
+    the CPU, and unpacks them in place for a state dict: with a loss, and other scales than before.
+    """
+    plain = torch.nn.Module._save_to_state_dict
+    others = [one for one in model.modules() if type(one)._save_to_state_dict is not plain]
+    for module in others:
+        module.__dict__["_save_to_state_dict"] = MethodType(plain, module)
+    try:
+        yield
+    finally:
+        for module in others:
+            del module.__dict__["_save_to_state_dict"]
 
 
 def _config(folder: AdapterFolder, parameters: Mapping[str, tuple[int, ...]]) -> Any:

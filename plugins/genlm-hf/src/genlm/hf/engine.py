@@ -23,7 +23,9 @@ from genlm.hf.evaluator import Evaluator
 from genlm.hf.options import HFOptions
 from genlm.hf.patterns import attention_window, layer_patterns
 from genlm.hf.pool import RowPool
+from genlm.hf.positions import longest_context
 from genlm.hf.probe import Choice, choose_reuse
+from genlm.hf.proof import BaseRow
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from genlm.hf.schedule import Schedule
@@ -63,7 +65,7 @@ class HFEngine:
         self.reuse, self._tolerance = choice.reuse, choice.tolerance
         budget = _budget(options, model.device)
         self._strategy = strategy_for(self.reuse, self._runner, options.max_batch_tokens, budget)
-        self._evaluator = Evaluator(self._strategy, self._adapters, choice.limit)
+        self._evaluator = Evaluator(self._strategy, self._adapters, choice.limit, choice.rows_apart)
         self._schedule: Schedule[Query] = Schedule(self._evaluator, options.max_batch_tokens)
         model._genlm_engine = (id(model), weakref.ref(self))
 
@@ -73,7 +75,7 @@ class HFEngine:
         self.tokenizer = tokenizer
         self._config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = _vocab_size(model, self._config)
-        self.max_context: int | None = getattr(self._config, "max_position_embeddings", None)
+        self.max_context = longest_context(model)
         self.device = str(model.device)
 
     def _choose_reuse(self) -> Choice:
@@ -145,6 +147,8 @@ class HFEngine:
         # First: where memory is short, the others may drive out what it goes on from.
         ahead = [] if chunk is None else [chunk]
         unproven = self._evaluator.unproven(sequences) if sequences else None
+        if unproven is not None:
+            self._rows([self._evaluator.compared_part(sequences[unproven])])
         rows = self._rows([*ahead, *sequences])[len(ahead) :]
         if unproven is not None and not self._proven(sequences[unproven], rows[unproven]):
             rows = self._rows(sequences)
@@ -184,14 +188,26 @@ class HFEngine:
         unproven = self._evaluator.unproven(sequences)
         if unproven is not None:
             last = evolve(sequences[unproven], keep=1)
+            self._rows([self._evaluator.compared_part(last)])
             self._proven(last, self._rows([last])[0])
         scores = [
-            torch.empty(len(continuation), device=self.device) for continuation in continuations
+            torch.empty(len(continuation), dtype=torch.float32, device=self.device)
+            for continuation in continuations
         ]
-        done = [0] * len(sequences)
-        with closing(self._evaluator.run(sequences)) as results:
+        pieces: list[TokenSequence] = []
+        targets: list[Sequence[int]] = []
+        parts: list[torch.Tensor] = []
+        for sequence, continuation, score in zip(sequences, continuations, scores, strict=True):
+            at = 0
+            for piece in self._evaluator.pieces(sequence):
+                pieces.append(piece)
+                targets.append(continuation[at : at + piece.keep])
+                parts.append(score[at : at + piece.keep])
+                at += piece.keep
+        done = [0] * len(pieces)
+        with closing(self._evaluator.run(pieces)) as results:
             for result in results:
-                self._score(result, continuations, scores, done)
+                self._score(result, targets, parts, done)
         return scores
 
     def _score(
@@ -244,8 +260,12 @@ class HFEngine:
 
     @hookimpl
     def genlm_add_lora(self, adapter: Adapter, contents: AdapterFolder) -> bool:
+        base = BaseRow(self._runner)
         with self._runner.head_may_change():
             self._adapters.add(adapter, contents)
+        if not base.is_unchanged():
+            self.genlm_remove_lora(adapter)
+            raise base.error(adapter)
         return True
 
     @hookimpl

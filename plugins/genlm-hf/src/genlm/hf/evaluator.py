@@ -30,6 +30,7 @@ class Evaluator:
         strategy: How they are computed.
         adapters: Says which sequences may share a forward.
         reuse_limit: The longest context whose state may be kept; ``None`` means no limit.
+        rows_apart: Whether beyond that limit every row needs a forward of its own.
     """
 
     #: The length of the first context whose row is compared with a cold one. Then follow the powers
@@ -37,11 +38,16 @@ class Evaluator:
     FIRST_CHECK = 16
 
     def __init__(
-        self, strategy: Strategy, adapters: AdapterSet, reuse_limit: int | None = None
+        self,
+        strategy: Strategy,
+        adapters: AdapterSet,
+        reuse_limit: int | None = None,
+        rows_apart: bool = True,
     ) -> None:
         self._strategy = strategy
         self._adapters = adapters
         self._reuse_limit = reuse_limit
+        self._rows_apart = rows_apart
         self._next_check = self.FIRST_CHECK
 
     def unproven(self, sequences: Sequence[TokenSequence]) -> int | None:
@@ -56,6 +62,11 @@ class Evaluator:
         due = sequences[at].length >= self._next_check and self.keeps(sequences[at])
         return at if due else None
 
+    def compared_part(self, sequence: TokenSequence) -> TokenSequence:
+        """The beginning of a sequence whose length has been compared. From its state on the
+        comparison shows what changes beyond it; a whole forward would agree with itself."""
+        return TokenSequence(sequence.tokens[: self._next_check - 1], sequence.adapter)
+
     def prove(self, length: int, right: bool) -> None:
         """Say what a comparison of a context of ``length`` tokens showed: where the row was wrong,
         no state of contexts as long as the last power of two, or longer, is kept any more."""
@@ -63,6 +74,7 @@ class Evaluator:
             self._next_check = 1 << length.bit_length()
             return
         self._reuse_limit = max(self._next_check // 2, 1)
+        self._rows_apart = True
         self._strategy.clear()
         logger.warning("kv.reuse_wrong", length=length, limit=self._reuse_limit)
 
@@ -81,6 +93,21 @@ class Evaluator:
             while kept:
                 now, kept, shared = self._leaders(sequences, kept)
                 yield from self._spared(sequences, now, kept=True, shared=shared)
+
+    def pieces(self, sequence: TokenSequence) -> list[TokenSequence]:
+        """Sequences whose wanted rows, one after the other, are those of ``sequence`` as if each
+        was asked for alone: where a model changes its attention beyond a length for all positions
+        of a forward, no forward crosses that length."""
+        limit, first = self._reuse_limit, sequence.latest_start
+        if limit is None or sequence.length <= limit:
+            return [sequence]
+        stops = [limit] if first < limit else []
+        beyond = range(max(first, limit) + 1, sequence.length + 1)
+        stops.extend(beyond if self._rows_apart else beyond[-1:])
+        return [
+            TokenSequence(sequence.tokens[:stop], sequence.adapter, keep=stop - before)
+            for before, stop in pairwise([first, *stops])
+        ]
 
     def keeps(self, sequence: TokenSequence) -> bool:
         """Whether a sequence's state is kept."""

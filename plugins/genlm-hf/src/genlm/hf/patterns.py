@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from attrs import frozen
 
+from genlm.hf.positions import rope_scalings
+
 
 @frozen
 class Pattern:
@@ -86,16 +88,13 @@ def reuse_limit(config: Any) -> int | None:
     * attention whose temperature changes with the position (Llama 4), from ``floor_scale`` on;
     * attention to the best ``index_topk`` positions only (DeepSeek V3.2), beyond so many.
     """
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     limits = [
         scaling.get(
             "original_max_position_embeddings",
             getattr(config, "original_max_position_embeddings", None),
         )
         or config.max_position_embeddings
-        for scaling in nested
-        if scaling.get("rope_type") in ("dynamic", "longrope")
+        for scaling in rope_scalings(config, "dynamic", "longrope")
     ]
     if getattr(config, "attn_temperature_tuning", False):
         limits.append(int(config.floor_scale) - 1)

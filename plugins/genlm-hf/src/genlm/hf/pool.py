@@ -157,8 +157,9 @@ class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
     def blank(self, slot: int, first: int) -> None:
         """Make a row zero from a column on."""
         for layer in self.layers:
-            layer.keys[slot, :, first:] = 0
-            layer.values[slot, :, first:] = 0
+            if layer.is_initialized:
+                layer.keys[slot, :, first:] = 0
+                layer.values[slot, :, first:] = 0
 
     @torch.inference_mode()
     def new_trunk(self, size: int) -> list[LayerStates]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from genlm.hf.attention import ROW_ATTENTION
 from genlm.hf.layout import Chunk
 from genlm.hf.patterns import layer_patterns, reuse_limit
 from genlm.hf.pool import RowPool
+from genlm.hf.positions import rope_scalings
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from genlm.hf.sequence import TokenSequence
@@ -43,6 +45,7 @@ INT8_TOLERANCE = 3.0
 #: Where the twins' thresholds are, and how long the contexts that cross them.
 NEAR = 8
 AROUND_NEAR = ((4, 7), (7, 9), (8, 17), (9, 35), (20, 39))
+BEYOND_NEAR = ((9, 35), (20, 39))
 
 #: How far two forwards of a twin may be apart, nats: it is of float32.
 MOST_NOISE = 0.05
@@ -65,11 +68,14 @@ class Choice:
         reuse: The way.
         tolerance: How far its log-probabilities may be from those of cold forwards.
         limit: The longest context whose state may be kept; ``None`` means no limit.
+        rows_apart: Whether beyond the limit every row needs a forward of its own: what one forward
+            gives at a position is not the row of the context that ends there.
     """
 
     reuse: Reuse
     tolerance: float
     limit: int | None
+    rows_apart: bool
 
 
 def choose_reuse(
@@ -105,7 +111,8 @@ def choose_reuse(
                 logger.info("kv.reuse_chosen", reuse=reuse.value, rejected=reasons)
                 if reach is not None:  # longer contexts are computed whole, without padding
                     logger.warning("kv.reuse_limited", limit=reach, why=twins.reasons[reuse])
-                return Choice(reuse, tolerance, _least(limit, reach))
+                least = _least(limit, reach)
+                return Choice(reuse, tolerance, least, least is not None and twins.rows_apart())
             why = f"beyond {reach} tokens: {twins.reasons[reuse]}"
         reasons[reuse.value] = why
         if model.config._attn_implementation != original:
@@ -134,7 +141,7 @@ def _disagreement(
     return None if distance <= tolerance else f"rows differ by {distance:.3g}"
 
 
-@define
+@define(slots=False)
 class Twins:
     """Small models of a model's class, each with some thresholds a few tokens away.
 
@@ -150,7 +157,8 @@ class Twins:
 
     def reach(self, reuse: Reuse) -> int | None:
         """The longest context for which a way is right on the twins; ``None`` is any length."""
-        found = self._thresholds()
+        # Those that contexts whose state is kept may cross.
+        found = [one for one in self._thresholds if self.limit is None or one.value < self.limit]
         if not found:
             return None
         why = self._why_wrong(reuse, found)
@@ -161,25 +169,45 @@ class Twins:
         self.reasons[reuse] = f"{', '.join('.'.join(one.path) for one in guilty)}: {why}"
         return min(one.value for one in guilty) - 1
 
+    def rows_apart(self) -> bool:
+        """Whether beyond all thresholds a row depends on tokens that come after it, or no twin
+        tells."""
+        if rope_scalings(self.model.config.get_text_config(decoder=True), "dynamic"):
+            return True  # each length has frequencies of its own
+        try:
+            return self._disagreement(Reuse.NONE, self._thresholds, BEYOND_NEAR) is not None
+        except (EngineError, ValueError):
+            return True
+
+    @cached_property
     def _thresholds(self) -> list[Threshold]:
-        """Those that contexts whose state is kept may cross."""
-        found = thresholds(self.model.config.to_dict())
-        return [one for one in found if self.limit is None or one.value < self.limit]
+        return thresholds(self.model.config.to_dict())
 
     def _why_wrong(self, reuse: Reuse, near: Sequence[Threshold]) -> str | None:
         """Why a way is wrong on the twin with some thresholds near; ``None`` where it is right."""
         try:
-            model, changed = self.model, {one.path: NEAR for one in near}
-            twin = small_model(type(model), model.config, model.device, changed)
+            return self._disagreement(reuse, near, AROUND_NEAR)
         except ValueError as error:  # then the comparisons with cold rows remain
             logger.info("kv.no_twin", why=str(error))
             return None
+
+    def _disagreement(
+        self, reuse: Reuse, near: Sequence[Threshold], around: Sequence[Sequence[int]]
+    ) -> str | None:
+        """The same, with contexts of these lengths.
+
+        Raises:
+            ValueError: there is no such twin.
+            EngineError: its rows differ from forward to forward.
+        """
+        model, changed = self.model, {one.path: NEAR for one in near}
+        twin = small_model(type(model), model.config, model.device, changed)
         adapters = AdapterSet(twin)
         runner = Runner(twin, adapters, RowPool(), layer_patterns(twin))
         try:
             if reuse in (Reuse.SHARED, Reuse.PACKED):
                 _use_row_attention(twin)
-            for lengths in AROUND_NEAR:
+            for lengths in around:
                 contexts = _random_contexts(TOKENS - 4, lengths)
                 expected = _logprobs([runner.plain([context], [None], [1]) for context in contexts])
                 noise = _noise(runner, contexts, expected)

@@ -15,6 +15,7 @@ from genlm.hf.attention import LAYOUT_ARGUMENT
 from genlm.hf.layout import Chunk, PackedLayout, UniformLayout
 from genlm.hf.patterns import Pattern
 from genlm.hf.pool import RowPool
+from genlm.hf.positions import DynamicRope
 from genlm.hf.upload import Indices, Upload
 
 
@@ -43,6 +44,7 @@ class Runner:
         self._selected = False  # whether the hook chose the wanted positions
         takes = inspect.signature(model.forward).parameters
         self._cache_name = "cache_params" if "cache_params" in takes else "past_key_values"
+        self._rope = DynamicRope(model)
         self._hook: Any = None
         self._hook_head()
 
@@ -203,6 +205,7 @@ class Runner:
         of_wanted = [at // width for at in wanted.values]
         try:
             with torch.inference_mode(), self._adapters.applied(rows, of_wanted):
+                self._rope.forget()
                 outputs = self._model(**inputs)
         finally:
             self._wanted = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from attrs import define, frozen
+from attrs import define, field, frozen
 
 from genlm.core.segments import Row
 from genlm.core.types import Adapter
@@ -39,13 +39,27 @@ class Result:
     logits: torch.Tensor
 
 
-def not_numbers(result: Result) -> set[int]:
-    """The sequences with a row of nan. One value tells: each is a sum over the whole state. On the
-    CPU only: elsewhere the step would wait for the device."""
-    if result.logits.device.type != "cpu":
-        return set()
-    nan = result.logits[:, 0].isnan().tolist()
-    return {owner for owner, bad in zip(result.owners, nan, strict=True) if bad}
+@frozen(eq=False)
+class Computed:
+    """What forwards have written into assigned rows and trunks, whether or not it is numbers.
+
+    Attributes:
+        works: What they computed.
+        owners: For each flag the index of its work.
+        flags: On the device: whether a row was nan. One value of a row tells: each is a sum over
+            the whole state.
+    """
+
+    works: list[Work]
+    owners: list[int]
+    flags: list[torch.Tensor]
+
+    def broken(self) -> set[int]:
+        """The works with a row of nan; the device is waited for, if it still computes."""
+        if not self.flags:
+            return set()
+        values = torch.cat(self.flags).tolist()
+        return {owner for owner, bad in zip(self.owners, values, strict=True) if bad}
 
 
 @define(eq=False)
@@ -140,10 +154,34 @@ class Work:
 
 @define(eq=False)
 class InRows(Strategy):
-    """With state in rows and trunks; how forwards are made is left to the two below."""
+    """With state in rows and trunks; how forwards are made is left to the two below.
 
-    store: KVStore
+    State with nan must not be kept: what shares a prefix would start from it, and a masked column
+    still takes part in the products. Whether there is any is looked at before the state is used,
+    a step later. So no step waits for its own forward.
+    """
+
+    _store: KVStore
+    _unsettled: Computed | None = field(default=None, init=False)
     shares_prefixes = True
+
+    @property
+    def store(self) -> KVStore:
+        """The store, with all that has been computed in it."""
+        done, self._unsettled = self._unsettled, None
+        if done is not None:
+            self._settle(done, done.broken())
+        return self._store
+
+    def _settle(self, done: Computed, broken: set[int]) -> None:
+        """Keep the state of the works that are not broken."""
+        lost = [work.assignment for work in done.works if work.index in broken]
+        self._store.abandon(lost)
+        self._store.blank(lost)
+        try:
+            self._store.commit([one.assignment for one in done.works if one.index not in broken])
+        except torch.OutOfMemoryError:
+            self._store.drop_unpinned()
 
     def fits(self, length: int) -> bool:
         return self.store.fits(length)
@@ -166,19 +204,17 @@ class InRows(Strategy):
                 for at, assignment in zip(left, assignments, strict=False)
             ]
             left = left[len(assignments) :]
-            broken: set[int] = set()
-            kept: list[Assignment] = []
+            done = Computed(works, [], [])
             try:
                 for result in self.forwards(works):
-                    broken |= not_numbers(result)
+                    done.owners.extend(result.owners)
+                    done.flags.append(result.logits[:, 0].isnan())
                     yield result
-                kept = [work.assignment for work in works if work.index not in broken]
-            finally:
-                if lost := [*{*assignments}.difference(kept)]:
-                    self.store.abandon(lost)
-                    if broken:
-                        self.store.blank(lost)
-            self.store.commit(kept)
+            except BaseException:
+                self._store.abandon(assignments)
+                self._store.blank(assignments)
+                raise
+            self._unsettled = done
 
     def forwards(self, works: Sequence[Work]) -> Iterator[Result]:
         """Compute what remains of some works."""
@@ -188,7 +224,8 @@ class InRows(Strategy):
         return self.store.pin(sequence)
 
     def clear(self) -> None:
-        self.store.clear()
+        self._unsettled = None
+        self._store.clear()
 
     def drop_unpinned(self) -> None:
         self.store.drop_unpinned()

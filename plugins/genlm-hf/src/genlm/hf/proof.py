@@ -1,0 +1,55 @@
+"""The proof that an adapter leaves the base model as it is."""
+
+from __future__ import annotations
+
+import torch
+
+from genlm.core.errors import EngineDeadError, GenlmError, UnsupportedError
+from genlm.core.types import Adapter
+from genlm.hf.runner import Runner
+
+#: How far the row of one context may be from itself: at least so much, nats, and so many times what
+#: lies between two forwards.
+LEAST_APART, NOISE_MARGIN = 1e-3, 8.0
+
+
+class BaseRow:
+    """A row of the base model, to be computed again later.
+
+    PEFT puts layers around the model's own. It may change those, such as quantised ones that do
+    more than to hold tensors.
+
+    Args:
+        runner: Runs forwards.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._row = self._compute()
+        noise = float((self._compute() - self._row).abs().nan_to_num(0.0).max())
+        self._tolerance = max(LEAST_APART, NOISE_MARGIN * noise)
+
+    def is_unchanged(self) -> bool:
+        """Whether the model gives that row still."""
+        try:
+            row = self._compute()
+        except Exception:  # whatever a layer says that is not whole any more
+            return False
+        return torch.allclose(row, self._row, rtol=0.0, atol=self._tolerance, equal_nan=True)
+
+    def error(self, adapter: Adapter) -> GenlmError:
+        """What to raise once an adapter that changed the base model has been removed."""
+        what = f"LoRA adapter {adapter.path} changes the rows of this base model"
+        if self.is_unchanged():
+            return UnsupportedError(
+                f"{what} while it is loaded, so it was removed again; merge it into the model, or "
+                "load the model without quantisation"
+            )
+        return EngineDeadError(
+            f"{what}, also after it was removed; load the model again, without quantisation if "
+            "adapters are needed"
+        )
+
+    def _compute(self) -> torch.Tensor:
+        logits = self._runner.plain([[0, 1, 2, 3]], [None], [1])
+        return logits[0].float().log_softmax(-1)

@@ -1,0 +1,38 @@
+"""Small models of every causal family that transformers has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+from genlm.hf.twin import small_model, thresholds
+
+#: What the configurations of some families leave open, though none of their models does.
+LEFT_OPEN: dict[str, dict[str, Any]] = {
+    "dots1": {"q_lora_rank": None, "head_dim": 128, "num_key_value_heads": 32},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "reformer": {"is_decoder": True},
+    "xmod": {"default_language": "en_XX"},
+}
+
+
+def small_family(family: str, far: int) -> Any:
+    """A small random model of a family, each of its thresholds at ``far`` tokens.
+
+    Raises:
+        Exception: whatever transformers says of such a model.
+    """
+    config = CONFIG_MAPPING[family](**LEFT_OPEN.get(family, {}))
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not isinstance(config, kind.config_class):
+        config = config.get_text_config(decoder=True)
+    if hasattr(config, "is_decoder"):
+        config.is_decoder = True
+    changed = {one.path: far for one in thresholds(config.to_dict())}
+    return small_model(kind, config, torch.device("cpu"), changed)

@@ -1,0 +1,81 @@
+"""A context for which a model has no positions is refused, and the longest one is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoTokenizer
+
+from genlm.core import InvalidQueryError
+from genlm.hf import AsyncTransformer
+
+from .shapes import SHAPE, TOKENS
+
+BERT = {**SHAPE, "max_position_embeddings": 40, "is_decoder": True, "pad_token_id": 1}
+WHISPER = {
+    "vocab_size": TOKENS,
+    "d_model": 32,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 48,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "max_target_positions": 38,
+    "pad_token_id": 256,
+    "bos_token_id": 256,
+    "eos_token_id": 256,
+}
+#: Their tables have 38 places, also those whose configuration says 40.
+TABLES: dict[str, dict[str, Any]] = {
+    "Whisper": WHISPER,
+    "Mpt": {"vocab_size": TOKENS, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 38},
+    "Roberta": BERT,
+    "RobertaPreLayerNorm": BERT,
+    "XLMRoberta": BERT,
+    "XLMRobertaXL": BERT,
+    "Camembert": BERT,
+    "Data2VecText": BERT,
+    "Xmod": {**BERT, "default_language": "en_XX"},
+    "GPT2": {"vocab_size": TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 38},
+    "OPT": {
+        **SHAPE,
+        "ffn_dim": 48,
+        "word_embed_proj_dim": 32,
+        "max_position_embeddings": 38,
+    },
+}
+
+
+@pytest.mark.parametrize("family", TABLES)
+def test_the_table_of_positions_is_the_limit(family: str, tiny: str) -> None:
+    config = getattr(transformers, f"{family}Config")(**TABLES[family])
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+    longest = tuple(range(100, 138))
+    with torch.no_grad():
+        expected = model(torch.tensor([longest]), use_cache=False).logits[0, -1].log_softmax(-1)
+    with AsyncTransformer(model, AutoTokenizer.from_pretrained(tiny)) as lm:
+        assert lm.max_context == 38
+        row = lm.next_token_logprobs_sync(longest)
+        torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
+        assert len(lm.sequence_logprobs_sync(longest[:30], longest[:9])) == 9
+        for refused in (
+            lambda: lm.next_token_logprobs_sync((*longest, 1)),
+            lambda: lm.sequence_logprobs_sync(longest[:30], longest[:10]),
+        ):
+            with pytest.raises(InvalidQueryError, match="38"):
+                refused()
+
+
+def test_a_rotary_embedding_that_stretches_takes_more() -> None:
+    """As many times more as its configuration says."""
+    config = transformers.LlamaConfig(
+        **{**SHAPE, "max_position_embeddings": 20},
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    )
+    from genlm.hf.engine import HFEngine
+
+    assert HFEngine(transformers.LlamaForCausalLM(config), None).max_context == 80
