@@ -95,7 +95,8 @@ def test_pip_replaces_one_by_the_other_and_a_mixture_says_so(
     assert "No module named 'genlm.backend'" in environment.says()
 
 
-def test_it_is_re_exports_and_nothing_else() -> None:
-    """What behaviour a program needs is in the core or in a plugin."""
+def test_it_is_little_more_than_re_exports() -> None:
+    """What behaviour a program needs is in the core or in a plugin. What 0.3 alone had, its
+    warnings and its check of a byte decoder, is here."""
     lines = [line for file in COMPAT.glob("src/**/*.py") for line in file.read_text().splitlines()]
-    assert 0 < len(lines) < 300
+    assert 0 < len(lines) < 360

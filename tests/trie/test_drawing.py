@@ -70,7 +70,7 @@ def test_a_large_trie_is_pruned_to_its_heaviest_part(graphviz, trie, sums):
 
 def test_graphviz_missing_is_said(trie, monkeypatch):
     monkeypatch.setitem(sys.modules, "graphviz", None)
-    with pytest.raises(ImportError, match=r"genlm-core\[visualize\]"):
+    with pytest.raises(ImportError, match=r"pip install .*\[visualize\]"):
         trie.visualize()
 
 

@@ -26,15 +26,9 @@ def check_byte_decoder(tokenizer: Any, byte_decoder: Mapping[str, int]) -> None:
     """
     right, added = get_byte_vocab(tokenizer), tokenizer.get_added_vocab()
     for name, token_id in tokenizer.get_vocab().items():
-        if name in added:
-            continue
-        missing = [character for character in name if character not in byte_decoder]
-        if missing:
-            raise ByteDecoderError(
-                f"the byte decoder has no byte for {missing[0]!r} of token {token_id}, {name!r}; "
-                "decode_vocab(tokenizer) needs no such table"
-            )
-        if (found := bytes(byte_decoder[character] for character in name)) != right[token_id]:
+        known = all(character in byte_decoder for character in name)
+        found = bytes(byte_decoder[character] for character in name) if known else None
+        if name not in added and found != right[token_id]:
             raise ByteDecoderError(
                 f"the byte decoder reads token {token_id}, {name!r}, as {found!r}; in a text it is "
                 f"{right[token_id]!r}: decode_vocab(tokenizer) needs no such table"
