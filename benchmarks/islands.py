@@ -2,10 +2,10 @@
 
 The program is ``examples/islands.py``, over mocks that take 20 ms for a batch. No particle ends,
 and weights are looked at every 16 tokens. ``tokens a second of n islands``: of all of them, where
-each has 8 or 64 particles. The floor is as many tokens in 20 ms for each island. All islands share the
-machine's cores, which their programs need between two batches: on two cores that is the limit for
-64 particles. ``a run with a lost worker``: 48 tokens of 64 particles on 8 islands, with a worker
-killed half-way, until it has started again and has done its share.
+each has 8 or 64 particles. The floor is as many tokens in 20 ms for each island. All islands share
+the machine's cores, which their programs need between two batches: on two cores that is the limit
+for 64 particles. ``a run with a lost worker``: 48 tokens of 64 particles on 8 islands, with a
+worker killed half-way, until it has started again and has done its share.
 """
 
 from __future__ import annotations

@@ -129,10 +129,10 @@ def report_particles(
 ) -> None:
     strings: Counter[str] = Counter()
     for particle, weight in zip(particles, weights(particles).tolist(), strict=True):
-        text = b"".join(byte_vocab[i].byte_string for i in particle.token_ids)
-        strings[text.decode()] += weight
-    for string, weight in strings.most_common(10):
-        print(f"{weight:7.3f}  {string!r}")
+        written = b"".join(byte_vocab[i].byte_string for i in particle.token_ids)
+        strings[written.decode()] += weight
+    for text, weight in strings.most_common(10):
+        print(f"{weight:7.3f}  {text!r}")
     size = effective_size(particles)
     print(
         f"log normalising constant {log_constant:.3f}, effective sample size {size:.1f} of "
