@@ -85,7 +85,7 @@ class World:
         self.now = 0.0
         self.processes = [Process(alive=False) for _ in range(replicas)]
         self.arriving: list[tuple[Asked, Any]] = []
-        self.gone_paths: set[str] = set()  # adapters whose folders are gone
+        self.gone_paths = {REFUSED}  # adapters whose folders are gone; this one, on the last node
         self.harmed: dict[object, int] = {}  # deaths that something on trial was not to blame for
 
     def reply(self, asked: Asked, outcome: Any) -> None:
@@ -100,6 +100,11 @@ class World:
         process.asked.clear()
 
     def receive(self, process: Process, asked: Asked) -> None:
+        if asked.method == "answer":
+            beside = [a for a in process.asked if a.method == "answer"]
+            assert all(
+                a.on_trial == asked.on_trial for a in beside if a.program is asked.program
+            ), "suspects beside others"
         if process.alive and not process.hangs and self.busy(process, asked):
             self.reply(asked, Busy())
         elif process.alive:
@@ -147,8 +152,8 @@ class World:
         if asked.method == "answer":
             return [self.answer(ask, have) for ask in arguments[0]]
         if asked.method == "add_adapter":
-            refuses = process is self.processes[-1] and arguments[1] == REFUSED
-            if refuses or arguments[1] in self.gone_paths:
+            there = arguments[1] == REFUSED and process is not self.processes[-1]
+            if arguments[1] in self.gone_paths and not there:
                 return Gentle(arguments[1])
             have.add(arguments[0])
         elif asked.method == "pin":
@@ -229,7 +234,7 @@ class Program:
         self.changing: tuple[Entry | None, Adapter | None] | None = None
         lines = [Line(world, self, index, shared) for index in range(len(world.processes))]
         self.world = world
-        self.fleet = Fleet(name, lines, (None, "mock", "mock", {}), 1e9, world.now)
+        self.fleet = Fleet(name, lines, (None, "mock", "mock", {}), 1e9, world.now, shared=shared)
 
     def check_answers(self) -> None:
         answers, self.fleet.answers = self.fleet.answers, []
@@ -252,7 +257,9 @@ class Program:
     def changed(self, error: Exception | None) -> None:
         assert self.changing is not None
         (entry, adapter), self.changing = self.changing, None
-        if adapter is not None and adapter.path in (KILLS, REFUSED, *self.world.gone_paths):
+        if adapter is not None and adapter.path == REFUSED and error is None:
+            self.adapters.append(adapter)  # who refuses it was away, and it will be lost
+        elif adapter is not None and adapter.path in (KILLS, *self.world.gone_paths):
             assert error is not None
             if adapter.path == KILLS:
                 assert f"{DEATHS} replicas died" in str(error)
@@ -431,8 +438,10 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "world"):
             return
-        for process in self.world.processes:
-            process.hangs = False
+        for index, process in enumerate(self.world.processes):
+            alone = len(self.programs) == 1  # then the program itself ends what hangs
+            if not (alone and self.programs[0].fleet.members[index].loaded):
+                process.hangs = False
         for _ in range(400):
             self.go_on()
             self.wait(2.0)

@@ -40,6 +40,7 @@ class Fleet:
         loading: What a replica needs to load the model.
         patience: Seconds for which all replicas may be lost.
         now: The time.
+        shared: Whether a replica may die by a neighbour's fault.
 
     Attributes:
         answers: Requests with their results or errors, since they were last taken away.
@@ -48,11 +49,19 @@ class Fleet:
     """
 
     def __init__(
-        self, program: str, lines: Sequence[Any], loading: Action, patience: float, now: float
+        self,
+        program: str,
+        lines: Sequence[Any],
+        loading: Action,
+        patience: float,
+        now: float,
+        *,
+        shared: bool,
     ) -> None:
         self._program = program
         self._loading = loading
         self._patience = patience
+        self._shared = shared
         self._log = Log()
         self._placing: Placing[Member] = Placing()
         self._flying: dict[Request, Job] = {}
@@ -140,7 +149,7 @@ class Fleet:
             self._start(member)
         else:
             self._watch.enter(member, State.RESTING)
-            if not self.started and member.failures >= STARTS:
+            if not (self.started or self._shared) and member.failures >= STARTS:
                 why = f"a replica ended {STARTS} times while it was loading: {gone}"
                 raise BackendUnavailableError(why)
 
@@ -307,8 +316,9 @@ class Fleet:
         Raises:
             EngineDeadError: no replica will answer any more.
         """
-        for member in self._watch.look(now):
-            self._die(member, Gone(f"no answer in {SILENT * self.pulse:g} seconds"))
+        for member in self._watch.look(now, self._patience):
+            patience = SILENT * self.pulse if member.loaded else self._patience
+            self._die(member, Gone(f"no answer in {patience:g} seconds"))
         for member in self._watch.rested():
             self._start(member)
         self._placing.retry()

@@ -161,10 +161,12 @@ class FleetThread:
         each = range(options.replicas)
         lines = [Line(ray, options, index, self.actors, self._came) for index in each]
         # Ray ends a program's own replicas with it; on shared ones only its session ends.
-        lease = None if options.name is None else LEASE * watch.PULSE
+        shared = options.name is not None
+        lease = LEASE * watch.PULSE if shared else None
         loading = (lease, options.backend, model, dict(options.backend_opts))
         self._lines = lines
-        self._fleet = Fleet(self._program, lines, loading, options.start_timeout, time.monotonic())
+        patience, now = options.start_timeout, time.monotonic()
+        self._fleet = Fleet(self._program, lines, loading, patience, now, shared=shared)
         self._thread = threading.Thread(target=self._run, name="genlm-ray", daemon=True)
         self._thread.start()
         try:

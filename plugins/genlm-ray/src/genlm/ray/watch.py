@@ -114,14 +114,16 @@ class Watch:
     alive_at: float = 0.0
     pulse: float = field(factory=lambda: PULSE)
 
-    def look(self, now: float) -> list[Member]:
-        """The replicas that have not been heard of for too long."""
+    def look(self, now: float, patience: float) -> list[Member]:
+        """The replicas that have not been heard of, or have been loading, for too long."""
         self.now += min(now - self._seen, self.pulse / 2)
         self._seen = now
         if any(member.ready for member in self.members):
             self.alive_at = self.now
         limit = self.now - SILENT * self.pulse
-        return [member for member in self.members if member.loaded and member.heard_at < limit]
+        loading = [m for m in self.members if m.state is State.STARTING]
+        late = [member for member in loading if self.now >= member.since + patience]
+        return late + [m for m in self.members if m.loaded and m.heard_at < limit]
 
     def enter(self, member: Member, state: State) -> None:
         member.state, member.since = state, self.now
