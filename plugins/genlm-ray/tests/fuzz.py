@@ -40,13 +40,19 @@ class Slow:
         return (yield)
 
 
-def processes() -> list[int]:
+def parent_of_workers(cluster: Any) -> int:
+    """What starts the replicas' processes; another cluster on this machine has its own."""
+    found: int = cluster.get(cluster.remote(lambda: os.getppid()).remote(), timeout=PATIENCE)
+    return found
+
+
+def processes(parent: int) -> list[int]:
     """The processes of all replicas, those that load included."""
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
+    for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
         with contextlib.suppress(OSError):
-            if b"ray::Replica" in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
+            if b"ray::Replica" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(int(pid))
     return sorted(found)
 
 
@@ -55,6 +61,7 @@ class Campaign:
     """Rounds of requests or changes, in each of which replicas are killed."""
 
     cluster: Any
+    parent: int
     source: random.Random
     programs: list[AsyncLM]
     mock: MockAsyncLM
@@ -71,7 +78,7 @@ class Campaign:
         """One replica, or all at once; perhaps again, as soon as there is one."""
         for _ in range(self.source.randint(1, 2)):
             await asyncio.sleep(self.source.choice([0.0, 0.01, 0.05, 0.2, 2.0]))
-            there = processes()
+            there = processes(self.parent)
             number = self.source.choice([1, 1, len(there)])
             for pid in self.source.sample(there, min(number, len(there))):
                 with contextlib.suppress(ProcessLookupError):
@@ -139,7 +146,8 @@ def campaign(cluster: Any, fleet: Callable[..., AsyncLM], seed: int, seconds: fl
         for path in PATHS:
             mock.add_new_lora(path, path)
         programs = [fleet(**options), fleet(**options)]
-        fuzz = Campaign(cluster, random.Random(seed), programs, mock)
+        source, parent = random.Random(seed), parent_of_workers(cluster)
+        fuzz = Campaign(cluster, parent, source, programs, mock)
         while time.monotonic() < deadline:
             asyncio.run(fuzz.round())
             rounds += 1
