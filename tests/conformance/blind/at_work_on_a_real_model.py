@@ -23,10 +23,14 @@ from .of_a_real_model import Hooked, rotary_of
 
 
 class Steps(HFEngine):
-    """Has requests of its own in the engine: other ones, later ones, fewer ones."""
+    """Has requests of its own in the engine: other ones, later ones, fewer ones.
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    Long prompts come in chunks of 256 tokens.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, options: HFOptions | None = None) -> None:
+        options = evolve(options or HFOptions(), max_batch_tokens=256)
+        super().__init__(model, tokenizer, options)
         self.asked: dict[Query, list[Query]] = {}  # what the engine was asked, and for whom
 
     @hookimpl

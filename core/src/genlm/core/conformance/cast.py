@@ -20,7 +20,7 @@ MOVING = "moving"
 #: Lengths of prompts, tokens of draws and scores, and options of draws. The numbers of them have no
 #: common divisor, so that all combinations come up.
 PROMPTS = (3, 40, 15, 130, 31, 300, 8)
-TOKENS = (5, 1, 12, 3, 30, 2, 17, 8, 4)
+TOKENS = (5, 2, 3, 4, 12, 1, 30, 17, 8)
 OPTIONS: tuple[Mapping[str, Any], ...] = (
     {},
     {"temperature": 0.6},
@@ -30,7 +30,7 @@ OPTIONS: tuple[Mapping[str, Any], ...] = (
 )
 
 #: How many different ones there are of each kind.
-DIFFERENT = {"rows": 120, "long rows": 12, "draws": 24, "growing draws": 12, "scores": 12}
+DIFFERENT = {"rows": 120, "long rows": 18, "draws": 27, "growing draws": 12, "scores": 12}
 
 
 @frozen

@@ -53,7 +53,7 @@ class ContinuationClauses:
             expect_greedy(live, drawn, prompt, places=_around(len(drawn)))
             for end in (len(drawn), len(drawn) - 1):
                 context = (*prompt, *drawn[: max(end, 0)])
-                for asked in (context, (*context, contexts.tokens[3])):
+                for asked in ((*context, contexts.tokens[3]), context):
                     live.expect(live.ask(asked), asked, how="going on from what was drawn")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from genlm.core.conformance.agreement import expect_scores
+from genlm.core.conformance.clock import after_each_call
 from genlm.core.conformance.compare import check
 from genlm.core.conformance.runner import Outcome, submitted
 from genlm.core.conformance.subject import Subject
@@ -50,16 +51,23 @@ class CrowdClauses:
                 ):
                     waiting[what] = asyncio.ensure_future(asked)
                 await submitted()
-            await asyncio.gather(*others)
-            return await asyncio.gather(*waiting.values(), return_exceptions=True)
+            everybody = [*others, *waiting.values()]
+            # Who is answered asks again before the next call but one.
+            async with after_each_call(live, submitted):
+                await live.all_done(everybody)
+                for one in everybody:  # who is not answered at all
+                    one.cancel()
+            return list(await asyncio.gather(*waiting.values(), return_exceptions=True))
 
         live.reset()
-        answer, _, scores = live.run(scenario())
+        outcomes = live.drive(scenario())
         how = f"while {callers} callers ask again and again"
         check(
             not passed_over,
             f"{' and '.join(passed_over)} got no answer while {callers} others, who came together "
             f"with them, asked again and again, and were answered {3 * len(crowd) // 4} times",
         )
-        live.expect(answer, row, how=how)
-        expect_scores(live, scores, scored, tuple(tokens), how=how)
+        for what, outcome in zip(waiting, outcomes, strict=True):
+            check(not isinstance(outcome, BaseException), f"{what}, {how}: {outcome!r}")
+        live.expect(outcomes[0], row, how=how)
+        expect_scores(live, outcomes[2], scored, tuple(tokens), how=how)

@@ -17,8 +17,9 @@ class GrowthClauses:
         extended, and many fork from one: all have their cold rows."""
         contexts = live.contexts
         most = min(live.longest, contexts.limit - 2)
-        held = [contexts.long(max(1, most - 7 * i % (most // 2 + 1)), i) for i in range(32)]
-        first, more = held[:10], held[10 : live.scaled(32, 22)]
+        lengths = [most - 7 * i % (most // 2 + 1) for i in range(20)] + [most // 3] * 12
+        held = [contexts.long(max(1, length), i) for i, length in enumerate(lengths)]
+        first, more = held[:10], held[10:]
         moving = next(iter(live.adapters), None) if live.lm.supports("genlm_add_lora") else None
         live.gather(first)
         if moving is not None:
@@ -31,12 +32,13 @@ class GrowthClauses:
         for step in range(3):
             first = [(*context[:most], tokens[step])[: contexts.limit] for context in first[:6]]
             self._expect_all(live, first, f"after {step + 1} extensions, beside {len(held)} others")
-        for parent in (held[0], more[-1]):
-            for cut in (most // 2, len(parent)):
-                forks = [(*parent[:cut], token)[-contexts.limit :] for token in tokens]
-                self._expect_all(live, forks, "one of several that fork from a long context")
-            forks = [(*fork, tokens[0])[: contexts.limit] for fork in forks]
-            self._expect_all(live, forks, "grown after it had forked from a long context")
+        for parent in (held[0], held[-1]):
+            cut = 2 * len(parent) // 3
+            ends = [(one, other) for one in tokens for other in tokens[:2]]
+            forks = [(*parent[:cut], *end)[: contexts.limit] for end in ends]
+            self._expect_all(live, forks, "one of several that fork from a long context")
+            longer = [(*context, tokens[0])[: contexts.limit] for context in (parent, forks[-1])]
+            self._expect_all(live, longer, "grown after others had forked from a long context")
 
     def test_pinned_contexts_are_moved_with_the_others(self, live: Subject) -> None:
         """Contexts are pinned, state of others is freed, much more is asked, and the pinned ones

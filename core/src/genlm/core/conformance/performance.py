@@ -10,9 +10,9 @@ from attrs import define, field, frozen
 
 from genlm.core.conformance.agreement import ROUNDING
 from genlm.core.conformance.cast import MOVING, Draw, Request, Row, owners_of, requests_of
+from genlm.core.conformance.clock import after_each_call
 from genlm.core.conformance.compare import Violation
 from genlm.core.conformance.events import Arrival, Change, Event, Leaving
-from genlm.core.conformance.gate import Round
 from genlm.core.conformance.runner import Outcome, submitted
 from genlm.core.conformance.subject import Subject
 from genlm.core.errors import UnknownAdapterError
@@ -121,22 +121,13 @@ class Performance:
     # --- performing -------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        loop = asyncio.get_running_loop()
-
-        def tick(_: Round) -> None:
-            self.live.wait(asyncio.run_coroutine_threadsafe(self._tick(), loop))
-
-        self.live.gate.on_round = tick
-        try:
-            await self._to_the_end()
-        finally:
-            self.live.gate.on_round = None
-            for one in self.asked:
-                one.hangs = one.hangs or not one.task.done()
-                one.task.cancel()
-            # A call may be under way still, and wait for this loop.
-            done = self.live.thread(self.live.lm.clear_kv_cache)
-            await self.live.all_done([asyncio.wrap_future(done)])
+        async with after_each_call(self.live, self._tick):
+            try:
+                await self._to_the_end()
+            finally:
+                for one in self.asked:
+                    one.hangs = one.hangs or not one.task.done()
+                    one.task.cancel()
 
     async def _to_the_end(self) -> None:
         while True:

@@ -38,17 +38,20 @@ class ScheduleClauses:
 
 
 def _leaving(turn: int) -> list[Event]:
+    long_score = turn % 3 == 0  # in some engines nothing else is in flight beside one
+    some = range(4) if turn % 2 else [turn % 4]
     return [
-        Arrival(0, "draws", 4, 4 * turn),
+        Arrival(0, "draws", 4, 9 * turn),  # of 5, 2, 3 and 4 tokens
         Arrival(0, "growing draws", 8, turn),
-        Arrival(0, "scores", 1, 3 + 4 * turn),  # a long one
-        Arrival(1, "long rows", 6, turn),
+        *([Arrival(0, "scores", 1, 3 + 4 * turn)] if long_score else []),
+        Arrival(1, "long rows", 14, turn),
+        Arrival(0, "long rows", 2, turn + 14),
         Leaving(CALLS[turn % len(CALLS)], 4, all=True),
-        Leaving(0, 12),
-        Leaving(0, 13, all=True),
-        Leaving(0, turn % 4),
+        Leaving(0, 12 + long_score, all=True),
+        *([Leaving(0, 12)] if long_score else []),
+        *(Leaving(0, which) for which in some),
         Arrival(0, "rows", 3, 7 * turn),
         Arrival(0, "draws", 2, 5 * turn + 1),
-        Arrival(0, "scores", 2, 3 + 4 * (turn + 1)),
-        Arrival(1, "long rows", 2, turn),
+        *([Arrival(0, "scores", 2, 3 + 4 * (turn + 1))] if long_score else []),
+        Arrival(1, "long rows", 3, turn),
     ]

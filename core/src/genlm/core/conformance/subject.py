@@ -169,7 +169,8 @@ class Subject(Runner):
                 if self._bound.get(name) != path:
                     self.bind(name, path)
         self.lm.clear_cache()
-        self.lm.clear_kv_cache()
+        # It waits for what was asked before it, which an engine may never answer.
+        self.wait(self.thread(self.lm.clear_kv_cache))
 
     def bind(self, name: str, path: str) -> None:
         """Add an adapter."""
