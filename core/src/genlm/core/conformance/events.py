@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from attrs import frozen
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from genlm.core.conformance.cast import DIFFERENT
+
+T = TypeVar("T")
 
 #: How many events a schedule has at most.
 EVENTS = 10
@@ -63,7 +65,11 @@ def schedules(kinds: Sequence[str], adapters: bool, most: int) -> SearchStrategy
     events.append(st.builds(Leaving, after, st.integers(0, 99), all_leave))
     if adapters:
         events.append(st.builds(Change, after, st.integers(0, 1), st.booleans()))
-    # Of a fixed number, so that there is always much going on; and nothing is the simplest.
-    slot = st.one_of(st.none(), *events)
-    slots = st.tuples(*[slot] * EVENTS)
-    return slots.map(lambda found: [event for event in found if event is not None])
+    return filled_slots(st.one_of(*events), EVENTS)
+
+
+def filled_slots(one: SearchStrategy[T], slots: int) -> SearchStrategy[list[T]]:
+    """Lists that fill most of ``slots``, where the lists of Hypothesis are short on average.
+    Shrinking empties the slots."""
+    filled = st.tuples(*[st.one_of(st.none(), one)] * slots)
+    return filled.map(lambda found: [each for each in found if each is not None])

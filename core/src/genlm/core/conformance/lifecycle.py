@@ -114,6 +114,7 @@ class LifecycleClauses:
                 what = f"with {name!r} under a name that another model has for another"
                 live.expect_row(row, live.cold(prompt, name), what)
             models[0].close()
+            models[1].clear_cache()  # so that the engine is asked again
             for lm, name in zip(models[1:], names[1:], strict=False):
                 row = lm.next_token_logprobs_sync(prompt, lora_name="mine")
                 live.expect_row(
