@@ -1,11 +1,11 @@
-"""Whether draws and scores agree with cold rows."""
+"""Whether draws and scores agree with cold rows, and draws with each other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from genlm.core.conformance.compare import TOP_FACTOR, check, shown
+from genlm.core.conformance.compare import TOP_FACTOR, Violation, check, shown
 from genlm.core.conformance.subject import Subject, with_adapter
 from genlm.core.types import TokenIds
 
@@ -15,6 +15,58 @@ if TYPE_CHECKING:
 #: Beyond it a change of the batch's shape may move a drawing point across a boundary between two
 #: tokens.
 ROUNDING = 1e-3
+
+#: In vocabularies up to this size rounding hardly moves a draw. In one of 50,000 tokens a hundredth
+#: of the mass is of tokens so unlikely that a change of the last digits moves the boundary between
+#: them by more than their mass.
+SMALL_VOCABULARY = 1000
+
+#: A violation that rounding may explain must come up with so many further seeds.
+OTHER_SEEDS = 3
+
+
+class MovedDraw(Violation):
+    """A draw is not what it is elsewhere with the same seed. Rounding may be the cause."""
+
+
+def expect_same_draw(drawn: Sequence[int], expected: Sequence[int], otherwise: str) -> None:
+    """Raises: MovedDraw: with the message ``otherwise``, unless both are the same."""
+    if list(drawn) != list(expected):
+        raise MovedDraw(otherwise)
+
+
+def steady(live: Subject, top_k: int = 20) -> dict[str, Any]:
+    """Options of seeded draws that rounding hardly moves."""
+    return {} if len(live.lm.byte_vocab) <= SMALL_VOCABULARY else {"top_k": top_k}
+
+
+def for_each_seed(holds: Callable[[int], None], seed: int) -> None:
+    """Check what must hold for a seeded draw. A draw that moved is a violation if one moves with
+    each of the seeds that follow, too."""
+    try:
+        holds(seed)
+    except MovedDraw as moved:
+        for other in range(seed + 1, seed + 1 + OTHER_SEEDS):
+            try:
+                holds(other)
+            except MovedDraw:
+                continue
+            return
+        raise moved from None
+
+
+def may_follow(
+    live: Subject,
+    token_ids: Sequence[int],
+    candidates: Iterable[int],
+    options: Mapping[str, Any],
+    adapter: str | None,
+) -> bool:
+    """Whether rounding may let a draw with these options go on with one of the candidates."""
+    row = live.cold(token_ids, adapter)
+    most = 1 if options.get("temperature") == 0.0 else options.get("top_k") or len(row)
+    least = float(row.topk(min(most, len(row))).values[-1]) - TOP_FACTOR * live.atol
+    return any(float(row[token_id]) >= least for token_id in candidates)
 
 
 def expect_scores(
@@ -64,3 +116,9 @@ def expect_greedy(
             f"{shown(prompt)}{with_adapter(adapter)} {how} draws {shown(drawn)}: token {drawn[i]} "
             f"at {i} is {behind:.3g} (log) behind the most likely",
         )
+
+
+def probability_among(row: torch.Tensor, k: int, token_id: int) -> float:
+    """The probability of a token among the ``k`` most likely ones."""
+    top = row.double().topk(k)
+    return float((row[token_id].double() - top.values.logsumexp(0)).exp())

@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
-from genlm.core.conformance.agreement import ROUNDING, expect_greedy, expect_scores
+from genlm.core.conformance.agreement import ROUNDING, MovedDraw, expect_scores, may_follow, steady
 from genlm.core.conformance.compare import Violation
 from genlm.core.conformance.runner import Outcome
 from genlm.core.conformance.subject import Subject, with_adapter
@@ -127,16 +127,23 @@ class Draw:
     def compare(self, live: Subject, outcome: Outcome, owner: str | None) -> None:
         if isinstance(outcome, BaseException):
             raise Violation(f"{type(outcome).__name__}: {outcome}") from outcome
-        if tuple(outcome) == self.expected:
+        drawn = tuple(outcome)
+        if drawn == self.expected:
             return
-        if self.options.get("temperature") == 0.0:
-            # Of two tokens that are as likely either may be drawn, and then others follow.
-            pairs = zip(outcome, self.expected, strict=False)
-            first = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
-            if first is not None:
-                expect_greedy(live, outcome, self.prompt, owner, places=[first])
-                return
-        raise Violation(f"it draws {list(outcome)}; alone it draws {list(self.expected)}")
+        said = f"it draws {list(drawn)}; alone it draws {list(self.expected)}"
+        pairs = zip(drawn, self.expected, strict=False)
+        shorter = min(len(drawn), len(self.expected))
+        place = next((i for i, (one, other) in enumerate(pairs) if one != other), shorter)
+        # Where the draw parted from the one alone it drew this, or a stop token, which is left out.
+        parted = (drawn[place],) if place < len(drawn) else self.stops
+        same_length = place < shorter or self.stops
+        if len(drawn) > self.most or not same_length:
+            raise Violation(said)
+        if not may_follow(live, self.prompt + drawn[:place], parted, self.options, owner):
+            raise Violation(said)
+        # Of two tokens that are as likely either may be drawn, and then others follow.
+        if self.options.get("temperature") != 0.0:
+            raise MovedDraw(said)
 
 
 Request = Row | Score | Draw
@@ -195,7 +202,9 @@ def _fitting(live: Subject, length: int) -> int:
 def _seeded(live: Subject, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
     if live.atol > ROUNDING:  # rounding may change a draw
         return {"temperature": 0.0}
-    return dict(options) if options.get("temperature") == 0.0 else {**options, "seed": seed}
+    if options.get("temperature") == 0.0:
+        return dict(options)
+    return {**steady(live), **options, "seed": seed}
 
 
 MAKERS: Mapping[str, Callable[[Subject, int, str | None, int], Request]] = {

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
-from genlm.core.conformance.agreement import ROUNDING, expect_greedy, expect_scores
+from genlm.core.conformance.agreement import (
+    ROUNDING,
+    expect_greedy,
+    expect_same_draw,
+    expect_scores,
+    for_each_seed,
+    steady,
+)
 from genlm.core.conformance.compare import TOP_FACTOR, check, shown
 from genlm.core.conformance.subject import Subject
 from genlm.core.types import TokenIds
@@ -25,52 +31,6 @@ SEEDS = st.integers(0, 1 << 32)
 
 class SamplingClauses:
     """Draws come from the rows."""
-
-    def test_seed_fixes_the_draw(self, live: Subject) -> None:
-        """A seeded continuation is the same alone, again, gathered with others, and as the first of
-        a batch."""
-        live.needs_rounding_below(ROUNDING)
-
-        def seed_fixes_the_draw(prompts: list[TokenIds], seed: int) -> None:
-            alone = self._sample(live, prompts[0], seed=seed)
-            check(
-                self._sample(live, prompts[0], seed=seed) == alone,
-                f"seed {seed} draws {alone}, then something else",
-            )
-            live.lm.clear_cache()
-            first, *_ = live.run(live.lm.batch_sample(prompts, 4, [], seed=seed))
-            check(
-                first == alone,
-                f"{list(prompts[0])} with seed {seed} draws {alone} alone and {first} first in a "
-                "batch",
-            )
-            live.lm.clear_cache()
-            last = live.run(live.lm.batch_sample([prompts[1], prompts[0]], 4, [], seed=seed))[1]
-            again = live.run(live.lm.batch_sample([prompts[-1], prompts[0]], 4, [], seed=seed))[1]
-            check(
-                last == again,
-                f"{list(prompts[0])} second in a batch with seed {seed} draws {last} or {again} "
-                "beside others",
-            )
-
-        live.check_all(
-            seed_fixes_the_draw, examples=10, prompts=live.contexts.several(most=4), seed=SEEDS
-        )
-
-    def test_draws_are_separate(self, live: Subject) -> None:
-        """Without a seed every draw is a draw of its own; with one every place in a batch has its
-        own stream."""
-        prompt = live.contexts.stem[:4]
-        free = live.run(live.lm.batch_sample([prompt] * 4, 6, [], temperature=100.0))
-        check(
-            len(set(map(tuple, free))) > 1,
-            f"four draws of six tokens at temperature 100 without a seed: all {free[0]}",
-        )
-        seeded = live.run(live.lm.batch_sample([prompt] * 4, 6, [], temperature=100.0, seed=1))
-        check(
-            len(set(map(tuple, seeded))) > 1,
-            f"four places of a batch with seed 1 at temperature 100: all {seeded[0]}",
-        )
 
     def test_temperature_zero_is_argmax(self, live: Subject) -> None:
         """At temperature 0 every token is a most likely one of its row (within the tolerance)."""
@@ -105,15 +65,20 @@ class SamplingClauses:
         stop."""
         live.needs_rounding_below(ROUNDING)
 
-        def stop_token_ends_the_draw(prompt: TokenIds, seed: int, place: int) -> None:
-            free = self._sample(live, prompt, seed=seed)
+        how = steady(live)
+
+        def it_ends_the_draw(prompt: TokenIds, seed: int, place: int) -> None:
+            free = self._sample(live, prompt, seed=seed, **how)
             stop = free[place]
-            stopped = live.run(live.lm.sample(prompt, 4, [stop], seed=seed))
-            expected = free[: free.index(stop)]
-            check(
-                stopped == expected,
+            stopped = live.run(live.lm.sample(prompt, 4, [stop], seed=seed, **how))
+            expect_same_draw(
+                stopped,
+                free[: free.index(stop)],
                 f"{list(prompt)} with seed {seed} draws {free}, with stop token {stop} {stopped}",
             )
+
+        def stop_token_ends_the_draw(prompt: TokenIds, seed: int, place: int) -> None:
+            for_each_seed(lambda seed: it_ends_the_draw(prompt, seed, place), seed)
 
         live.check_all(
             stop_token_ends_the_draw,
@@ -207,19 +172,23 @@ class SamplingClauses:
         nothing."""
         live.needs_rounding_below(ROUNDING)
 
-        def several_stop_tokens(prompt: TokenIds, seed: int, places: list[int]) -> None:
-            free = live.run(live.lm.sample(prompt, 6, [], seed=seed, temperature=1.5))
+        how = {**steady(live), "temperature": 1.5}
+
+        def each_ends_the_draw(prompt: TokenIds, seed: int, places: list[int]) -> None:
+            free = live.run(live.lm.sample(prompt, 6, [], seed=seed, **how))
             stops = {free[place] for place in places}
             others = [token for token in live.contexts.plain[:40] if token not in free][:3]
-            stopped = live.run(
-                live.lm.sample(prompt, 6, [*others, *stops], seed=seed, temperature=1.5)
-            )
+            stopped = live.run(live.lm.sample(prompt, 6, [*others, *stops], seed=seed, **how))
             first = min(free.index(stop) for stop in stops)
-            check(
-                stopped == free[:first],
+            expect_same_draw(
+                stopped,
+                free[:first],
                 f"{shown(prompt)} with seed {seed} draws {free}, with stop tokens "
                 f"{sorted({*stops, *others})} {stopped}",
             )
+
+        def several_stop_tokens(prompt: TokenIds, seed: int, places: list[int]) -> None:
+            for_each_seed(lambda seed: each_ends_the_draw(prompt, seed, places), seed)
 
         live.check_all(
             several_stop_tokens,
@@ -236,93 +205,6 @@ class SamplingClauses:
         length = min(16, live.contexts.limit - 5)
         for ids in live.run(live.lm.batch_sample(prompts, length, [], temperature=100.0)):
             check(len(ids) == length, f"without stop tokens {length} were asked, {len(ids)} drawn")
-
-    def test_seeds_among_companions(self, live: Subject) -> None:
-        """A seeded draw is the same among draws with other options, other seeds, none, and other
-        adapters."""
-        live.needs_rounding_below(ROUNDING)
-        name = next(iter(live.adapters), None) if live.lm.supports("genlm_add_lora") else None
-        neighbours = st.sampled_from(
-            [
-                {"seed": None},
-                {"seed": 3},
-                {"top_k": 2, "seed": 5},
-                {"top_p": 0.5},
-                {"temperature": 0.0},
-                {"temperature": 3.0, "seed": 1},
-                {"lora_name": name},
-            ]
-        )
-
-        def seeds_among_companions(
-            prompt: TokenIds, seed: int, others: list[dict[str, Any]], place: int
-        ) -> None:
-            async def together() -> list[list[int]]:
-                mine = live.lm.sample(prompt, 5, [], seed=seed)
-                draws = [live.lm.sample(prompt, 5, [], **other) for other in others]
-                draws.insert(place % (len(draws) + 1), mine)
-                return list(await asyncio.gather(*draws))
-
-            alone = live.run(live.lm.sample(prompt, 5, [], seed=seed))
-            live.lm.clear_cache()
-            drawn = live.run(together())[place % (len(others) + 1)]
-            check(
-                drawn == alone,
-                f"{shown(prompt)} with seed {seed} draws {alone} alone, and {drawn} beside "
-                f"{others}",
-            )
-
-        live.check_all(
-            seeds_among_companions,
-            examples=15,
-            least=8,
-            prompt=live.contexts.any(room_for=5),
-            seed=SEEDS,
-            others=st.lists(neighbours, min_size=1, max_size=5),
-            place=st.integers(0, 5),
-        )
-
-    def test_successive_tokens_are_independent(self, live: Subject) -> None:
-        """Draws of two tokens, with seeds one after the other: all pairs come at the frequencies
-        that the rows give them."""
-        prompt = live.contexts.stem[:5]
-        count = live.scaled(400, 200)
-        expected: dict[tuple[int, ...], float] = {}
-        first = live.cold(prompt)
-        for token_id in first.topk(2).indices.tolist():
-            second = live.cold((*prompt, token_id))
-            for next_id in second.topk(2).indices.tolist():
-                p = _among(first, 2, token_id) * _among(second, 2, next_id)
-                expected[token_id, next_id] = p
-
-        async def together() -> list[list[int]]:
-            draws = [live.lm.sample(prompt, 2, [], seed=i, top_k=2) for i in range(count)]
-            return list(await asyncio.gather(*draws))
-
-        drawn = [tuple(ids) for ids in live.run(together())]
-        strange = [ids for ids in drawn if ids not in expected]
-        check(len(strange) <= count // 50, f"with top_k=2 some draws are {strange[:3]}")
-        keys = list(expected)
-        chi2 = sum(
-            (drawn.count(key) - count * expected[key]) ** 2 / max(1.0, count * expected[key])
-            for key in keys
-        )
-        check(
-            chi2 <= len(keys) + 8 * math.sqrt(2 * len(keys)) + 8,
-            f"{count} draws of two tokens after {shown(prompt)}, with seeds from 0: the pairs come "
-            f"{[drawn.count(key) for key in keys]} times, "
-            f"{[round(count * expected[key]) for key in keys]} are expected",
-        )
-
-    def test_unseeded_after_seeded(self, live: Subject) -> None:
-        """A seed fixes one draw, and none of those without a seed that follow."""
-        prompt = live.contexts.stem[:4]
-        length = min(24, live.contexts.limit - 5)
-        free = []
-        for _ in range(2):
-            live.run(live.lm.sample(prompt, 4, [], seed=11))
-            free.append(live.run(live.lm.sample(prompt, length, [], temperature=100.0)))
-        check(free[0] != free[1], f"after a seeded draw, unseeded ones repeat: {free[0]}")
 
     def test_adapter_in_sampling(self, live: Subject) -> None:
         """A continuation is drawn with its adapter: greedy ones follow the adapter's rows."""
@@ -395,12 +277,6 @@ def _expect_frequencies(live: Subject, what: str, drawn: Sequence[int], mass: to
         chi2 <= len(cells) + 8 * math.sqrt(2 * len(cells)) + 8,
         f"{what}: chi-squared {chi2:.1f} with {len(cells)} degrees of freedom",
     )
-
-
-def _among(row: torch.Tensor, k: int, token_id: int) -> float:
-    """The probability of a token among the ``k`` most likely ones."""
-    top = row.double().topk(k)
-    return float((row[token_id].double() - top.values.logsumexp(0)).exp())
 
 
 def _given(options: dict[str, Any]) -> str:

@@ -274,7 +274,7 @@ class Subject(Runner):
                 failed.append(drawn)
                 raise
 
-        self.explained(hypothesis.seed(self.seed)(example) if self.seed else example)
+        self.explained(hypothesis.seed(self.seed)(example))
 
     def explained(self, test: Callable[[], None]) -> None:
         """Run a test of Hypothesis. A failure is the violation itself, with the example, also where
@@ -294,7 +294,6 @@ class Subject(Runner):
         """How Hypothesis runs: ``examples`` times the effort, always the same ones, no deadline."""
         return settings(
             max_examples=max(least, round(examples * self.effort)),
-            derandomize=not self.seed,
             database=None,
             deadline=None,
             phases=(Phase.explicit, Phase.generate, Phase.shrink),

@@ -26,6 +26,7 @@ from genlm.core.conformance.refusals import RefusalClauses
 from genlm.core.conformance.rows import OwnershipClauses, RowClauses
 from genlm.core.conformance.sampling import SamplingClauses
 from genlm.core.conformance.schedule import ScheduleClauses
+from genlm.core.conformance.seeds import SeedClauses
 from genlm.core.conformance.state import BatchClauses, StateClauses
 from genlm.core.conformance.subject import Subject
 from genlm.core.conformance.tokens import TokenizerClauses
@@ -54,6 +55,7 @@ class ConformanceSuite(
     GrowthClauses,
     ContinuationClauses,
     SamplingClauses,
+    SeedClauses,
     AdapterClauses,
     CallerClauses,
     LostAnswerClauses,
@@ -94,7 +96,7 @@ class ConformanceSuite(
         reference: Another backend that takes the same model, to compare the cold rows with.
         second_model: Whether a second model of the backend has room in the process.
         text_is_normalised: Whether the tokenizer changes text, for instance to lower case.
-        seed: Chooses the examples; 0 gives the same ones in every version of Hypothesis.
+        seed: Chooses the examples; the same seed gives the same ones in every run.
     """
 
     backend: str
