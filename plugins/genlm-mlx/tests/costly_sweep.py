@@ -180,7 +180,7 @@ def tried(kind: Any, config: Any, changed: dict[str, Any], folder: Path) -> Trie
                 logits = reference(torch.tensor([whole[:length]]), use_cache=False).logits[0, -1]
         except Exception as error:
             return Tried(family, changed, "not built", str(error)[:200])
-        (row,) = engine.genlm_next_token_logprobs([Query(whole[:length], cold=True)])
+        (row,) = engine.logprobs([Query(whole[:length], cold=True)])
         distance = row[: len(logits)] - logits.float().log_softmax(-1)
         off[length] = round(float(distance.abs().nan_to_num(99).max()), 4)
     right = all(distance < CLOSE for distance in off.values())

@@ -20,7 +20,7 @@ def context(n: int, seed: int) -> Query:
 
 
 def cold(engine, query):
-    return engine.genlm_next_token_logprobs([Query(query.token_ids, cold=True)])[0]
+    return engine.logprobs([Query(query.token_ids, cold=True)])[0]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "mamba", "lfm2"])

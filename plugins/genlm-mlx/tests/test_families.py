@@ -28,10 +28,8 @@ Folders = Callable[[str], Path]
 
 def rows_of(engine, contexts, cold=False):
     if cold:
-        return torch.cat(
-            [engine.genlm_next_token_logprobs([Query(tuple(c), cold=True)]) for c in contexts]
-        )
-    return engine.genlm_next_token_logprobs([Query(tuple(c)) for c in contexts])
+        return torch.cat([engine.logprobs([Query(tuple(c), cold=True)]) for c in contexts])
+    return engine.logprobs([Query(tuple(c)) for c in contexts])
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "linear", "llama3", "yarn", "phi3"])

@@ -28,7 +28,7 @@ def test_caches_that_cannot_be_batched_are_warned_of(
 ) -> None:
     folder = str(folders("llama"))
     queries = [Query((1, 2, 3)), Query((1, 2, 4, 5))]
-    expected = load(folder, {}).genlm_next_token_logprobs(queries)
+    expected = load(folder, {}).logprobs(queries)
     monkeypatch.setattr(
         llama.Model, "make_cache", lambda model: [CACHES[name]() for _ in model.layers]
     )
@@ -37,7 +37,7 @@ def test_caches_that_cannot_be_batched_are_warned_of(
     (warning,) = [log for log in logs if log["event"] == "kv.unbatchable"]
     assert (warning["log_level"], warning["caches"]) == ("warning", [name])
     assert engine.pool is None
-    assert (engine.genlm_next_token_logprobs(queries) - expected).abs().max() < 1e-4
+    assert (engine.logprobs(queries) - expected).abs().max() < 1e-4
     assert engine.genlm_cache_prefix(queries[0])
     engine.genlm_clear_kv_cache()
 
@@ -48,10 +48,8 @@ def test_a_quantized_checkpoint(folders: Folders, tmp_path: Path) -> None:
     engine = load(str(folder), {})
     assert any(isinstance(module, nn.QuantizedLinear) for module in engine.model.modules())
     queries = [Query((1, 2, 3)), Query((1, 2, 4, 5))]
-    rows = engine.genlm_next_token_logprobs(queries)
-    assert (
-        rows - load(str(folders("llama")), {}).genlm_next_token_logprobs(queries)
-    ).abs().max() < 0.5
+    rows = engine.logprobs(queries)
+    assert (rows - load(str(folders("llama")), {}).logprobs(queries)).abs().max() < 0.5
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_adapters_of_both_kinds_mix_in_one_batch(folders: Folders, tmp_path: Pat
     ]
     references = [peft_row(folder, paths[0]), mlx_row(folder, paths[1]), peft_row(folder, paths[2])]
     engine = load(str(folder), {})
-    (base,) = engine.genlm_next_token_logprobs([Query(CONTEXT)])
+    (base,) = engine.logprobs([Query(CONTEXT)])
     adapters = [
         Adapter(path.name, str(path), version) for version, path in enumerate(paths, start=1)
     ]
@@ -111,22 +111,19 @@ def test_adapters_of_both_kinds_mix_in_one_batch(folders: Folders, tmp_path: Pat
         Query(CONTEXT, adapters[0]),
         Query(CONTEXT, adapters[2]),
     ]
-    rows = engine.genlm_next_token_logprobs(queries)
+    rows = engine.logprobs(queries)
     for row, expected in zip(
         rows, [references[1], base, references[0], references[2]], strict=True
     ):
         assert torch.allclose(row, expected, atol=1e-3)
     assert all((rows[at] - base).abs().max() > 1e-2 for at in (0, 2, 3))
-    colds = [
-        engine.genlm_next_token_logprobs([Query(CONTEXT, each.adapter, cold=True)])[0]
-        for each in queries
-    ]
+    colds = [engine.logprobs([Query(CONTEXT, each.adapter, cold=True)])[0] for each in queries]
     assert torch.allclose(rows, torch.stack(colds), atol=1e-4)
 
     engine.genlm_remove_lora(adapters[0])
     longer = (*CONTEXT, 9)
-    kept = engine.genlm_next_token_logprobs([Query(longer, adapters[1]), Query(longer)])
-    fresh = load(str(folder), {}).genlm_next_token_logprobs([Query(longer)])[0]
+    kept = engine.logprobs([Query(longer, adapters[1]), Query(longer)])
+    fresh = load(str(folder), {}).logprobs([Query(longer)])[0]
     assert torch.allclose(kept[1], fresh, atol=1e-4)
     assert (kept[0] - kept[1]).abs().max() > 1e-2
 
@@ -139,7 +136,7 @@ def test_adapters_of_a_quantized_model(folders: Folders, tmp_path: Path) -> None
     adapter = Adapter("mlx", str(path), 1)
     engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
     assert torch.allclose(
-        engine.genlm_next_token_logprobs([Query(CONTEXT, adapter)])[0],
+        engine.logprobs([Query(CONTEXT, adapter)])[0],
         mlx_row(quantized, path),
         atol=1e-3,
     )
@@ -206,12 +203,12 @@ def test_refused(folders: Folders, tmp_path: Path, case: str) -> None:
     path = peft_adapter(folder, tmp_path / "adapter")
     spoil(path)
     engine = load(str(folder), {})
-    before = engine.genlm_next_token_logprobs([Query(CONTEXT)])
+    before = engine.logprobs([Query(CONTEXT)])
     adapter = Adapter("bad", str(path), 1)
     with pytest.raises(InvalidAdapterError, match=message):
         engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
     engine.genlm_clear_kv_cache()
-    assert torch.equal(engine.genlm_next_token_logprobs([Query(CONTEXT)]), before)
+    assert torch.equal(engine.logprobs([Query(CONTEXT)]), before)
 
 
 @pytest.mark.parametrize("kind", ["dora", "full"])
@@ -260,7 +257,7 @@ def test_an_adapter_in_bfloat16_is_scaled_in_float32(folders: Folders, tmp_path:
     engine = load(str(folder), {})
     adapter = Adapter("a", str(path), 1)
     engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
-    (row,) = engine.genlm_next_token_logprobs([Query(CONTEXT, adapter)])
+    (row,) = engine.logprobs([Query(CONTEXT, adapter)])
     torch.testing.assert_close(row, peft_row(folder, path), atol=1e-4, rtol=0)
 
 
@@ -274,7 +271,7 @@ def test_falcon_h1(folders: Folders, tmp_path: Path, targets: str) -> None:
     engine = load(str(folder), {})
     adapter = Adapter("a", str(path), 1)
     engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
-    row, base = engine.genlm_next_token_logprobs([Query(CONTEXT, adapter), Query(CONTEXT)])
+    row, base = engine.logprobs([Query(CONTEXT, adapter), Query(CONTEXT)])
     torch.testing.assert_close(row, peft_row(folder, path), atol=1e-3, rtol=0)
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([CONTEXT]))

@@ -15,8 +15,8 @@ def test_rows_of_a_real_model(real_model: str) -> None:
         [(7021,), (504, 1789, 28)],
         [(7021, 28), (504, 1789, 28, 253), (504, 1789, 30)],
     ):
-        rows = engine.genlm_next_token_logprobs([Query(context) for context in contexts])
+        rows = engine.logprobs([Query(context) for context in contexts])
         assert rows.logsumexp(dim=-1).abs().max() < 2e-5
         for row, context in zip(rows, contexts, strict=True):
-            cold = engine.genlm_next_token_logprobs([Query(context, cold=True)])[0]
+            cold = engine.logprobs([Query(context, cold=True)])[0]
             assert (row - cold).abs().max() < 1e-3

@@ -25,10 +25,7 @@ def tokens(n: int, seed: int) -> tuple[int, ...]:
 
 def assert_scores_of_rows(engine: Any, context: tuple[int, ...], drawn: tuple[int, ...]) -> None:
     (scores,) = engine.genlm_sequence_logprobs([Query(context)], [drawn])
-    rows = [
-        engine.genlm_next_token_logprobs([Query(context + drawn[:i], cold=True)])[0]
-        for i in range(len(drawn))
-    ]
+    rows = [engine.logprobs([Query(context + drawn[:i], cold=True)])[0] for i in range(len(drawn))]
     expected = torch.stack([row[token] for row, token in zip(rows, drawn, strict=True)])
     torch.testing.assert_close(scores, expected, atol=1e-3, rtol=0)
 
@@ -45,8 +42,8 @@ def test_scores_are_the_entries_of_the_rows(
     engine = load(str(folders(family)), {"prefill_step_size": 16})
     context = tokens(30, seed=0)
     assert_scores_of_rows(engine, context, tokens(20, seed=1))
-    engine.genlm_next_token_logprobs([Query(context), Query(context[:3])])
-    engine.genlm_next_token_logprobs([Query((*context, 5)), Query((*context[:3], 7))])
+    engine.logprobs([Query(context), Query(context[:3])])
+    engine.logprobs([Query((*context, 5)), Query((*context[:3], 7))])
     assert_scores_of_rows(engine, (*context, 5), tokens(20, seed=2))
     assert_scores_of_rows(engine, (*context, 5, 6, 7), tokens(1, seed=3))
     assert_scores_of_rows(engine, (*context[:25], 9), tokens(5, seed=4))
@@ -58,7 +55,7 @@ def test_a_score_is_one_pass_over_what_is_new(
 ) -> None:
     engine = load(str(folders("llama")), {})
     context, drawn = tokens(40, seed=0), tokens(60, seed=1)
-    engine.genlm_next_token_logprobs([Query(context)])
+    engine.logprobs([Query(context)])
     positions: list[int] = []
     forward = llama.Model.__call__
 
@@ -70,5 +67,5 @@ def test_a_score_is_one_pass_over_what_is_new(
     engine.genlm_sequence_logprobs([Query((*context, 5))], [drawn])
     assert positions == [60], "the last token of the context, and all of the continuation but one"
     positions.clear()
-    engine.genlm_next_token_logprobs([Query((*context, 6))])
+    engine.logprobs([Query((*context, 6))])
     assert positions == [1], "the context is still known"

@@ -134,9 +134,9 @@ def test_cold_rows_are_those_of_transformers(case: str, saved: Saved) -> None:
     for length in tried:
         with torch.no_grad():
             logits = reference(torch.tensor([whole[:length]]), use_cache=False).logits[0, -1]
-        (row,) = engine.genlm_next_token_logprobs([Query(tuple(whole[:length]), cold=True)])
+        (row,) = engine.logprobs([Query(tuple(whole[:length]), cold=True)])
         torch.testing.assert_close(row, logits.log_softmax(-1), atol=CLOSE, rtol=0)
-        (warm,) = engine.genlm_next_token_logprobs([Query(tuple(whole[:length]))])
+        (warm,) = engine.logprobs([Query(tuple(whole[:length]))])
         torch.testing.assert_close(warm, row, atol=CLOSE, rtol=0)
 
 

@@ -67,7 +67,7 @@ class MlxEngine:
             keys = dict.fromkeys([*map(key_of, now), next(iter(chunks.values()))])
             rows = _rows(self.pool.logits([*keys])[: len(now)])
         else:
-            rows = self.genlm_next_token_logprobs(now) if now else torch.empty(0)
+            rows = self.logprobs(now) if now else torch.empty(0)
         self._waiting = list(chunks)
         return [Answer(query, row) for query, row in zip(now, rows, strict=True)]
 
@@ -82,8 +82,8 @@ class MlxEngine:
         known = self.pool.known(key)
         return key[: known + size] if len(key) - known > size else None
 
-    @hookimpl
-    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+    def logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+        """The rows of distinct queries, ``[len(queries), vocab_size]`` float32."""
         keys = [key_of(query) for query in queries]
         if self.pool is None or any(query.cold for query in queries):
             return _rows(mx.concatenate([self._runner.cold(key) for key in keys]))
