@@ -46,8 +46,7 @@ TRIED = 40
 FAR = 20
 LENGTHS = (5, FAR, FAR + 1, FAR + 4, 2 * FAR + 1, 4 * FAR + 1)
 
-#: How far rows may be off. GELU is exact in some models and approximate in others; Gemma 3's
-#: embeddings are multiplied by a number that mlx-lm rounds to bfloat16, as checkpoints are.
+#: How far rows may be off: GELU is exact in some models and approximate in others.
 CLOSE = 2e-2
 
 #: How much narrower than the family's default a model is made: the first that can be built.

@@ -23,6 +23,7 @@ from mlx_lm.utils import load_model
 from transformers import AutoModelForCausalLM
 
 from genlm.mlx.loading import amended
+from genlm.mlx.repairs import repair
 
 Folders = Callable[[str], Path]
 
@@ -158,3 +159,14 @@ def test_falcon_h1_leaves_multipliers_out(folders: Folders) -> None:
         logits = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([[5, 6, 7]])).logits
     found = torch.tensor(model(mx.array([[5, 6, 7]]))[0, -1].tolist())
     assert (found - logits[0, -1]).abs().max() > 1e-2, FIXED.format("`_left_out` in repairs.py")
+
+
+def test_gemma_3_rounds_what_it_multiplies_embeddings_with(folders: Folders) -> None:
+    found, reference = gemma3(folders), AutoModelForCausalLM.from_pretrained(folders("gemma3"))
+    with torch.no_grad():
+        logits = reference(torch.tensor([[5, 6, 7]])).logits[0, -1]
+    row = torch.tensor(found(mx.array([[5, 6, 7]]))[0, -1].tolist())
+    assert (row - logits).abs().max() > 3e-4, FIXED.format("`Gemma3Embedding` in repairs.py")
+    repair(found)
+    row = torch.tensor(found(mx.array([[5, 6, 7]]))[0, -1].tolist())
+    assert (row - logits).abs().max() < 1e-4

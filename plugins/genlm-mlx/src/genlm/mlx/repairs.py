@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlx_lm.models import falcon_h1, gemma2
+from mlx_lm.models import falcon_h1, gemma2, gemma3_text
 
 import mlx.core as mx
 
@@ -24,6 +24,20 @@ class Gemma2Attention(gemma2.Attention):  # type: ignore[misc]
         return super().__call__(x, mask, cache)
 
 
+class Gemma3Embedding:
+    """Embeddings that Gemma 3 multiplies with the root of their size in the type that they have.
+
+    mlx-lm rounds the root to bfloat16 for all types. They are multiplied here with what is missing
+    then: nothing for bfloat16, and where the root is exact.
+    """
+
+    def __call__(self, x: mx.array) -> mx.array:
+        found: mx.array = super().__call__(x)  # type: ignore[misc]
+        root = found.shape[-1] ** 0.5
+        wanted, had = (mx.array(root, kind).item() for kind in (found.dtype, mx.bfloat16))
+        return found if wanted == had else (found * (wanted / had)).astype(found.dtype)
+
+
 def repair(model: Any) -> None:
     """Put right, in place, what rows would get wrong."""
     if isinstance(model, falcon_h1.Model):
@@ -35,9 +49,12 @@ def repair(model: Any) -> None:
                     if part in module and (part != "bias" or name.endswith("k_proj")):
                         module[part] = module[part] * factor
     for _, module in model.named_modules():
+        # The class alone: parameters, and the names by which adapters find them, stay.
         if type(module) is gemma2.Attention:
-            # The class alone: parameters, and the names by which adapters find them, stay.
             module.__class__ = Gemma2Attention
+        if type(module) is gemma3_text.Gemma3Model:
+            kind = type(module.embed_tokens)
+            module.embed_tokens.__class__ = type(kind.__name__, (Gemma3Embedding, kind), {})
 
 
 def folded(model: Any, name: str, outputs: int) -> Any:
