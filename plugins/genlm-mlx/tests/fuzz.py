@@ -194,8 +194,9 @@ class Program:
         old = self.bound.pop(name, None)
         if old is None or self.source.random() < 0.5:
             self.versions += 1
-            self.bound[name] = Adapter(name, self.adapters[name], self.versions)
-            self.engine.genlm_add_lora(self.bound[name])
+            new = Adapter(name, self.adapters[name], self.versions)
+            self.engine.genlm_add_lora(new, self.engine.genlm_read_lora(new))
+            self.bound[name] = new
         if old is not None:
             self.engine.genlm_remove_lora(old)
         self.known = [one for one in self.known if one[0] is None or one[0] in self.bound]
