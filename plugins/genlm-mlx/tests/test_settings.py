@@ -124,7 +124,8 @@ def made(name: str, arguments: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("case", RIGHT)
-def test_cold_rows_are_those_of_transformers(case: str, saved: Saved) -> None:
+def test_rows_and_scores_are_those_of_transformers(case: str, saved: Saved) -> None:
+    """Scores of a continuation that crosses every threshold, too."""
     folder = saved(made(*RIGHT[case]))
     engine = load(folder, {})
     reference = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -138,6 +139,12 @@ def test_cold_rows_are_those_of_transformers(case: str, saved: Saved) -> None:
         torch.testing.assert_close(row, logits.log_softmax(-1), atol=CLOSE, rtol=0)
         (warm,) = engine.logprobs([Query(tuple(whole[:length]))])
         torch.testing.assert_close(warm, row, atol=CLOSE, rtol=0)
+    context, drawn = tuple(whole[:5]), tuple(whole[5 : tried[-1]])
+    with torch.no_grad():
+        rows = reference(torch.tensor([context + drawn]), use_cache=False).logits[0].log_softmax(-1)
+    (scores,) = engine.genlm_sequence_logprobs([Query(context)], [drawn])
+    expected = rows[4:-1].gather(1, torch.tensor(drawn)[:, None])[:, 0]
+    torch.testing.assert_close(scores, expected, atol=CLOSE, rtol=0)
 
 
 @pytest.mark.parametrize("name", REFUSED)
