@@ -23,6 +23,7 @@ from genlm.core import Adapter, InvalidAdapterError, Query
 from genlm.core.conformance.adapter_kinds import KINDS, Kind
 from genlm.core.conformance.adapter_outcomes import make_case, outcome
 from genlm.mlx import AsyncMlxLM
+from genlm.mlx.adapters import read_folder
 from genlm.mlx.loading import amended, load
 from tests.adapter_table import tabled
 
@@ -215,11 +216,34 @@ def test_refused(folders: Folders, tmp_path: Path, case: str) -> None:
 def test_kinds_of_mlx_lm_that_are_refused(folders: Folders, tmp_path: Path, kind: str) -> None:
     path = mlx_adapter(folders("llama"), tmp_path / "adapter")
     changed_config(fine_tune_type=kind)(path)
-    engine, adapter = load(str(folders("llama")), {}), Adapter("bad", str(path), 1)
     with pytest.raises(
         InvalidAdapterError, match=f"fine_tune_type='{kind}'; only 'lora' is applied"
     ):
-        engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
+        read_folder(str(path))
+
+
+LAYER = "model.layers.1.self_attn.k_proj"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({f"{LAYER}.lora_a": None}, f"only one of the two matrices of {LAYER}"),
+        ({f"{LAYER}.lora_a": mx.ones((32, 5))}, "cannot be multiplied"),
+        ({f"{LAYER}.lora_b": mx.ones((2,))}, "cannot be multiplied"),
+        ({"model.norm.weight": mx.ones((32,))}, "has model.norm.weight where LoRA weights"),
+    ],
+)
+def test_weights_of_mlx_lm_that_are_refused_by_their_header(
+    folders: Folders, tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    path = mlx_adapter(folders("llama"), tmp_path / "adapter")
+    file = str(path / "adapters.safetensors")
+    weights = {**mx.load(file), **changed}
+    mx.eval([one for one in weights.values() if one is not None])  # before the file changes
+    mx.save_safetensors(file, {name: one for name, one in weights.items() if one is not None})
+    with pytest.raises(InvalidAdapterError, match=message):
+        read_folder(str(path))
 
 
 @pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors"])

@@ -11,34 +11,23 @@ from attrs import define
 import mlx.core as mx
 import mlx.nn as nn
 from genlm.core.adapter_files import (
-    SCALE,
     WEIGHTS,
     AdapterFolder,
     Feature,
     find_adapter,
-    is_scale,
     read_adapter,
     read_config,
-    read_header,
 )
 from genlm.core.errors import InvalidAdapterError
 from genlm.core.types import Adapter
+from genlm.mlx.folders import MlxFolder, Weights
 from genlm.mlx.repairs import folded
 from mlx.utils import tree_unflatten
-
-#: Where mlx-lm saves an adapter's weights.
-MLX_WEIGHTS = "adapters.safetensors"
 
 #: What PEFT may save beyond plain LoRA that is applied by row.
 APPLIED = frozenset({
     Feature.RSLORA, Feature.RANKS, Feature.ALPHAS, Feature.HEAD, Feature.SAVED_EMBEDDINGS,
 })  # fmt: skip
-
-FUSE = "merge the adapter into the model's weights, or train plain LoRA"
-
-#: A [in, rank], and B [rank, out] with the scale multiplied in; float32, as PEFT and mlx-lm compute
-#: whatever type the adapter was saved in.
-Weights = tuple[mx.array, mx.array]
 
 
 @define
@@ -86,7 +75,7 @@ class Adapters:
         """Say which adapter each row of the coming forward pass has."""
         self._selection.versions = versions if any(versions) else ()
 
-    def add(self, adapter: Adapter, contents: AdapterFolder | Path) -> None:
+    def add(self, adapter: Adapter, contents: AdapterFolder | MlxFolder) -> None:
         """Load an adapter.
 
         Args:
@@ -116,18 +105,17 @@ class Adapters:
                 module._weights.pop(version, None)
 
     def _read(
-        self, adapter: AdapterFolder | Path, modules: Mapping[str, Any]
+        self, adapter: AdapterFolder | MlxFolder, modules: Mapping[str, Any]
     ) -> dict[str, Weights]:
         shapes = _shapes(modules)
-        if isinstance(adapter, Path):
-            weights = _read_mlx(adapter)
-            for name, (down, up) in weights.items():
-                _check(adapter, name, (down.shape[0], up.shape[1]), modules, shapes)
-            return weights
+        if isinstance(adapter, MlxFolder):
+            for name, shape in adapter.layers.items():
+                _check(adapter.path, name, shape, modules, shapes)
+            return adapter.weights()
         for name, module in adapter.modules.items():
             _check(adapter.path, name, (module.inputs, module.outputs), modules, shapes)
         self._require_same_weights(adapter, modules)
-        tensors = _tensors(adapter.path / WEIGHTS)
+        tensors = _tensors(adapter)
         return {
             name: (
                 tensors[module.down].T.astype(mx.float32),
@@ -146,7 +134,7 @@ class Adapters:
             InvalidAdapterError: it is, or this model's weights are quantised, so that it cannot be
                 told.
         """
-        tensors = _tensors(adapter.path / WEIGHTS)
+        tensors = _tensors(adapter)
         for name, saved in adapter.saved_copies.items():
             layer = name.rpartition(".")[0]
             module = modules.get(layer)
@@ -164,16 +152,16 @@ class Adapters:
             )
 
 
-def read_folder(path: str) -> AdapterFolder | Path:
-    """What the files of an adapter hold; of mlx-lm's own format, the folder. Called from any
-    thread.
+def read_folder(path: str) -> AdapterFolder | MlxFolder:
+    """What the files of an adapter hold, without its weights. Called from any thread.
 
     Raises:
         InvalidAdapterError: it is not sound, or of a kind that cannot be applied by row.
     """
     folder = find_adapter(path)
-    if "peft_type" not in read_config(folder):
-        return folder
+    config = read_config(folder)
+    if "peft_type" not in config:
+        return MlxFolder.read(folder, config)
     adapter = read_adapter(folder)
     adapter.require(APPLIED, "mlx")
     return adapter
@@ -213,62 +201,6 @@ def _check(
         )
 
 
-def _read_mlx(folder: Path) -> dict[str, Weights]:
-    """The weights of a folder of mlx-lm's, by the name of the layer.
-
-    Raises:
-        InvalidAdapterError: the folder has no weights, or is not plain LoRA.
-    """
-    config = read_config(folder)
-    kind = config.get("fine_tune_type", "lora")
-    if kind != "lora":
-        raise InvalidAdapterError(
-            f"LoRA adapter {folder} has fine_tune_type={kind!r}; only 'lora' is applied by row: "
-            f"{FUSE}"
-        )
-    parameters = config.get("lora_parameters")
-    scale = parameters.get("scale") if isinstance(parameters, dict) else None
-    if not is_scale(scale):
-        raise InvalidAdapterError(
-            f"LoRA adapter {folder} has lora_parameters.scale={scale!r:.40} in "
-            f"adapter_config.json; it must be {SCALE}"
-        )
-    pairs = _pairs(folder, _tensors(folder / MLX_WEIGHTS), ".lora_a", ".lora_b")
-    return {
-        layer: (a.astype(mx.float32), b.astype(mx.float32) * scale)
-        for layer, (a, b) in pairs.items()
-    }
-
-
-def _tensors(file: Path) -> Mapping[str, mx.array]:
-    if not file.is_file():
-        raise InvalidAdapterError(
-            f"{file} does not exist; give the folder that mlx-lm or PEFT saved the adapter in"
-        )
-    read_header(file)
-    tensors: Mapping[str, mx.array] = mx.load(str(file))
+def _tensors(adapter: AdapterFolder) -> Mapping[str, mx.array]:
+    tensors: Mapping[str, mx.array] = mx.load(str(adapter.path / WEIGHTS))
     return tensors
-
-
-def _pairs(folder: Path, tensors: Mapping[str, mx.array], *suffixes: str) -> dict[str, Weights]:
-    """The two matrices of every layer that has them."""
-    strange = [name for name in tensors if not name.endswith(suffixes)]
-    if strange or not tensors:
-        found = strange[0] if strange else "no tensors"
-        raise InvalidAdapterError(
-            f"LoRA adapter {folder} has {found} where LoRA weights were expected; {FUSE}"
-        )
-    layers = sorted(
-        {
-            name.removesuffix(suffix)
-            for name in tensors
-            for suffix in suffixes
-            if name.endswith(suffix)
-        }
-    )
-    for layer in layers:
-        if any(layer + suffix not in tensors for suffix in suffixes):
-            raise InvalidAdapterError(
-                f"LoRA adapter {folder} has only one of the two matrices of {layer}; save it again"
-            )
-    return {layer: (tensors[layer + suffixes[0]], tensors[layer + suffixes[1]]) for layer in layers}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import mlx.core as mx
 from genlm.core import Adapter, Answer, Query, hookimpl
 from genlm.core.adapter_files import AdapterFolder
 from genlm.mlx.adapters import Adapters, read_folder
+from genlm.mlx.folders import MlxFolder
 from genlm.mlx.pool import Pool
 from genlm.mlx.runner import Key, Runner
 from genlm.mlx.store import Store
@@ -127,11 +127,11 @@ class MlxEngine:
         mx.clear_cache()
 
     @hookimpl
-    def genlm_read_lora(self, adapter: Adapter) -> AdapterFolder | Path:
+    def genlm_read_lora(self, adapter: Adapter) -> AdapterFolder | MlxFolder:
         return read_folder(adapter.path)
 
     @hookimpl
-    def genlm_add_lora(self, adapter: Adapter, contents: AdapterFolder | Path) -> bool:
+    def genlm_add_lora(self, adapter: Adapter, contents: AdapterFolder | MlxFolder) -> bool:
         self._adapters.add(adapter, contents)
         return True
 

@@ -1,0 +1,101 @@
+"""Adapter folders that mlx-lm saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+import mlx.core as mx
+from genlm.core.adapter_files import SCALE, Tensor, is_scale, read_header
+from genlm.core.errors import InvalidAdapterError
+
+#: Where mlx-lm saves weights, and the ends of the names of the two matrices of a layer.
+WEIGHTS = "adapters.safetensors"
+DOWN, UP = ".lora_a", ".lora_b"
+
+FUSE = "merge the adapter into the model's weights, or train plain LoRA"
+
+#: A [in, rank], and B [rank, out] with the scale multiplied in; float32, as PEFT and mlx-lm compute
+#: whatever type the adapter was saved in.
+Weights = tuple[mx.array, mx.array]
+
+
+@frozen
+class MlxFolder:
+    """What the files of a folder say, without its weights.
+
+    Attributes:
+        path: The folder.
+        scale: What the product of the two matrices is multiplied with.
+        layers: By name, how many features each layer takes and gives.
+    """
+
+    path: Path
+    scale: float
+    layers: Mapping[str, tuple[int, int]]
+
+    @classmethod
+    def read(cls, path: Path, config: Mapping[str, Any]) -> MlxFolder:
+        """Check the configuration and the header of the weights.
+
+        Raises:
+            InvalidAdapterError: the folder has no weights, or is not plain LoRA.
+        """
+        kind = config.get("fine_tune_type", "lora")
+        if kind != "lora":
+            raise InvalidAdapterError(
+                f"LoRA adapter {path} has fine_tune_type={kind!r:.40}; only 'lora' is applied by "
+                f"row: {FUSE}"
+            )
+        parameters = config.get("lora_parameters")
+        scale = parameters.get("scale") if isinstance(parameters, dict) else None
+        if scale is None or not is_scale(scale):
+            raise InvalidAdapterError(
+                f"LoRA adapter {path} has lora_parameters.scale={scale!r:.40} in "
+                f"adapter_config.json; it must be {SCALE}"
+            )
+        file = path / WEIGHTS
+        if not file.is_file():
+            raise InvalidAdapterError(
+                f"{file} does not exist; give the folder that mlx-lm or PEFT saved the adapter in"
+            )
+        return cls(path, float(scale), _layers(path, read_header(file)))
+
+    def weights(self) -> dict[str, Weights]:
+        """The matrices of each layer."""
+        tensors = mx.load(str(self.path / WEIGHTS))
+        return {
+            name: (
+                tensors[name + DOWN].astype(mx.float32),
+                tensors[name + UP].astype(mx.float32) * self.scale,
+            )
+            for name in self.layers
+        }
+
+
+def _layers(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    """Raises: InvalidAdapterError: not every tensor is one of two matrices that fit together."""
+    strange = [name for name in tensors if not name.endswith((DOWN, UP))]
+    if strange or not tensors:
+        found = strange[0] if strange else "no tensors"
+        raise InvalidAdapterError(
+            f"LoRA adapter {path} has {found} where LoRA weights were expected; {FUSE}"
+        )
+    layers = {}
+    for name in dict.fromkeys(name.removesuffix(DOWN).removesuffix(UP) for name in tensors):
+        pair = [tensors[name + end].shape for end in (DOWN, UP) if name + end in tensors]
+        if len(pair) < 2:
+            raise InvalidAdapterError(
+                f"LoRA adapter {path} has only one of the two matrices of {name}; save it again"
+            )
+        down, up = pair
+        if (len(down), len(up)) != (2, 2) or down[1] != up[0]:
+            raise InvalidAdapterError(
+                f"LoRA adapter {path} has matrices of shapes {list(down)} and {list(up)} for "
+                f"{name}, which cannot be multiplied; save it again"
+            )
+        layers[name] = down[0], up[1]
+    return layers
