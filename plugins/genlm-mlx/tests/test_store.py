@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 from genlm.mlx.adapters import Adapters
 from genlm.mlx.loading import load
@@ -244,8 +246,21 @@ def test_a_failed_forward_pass_leaves_the_store_sound(llama: Tried) -> None:
     llama.ask(*behind)
 
 
+def test_the_probe_leaves_nothing_behind(folders: Folders) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        before = mx.get_active_memory()
+        model = load(str(folders("llama")), {}).model
+        more = mx.get_active_memory() - before
+    finally:
+        gc.enable()
+    assert more == sum(one.nbytes for _, one in tree_flatten(model.parameters()))
+
+
 def test_clearing_frees_all(folders: Folders) -> None:
     tried = Tried(folders("llama"))
+    gc.collect()  # what other tests left
     tried.store.logits(keys_of(1, 10))
     tried.store.clear()
     before = mx.get_active_memory()

@@ -78,7 +78,9 @@ def _shares(runner: Runner) -> bool:
         store = Store(runner, 0, least_shared=2, least_saved=2)
     except REFUSED:
         return False
-    return _right(runner, store, [*_unequal(few), *_behind_prompts(more)])
+    right = _right(runner, store, [*_unequal(few), *_behind_prompts(more)])
+    store.clear()  # its parts refer to one another, and would stay until the next collection
+    return right
 
 
 def _unequal(rows: int) -> list[list[Key]]:
