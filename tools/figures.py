@@ -96,6 +96,19 @@ def compiled(figures: Figures) -> str:
     return table(head, [[*cells, shown(load, "s"), shown(first, "s")]])
 
 
+def islands(figures: Figures) -> str:
+    """What share of the ideal rate n islands of 8 and of 64 particles reach, with 20 ms a batch."""
+    rows = []
+    for n in (1, 2, 4, 8):
+        shares = []
+        for each in (8, 64):
+            name = f"tokens a second of n islands, {each} particles each"
+            rate = figures.of("islands", name, n)
+            shares.append("not measured" if rate is None else f"{rate / (n * each / 0.02):.0%}")
+        rows.append([str(n), *shares])
+    return table(["islands", "8 particles each", "64 particles each"], rows)
+
+
 def shown(value: float | None, unit: str) -> str:
     """A figure as readers need it, with two digits or more."""
     if value is None:
@@ -112,4 +125,5 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "steps": steps,
     "dtypes": dtypes,
     "compiled": compiled,
+    "islands": islands,
 }

@@ -44,6 +44,9 @@ HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 #: What a tutorial's text says of its outputs, as a condition in Python. It is not shown.
 CHECK = re.compile(r"^<!-- check: (.+?) -->$", re.MULTILINE | re.DOTALL)
 
+#: A paragraph for who reads the page on GitHub. The site leaves it out.
+ON_GITHUB = re.compile(r"^<!-- on GitHub -->\n.+?\n\n", re.MULTILINE | re.DOTALL)
+
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -55,8 +58,8 @@ def prepare(model: str, only: str | None = None) -> None:
     places |= {page: SOURCE / place for page, place in PAGES.items() if page.exists()}
     for page, place in places.items():
         place.parent.mkdir(parents=True, exist_ok=True)
-        page_text = relinked(page.read_text(), page, place, places)
-        place.write_text(filled(page_text, place.parent / "plots"))
+        text = relinked(ON_GITHUB.sub("", page.read_text()), page, place, places)
+        place.write_text(filled(text, place.parent / "plots"))
     for page in [*sorted((SOURCE / "tutorials").glob("*.md")), SOURCE / "how-to/change-rows.md"]:
         if only in (None, page.stem) and page.stem != "index":
             print(f"site: executing {page.name}", file=sys.stderr, flush=True)

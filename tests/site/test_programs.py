@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from genlm.core import load_model_by_name
 from tools.figures import filled
 from tools.site import executed
 
@@ -61,6 +65,31 @@ def test_the_page_start() -> None:
     (output,) = re.findall(r"```text\n(.*?)```", (DOCS / "start.md").read_text(), re.DOTALL)
     assert output in printed
     assert "batches" in printed
+
+
+def test_the_programs_on_top_of_a_model() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "how-to/on-top.md").read_text(), re.DOTALL)
+    written: dict[str, Any] = {}
+    exec("\n".join(blocks), written)
+
+    async def run() -> None:
+        with load_model_by_name("mock", backend="mock") as lm:
+            ids = lm.encode("Once")
+            whole = [token_id async for token_id in lm.stream(ids, 8, seed=1)]
+            text = b"".join(lm.byte_vocab[token_id].byte_string for token_id in whole)
+            assert await written["until"](lm, ids, text[3:5], 8, seed=1) == text[:3]
+            beam = await written["beam_search"](lm, ids, 4, 3)
+            greedy = await written["beam_search"](lm, ids, 1, 3)
+            likelihood = [sum(await lm.sequence_logprobs(ids, one)) for one in (beam, greedy)]
+            assert likelihood[0] >= likelihood[1]
+            plain = await lm.next_token_logprobs(ids)
+        penalty = written["RepetitionPenalty"](2.0)
+        with load_model_by_name("mock", backend="mock", wrappers=[penalty]) as punished:
+            row = await punished.next_token_logprobs(ids)
+        gain = row - plain
+        assert torch.allclose(gain[ids] + 2.0, gain[0].expand(len(ids)), atol=1e-5)
+
+    asyncio.run(run())
 
 
 def test_every_error_has_a_row_in_the_page_on_troubleshooting() -> None:

@@ -70,8 +70,8 @@ def load_model_by_name(
     Args:
         name: A local path or a hub name, as the backend takes it.
         backend: An installed backend (``genlm backends`` lists them); ``None`` chooses the best for
-            this machine: vLLM where CUDA is, MLX on Apple silicon, else hf. The choice is logged;
-            see :mod:`genlm.core.logs` for how to see it.
+            this machine: vLLM where CUDA is, MLX on Apple silicon, else hf. The choice is logged,
+            which ``structlog.configure()`` shows (:mod:`genlm.core.logs`).
         llm_opts: Options of the backend, and of the core
             (:class:`~genlm.core.options.CoreOptions`).
         **options: The same, as keywords: ``load_model_by_name(name, "hf", batch_size=3)``.

@@ -1,0 +1,79 @@
+"""examples/islands.py: the same result as one process has, also when a worker dies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+ON_MOCK = ["--backend", "mock", "--particles", "24", "--max-tokens", "12", "--seed", "3"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path])}
+
+
+def printed(*command: str) -> str:
+    """What a program prints."""
+    ended = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, env=ENVIRONMENT
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def single() -> str:
+    """The particles, their weights and the constant, from one process."""
+    return result(printed(str(EXAMPLES / "smc.py"), *ON_MOCK))
+
+
+def result(text: str) -> str:
+    """What is printed before the figures of the machine."""
+    return text[: text.index("\n", text.index("effective sample size"))]
+
+
+@pytest.mark.parametrize("islands", ["1", "3"])
+def test_islands_estimate_what_one_process_does_on_the_same_seed(single: str, islands: str) -> None:
+    own = ["--islands", islands, "--cpus", "0.1"]
+    text = printed(str(EXAMPLES / "islands.py"), *ON_MOCK, *own)
+    assert result(text) == single
+    assert f"requests on {islands} islands" in text
+
+
+#: Kills one worker after the first call has been answered and while the second is made.
+KILLED = """
+import os, random, signal, sys
+import islands, ray
+from smc import Particle
+
+class Mortal(islands.Island):
+    def pid(self):
+        return os.getpid()
+
+islands.Island = Mortal
+islands.connect(None)
+
+def run(kill):
+    workers = islands.settle(3, "mock", "mock", {"delay": 0.02}, "Once", "e", num_cpus=0.1)
+    pids = ray.get([worker.pid.remote() for worker in workers])
+    rng = random.Random(3)
+    particles = [Particle() for _ in range(24)]
+    islands.advance(workers, particles, 3, rng)
+    if kill:
+        os.kill(pids[1], signal.SIGKILL)
+    islands.advance(workers, particles, 9, rng)
+    pids = {*pids} ^ {*ray.get([worker.pid.remote() for worker in workers])}
+    return particles, len(pids)
+
+whole, none = run(kill=False)
+again, two = run(kill=True)
+assert (none, two) == (0, 2), (none, two)  # the old process of one worker, and its new one
+assert again == whole
+print("the same")
+"""
+
+
+def test_a_worker_that_is_killed_changes_nothing() -> None:
+    assert printed("-c", KILLED).strip().endswith("the same")
