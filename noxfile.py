@@ -235,15 +235,6 @@ def docs(session: nox.Session) -> None:
     install_in(session, programs, *GROUPS["docs"])
     model = real_model(session, programs)
     run(session, programs, "python", "-m", "tools.site", "--model", model, *session.posargs)
-    run(session, programs, "zensical", "build", "--strict", "--clean")
-    screenshots = ROOT / "build" / "screenshots"
-    screenshots.mkdir(parents=True, exist_ok=True)
-    session.env.update(
-        GENLM_TEST_MODEL=model,
-        GENLM_SITE=str(ROOT / "build" / "site"),
-        GENLM_SCREENSHOTS=str(screenshots),
-    )
-    run(session, programs, "pytest", "tests/site/browser.py", "tests/site/test_programs.py")
 
 
 @nox.session(default=False)

@@ -1,10 +1,10 @@
-"""Prepare the source of the documentation site, in ``build/site-source``.
+"""Make the documentation site in ``build/site``, from ``build/site-source``.
 
 The site has the pages of ``docs/``, the READMEs of the plugins and a few pages of the repository's
 root. Tutorials, and the page on changing rows, are executed: their outputs and plots become part
 of the page, and an error in one of them is an error here. A comment ``<!-- check: CONDITION -->``
-asserts what the text before it says of the outputs. ``zensical build`` does the rest (see
-``mkdocs.yml``).
+asserts what the text before it says of the outputs. Then zensical builds the site (see
+``mkdocs.yml``), and it is looked at in a browser.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import base64
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -151,6 +152,17 @@ def main() -> None:
     parser.add_argument("--only", help="execute this tutorial alone, by the name of its file")
     options = parser.parse_args()
     prepare(options.model, options.only)
+    subprocess.run([sys.executable, "-m", "zensical", "build", "--strict", "--clean"], check=True)
+    screenshots = ROOT / "build" / "screenshots"
+    screenshots.mkdir(parents=True, exist_ok=True)
+    seen = {
+        "GENLM_TEST_MODEL": options.model,
+        "GENLM_SITE": str(ROOT / "build" / "site"),
+        "GENLM_SITE_ONLY": options.only or "",
+        "GENLM_SCREENSHOTS": str(screenshots),
+    }
+    tests = [sys.executable, "-m", "pytest", "tests/site/browser.py", "tests/site/test_programs.py"]
+    sys.exit(subprocess.run(tests, env=os.environ | seen).returncode)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The built site in a real browser: ``nox -s docs`` runs this file; it needs Chromium or Chrome.
 
-``GENLM_SITE`` is the folder of the built site, ``GENLM_SCREENSHOTS`` a folder for pictures of what
-was seen, ``GENLM_BROWSER`` the browser's executable if it is not on the path.
+``GENLM_SITE`` is the folder of the built site, ``GENLM_SITE_ONLY`` the one tutorial that was
+executed if not all were, ``GENLM_SCREENSHOTS`` a folder for pictures of what was seen,
+``GENLM_BROWSER`` the browser's executable if it is not on the path.
 """
 
 from __future__ import annotations
@@ -21,6 +22,12 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 PATIENCE = 180_000  # milliseconds until what must happen is said not to happen
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 PAGES = {"start": "", "tutorial": "tutorials/smc/", "reference": "reference/models/"}
+
+
+def needs(tutorial: str) -> pytest.MarkDecorator:
+    only = os.environ.get("GENLM_SITE_ONLY")
+    reason = f"the tutorial {tutorial} was not executed: --only {only}"
+    return pytest.mark.skipif(only not in (None, "", tutorial), reason=reason)
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -122,6 +129,7 @@ def test_a_page_is_complete_and_fits_the_window(
     visit.close()
 
 
+@needs("smc")
 def test_tutorials_show_their_outputs_and_plots(browser: Any, site: str) -> None:
     visit = Visit(browser, site, "desktop")
     page = visit.open("tutorials/smc/")
@@ -130,6 +138,7 @@ def test_tutorials_show_their_outputs_and_plots(browser: Any, site: str) -> None
     visit.close()
 
 
+@needs("trie")
 def test_a_click_opens_a_node_of_the_trie(browser: Any, site: str) -> None:
     visit = Visit(browser, site, "desktop")
     visit.open("tutorials/trie/")
