@@ -24,6 +24,7 @@ from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
 from genlm.hf.twin import TOKENS as SMALL_TOKENS
 from genlm.hf.twin import thresholds
+from tests.engines import rows_of
 from tools import any_speed  # noqa: F401
 
 from .families import small_family
@@ -45,9 +46,7 @@ class Pair:
     forwards: list[int]
 
     def ask(self, *contexts: Sequence[int]) -> torch.Tensor:
-        return self.engine.genlm_next_token_logprobs(
-            [Query(tuple(context)) for context in contexts]
-        )
+        return rows_of(self.engine, [Query(tuple(context)) for context in contexts])
 
     @torch.no_grad()
     def expected(self, *contexts: Sequence[int]) -> torch.Tensor:

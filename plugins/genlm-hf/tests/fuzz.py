@@ -28,6 +28,7 @@ from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
 from genlm.hf.reuse import Reuse
 from genlm.hf.twin import TOKENS
+from tests.engines import add_lora, rows_of
 
 from .families import small_family
 
@@ -210,7 +211,7 @@ class Fuzz:
     def _cold(self) -> None:
         query = self._query()
         cold = Query(query.token_ids, query.adapter, cold=True)
-        self._compare(query, self._engine.genlm_next_token_logprobs([cold])[0])
+        self._compare(query, rows_of(self._engine, [cold])[0])
 
     def _pin(self) -> None:
         with suppress(EngineError):  # there is no room for it
@@ -238,7 +239,7 @@ class Fuzz:
             adapted.eval().save_pretrained(folder)
             adapter = Adapter("a", folder, self._versions)
             try:
-                self._engine.genlm_add_lora(adapter)
+                add_lora(self._engine, adapter)
             except (InvalidAdapterError, UnsupportedError):
                 return
         self._references[adapter] = Reference(adapted)

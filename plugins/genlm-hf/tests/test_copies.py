@@ -34,6 +34,7 @@ from genlm.hf.probe import Choice
 from genlm.hf.reuse import Reuse
 from genlm.hf.strategies import Computed
 from genlm.hf.upload import Places, Upload
+from tests.engines import rows_of
 
 from .shapes import SHAPE, TOKENS
 
@@ -186,7 +187,7 @@ def test_a_step_over_trunks_copies_once(config: PretrainedConfig, there: Make) -
 def test_every_forward_of_a_step_copies_once(there: Make) -> None:
     engine = there(LLAMA, max_batch_tokens=30)
     with counted() as counts:
-        rows = engine.genlm_next_token_logprobs([Query(tuple(one)) for one in contexts_of(20)])
+        rows = rows_of(engine, [Query(tuple(one)) for one in contexts_of(20)])
     assert rows.shape == (3, TOKENS)
     assert counts == Counts(up=2)
 

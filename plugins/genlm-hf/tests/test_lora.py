@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from genlm.core import Adapter, Query, UnsupportedError
 from genlm.hf.engine import HFEngine
+from tests.engines import add_lora, rows_of
 
 Contexts = Callable[..., list[tuple[int, ...]]]
 
@@ -50,7 +51,7 @@ def test_adapters_that_the_model_had_before_are_left_alone(
     engine = HFEngine(model, None)
     adapter = Adapter("b", lora_folders["b"], 1)
     with pytest.raises(UnsupportedError, match="merge_and_unload"):
-        engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
+        add_lora(engine, adapter)
     engine.genlm_close()
     assert torch.equal(model(torch.tensor([[1, 2, 3]])).logits, before)
 
@@ -65,7 +66,7 @@ def test_a_mixed_batch_is_one_forward(
         reference(tiny, lora_folders["b"]),
     ]
     for adapter in adapters[1:]:
-        assert engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
+        assert add_lora(engine, adapter)
     forwards: list[int] = []
     engine.model.register_forward_pre_hook(
         lambda module, args, kwargs: forwards.append(kwargs["input_ids"].numel()), with_kwargs=True
@@ -75,24 +76,24 @@ def test_a_mixed_batch_is_one_forward(
         queries = [
             Query(prompt + (7,) * grown, adapter) for prompt in prompts for adapter in adapters
         ]
-        rows = engine.genlm_next_token_logprobs(queries)
+        rows = rows_of(engine, queries)
         for query, row in zip(queries, rows, strict=True):
             expected = rows_of[adapters.index(query.adapter)](query.token_ids)
             torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
     assert forwards == [6 * 12, 6, 6]
     for adapter, row_of in zip(adapters, rows_of, strict=True):  # and each alone
-        row = engine.genlm_next_token_logprobs([Query((1, 2, 3), adapter)])[0]
+        row = rows_of(engine, [Query((1, 2, 3), adapter)])[0]
         torch.testing.assert_close(row, row_of((1, 2, 3)), atol=1e-4, rtol=0)
 
 
 def test_binding_a_name_again(engine: HFEngine, tiny: str, lora_folders: dict[str, str]) -> None:
     old, new = Adapter("x", lora_folders["a"], 1), Adapter("x", lora_folders["b"], 2)
     context = (1, 2, 3, 4)
-    engine.genlm_add_lora(old, engine.genlm_read_lora(old))
-    engine.genlm_next_token_logprobs([Query(context, old)])
-    engine.genlm_add_lora(new, engine.genlm_read_lora(new))
+    add_lora(engine, old)
+    rows_of(engine, [Query(context, old)])
+    add_lora(engine, new)
     engine.genlm_remove_lora(old)
-    row = engine.genlm_next_token_logprobs([Query((*context, 5), new)])[0]
+    row = rows_of(engine, [Query((*context, 5), new)])[0]
     torch.testing.assert_close(
         row, reference(tiny, lora_folders["b"])((*context, 5)), atol=1e-4, rtol=0
     )
@@ -104,10 +105,10 @@ def test_the_base_model_after_the_last_adapter(
     adapter = Adapter("a", lora_folders["a"], 1)
     for version in (1, 2):
         adapter = Adapter("a", lora_folders["a"], version)
-        engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
-        engine.genlm_next_token_logprobs([Query((1, 2), adapter), Query((1, 2))])
+        add_lora(engine, adapter)
+        rows_of(engine, [Query((1, 2), adapter), Query((1, 2))])
         engine.genlm_remove_lora(adapter)
-        row = engine.genlm_next_token_logprobs([Query((1, 2, 3))])[0]
+        row = rows_of(engine, [Query((1, 2, 3))])[0]
         torch.testing.assert_close(row, reference(tiny, None)((1, 2, 3)), atol=1e-4, rtol=0)
 
 
@@ -117,8 +118,8 @@ def test_a_folder_without_an_adapter_leaves_nothing(
     with pytest.raises(ValueError, match="adapter_config"):
         engine.genlm_read_lora(Adapter("x", str(tmp_path), 1))
     good = Adapter("x", lora_folders["a"], 2)
-    engine.genlm_add_lora(good, engine.genlm_read_lora(good))
-    row = engine.genlm_next_token_logprobs([Query((1, 2, 3), good)])[0]
+    add_lora(engine, good)
+    row = rows_of(engine, [Query((1, 2, 3), good)])[0]
     torch.testing.assert_close(
         row, reference(tiny, lora_folders["a"])((1, 2, 3)), atol=1e-4, rtol=0
     )
@@ -131,7 +132,7 @@ def test_an_error_inside_a_mixed_batch_leaves_nothing(
     """The next batches have as many rows as the failed one: what it left would go unnoticed."""
     a, b = Adapter("a", lora_folders["a"], 1), Adapter("b", lora_folders["b"], 2)
     for adapter in (a, b):
-        engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
+        add_lora(engine, adapter)
     context = (1, 2, 3)
 
     def fail(*_: Any) -> None:
@@ -139,13 +140,13 @@ def test_an_error_inside_a_mixed_batch_leaves_nothing(
 
     hook = engine.model.model.layers[1].register_forward_pre_hook(fail)
     with pytest.raises(BaseException, match=r"middle|memory"):
-        engine.genlm_next_token_logprobs([Query(context), Query(context, a)])
+        rows_of(engine, [Query(context), Query(context, a)])
     hook.remove()
     for pair in ([None, None], [b, b], [a, None], [b, a], [a, a]):
         contexts = [(*context, at) for at in range(2)]
         queries = [Query(ids, each) for ids, each in zip(contexts, pair, strict=True)]
         engine.genlm_clear_kv_cache()
-        rows = engine.genlm_next_token_logprobs(queries)
+        rows = rows_of(engine, queries)
         for query, row in zip(queries, rows, strict=True):
             expected = reference(tiny, query.adapter and query.adapter.path)(query.token_ids)
             torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)

@@ -14,6 +14,7 @@ from genlm.core import Adapter, EngineDeadError, Query, UnsupportedError
 from genlm.hf.engine import HFEngine
 from genlm.hf.loading import load_pretrained
 from genlm.hf.options import HFOptions
+from tests.engines import add_lora, rows_of
 
 peft = pytest.importorskip("peft", reason="LoRA needs peft")
 
@@ -26,7 +27,7 @@ QUANTISED = {
 
 
 def row(engine: HFEngine, adapter: Adapter | None = None) -> torch.Tensor:
-    return engine.genlm_next_token_logprobs([Query(CONTEXT, adapter, cold=True)])[0]
+    return rows_of(engine, [Query(CONTEXT, adapter, cold=True)])[0]
 
 
 @pytest.fixture(params=QUANTISED)
@@ -63,7 +64,7 @@ def test_rows_with_adapters_and_without(
     adapters = [Adapter(name, folder, at) for at, (name, folder) in enumerate(lora_folders.items())]
     for _ in range(2):
         for adapter in adapters:
-            engine.genlm_add_lora(adapter)
+            add_lora(engine, adapter)
             assert torch.equal(row(engine), base)
         for adapter in adapters:
             given = row(engine, adapter)
@@ -93,7 +94,7 @@ def test_what_peft_cannot_apply_to_quantised_weights_is_refused(
     engine = HFEngine(quantised, None)
     base = row(engine)
     with pytest.raises(UnsupportedError, match=f"{why}.*quantised"):
-        engine.genlm_add_lora(Adapter("a", str(tmp_path), 1))
+        add_lora(engine, Adapter("a", str(tmp_path), 1))
     assert torch.equal(row(engine), base)
 
 
@@ -140,7 +141,7 @@ def test_a_layer_that_a_state_dict_would_change(
     engine = with_layer(Unpacks)
     base = row(engine)
     adapter = Adapter("a", lora_folders["a"], 1)
-    engine.genlm_add_lora(adapter)
+    add_lora(engine, adapter)
     assert torch.equal(row(engine), base)
     engine.genlm_remove_lora(adapter)
     assert torch.equal(row(engine), base)
@@ -152,7 +153,7 @@ def test_a_layer_that_is_another_beside_an_adapter(
     engine = with_layer(ChangesWhileFrozen)
     base = row(engine)
     with pytest.raises(UnsupportedError, match="changes the rows of this base model"):
-        engine.genlm_add_lora(Adapter("a", lora_folders["a"], 1))
+        add_lora(engine, Adapter("a", lora_folders["a"], 1))
     assert torch.equal(row(engine), base)
 
 
@@ -161,4 +162,4 @@ def test_a_layer_that_stays_changed_is_the_end(
 ) -> None:
     engine = with_layer(torch.nn.Linear, hook=spoiled)
     with pytest.raises(EngineDeadError, match="load the model again"):
-        engine.genlm_add_lora(Adapter("a", lora_folders["a"], 1))
+        add_lora(engine, Adapter("a", lora_folders["a"], 1))

@@ -26,6 +26,7 @@ from genlm.hf.loading import load_pretrained
 from genlm.hf.options import HFOptions
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
+from tests.engines import rows_of
 
 from .shapes import SHAPE
 
@@ -63,7 +64,7 @@ def test_a_wrong_way_is_rejected_where_rows_are_nearly_uniform(
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.02)
     right = HFEngine(model, None)
-    rows = right.genlm_next_token_logprobs([Query((1, 2, 3)), Query((4, 5, 6))])
+    rows = rows_of(right, [Query((1, 2, 3)), Query((4, 5, 6))])
     assert rows.std(-1).max() < 0.15
     assert (rows - rows.roll(1, -1)).abs().max() < 1.0
     assert right.reuse is Reuse.SHARED

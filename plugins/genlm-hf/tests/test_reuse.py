@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from genlm.core import EngineError, Query
+from tests.engines import rows_of
 
 from .conftest import build
 
@@ -139,7 +140,7 @@ def test_a_cold_query_reads_no_state(llama: Any, contexts: Contexts) -> None:
     prompt = contexts(1, 20)[0]
     llama.ask(prompt)
     llama.forwards.clear()
-    row = llama.engine.genlm_next_token_logprobs([Query(prompt, cold=True)])
+    row = rows_of(llama.engine, [Query(prompt, cold=True)])
     assert llama.forwards == [20]
     torch.testing.assert_close(row, llama.expected(prompt), atol=1e-4, rtol=0)
 

@@ -11,6 +11,7 @@ import torch
 from transformers import Lfm2Config, MambaConfig, PretrainedConfig
 
 from genlm.core import Adapter, EngineError, Query
+from tests.engines import add_lora, rows_of
 
 Contexts = Callable[..., list[tuple[int, ...]]]
 Make = Callable[..., Any]
@@ -78,7 +79,7 @@ def test_a_cold_query_reads_no_snapshot(model: Any, contexts: Contexts) -> None:
     prompt = contexts(1, 20)[0]
     model.ask(prompt)
     model.forwards.clear()
-    row = model.engine.genlm_next_token_logprobs([Query((*prompt, 1), cold=True)])
+    row = rows_of(model.engine, [Query((*prompt, 1), cold=True)])
     assert model.forwards == [21]
     torch.testing.assert_close(row, model.expected((*prompt, 1)), atol=1e-4, rtol=0)
 
@@ -169,10 +170,10 @@ def test_adapters_do_not_share_snapshots(model: Any, contexts: Contexts, tmp_pat
             torch.nn.init.normal_(parameter, 0, 0.3)
     adapted.eval().save_pretrained(tmp_path)
     adapter = Adapter("a", str(tmp_path), 1)
-    model.engine.genlm_add_lora(adapter, model.engine.genlm_read_lora(adapter))
+    add_lora(model.engine, adapter)
     grown = prompt
     for token in range(3):
-        given = model.engine.genlm_next_token_logprobs([Query(grown, adapter), Query(grown)])
+        given = rows_of(model.engine, [Query(grown, adapter), Query(grown)])
         torch.testing.assert_close(given[:1], model.expected(grown), atol=1e-4, rtol=0)
         with adapted.disable_adapter():
             torch.testing.assert_close(given[1:], model.expected(grown), atol=1e-4, rtol=0)

@@ -25,6 +25,7 @@ from genlm.core import Adapter, EngineError, ModelClosedError, Query
 from genlm.hf import AsyncTransformer
 from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
+from tests.engines import add_lora
 
 from .shapes import SHAPE, TOKENS
 
@@ -221,7 +222,7 @@ def test_adapters_keep_their_own_beginnings(
     (prompt,) = contexts(1, 100)
     adapters = [None, Adapter("a", lora_folders["a"], 1), Adapter("b", lora_folders["b"], 2)]
     for adapter in adapters[1:]:
-        engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
+        add_lora(engine, adapter)
     queries = [Query(prompt, adapter) for adapter in adapters]
     queries += [Query((5, at), adapter) for at, adapter in enumerate(adapters)]
     answers, newcomers = {}, queries

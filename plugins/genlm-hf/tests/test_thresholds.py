@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 
 from genlm.core import EngineError, Query
 from genlm.hf.engine import HFEngine
+from tests.engines import rows_of
 
 from .shapes import LATENT, SHAPE
 from .test_sequence import scores_of_rows
@@ -239,5 +240,5 @@ def test_two_engines_over_one_model(unproven: Make) -> None:
     pair.check((1, 2, 3))
     pair.engine.genlm_close()
     again = HFEngine(pair.engine.model, None)
-    rows = again.genlm_next_token_logprobs([Query((1, 2, 3))])
+    rows = rows_of(again, [Query((1, 2, 3))])
     torch.testing.assert_close(rows, pair.expected((1, 2, 3)), atol=1e-4, rtol=0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from genlm.core import Adapter, EngineError, Query
+from tests.engines import add_lora, rows_of
 
 Contexts = Callable[..., list[tuple[int, ...]]]
 Make = Callable[..., Any]
@@ -46,12 +47,12 @@ def test_a_trunk_belongs_to_an_adapter(
     adapted = peft.PeftModel.from_pretrained(base[1], lora_folders["a"]).eval()
     model = beside(base[0], adapted)
     adapter = Adapter("a", lora_folders["a"], 1)
-    model.engine.genlm_add_lora(adapter, model.engine.genlm_read_lora(adapter))
+    add_lora(model.engine, adapter)
     (prompt,) = contexts(1, 100)
     for _ in range(2):
         live = [(*prompt, token) for token in range(3)]
-        given = model.engine.genlm_next_token_logprobs(
-            [Query(context, which) for context in live for which in (adapter, None)]
+        given = rows_of(
+            model.engine, [Query(context, which) for context in live for which in (adapter, None)]
         )
         torch.testing.assert_close(given[::2], model.expected(*live), atol=1e-4, rtol=0)
         with adapted.disable_adapter():

@@ -18,6 +18,7 @@ from genlm.core.prefixes import key_of
 from genlm.core.segments import Row
 from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
+from tests.engines import add_lora
 
 from .of_a_real_model import Hooked, rotary_of
 
@@ -531,7 +532,7 @@ class AdaptersOfAllModelsByNumber(HFEngine):
     def genlm_add_lora(self, adapter: Adapter) -> bool:
         path = self.paths.setdefault(adapter.version, adapter.path)
         try:
-            return super().genlm_add_lora(evolve(adapter, path=path))
+            return add_lora(super(), evolve(adapter, path=path))
         except Exception:
             del self.paths[adapter.version]
             raise
@@ -557,7 +558,7 @@ class NameOfARemovedAdapter(HFEngine):
     @hookimpl
     def genlm_add_lora(self, adapter: Adapter) -> bool:
         path = self.left.get(adapter.name, adapter.path)
-        added = super().genlm_add_lora(evolve(adapter, path=path))
+        added = add_lora(super(), evolve(adapter, path=path))
         self.current[adapter.name] = adapter
         return added
 

@@ -16,6 +16,7 @@ from attrs import evolve
 from genlm.core import hookimpl
 from genlm.core.types import Adapter, Query
 from genlm.hf.engine import HFEngine
+from tests.engines import rows_of
 
 
 class Hooked(HFEngine):
@@ -33,6 +34,10 @@ class Batched(HFEngine):
     """Is asked for one batch after the other, as the engines were whose bugs these are."""
 
     genlm_step = None
+
+    @hookimpl
+    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+        return rows_of(super(), queries)
 
 
 def rotary_of(model: Any) -> Any:
@@ -150,6 +155,7 @@ class TrainingModeAfterLoading(Hooked):
 
     @hookimpl
     def genlm_add_lora(self, adapter: Adapter, contents: Any) -> bool:
+        self.training_mode = False  # or the engine would see the model change while it loads
         added = super().genlm_add_lora(adapter, contents)
         self.training_mode = True
         return added
