@@ -120,7 +120,7 @@ class HFEngine:
         for query in dropped:
             self._schedule.drop(query)
         if queries and queries[0].cold:
-            return [Answer(queries[0], self.genlm_next_token_logprobs(queries)[0])]
+            return [Answer(queries[0], self._cold(_sequence(queries[0])))]
         for query in queries:
             self._schedule.add(query, _sequence(query))
         if not self._schedule:
@@ -133,12 +133,9 @@ class HFEngine:
             raise
         return [Answer(query, row) for query, row in zip(step.answered, rows, strict=True)]
 
-    @hookimpl
-    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
-        sequences = [_sequence(query) for query in queries]
-        if queries[0].cold:
-            return _logprobs(self._evaluator.cold(sequences[0]).logits)
-        return self._answers(sequences)
+    def _cold(self, sequence: TokenSequence) -> torch.Tensor:
+        """Its row, from its tokens only."""
+        return _logprobs(self._evaluator.cold(sequence).logits)[0]
 
     def _answers(
         self, sequences: Sequence[TokenSequence], chunk: TokenSequence | None = None
@@ -164,7 +161,7 @@ class HFEngine:
         """Compare a row with a cold one; where it is wrong, long contexts are computed cold from
         now on."""
         try:
-            cold = _logprobs(self._evaluator.cold(sequence).logits)[0]
+            cold = self._cold(sequence)
         except torch.OutOfMemoryError:  # longer than can be computed in one forward
             self._evaluator.prove(sequence.length, right=True)
             return True
