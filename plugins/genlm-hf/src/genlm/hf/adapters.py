@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import math
-import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
-import torch
-
-from genlm.core.adapter_files import (
-    WEIGHTS,
-    AdapterFolder,
-    Feature,
-    LoraModule,
-    ends,
-    module_shapes,
-    read_adapter,
-    read_tensor,
-)
+from genlm.core.adapter_files import AdapterFolder, Feature, module_shapes, read_adapter
 from genlm.core.errors import InvalidAdapterError, UnsupportedError
 from genlm.core.types import Adapter
+from genlm.hf.base_weights import (
+    plain_state_dicts,
+    require_plain_weights,
+    require_same_embeddings,
+)
+from genlm.hf.lora_config import lora_config
 
 #: What PEFT calls the base model in a list of adapter names.
 BASE = "__base__"
@@ -98,7 +89,7 @@ class AdapterSet:
                 "merge them (merge_and_unload), or give the plain model and add every adapter by "
                 "add_new_lora"
             )
-        self._require_plain_weights(folder)
+        require_plain_weights(self._model, folder)
         if self._peft is None:
             self._shapes = module_shapes(self._model)
             self._parameters = {
@@ -107,12 +98,12 @@ class AdapterSet:
             }
             self._trainable = [each for each in self._model.parameters() if each.requires_grad]
         folder.require_modules(self._shapes)
-        self._require_same_embeddings(folder)
+        require_same_embeddings(self._model, folder, self._parameters)
         name = _name(adapter.version)
         try:
-            with _plain_state_dicts(self._model):
+            with plain_state_dicts(self._model):
                 if self._peft is None:
-                    config = _config(folder, self._parameters)
+                    config = lora_config(folder, self._parameters)
                     self._peft = PeftModel(self._model, config, adapter_name=name)
                 self._load(folder, name)
         except Exception:
@@ -181,59 +172,12 @@ class AdapterSet:
         finally:
             self._names = self._wanted = None
 
-    def _require_same_embeddings(self, folder: AdapterFolder) -> None:
-        """PEFT saves the embeddings of the base model beside LoRA matrices of them; they may be
-        others than this model's.
-
-        Raises:
-            InvalidAdapterError: they are.
-        """
-        for name, saved in folder.saved_copies.items():
-            shape = self._parameters.get(name)
-            if saved.shape != shape:
-                raise InvalidAdapterError(
-                    f"LoRA adapter {folder.path} is made for another model: it holds {name} of "
-                    f"shape {list(saved.shape)}, where this model has "
-                    f"{'nothing' if shape is None else list(shape)}; give an adapter made for this "
-                    "model"
-                )
-            module = self._model.get_submodule(name.rpartition(".")[0])
-            weight = getattr(module, "base_layer", module).weight
-            copy = read_tensor(folder.path / WEIGHTS, saved).to(weight.device, weight.dtype)
-            if not torch.allclose(copy, weight, rtol=2**-7, atol=1e-6):
-                raise InvalidAdapterError(
-                    f"LoRA adapter {folder.path} holds {name} of another base model; give the "
-                    "base model that it was trained on, or an adapter made for this model"
-                )
-
-    def _require_plain_weights(self, folder: AdapterFolder) -> None:
-        """PEFT copies modules that were trained whole, and reads the weights below DoRA: of those
-        that are quantised it makes others (bitsandbytes packs 4-bit weights anew for the CPU).
-
-        Raises:
-            UnsupportedError: such weights are quantised.
-        """
-        retrained = {*(folder.config.get("modules_to_save") or ())}
-        below_dora = Feature.DORA in folder.features and self._model.device.type == "cpu"
-        for name, module in self._model.named_modules():
-            weight = getattr(module, "weight", None)
-            if not isinstance(weight, torch.Tensor) or weight.is_floating_point():
-                continue
-            is_retrained = not retrained.isdisjoint(name.split("."))
-            if is_retrained or below_dora:
-                kind = Feature.RETRAINED if is_retrained else Feature.DORA
-                raise UnsupportedError(
-                    f"LoRA adapter {folder.path} has {folder.features[kind]} ({kind.description}), "
-                    f"and the weights of {name} are quantised; merge the adapter into the model, "
-                    "or load the model without quantisation"
-                )
-
     def _load(self, folder: AdapterFolder, name: str) -> None:
         # PEFT changes a configuration that it is given.
         result = self._peft.load_adapter(
             str(folder.path),
             adapter_name=name,
-            peft_config=_config(folder, self._parameters),
+            peft_config=lora_config(folder, self._parameters),
         )
         copies = {each.replace(".weight", "") for each in folder.saved_copies}
         ignored = [
@@ -321,99 +265,6 @@ class AdapterSet:
             return None
         names = self._wanted if layer is self._model.get_output_embeddings() else self._names
         return args, {**kwargs, "adapter_names": names}
-
-
-@contextmanager
-def _plain_state_dicts(model: torch.nn.Module) -> Iterator[None]:
-    """While it lasts, no module does more for its ``state_dict()`` than to name its tensors.
-
-    PEFT asks the whole model for the names of its own tensors. bitsandbytes packs 4-bit weights for
-    the CPU, and unpacks them in place for a state dict: with a loss, and other scales than before.
-    """
-    plain = torch.nn.Module._save_to_state_dict
-    others = [one for one in model.modules() if type(one)._save_to_state_dict is not plain]
-    for module in others:
-        module.__dict__["_save_to_state_dict"] = MethodType(plain, module)
-    try:
-        yield
-    finally:
-        for module in others:
-            del module.__dict__["_save_to_state_dict"]
-
-
-def _config(folder: AdapterFolder, parameters: Mapping[str, tuple[int, ...]]) -> Any:
-    """The configuration that PEFT gets: made anew from what the file holds and the model has, so
-    that no expression of the file is run, nothing is imported by it, no base weight is initialised
-    anew, and nothing is compared or allocated that the model does not have.
-
-    Raises:
-        InvalidAdapterError: it adapts parameters that the model has not, or of another shape.
-    """
-    from peft import LoraConfig
-
-    given, settings = folder.config, folder.settings
-    modules = [name for name in folder.modules if not settings.adapts_parameters(name)]
-    targets = _target_parameters(folder, parameters)
-    ranks = {name: settings.rank(name) for name in (*modules, *targets)}
-    most_common = Counter(ranks.values()).most_common(1)[0][0]
-    return LoraConfig(
-        r=most_common,
-        rank_pattern={
-            _one_of(name for name in ranks if ranks[name] == rank): rank
-            for rank in {*ranks.values()} - {most_common}
-        },
-        target_modules=modules,
-        target_parameters=targets or None,
-        modules_to_save=[
-            saved for saved in folder.retrained if any(f"{saved}." in name for name in parameters)
-        ]
-        or None,
-        trainable_token_indices=given.get("trainable_token_indices"),
-        fan_in_fan_out=bool(given.get("fan_in_fan_out")),
-        use_dora=bool(given.get("use_dora")),
-        lora_bias=bool(given.get("lora_bias")),
-        inference_mode=True,
-    )
-
-
-def _one_of(names: Iterable[str]) -> str:
-    """An expression that matches these names alone, each whole."""
-    return f"^(?:{'|'.join(map(re.escape, names))})"
-
-
-def _target_parameters(
-    folder: AdapterFolder, parameters: Mapping[str, tuple[int, ...]]
-) -> list[str]:
-    """The parameters that are adapted themselves, by their whole names.
-
-    PEFT wraps a module once for each of its parameters: the file has as many pairs of matrices.
-    """
-    settings = folder.settings
-    matches: dict[str, list[str]] = {}
-    for name in parameters:
-        if any(end in settings.target_parameters for end in ends(name)):
-            matches.setdefault(name.rpartition(".")[0], []).append(name)
-    pairs: dict[str, list[LoraModule]] = {}
-    for name, module in folder.modules.items():
-        if settings.adapts_parameters(name):
-            pairs.setdefault(name.replace(".base_layer", ""), []).append(module)
-    for owner, found in pairs.items():
-        sizes = [(*parameters[name], settings.rank(name)) for name in matches.get(owner, ())]
-        if len(found) != len(sizes) or not all(
-            any(_fits(pair, size) for size in sizes) for pair in found
-        ):
-            raise InvalidAdapterError(
-                f"LoRA adapter {folder.path} is made for another model: it adapts parameters of "
-                f"{owner} by {[(pair.inputs, pair.rank, pair.outputs) for pair in found]} (inputs, "
-                f"rank of all experts, outputs), where this model has {sizes} (shape, and the rank "
-                "by the configuration); give an adapter made for this model"
-            )
-    return [name for owner in pairs for name in matches[owner]]
-
-
-def _fits(pair: LoraModule, size: tuple[int, ...]) -> bool:
-    *experts, first, second, rank = size
-    return {pair.inputs, pair.outputs} == {first, second} and pair.rank == rank * math.prod(experts)
 
 
 def _name(version: int) -> str:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Sequence
 from contextlib import closing
-from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +16,7 @@ from genlm.core.errors import EngineError
 from genlm.core.types import Adapter, Answer, Query
 from genlm.hf.adapters import AdapterSet
 from genlm.hf.attention import register_row_attention
+from genlm.hf.budget import budget
 from genlm.hf.evaluator import Evaluator
 from genlm.hf.options import HFOptions
 from genlm.hf.patterns import attention_window, layer_patterns
@@ -29,11 +27,9 @@ from genlm.hf.proof import BaseRow
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from genlm.hf.schedule import Schedule
+from genlm.hf.scores import Scores, logprobs
 from genlm.hf.sequence import TokenSequence
-from genlm.hf.strategies import Result, strategy_for
-from genlm.hf.upload import Upload
-
-GIB = 1 << 30
+from genlm.hf.strategies import strategy_for
 
 #: Rows of long contexts may be off by so many times what the probe of short ones allows.
 PROOF_MARGIN = 4.0
@@ -63,8 +59,8 @@ class HFEngine:
         self._runner = Runner(model.eval(), self._adapters, RowPool(), layer_patterns(model))
         choice = self._choose_reuse()
         self.reuse, self._tolerance = choice.reuse, choice.tolerance
-        budget = _budget(options, model.device)
-        self._strategy = strategy_for(self.reuse, self._runner, options.max_batch_tokens, budget)
+        room = budget(options.kv_cache_bytes, model.device)
+        self._strategy = strategy_for(self.reuse, self._runner, options.max_batch_tokens, room)
         self._evaluator = Evaluator(self._strategy, self._adapters, choice.limit, choice.rows_apart)
         self._schedule: Schedule[Query] = Schedule(self._evaluator, options.max_batch_tokens)
         model._genlm_engine = (id(model), weakref.ref(self))
@@ -135,7 +131,7 @@ class HFEngine:
 
     def _cold(self, sequence: TokenSequence) -> torch.Tensor:
         """Its row, from its tokens only."""
-        return _logprobs(self._evaluator.cold(sequence).logits)[0]
+        return logprobs(self._evaluator.cold(sequence).logits)[0]
 
     def _answers(
         self, sequences: Sequence[TokenSequence], chunk: TokenSequence | None = None
@@ -155,7 +151,7 @@ class HFEngine:
         # Closed here: an error of ours would keep it, with what it has assigned, for as long as
         # somebody keeps the error.
         with closing(self._evaluator.run(sequences)) as results:
-            return _in_order([(result.owners, _logprobs(result.logits)) for result in results])
+            return _in_order([(result.owners, logprobs(result.logits)) for result in results])
 
     def _proven(self, sequence: TokenSequence, row: torch.Tensor) -> bool:
         """Compare a row with a cold one; where it is wrong, long contexts are computed cold from
@@ -187,49 +183,11 @@ class HFEngine:
             last = evolve(sequences[unproven], keep=1)
             self._rows([self._evaluator.compared_part(last)])
             self._proven(last, self._rows([last])[0])
-        scores = [
-            torch.empty(len(continuation), dtype=torch.float32, device=self.device)
-            for continuation in continuations
-        ]
-        pieces: list[TokenSequence] = []
-        targets: list[Sequence[int]] = []
-        parts: list[torch.Tensor] = []
-        for sequence, continuation, score in zip(sequences, continuations, scores, strict=True):
-            at = 0
-            for piece in self._evaluator.pieces(sequence):
-                pieces.append(piece)
-                targets.append(continuation[at : at + piece.keep])
-                parts.append(score[at : at + piece.keep])
-                at += piece.keep
-        done = [0] * len(pieces)
-        with closing(self._evaluator.run(pieces)) as results:
+        scores = Scores(sequences, continuations, self._evaluator, self.device)
+        with closing(self._evaluator.run(scores.pieces)) as results:
             for result in results:
-                self._score(result, targets, parts, done)
-        return scores
-
-    def _score(
-        self,
-        result: Result,
-        continuations: Sequence[Sequence[int]],
-        scores: Sequence[torch.Tensor],
-        done: list[int],
-    ) -> None:
-        """Write the scores that a forward gave behind the ``done`` ones of each continuation."""
-        if not result.owners:  # of a chunk before the first position that is wanted
-            return
-        runs = [(owner, len(list(run))) for owner, run in groupby(result.owners)]
-        targets = [
-            token
-            for owner, n in runs
-            for token in continuations[owner][done[owner] : done[owner] + n]
-        ]
-        columns = Upload().add(targets).on(result.logits.device)
-        picked = _logprobs(result.logits).gather(1, columns[:, None])
-        for (owner, n), part in zip(
-            runs, torch.split(picked[:, 0], [n for _, n in runs]), strict=True
-        ):
-            scores[owner][done[owner] : done[owner] + n] = part
-            done[owner] += n
+                scores.add(result)
+        return scores.whole
 
     @hookimpl
     def genlm_cache_prefix(self, query: Query) -> bool:
@@ -291,12 +249,6 @@ def _sequence(query: Query) -> TokenSequence:
     return TokenSequence(query.token_ids, query.adapter)
 
 
-@torch.no_grad()
-def _logprobs(logits: torch.Tensor) -> torch.Tensor:
-    """Float32 and normalised, outside inference mode, so that the core may write into them."""
-    return logits.float().log_softmax(-1)
-
-
 def _in_order(parts: Sequence[tuple[list[int], torch.Tensor]]) -> torch.Tensor:
     """One row per sequence, from what the forwards gave: without a copy where one forward gave
     all, in order."""
@@ -318,30 +270,3 @@ def _in_order(parts: Sequence[tuple[list[int], torch.Tensor]]) -> torch.Tensor:
 def _vocab_size(model: Any, config: Any) -> int:
     head = model.get_output_embeddings()
     return int(head.out_features if hasattr(head, "out_features") else config.vocab_size)
-
-
-def _budget(options: HFOptions, device: torch.device) -> int:
-    """The most bytes of key/value state to keep."""
-    given = options.kv_cache_bytes
-    return _default_budget(device) if given is None else given
-
-
-def _default_budget(device: torch.device) -> int:
-    """Half of the free device memory; on the CPU a quarter of the available memory, at most 4
-    GiB."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0]) // 2
-    available = _available_memory()
-    return 2 * GIB if available is None else min(available // 4, 4 * GIB)
-
-
-def _available_memory() -> int | None:
-    """Bytes that this machine can give without swapping; ``None`` where it does not say."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():  # it counts what files are cached in; free pages are without that
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None

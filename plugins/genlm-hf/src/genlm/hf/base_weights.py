@@ -1,0 +1,82 @@
+"""The base model below adapters: whether an adapter fits its weights, and what keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+
+from genlm.core.adapter_files import WEIGHTS, AdapterFolder, Feature, read_tensor
+from genlm.core.errors import InvalidAdapterError, UnsupportedError
+
+
+def require_same_embeddings(
+    model: Any, folder: AdapterFolder, parameters: Mapping[str, tuple[int, ...]]
+) -> None:
+    """PEFT saves the embeddings of the base model beside LoRA matrices of them; they may be others
+    than this model's, whose parameters have these shapes.
+
+    Raises:
+        InvalidAdapterError: they are.
+    """
+    for name, saved in folder.saved_copies.items():
+        shape = parameters.get(name)
+        if saved.shape != shape:
+            raise InvalidAdapterError(
+                f"LoRA adapter {folder.path} is made for another model: it holds {name} of "
+                f"shape {list(saved.shape)}, where this model has "
+                f"{'nothing' if shape is None else list(shape)}; give an adapter made for this "
+                "model"
+            )
+        module = model.get_submodule(name.rpartition(".")[0])
+        weight = getattr(module, "base_layer", module).weight
+        copy = read_tensor(folder.path / WEIGHTS, saved).to(weight.device, weight.dtype)
+        if not torch.allclose(copy, weight, rtol=2**-7, atol=1e-6):
+            raise InvalidAdapterError(
+                f"LoRA adapter {folder.path} holds {name} of another base model; give the "
+                "base model that it was trained on, or an adapter made for this model"
+            )
+
+
+def require_plain_weights(model: Any, folder: AdapterFolder) -> None:
+    """PEFT copies modules that were trained whole, and reads the weights below DoRA: of those
+    that are quantised it makes others (bitsandbytes packs 4-bit weights anew for the CPU).
+
+    Raises:
+        UnsupportedError: such weights are quantised.
+    """
+    retrained = {*(folder.config.get("modules_to_save") or ())}
+    below_dora = Feature.DORA in folder.features and model.device.type == "cpu"
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, torch.Tensor) or weight.is_floating_point():
+            continue
+        is_retrained = not retrained.isdisjoint(name.split("."))
+        if is_retrained or below_dora:
+            kind = Feature.RETRAINED if is_retrained else Feature.DORA
+            raise UnsupportedError(
+                f"LoRA adapter {folder.path} has {folder.features[kind]} ({kind.description}), "
+                f"and the weights of {name} are quantised; merge the adapter into the model, "
+                "or load the model without quantisation"
+            )
+
+
+@contextmanager
+def plain_state_dicts(model: torch.nn.Module) -> Iterator[None]:
+    """While it lasts, no module does more for its ``state_dict()`` than to name its tensors.
+
+    PEFT asks the whole model for the names of its own tensors. bitsandbytes packs 4-bit weights for
+    the CPU, and unpacks them in place for a state dict: with a loss, and other scales than before.
+    """
+    plain = torch.nn.Module._save_to_state_dict
+    others = [one for one in model.modules() if type(one)._save_to_state_dict is not plain]
+    for module in others:
+        module.__dict__["_save_to_state_dict"] = MethodType(plain, module)
+    try:
+        yield
+    finally:
+        for module in others:
+            del module.__dict__["_save_to_state_dict"]

@@ -1,0 +1,87 @@
+"""The configuration that PEFT gets of an adapter."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from genlm.core.adapter_files import AdapterFolder, LoraModule, ends
+from genlm.core.errors import InvalidAdapterError
+
+
+def lora_config(folder: AdapterFolder, parameters: Mapping[str, tuple[int, ...]]) -> Any:
+    """The configuration that PEFT gets: made anew from what the file holds and the model has, so
+    that no expression of the file is run, nothing is imported by it, no base weight is initialised
+    anew, and nothing is compared or allocated that the model does not have.
+
+    Raises:
+        InvalidAdapterError: it adapts parameters that the model has not, or of another shape.
+    """
+    from peft import LoraConfig
+
+    given, settings = folder.config, folder.settings
+    modules = [name for name in folder.modules if not settings.adapts_parameters(name)]
+    targets = _target_parameters(folder, parameters)
+    ranks = {name: settings.rank(name) for name in (*modules, *targets)}
+    most_common = Counter(ranks.values()).most_common(1)[0][0]
+    return LoraConfig(
+        r=most_common,
+        rank_pattern={
+            _one_of(name for name in ranks if ranks[name] == rank): rank
+            for rank in {*ranks.values()} - {most_common}
+        },
+        target_modules=modules,
+        target_parameters=targets or None,
+        modules_to_save=[
+            saved for saved in folder.retrained if any(f"{saved}." in name for name in parameters)
+        ]
+        or None,
+        trainable_token_indices=given.get("trainable_token_indices"),
+        fan_in_fan_out=bool(given.get("fan_in_fan_out")),
+        use_dora=bool(given.get("use_dora")),
+        lora_bias=bool(given.get("lora_bias")),
+        inference_mode=True,
+    )
+
+
+def _one_of(names: Iterable[str]) -> str:
+    """An expression that matches these names alone, each whole."""
+    return f"^(?:{'|'.join(map(re.escape, names))})"
+
+
+def _target_parameters(
+    folder: AdapterFolder, parameters: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """The parameters that are adapted themselves, by their whole names.
+
+    PEFT wraps a module once for each of its parameters: the file has as many pairs of matrices.
+    """
+    settings = folder.settings
+    matches: dict[str, list[str]] = {}
+    for name in parameters:
+        if any(end in settings.target_parameters for end in ends(name)):
+            matches.setdefault(name.rpartition(".")[0], []).append(name)
+    pairs: dict[str, list[LoraModule]] = {}
+    for name, module in folder.modules.items():
+        if settings.adapts_parameters(name):
+            pairs.setdefault(name.replace(".base_layer", ""), []).append(module)
+    for owner, found in pairs.items():
+        sizes = [(*parameters[name], settings.rank(name)) for name in matches.get(owner, ())]
+        if len(found) != len(sizes) or not all(
+            any(_fits(pair, size) for size in sizes) for pair in found
+        ):
+            raise InvalidAdapterError(
+                f"LoRA adapter {folder.path} is made for another model: it adapts parameters of "
+                f"{owner} by {[(pair.inputs, pair.rank, pair.outputs) for pair in found]} (inputs, "
+                f"rank of all experts, outputs), where this model has {sizes} (shape, and the rank "
+                "by the configuration); give an adapter made for this model"
+            )
+    return [name for owner in pairs for name in matches[owner]]
+
+
+def _fits(pair: LoraModule, size: tuple[int, ...]) -> bool:
+    *experts, first, second, rank = size
+    return {pair.inputs, pair.outputs} == {first, second} and pair.rank == rank * math.prod(experts)
