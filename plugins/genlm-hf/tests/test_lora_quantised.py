@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,7 +84,11 @@ def test_rows_with_adapters_and_without(
 
 @pytest.mark.parametrize(
     ("kind", "why"),
-    [({"use_dora": True}, "DoRA"), ({"modules_to_save": ["down_proj"]}, "trained whole")],
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"modules_to_save": ["down_proj"]}, "trained whole"),
+        ({"modules_to_save": ["n_proj"]}, "trained whole"),  # the end of the same name
+    ],
 )
 def test_what_peft_cannot_apply_to_quantised_weights_is_refused(
     quantised: Any, tiny: str, kind: dict[str, Any], why: str, tmp_path: Path
@@ -96,6 +102,19 @@ def test_what_peft_cannot_apply_to_quantised_weights_is_refused(
     with pytest.raises(UnsupportedError, match=f"{why}.*quantised"):
         add_lora(engine, Adapter("a", str(tmp_path), 1))
     assert torch.equal(row(engine), base)
+
+
+def test_a_name_of_a_module_that_was_not_saved_is_no_reason(
+    quantised: Any, lora_folders: dict[str, str], tmp_path: Path
+) -> None:
+    shutil.copytree(lora_folders["a"], tmp_path, dirs_exist_ok=True)
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"modules_to_save": ["up_proj"]}))
+    engine = HFEngine(quantised, None)
+    base = row(engine)
+    adapter = Adapter("a", str(tmp_path), 1)
+    add_lora(engine, adapter)
+    assert (row(engine, adapter) - base).abs().max() > 1.0
 
 
 class Unpacks(torch.nn.Linear):

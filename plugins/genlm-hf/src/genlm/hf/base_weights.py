@@ -48,13 +48,13 @@ def require_plain_weights(model: Any, folder: AdapterFolder) -> None:
     Raises:
         UnsupportedError: such weights are quantised.
     """
-    retrained = {*(folder.config.get("modules_to_save") or ())}
     below_dora = Feature.DORA in folder.features and model.device.type == "cpu"
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if not isinstance(weight, torch.Tensor) or weight.is_floating_point():
             continue
-        is_retrained = not retrained.isdisjoint(name.split("."))
+        # PEFT takes every module whose name ends so, and what is below it.
+        is_retrained = any(f"{saved}." in f"{name}." for saved in folder.retrained)
         if is_retrained or below_dora:
             kind = Feature.RETRAINED if is_retrained else Feature.DORA
             raise UnsupportedError(
