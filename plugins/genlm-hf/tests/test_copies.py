@@ -34,7 +34,6 @@ from genlm.hf.probe import Choice
 from genlm.hf.reuse import Reuse
 from genlm.hf.strategies import Computed
 from genlm.hf.upload import Places, Upload
-from tests.engines import rows_of
 
 from .shapes import SHAPE, TOKENS
 
@@ -185,11 +184,8 @@ def test_a_step_over_trunks_copies_once(config: PretrainedConfig, there: Make) -
 
 
 def test_every_forward_of_a_step_copies_once(there: Make) -> None:
-    engine = there(LLAMA, max_batch_tokens=30)
-    with counted() as counts:
-        rows = rows_of(engine, [Query(tuple(one)) for one in contexts_of(20)])
-    assert rows.shape == (3, TOKENS)
-    assert counts == Counts(up=2)
+    engine = there(LLAMA, Reuse.UNIFORM)  # one forward for each length
+    assert ask(engine, [1, 2, 3], [4, 5], [6, 7], [8]) == Counts(up=3)
 
 
 def test_a_score_copies_its_targets_besides(there: Make) -> None:

@@ -60,7 +60,7 @@ def test_a_mixed_batch_is_one_forward(
     engine: HFEngine, tiny: str, lora_folders: dict[str, str], contexts: Contexts
 ) -> None:
     adapters = [None, Adapter("a", lora_folders["a"], 1), Adapter("b", lora_folders["b"], 2)]
-    rows_of = [
+    references = [
         reference(tiny, None),
         reference(tiny, lora_folders["a"]),
         reference(tiny, lora_folders["b"]),
@@ -78,10 +78,10 @@ def test_a_mixed_batch_is_one_forward(
         ]
         rows = rows_of(engine, queries)
         for query, row in zip(queries, rows, strict=True):
-            expected = rows_of[adapters.index(query.adapter)](query.token_ids)
+            expected = references[adapters.index(query.adapter)](query.token_ids)
             torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
     assert forwards == [6 * 12, 6, 6]
-    for adapter, row_of in zip(adapters, rows_of, strict=True):  # and each alone
+    for adapter, row_of in zip(adapters, references, strict=True):  # and each alone
         row = rows_of(engine, [Query((1, 2, 3), adapter)])[0]
         torch.testing.assert_close(row, row_of((1, 2, 3)), atol=1e-4, rtol=0)
 

@@ -78,7 +78,7 @@ def test_rows_that_cannot_be_normalised_leave_nothing_behind(
     """The error is kept, as a user's program may do, until others have the memory."""
     kept, *others = contexts(9, 20)
     with (
-        out_of_memory_once(engine_module, "_logprobs", monkeypatch),
+        out_of_memory_once(engine_module, "logprobs", monkeypatch),
         pytest.raises(torch.OutOfMemoryError) as error,
     ):
         llama.ask(kept)
