@@ -125,26 +125,28 @@ def made(name: str, arguments: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("case", RIGHT)
 def test_rows_and_scores_are_those_of_transformers(case: str, saved: Saved) -> None:
-    """Scores of a continuation that crosses every threshold, too."""
+    """The scores are those of one continuation across every threshold."""
     folder = saved(made(*RIGHT[case]))
     engine = load(folder, {})
     reference = AutoModelForCausalLM.from_pretrained(folder).eval()
     whole = random.Random(case).choices(range(256), k=LENGTHS[-1])
     tried = [n for n in LENGTHS if engine.max_context is None or n <= engine.max_context]
     assert len(tried) > 2
+    rows = {}
     for length in tried:
         with torch.no_grad():
             logits = reference(torch.tensor([whole[:length]]), use_cache=False).logits[0, -1]
         (row,) = engine.logprobs([Query(tuple(whole[:length]), cold=True)])
-        torch.testing.assert_close(row, logits.log_softmax(-1), atol=CLOSE, rtol=0)
+        rows[length] = logits.log_softmax(-1)
+        torch.testing.assert_close(row, rows[length], atol=CLOSE, rtol=0)
         (warm,) = engine.logprobs([Query(tuple(whole[:length]))])
         torch.testing.assert_close(warm, row, atol=CLOSE, rtol=0)
-    context, drawn = tuple(whole[:5]), tuple(whole[5 : tried[-1]])
-    with torch.no_grad():
-        rows = reference(torch.tensor([context + drawn]), use_cache=False).logits[0].log_softmax(-1)
-    (scores,) = engine.genlm_sequence_logprobs([Query(context)], [drawn])
-    expected = rows[4:-1].gather(1, torch.tensor(drawn)[:, None])[:, 0]
-    torch.testing.assert_close(scores, expected, atol=CLOSE, rtol=0)
+    (scores,) = engine.genlm_sequence_logprobs(
+        [Query(tuple(whole[: tried[0]]))], [tuple(whole[tried[0] : tried[-1]])]
+    )
+    expected = [rows[length][whole[length]] for length in tried[:-1]]
+    found = [scores[length - tried[0]] for length in tried[:-1]]
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected), atol=CLOSE, rtol=0)
 
 
 @pytest.mark.parametrize("name", REFUSED)
