@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from genlm.core import Query
 from genlm.core.errors import EngineError
 from genlm.mlx.loading import load
+from genlm.mlx.settings import refuse_unread
 from genlm.mlx.store import Store
 
 from .conftest import HEADS, SIZES
@@ -153,6 +154,25 @@ def test_rows_and_scores_are_those_of_transformers(case: str, saved: Saved) -> N
 def test_what_mlx_lm_does_not_look_at_is_refused_by_name(name: str, saved: Saved) -> None:
     with pytest.raises(EngineError, match=f"{name}=.*; load it with backend='hf'"):
         load(saved(made(*REFUSED[name])), {})
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "given"),
+    [
+        (
+            "Glm4MoeLite",
+            "partial_rotary_factor",
+            {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+        ),
+        ("NemotronH", "num_experts_per_tok", {"num_experts_per_tok": 1}),
+    ],
+)
+def test_values_that_mlx_lm_misreads_are_refused(
+    family: str, name: str, given: dict[str, Any]
+) -> None:
+    with pytest.raises(EngineError, match=f"{name}=.*; load it with backend='hf'"):
+        refuse_unread(made(family, given), model=None)
+    refuse_unread(made(family, {}), model=None)
 
 
 def test_a_family_that_is_wrong_in_any_case_is_refused(saved: Saved) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,13 @@ PERHAPS_READ = re.compile(
 
 #: Families whose rows are wrong whatever a checkpoint has, and why.
 WRONG = {"ernie4_5_moe": "leaves out the router's e_score_correction_bias"}
+
+#: Settings of single families that mlx-lm computes otherwise, and with which values: the features
+#: that latent attention rotates are not counted, and the weight of one expert is not normalised.
+MISREAD: dict[tuple[str, str], Callable[[Any], bool]] = {
+    ("glm4_moe_lite", "partial_rotary_factor"): lambda factor: factor not in (None, 1),
+    ("nemotron_h", "num_experts_per_tok"): lambda experts: experts == 1,
+}
 
 #: One function by several names, or one and its approximation.
 SAME = {"swish": "silu", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu"}
@@ -52,6 +60,13 @@ def refuse_unread(settings: Any, model: Any) -> None:
             f"mlx-lm {WRONG[settings.model_type]} of {settings.model_type}; load it with "
             "backend='hf'"
         )
+    given = {**settings.to_dict(), **(getattr(settings, "rope_parameters", None) or {})}
+    for (family, name), wrong in MISREAD.items():
+        if settings.model_type == family and wrong(given.get(name)):
+            raise EngineError(
+                f"the checkpoint has {name}={given[name]!r}, which mlx-lm's {family} computes "
+                "otherwise; load it with backend='hf'"
+            )
     inner = getattr(model, "language_model", model)
     read = getattr(inner, "args", None)
     try:
