@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from genlm.core import AsyncLM
 from genlm.core.conformance import Violation
 from genlm.core.conformance.report import counterexample
+from genlm.core.conformance.runner import Runner
 from genlm.core.conformance.subject import Subject
 from genlm.core.mock import MockAsyncLM
 
@@ -30,6 +31,39 @@ def test_a_call_ends_quietly_after_its_waiter_gave_up() -> None:
     asyncio.run(give_up())
     may_end.set()
     assert call.result(timeout=5) is True
+
+
+class Slow(Runner):
+    """Of an engine that makes a call whenever patience is at its end, and answers in the fifth."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(patience=0.01)
+        self.answer: asyncio.Future[str] = asyncio.Future()
+        self._step, self._calls = step, 0
+
+    def calls(self) -> int:
+        self._calls += self._step
+        if self._calls == 5:
+            self.answer.set_result("at last")
+        return self._calls
+
+
+def test_slow_is_not_hanging() -> None:
+    async def scenario() -> str:
+        slow = Slow(1)
+        return await slow.soon(slow.answer)
+
+    assert asyncio.run(scenario()) == "at last"
+
+
+@pytest.mark.parametrize("calls", [0, 2000])
+def test_no_calls_and_calls_without_end_are_hanging(calls: int) -> None:
+    async def scenario() -> None:
+        slow = Slow(calls)
+        await slow.soon(slow.answer)
+
+    with pytest.raises(Violation, match=r"a caller got no answer within 0\.01 s: it hangs"):
+        asyncio.run(scenario())
 
 
 def test_a_failure_that_comes_and_goes_shows_the_violation() -> None:

@@ -62,6 +62,8 @@ class EngineGate:
         self._lost: TokenIds | None = None
         #: The calls that have ended since the last reset.
         self.rounds: list[Round] = []
+        #: How many calls have ended, of all.
+        self.calls = 0
         #: Called in the engine's thread when a call has been answered and before it returns.
         self.on_round: Callable[[Round], None] | None = None
         #: What genlm_cache_prefix has returned since the last reset.
@@ -150,6 +152,7 @@ class EngineGate:
         ended = Round(hook, tuple(asked), tuple(answered))
         with self._changed:
             self.rounds.append(ended)
+            self.calls += 1
         if self.on_round is not None:
             self.on_round(ended)
 

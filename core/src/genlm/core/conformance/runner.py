@@ -13,9 +13,13 @@ from genlm.core.conformance.compare import Violation
 T = TypeVar("T")
 Outcome = Any  # an answer, or the exception in its place
 
+#: Within so many calls of the engine somebody must be answered, however slow they are.
+CALLS = 1000
+
 
 class Runner:
-    """Runs coroutines and calls, and says so when one hangs.
+    """Runs coroutines and calls, and says so when one hangs. An engine that is slow, on a machine
+    that has other work, does not hang: it goes on from call to call.
 
     Args:
         patience: The most seconds to wait for what must happen before saying that it hangs. Once
@@ -49,21 +53,32 @@ class Runner:
 
     async def soon(self, awaitable: Awaitable[T]) -> T:
         """What ``awaitable`` gives; that it hangs is a violation."""
+        task = asyncio.ensure_future(awaitable)
         try:
-            return await asyncio.wait_for(awaitable, self._patience)
-        except TimeoutError:
-            raise self._hang("a caller got no answer") from None
+            if not await self._answered([task]):
+                raise self._hang("a caller got no answer")
+            return task.result()
+        finally:
+            task.cancel()
 
     async def all_done(self, futures: Sequence[asyncio.Future[Any]]) -> bool:
         """Wait for all of them; ``False`` if some hang: none ends for as long as there is
         patience."""
+        answered = await self._answered(futures)
+        if not answered:
+            self._hang("some callers got no answer")
+        return answered
+
+    async def _answered(self, futures: Sequence[asyncio.Future[Any]]) -> bool:
         pending = set(futures)
+        before = self.calls()
         while pending:
             done, pending = await asyncio.wait(
                 pending, timeout=self._patience, return_when=asyncio.FIRST_COMPLETED
             )
-            if not done:
-                self._hang("some callers got no answer")
+            if done:
+                before = self.calls()
+            elif self._stands_still(before):
                 return False
         return True
 
@@ -93,12 +108,23 @@ class Runner:
 
     def wait(self, future: concurrent.futures.Future[T]) -> T:
         """The result of a call in another thread; that it hangs is a violation."""
-        try:
-            return future.result(self._patience)
-        except TimeoutError:
-            if future.done():
-                raise
-            raise self._hang("a call did not return") from None
+        before = self.calls()
+        while True:
+            try:
+                return future.result(self._patience)
+            except TimeoutError:
+                if future.done():
+                    raise
+                if self._stands_still(before):
+                    raise self._hang("a call did not return") from None
+
+    def calls(self) -> int:
+        """How many calls of the engine have ended."""
+        return 0
+
+    def _stands_still(self, before: int) -> bool:
+        """Whether the engine makes no calls, or too many for what it answers."""
+        return not 0 < self.calls() - before <= CALLS
 
     def _hang(self, what: str) -> Violation:
         violation = Violation(f"{what} within {self._patience:g} s: it hangs")

@@ -117,6 +117,9 @@ class Subject(Runner):
         """How many rows the model that is open has computed; 0 where none is."""
         return self._lm.stats.rows if self._lm is not None else 0
 
+    def calls(self) -> int:
+        return self.gate.calls
+
     def begin(self) -> Self:
         """Begin another clause."""
         self._clean = False
