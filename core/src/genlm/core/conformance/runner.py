@@ -60,6 +60,9 @@ class Runner:
             return task.result()
         finally:
             task.cancel()
+            await asyncio.wait([task], timeout=self._patience)
+            if task.done() and not task.cancelled():
+                task.exception()  # or asyncio reports that nobody looked
 
     async def all_done(self, futures: Sequence[asyncio.Future[Any]]) -> bool:
         """Wait for all of them; ``False`` if some hang: none ends for as long as there is
