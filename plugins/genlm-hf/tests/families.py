@@ -14,6 +14,7 @@ LEFT_OPEN: dict[str, dict[str, Any]] = {
     "dots1": {"q_lora_rank": None, "head_dim": 128, "num_key_value_heads": 32},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},

@@ -35,13 +35,13 @@ from .families import small_family
 #: Whose state is kept in snapshots, or not at all.
 RECURRENT = (
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba",
-    "kimi_linear", "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5",
-    "qwen3_next", "recurrent_gemma", "rwkv",
+    "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid",
+    "qwen3_5", "qwen3_next", "recurrent_gemma", "rwkv",
 )  # fmt: skip
 
 #: Whose state is kept in rows.
 ATTENTION = (
-    "bloom", "deepseek_v3", "doge", "gemma2", "gemma3_text", "gpt_neo", "gpt_oss", "lfm2", "llama",
+    "bloom", "deepseek_v3", "doge", "gemma2", "gemma3_text", "gpt_neo", "gpt_oss", "llama",
     "llama4_text", "ministral3", "mistral", "phi3", "qwen3_moe",
 )  # fmt: skip
 
