@@ -127,12 +127,12 @@ def test_quantised_rows_are_other_than_plain_ones(tiny: str, beside: Make) -> No
     assert (model.ask((1, 2, 3)) - model.expected((1, 2, 3))).abs().max() > 0.1
 
 
-def test_compiled(tiny: str, beside: Make) -> None:
+def test_compiled(tiny: str, beside: Make, interleave: Make) -> None:
     if not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
         pytest.skip("torch.compile needs a C++ compiler, and none is installed")
     graphs = counters["stats"]["unique_graphs"]
     model = beside(load(tiny, compile_opts={"dynamic": True}), load(tiny))
     assert counters["stats"]["unique_graphs"] > graphs
     assert model.engine.reuse is Reuse.SHARED
-    model.check((1, 2, 3, 4), (5, 6))
+    interleave(model, seed=0)
     model.check((1, 2, 3, 4, 7), (1, 2, 3, 4, 8), (5, 6, 9, 10))
