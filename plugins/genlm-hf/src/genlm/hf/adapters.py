@@ -74,29 +74,15 @@ class AdapterSet:
 
         Raises:
             InvalidAdapterError: the folder is made for another model.
-            UnsupportedError: the model had PEFT's layers before: they would go with ours.
+            UnsupportedError: the model had PEFT's layers before, which would go with ours; or PEFT
+                would make other weights of quantised ones.
             Exception: whatever else PEFT says of the folder; nothing of the adapter remains.
         """
         from peft import PeftModel
-        from peft.tuners.tuners_utils import BaseTunerLayer
 
-        if self._peft is None and any(
-            isinstance(module, BaseTunerLayer) for module in self._model.modules()
-        ):
-            raise UnsupportedError(
-                "the model had adapters of PEFT's before AsyncTransformer got it, and they are "
-                "part of the base model; "
-                "merge them (merge_and_unload), or give the plain model and add every adapter by "
-                "add_new_lora"
-            )
-        require_plain_weights(self._model, folder)
         if self._peft is None:
-            self._shapes = module_shapes(self._model)
-            self._parameters = {
-                name: tuple(each.shape)
-                for name, each in self._model.named_parameters(remove_duplicate=False)
-            }
-            self._trainable = [each for each in self._model.parameters() if each.requires_grad]
+            self._describe_model()
+        require_plain_weights(self._model, folder)
         folder.require_modules(self._shapes)
         require_same_embeddings(self._model, folder, self._parameters)
         name = _name(adapter.version)
@@ -116,6 +102,28 @@ class AdapterSet:
         self._model.eval()
         self._changed()
         self._alone[adapter.version] = bool(folder.features.keys() & ALONE)
+
+    def _describe_model(self) -> None:
+        """Keep what the model is without adapters.
+
+        Raises:
+            UnsupportedError: it has some.
+        """
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        if any(isinstance(module, BaseTunerLayer) for module in self._model.modules()):
+            raise UnsupportedError(
+                "the model had adapters of PEFT's before AsyncTransformer got it, and they are "
+                "part of the base model; "
+                "merge them (merge_and_unload), or give the plain model and add every adapter by "
+                "add_new_lora"
+            )
+        self._shapes = module_shapes(self._model)
+        self._parameters = {
+            name: tuple(each.shape)
+            for name, each in self._model.named_parameters(remove_duplicate=False)
+        }
+        self._trainable = [each for each in self._model.parameters() if each.requires_grad]
 
     def remove(self, adapter: Adapter) -> None:
         """Drop an adapter's weights."""
