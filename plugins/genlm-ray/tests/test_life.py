@@ -7,6 +7,7 @@ import re
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,16 @@ def test_a_fleet_that_is_ended_is_not_started_again_by_those_that_use_it(
     assert end_fleet("ended") == 0
 
 
+def test_a_fleet_ends_even_if_who_ended_it_is_gone(fleet: Fleet, cluster: Any) -> None:
+    """Replicas that would not end could not be used, nor started again."""
+    fleet(name="alone", replicas=1).close()
+    actor = cluster.get_actor("genlm-alone-0", namespace="genlm")
+    cluster.wait([actor.end.remote()], timeout=PATIENCE)
+    deadline = time.monotonic() + PATIENCE
+    while names(cluster, "alone"):
+        assert time.monotonic() < deadline, "a replica that has ended is there"
+
+
 def test_a_named_fleet_whose_model_does_not_load_leaves_nothing_behind(
     fleet: Fleet, cluster: Any
 ) -> None:
@@ -148,14 +159,20 @@ for address in ("127.0.0.1:1", "somewhere"):
         load_model_by_name("mock", "ray", {"backend": "mock", "address": address})
     except GenlmError as error:
         print(error)
+from genlm.ray import end_fleet
+try:
+    end_fleet("big")
+except GenlmError as error:
+    print(error)
 """
 
 
 def test_an_address_without_a_cluster_is_a_clear_error_at_once() -> None:
     ended = subprocess.run([sys.executable, "-c", NOWHERE], capture_output=True, text=True)
-    refused, malformed = ended.stdout.splitlines() or [ended.stderr] * 2
+    refused, malformed, unnamed = ended.stdout.splitlines() or [ended.stderr] * 3
     assert re.search("no Ray cluster answers at '127.0.0.1:1'.*ray start --head", refused)
     assert malformed == "address must be host:port, or ray://host:port; got 'somewhere'"
+    assert unnamed == "address must be that of a running cluster; got None"
 
 
 NODES = """

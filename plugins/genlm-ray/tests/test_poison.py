@@ -17,7 +17,7 @@ import torch
 from attrs import frozen
 
 from genlm.core import AsyncLM, EngineError, hookimpl
-from genlm.core.errors import PluginError
+from genlm.core.errors import BackendUnavailableError, PluginError
 from genlm.ray import end_fleet
 
 from .conftest import PATIENCE
@@ -142,6 +142,23 @@ def test_ten_thousand_scores_in_one_gather(fleet: Fleet, monkeypatch: pytest.Mon
     for i in range(0, 10_400, 500):
         row = lm.next_token_logprobs_sync([i // 200, i % 200])
         torch.testing.assert_close(scores[i], row[1:2])
+
+
+def test_a_program_that_cannot_join_ends_no_replica(
+    fleet: Fleet, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that hangs, and that others use."""
+    monkeypatch.setattr("genlm.ray.sending.GRACE", 0.5)
+    lm = fleet(replicas=1, name="hanging")
+    (actor,) = lm.underlying_model
+    pid = cluster.get(actor.__ray_call__.remote(lambda replica: os.getpid()))
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(BackendUnavailableError, match="0 of 1 replicas were ready"):
+        fleet(replicas=1, name="hanging", start_timeout=0.5)
+    os.kill(pid, signal.SIGCONT)
+    works(lm)
+    assert lm.underlying_model[0] is actor
+    end_fleet("hanging")
 
 
 #: Binds an adapter, begins a long draw, and stays.

@@ -24,23 +24,26 @@ class Cluster:
 
     Args:
         address: As ``ray.init`` takes it; ``None`` takes ``RAY_ADDRESS``, else starts one.
+        may_start: Whether that is wanted.
 
     Raises:
         BackendUnavailableError: there is no cluster at the address.
-        InvalidOptionError: this process is connected to another one.
+        InvalidOptionError: this process is connected to another one, or none is named.
     """
 
     _lock = threading.Lock()
     _users = 0  # models that use the connection that we made
     _joined: str | None = None  # where that leads
 
-    def __init__(self, address: str | None) -> None:
+    def __init__(self, address: str | None, *, may_start: bool = True) -> None:
         import ray
 
         self.ray: Any = ray
         wanted = address or os.environ.get("RAY_ADDRESS") or LOCAL
         with self._lock:
             if not ray.is_initialized():
+                if wanted == LOCAL and not may_start:
+                    raise InvalidOptionError("address must be that of a running cluster; got None")
                 self._connect(wanted)
                 Cluster._joined, Cluster._users = wanted, 0
             elif Cluster._users and address is not None and wanted != Cluster._joined:

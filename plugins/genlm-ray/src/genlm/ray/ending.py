@@ -19,15 +19,17 @@ def end_fleet(name: str, address: str | None = None) -> int:
 
     Args:
         name: The fleet's.
-        address: Of the cluster, as the option ``address``.
+        address: Of the cluster, as the option ``address``. Not needed where the program is
+            connected to it, or ``RAY_ADDRESS`` is set.
 
     Returns:
         How many replicas there were.
 
     Raises:
         BackendUnavailableError: there is no cluster at the address.
+        InvalidOptionError: no cluster is named, or this process is connected to another one.
     """
-    cluster = Cluster(address)
+    cluster = Cluster(address, may_start=False)
     ray = cluster.ray
     try:
         named = ray.util.list_named_actors(all_namespaces=True)

@@ -50,7 +50,7 @@ Results = tuple[np.ndarray[Any, Any] | None, dict[int, Any]]
 #: Seconds for which suspects of one program keep those of another waiting at most.
 TURN = 10.0
 
-#: Seconds from a fatal error to the end of the process, in which the error leaves.
+#: Seconds from the last word to the end of the process, in which that leaves.
 FAREWELL = 0.5
 
 
@@ -97,6 +97,11 @@ def in_session(method: Method) -> Method:
             raise portable(error) from None
 
     return call
+
+
+def exit_soon() -> None:
+    """End the process, once what has been said has left."""
+    asyncio.get_running_loop().call_later(FAREWELL, os._exit, 1)
 
 
 class Replica:
@@ -190,7 +195,8 @@ class Replica:
         """End a program's session.
 
         Returns:
-            Whether the process may be ended: it is to ``end``, and no other program uses it.
+            Whether the process ends, too: it is to ``end``, and no other program uses it. It does
+            so by itself, for the one that asked may be gone.
         """
         await self._finish(token[0])
         if not end or self._sessions:
@@ -198,6 +204,7 @@ class Replica:
         self._over = self._over or SessionLost("the replica is being ended")
         if self._lm is not None:
             await asyncio.to_thread(self._lm.close)
+        exit_soon()
         return True
 
     @in_watch
@@ -215,16 +222,17 @@ class Replica:
 
     @in_watch
     async def end(self) -> None:
-        """Say to all programs that the fleet has been ended."""
+        """Say to all programs that the fleet has been ended, and end."""
         self._over = FleetEnded("the fleet has been ended")
         self._ending.set()
+        exit_soon()
         await asyncio.sleep(FAREWELL)
 
     def die(self, error: Exception) -> None:
         """The engine cannot go on: end the process, so that Ray gives all of it back."""
         if self._over is None:
             self._over = error
-            asyncio.get_running_loop().call_later(FAREWELL, os._exit, 1)
+            exit_soon()
 
     def session(self, token: Token) -> Session:
         """The session of a call.

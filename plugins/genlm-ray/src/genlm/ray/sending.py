@@ -23,7 +23,7 @@ from genlm.core.types import Request
 from genlm.ray import watch
 from genlm.ray.fleet import CANCELLED, Fleet
 from genlm.ray.log import Entry
-from genlm.ray.options import RayOptions
+from genlm.ray.options import NAMESPACE, RayOptions
 from genlm.ray.watch import LEASE, Call, Gone
 from genlm.ray.wire import Description, FleetEnded, SessionLost, adapter_key, ask
 
@@ -59,10 +59,11 @@ class Line:
         self._ray = ray
         self._came = came
         self.index = index
-        self._shared = options.name is not None
         self._options = options.actor_options(index)
+        self._name = self._options.get("name")  # of a shared fleet
         self._actors = actors
         self._failure: Exception | None = None
+        self.made = False  # by this program, and not joined
 
     @property
     def actor(self) -> Any:
@@ -75,13 +76,19 @@ class Line:
 
         self._failure = None
         try:
-            if self.actor is not None and not self._shared:
+            if self.actor is not None and not self._name:
                 self._ray.kill(self.actor)
+            self.made = not self._is_there()
             kind = self._ray.remote(concurrency_groups={WATCH: CONCURRENCY})(Replica)
             actor = kind.options(max_concurrency=CONCURRENCY, **self._options)
             self._actors[self.index] = actor.remote()
         except Exception as error:
             self._failure = error
+
+    def _is_there(self) -> bool:
+        with contextlib.suppress(ValueError):
+            return bool(self._name and self._ray.get_actor(self._name, namespace=NAMESPACE))
+        return False
 
     def send(self, call: Call, method: str, *arguments: Any) -> None:
         try:
@@ -116,6 +123,16 @@ class Line:
 
     def leave(self, token: tuple[str, int], end: bool) -> Any:
         return self.actor.leave.remote(token, end)
+
+    def may_end(self, left: Any) -> bool:
+        """Whether nobody uses the replica, as it said. One that does not answer has never started
+        if this program made it; others may use it if not."""
+        try:
+            return bool(self._ray.get(left, timeout=0))
+        except self._ray.exceptions.GetTimeoutError:
+            return self.made
+        except self._ray.exceptions.RayError:
+            return False
 
 
 def results_of(returned: Any, n: int) -> list[Any]:
@@ -298,15 +315,5 @@ class FleetThread:
         if left:
             self._ray.wait([*left.values()], num_returns=len(left), timeout=GRACE)
         for member in there:
-            if not shared or (end and may_end(self._ray, left[member])):
+            if not shared or (end and member.line.may_end(left[member])):
                 self._ray.kill(member.line.actor)
-
-
-def may_end(ray: Any, left: Any) -> bool:
-    """Whether nobody uses a replica, as it said; or it does not answer, for it never started."""
-    try:
-        return bool(ray.get(left, timeout=0))
-    except ray.exceptions.GetTimeoutError:
-        return True
-    except ray.exceptions.RayError:
-        return False
