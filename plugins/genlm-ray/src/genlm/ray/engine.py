@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from genlm.core import Adapter, Answer, Query, hookimpl
 from genlm.core.types import Request, SampleRequest, ScoreRequest
 from genlm.ray.cluster import Cluster
 from genlm.ray.sending import FleetThread
-from genlm.ray.wire import Description
 
 
 class RayEngine:
@@ -18,7 +16,6 @@ class RayEngine:
     Args:
         cluster: The connection to Ray; closed with the engine.
         fleet: The replicas, ready.
-        description: What they say of their engine.
 
     Attributes:
         device: Where rows arrive.
@@ -27,12 +24,12 @@ class RayEngine:
 
     device = "cpu"
 
-    def __init__(self, cluster: Cluster, fleet: FleetThread, description: Description) -> None:
+    def __init__(self, cluster: Cluster, fleet: FleetThread) -> None:
         self._cluster = cluster
         self._fleet = fleet
-        self.tokenizer = description.tokenizer
-        self.vocab_size = description.vocab_size
-        self.max_context = description.max_context
+        self.tokenizer = fleet.description.tokenizer
+        self.vocab_size = fleet.description.vocab_size
+        self.max_context = fleet.description.max_context
         self.model = fleet.actors
 
     @hookimpl
@@ -97,10 +94,6 @@ OPTIONAL: dict[str, type[RayEngine]] = {
 
 def engine_for(cluster: Cluster, fleet: FleetThread) -> RayEngine:
     """The engine over a fleet that is ready."""
-    description = fleet.description
-    if description is None:
-        raise RuntimeError("the fleet has not started")
-    bases = tuple(base for hook, base in OPTIONAL.items() if hook in description.hooks)
-    kind: Any = type("RayEngine", bases or (RayEngine,), {})
-    engine: RayEngine = kind(cluster, fleet, description)
-    return engine
+    bases = tuple(base for hook, base in OPTIONAL.items() if hook in fleet.description.hooks)
+    kind: type[RayEngine] = type("RayEngine", bases or (RayEngine,), {})
+    return kind(cluster, fleet)

@@ -222,7 +222,7 @@ class Fleet:
 
     def _reconcile(self, member: Member) -> None:
         """Bring a replica that is loaded to what the log says, one entry at a time."""
-        if member.busy or any(call.entry for call in member.calls):
+        if member in self._placing.busy or any(call.entry for call in member.calls):
             return
         step = self._log.next_for(member, member.have)
         if step is not None:
@@ -239,7 +239,7 @@ class Fleet:
     def _reconciled(self, member: Member, entry: Entry, applied: bool, outcome: object) -> None:
         error = outcome if isinstance(outcome, Exception) else None
         if isinstance(error, Busy):
-            member.busy = True
+            self._placing.busy.add(member)
         elif not applied:
             member.have.pop(entry, None)
         elif error is None:
@@ -321,9 +321,7 @@ class Fleet:
             self._die(member, Gone(f"no answer in {patience:g} seconds"))
         for member in self._watch.rested():
             self._start(member)
-        self._placing.retry()
-        for member in self.members:
-            member.busy = False
+        self._placing.busy.clear()
         why = self._watch.hopeless(self._patience)
         if why and self.started:
             raise EngineDeadError(f"{why}; load the model again")

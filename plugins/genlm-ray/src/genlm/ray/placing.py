@@ -140,9 +140,9 @@ class Placing(Generic[M]):
         self._places: dict[M, Place[M]] = {}
         self._homeless: list[tuple[int, Job]] = []  # while no replica is ready
         self._suspects: deque[tuple[int, list[Job]]] = deque()
-        self._busy: set[Place[M]] = set()  # where another program tries suspects
         self._turns = itertools.count()
         self.affinity: Affinity[Place[M]] = Affinity()
+        self.busy: set[M] = set()  # where another program tries something, for some time
 
     def join(self, member: M) -> None:
         """A replica is ready."""
@@ -192,7 +192,7 @@ class Placing(Generic[M]):
         """Give a group of suspects a replica to be tried on."""
         places = [place for place in self._places.values() if place.trial is None]
         trials = len(self._places) - len(places)
-        places = [place for place in places if place not in self._busy]
+        places = [place for place in places if place.member not in self.busy]
         if not (self._suspects and places) or trials >= TRIALS:
             return
         if len(places) == 1 and not self._may_try_on_last(places[0], coming):
@@ -235,12 +235,8 @@ class Placing(Generic[M]):
     def postpone(self, portion: Portion[M]) -> None:
         """Another program tries suspects there: try these later, or elsewhere."""
         self.end(portion)
-        self._busy.add(self._places[portion.member])
+        self.busy.add(portion.member)
         self._suspect(alive(portion.jobs))
-
-    def retry(self) -> None:
-        """Some time has passed."""
-        self._busy.clear()
 
     def split(self, jobs: Sequence[Job]) -> None:
         """Try jobs again in smaller groups."""

@@ -162,6 +162,7 @@ class FleetThread:
     Attributes:
         actors: The replicas' actor handles as they are now: a replica that starts again has a new
             one. May be read by any thread.
+        description: What the replicas say of their engine.
     """
 
     def __init__(self, ray: Any, model: str, options: RayOptions) -> None:
@@ -181,33 +182,28 @@ class FleetThread:
         shared = options.name is not None
         lease = LEASE * watch.PULSE if shared else None
         loading = (lease, options.backend, model, dict(options.backend_opts))
-        self._lines = lines
         patience, now = options.start_timeout, time.monotonic()
         self._fleet = Fleet(self._program, lines, loading, patience, now, shared=shared)
         self._thread = threading.Thread(target=self._run, name="genlm-ray", daemon=True)
         self._thread.start()
         try:
-            self._await_start()
+            self.description = self._await_start()
         except BaseException:
             self.close()
             raise
 
-    @property
-    def description(self) -> Description | None:
-        return self._fleet.description
-
-    def _await_start(self) -> None:
+    def _await_start(self) -> Description:
         patience = self._options.start_timeout
-        try:
-            self._ready.result(patience)
-        except TimeoutError:
-            ready = sum(member.ready for member in self._fleet.members)
-            raise BackendUnavailableError(
-                f"{ready} of {len(self._lines)} replicas were ready after "
-                f"start_timeout={patience:g} seconds; the cluster has "
-                f"{self._ray.available_resources()} free, and each replica asks for "
-                f"{self._options.actor_options(0)}; ask for less, or wait longer"
-            ) from None
+        if concurrent.futures.wait([self._ready], patience).done:
+            described: Description = self._ready.result()
+            return described
+        ready = sum(member.ready for member in self._fleet.members)
+        raise BackendUnavailableError(
+            f"{ready} of {len(self.actors)} replicas were ready after "
+            f"start_timeout={patience:g} seconds; the cluster has "
+            f"{self._ray.available_resources()} free, and each replica asks for "
+            f"{self._options.actor_options(0)}; ask for less, or wait longer"
+        )
 
     # --- on the fleet's thread --------------------------------------------------------------------
 
@@ -224,7 +220,7 @@ class FleetThread:
                     answers, fleet.answers = fleet.answers, []
                     self._answers.put(answers)
                 if fleet.started and not self._ready.done():
-                    self._ready.set_result(None)
+                    self._ready.set_result(fleet.description)
         except BaseException as error:
             self._failure = error
             self._answers.put([])

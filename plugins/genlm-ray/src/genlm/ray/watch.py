@@ -83,7 +83,6 @@ class Member:
     calls: set[Call] = field(factory=set)
     have: dict[Entry, None] = field(factory=dict)
     died_of: Entry | None = None
-    busy: bool = False  # another program tries suspects there, so no entry is applied just now
 
     @property
     def ready(self) -> bool:
