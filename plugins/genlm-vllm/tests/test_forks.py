@@ -4,14 +4,19 @@ off."""
 from __future__ import annotations
 
 import random
+from itertools import takewhile
+from operator import attrgetter
+from types import SimpleNamespace
 
 import pytest
 import torch
 from structlog.testing import capture_logs
 
 from genlm.core.types import Query, SampleRequest, SamplingParams
+from genlm.vllm.forks import forking_scheduler
 
 BLOCK = 32  # tokens; the plugin's on a CPU
+UNKNOWN_LAYOUT = "the layout of the key/value cache is not known"
 GREEDY = SamplingParams(max_tokens=60, temperature=0.0)
 
 
@@ -29,6 +34,11 @@ def _clean(request):
 
 def text(seed: int, length: int) -> tuple[int, ...]:
     return tuple(random.Random(seed).choices(range(1000, 40000), k=length))
+
+
+def agreeing(ids, others) -> int:
+    pairs = zip(ids, others, strict=False)
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def asked(engine, *contexts, adapters=()):
@@ -57,14 +67,6 @@ def test_a_fork_from_an_earlier_place_copies_only_what_it_shares(engine):
     longer, counts = asked(engine, (*parent, 8))
     assert counts == [1], "their source is what it was"
     engine.assert_cold_rows(longer)
-
-
-def test_of_several_sources_the_longest_is_taken(engine):
-    parent = text(0, 50)
-    asked(engine, (*parent[:40], 5), (*parent, 6), (*parent[:43], 7))
-    rows, counts = asked(engine, (*parent[:45], 8))
-    assert counts == [1]
-    engine.assert_cold_rows(rows)
 
 
 def test_a_context_that_is_live_already_computes_its_last_token(engine):
@@ -175,10 +177,129 @@ def test_the_model_that_the_others_are_compared_with(load_tiny):
     assert reasons == []
 
 
-def test_sliding_windows_have_none(load_tiny, make_tiny):
-    engine, reasons = load_tiny(make_tiny("Mistral", sliding_window=16))
+def test_of_many_sources_the_one_that_shares_most_is_taken(load_tiny):
+    """None is a beginning of another, which would go on with it."""
+    engine, _ = load_tiny(max_num_seqs=64)
+    dice, live = random.Random(0), []
+    for last in range(1000, 1032):
+        first, many = dice.choice([(), text(0, BLOCK)]), dice.randrange(BLOCK)
+        ids = (*first, *dice.choices([5, 6], k=many), last)
+        _, counts = asked(engine, ids)
+        shared = max((agreeing(ids, each) for each in live), default=0)
+        assert sum(counts) == len(ids) - shared
+        live.append(ids)
+
+
+def test_no_more_is_taken_over_than_vllm_allows(load_tiny, monkeypatch):
+    """As vLLM 0.33 may, where it wants something of all tokens of a prompt but the first ones."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    def limited(self, request, max_cache_hit_length=None):
+        return usual(self, request)
+
+    def hit(self, request, *given):
+        return *self.kv_cache_manager.get_computed_blocks(request, 40), False
+
+    usual = KVCacheManager.get_computed_blocks
+    monkeypatch.setattr(KVCacheManager, "get_computed_blocks", limited)
+    monkeypatch.setattr(Scheduler, "_get_local_prefix_cache_hit", hit)
+    engine, reasons = load_tiny()
     assert recomputed(engine) == 50 % BLOCK
+    assert reasons == []
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("Mistral", {"sliding_window": 16}),
+        (
+            "Gemma3Text",
+            {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+        ),
+    ],
+    ids=["windows", "windows in some layers"],
+)
+def test_windows_have_none(load_tiny, make_tiny, family, config):
+    engine, reasons = load_tiny(make_tiny(family, **config))
+    assert recomputed(engine) >= 50 % BLOCK
     assert reasons == ["not all layers have full attention"]
+
+
+@pytest.fixture
+def suited():
+    """What forks look at of a scheduler."""
+    names = ("_has_partial_local_hit", "_apply_cow", "req_to_blocks")
+    blocks = SimpleNamespace(block_size=BLOCK, **dict.fromkeys(names))
+    return SimpleNamespace(
+        schedule=None,
+        requests={},
+        connector=None,
+        hash_block_size=BLOCK,
+        vllm_config=SimpleNamespace(attention_config=SimpleNamespace(backend=None)),
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[group()]),
+        kv_cache_manager=SimpleNamespace(
+            enable_caching=True,
+            get_computed_blocks=lambda request: None,
+            take_kv_cache_block_copies=None,
+            coordinator=SimpleNamespace(single_type_managers=[blocks]),
+        ),
+    )
+
+
+def group(kind="FullAttentionSpec", **options):
+    from vllm.v1 import kv_cache_interface
+
+    size = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    return SimpleNamespace(kv_cache_spec=getattr(kv_cache_interface, kind)(**size, **options))
+
+
+def reasons_against(scheduler) -> list[str]:
+    """What the log says where vLLM would take this scheduler; it is left as it is if there is
+    something."""
+    config = SimpleNamespace(get_scheduler_cls=lambda: lambda vllm_config: scheduler)
+    with capture_logs() as logs:
+        forking_scheduler(SimpleNamespace(scheduler_config=config))
+    assert (scheduler.schedule is None) == bool(logs)
+    return [each["reason"] for each in logs]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        ("kv_cache_manager.enable_caching", False, ["prefix caching is off"]),
+        ("connector", "one", ["a KV connector fills blocks too"]),
+        ("vllm_config.attention_config.backend", SimpleNamespace(name="CUSTOM"), [UNKNOWN_LAYOUT]),
+        ("vllm_config.attention_config.backend", SimpleNamespace(name="FLASH_ATTN"), []),
+        ("hash_block_size", 16, ["blocks are spread over several workers"]),
+    ],
+)
+def test_schedulers_that_have_none(suited, path, value, reason):
+    owner, _, name = path.rpartition(".")
+    setattr(attrgetter(owner)(suited) if owner else suited, name, value)
+    assert reasons_against(suited) == reason
+
+
+@pytest.mark.parametrize(
+    ("groups", "reason"),
+    [
+        ([{}], []),
+        ([{}, {}], ["not all layers have full attention"]),
+        ([{"kind": "ChunkedLocalAttentionSpec", "attention_chunk_size": 8}],
+         ["not all layers have full attention"]),
+        ([{"sliding_window": 8}], ["not all layers have full, causal attention"]),
+        ([{"attention_chunk_size": 8}], ["not all layers have full, causal attention"]),
+    ],
+)  # fmt: skip
+def test_layers_that_have_none(suited, groups, reason):
+    suited.kv_cache_config.kv_cache_groups = [group(**each) for each in groups]
+    assert reasons_against(suited) == reason
+
+
+def test_platforms_that_have_none(suited, monkeypatch):
+    other = SimpleNamespace(is_cuda=lambda: False, is_cpu=lambda: False)
+    monkeypatch.setattr("vllm.platforms.current_platform", other)
+    assert reasons_against(suited) == [UNKNOWN_LAYOUT]
 
 
 def test_a_scheduler_of_the_users_own_is_taken(load_tiny):

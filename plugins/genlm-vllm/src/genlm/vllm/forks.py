@@ -13,9 +13,12 @@ uses are checked when a model is loaded; without them, or where they would not d
 
 from __future__ import annotations
 
+import bisect
+import collections
 import copy
 import inspect
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, cast
 
 from genlm.core.logs import get_logger
 
@@ -33,6 +36,9 @@ REQUEST_NAMES = (
     "lora_request", "cache_salt", "mm_features", "prompt_embeds", "skip_reading_prefix_cache",
 )  # fmt: skip
 SIGNATURES = (["request"], ["request", "max_cache_hit_length"])  # to 0.32; 0.33
+
+#: By how requests begin: the tokens of their next block, and their ids; sorted.
+Sources = dict[Hashable, list[tuple[list[int], str]]]
 
 
 def forking_scheduler(vllm_config: Any, **parts: Any) -> Any:
@@ -62,56 +68,73 @@ class Forks:
         manager = scheduler.kv_cache_manager
         (self._blocks,) = manager.coordinator.single_type_managers
         self._requests: dict[str, Any] = scheduler.requests
-        self._admitted: set[str] = set()  # in this step
+        self._size: int = self._blocks.block_size
+        # Of this step: what it admitted; and the sources that share so many full blocks.
+        self._admitted: set[str] = set()
+        self._sources: dict[int, Sources] = {}
         self._find, manager.get_computed_blocks = manager.get_computed_blocks, self._computed_blocks
         self._plan, scheduler.schedule = scheduler.schedule, self._schedule
 
     def _schedule(self, *args: Any, **options: Any) -> Any:
         self._admitted.clear()
+        self._sources.clear()
         return self._plan(*args, **options)
 
-    def _computed_blocks(self, request: Any, limit: int | None = None) -> tuple[Any, int, int]:
+    def _computed_blocks(
+        self, request: Any, max_cache_hit_length: int | None = None
+    ) -> tuple[Any, int, int]:
         """Blocks, how many tokens are computed in them, and what vLLM returns besides.
 
-        vLLM calls this for each request that it is about to admit. ``limit`` is the most tokens
-        that may be taken over; only 0.33 may give it.
+        vLLM calls this for each request that it is about to admit. ``max_cache_hit_length`` is the
+        most tokens that may be taken over; only 0.33 may give it.
         """
-        blocks, known, boundary = self._find(request, *([] if limit is None else [limit]))
+        limit = [] if max_cache_hit_length is None else [max_cache_hit_length]
+        blocks, known, boundary = self._find(request, *limit)
         # Copies are made before the forward pass, but vLLM enters blocks in its prefix cache when
         # it schedules them: the computed tokens of what is admitted in a step may be those that
         # another request computes in this step. So it is no source yet.
         self._admitted.add(request.request_id)
         # Prompts whose log-probabilities are wanted must be computed.
-        if limit is not None or request.skip_reading_prefix_cache or not _is_text(request):
+        if limit or request.skip_reading_prefix_cache or not _is_text(request):
             return blocks, known, boundary
         source, shared = self._best_source(request, known)
         if source is None:
             return blocks, known, boundary
-        partial = self._blocks.req_to_blocks[source.request_id][known // self._blocks.block_size]
+        partial = self._blocks.req_to_blocks[source][known // self._size]
         return type(blocks)(([*blocks.blocks[0], partial],)), shared, boundary
 
-    def _best_source(self, request: Any, known: int) -> tuple[Any, int]:
+    def _best_source(self, request: Any, known: int) -> tuple[str | None, int]:
         """The live request that shares most tokens beyond the ``known`` ones, which fill blocks;
         and how many it shares, those included."""
-        ours, full = request.all_token_ids, known // self._blocks.block_size
+        full = known // self._size
+        if full not in self._sources:
+            self._sources[full] = self._sources_behind(full)
         # The last token must be computed. A whole block more would have been found.
-        most = min(request.num_tokens - 1, known + self._blocks.block_size - 1)
-        best, longest = None, known
+        ours = request.all_token_ids[known : min(request.num_tokens, known + self._size) - 1]
+        sources = self._sources[full].get(_beginning(request, full), [])
+        # Of sorted sequences those that share most with another are its neighbours.
+        at = bisect.bisect(sources, (ours,))
+        near = [
+            (_agreeing(ours, tokens), source) for tokens, source in sources[max(at - 1, 0) : at + 1]
+        ]
+        shared, source = max(near, default=(0, ""))
+        return (source, known + shared) if shared else (None, known)
+
+    def _sources_behind(self, full: int) -> Sources:
+        """What each live request has computed of the block behind ``full`` ones.
+
+        During a step no request computes or loses more of it: vLLM preempts before it admits.
+        """
+        known, sources = full * self._size, collections.defaultdict(list)
         for source in self._requests.values():
             # Of an asynchronous scheduler not all computed tokens are known yet.
-            end = min(source.num_computed_tokens, source.num_tokens, most)
-            if (
-                end > longest
-                and source.request_id not in self._admitted
-                and _is_text(source)
-                and _same_beginning(request, source, full)
-            ):
-                shared = known + _agreeing(ours[known:end], source.all_token_ids[known:end])
-                if shared > longest:
-                    best, longest = source, shared
-            if longest == most:
-                break
-        return best, longest
+            end = min(source.num_computed_tokens, source.num_tokens, known + self._size)
+            if end > known and source.request_id not in self._admitted and _is_text(source):
+                computed = source.all_token_ids[known:end]
+                sources[_beginning(source, full)].append((computed, source.request_id))
+        for each in sources.values():
+            each.sort()
+        return sources
 
 
 def _is_text(request: Any) -> bool:
@@ -119,20 +142,19 @@ def _is_text(request: Any) -> bool:
     return not request.mm_features and request.prompt_embeds is None
 
 
-def _same_beginning(request: Any, source: Any, full: int) -> bool:
-    """Whether two requests agree in their first ``full`` blocks, in adapter and in cache salt."""
+def _beginning(request: Any, full: int) -> Hashable:
+    """Equal for two requests if they agree in their first ``full`` blocks, in adapter and in cache
+    salt."""
     if full:  # hashes chain, and cover all of this
-        return bool(request.block_hashes[full - 1] == source.block_hashes[full - 1])
-    ours, theirs = request.lora_request, source.lora_request
-    same_adapter = (ours and ours.lora_name) == (theirs and theirs.lora_name)
-    return same_adapter and bool(request.cache_salt == source.cache_salt)
+        return cast(Hashable, request.block_hashes[full - 1])
+    adapter = request.lora_request
+    return adapter and adapter.lora_name, request.cache_salt
 
 
 def _agreeing(ours: list[int], theirs: list[int]) -> int:
     """How many tokens agree from the first on."""
-    if ours == theirs:
-        return len(ours)
-    return next(at for at, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
 
 
 def _missing_names(scheduler: Any) -> list[str]:
