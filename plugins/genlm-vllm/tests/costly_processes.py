@@ -43,6 +43,21 @@ def check(lm: AsyncLM, expected: torch.Tensor) -> None:
     torch.testing.assert_close(scores, entries, atol=ATOL, rtol=0)
 
 
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The blocks that this process will have workers copy: those of forks."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    usual, copied = Scheduler.schedule, []
+
+    def schedule(self, *given, **options):
+        output = usual(self, *given, **options)
+        copied.extend(output.kv_cache_block_copies or [])
+        return output
+
+    monkeypatch.setattr(Scheduler, "schedule", schedule)
+    return copied
+
+
 def dies_clearly(lm: AsyncLM, victim: int) -> None:
     """Kill one of its processes: whoever asks is told, and nothing hangs."""
     os.kill(victim, signal.SIGKILL)
@@ -54,6 +69,7 @@ def dies_clearly(lm: AsyncLM, victim: int) -> None:
 def test_two_tensor_parallel_workers(tiny_path, small_opts, expected, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     before = {child.pid for child in multiprocessing.active_children()}
+    copied = copies(monkeypatch)
     with AsyncVirtualLM.from_name(
         tiny_path, engine_opts=small_opts | {"tensor_parallel_size": 2}
     ) as lm:
@@ -62,6 +78,7 @@ def test_two_tensor_parallel_workers(tiny_path, small_opts, expected, monkeypatc
         ]
         assert len(workers) == 2
         check(lm, expected)
+        assert copied, "PROMPT[:30] takes over what its live continuation has computed"
         dies_clearly(lm, workers[1])
 
 

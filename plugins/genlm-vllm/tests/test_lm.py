@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -78,6 +79,29 @@ def test_draws_and_rows_may_be_asked_together(lm):
     assert len(first) == 5
     assert nothing == []
     assert row.shape == (len(lm.byte_vocab),)
+
+
+def test_particles_beside_seeded_draws_fail_no_step(lm):
+    """On a CPU vLLM fails on a seeded prompt that it computes in chunks; it computes what live
+    sessions append before that prompt."""
+
+    async def particle(dice):
+        ids = [*PROMPT, dice.randrange(1000)]
+        for _ in range(25):
+            await lm.next_token_logprobs(ids)
+            ids += dice.choices(range(1000), k=dice.randrange(1, 8))
+
+    async def drawer(seed):
+        return [await lm.sample([*PROMPT, seed, n], 2, [], seed=seed) for n in range(25)]
+
+    async def main():
+        particles = [particle(random.Random(seed)) for seed in range(6)]
+        *drawn, _ = await asyncio.gather(drawer(1), drawer(2), asyncio.gather(*particles))
+        return drawn == [await drawer(seed) for seed in (1, 2)]
+
+    before = lm.stats.failed_calls
+    assert asyncio.run(main()), "a seed draws what it draws alone"
+    assert lm.stats.failed_calls == before
 
 
 def test_a_seed_gives_the_same_beside_draws_that_vllm_leaves_to_the_core(lm):
