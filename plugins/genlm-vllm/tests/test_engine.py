@@ -328,8 +328,9 @@ def test_scores_are_the_entries_of_the_rows(engine, rows_of, lengths):
 
 
 def test_scores_read_no_state_that_vllm_leaves_out_of_them(engine, rows_of):
-    """vLLM gives nothing for tokens whose key/value state it finds: here that of all of them."""
-    ids, drawn = context(0, 40), context(1, 40)
+    """vLLM gives nothing for tokens whose key/value state it finds: here that of all of them, in a
+    full block and in a live request's."""
+    ids, drawn = context(0, 10), context(1, 40)
     rows_of(engine, [Query(ids + drawn)])
     (warm,) = engine.score([Query(ids)], [drawn])
     engine.genlm_clear_kv_cache()

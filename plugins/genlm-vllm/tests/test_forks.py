@@ -85,12 +85,15 @@ def test_the_same_tokens_behind_another_beginning_are_not_taken(engine):
     engine.assert_cold_rows(rows)
 
 
-def test_what_is_admitted_in_a_step_is_no_source_in_it(engine):
+@pytest.mark.parametrize("live", [0, 20])
+def test_what_is_admitted_in_a_step_is_no_source_in_it(engine, live):
     """The second finds the first's block, which this step computes; the third shares a part of it,
-    and would get a copy from before."""
+    and would get a copy from before. It gets what was live before the step."""
     prompt = text(0, 40)
-    rows, counts = asked(engine, prompt, (*prompt[:33], 5), (*prompt[:20], 6))
-    assert counts == [40 + 2 + 21]
+    if live:
+        asked(engine, prompt[:live])
+    rows, counts = asked(engine, prompt, (*prompt[:33], 5), (*prompt[:25], 6))
+    assert sum(counts) == (40 - live) + 2 + (26 - live)
     engine.assert_cold_rows(rows)
 
 

@@ -127,10 +127,10 @@ class Forks:
         """
         known, sources = full * self._size, collections.defaultdict(list)
         for source in self._requests.values():
-            # Of an asynchronous scheduler not all computed tokens are known yet.
-            end = min(source.num_computed_tokens, source.num_tokens, known + self._size)
-            if end > known and source.request_id not in self._admitted and _is_text(source):
-                computed = source.all_token_ids[known:end]
+            # Without those that an asynchronous scheduler has computed and does not know yet.
+            end = min(source.num_computed_tokens, known + self._size)
+            computed = source.all_token_ids[known:end]
+            if computed and source.request_id not in self._admitted and _is_text(source):
                 sources[_beginning(source, full)].append((computed, source.request_id))
         for each in sources.values():
             each.sort()
