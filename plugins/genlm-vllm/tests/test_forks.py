@@ -225,7 +225,7 @@ def test_no_more_is_taken_over_than_vllm_allows(load_tiny, monkeypatch):
 )
 def test_windows_have_none(load_tiny, make_tiny, family, config):
     engine, reasons = load_tiny(make_tiny(family, **config))
-    assert recomputed(engine) >= 50 % BLOCK
+    assert recomputed(engine) > 0
     assert reasons == ["not all layers have full attention"]
 
 

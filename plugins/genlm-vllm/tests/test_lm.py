@@ -92,7 +92,9 @@ def test_particles_beside_seeded_draws_fail_no_step(lm):
             ids += dice.choices(range(1000), k=dice.randrange(1, 8))
 
     async def drawer(seed):
-        return [await lm.sample([*PROMPT, seed, n], 2, [], seed=seed) for n in range(25)]
+        dice = random.Random(seed)
+        prompts = [dice.choices(range(1000), k=50) for _ in range(15)]
+        return [await lm.sample(prompt, 2, [], seed=seed) for prompt in prompts]
 
     async def main():
         particles = [particle(random.Random(seed)) for seed in range(6)]
