@@ -243,6 +243,19 @@ def test_seeded_draws_do_not_depend_on_the_batch(engine):
     assert together != engine.draw(queries, [SamplingParams(max_tokens=6, seed=9)] * 4)
 
 
+def test_seeds_hold_beside_requests_without_one(engine):
+    query, seeded = Query(context(0, 10)), SamplingParams(max_tokens=6, seed=3)
+    (alone,) = engine.draw([query], [seeded])
+    draw = SampleRequest(query, seeded)
+    others = [
+        SampleRequest(Query(context(1, 10)), SamplingParams(max_tokens=3)),
+        SampleRequest(Query(context(2, 10)), SamplingParams(max_tokens=3, temperature=0.0, seed=4)),
+        Query(context(3, 10)),
+    ]
+    for together in ([*others, draw], [draw, *others]):
+        assert dict(zip(together, engine.ask(*together), strict=True))[draw] == alone
+
+
 def test_unseeded_draws_differ(engine):
     draws = engine.draw([Query(context(0, 10))] * 4, [SamplingParams(max_tokens=8)] * 4)
     assert len({tuple(draw) for draw in draws}) > 1
@@ -387,8 +400,8 @@ def steps_until(engine, request, *newcomers):
 
 
 def test_nobody_waits_for_a_long_draw(engine, rows_of):
-    long = SampleRequest(Query(context(0, 10)), SamplingParams(max_tokens=100, seed=1))
-    short = SampleRequest(Query(context(1, 10)), SamplingParams(max_tokens=1, seed=2))
+    long = SampleRequest(Query(context(0, 10)), SamplingParams(max_tokens=100))
+    short = SampleRequest(Query(context(1, 10)), SamplingParams(max_tokens=1))
     score = ScoreRequest(Query(context(2, 3)), context(3, 4))
     row = Query(context(4, 12))
     engine.step(long)

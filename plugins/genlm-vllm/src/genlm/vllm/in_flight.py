@@ -53,7 +53,11 @@ class InFlightRequest:
 
     @property
     def is_seeded(self) -> bool:
-        return isinstance(self.request, SampleRequest) and self.request.params.seed is not None
+        """Whether vLLM gives it a generator of its own; the likeliest token needs none."""
+        if not isinstance(self.request, SampleRequest):
+            return False
+        params = self.request.params
+        return params.seed is not None and params.temperature > 0
 
     def take(self, output: Output) -> bool:
         """Note what a step gave. ``True`` when the request is over."""

@@ -153,6 +153,8 @@ class EngineCore:
         self.prefix_caching: bool = bool(_require(config, "cache_config.enable_prefix_caching"))
         self.block_size: int = _require(config, "cache_config.block_size")
         self.device_type: str = _require(config, "device_config.device").type
+        # Whether a seed fixes a draw also beside requests without one.
+        self.mixes_seeds = self.device_type != "cpu" or not _forgets_seeds()
         lora = _require(config, "lora_config")
         most = (lora.max_cpu_loras or lora.max_loras) if lora else 0
         self.spare_slot = spare_slot
@@ -334,6 +336,14 @@ def _max_positions(config: Any) -> int | None:
     if any(each.get("rope_type") == "dynamic" for each in every):
         return int(config.max_position_embeddings)
     return None
+
+
+def _forgets_seeds() -> bool:
+    """Whether this vLLM's sampler for CPUs looks at seeds only if all requests of a step have one:
+    0.28 does, 0.32 not."""
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    return "compiled_random_sample" in TopKTopPSampler.forward_cpu.__code__.co_names
 
 
 def _require(owner: Any, path: str) -> Any:

@@ -80,12 +80,15 @@ def may_join(
     Always, except for seeds on a CPU: there vLLM fails on a seeded prompt that it computes in
     chunks, also after it has preempted a draw. So beside a seeded draw nothing joins that might
     exhaust the cache. And until its prompt is computed, the next step must have room for that and
-    for all else: vLLM computes what live sessions append before new prompts.
+    for all else: vLLM computes what live sessions append before new prompts. Where vLLM forgets
+    seeds beside requests without one, those with and without take turns.
     """
     if core.device_type != "cpu" or not len(others):
         return True
     if not (request.is_seeded or others.any_seeded):
         return True
+    if not core.mixes_seeds and request.is_seeded != others.any_seeded:
+        return False
     if others.tokens + request.tokens + sessions.pinned_tokens > core.kv_capacity:
         return False
     if not (request.is_seeded or others.awaits_seeded_prompt):
