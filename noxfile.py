@@ -1,29 +1,35 @@
 """The tasks of this repository, each in an environment of its own. ``nox --list`` shows them.
 
-Only nox must be installed (``python -m pip install nox``). A plugin's environment follows from its
-``pyproject.toml``. A plugin whose engine needs other steps lists them in ``environment.txt``, so
-this file knows no engine.
+Only nox must be installed (``python -m pip install nox``); it fetches uv, which makes the
+environments. A plugin's environment follows from its ``pyproject.toml``. A plugin whose engine
+needs other steps lists them in ``environment.txt``, so this file knows no engine.
 """
+
+# /// script
+# dependencies = ["nox[uv]", "packaging"]
+# ///
 
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import nox
+from nox.virtualenv import UV
 from packaging.markers import Marker
-from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import workloads  # noqa: E402
 from tools import smollm2  # noqa: E402
 
 CORE = ROOT / "core"
@@ -57,8 +63,18 @@ PYTHONS = nox.project.python_versions(nox.project.load_toml(CORE / "pyproject.to
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
 PYTHON = RUNNING if RUNNING in (*PYTHONS, NEXT_PYTHON) else PYTHONS[-1]
 
-#: What serves the import paths of genlm-backend 0.3.
-COMPAT = ROOT / "compat" / "genlm-backend"
+#: The clients over this checkout. hfppl asks for genlm-backend 0.0.2, whose package is here too.
+CLIENT_STEPS = [
+    [
+        "install",
+        "--editable=core",
+        "--editable=plugins/genlm-hf",
+        "--editable=compat/genlm-backend",
+        *GROUPS["clients"],
+        *GROUPS["clients-test"],
+    ],
+    ["install", "--no-deps", "hfppl==0.1.2"],
+]
 
 #: All that is built, in the order of their names; the core first.
 DISTRIBUTIONS = [
@@ -68,7 +84,17 @@ DISTRIBUTIONS = [
 ]
 PROGRAMS, SUFFIX = ("Scripts", ".exe") if os.name == "nt" else ("bin", "")
 
-nox.options.default_venv_backend = "virtualenv"
+#: What pip is configured with, and the variable by which uv takes the same.
+CONFIGURED = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "trusted-host": "UV_INSECURE_HOST",
+    "cert": "SSL_CERT_FILE",
+}
+
+nox.options.default_venv_backend = "uv"
+nox.options.download_python = "never"
 nox.options.reuse_venv = "yes"
 nox.options.error_on_external_run = True
 nox.options.error_on_missing_interpreters = False  # a Python that is not found is skipped
@@ -96,9 +122,18 @@ def demo(session: nox.Session) -> None:
     """Sequential Monte Carlo on a real model: nox -s demo -- --prompt "Once upon a time"
     --particles 64."""
     prepare(session)
-    programs = environment_of(session, "hf")
-    model = [] if "mock" in session.posargs else ["--model", real_model(session, programs)]
-    run(session, programs, "python", "examples/smc.py", *model, *session.posargs)
+    hf = environment_of(session, "hf")
+    model = [] if "mock" in session.posargs else ["--model", real_model(session, hf)]
+    hf.run("python", "examples/smc.py", *model, *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
+def quick(session: nox.Session) -> None:
+    """While working: lint, types, the core's tests, and hf's conformance on a tiny model."""
+    session.notify("lint", [])
+    session.notify("types", [])
+    session.notify(f"tests-{PYTHON}", ["--numprocesses=2", "--dist=loadfile"])
+    session.notify("conformance(hf)", ["-k", "TestTiny"])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -202,25 +237,26 @@ def check_plugin(
     )
     if where and not Marker(where).evaluate():
         session.skip(f"genlm-{name} is tested where {where}; this machine is different")
-    programs = environment_of(session, name, recipe)
-    session.env["GENLM_TEST_MODEL"] = real_model(session, programs)
-    run(session, programs, "pytest", str(tests), *session.posargs)
+    environment = environment_of(session, name, recipe)
+    session.env["GENLM_TEST_MODEL"] = real_model(session, environment)
+    environment.run("pytest", str(tests), *session.posargs)
 
 
 @nox.session
 def minimums(session: nox.Session) -> None:
     """Tests of the core and hf on the lowest versions that they declare.
 
-    The versions in constraints.txt stay: old CPU builds of PyTorch are not on PyPI.
+    PyTorch keeps the version of constraints.txt, and comes first: of one version, the lowest build
+    is for CUDA. Old CPU builds are not on PyPI.
     """
-    constraints = Path(session.create_tmp()).resolve() / "lowest.txt"
-    constraints.write_text("\n".join(lowest_versions(CORE, PLUGINS["hf"])))
-    prepare(session, constraints)
-    session.install(
-        "--editable", with_extras(CORE), "--editable", with_extras(PLUGINS["hf"]), *GROUPS["test"]
-    )
+    prepare(session)
+    session.install("torch")
+    hf = PLUGINS["hf"]
+    folders = ("--editable", with_extras(CORE), "--editable", with_extras(hf))
+    session.install("--resolution", "lowest-direct", *folders)
+    session.install(*GROUPS["test"])
     session.env["GENLM_TEST_MODEL"] = real_model(session)
-    session.run("pytest", "tests", str(PLUGINS["hf"] / "tests"), *session.posargs)
+    session.run("pytest", "tests", str(hf / "tests"), *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -231,10 +267,9 @@ def docs(session: nox.Session) -> None:
     ``build/screenshots``.
     """
     prepare(session)
-    programs = environment_of(session, "hf")
-    install_in(session, programs, *GROUPS["docs"])
-    model = real_model(session, programs)
-    run(session, programs, "python", "-m", "tools.site", "--model", model, *session.posargs)
+    hf = environment_of(session, "hf")
+    hf.pip("install", *GROUPS["docs"])
+    hf.run("python", "-m", "tools.site", "--model", real_model(session, hf), *session.posargs)
 
 
 @nox.session(default=False)
@@ -242,10 +277,10 @@ def clients(session: nox.Session) -> None:
     """Programs written for genlm-backend 0.3, over this checkout: their own tests, and the same
     answers as over 0.3.1. `.ci/run` runs this after plain nox."""
     prepare(session)
-    for step in client_steps():
-        session.run_install("python", "-m", *step, silent=not session.interactive)
-    theirs = [["pip", "install", "torch"], ["pip", "install", PEER, *GROUPS["clients"]]]
-    session.env["GENLM_PEER_PYTHON"] = further_environment(session, "theirs", theirs)
+    for _, *step in CLIENT_STEPS:
+        session.install(*step)
+    theirs = Environment(session, "clients-theirs", [["install", PEER, *GROUPS["clients"]]])
+    session.env["GENLM_PEER_PYTHON"] = theirs.program("python")
     session.env["GENLM_TEST_MODEL"] = real_model(session)
     session.run("pytest", "compat", "tests/clients", *session.posargs)
     session.env["HF_HUB_OFFLINE"] = "1"
@@ -256,19 +291,6 @@ def clients(session: nox.Session) -> None:
         options = ("-p", "offline", "-p", "no:cacheprovider", "-q", "--rootdir=.")
         session.run("pytest", *options, *tests)
         session.chdir(ROOT)
-
-
-def client_steps() -> list[list[str]]:
-    """The pip commands that install the clients over this checkout.
-
-    hfppl asks for genlm-backend 0.0.2, whose package genlm_backend is here too.
-    """
-    folders = [str(folder.relative_to(ROOT)) for folder in (CORE, PLUGINS["hf"], COMPAT)]
-    editable = [word for folder in folders for word in ("--editable", folder)]
-    return [
-        ["pip", "install", *editable, *GROUPS["clients"], *GROUPS["clients-test"]],
-        ["pip", "install", "--no-deps", "hfppl==0.1.2"],
-    ]
 
 
 def client_sources(session: nox.Session) -> list[tuple[Path, list[str]]]:
@@ -296,22 +318,12 @@ def release_check(session: nox.Session) -> None:
     prepare(session)
     built = ROOT / "build" / "dist"
     shutil.rmtree(built, ignore_errors=True)
-    tools = further_environment(session, "tools", [["pip", "install", *GROUPS["release"]]])
-    session.run(tools, "tools/release.py", "check", external=True)
+    tools = Environment(session, "release-tools", [["install", *GROUPS["release"]]])
+    tools.run("python", "tools/release.py", "check")
     for folder in DISTRIBUTIONS:
-        session.run(
-            tools,
-            "-m",
-            "build",
-            "--no-isolation",
-            "--outdir",
-            str(built),
-            str(folder),
-            external=True,
-            silent=True,
-        )
+        tools.run("python", "-m", "build", "--no-isolation", "--outdir", str(built), str(folder))
     archives = [str(archive) for archive in sorted(built.iterdir())]
-    session.run(tools, "-m", "twine", "check", "--strict", *archives, external=True)
+    tools.run("twine", "check", "--strict", *archives)
     core, *others = (str(wheel) for wheel in sorted(built.glob("*.whl"), key=is_not_core))
     session.install(core)
     # Without their engines: listing the backends must not need them.
@@ -334,10 +346,10 @@ def soak(session: nox.Session) -> None:
     prepare(session)
     given = session.posargs or ["--backend", "mock", "--minutes", "0.34"]
     backend = given[given.index("--backend") + 1] if "--backend" in given[:-1] else "mock"
-    programs = environment_of(session, backend if backend in PLUGINS else "hf")
+    environment = environment_of(session, backend if backend in PLUGINS else "hf")
     if backend != "mock" and "--model" not in given:
-        given = [*given, "--model", real_model(session, programs)]
-    run(session, programs, "python", "-m", "tools.soak", *given)
+        given = [*given, "--model", real_model(session, environment)]
+    environment.run("python", "-m", "tools.soak", *given)
 
 
 @nox.session(venv_backend="none")
@@ -347,8 +359,7 @@ def mutants(session: nox.Session) -> None:
     Prints, for each mutant, the clauses that caught it, and how many were caught at each effort.
     """
     prepare(session)
-    programs = environment_of(session, "hf")
-    run(session, programs, "python", "-m", "tests.conformance.bite", *session.posargs)
+    environment_of(session, "hf").run("python", "-m", "tests.conformance.bite", *session.posargs)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -361,25 +372,25 @@ def bench(session: nox.Session) -> None:
     """Benchmarks beside genlm-backend on the same model: nox -s bench -- --quick, or by name:
     nox -s bench -- trie."""
     prepare(session)
-    programs = environment_of(session, "hf")
-    install_in(session, programs, *GROUPS["bench"])
-    environments = {"hf": str(programs / f"python{SUFFIX}")}
-    environments["theirs"] = further_environment(
-        session, "theirs", [["pip", "install", "torch", PEER]]
-    )
-    for said in constants_of_workloads(session.posargs):
-        name = said.get("PLUGIN", "hf")
+    environments = {"hf": environment_of(session, "hf")}
+
+    def further(name: str, *steps: list[str]) -> None:
+        if name not in environments:
+            environments[name] = Environment(session, f"bench-{name}", list(steps))
+
+    further("theirs", ["install", PEER])
+    for workload in set(workloads.workloads()) & {*session.posargs}:
+        name = workloads.plugin_of(workload)
         if name == "clients":
-            environments[name] = further_environment(session, name, client_steps())
+            further(name, *CLIENT_STEPS)
         elif name not in environments:
-            environments[name] = str(environment_of(session, name) / f"python{SUFFIX}")
-        if "PEER" in said and f"theirs-{name}" not in environments:
-            steps = [["pip", "install", "torch"], ["pip", "install", *said["PEER"]]]
-            environments[f"theirs-{name}"] = further_environment(session, f"theirs-{name}", steps)
-    pythons = [f"--python={name}={python}" for name, python in sorted(environments.items())]
-    model = real_model(session, programs)
-    command = ["python", "-m", "benchmarks", "--model", model, *pythons, *session.posargs]
-    run(session, programs, *command)
+            environments[name] = environment_of(session, name)
+        if peer := workloads.peer_of(workload):
+            further(f"theirs-{name}", ["install", *peer])
+    pythons = [f"--python={name}={made.program('python')}" for name, made in environments.items()]
+    hf = environments["hf"]
+    model = real_model(session, hf)
+    hf.run("python", "-m", "benchmarks", "--model", model, *pythons, *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -389,24 +400,9 @@ def gpu(session: nox.Session) -> None:
     Without a GPU it says so and does nothing; --device cpu tries the same code, in a few minutes.
     """
     prepare(session)
-    programs = environment_of(session, "hf")
-    real_model(session, programs)
-    run(session, programs, "python", "-m", "tools.gpu", *session.posargs)
-
-
-def constants_of_workloads(names: list[str]) -> list[dict[str, Any]]:
-    """The environments that the named workloads declare, one constant a line.
-
-    ``PLUGIN = "hf"`` is the environment of `ours` and `floor`. ``PEER = [...]`` is what `theirs`
-    installs instead of what it needs for hf.
-    """
-    modules = [ROOT / "benchmarks" / f"{name}.py" for name in names]
-    found = [
-        re.findall(r"^(PLUGIN|PEER) = (.+)$", module.read_text(), re.MULTILINE)
-        for module in modules
-        if module.exists()
-    ]
-    return [{name: ast.literal_eval(value) for name, value in constants} for constants in found]
+    hf = environment_of(session, "hf")
+    real_model(session, hf)
+    hf.run("python", "-m", "tools.gpu", *session.posargs)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -414,136 +410,116 @@ def constants_of_workloads(names: list[str]) -> list[dict[str, Any]]:
 # --------------------------------------------------------------------------------------------------
 
 
-def prepare(session: nox.Session, constraints: Path = ROOT / "constraints.txt") -> None:
-    """Set the versions that pip may install, the number of threads, and how text is encoded.
+def prepare(session: nox.Session) -> None:
+    """Set what uv may install and from where, the number of threads, and how text is encoded.
 
     One thread, because on a small shared machine two threads wait for each other. That can be
     twenty times slower, and it varies. UTF-8, which Python 3.11 to 3.14 do not take by themselves
     on Windows.
     """
-    session.env["PIP_CONSTRAINT"] = constraints.as_uri()
-    session.env["OMP_NUM_THREADS"] = "1"
-    session.env["PYTHONUTF8"] = "1"
+    session.env.update(
+        pip_configuration(),
+        UV_CONSTRAINT="constraints.txt",
+        UV_INDEX_STRATEGY="unsafe-best-match",  # the best of all indexes, as pip does
+        OMP_NUM_THREADS="1",
+        PYTHONUTF8="1",
+    )
 
 
-def environment_of(session: nox.Session, name: str, recipe: str = "environment.txt") -> Path:
-    """The folder of programs of a plugin's environment, which several sessions share.
+@functools.cache
+def pip_configuration() -> dict[str, str]:
+    """Where pip finds packages on this machine, as variables of uv, which reads no settings of
+    pip."""
+    pip = shutil.which("pip") or shutil.which("pip3")
+    if pip is None:
+        return {}
+    listed = subprocess.run([pip, "config", "list"], capture_output=True, text=True).stdout
+    found: dict[str, str] = {}
+    # Its environment comes first in the list, and first in effect.
+    for name, value in re.findall(r"^[\w:]+\.([\w-]+)=(.+)$", listed, re.MULTILINE):
+        if CONFIGURED.get(name, "PATH") not in os.environ:
+            words = ast.literal_eval(value).split()
+            found.setdefault(CONFIGURED[name], ("," if name == "find-links" else " ").join(words))
+    return found
 
-    Its recipe is carried out when the environment is new, or when something that it depends on has
-    changed.
+
+@dataclass
+class Environment:
+    """An environment that several sessions may share.
+
+    Its steps, commands of ``uv pip``, are carried out when it is new, or when they have changed or
+    something that they depend on has.
     """
-    with_recipe = (PLUGINS[name] / recipe).exists()
-    label = f"env-{name}-{Path(recipe).stem}" if "-" in recipe and with_recipe else f"env-{name}"
-    folder = environments_of(session) / label
-    programs = folder / PROGRAMS
-    steps = plugin_steps(name, recipe)
-    sources = [ROOT / "constraints.txt", CORE / "pyproject.toml", PLUGINS[name] / "pyproject.toml"]
-    state = "\n".join([repr(steps), *(source.read_text() for source in sources)])
-    complete = folder / "complete"
-    if not complete.exists() or complete.read_text() != state:
-        if not (programs / f"python{SUFFIX}").exists():
-            session.run_install("python", "-m", "venv", str(folder), external=True)
-        for command in steps:
-            python_in(session, programs, "-m", *command)
+
+    session: nox.Session
+    label: str
+    steps: list[list[str]]
+    depends: tuple[Path, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.folder = Path(self.session.create_tmp()).resolve().parents[1] / self.label
+        sources = (ROOT / "constraints.txt", *self.depends)
+        state = "\n".join([repr(self.steps), *(source.read_text() for source in sources)])
+        complete = self.folder / "complete"
+        if complete.exists() and complete.read_text() == state:
+            return
+        if not Path(self.program("python")).exists():
+            self.session.run_install(UV, "venv", str(self.folder), external=True)
+        for step in self.steps:
+            self.pip(*step)
         complete.write_text(state)
-    session.env["PATH"] = os.pathsep.join([str(programs), os.environ["PATH"]])
-    return programs
+
+    def program(self, name: str) -> str:
+        """The path of one of its programs."""
+        return str(self.folder / PROGRAMS / f"{name}{SUFFIX}")
+
+    def pip(self, command: str, *words: str) -> None:
+        """Run a command of ``uv pip``, unless nox is to install nothing (``nox -R``)."""
+        python = ("--python", self.program("python"))
+        self.session.run_install(
+            UV, "pip", command, *python, *words, external=True, silent=not self.session.interactive
+        )
+
+    def run(self, program: str, *arguments: str) -> None:
+        """Run one of its programs, which finds the others."""
+        path = os.pathsep.join([str(self.folder / PROGRAMS), os.environ["PATH"]])
+        self.session.run(self.program(program), *arguments, external=True, env={"PATH": path})
 
 
-def environments_of(session: nox.Session) -> Path:
-    return Path(session.create_tmp()).resolve().parents[1]
+def environment_of(session: nox.Session, name: str, recipe: str = "environment.txt") -> Environment:
+    """The environment of a plugin, with the core and all the plugin's extras.
 
-
-def install_in(session: nox.Session, programs: Path, *requirements: str) -> None:
-    """Install something in a shared environment."""
-    python_in(session, programs, "-m", "pip", "install", *requirements)
-
-
-def python_in(session: nox.Session, programs: Path, *arguments: str) -> None:
-    silent = not session.interactive
-    python = str(programs / f"python{SUFFIX}")
-    session.run_install(python, *arguments, external=True, silent=silent)
-
-
-def run(session: nox.Session, programs: Path, program: str, *arguments: str) -> None:
-    """Run a program of a shared environment."""
-    session.run(str(programs / f"{program}{SUFFIX}"), *arguments, external=True)
-
-
-def plugin_steps(name: str, recipe: str = "environment.txt") -> list[list[str]]:
-    """The pip commands that install the core and a plugin with all its extras.
-
-    If the plugin's folder has the recipe, its lines are used instead: each is a pip command, run
-    in the root of the repository.
+    If the plugin's folder has the recipe, its lines are the steps: each is a command of ``uv pip``,
+    run in the root of the repository.
     """
-    file = PLUGINS[name] / recipe
-    if not file.exists():
-        return [
-            [
-                "pip",
-                "install",
-                "--editable",
-                "core[conformance]",
-                "--editable",
-                with_extras(PLUGINS[name]),
-            ]
-        ]
-    lines = [shlex.split(line, comments=True) for line in file.read_text().splitlines()]
-    return [["pip", *words] for words in lines if words]
-
-
-def further_environment(session: nox.Session, name: str, steps: list[list[str]]) -> str:
-    """The Python of a second environment for a session, made when its steps are new."""
-    folder = environments_of(session) / f"{session.name}-{name}"
-    python = str(folder / PROGRAMS / f"python{SUFFIX}")
-    complete = folder / "complete"
-    if not complete.exists() or complete.read_text() != repr(steps):
-        session.run_install("python", "-m", "venv", "--clear", str(folder), external=True)
-        for command in steps:
-            python_in(session, folder / PROGRAMS, "-m", *command)
-        complete.write_text(repr(steps))
-    return python
+    folder, file = PLUGINS[name], PLUGINS[name] / recipe
+    steps = [["install", "--editable", "core[conformance]", "--editable", with_extras(folder)]]
+    if file.exists():
+        lines = [shlex.split(line, comments=True) for line in file.read_text().splitlines()]
+        steps = [words for words in lines if words]
+    label = f"env-{name}" + "-lowest" * (recipe == "environment-lowest.txt")
+    depends = (CORE / "pyproject.toml", folder / "pyproject.toml")
+    return Environment(session, label, steps, depends)
 
 
 def with_extras(folder: Path) -> str:
-    """How pip names a distribution's folder together with all its optional dependencies."""
+    """How a distribution's folder is named together with all its optional dependencies."""
     extras = nox.project.load_toml(folder / "pyproject.toml")["project"].get(
         "optional-dependencies", {}
     )
     return str(folder.relative_to(ROOT)) + (f"[{','.join(extras)}]" if extras else "")
 
 
-def lowest_versions(*folders: Path) -> list[str]:
-    """The lines of constraints.txt, and the lowest version of every other dependency."""
-    fixed = (ROOT / "constraints.txt").read_text().splitlines()
-    names = {Requirement(line).name for line in fixed if line and not line.startswith("#")}
-    lowest = {}
-    for folder in folders:
-        project = nox.project.load_toml(folder / "pyproject.toml")["project"]
-        for line in chain(
-            project["dependencies"], *project.get("optional-dependencies", {}).values()
-        ):
-            requirement = Requirement(line)
-            (version,) = (
-                limit.version for limit in requirement.specifier if limit.operator == ">="
-            )
-            if requirement.name not in names and not requirement.name.startswith("genlm-"):
-                lowest[requirement.name] = version
-    return [*fixed, *(f"{name}=={version}" for name, version in lowest.items())]
-
-
-def real_model(session: nox.Session, programs: Path | None = None) -> str:
+def real_model(session: nox.Session, environment: Environment | None = None) -> str:
     """The folder of a small real model. It is made first if it is missing.
 
-    ``programs`` is the shared environment that makes it; ``None`` is the session's own.
+    ``environment`` makes it; ``None`` is the session's own.
     """
     folder = smollm2.default_folder()
-    if folder.exists():
-        return str(folder)
-    if programs is None:
+    if not folder.exists() and environment is None:
         session.install(*GROUPS["model"])
         session.run("python", "tools/smollm2.py")
-    else:
-        install_in(session, programs, *GROUPS["model"])
-        run(session, programs, "python", "tools/smollm2.py")
+    elif not folder.exists():
+        environment.pip("install", *GROUPS["model"])
+        environment.run("python", "tools/smollm2.py")
     return str(folder)
