@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import structlog
 
 import genlm.core
 from genlm.core import AsyncLM, decode_vocab, hookspecs, load_model_by_name
@@ -25,6 +26,7 @@ def modules_with_examples() -> list[str]:
 
 @pytest.mark.parametrize("name", modules_with_examples())
 def test_the_examples_of_a_module(name: str) -> None:
+    structlog.reset_defaults()  # a test that captures logs leaves them printed
     failed, attempted = doctest.testmod(importlib.import_module(name))
     assert attempted
     assert not failed
