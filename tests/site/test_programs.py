@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ def test_the_programs_on_top_of_a_model() -> None:
         gain = row - plain
         assert torch.allclose(gain[ids] + 2.0, gain[0].expand(len(ids)), atol=1e-5)
 
-    asyncio.run(run())
+    with ThreadPoolExecutor(1) as pool:  # in this thread the browser's loop may be running
+        pool.submit(asyncio.run, run()).result()
 
 
 def test_every_error_has_a_row_in_the_page_on_troubleshooting() -> None:
