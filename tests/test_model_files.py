@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from genlm.core import InvalidOptionError, ModelNotFoundError, load_model_by_name
-from genlm.core.model_files import require_model
+from genlm.core.engines.model_files import require_model
 
 hub = pytest.importorskip("huggingface_hub")
 constants = pytest.importorskip("huggingface_hub.constants")

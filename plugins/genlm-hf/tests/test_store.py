@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from genlm.core import Adapter
-from genlm.core.segments import Row, Segment
+from genlm.core.engines.segments import Row, Segment
 from genlm.hf import store as store_module
 from genlm.hf.assignment import Assignment
 from genlm.hf.layout import Chunk, UniformLayout

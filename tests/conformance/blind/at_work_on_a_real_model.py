@@ -14,8 +14,8 @@ import torch
 from attrs import evolve
 
 from genlm.core import Adapter, Answer, Query, hookimpl
-from genlm.core.prefixes import key_of
-from genlm.core.segments import Row
+from genlm.core.engines.prefixes import key_of
+from genlm.core.engines.segments import Row
 from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
 from tests.engines import add_lora

@@ -6,13 +6,13 @@ from collections.abc import AsyncGenerator, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from genlm.core.adapters import UNSET, LoraName
-from genlm.core.blocking import blocking
 from genlm.core.checks import integer
 from genlm.core.context import contexts_of, token_ids_of
-from genlm.core.continuations import Continuations, all_of
-from genlm.core.keywords import known_keywords
 from genlm.core.runtime.batcher import Batcher
+from genlm.core.runtime.blocking import blocking
+from genlm.core.runtime.continuations import Continuations, all_of
 from genlm.core.runtime.executor import Result
+from genlm.core.runtime.keywords import known_keywords
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.sampling import Particle, SamplingOptions, checked_params, seeded
 from genlm.core.types import Query, Request, SamplingParams

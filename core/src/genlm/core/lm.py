@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
 
 from attrs import evolve
 
-from genlm.core import former
 from genlm.core.adapters import UNSET, AdapterRegistry, LoraName
 from genlm.core.checks import integer, shown
 from genlm.core.context import Context, contexts_of, token_ids_of
@@ -21,13 +20,14 @@ from genlm.core.errors import (
     InvalidQueryError,
     UnsupportedError,
 )
-from genlm.core.former import missing_attribute
 from genlm.core.generation import GenerationMixin
 from genlm.core.options import CoreOptions
 from genlm.core.plugins import choose_backend, find_backend, installed_wrappers
+from genlm.core.runtime import replaced
 from genlm.core.runtime.batcher import Batcher
 from genlm.core.runtime.executor import EngineCounters, EngineExecutor, Result, describe
 from genlm.core.runtime.loaded_engine import LoadedEngine
+from genlm.core.runtime.replaced import missing_attribute
 from genlm.core.runtime.timeline import Timeline, Trace
 from genlm.core.tokenization import Token
 from genlm.core.types import (
@@ -559,11 +559,11 @@ class AsyncLM(GenerationMixin):
     if not TYPE_CHECKING:  # a type checker must report every missing attribute
 
         def __getattr__(self, name):
-            raise missing_attribute(self, name, former.LM)
+            raise missing_attribute(self, name, replaced.LM)
 
         def __setattr__(self, name, value):
-            if name in former.OPTIONS:
-                raise missing_attribute(self, name, former.LM)
+            if name in replaced.OPTIONS:
+                raise missing_attribute(self, name, replaced.LM)
             super().__setattr__(name, value)
 
     # --- checks -----------------------------------------------------------------------------------

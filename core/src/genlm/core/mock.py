@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from genlm.core.engines.mailbox import Mailbox
+from genlm.core.engines.model_files import require_model
 from genlm.core.errors import EngineDeadError, ModelNotFoundError
 from genlm.core.hookspecs import hookimpl
 from genlm.core.lm import AsyncLM
-from genlm.core.mailbox import Mailbox
-from genlm.core.model_files import require_model
 from genlm.core.options import CoreOptions, refuse_unknown
 from genlm.core.sampling import TokenDrawer
 from genlm.core.types import (

@@ -16,11 +16,11 @@ from genlm.core.cli.arguments import Commands
 from genlm.core.cli.model import add_model, loaded
 from genlm.core.cli.progress import Progress
 from genlm.core.cli.tables import bar, table
-from genlm.core.continuations import all_of
 from genlm.core.errors import BackendImportError, GenlmError, InvalidOptionError, PluginError
 from genlm.core.installation import pip_install
 from genlm.core.lm import AsyncLM
 from genlm.core.plugins import backend_names, find_backend
+from genlm.core.runtime.continuations import all_of
 from genlm.core.sampling import TokenDrawer, checked_params
 
 PROMPT = "Once upon a time there was"

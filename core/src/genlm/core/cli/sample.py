@@ -11,8 +11,8 @@ from typing import Any, TextIO
 from genlm.core.checks import integer
 from genlm.core.cli.arguments import Commands
 from genlm.core.cli.model import add_model, add_prompt, loaded, prompt_ids
-from genlm.core.continuations import all_of
 from genlm.core.lm import AsyncLM
+from genlm.core.runtime.continuations import all_of
 from genlm.core.sampling import checked_params, seed_of
 
 

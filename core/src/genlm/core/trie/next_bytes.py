@@ -9,9 +9,9 @@ from attrs import frozen
 
 from genlm.core.adapters import UNSET, LoraName
 from genlm.core.context import Context
-from genlm.core.continuations import all_of
 from genlm.core.errors import InvalidInputError
 from genlm.core.lm import AsyncLM
+from genlm.core.runtime.continuations import all_of
 from genlm.core.tokenization.token import Token
 from genlm.core.trie.trie import TokenCharacterTrie
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core import former
 from genlm.core.errors import InvalidInputError, InvalidOptionError
-from genlm.core.former import missing_attribute
+from genlm.core.runtime import replaced
+from genlm.core.runtime.replaced import missing_attribute
 from genlm.core.tokenization.token import Token
 from genlm.core.trie.drawing import draw_dot, draw_page
 from genlm.core.trie.kernels import CpuKernel, DeviceKernel, Kernel
@@ -90,7 +90,7 @@ class TokenCharacterTrie:
     if not TYPE_CHECKING:  # a type checker must report every missing attribute
 
         def __getattr__(self, name):
-            raise missing_attribute(self, name, former.TRIE)
+            raise missing_attribute(self, name, replaced.TRIE)
 
     def __len__(self) -> int:
         """The number of nodes, leaves included."""

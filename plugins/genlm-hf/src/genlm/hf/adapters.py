@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from genlm.core.adapter_files import AdapterFolder, Feature, module_shapes, read_adapter
+from genlm.core.engines.adapter_files import AdapterFolder, Feature, module_shapes, read_adapter
 from genlm.core.errors import InvalidAdapterError, UnsupportedError
 from genlm.core.types import Adapter
 from genlm.hf.base_weights import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import define, field
 
-from genlm.core.segments import Row, Segment, Trunk
+from genlm.core.engines.segments import Row, Segment, Trunk
 from genlm.hf.layout import Chunk
 from genlm.hf.sequence import TokenSequence
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from genlm.core.adapter_files import WEIGHTS, AdapterFolder, Feature, read_tensor
+from genlm.core.engines.adapter_files import WEIGHTS, AdapterFolder, Feature, read_tensor
 from genlm.core.errors import InvalidAdapterError, UnsupportedError
 
 

@@ -11,7 +11,7 @@ import torch
 from attrs import evolve
 
 from genlm.core import hookimpl
-from genlm.core.adapter_files import AdapterFolder
+from genlm.core.engines.adapter_files import AdapterFolder
 from genlm.core.errors import EngineError
 from genlm.core.types import Adapter, Answer, Query
 from genlm.hf.adapters import AdapterSet

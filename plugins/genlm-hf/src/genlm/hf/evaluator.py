@@ -9,9 +9,9 @@ from itertools import pairwise
 import torch
 from attrs import evolve
 
+from genlm.core.engines.prefixes import shared_length
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
-from genlm.core.prefixes import shared_length
 from genlm.hf.adapters import AdapterSet
 from genlm.hf.sequence import TokenSequence
 from genlm.hf.strategies import Result, Strategy

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from attrs import define, field, frozen
 
-from genlm.core.segments import Row, Segment, Trunk
+from genlm.core.engines.segments import Row, Segment, Trunk
 from genlm.hf.patterns import Pattern
 from genlm.hf.upload import Indices, Places, Upload
 

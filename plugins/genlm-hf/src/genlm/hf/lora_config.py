@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from genlm.core.adapter_files import AdapterFolder, LoraModule, ends
+from genlm.core.engines.adapter_files import AdapterFolder, LoraModule, ends
 from genlm.core.errors import InvalidAdapterError
 
 

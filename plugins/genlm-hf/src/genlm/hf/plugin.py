@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 
 from genlm.core import BackendInfo, hookimpl
-from genlm.core.model_files import require_model
+from genlm.core.engines.model_files import require_model
 from genlm.core.types import Engine
 
 

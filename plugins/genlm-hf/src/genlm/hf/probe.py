@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 
+from genlm.core.engines.segments import Row, Trunk
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
-from genlm.core.segments import Row, Trunk
 from genlm.core.types import Adapter
 from genlm.hf.adapters import AdapterSet
 from genlm.hf.attention import ROW_ATTENTION

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from attrs import frozen
 
-from genlm.core.prefixes import PrefixIndex, tokens_in
+from genlm.core.engines.prefixes import PrefixIndex, tokens_in
 from genlm.hf.evaluator import WORTH_WAITING, Evaluator
 from genlm.hf.sequence import TokenSequence
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from attrs import field, frozen
 
-from genlm.core.prefixes import key_of
+from genlm.core.engines.prefixes import key_of
 from genlm.core.types import Adapter
 
 
@@ -18,7 +18,7 @@ class TokenSequence:
         tokens: The whole context; at least one token.
         adapter: The LoRA adapter; ``None`` is the base model.
         keep: For how many of the last positions logits are wanted.
-        key: See :func:`~genlm.core.prefixes.key_of`.
+        key: See :func:`~genlm.core.engines.prefixes.key_of`.
     """
 
     tokens: Sequence[int]

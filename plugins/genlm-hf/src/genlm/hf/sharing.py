@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from attrs import define
 
-from genlm.core.prefixes import shared_length
-from genlm.core.segments import Row, Trunk
+from genlm.core.engines.prefixes import shared_length
+from genlm.core.engines.segments import Row, Trunk
 
 #: Columns are allotted in steps of this many.
 COLUMN_STEP = 32

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from genlm.core.prefixes import prefix_of
+from genlm.core.engines.prefixes import prefix_of
 from genlm.core.types import Adapter
 from genlm.hf.runner import Runner
 from genlm.hf.sequence import TokenSequence, key_prefix

@@ -9,9 +9,9 @@ from itertools import pairwise
 
 import torch
 
+from genlm.core.engines.prefixes import PrefixIndex, prefix_of, tokens_in
+from genlm.core.engines.segments import Row, Segment, Trunk
 from genlm.core.logs import get_logger
-from genlm.core.prefixes import PrefixIndex, prefix_of, tokens_in
-from genlm.core.segments import Row, Segment, Trunk
 from genlm.core.types import Adapter
 from genlm.hf.assignment import Assignment, Needs, Plan
 from genlm.hf.pool import RowPool

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from attrs import define, field, frozen
 
-from genlm.core.segments import Row
+from genlm.core.engines.segments import Row
 from genlm.core.types import Adapter
 from genlm.hf.assignment import Assignment
 from genlm.hf.layout import Chunk

@@ -10,7 +10,7 @@ from attrs import define
 
 import mlx.core as mx
 import mlx.nn as nn
-from genlm.core.adapter_files import (
+from genlm.core.engines.adapter_files import (
     WEIGHTS,
     AdapterFolder,
     Feature,

@@ -9,7 +9,7 @@ from typing import Any
 from attrs import frozen
 
 import mlx.core as mx
-from genlm.core.adapter_files import SCALE, Tensor, is_scale, read_header
+from genlm.core.engines.adapter_files import SCALE, Tensor, is_scale, read_header
 from genlm.core.errors import InvalidAdapterError
 
 #: Where mlx-lm saves weights, and the ends of the names of the two matrices of a layer.

@@ -14,7 +14,7 @@ import numpy as np
 from attrs import define, field, frozen
 
 import mlx.core as mx
-from genlm.core.segments import Row, Segment, Trunk
+from genlm.core.engines.segments import Row, Segment, Trunk
 from genlm.mlx.attention import Partial
 
 #: Keys and values of one layer, ``[1, heads, positions, head_dim]`` each.

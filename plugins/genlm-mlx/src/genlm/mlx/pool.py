@@ -11,7 +11,7 @@ from operator import attrgetter, itemgetter
 from attrs import frozen
 
 import mlx.core as mx
-from genlm.core.prefixes import PrefixIndex, common_length
+from genlm.core.engines.prefixes import PrefixIndex, common_length
 from genlm.mlx.block import Block
 from genlm.mlx.runner import Key, Runner
 

@@ -10,8 +10,7 @@ from typing import TypeVar
 from attrs import define
 
 import mlx.core as mx
-from genlm.core.logs import get_logger
-from genlm.core.prefixes import (
+from genlm.core.engines.prefixes import (
     PrefixIndex,
     key_of,
     length_of,
@@ -21,7 +20,8 @@ from genlm.core.prefixes import (
     tokens_of,
     version_of,
 )
-from genlm.core.segments import Row, Segment, Trunk
+from genlm.core.engines.segments import Row, Segment, Trunk
+from genlm.core.logs import get_logger
 from genlm.mlx.block import Block
 from genlm.mlx.layout import Chunk, Layout
 from genlm.mlx.pool import ASIDE, LEAST_ASIDE, WORTHWHILE

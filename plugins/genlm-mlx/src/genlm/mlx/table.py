@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from genlm.core.segments import Row, Trunk
+from genlm.core.engines.segments import Row, Trunk
 from genlm.mlx.layout import LayerState, Layout
 from genlm.mlx.runner import Runner
 from genlm.mlx.windows import windows_of

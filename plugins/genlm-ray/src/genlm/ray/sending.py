@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any
 
 from genlm.core import Adapter, Answer, EngineDeadError, EngineError, Query
+from genlm.core.engines.mailbox import Mailbox
 from genlm.core.errors import BackendUnavailableError, ModelClosedError
-from genlm.core.mailbox import Mailbox
 from genlm.core.types import Request
 from genlm.ray import watch
 from genlm.ray.fleet import CANCELLED, Fleet

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from genlm.core.engines.model_files import require_model
 from genlm.core.errors import BackendUnavailableError
-from genlm.core.model_files import require_model
 from genlm.core.options import refuse_unknown
 from genlm.sgl.engine import SglEngine
 from genlm.sgl.internals import Scheduler

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from genlm.core.adapter_files import (
+from genlm.core.engines.adapter_files import (
     WEIGHTS,
     AdapterFolder,
     Feature,

@@ -40,10 +40,10 @@ TRIE: Mapping[str, str] = {
 }
 
 
-def missing_attribute(owner: object, name: str, former: Mapping[str, str]) -> AttributeError:
-    """The error for an attribute that ``owner`` lacks. It names the replacement of a former one."""
+def missing_attribute(owner: object, name: str, replaced: Mapping[str, str]) -> AttributeError:
+    """The error for an attribute that ``owner`` lacks. It says what replaced one of 0.3."""
     kind = type(owner).__name__
-    if name in former:
+    if name in replaced:
         message = f"{kind!r} has no attribute {name!r}, as it had in genlm-backend 0.3"
-        return AttributeError(f"{message}: {former[name]}", name=name, obj=owner)
+        return AttributeError(f"{message}: {replaced[name]}", name=name, obj=owner)
     return AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=owner)

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from genlm.core.adapter_files.config import CONFIG
-from genlm.core.adapter_files.folder import PREFIX, WEIGHTS, AdapterFolder
+from genlm.core.engines.adapter_files.config import CONFIG
+from genlm.core.engines.adapter_files.folder import PREFIX, WEIGHTS, AdapterFolder
 
 
 def write_plain(

@@ -6,15 +6,15 @@ Regular expressions of the configuration are not run: what the file holds says w
 adapted.
 """
 
-from genlm.core.adapter_files.config import CONFIG, MOST_CONFIG, read_config
-from genlm.core.adapter_files.features import Feature
-from genlm.core.adapter_files.folder import WEIGHTS, AdapterFolder, LoraModule, find_adapter
-from genlm.core.adapter_files.names import ends
-from genlm.core.adapter_files.plain import write_plain
-from genlm.core.adapter_files.reading import read_adapter
-from genlm.core.adapter_files.settings import SCALE, Settings, is_scale
-from genlm.core.adapter_files.shapes import module_shapes, shapes_in_transformers
-from genlm.core.adapter_files.tensors import MOST_HEADER, Tensor, read_header, read_tensor
+from genlm.core.engines.adapter_files.config import CONFIG, MOST_CONFIG, read_config
+from genlm.core.engines.adapter_files.features import Feature
+from genlm.core.engines.adapter_files.folder import WEIGHTS, AdapterFolder, LoraModule, find_adapter
+from genlm.core.engines.adapter_files.names import ends
+from genlm.core.engines.adapter_files.plain import write_plain
+from genlm.core.engines.adapter_files.reading import read_adapter
+from genlm.core.engines.adapter_files.settings import SCALE, Settings, is_scale
+from genlm.core.engines.adapter_files.shapes import module_shapes, shapes_in_transformers
+from genlm.core.engines.adapter_files.tensors import MOST_HEADER, Tensor, read_header, read_tensor
 
 __all__ = [
     "CONFIG",

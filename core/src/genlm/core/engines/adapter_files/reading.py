@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from genlm.core.adapter_files.config import CONFIG, read_config, shown
-from genlm.core.adapter_files.features import (
+from genlm.core.engines.adapter_files.config import CONFIG, read_config, shown
+from genlm.core.engines.adapter_files.features import (
     FEATURES,
     HARMLESS,
     HEADS,
@@ -18,15 +18,15 @@ from genlm.core.adapter_files.features import (
     TIED_TOGETHER,
     Feature,
 )
-from genlm.core.adapter_files.folder import (
+from genlm.core.engines.adapter_files.folder import (
     PREFIX,
     WEIGHTS,
     AdapterFolder,
     LoraModule,
     find_adapter,
 )
-from genlm.core.adapter_files.settings import MOST_NAMES, Settings
-from genlm.core.adapter_files.tensors import DTYPES, Tensor, read_header
+from genlm.core.engines.adapter_files.settings import MOST_NAMES, Settings
+from genlm.core.engines.adapter_files.tensors import DTYPES, Tensor, read_header
 from genlm.core.errors import InvalidAdapterError
 
 #: The end of the name of single token embeddings that were trained.

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from genlm.core.adapter_files.config import CONFIG, shown
-from genlm.core.adapter_files.names import NamePattern, ends
-from genlm.core.adapter_files.tensors import MOST_NAME
+from genlm.core.engines.adapter_files.config import CONFIG, shown
+from genlm.core.engines.adapter_files.names import NamePattern, ends
+from genlm.core.engines.adapter_files.tensors import MOST_NAME
 from genlm.core.errors import InvalidAdapterError
 
 #: The largest rank; the largest ``lora_alpha``; the most names in a list of them.

@@ -9,11 +9,11 @@ from typing import Any
 
 from attrs import frozen
 
-from genlm.core.adapter_files.config import CONFIG
-from genlm.core.adapter_files.features import Feature
-from genlm.core.adapter_files.names import ends
-from genlm.core.adapter_files.settings import Settings
-from genlm.core.adapter_files.tensors import Tensor
+from genlm.core.engines.adapter_files.config import CONFIG
+from genlm.core.engines.adapter_files.features import Feature
+from genlm.core.engines.adapter_files.names import ends
+from genlm.core.engines.adapter_files.settings import Settings
+from genlm.core.engines.adapter_files.tensors import Tensor
 from genlm.core.errors import InvalidAdapterError
 
 WEIGHTS = "adapter_model.safetensors"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from genlm.core.adapter_files.config import shown
+from genlm.core.engines.adapter_files.config import shown
 from genlm.core.errors import InvalidAdapterError
 
 #: A key of ``rank_pattern`` or ``alpha_pattern`` that is a name, or begins with what PEFT itself

@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import define, field
 
-from genlm.core.prefixes import length_of
+from genlm.core.engines.prefixes import length_of
 
 
 @define(eq=False)
@@ -20,7 +20,8 @@ class Segment:
     """State of positions ``start`` to ``stop`` (exclusive) of a context.
 
     Attributes:
-        key: The context to the end of this segment, see :func:`~genlm.core.prefixes.key_of`.
+        key: The context to the end of this segment, see
+            :func:`~genlm.core.engines.prefixes.key_of`.
         start: The first position that is stored here.
         parent: The trunk that holds the positions before. It may be longer than ``start``: then
             only its beginning belongs to this context.
@@ -28,7 +29,7 @@ class Segment:
         children: The segments that stand on this one; only trunks have some.
 
     Examples:
-        >>> from genlm.core.prefixes import key_of
+        >>> from genlm.core.engines.prefixes import key_of
         >>> trunk = Trunk(key_of(0, [1, 2, 3]))
         >>> row = Row(key_of(0, [1, 2, 7, 8]), slot=5)
         >>> row.stand_on(trunk, 2)
