@@ -8,7 +8,7 @@ import threading
 from enum import Enum
 from typing import Any, Final, Literal
 
-from genlm.core.checks import shown
+from genlm.core.checks import safe_repr
 from genlm.core.errors import InvalidOptionError, UnknownAdapterError
 from genlm.core.types import Adapter
 
@@ -46,7 +46,8 @@ class AdapterRegistry:
             return Adapter(name, os.fsdecode(path), next(self._versions))
         except TypeError:
             raise InvalidOptionError(
-                f"the path of a LoRA adapter must be a string or a pathlib.Path; got {shown(path)}"
+                "the path of a LoRA adapter must be a string or a pathlib.Path; "
+                f"got {safe_repr(path)}"
             ) from None
 
     def bind(self, adapter: Adapter) -> Adapter | None:

@@ -10,25 +10,25 @@ from typing import Any, Literal, overload
 from genlm.core.errors import InvalidOptionError
 
 #: How many characters of a value a message shows.
-SHOWN = 200
+LONGEST_REPR = 200
 
 
-def shown(value: object) -> str:
+def safe_repr(value: object) -> str:
     """``repr(value)`` for a message: never an exception, and never pages of text.
 
     Python itself refuses to write an integer of more than 4,300 digits, and the ``repr`` of a
     user's own class may raise.
     """
-    if type(value) is int and value.bit_length() > 8 * SHOWN:
+    if type(value) is int and value.bit_length() > 8 * LONGEST_REPR:
         return f"an integer of {value.bit_length()} bits"
     try:
         text = repr(value)
     except Exception as error:
         return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    return text if len(text) <= LONGEST_REPR else f"{text[:LONGEST_REPR]}..."
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """The kind of an error and what it says, for a message: never an exception itself."""
     try:
         said = str(error)
@@ -66,7 +66,7 @@ def integer(name: str, value: Any, least: int, optional: bool = False) -> int | 
         pass
     raise InvalidOptionError(
         f"{name} must be an integer of at least {least}{', or None' if optional else ''}; "
-        f"got {shown(value)}"
+        f"got {safe_repr(value)}"
     )
 
 
@@ -89,7 +89,7 @@ def number(name: str, value: Any, accepted: str, accepts: Callable[[float], bool
                 return converted
     except (TypeError, ValueError, OverflowError):
         pass
-    raise InvalidOptionError(f"{name} must be a finite number {accepted}; got {shown(value)}")
+    raise InvalidOptionError(f"{name} must be a finite number {accepted}; got {safe_repr(value)}")
 
 
 def flag(name: str, value: Any) -> bool | None:
@@ -100,4 +100,4 @@ def flag(name: str, value: Any) -> bool | None:
     """
     if value is None or isinstance(value, bool):
         return value
-    raise InvalidOptionError(f"{name} must be True, False or None; got {shown(value)}")
+    raise InvalidOptionError(f"{name} must be True, False or None; got {safe_repr(value)}")

@@ -9,7 +9,7 @@ from typing import Any, overload
 
 from attrs import frozen
 
-from genlm.core.checks import shown
+from genlm.core.checks import safe_repr
 from genlm.core.errors import InvalidQueryError
 
 TokenIds = tuple[int, ...]
@@ -178,7 +178,7 @@ def token_ids_of(
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         position, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
         raise InvalidQueryError(
-            f"token id {shown(bad)} at position {position} of the {what} is out of range; "
+            f"token id {safe_repr(bad)} at position {position} of the {what} is out of range; "
             f"the model has ids 0 to {vocab_size - 1}"
         )
     return ids
@@ -198,14 +198,14 @@ def contexts_of(contexts: Any) -> list[Any]:
         given = list(itertools.islice(contexts, MOST_CONTEXTS + 1))
     except TypeError as error:
         raise InvalidQueryError(
-            f"a list of contexts must be given; got {shown(contexts)}"
+            f"a list of contexts must be given; got {safe_repr(contexts)}"
         ) from error
     if len(given) > MOST_CONTEXTS:
         raise InvalidQueryError(f"a batch may have at most {MOST_CONTEXTS} contexts; ask for fewer")
     if given and isinstance(given[0], int):
         raise InvalidQueryError(
             f"a list of contexts must be given, each a list of token ids; its first element is "
-            f"{shown(given[0])}; for one context give [context], or call the method for one"
+            f"{safe_repr(given[0])}; for one context give [context], or call the method for one"
         )
     return given
 
@@ -226,7 +226,7 @@ def _as_ints(what: str, token_ids: Any, most: int) -> TokenIds:
         ids = tuple(token_ids if sized else itertools.islice(token_ids, most + 1))
     except TypeError as error:  # chained: it may be of the caller's own generator
         raise InvalidQueryError(
-            f"the {what} must be a sequence of token ids; got {shown(token_ids)}"
+            f"the {what} must be a sequence of token ids; got {safe_repr(token_ids)}"
         ) from error
     if len(ids) > most:
         raise InvalidQueryError(
@@ -266,5 +266,6 @@ def _as_int(what: str, token_id: Any, position: int) -> int:
         return operator.index(token_id)
     except TypeError:
         raise InvalidQueryError(
-            f"token ids must be integers; position {position} of the {what} is {shown(token_id)}"
+            f"token ids must be integers; position {position} of the {what} is "
+            f"{safe_repr(token_id)}"
         ) from None

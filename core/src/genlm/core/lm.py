@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
 from attrs import evolve
 
 from genlm.core.adapters import UNSET, AdapterRegistry, LoraName
-from genlm.core.checks import integer, shown
+from genlm.core.checks import integer, safe_repr
 from genlm.core.context import Context, contexts_of, token_ids_of
 from genlm.core.errors import (
     InvalidInputError,
@@ -89,7 +89,7 @@ def load_model_by_name(
     """
     given = {} if llm_opts is None else llm_opts
     if not isinstance(given, Mapping):
-        raise InvalidOptionError(f"llm_opts must be a dict of options; got {shown(given)}")
+        raise InvalidOptionError(f"llm_opts must be a dict of options; got {safe_repr(given)}")
     if twice := sorted(given.keys() & options.keys()):
         raise InvalidOptionError(
             f"{', '.join(twice)} is given in llm_opts and as a keyword; give it once"
@@ -285,7 +285,7 @@ class AsyncLM(GenerationMixin):
         """
         if not isinstance(text, str):
             raise InvalidInputError(
-                f"text must be a string; got {shown(text)}; token ids need no encoding"
+                f"text must be a string; got {safe_repr(text)}; token ids need no encoding"
             )
         return [int(token_id) for token_id in self._engine.tokenizer.encode(text, **options)]
 
@@ -317,7 +317,7 @@ class AsyncLM(GenerationMixin):
         if isinstance(messages, str) or not all(isinstance(m, Mapping) for m in messages):
             raise InvalidInputError(
                 "messages must be a list of dicts, each with a role and its content; got "
-                f"{shown(messages)}"
+                f"{safe_repr(messages)}"
             )
         tokenizer = self._engine.tokenizer
         apply = getattr(tokenizer, "apply_chat_template", None)

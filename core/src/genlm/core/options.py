@@ -11,7 +11,7 @@ from typing import Any
 from attrs import fields, frozen
 
 from genlm.core.cache import OutputCache
-from genlm.core.checks import flag, integer, number, shown
+from genlm.core.checks import flag, integer, number, safe_repr
 from genlm.core.contract import ContractCheck
 from genlm.core.errors import InvalidOptionError
 
@@ -79,7 +79,7 @@ class CoreOptions:
     def _check_wrappers(self) -> None:
         if not isinstance(self.wrappers, Sequence) or isinstance(self.wrappers, str | bytes):
             raise InvalidOptionError(
-                f"wrappers must be a list of objects, [] for none; got {shown(self.wrappers)}"
+                f"wrappers must be a list of objects, [] for none; got {safe_repr(self.wrappers)}"
             )
         for wrapper in self.wrappers:
             if isinstance(wrapper, type):
@@ -93,7 +93,7 @@ class CoreOptions:
             return
         if not isinstance(given, Mapping):
             raise InvalidOptionError(
-                f"cache_opts must be a dict of {', '.join(CACHE_OPTIONS)}; got {shown(given)}"
+                f"cache_opts must be a dict of {', '.join(CACHE_OPTIONS)}; got {safe_repr(given)}"
             )
         unknown = [str(name) for name in given if name not in CACHE_OPTIONS]
         if unknown:

@@ -15,7 +15,7 @@ import pluggy
 from attrs import frozen
 
 from genlm.core import hookspecs
-from genlm.core.checks import told
+from genlm.core.checks import describe_error
 from genlm.core.errors import (
     BackendImportError,
     BackendNotFoundError,
@@ -88,7 +88,7 @@ class Backend:
         except (Exception, SystemExit) as error:
             raise PluginError(
                 f"backend {self.name!r} ({self.distribution}): genlm_backend_info raised "
-                f"{told(error)}"
+                f"{describe_error(error)}"
             ) from error
         if not isinstance(info, BackendInfo):
             raise PluginError(
@@ -280,7 +280,7 @@ def _attributed(kind: str, entry_point: EntryPoint, load: Callable[[EntryPoint],
         raise BackendImportError(
             f"{kind} {entry_point.name!r} is installed ({distribution(entry_point)}), but "
             f"importing {entry_point.value} "
-            f"failed: {told(error)}; repair or uninstall it"
+            f"failed: {describe_error(error)}; repair or uninstall it"
         ) from error
 
 

@@ -11,7 +11,7 @@ from attrs import evolve, frozen
 from numpy.typing import NDArray
 
 from genlm.core.adapters import LoraName
-from genlm.core.checks import integer, number, shown
+from genlm.core.checks import integer, number, safe_repr
 from genlm.core.errors import EngineError, InvalidOptionError
 from genlm.core.types import SamplingParams, TokenIds
 
@@ -173,6 +173,7 @@ def checked_params(
 def _iterable(eos_token_ids: Any) -> Iterable[Any]:
     if isinstance(eos_token_ids, str | bytes) or not isinstance(eos_token_ids, Iterable):
         raise InvalidOptionError(
-            f"eos_token_ids must be a list of token ids, [] for none; got {shown(eos_token_ids)}"
+            "eos_token_ids must be a list of token ids, [] for none; "
+            f"got {safe_repr(eos_token_ids)}"
         )
     return eos_token_ids

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from genlm.core.checks import told
+from genlm.core.checks import describe_error
 from genlm.core.cli import backends, bench, completion, conformance, doctor, new_plugin, sample, top
 from genlm.core.cli.version import PrintVersions
 from genlm.core.errors import GenlmError
@@ -42,7 +42,7 @@ def _line(error: Exception) -> str:
     """What the user reads of an error. One that no message was written for says where to look."""
     if isinstance(error, GenlmError | OSError):
         return str(error)
-    said = ", ".join([told(error), *getattr(error, "__notes__", ())])
+    said = ", ".join([describe_error(error), *getattr(error, "__notes__", ())])
     return f"{said} (`genlm --traceback ...` shows where)"
 
 

@@ -11,7 +11,7 @@ import time
 
 from attrs import frozen
 
-from genlm.core.checks import number, shown
+from genlm.core.checks import number, safe_repr
 from genlm.core.cli.arguments import Commands
 from genlm.core.cli.model import add_model, loaded
 from genlm.core.cli.progress import Progress
@@ -101,7 +101,8 @@ def _particles(given: str) -> list[int]:
     numbers = given.split(",")
     if not all(n.isdecimal() and int(n) > 0 for n in numbers):
         raise InvalidOptionError(
-            f"--particles must be integers of at least 1, with commas between; got {shown(given)}"
+            "--particles must be integers of at least 1, with commas between; "
+            f"got {safe_repr(given)}"
         )
     return sorted({int(n) for n in numbers})
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import strategies as st
 
-from genlm.core.conformance.compare import TOP_FACTOR, Violation, check, difference, shown
+from genlm.core.conformance.compare import TOP_FACTOR, Violation, brief, check, difference
 from genlm.core.conformance.runner import Outcome, submitted
 from genlm.core.conformance.subject import Subject
 from genlm.core.errors import UnknownAdapterError, UnsupportedError
@@ -189,7 +189,7 @@ class AdapterClauses:
             expected = float(live.cold((*context, tail[0]), first)[tail[1]])
             *answers, score = live.run(self._changed_in_flight(live, names, change))
             for name, answer, row in zip(names, answers, rows, strict=True):
-                live.expect_row(answer, row, f"{shown(context)} with {name!r}, while {what}")
+                live.expect_row(answer, row, f"{brief(context)} with {name!r}, while {what}")
             # Where the core makes a score of several rows, it is refused if its adapter goes.
             if not isinstance(score, UnknownAdapterError):
                 if isinstance(score, BaseException):
@@ -197,7 +197,7 @@ class AdapterClauses:
                 tolerance = TOP_FACTOR * live.atol * max(1, abs(expected))
                 check(
                     abs(float(score[1]) - expected) <= tolerance,
-                    f"{shown(tail)} after {shown(context)} with {first!r}, while {what}: token 1 "
+                    f"{brief(tail)} after {brief(context)} with {first!r}, while {what}: token 1 "
                     f"scores {float(score[1]):.6g}, its row has {expected:.6g}",
                 )
             for name in [None, *live.bound]:
@@ -264,11 +264,11 @@ class AdapterClauses:
         for turn in range(2):
             outcomes = live.gather([context] * len(asked), asked)
             for name, outcome, row in zip(asked, outcomes, expected, strict=True):
-                live.expect_row(outcome, row, f"{shown(context)} with {name!r} of {len(asked)}")
+                live.expect_row(outcome, row, f"{brief(context)} with {name!r} of {len(asked)}")
             live.lm.clear_cache()
             if turn == 0:
                 for name, row in zip(asked, expected, strict=True):
-                    live.expect_row(live.ask(context, name), row, f"{shown(context)} with {name!r}")
+                    live.expect_row(live.ask(context, name), row, f"{brief(context)} with {name!r}")
                 live.lm.clear_cache()
 
     def test_lora_without_support(self, live: Subject) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from genlm.core.conformance.compare import TOP_FACTOR, Violation, check, shown
+from genlm.core.conformance.compare import TOP_FACTOR, Violation, brief, check
 from genlm.core.conformance.subject import Subject, with_adapter
 from genlm.core.types import TokenIds
 
@@ -80,7 +80,7 @@ def expect_scores(
     how: str = "scored",
 ) -> None:
     """Check that scores are the entries of the cold rows, at some places or at all."""
-    what = f"{shown(tokens)} after {shown(prompt)}{with_adapter(adapter)}, {how}"
+    what = f"{brief(tokens)} after {brief(prompt)}{with_adapter(adapter)}, {how}"
     check(
         tuple(scores.shape) == (len(tokens),),
         f"{what}: shape {tuple(scores.shape)} for {len(tokens)} tokens",
@@ -113,7 +113,7 @@ def expect_greedy(
         behind = float(row.max() - row[drawn[i]])
         check(
             behind <= TOP_FACTOR * live.atol,
-            f"{shown(prompt)}{with_adapter(adapter)} {how} draws {shown(drawn)}: token {drawn[i]} "
+            f"{brief(prompt)}{with_adapter(adapter)} {how} draws {brief(drawn)}: token {drawn[i]} "
             f"at {i} is {behind:.3g} (log) behind the most likely",
         )
 

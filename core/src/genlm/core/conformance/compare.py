@@ -30,7 +30,7 @@ def check(holds: bool, otherwise: str) -> None:
         raise Violation(otherwise)
 
 
-def shown(token_ids: Sequence[int]) -> str:
+def brief(token_ids: Sequence[int]) -> str:
     """Token ids as a message shows them: all of a few, the beginning and the end of many."""
     ids = [int(token_id) for token_id in token_ids]
     if len(ids) <= 24:

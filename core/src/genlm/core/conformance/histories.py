@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from genlm.core.conformance.agreement import expect_greedy, expect_scores
-from genlm.core.conformance.compare import check, shown
+from genlm.core.conformance.compare import brief, check
 from genlm.core.conformance.events import filled_slots
 from genlm.core.conformance.subject import Subject
 from genlm.core.types import TokenIds
@@ -106,7 +106,7 @@ class HistoryClauses:
             live.expect(live.ask(long), long, how="in turn with short ones")
             for context in short:
                 now = live.lm.next_token_logprobs_uncached(context)
-                what = f"the context {shown(context)} after one of {live.longest} tokens"
+                what = f"the context {brief(context)} after one of {live.longest} tokens"
                 live.expect_row(now, before[context], f"{what}, computed cold")
                 live.expect_row(live.ask(context), before[context], what)
             live.lm.clear_cache()
@@ -130,7 +130,7 @@ class HistoryClauses:
                 cold = live.lm.next_token_logprobs_uncached(context)
                 if cold.equal(row):
                     pytest.skip("the weights in this process are not those that the engine uses")
-                live.expect_row(live.ask(context), cold, f"{shown(context)} with other weights")
+                live.expect_row(live.ask(context), cold, f"{brief(context)} with other weights")
         live.lm.clear_cache()
         live.lm.clear_kv_cache()
         for context in contexts:
@@ -143,7 +143,7 @@ class HistoryClauses:
             live.expect_row(
                 live.lm.next_token_logprobs_uncached(context),
                 row,
-                f"the cold row of {shown(context)}, computed again after all other clauses",
+                f"the cold row of {brief(context)}, computed again after all other clauses",
             )
 
     def test_contract_is_kept_throughout(self, live: Subject) -> None:

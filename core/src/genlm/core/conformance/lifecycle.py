@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from attrs import frozen
 
-from genlm.core.conformance.compare import check, shown
+from genlm.core.conformance.compare import brief, check
 from genlm.core.conformance.runner import Outcome, submitted
 from genlm.core.conformance.subject import Subject
 from genlm.core.errors import ModelClosedError
@@ -100,7 +100,7 @@ class LifecycleClauses:
             check(
                 drawn[0] != drawn[1],
                 f"without a seed, two models draw the same {length} tokens after loading: "
-                f"{shown(drawn[0])}",
+                f"{brief(drawn[0])}",
             )
             for lm, name in zip(models, names, strict=False):
                 lm.add_new_lora(live.adapters[name], "mine")

@@ -166,14 +166,14 @@ pre {{ margin: 0; white-space: pre-wrap; font-size: 13px }}
 
 def run(
     suite: ConformanceSuite,
-    told: Callable[[Verdict], None] = lambda verdict: None,
+    on_verdict: Callable[[Verdict], None] = lambda verdict: None,
     only: Callable[[str], bool] = lambda clause: True,
 ) -> Report:
     """Run the clauses on one live model, in the order of the suite.
 
     Args:
         suite: An instance of a class that inherits the suite.
-        told: Called with each verdict as it comes.
+        on_verdict: Called with each verdict as it comes.
         only: Whether to run the clause of this name, for instance ``"row_is_normalised"``.
     """
     verdicts = []
@@ -188,7 +188,7 @@ def run(
             if not only(name.removeprefix("test_")):
                 continue
             verdicts.append(_verdict(suite, name, subject))
-            told(verdicts[-1])
+            on_verdict(verdicts[-1])
     finally:
         subject.close()
     return Report(suite.backend, str(suite.model), tuple(verdicts), setting=setting)

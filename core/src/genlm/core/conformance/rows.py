@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import strategies as st
 
-from genlm.core.conformance.compare import check, shown
+from genlm.core.conformance.compare import brief, check
 from genlm.core.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
@@ -82,7 +82,7 @@ class RowClauses:
             live.gather(contexts)
             for context, row in zip(contexts, before, strict=True):
                 again = live.lm.next_token_logprobs_uncached(context)
-                live.expect_row(again, row, f"the context {shown(context)}, cold once more")
+                live.expect_row(again, row, f"the context {brief(context)}, cold once more")
                 live.expect(again, context, how="cold once more")
 
         live.check_all(cold_row_is_repeatable, examples=12, contexts=live.contexts.distinct())
@@ -99,7 +99,7 @@ class RowClauses:
                 "backend that takes the model by `reference` (--reference)"
             )
         for context, row in zip(contexts, rows, strict=True):
-            live.expect_row(live.cold(context), row, f"{shown(context)}, cold, and the reference")
+            live.expect_row(live.cold(context), row, f"{brief(context)}, cold, and the reference")
 
     def test_engine_keeps_its_contract(self, live: Subject) -> None:
         """What the hooks themselves return, before the core touches it: number, shape, type,

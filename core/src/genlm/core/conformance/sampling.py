@@ -16,7 +16,7 @@ from genlm.core.conformance.agreement import (
     for_each_seed,
     steady,
 )
-from genlm.core.conformance.compare import TOP_FACTOR, check, shown
+from genlm.core.conformance.compare import TOP_FACTOR, brief, check
 from genlm.core.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
@@ -148,7 +148,7 @@ class SamplingClauses:
                 live.lm.batch_sample([prompt] * count, 1, [], seed=7, **options)  # type: ignore[arg-type]
             )
             mass, unsure = _left(row, temperature, top_k, top_p, live.atol)
-            what = f"{count} draws after {shown(prompt)} with {_given(options)}"
+            what = f"{count} draws after {brief(prompt)} with {_given(options)}"
             for ids in drawn:
                 check(
                     len(ids) == 1 and (bool(mass[ids[0]] > 0) or ids[0] in unsure),
@@ -183,7 +183,7 @@ class SamplingClauses:
             expect_same_draw(
                 stopped,
                 free[:first],
-                f"{shown(prompt)} with seed {seed} draws {free}, with stop tokens "
+                f"{brief(prompt)} with seed {seed} draws {free}, with stop tokens "
                 f"{sorted({*stops, *others})} {stopped}",
             )
 

@@ -15,7 +15,7 @@ from genlm.core.conformance.agreement import (
     probability_among,
     steady,
 )
-from genlm.core.conformance.compare import check, shown
+from genlm.core.conformance.compare import brief, check
 from genlm.core.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
@@ -115,7 +115,7 @@ class SeedClauses:
             expect_same_draw(
                 drawn,
                 alone,
-                f"{shown(prompt)} with seed {seed} draws {alone} alone, and {drawn} beside "
+                f"{brief(prompt)} with seed {seed} draws {alone} alone, and {drawn} beside "
                 f"{others}",
             )
 
@@ -161,7 +161,7 @@ class SeedClauses:
         )
         check(
             chi2 <= len(keys) + 8 * math.sqrt(2 * len(keys)) + 8,
-            f"{count} draws of two tokens after {shown(prompt)}, with seeds from 0: the pairs come "
+            f"{count} draws of two tokens after {brief(prompt)}, with seeds from 0: the pairs come "
             f"{[drawn.count(key) for key in keys]} times, "
             f"{[round(count * expected[key]) for key in keys]} are expected",
         )

@@ -18,7 +18,7 @@ from hypothesis.errors import Flaky
 from hypothesis.strategies import SearchStrategy
 
 from genlm.core.cache import OutputCache
-from genlm.core.conformance.compare import Violation, check, deviation, difference, shown
+from genlm.core.conformance.compare import Violation, brief, check, deviation, difference
 from genlm.core.conformance.contexts import EDGES, Contexts
 from genlm.core.conformance.gate import EngineGate
 from genlm.core.conformance.runner import Outcome, Runner
@@ -326,7 +326,7 @@ class Subject(Runner):
         self.expect_row(
             row,
             self.cold(token_ids, adapter),
-            f"the context {shown(token_ids)}{with_adapter(adapter)}, {how}",
+            f"the context {brief(token_ids)}{with_adapter(adapter)}, {how}",
         )
 
     def expect_row(self, row: Outcome, expected: torch.Tensor, what: str) -> None:
@@ -350,7 +350,7 @@ class Subject(Runner):
         """The outcomes of requests asked together, each by a coroutine of its own."""
         chosen = adapters if adapters is not None else [None] * len(contexts)
         asked_together = [
-            f"{shown(ids)}{with_adapter(name)}" for ids, name in zip(contexts, chosen, strict=True)
+            f"{brief(ids)}{with_adapter(name)}" for ids, name in zip(contexts, chosen, strict=True)
         ]
         more = f", and {len(contexts) - 6} more" if len(contexts) > 6 else ""
         self._together = f"\n  asked together: {', '.join(asked_together[:6])}{more}"

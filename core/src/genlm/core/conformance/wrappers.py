@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from genlm.core.conformance.compare import TOP_FACTOR, check, shown
+from genlm.core.conformance.compare import TOP_FACTOR, brief, check
 from genlm.core.conformance.runner import Outcome
 from genlm.core.conformance.subject import Subject
 from genlm.core.errors import PluginError
@@ -50,14 +50,14 @@ class LostAnswerClauses:
             if context == lost:
                 self._expect_an_error(outcome, context)
             else:
-                live.expect(outcome, context, how=f"while a wrapper lost the row of {shown(lost)}")
+                live.expect(outcome, context, how=f"while a wrapper lost the row of {brief(lost)}")
         live.gate.reset()
         live.expect(live.ask(lost), lost, how="after a wrapper had lost its row once")
 
     def _expect_an_error(self, outcome: Outcome, context: TokenIds) -> None:
         check(
             isinstance(outcome, PluginError) and "EngineGate" in str(outcome),
-            f"a wrapper, EngineGate, lost the row of {shown(context)}; its caller got "
+            f"a wrapper, EngineGate, lost the row of {brief(context)}; its caller got "
             f"{outcome!r:.200}, and not a PluginError that names the wrapper",
         )
 

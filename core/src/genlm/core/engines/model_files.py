@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from genlm.core.checks import shown, told
+from genlm.core.checks import describe_error, safe_repr
 from genlm.core.errors import ModelNotFoundError
 
 #: A name that the Hugging Face hub could have.
@@ -31,7 +31,7 @@ def require_model(name: str, files: Sequence[str] = ("config.json",)) -> None:
         ModelNotFoundError: it names the folder and what was looked for.
     """
     if not isinstance(name, str | os.PathLike):
-        raise ModelNotFoundError(f"a model must be a folder or a hub name; got {shown(name)}")
+        raise ModelNotFoundError(f"a model must be a folder or a hub name; got {safe_repr(name)}")
     path = Path(name)
     if path.is_dir():
         if not any(next(path.glob(file), None) for file in files):
@@ -78,6 +78,6 @@ def _require_on_hub(name: str, files: Sequence[str]) -> None:
         return  # the hub answers; let the engine try
     except Exception as error:
         raise ModelNotFoundError(
-            f"{absent}, and the hub cannot be reached ({told(error):.200}); give a folder, or "
-            "look at the network"
+            f"{absent}, and the hub cannot be reached ({describe_error(error):.200}); give a "
+            "folder, or look at the network"
         ) from error

@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from attrs import frozen
 
-from genlm.core.checks import shown
+from genlm.core.checks import safe_repr
 from genlm.core.errors import EngineDeadError, ModelClosedError, QueriesResetError
 from genlm.core.logs import get_logger
 from genlm.core.runtime.delivery import Delivery
@@ -340,10 +340,9 @@ class Batcher(Generic[R, A]):
 
     def _die(self, cause: BaseException) -> None:
         """The executor cannot go on: fail everything, refuse everything."""
-        message = (
-            str(cause) if isinstance(cause, EngineDeadError) else f"the engine died: {shown(cause)}"
-        )
-        log.error("engine.died", error=shown(cause))
+        own_words = isinstance(cause, EngineDeadError)
+        message = str(cause) if own_words else f"the engine died: {safe_repr(cause)}"
+        log.error("engine.died", error=safe_repr(cause))
         with self._lock:
             # Without the cause, which has frames too.
             self._thread.refuse(functools.partial(EngineDeadError, message))

@@ -10,7 +10,7 @@ from attrs import define, field
 
 from genlm.core.adapters import AdapterRegistry
 from genlm.core.cache import OutputCache
-from genlm.core.checks import told
+from genlm.core.checks import describe_error
 from genlm.core.errors import EngineError, GenlmError
 from genlm.core.logs import get_logger
 from genlm.core.runtime.isolation import IsolatedSteps, Outcomes, evaluate_isolated
@@ -222,7 +222,8 @@ class EngineExecutor:
             answers = call()
         except Exception as error:
             if not self.counters.failed_calls:
-                log.warning("engine.call_failed", backend=self.engine.backend, error=told(error))
+                what = describe_error(error)
+                log.warning("engine.call_failed", backend=self.engine.backend, error=what)
             self.counters.failed_calls += 1
             raise
         self.counters.count(answers, in_flight)
@@ -234,6 +235,7 @@ class EngineExecutor:
         """The engine's error, with the query that met it."""
         if isinstance(error, GenlmError):
             return error
-        explained = EngineError(f"backend {self.engine.backend!r} failed on {query}: {told(error)}")
+        what = f"backend {self.engine.backend!r} failed on {query}"
+        explained = EngineError(f"{what}: {describe_error(error)}")
         explained.__cause__ = error
         return explained

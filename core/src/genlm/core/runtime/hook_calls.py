@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 from attrs import frozen
 
-from genlm.core.checks import shown, told
+from genlm.core.checks import describe_error, safe_repr
 from genlm.core.errors import PluginError
 from genlm.core.logs import get_logger
 from genlm.core.plugins import implementations_of, name_of, wrappers_of
@@ -133,7 +133,7 @@ class HookCalls:
             if (error := remark.raised()) is not None:
                 raise error
             if remark.returned is not None and remark.returned is not result:
-                raise remark.interfered(f"returned another result: {shown(remark.returned)}")
+                raise remark.interfered(f"returned another result: {safe_repr(remark.returned)}")
         return result
 
     def _inside(
@@ -164,7 +164,7 @@ def attributed(name: str, error: Exception) -> PluginError:
     """The error of a plugin, with the plugin's name."""
     if isinstance(error, PluginError):
         return error
-    attributed = PluginError(f"{name} raised {told(error)}")
+    attributed = PluginError(f"{name} raised {describe_error(error)}")
     attributed.__cause__ = error
     return attributed
 
@@ -207,7 +207,7 @@ def _fail(name: str, generator: Waiting, error: BaseException) -> None:
         pass
     except BaseException as own:
         if own is not error:
-            log.warning("wrapper.failed", error=f"{name} raised {told(own)}")
+            log.warning("wrapper.failed", error=f"{name} raised {describe_error(own)}")
 
 
 def _unyielding(error: Exception) -> Exception:
@@ -226,16 +226,16 @@ def _differences(answers: Sequence[Answer], remark: Remark) -> Iterator[tuple[Re
         for answer in returned:
             results.setdefault(answer.request, []).append(answer.result)
     except Exception:
-        wrong = remark.interfered(f"returned {shown(remark.returned)}, not a list of answers")
+        wrong = remark.interfered(f"returned {safe_repr(remark.returned)}, not a list of answers")
         yield from dict.fromkeys(own, wrong).items()
         return
     for request, given in results.items():
         if request not in own:
-            yield request, remark.interfered(f"invented an answer to {shown(request)}")
+            yield request, remark.interfered(f"invented an answer to {safe_repr(request)}")
         elif len(given) != 1:
             did = "gave more than one answer" if given else "lost the answer"
-            yield request, remark.interfered(f"{did} to {shown(request)}")
+            yield request, remark.interfered(f"{did} to {safe_repr(request)}")
         elif isinstance(given[0], Exception) and given[0] is not own[request]:
             yield request, given[0]
         elif given[0] is not own[request]:
-            yield request, remark.interfered(f"changed the answer to {shown(request)}")
+            yield request, remark.interfered(f"changed the answer to {safe_repr(request)}")

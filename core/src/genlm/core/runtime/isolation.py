@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
-from genlm.core.checks import shown, told
+from genlm.core.checks import describe_error, safe_repr
 from genlm.core.errors import EngineDeadError, PluginError
 
 R = TypeVar("R", bound=Hashable)
@@ -123,13 +123,13 @@ class IsolatedSteps(Generic[R, A]):
                 del self._unwanted[request]
             else:
                 raise PluginError(
-                    f"genlm_step answered {shown(request)}, which is not in flight; answer every "
-                    f"request once, and none that was admitted before it raised{self._when()}"
+                    f"genlm_step answered {safe_repr(request)}, which is not in flight; answer "
+                    f"every request once, and none that was admitted before it raised{self._when()}"
                 ) from self._failure
         return finished
 
     def _when(self) -> str:
-        return "" if self._failure is None else f" (it did: {told(self._failure)})"
+        return "" if self._failure is None else f" (it did: {describe_error(self._failure)})"
 
     def _failed(self, requests: Sequence[R], error: Exception) -> Outcomes[R, A]:
         """``requests``, which the engine has not any more, met an error together."""

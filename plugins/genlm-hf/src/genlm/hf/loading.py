@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from genlm.core.checks import shown
+from genlm.core.checks import safe_repr
 from genlm.core.errors import InvalidOptionError
 from genlm.core.logs import get_logger
 from genlm.hf.options import HFOptions
@@ -125,7 +125,8 @@ def _check_device(device: Any) -> None:
     )
     if given is None or absent:
         raise InvalidOptionError(
-            f"device must be one that PyTorch sees here: {', '.join(there)}; got {shown(device)}"
+            f"device must be one that PyTorch sees here: {', '.join(there)}; "
+            f"got {safe_repr(device)}"
         )
 
 
@@ -145,7 +146,8 @@ def _check_dtype(dtype: Any) -> None:
     floating = isinstance(given, torch.dtype) and given.is_floating_point
     if not (dtype in (None, "auto") or floating or isinstance(dtype, dict)):
         raise InvalidOptionError(
-            f"dtype must be one of {', '.join(DTYPES)}, or such a torch.dtype; got {shown(dtype)}"
+            f"dtype must be one of {', '.join(DTYPES)}, or such a torch.dtype; "
+            f"got {safe_repr(dtype)}"
         )
 
 

@@ -93,7 +93,7 @@ def require_listener(address: str) -> None:
         host = port = None
     if host is None or port is None:
         raise InvalidOptionError(
-            f"address must be host:port, or ray://host:port; got {checks.shown(address)}"
+            f"address must be host:port, or ray://host:port; got {checks.safe_repr(address)}"
         )
     try:
         socket.create_connection((host, port), timeout=CONNECT_TIMEOUT).close()

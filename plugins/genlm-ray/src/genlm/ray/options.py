@@ -64,7 +64,7 @@ class RayOptions:
         for name in ("backend_opts", "resources"):
             if not isinstance(getattr(own, name), Mapping):
                 raise InvalidOptionError(
-                    f"{name} must be a dict; got {checks.shown(getattr(own, name))}"
+                    f"{name} must be a dict; got {checks.safe_repr(getattr(own, name))}"
                 )
         own._check_resources()
         own._check_texts()
@@ -85,7 +85,7 @@ class RayOptions:
         if not isinstance(placement, str) or placement not in STRATEGIES:
             raise InvalidOptionError(
                 f"resources['placement'] must be one of {', '.join(STRATEGIES)}; "
-                f"got {checks.shown(placement)}"
+                f"got {checks.safe_repr(placement)}"
             )
 
     def _check_texts(self) -> None:
@@ -93,7 +93,7 @@ class RayOptions:
             value = getattr(self, name)
             if not (isinstance(value, str) and value) and (value is not None or name == "backend"):
                 raise InvalidOptionError(
-                    f"{name} must be a string, not empty; got {checks.shown(value)}"
+                    f"{name} must be a string, not empty; got {checks.safe_repr(value)}"
                 )
         if self.address == "auto":
             raise InvalidOptionError(

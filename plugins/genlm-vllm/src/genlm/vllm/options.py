@@ -50,7 +50,7 @@ class Options:
         engine_opts, live = options.get("engine_opts") or {}, options.get("live_sessions", True)
         if not isinstance(engine_opts, Mapping):
             raise InvalidOptionError(
-                f"engine_opts must be a dict of vLLM's options; got {checks.shown(engine_opts)}"
+                f"engine_opts must be a dict of vLLM's options; got {checks.safe_repr(engine_opts)}"
             )
         if not isinstance(live, bool):
             live = checks.integer("live_sessions", live, least=0)

@@ -41,7 +41,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def shown(value: Any) -> str:
+def brief(value: Any) -> str:
     """A value of the configuration for a message: at most 100 characters."""
     text = json.dumps(value)
     return text if len(text) <= 100 else f"{text[:97]}..."

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from genlm.core.engines.adapter_files.config import shown
+from genlm.core.engines.adapter_files.config import brief
 from genlm.core.errors import InvalidAdapterError
 
 #: A key of ``rank_pattern`` or ``alpha_pattern`` that is a name, or begins with what PEFT itself
@@ -32,7 +32,7 @@ class NamePattern:
             match = KEY.fullmatch(key)
             if match is None:
                 raise InvalidAdapterError(
-                    f"it has the regular expression {shown(key)}, and regular expressions of files "
+                    f"it has the regular expression {brief(key)}, and regular expressions of files "
                     "are not run; write the names of the modules there"
                 )
             names = self._whole if match["start"] == "^" else self._ends

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from genlm.core.engines.adapter_files.config import CONFIG, read_config, shown
+from genlm.core.engines.adapter_files.config import CONFIG, brief, read_config
 from genlm.core.engines.adapter_files.features import (
     FEATURES,
     HARMLESS,
@@ -110,15 +110,15 @@ class _Reading:
         for name, value in self.config.items():
             if name in FEATURES:
                 if value:
-                    self._has(FEATURES[name], f"{name}={shown(value)}")
+                    self._has(FEATURES[name], f"{name}={brief(value)}")
             elif name == "bias":
                 if value not in (None, "none"):
-                    self._has(Feature.BIAS, f"bias={shown(value)}")
+                    self._has(Feature.BIAS, f"bias={brief(value)}")
             elif name == "init_lora_weights":
                 if value not in PLAIN_STARTS:
-                    self._has(Feature.BASE, f"{name}={shown(value)}")
+                    self._has(Feature.BASE, f"{name}={brief(value)}")
             elif name not in HARMLESS and value not in (None, False, "", [], {}):
-                self._has(Feature.OTHER, f"{name}={shown(value)}")
+                self._has(Feature.OTHER, f"{name}={brief(value)}")
 
     def _modules(self) -> dict[str, LoraModule]:
         """What is adapted; other tensors become features."""
@@ -126,12 +126,12 @@ class _Reading:
         for name, tensor in self.tensors.items():
             if tensor.dtype not in DTYPES:
                 raise InvalidAdapterError(
-                    f"LoRA adapter {self.folder} has {name} of type {shown(tensor.dtype)}; it "
+                    f"LoRA adapter {self.folder} has {name} of type {brief(tensor.dtype)}; it "
                     f"must be one of {', '.join(DTYPES)}; save it with such weights"
                 )
             if not name.startswith(PREFIX):
                 raise InvalidAdapterError(
-                    f"LoRA adapter {self.folder} has a tensor {shown(name)}; names must begin "
+                    f"LoRA adapter {self.folder} has a tensor {brief(name)}; names must begin "
                     f"with {PREFIX!r}, as PEFT writes them; save it by save_pretrained"
                 )
             self._place(tensor, name.removeprefix(PREFIX), pairs)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from genlm.core.engines.adapter_files.config import CONFIG, shown
+from genlm.core.engines.adapter_files.config import CONFIG, brief
 from genlm.core.engines.adapter_files.names import NamePattern, ends
 from genlm.core.engines.adapter_files.tensors import MOST_NAME
 from genlm.core.errors import InvalidAdapterError
@@ -79,7 +79,7 @@ class Settings:
     def wrong(self, name: str, expected: str) -> InvalidAdapterError:
         """The error for a field, with its value and what it must be."""
         return InvalidAdapterError(
-            f"LoRA adapter {self._folder} has {name}={shown(self._config.get(name))} in {CONFIG}; "
+            f"LoRA adapter {self._folder} has {name}={brief(self._config.get(name))} in {CONFIG}; "
             f"it must be {expected}"
         )
 
