@@ -43,7 +43,8 @@ from genlm.core import (
     load_model_by_name,
 )
 
-#: An operation hangs if nothing ends for so many seconds, or if it alone takes so many times that.
+#: An operation hangs if nothing ends for PATIENCE seconds, or if it
+#: alone takes MOST_WAITS times that.
 PATIENCE, MOST_WAITS = 180.0, 10
 
 #: How many models are loaded and closed one after the other. What the first leaves behind is for

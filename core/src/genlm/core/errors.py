@@ -76,7 +76,7 @@ class EngineError(GenlmError, RuntimeError):
 
 
 class EngineDeadError(GenlmError, RuntimeError):
-    """The engine cannot answer any more. An engine raises it from a hook; from then on the core
+    """The engine can no longer answer. An engine raises it from a hook; from then on the core
     refuses every request."""
 
 

@@ -177,7 +177,7 @@ def genlm_step(
     scores: Sequence[ScoreRequest],
     dropped: Sequence[Request],
 ) -> Sequence[Answer]:
-    """Admit newcomers, drop what is not wanted any more, advance the engine by one step, and return
+    """Admit newcomers, drop what is no longer wanted, advance the engine by one step, and return
     what that step finished.
 
     For engines that admit requests between steps (continuous batching). The core calls it again,
@@ -199,8 +199,8 @@ def genlm_step(
             ``dropped`` runs them to their end.
 
     Returns:
-        One :class:`~genlm.core.types.Answer` for each request that is finished: its result, the
-        exception that it alone met, or ``None`` for a draw or a score whose parameters the engine
+        One :class:`~genlm.core.types.Answer` for each request that is finished: its result, its
+        own exception, or ``None`` for a draw or a score whose parameters the engine
         declines, which the core then makes from rows. A step that finished nothing returns an empty
         list, and does not count as a batch in ``Stats``.
 

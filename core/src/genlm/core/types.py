@@ -235,7 +235,7 @@ class Answer:
     Attributes:
         request: The request, as it was admitted: a :class:`Query`, a :class:`SampleRequest` or a
             :class:`ScoreRequest`.
-        result: The result, or the exception that this request alone met. For a query the row,
+        result: The result, or the request's own exception. For a query the row,
             ``[vocab_size]`` float32 log-probabilities. For a draw the ids drawn, without the stop
             token. For a score ``[len(continuation)]`` float32 log-probabilities. ``None`` for a
             draw or a score says that the engine declines these parameters: the core then does it

@@ -167,7 +167,7 @@ class AdapterClauses:
             )
 
         live.reset()
-        # Of several blocks, whatever Hypothesis chooses.
+        # Of several blocks, also where Hypothesis chooses a short one.
         removed_adapter(live.contexts.long(min(40, live.contexts.limit - 1), 1))
         live.check_all(removed_adapter, examples=4, context=live.contexts.any())
 

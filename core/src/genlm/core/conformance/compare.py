@@ -16,7 +16,7 @@ ATOL = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 #: How many of the most likely tokens are compared by log-probability too.
 TOP = 10
 
-#: The tolerance of those, in units of ``atol``.
+#: Their tolerance, in units of ``atol``.
 TOP_FACTOR = 10.0
 
 

@@ -36,7 +36,7 @@ class CrowdClauses:
             for context in crowd[number::callers]:
                 await live.lm.next_token_logprobs(context)
                 answered += 1
-                if answered == 3 * len(crowd) // 4:  # at the end there is no crowd any more
+                if answered == 3 * len(crowd) // 4:  # at the end the crowd is gone
                     passed_over.extend(name for name, one in waiting.items() if not one.done())
                 if answered > 3 * len(crowd) // 4 or all(one.done() for one in waiting.values()):
                     return

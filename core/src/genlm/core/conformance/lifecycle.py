@@ -59,7 +59,7 @@ class Alive:
 
 
 def alive() -> Alive:
-    """Count what the process holds, after collecting what is not referred to any more."""
+    """Count what the process holds, after collecting what is no longer referred to."""
     import torch
 
     gc.collect()

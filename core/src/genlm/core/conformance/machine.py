@@ -94,7 +94,7 @@ class Asked:
 
 
 class Operations(RuleBasedStateMachine):
-    """The engine is held while requests gather, and let go by whatever needs an answer."""
+    """The engine is held while requests gather, and let go by an operation that needs an answer."""
 
     def __init__(self, live: Subject) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ from genlm.core.conformance.events import Arrival, Event, Leaving, schedules
 from genlm.core.conformance.performance import check_schedule
 from genlm.core.conformance.subject import Subject
 
-#: After so many calls of the engine callers leave, in turn.
+#: After how many calls of the engine callers leave, in turn.
 CALLS = (1, 2, 1, 3, 1, 5)
 
 

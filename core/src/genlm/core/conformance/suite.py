@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 SUBJECT = pytest.StashKey[Subject]()
 
-#: Clauses in which everything meets: whatever is wrong may fail them.
+#: Clauses in which everything meets: any fault may fail them.
 INVOLVED = ("test_requests_on_a_schedule", "test_any_order_of_operations")
 
 

@@ -1,7 +1,7 @@
 """The engine thread: gathers requests, deduplicates them, batches them, and delivers the answers.
 
 A :class:`Batcher` knows nothing of language models. It owns one thread, on which it calls an
-:class:`Executor` with whatever has been asked since it last looked. Nothing waits by default: while
+:class:`Executor` with all that has been asked since the last call. Nothing waits by default: while
 the executor works, requests queue; when it is free it takes all of them. A request from a coroutine
 is held until one pass of its event loop adds no other, a batch is full, or a hundred passes are
 over. So requests gathered together make one batch, and a lone one is not held up.
@@ -61,7 +61,7 @@ class Executor(Protocol[R, A_co]):
         """Admit ``newcomers``, drop ``dropped``, and return what has been answered; requests left
         out are still in flight.
 
-        Raising means that nothing can be answered any more.
+        Raising means that nothing can be answered from then on.
         """
         ...
 
@@ -311,7 +311,7 @@ class Batcher(Generic[R, A]):
                     return Step(work, dropped)
 
     def _drop(self) -> list[R]:
-        """The requests in flight all of whose callers have gone: they are not any more."""
+        """The requests in flight all of whose callers have gone: no longer in flight."""
         if not self._gone:
             return []
         self._gone = False

@@ -99,8 +99,8 @@ class Continuations:
 
 
 async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all; when one fails, the others are cancelled: their results are of no use
-    any more."""
+    """The results of all; when one fails, the others are cancelled: their results are of no
+    use."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

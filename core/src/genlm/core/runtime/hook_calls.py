@@ -139,7 +139,7 @@ class HookCalls:
     def _inside(
         self, hook: str, arguments: Mapping[str, Any], inner: Callable[[], Any]
     ) -> tuple[Any, list[Remark]]:
-        """Begin the wrappers, the last one first; make the call, whatever they did; let them see
+        """Begin the wrappers, the last one first; make the call in any case; let them see
         its result, the first one first."""
         remarks: list[Remark] = []
         waiting: list[tuple[str, Waiting]] = []

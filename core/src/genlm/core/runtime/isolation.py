@@ -45,7 +45,7 @@ class IsolatedSteps(Generic[R, A]):
 
     Args:
         advance: Admits newcomers, drops requests, makes one step, returns what it finished. If it
-            raises, nothing is in flight any more.
+            raises, nothing is in flight from then on.
         drops: Whether the engine drops requests.
     """
 
@@ -132,7 +132,7 @@ class IsolatedSteps(Generic[R, A]):
         return "" if self._failure is None else f" (it did: {describe_error(self._failure)})"
 
     def _failed(self, requests: Sequence[R], error: Exception) -> Outcomes[R, A]:
-        """``requests``, which the engine has not any more, met an error together."""
+        """``requests``, which the engine has dropped, met an error together."""
         self._failure = error
         for request in requests:
             self._in_flight.pop(request, None)

@@ -49,8 +49,8 @@ class LoadedEngine:
     Args:
         engine: What ``genlm_load`` returned.
         backend: The backend's name, for messages.
-        wrappers: Objects that observe hooks or process rows. Those that process do so in this
-            order; of those that observe, the last one is the outermost.
+        wrappers: Objects that process rows, in this order, or observe hooks, of which the last
+            one is the outermost.
         timeline: Receives the time in the evaluation hooks, and the time that their rows take.
 
     Raises:

@@ -151,7 +151,7 @@ def _check_splits(steps: Sequence[Definition], prepends: bool) -> None:
             raise _loses(f"pre-tokenizer {kind}", "the text that it splits at")
         if kind in _REMOVE_SPACES and not spelled:
             removed_by = kind
-        spelled = spelled or kind == "ByteLevel"  # then the text has no white space any more
+        spelled = spelled or kind == "ByteLevel"  # then the text has no white space left
         if kind not in ("Metaspace", "WhitespaceSplit"):
             split_by = kind
     if removed_by:

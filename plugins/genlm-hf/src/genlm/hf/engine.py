@@ -31,7 +31,7 @@ from genlm.hf.scores import Scores, logprobs
 from genlm.hf.sequence import TokenSequence
 from genlm.hf.strategies import strategy_for
 
-#: Rows of long contexts may be off by so many times what the probe of short ones allows.
+#: Rows of long contexts may be off by this many times what the probe of short ones allows.
 PROOF_MARGIN = 4.0
 
 

@@ -69,7 +69,7 @@ class Evaluator:
 
     def prove(self, length: int, right: bool) -> None:
         """Say what a comparison of a context of ``length`` tokens showed: where the row was wrong,
-        no state of contexts as long as the last power of two, or longer, is kept any more."""
+        state is no longer kept for contexts as long as the last power of two, or longer."""
         if right:
             self._next_check = 1 << length.bit_length()
             return

@@ -86,7 +86,7 @@ def reuse_limit(config: Any) -> int | None:
 
     * rotary embeddings of type ``dynamic`` and ``longrope``, beyond the model's original length;
     * attention whose temperature changes with the position (Llama 4), from ``floor_scale`` on;
-    * attention to the best ``index_topk`` positions only (DeepSeek V3.2), beyond so many.
+    * attention to the best ``index_topk`` positions only (DeepSeek V3.2), beyond that length.
     """
     limits = [
         scaling.get(

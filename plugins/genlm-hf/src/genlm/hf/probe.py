@@ -103,7 +103,7 @@ def choose_reuse(
                 _use_row_attention(model)
             why = _disagreement(runner, reuse, contexts, expected, tolerance)
         except Exception as error:
-            # Whatever this model's code says of a cache or an attention it does not expect
+            # This model's code may raise anything for a cache or an attention it does not expect
             why = f"{type(error).__name__}: {error}"[:200]
         if why is None:
             reach = twins.reach(reuse)
@@ -147,7 +147,7 @@ class Twins:
 
     Attributes:
         model: The model.
-        limit: Beyond so many tokens no state is kept, whatever the twins show.
+        limit: The most tokens of a context whose state is kept, also where the twins allow more.
         reasons: What was wrong with a way of reuse, where something was.
     """
 

@@ -8,8 +8,8 @@ from genlm.core.errors import EngineDeadError, GenlmError, UnsupportedError
 from genlm.core.types import Adapter
 from genlm.hf.runner import Runner
 
-#: How far the row of one context may be from itself: at least so much, nats, and so many times what
-#: lies between two forwards.
+#: How far the row of one context may be from itself: the least tolerance in nats, and the factor on
+#: what lies between two forwards.
 LEAST_APART, NOISE_MARGIN = 1e-3, 8.0
 
 
@@ -33,7 +33,7 @@ class BaseRow:
         """Whether the model gives that row still."""
         try:
             row = self._compute()
-        except Exception:  # whatever a layer says that is not whole any more
+        except Exception:  # a layer that is no longer whole may raise anything
             return False
         return torch.allclose(row, self._row, rtol=0.0, atol=self._tolerance, equal_nan=True)
 

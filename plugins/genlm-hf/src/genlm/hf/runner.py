@@ -186,8 +186,8 @@ class Runner:
     def _ids(
         self, tokens: Sequence[int], rows: int, wanted: Sequence[int], upload: Upload
     ) -> tuple[torch.Tensor, Indices]:
-        """The tokens of so many rows of equal length, ``[rows, tokens]`` on the device, and those
-        that are wanted."""
+        """The tokens of ``rows`` rows of equal length, ``[rows, tokens]`` on the device, and the
+        places that are wanted."""
         ids, places = upload.add(tokens), upload.add(wanted)
         return ids.on(self._model.device).view(rows, -1), places
 

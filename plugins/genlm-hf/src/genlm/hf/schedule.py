@@ -35,10 +35,10 @@ class Schedule(Generic[R]):
     A step computes about ``size`` tokens. At most half of them are for the requests that lack
     least. The rest are for the requests in the order asked, and the first of them that lacks more
     gets as much of its context computed as there is room: a chunk. So a short request waits for
-    little more than one chunk, and no request waits for ever, whatever others come.
+    little more than one chunk, and no request waits for ever behind others.
 
-    What is known of an unfinished context is kept as that of any other. Where it has been lost
-    since, for lack of memory, the context is computed whole: it is not lost a second time.
+    What is known of an unfinished context is kept as that of any other. If it was evicted since,
+    for lack of memory, the context is computed whole: it is not evicted a second time.
 
     Args:
         evaluator: Says what sequences lack.
@@ -66,7 +66,7 @@ class Schedule(Generic[R]):
             self._begun = None
 
     def clear(self) -> None:
-        """Nothing waits any more."""
+        """Forget what waits."""
         self._waiting.clear()
         self._begun = None
 
@@ -129,7 +129,7 @@ class _Chosen(Generic[R]):
         requests: In the order chosen.
         room: The tokens left.
         waiting: All requests.
-        lacks: How many tokens of each have to be computed, whatever else is.
+        lacks: How many tokens of each have to be computed if it were alone.
     """
 
     def __init__(

@@ -14,29 +14,29 @@ from genlm.core.engines.segments import Row, Trunk
 #: Columns are allotted in steps of this many.
 COLUMN_STEP = 32
 
-#: From so many positions on, counted once for each of them, forks share their parent's state as a
-#: trunk. Fewer are copied: another trunk is another product in every layer of every forward, which
-#: costs as much as attention over so many positions in rows.
+#: Forks share their parent's state as a trunk if it saves this many positions, counted once for
+#: each fork. Fewer are copied: another trunk is another product in every layer of every forward,
+#: which costs as much as attention over this many positions in rows.
 WORTH_SHARING = 1024
 
-#: From so many of its positions on, the beginning of a trunk is shared by one more context, which
+#: One more context shares the beginning of a trunk if that has at least this many positions: it
 #: costs a product of its own.
 WORTH_A_PRODUCT = 2 * COLUMN_STEP
 
-#: A new context with so many positions of its own gets a trunk of its own: rows are all as long as
-#: the longest.
+#: A new context with at least this many positions of its own gets a trunk of its own: rows are all
+#: as long as the longest.
 WORTH_A_TRUNK = 512
 
-#: Rows may take so many times the positions that are in them; then the longest becomes a trunk.
+#: Rows may take this many times the positions that they hold; then the longest becomes a trunk.
 MOST_WASTE = 1.25
 
-#: Besides, each row may take so many positions.
+#: Each row may take this many positions besides.
 SPARE_COLUMNS = 48
 
-#: From so many positions on, what rows have in common is turned into a trunk to save memory.
+#: What rows have in common becomes a trunk, to save memory, if it has at least this many positions.
 WORTH_COLLECTING = 64
 
-#: At most so many rows become trunks because they are longer than the others: each costs a product.
+#: The most rows that become trunks because they are longer than the others: each costs a product.
 MOST_OUTLIERS = 4
 
 #: The most trunks below a context, as a rule: each costs a product in every layer.
@@ -123,5 +123,5 @@ def outliers_of(tails: Sequence[tuple[int, Owner]]) -> list[Owner]:
 
 
 def columns_of(length: int) -> int:
-    """How many columns are allotted for so many positions."""
+    """How many columns are allotted for ``length`` positions."""
     return -(-length // COLUMN_STEP) * COLUMN_STEP

@@ -150,7 +150,7 @@ def steps(
 ) -> tuple[list[int], torch.Tensor, Any]:
     """Run the rest of some sequences of one length, at once where it is all, else token by token.
 
-    Recurrent models may take several tokens as a beginning, whatever their cache holds.
+    Recurrent models may take several tokens as a beginning, and ignore what their cache holds.
 
     Returns:
         For each row of logits, the index of its sequence; the logits; the cache.

@@ -490,7 +490,7 @@ class KVStore:
         self._fit(count, columns, room)
 
     def _fit(self, rows: int, columns: int, room: int) -> None:
-        """Give the pool at least so many rows and columns, at most ``room`` positions in all.
+        """Give the pool at least ``rows`` rows of ``columns``, at most ``room`` positions in all.
 
         Allocating memory is slow, so some more rows are allocated where the budget allows it: forks
         find their rows there already.

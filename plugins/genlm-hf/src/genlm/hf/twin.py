@@ -96,7 +96,7 @@ def small_model(
     for factor in FACTORS:
         try:
             return _random(kind, small_config(config, factor, changed), device)
-        except Exception as error:  # whatever a class says of sizes that it does not expect
+        except Exception as error:  # a class may raise anything for sizes that it does not expect
             reasons.append(f"{factor} times narrower: {type(error).__name__}: {error}"[:200])
     raise ValueError("; ".join(reasons[-2:]))
 

@@ -27,7 +27,7 @@ class MlxEngine:
             query is computed alone.
     """
 
-    device = "cpu"  # where rows are given away, whatever device MLX computes on
+    device = "cpu"  # where rows are given away; MLX may compute elsewhere
 
     def __init__(
         self,

@@ -18,8 +18,8 @@ DOWN, UP = ".lora_a", ".lora_b"
 
 FUSE = "merge the adapter into the model's weights, or train plain LoRA"
 
-#: A [in, rank], and B [rank, out] with the scale multiplied in; float32, as PEFT and mlx-lm compute
-#: whatever type the adapter was saved in.
+#: A [in, rank], and B [rank, out] with the scale multiplied in; float32, as PEFT and mlx-lm
+#: compute, also where the adapter was saved in another type.
 Weights = tuple[mx.array, mx.array]
 
 

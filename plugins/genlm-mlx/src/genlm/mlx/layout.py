@@ -20,7 +20,7 @@ from genlm.mlx.attention import Partial
 #: Keys and values of one layer, ``[1, heads, positions, head_dim]`` each.
 LayerState = tuple[mx.array, mx.array]
 
-#: Rows with up to so many new tokens are attended together, each padded to the longest.
+#: Rows with up to this many new tokens are attended together, each padded to the longest.
 FEW = 8
 
 #: Added to the logit of a position that is not attended to, where that may be all positions of a
@@ -242,8 +242,8 @@ class RowGroup(Group):
         return places if self.grid is None else places[self.grid[1]]
 
     def _mask(self, window: int | None, repeats: int = 0) -> mx.array | None:
-        """The mask as MLX's kernel takes it, or to be added for so many heads of queries to each of
-        keys; ``None`` where every place reads all columns."""
+        """The mask as MLX's kernel takes it, or to be added for ``repeats`` heads of queries to
+        each of keys; ``None`` where every place reads all columns."""
         kind = window, repeats
         if kind not in self._masks:
             mask = _readable(self.last, self.columns, window)[:, None]
@@ -366,7 +366,7 @@ def _is_run(slots: Sequence[int]) -> bool:
 
 
 def _readable(last: np.ndarray, columns: int, window: int | None) -> np.ndarray:
-    """Which of so many columns are read from places that read up to their own: ``[..., columns]``
+    """Which of ``columns`` columns places read that read up to their own: ``[..., columns]``
     booleans."""
     each = np.arange(columns)
     seen = each <= last[..., None]

@@ -15,18 +15,18 @@ from genlm.core.engines.prefixes import PrefixIndex, common_length
 from genlm.mlx.block import Block
 from genlm.mlx.runner import Key, Runner
 
-#: From so many tokens on, a shared prefix is computed on its own first, a longer row is trimmed
+#: The least tokens for which a shared prefix is computed on its own first, a longer row is trimmed
 #: rather than left aside, and state that cannot be trimmed is kept when a context goes beyond it.
 WORTHWHILE = 16
 
-#: Where no limit is given, so much of what a batch takes may be kept beside it: two groups of
-#: contexts can take turns, also when one has the longer contexts. So many bytes may be kept beside
-#: any batch.
+#: Where no limit is given: the share of a batch's memory that may be kept beside it (two groups of
+#: contexts can take turns, also when one has the longer contexts), and the bytes that may be kept
+#: beside any batch.
 ASIDE = 3 / 2
 LEAST_ASIDE = 64 << 20
 
-#: Where at least so much of a block stays when rows move on, it stays as it is: a copy costs more
-#: than the room.
+#: Where at least this share of a block stays when rows move on, it stays as it is: a copy costs
+#: more than the room.
 STAYS_WHOLE = 1 / 4
 
 #: Rows with at most this many padded positions are always evaluated together.
@@ -214,7 +214,7 @@ class Pool:
     def _moved_on(
         self, block: Block, items: Sequence[tuple[int, Key]], needed: Collection[Block]
     ) -> Work:
-        """Take the rows that are extended out of their block, one of those ``needed`` in this call;
+        """Take the rows that are extended out of their block, which is ``needed`` in this call;
         leave the others."""
         rows, targets = [row for row, _ in items], [key for _, key in items]
         if self._stays(block):

@@ -63,7 +63,7 @@ def _support(runner: Runner) -> CacheSupport:
 
 
 def _batches(runner: Runner, rows: int, ragged: bool) -> bool:
-    """Whether so many rows, equal or not, are right in one cache."""
+    """Whether ``rows`` rows, equal or not, are right in one cache."""
     chunked = Runner(runner.model, runner.adapters, CHUNK * rows)
     return _right(chunked, Pool(chunked, 0, ragged), _unequal(rows))
 
@@ -92,7 +92,7 @@ def _unequal(rows: int) -> list[list[Key]]:
 
 
 def _behind_prompts(rows: int) -> list[list[Key]]:
-    """So many contexts behind two prompts, one of which begins with the other, and behind none."""
+    """``rows`` contexts behind two prompts, one of which begins with the other, and behind none."""
     prompt: Key = (0, *(3 + at % 5 for at in range(20)))
     prompts: list[Key] = [
         *((*prompt, *range(1, 2 + row)) for row in range(rows // 2)),

@@ -111,7 +111,7 @@ class Runner:
 
 
 def _chunks(width: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut so many columns into chunks of about one length, at most ``most`` if that is possible:
+    """Cut ``width`` columns into chunks of about one length, at most ``most`` if that is possible:
     none of a single column among several, for rotating caches take no ragged one."""
     count = max(1, min(ceil(width / max(most, 2)), width // 2))
     return pairwise(width * at // count for at in range(count + 1))

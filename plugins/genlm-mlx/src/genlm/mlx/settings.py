@@ -23,7 +23,7 @@ PERHAPS_READ = re.compile(
     r"|^scale_attn_(weights|by_inverse_layer_idx)$"
 )
 
-#: Families whose rows are wrong whatever a checkpoint has, and why.
+#: Families whose rows are wrong for every checkpoint, and why.
 WRONG = {"ernie4_5_moe": "leaves out the router's e_score_correction_bias"}
 
 #: Settings of single families that mlx-lm computes otherwise, and with which values: the features

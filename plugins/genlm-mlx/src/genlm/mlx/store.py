@@ -30,19 +30,19 @@ from genlm.mlx.table import Table, allotted, joined
 
 logger = get_logger()
 
-#: A prefix of at least so many positions becomes a trunk when that saves at least so many
-#: positions. Each trunk costs two products in every layer of every forward pass.
+#: A prefix becomes a trunk if it has at least the first of these many positions, and saves at least
+#: the second. Each trunk costs two products in every layer of every forward pass.
 LEAST_SHARED, LEAST_SAVED = 32, 512
 
-#: A new context with so many positions of its own gets a trunk of its own, for rows are all as
-#: long as the longest.
+#: A new context with at least this many positions of its own gets a trunk of its own, for rows are
+#: all as long as the longest.
 WORTH_A_TRUNK = 512
 
-#: Rows may take up so many times the positions that are in them; then the longest become trunks.
+#: Rows may take this many times the positions that they hold; then the longest become trunks.
 MOST_WASTE = 2
 
-#: So many tokens beyond the last, for each context, are computed together with it. More are
-#: computed first: then logits are computed of the last alone.
+#: Up to this many tokens before the last of a context are computed together with it. More are
+#: computed first, without their logits.
 FEW_MORE = 4
 
 #: The most products of queries and keys for each head that one forward pass of a long context
@@ -76,7 +76,7 @@ class Run:
 
 @define(eq=False)
 class Fork:
-    """A row that is to be.
+    """A planned row.
 
     Attributes:
         key: Its context.
@@ -273,7 +273,7 @@ class Store:
         shared = tokens_in(common)
         if nearest is None or shared == 0:
             return None, 0
-        # Of equals, that which ends there: it can go on in place.
+        # On a tie, prefer the one that ends there: it can go on in place.
         return self._index.get(prefix_of(key, shared)) or self._index[nearest], shared
 
     def _started(self, keys: Sequence[bytes]) -> list[Run]:
@@ -324,7 +324,7 @@ class Store:
         return forks
 
     def _worthwhile(self, others: int, shared: int) -> bool:
-        """Whether to share so many positions with so many other contexts as a trunk."""
+        """Whether to share ``shared`` positions with ``others`` other contexts as a trunk."""
         return shared >= self._least_shared and others * shared >= self._least_saved
 
     def _forked(self, fork: Fork) -> Run:
@@ -503,7 +503,7 @@ class Store:
         return self._table.columns * self._table.position_bytes
 
     def _tidy(self, used: Collection[Segment]) -> None:
-        """Keep to the limit, and give memory back where much of the table is empty."""
+        """Evict to the limit, and give memory back where much of the table is empty."""
         self._evict(used, 0)
         rows = list(self._all(Row))
         columns = allotted(max((row.size for row in rows), default=0))

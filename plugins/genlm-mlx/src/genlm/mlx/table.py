@@ -144,7 +144,7 @@ class Table:
     # --- trunks -----------------------------------------------------------------------------------
 
     def new_trunk(self, size: int) -> list[LayerState]:
-        """Memory for so many positions that belong to no row."""
+        """Memory for ``size`` positions that belong to no row."""
         return [
             (
                 mx.zeros((1, layer.keys.shape[1], size, layer.keys.shape[3]), layer.keys.dtype),
@@ -188,7 +188,7 @@ def joined(parts: Sequence[Sequence[LayerState]]) -> list[LayerState]:
 
 
 def allotted(columns: int) -> int:
-    """Columns for so many positions."""
+    """How many columns are allotted for ``columns`` positions."""
     return -(-columns // COLUMN_STEP) * COLUMN_STEP
 
 

@@ -1,4 +1,4 @@
-"""Windows: layers whose tokens attend to the last so many positions alone."""
+"""Windows: layers whose tokens attend only to a number of last positions."""
 
 from __future__ import annotations
 

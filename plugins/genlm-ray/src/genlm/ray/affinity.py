@@ -10,13 +10,13 @@ from genlm.core import Query
 
 M = TypeVar("M", bound=Hashable)
 
-#: Prefixes are remembered at multiples of so many tokens, and where a context ends.
+#: Prefixes are remembered at multiples of this many tokens, and where a context ends.
 BLOCK = 32
 
 #: The most prefixes remembered, some three hundred bytes each.
 KEPT = 100_000
 
-#: A replica is overloaded if it has so many requests, and so many times its share.
+#: A replica is overloaded if it has more than SLACK requests, and EXCESS times its share.
 SLACK = 4
 EXCESS = 1.25
 

@@ -16,7 +16,7 @@ def genlm_backend_info() -> BackendInfo:
         summary="replicas of another backend on a Ray cluster",
         engine="ray",
         unavailable=missing,
-        preference=-1,  # only by name: a cluster is a decision
+        preference=-1,  # never chosen automatically: starting a cluster is for people to decide
     )
 
 

@@ -209,7 +209,7 @@ class Replica:
 
     @in_watch
     async def beat(self, token: Token, seconds: float) -> None:
-        """Come back after some time, whatever the engine is at work on.
+        """Come back after some time, also while the engine is at work.
 
         Raises:
             SessionLost: the program has no session here.

@@ -264,7 +264,7 @@ class Scheduler:
         ) + request.sampling_params.max_new_tokens
 
     def drop_everything(self) -> None:
-        """Forget all requests, whatever state an exception left them in, and empty the caches.
+        """Forget all requests, also those that an exception left half done, and empty the caches.
 
         Raises:
             EngineError: the scheduler still holds something.

@@ -17,7 +17,7 @@ from genlm.core.engines.adapter_files import (
 from genlm.sgl.engine import SglEngine, adapter_id
 
 #: What is applied rightly once the scale is multiplied into the matrices: SGLang (to 0.5.23) scales
-#: by ``lora_alpha / r`` whatever the configuration says.
+#: by ``lora_alpha / r``, and ignores what the configuration says.
 APPLIED = frozenset({Feature.RSLORA, Feature.RANKS, Feature.ALPHAS})
 
 #: Last parts of the names of modules that SGLang has as one, of which it needs all or none.

@@ -31,7 +31,7 @@ class VllmEngine:
         llm: The ``vllm.LLM``.
         core: Its engine core.
         rows: Where captured rows come from.
-        sessions: The books of the contexts that stay with vLLM.
+        sessions: Records of the contexts that stay with vLLM.
         live: Whether every answered context stays, so that extending it costs only the new tokens.
     """
 

@@ -43,7 +43,7 @@ class AsyncVirtualLM(AsyncLM):
         Raises:
             InvalidOptionError: an option is unknown, or does not work with full rows.
             BackendUnavailableError: vLLM is not installed, or not in a supported version.
-            Exception: whatever vLLM raises when it cannot load the model.
+            Exception: what vLLM raises when it cannot load the model.
         """
         ours = {"engine_opts": engine_opts, "live_sessions": live_sessions, **options}
         return cls.from_backend("vllm", model_name, ours)

@@ -45,7 +45,7 @@ class LoraEngine(VllmEngine):
 
     Args:
         max_adapters: How many adapters vLLM keeps; it would silently drop one beyond that and read
-            it again from its path when it is next used, whatever is there by then.
+            it again from its path when it is next used, and takes what is there by then.
     """
 
     def __init__(self, *args: Any, max_adapters: int, **options: Any) -> None:

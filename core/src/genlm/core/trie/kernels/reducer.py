@@ -66,7 +66,7 @@ def proven_reducer(plan: Plan, device: str, plain: Reducer) -> Reducer | None:
 
         fused = TritonReducer(plan, device)
         reason = _difference(fused, plain, plan.items, device)
-    except Exception as error:  # whatever a compiler or a driver may raise
+    except Exception as error:  # a compiler or a driver may raise anything
         reason = f"{type(error).__name__}: {error}"
     else:
         if reason is None:
