@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from genlm.core.conformance.agreement import expect_greedy, expect_scores
 from genlm.core.conformance.compare import brief, check
-from genlm.core.conformance.events import filled_slots
 from genlm.core.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
@@ -27,35 +26,41 @@ class HistoryClauses:
         answer is the oracle's."""
 
         def operations_in_turn(
-            length: int, variant: int, operations: list[str], tail: TokenIds
+            lengths: Iterable[int], variant: int, operations: list[str], tail: TokenIds
         ) -> None:
-            context = live.contexts.long(length, variant)
-            for i, operation in enumerate(operations):
-                live.lm.clear_cache()  # so that the engine is asked
-                how = f"after {', '.join(operations[:i]) or 'nothing'}"
-                if operation == "ask":
-                    live.expect(live.ask(context), context, how=how)
-                elif operation == "ask longer":
-                    live.expect(live.ask(context + tail), context + tail, how=how)
-                elif operation == "ask shorter":
-                    shorter = context[: max(1, length - 2)]
-                    live.expect(live.ask(shorter), shorter, how=how)
-                elif operation == "score":
-                    scores = live.run(live.lm.sequence_logprobs(context, tail))
-                    expect_scores(live, scores, context, tail, how=how)
-                elif operation == "draw":
-                    drawn = live.run(live.lm.sample(context, 3, [], temperature=0.0))
-                    expect_greedy(live, drawn, context, how=how)
-                else:
-                    live.lm.cache_kv(context)
+            for length in lengths:
+                context = live.contexts.long(length, variant)
+                for i, operation in enumerate(operations):
+                    live.lm.clear_cache()  # so that the engine is asked
+                    how = f"after {', '.join(operations[:i]) or 'nothing'}"
+                    check_operation(operation, context, tail, how)
 
+        def check_operation(operation: str, context: TokenIds, tail: TokenIds, how: str) -> None:
+            if operation == "ask":
+                live.expect(live.ask(context), context, how=how)
+            elif operation == "ask longer":
+                live.expect(live.ask(context + tail), context + tail, how=how)
+            elif operation == "ask shorter":
+                shorter = context[: max(1, len(context) - 2)]
+                live.expect(live.ask(shorter), shorter, how=how)
+            elif operation == "score":
+                scores = live.run(live.lm.sequence_logprobs(context, tail))
+                expect_scores(live, scores, context, tail, how=how)
+            elif operation == "draw":
+                drawn = live.run(live.lm.sample(context, 3, [], temperature=0.0))
+                expect_greedy(live, drawn, context, how=how)
+            else:
+                live.lm.cache_kv(context)
+
+        lengths = [n for n in (3, 17, 33, 65) if n + 4 <= live.contexts.limit]
         live.check_all(
             operations_in_turn,
-            examples=15,
-            least=8,
-            length=st.sampled_from([n for n in (3, 17, 33, 65) if n + 4 <= live.contexts.limit]),
+            examples=8,
+            least=4,
+            lengths=st.sampled_from([tuple(dict.fromkeys((n, lengths[-1]))) for n in lengths]),
             variant=st.integers(0, 1),
-            operations=filled_slots(st.one_of(*map(st.just, OPERATIONS)), 8),
+            # Twice, so that each comes before each.
+            operations=st.permutations(OPERATIONS).map(lambda order: [*order, *order]),
             tail=live.contexts.tails(most=3),
         )
 
