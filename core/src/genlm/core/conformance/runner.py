@@ -17,6 +17,24 @@ Outcome = Any  # an answer, or the exception in its place
 CALLS = 1000
 
 
+class Progress:
+    """What the engine does while somebody waits.
+
+    Args:
+        calls: Counts the calls of the engine that have ended.
+    """
+
+    def __init__(self, calls: Callable[[], int]) -> None:
+        self._calls = calls
+        self._begun = self._last = calls()
+
+    def stands_still(self) -> bool:
+        """Whether the engine has made no call since this was asked last, or too many in all for
+        what it answers."""
+        last, self._last = self._last, self._calls()
+        return self._last == last or self._last - self._begun > CALLS
+
+
 class Runner:
     """Runs coroutines and calls, and says so when one hangs. An engine that is slow, on a machine
     that has other work, does not hang: it goes on from call to call.
@@ -74,14 +92,14 @@ class Runner:
 
     async def _answered(self, futures: Sequence[asyncio.Future[Any]]) -> bool:
         pending = set(futures)
-        before = self.calls()
+        progress = Progress(self.calls)
         while pending:
             done, pending = await asyncio.wait(
                 pending, timeout=self._patience, return_when=asyncio.FIRST_COMPLETED
             )
             if done:
-                before = self.calls()
-            elif self._stands_still(before):
+                progress = Progress(self.calls)
+            elif progress.stands_still():
                 return False
         return True
 
@@ -111,23 +129,19 @@ class Runner:
 
     def wait(self, future: concurrent.futures.Future[T]) -> T:
         """The result of a call in another thread; that it hangs is a violation."""
-        before = self.calls()
+        progress = Progress(self.calls)
         while True:
             try:
                 return future.result(self._patience)
             except TimeoutError:
                 if future.done():
                     raise
-                if self._stands_still(before):
+                if progress.stands_still():
                     raise self._hang("a call did not return") from None
 
     def calls(self) -> int:
         """How many calls of the engine have ended."""
         return 0
-
-    def _stands_still(self, before: int) -> bool:
-        """Whether the engine makes no calls, or too many for what it answers."""
-        return not 0 < self.calls() - before <= CALLS
 
     def _hang(self, what: str) -> Violation:
         violation = Violation(f"{what} within {self._patience:g} s: it hangs")
