@@ -58,7 +58,11 @@ def test_the_type_is_the_users(tiny: str) -> None:
         ({"max_batch_tokens": 0}, "max_batch_tokens must be an integer of at least 1; got 0"),
         ({"kv_cache_bytes": -1}, "kv_cache_bytes must be an integer of at least 0, or None; got"),
         ({"kv_cache_bytes": -(10**5000)}, "got an integer of 16610 bits"),
-        ({"dtype": "fp16"}, r"dtype must be one of auto, float32, .*; got 'fp16'"),
+        (
+            {"dtype": "fp16"},
+            r"one of auto, float32, .*; got 'fp16'; did you mean 'float16'",
+        ),
+        ({"dtype": "bf16"}, r"got 'bf16'; did you mean 'bfloat16'\?"),
         ({"hf_opts": {"dtype": "float23"}}, r"dtype must be one of .*; got 'float23'"),
         ({"device": "gpu"}, r"device must be one that PyTorch sees here: cpu.*; got 'gpu'"),
         ({"device": "cuda:99"}, r"device must be one .*; got 'cuda:99'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +146,11 @@ def _check_dtype(dtype: Any) -> None:
     given = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     floating = isinstance(given, torch.dtype) and given.is_floating_point
     if not (dtype in (None, "auto") or floating or isinstance(dtype, dict)):
+        near = difflib.get_close_matches(dtype, DTYPES, n=1, cutoff=0.5) if given is None else []
+        meant = f"; did you mean {near[0]!r}?" if near else ""
         raise InvalidOptionError(
             f"dtype must be one of {', '.join(DTYPES)}, or such a torch.dtype; "
-            f"got {safe_repr(dtype)}"
+            f"got {safe_repr(dtype)}{meant}"
         )
 
 
