@@ -148,7 +148,7 @@ def with_layer(tiny: str) -> Callable[..., HFEngine]:
         layer = model.model.layers[0].mlp.up_proj
         layer.__class__ = kind
         if hook is not None:
-            layer.register_state_dict_pre_hook(hook)
+            layer.register_load_state_dict_pre_hook(hook)
         return HFEngine(model, None)
 
     return make
