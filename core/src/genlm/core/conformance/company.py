@@ -189,8 +189,8 @@ class CompanyClauses:
         return {each.hook for each in live.gate.rounds}
 
     def _tries(self, live: Subject) -> int:
-        """Once; but two machines may race, and the one with the long draw may be the faster."""
-        return 5 if live.lm.supports("genlm_wake") else 1
+        """Once; but two machines race, and often the one with the long draw is the faster."""
+        return 20 if live.lm.supports("genlm_wake") else 1
 
     def _length(self, live: Subject, prompt: TokenIds) -> int:
         return min(LONG, live.contexts.limit - len(prompt))
