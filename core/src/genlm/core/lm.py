@@ -216,7 +216,9 @@ class AsyncLM(GenerationMixin):
         self, token_ids: Iterable[int], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
         """The row of one context."""
-        return await self._row(self._query(token_ids, lora_name))
+        query = self._query(token_ids, lora_name)
+        row = self._kept(query)
+        return await self._batcher.submit(query) if row is None else row
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Iterable[Iterable[int]], lora_name: LoraName = UNSET

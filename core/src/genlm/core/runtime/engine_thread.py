@@ -82,7 +82,7 @@ class EngineThread:
 
     def check_process(self) -> None:
         """Refuse a forked child. Comes before the lock."""
-        if self.forked:
+        if os.getpid() != self._pid:
             raise EngineDeadError(
                 "this process was forked from the one that loaded the model; load it again here"
             )
