@@ -48,6 +48,12 @@ def test_half_precision(dtype: str, pair: Make, llama_config: Make, interleave: 
     interleave(model, seed=dtype, atol=0.1)
 
 
+def test_half_precision_of_a_real_model(smollm2: str) -> None:
+    """Its logits are so large that a step of bfloat16 is an eighth of a nat."""
+    engine = HFEngine(load(smollm2, dtype="bfloat16"), None)
+    assert engine.reuse is Reuse.SHARED
+
+
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_a_wrong_way_is_rejected_where_rows_are_nearly_uniform(
     family: str, llama_config: Make, monkeypatch: pytest.MonkeyPatch

@@ -34,9 +34,10 @@ LONGEST_PROBE = 512
 #: rounding only.
 TOLERANCES = {torch.float32: 5e-4, torch.float16: 0.1, torch.bfloat16: 0.5}
 
-#: How many times the noise of two plain forwards, and which share of the spread of a row's
-#: log-probabilities, rows may be off within that.
-NOISE_MARGIN, SPREAD_SHARE = 8.0, 0.1
+#: How many times the noise of two plain forwards, which share of the spread of a row's
+#: log-probabilities, and how many steps of the model's type at the size of its logits, rows may be
+#: off within that.
+NOISE_MARGIN, SPREAD_SHARE, ROUNDING_STEPS = 8.0, 0.1, 2.0
 
 #: The same under LLM.int8(), which rounds activations too; which of them depends on the whole
 #: forward.
@@ -249,7 +250,9 @@ def _tolerance(
     most = TOLERANCES.get(model.dtype, TOLERANCES[torch.float32])
     noise = _noise(runner, contexts, expected)
     spread = float(expected.std(-1).min())
-    return min(most, max(NOISE_MARGIN * noise, SPREAD_SHARE * spread))
+    size = float((expected.amax(-1) - expected.amin(-1)).max())
+    steps = ROUNDING_STEPS * torch.finfo(model.dtype).eps * size
+    return min(most, max(NOISE_MARGIN * noise, SPREAD_SHARE * spread, steps))
 
 
 def _noise(runner: Runner, contexts: Sequence[Sequence[int]], expected: torch.Tensor) -> float:
