@@ -15,6 +15,8 @@ import pytest
 
 from genlm.core import MockAsyncLM
 from genlm.core.cli import main
+from genlm.core.cli.doctor import accelerators
+from genlm.core.cli.processor import dtypes_verdict, threads_verdict
 from genlm.core.conformance import ConformanceSuite
 from genlm.core.installation import pip_install
 
@@ -222,7 +224,7 @@ def test_doctor_says_what_there_is_and_what_would_be_used(tmp_path: Path):
     assert (shown.returncode, shown.stderr) == (0, "")
     out = shown.stdout
     assert f"({sys.executable})" in out
-    for word in ("platform", "processors", "accelerator", "mock", "threads:"):
+    for word in ("platform", "processors", "accelerator", "mock", "threads:", "dtype:"):
         assert f"\n{word} " in out
     (said,) = [line for line in out.splitlines() if line.startswith("Without --backend: ")]
     assert "hf; it has the highest" in said or "no backend can be chosen" in said
@@ -232,11 +234,16 @@ def test_doctor_says_what_there_is_and_what_would_be_used(tmp_path: Path):
 
 @pytest.mark.parametrize(("two", "warned"), [(0.0005, False), (0.0011, False), (0.02, True)])
 def test_doctor_warns_where_two_threads_are_slower_than_one(two: float, warned: bool):
-    from genlm.core.cli.doctor import verdict
-
-    said = verdict(0.001, two)
+    said = threads_verdict(0.001, two)
     assert ("WARNING" in said) == warned
     assert ("20.0 times slower" in said and "OMP_NUM_THREADS=1" in said) == warned
+
+
+@pytest.mark.parametrize(
+    ("bfloat16", "remedy"), [(0.0005, "dtype=bfloat16"), (0.0009, "right"), (0.006, "right")]
+)
+def test_doctor_names_the_option_where_bfloat16_is_faster(bfloat16: float, remedy: str):
+    assert remedy in dtypes_verdict(0.001, bfloat16)
 
 
 def test_backends_says_what_could_be_installed(tmp_path: Path):
@@ -251,10 +258,12 @@ def test_backends_says_what_could_be_installed(tmp_path: Path):
 # --- bench ----------------------------------------------------------------------------------------
 
 
-def test_bench_prints_a_table_and_a_plot():
+@pytest.mark.skipif(bool(accelerators()), reason="there is an accelerator: no processor is timed")
+def test_bench_prints_a_table_a_plot_and_what_the_processor_is_fast_at():
     shown = genlm("bench", "mock", "--backend", "mock", "--seconds", "0.4", "--particles", "1,4,16")
     assert (shown.returncode, shown.stderr) == (0, "")
-    title, figures, plot = shown.stdout.split("\n\n")
+    title, figures, plot, dtype = shown.stdout.split("\n\n")
+    assert dtype.startswith("dtype: float32 takes ")
     assert title == "tokens per second"
     header, *rows = [line.split() for line in figures.splitlines()]
     assert header == ["particles", "mock"]
@@ -272,7 +281,7 @@ def test_bench_measures_every_backend_and_says_why_one_cannot(tmp_path: Path):
     backends = ["--backend", "mock", "--backend", "dies"]
     shown = genlm("bench", "mock", *backends, "--seconds=0.2", "--particles=2", PYTHONPATH=path)
     assert shown.returncode == 0
-    *_, plot, reason = shown.stdout.strip().split("\n\n")
+    _, _, plot, reason, *_ = shown.stdout.strip().split("\n\n")
     assert plot.split()[:2] == ["2", "mock"]
     assert reason == "dies: its process ended with code 7"
 

@@ -13,7 +13,9 @@ from attrs import frozen
 
 from genlm.core.checks import number, safe_repr
 from genlm.core.cli.arguments import Commands
+from genlm.core.cli.doctor import accelerators
 from genlm.core.cli.model import add_model, loaded
+from genlm.core.cli.processor import dtypes
 from genlm.core.cli.progress import Progress
 from genlm.core.cli.tables import bar, table
 from genlm.core.errors import BackendImportError, GenlmError, InvalidOptionError, PluginError
@@ -74,6 +76,8 @@ def run_bench(options: argparse.Namespace) -> int:
         print(json.dumps([_as_dict(result) for result in results]))
     else:
         print(report(results, particles))
+        if not accelerators():
+            print(f"\n{dtypes()}")
     return 0 if any(result.rates for result in results) else 1
 
 

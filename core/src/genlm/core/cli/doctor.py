@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 from genlm.core.cli.arguments import Commands
 from genlm.core.cli.backends import backend_table
+from genlm.core.cli.processor import timings, usable_processors
 from genlm.core.cli.progress import Progress
 from genlm.core.cli.tables import table
 from genlm.core.errors import BackendImportError, BackendNotFoundError, PluginError
@@ -22,12 +20,6 @@ from genlm.core.plugins import backend_names, choose_backend, find_backend
 
 #: How long to wait for a tool of the system, seconds.
 PATIENCE = 10.0
-
-#: Two threads that take this much longer than one are worth a warning.
-SLOWER = 1.2
-
-#: How often one and two threads are compared, and how many products each time.
-ROUNDS, PRODUCTS = 9, 20
 
 
 def add_to(commands: Commands) -> None:
@@ -38,22 +30,22 @@ def add_to(commands: Commands) -> None:
 
 
 def print_findings() -> int:
-    """Print what was found. Imports no engine; PyTorch, if it is installed, to time threads."""
+    """Print what was found. Imports no engine, but PyTorch, if it is installed, for timings."""
     print(table([("Python", f"{platform.python_version()} ({sys.executable})"), *machine()]))
     print(f"\n{backend_table()}\n")
     print(f"Without --backend: {choice()}\n")
     print(table(list(caches())))
     progress = Progress()
-    progress.show("timing one and two threads ...")
-    said = threads()
+    progress.show("timing the processor ...")
+    found = timings()
     progress.clear()
-    print(f"\n{said}")
+    print(f"\n{found}")
     return 0
 
 
 def machine() -> list[tuple[str, str]]:
     """The platform, the processors that this process may use, and the accelerators."""
-    usable = _usable_processors()
+    usable = usable_processors()
     found = accelerators()
     return [
         ("platform", platform.platform()),
@@ -140,52 +132,3 @@ def _size(folder: Path) -> str:
             except OSError:  # deleted in the meantime
                 continue
     return f"{total / 1e6:,.1f} MB"
-
-
-def threads() -> str:
-    """Whether two threads are faster than one, by PyTorch's own products of matrices."""
-    setting = f"OMP_NUM_THREADS is {os.environ.get('OMP_NUM_THREADS') or 'not set'}"
-    if find_spec("torch") is None:
-        return f"threads: {setting}; PyTorch is not installed, so they were not timed"
-    if _usable_processors() < 2:
-        return f"threads: {setting}; there is one processor, so they were not timed"
-    return f"threads: {setting}; {verdict(*_seconds_of_threads())}"
-
-
-def verdict(one: float, two: float) -> str:
-    """What the times of one and two threads, in seconds, mean."""
-    said = f"one takes {one * 1e3:.2f} ms where two take {two * 1e3:.2f} ms"
-    if two < SLOWER * one:
-        return said
-    return (
-        f"{said}\n"
-        f"WARNING: two threads are {two / one:.1f} times slower than one: the processors are "
-        "shared; run with OMP_NUM_THREADS=1"
-    )
-
-
-def _seconds_of_threads() -> tuple[float, float]:
-    """Medians of products as small as those of a small model, for one thread and for two."""
-    import torch
-
-    before = torch.get_num_threads()
-    a, b = torch.ones(8, 576), torch.ones(576, 1536)
-    times: dict[int, list[float]] = {1: [], 2: []}
-    try:
-        for _ in range(ROUNDS):
-            for count, seconds in times.items():
-                torch.set_num_threads(count)
-                a @ b  # starts the threads
-                start = time.perf_counter()
-                for _ in range(PRODUCTS):
-                    a @ b
-                seconds.append((time.perf_counter() - start) / PRODUCTS)
-    finally:
-        torch.set_num_threads(before)
-    return statistics.median(times[1]), statistics.median(times[2])
-
-
-def _usable_processors() -> int:
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
