@@ -74,6 +74,35 @@ def test_an_error_while_loading_reaches_the_caller_and_leaves_no_thread():
     ]
 
 
+@pytest.mark.parametrize(
+    ("given", "searched_rarely"), [((700, 10, 10), True), ((0, 10, 10), False)]
+)
+def test_garbage_is_searched_rarely_while_a_model_loads(given, searched_rarely):
+    seen = []
+
+    def fail():
+        raise OSError("no such model")
+
+    def load():
+        seen.append(gc.get_threshold())
+        with pytest.raises(OSError, match="no such model"):
+            AsyncLM(fail, backend="inner")
+        seen.append(gc.get_threshold())
+        return MockEngine(ByteTokenizer())
+
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(*given)
+        AsyncLM(load, backend="outer").close()
+        with pytest.raises(OSError, match="no such model"):
+            AsyncLM(fail, backend="broken")
+        assert gc.get_threshold() == given
+    finally:
+        gc.set_threshold(*before)
+    assert seen[0] == seen[1]
+    assert (seen[0] > given) is searched_rarely
+
+
 @both
 def test_close_fails_what_is_pending(mock, gate, continuous):
     lm = mock(continuous=continuous)

@@ -25,6 +25,7 @@ from genlm.core.options import CoreOptions
 from genlm.core.plugins import choose_backend, find_backend, installed_wrappers
 from genlm.core.runtime import replaced
 from genlm.core.runtime.batcher import Batcher
+from genlm.core.runtime.collection import rare_collections
 from genlm.core.runtime.executor import EngineCounters, EngineExecutor, Result, describe
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.runtime.replaced import missing_attribute
@@ -155,7 +156,8 @@ class AsyncLM(GenerationMixin):
         loaded: concurrent.futures.Future[LoadedEngine] = concurrent.futures.Future()
 
         def start() -> EngineExecutor:
-            loaded.set_result(LoadedEngine(load(), backend, wrappers, timeline))
+            with rare_collections():
+                loaded.set_result(LoadedEngine(load(), backend, wrappers, timeline))
             return EngineExecutor(loaded.result(), cache, adapters, counters, timeline)
 
         self._batcher: Batcher[Request, Result] = Batcher(
