@@ -154,3 +154,11 @@ def test_compiling_with_cuda_graphs_is_refused(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(InvalidOptionError, match=f"{mode}.*give 'default' or 'max-autotune-no-"):
         AsyncTransformer.from_name(tiny, compile_opts={"mode": mode})
+
+
+def test_a_load_computes_no_more_than_five_forwards(tiny: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    forwards: list[object] = []
+    model.register_forward_pre_hook(lambda module, args: forwards.append(module))
+    AsyncTransformer(model, AutoTokenizer.from_pretrained(tiny)).close()
+    assert 0 < len(forwards) <= 5

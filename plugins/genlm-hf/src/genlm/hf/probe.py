@@ -240,23 +240,22 @@ def _tolerance(
     model: Any, runner: Runner, contexts: Sequence[Sequence[int]], expected: torch.Tensor
 ) -> float:
     """How far rows may be apart: what rounding explains, and less than what tells rows of different
-    contexts apart.
-
-    The noise of rounding is what lies between two plain forwards: each context alone, and beside
-    itself in one batch.
-    """
+    contexts apart."""
     if getattr(model, "is_loaded_in_8bit", False):
         return INT8_TOLERANCE
     most = TOLERANCES.get(model.dtype, TOLERANCES[torch.float32])
-    noise = _noise(runner, contexts, expected)
     spread = float(expected.std(-1).min())
     size = float((expected.amax(-1) - expected.amin(-1)).max())
     steps = ROUNDING_STEPS * torch.finfo(model.dtype).eps * size
-    return min(most, max(NOISE_MARGIN * noise, SPREAD_SHARE * spread, steps))
+    least = max(SPREAD_SHARE * spread, steps)
+    if least >= most:  # however small the noise is
+        return most
+    return min(most, max(NOISE_MARGIN * _noise(runner, contexts, expected), least))
 
 
 def _noise(runner: Runner, contexts: Sequence[Sequence[int]], expected: torch.Tensor) -> float:
-    """How far rows of two plain forwards of the same contexts are apart."""
+    """The noise of rounding: how far rows of two plain forwards are apart, of each context alone,
+    and beside itself in one batch."""
     twice = [runner.plain([context] * 2, [None] * 2, [1, 1])[:1] for context in contexts]
     return float((_logprobs(twice) - expected).abs().max())
 
@@ -307,21 +306,21 @@ def _row(slot: int, parent: Trunk | None = None, start: int = 0) -> Row:
 
 def _shared(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """The first context in a row, the second through two trunks to a row of its own, beside a third
-    one that leaves the first trunk earlier."""
+    one that leaves the first trunk earlier. The first trunk is copied from a row."""
     short, long = contexts
     half, first, second = len(short) // 2, len(long) // 3, len(long) - 2
     runner.pool.resize(3, len(long))
-    rows: list[Row] = [_row(0)]
+    rows: list[Row] = [_row(0), _row(1)]
     none: list[Adapter | None] = [None, None, None]
     # Only after a forward does the pool know the shape of a trunk.
-    runner.packed([Chunk(rows[0], 0, half)], short[:half], none[:1], [0])
+    chunks = [Chunk(rows[0], 0, half), Chunk(rows[1], 0, first)]
+    runner.packed(chunks, [*short[:half], *long[:first]], none[:2], [0])
     below = Trunk(TokenSequence(long[:first]).key, 0, layers=runner.pool.new_trunk(first))
+    runner.pool.from_row(1, first, below.layers)
     above = Trunk(
         TokenSequence(long[:second]).key, first, below, layers=runner.pool.new_trunk(second - first)
     )
-    rows.extend([_row(1, below, first - 1), _row(2, above, second)])
-    chunks = [Chunk(below, 0, first)]
-    runner.packed(chunks, long[:first], none[:1], [0])
+    rows[1:] = [_row(1, below, first - 1), _row(2, above, second)]
     chunks = [Chunk(rows[1], first - 1, first + 1), Chunk(above, first, second)]
     runner.packed(chunks, [*short[:2], *long[first:second]], none[:2], [0])
     chunks = [
