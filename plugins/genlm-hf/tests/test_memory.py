@@ -178,6 +178,24 @@ def test_state_that_is_no_number_is_not_kept_where_a_later_forward_fails(
     model.check((1, 2, 3, 4), (5,) * 30, (1, 2))
 
 
+def test_scores_that_fail_spoil_no_context_that_they_went_on_from(
+    llama: Any, contexts: Callable[..., list[tuple[int, ...]]]
+) -> None:
+    """They compute positions again that are known, for their rows."""
+    whole, other = contexts(2, 40)
+    llama.check(other)  # the lengths that are compared with cold rows
+    llama.check(whole[:30])
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a kernel failed")
+
+    hook = llama.engine.model.get_output_embeddings().register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        llama.engine.genlm_sequence_logprobs([Query(whole[:20])], [whole[20:]])
+    hook.remove()
+    llama.check((*whole[:30], 1))
+
+
 def test_a_pool_that_cannot_grow_is_emptied(
     llama: Any, contexts: Callable[..., list[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

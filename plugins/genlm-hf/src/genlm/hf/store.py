@@ -141,9 +141,9 @@ class KVStore:
         """Overwrite what abandoned sequences have written into rows, which may be no numbers: a
         masked column still takes part in the products."""
         for one in assignments:
-            inside = one.continued and not one.kept  # of a row that others have
-            if one.row is not None and not inside:
-                self._pool.blank(one.row.slot, max(one.start - one.row.start, 0))
+            if one.row is not None:
+                valid = one.row.stop if one.continued else one.start
+                self._pool.blank(one.row.slot, max(valid - one.row.start, 0))
 
     # --- what stays and what goes -----------------------------------------------------------------
 
