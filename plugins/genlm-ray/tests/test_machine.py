@@ -16,9 +16,10 @@ from genlm.core.mock import ByteTokenizer
 from genlm.core.types import Request, SampleRequest, ScoreRequest, query_of
 from genlm.ray.fleet import CANCELLED, Fleet
 from genlm.ray.log import Entry
+from genlm.ray.member import Call
 from genlm.ray.placing import DEATHS
-from genlm.ray.watch import PULSE, Call, Gone
-from genlm.ray.wire import Ask, Busy, Description, adapter_key
+from genlm.ray.watch import PULSE
+from genlm.ray.wire import Ask, Busy, Description, Gone, adapter_key
 
 DESCRIPTION = Description(frozenset(), ByteTokenizer(), 258, None)
 
@@ -56,7 +57,7 @@ class Asked:
     def subject(self) -> object:
         """What would be blamed for a death: a single request, or an entry."""
         if self.method == "answer":
-            return self.call.portion.jobs[0].request if self.call.portion else None
+            return self.call.jobs[0].request
         return self.call.entry
 
 

@@ -148,7 +148,7 @@ def test_a_program_that_cannot_join_ends_no_replica(
     fleet: Fleet, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that hangs, and that others use."""
-    monkeypatch.setattr("genlm.ray.sending.GRACE", 0.5)
+    monkeypatch.setattr("genlm.ray.engine.GRACE", 0.5)
     lm = fleet(replicas=1, name="hanging")
     (actor,) = lm.underlying_model
     pid = cluster.get(actor.__ray_call__.remote(lambda replica: os.getpid()))

@@ -44,7 +44,7 @@ class Cluster:
             if not ray.is_initialized():
                 if wanted == LOCAL and not may_start:
                     raise InvalidOptionError("address must be that of a running cluster; got None")
-                self._connect(wanted)
+                connect(ray, wanted)
                 Cluster._joined, Cluster._users = wanted, 0
             elif Cluster._users and address is not None and wanted != Cluster._joined:
                 raise InvalidOptionError(
@@ -53,17 +53,6 @@ class Cluster:
                 )
             self._ours = Cluster._joined is not None
             Cluster._users += self._ours
-
-    def _connect(self, address: str) -> None:
-        options: dict[str, Any] = {"log_to_driver": False}
-        require_listener(address)
-        if address == LOCAL:
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # reports nothing unless asked to
-            options["include_dashboard"] = False
-        try:
-            self.ray.init(address, logging_level="ERROR", **options)
-        except ConnectionError as error:
-            raise no_cluster(address, error) from error
 
     def leave(self) -> None:
         """End the connection with its last model. A cluster that was started here ends with it."""
@@ -77,32 +66,31 @@ class Cluster:
                 self.ray.shutdown()
 
 
-def require_listener(address: str) -> None:
-    """Ray itself waits for minutes where nothing listens.
-
-    Raises:
-        BackendUnavailableError: nothing listens at the address.
-        InvalidOptionError: the address is not host:port.
-    """
+def connect(ray: Any, address: str) -> None:
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address == LOCAL:
-        return
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # reports nothing unless asked to
+        options["include_dashboard"] = False
+    try:
+        if address != LOCAL:  # Ray itself waits for minutes where nothing listens
+            socket.create_connection(host_and_port(address), timeout=CONNECT_TIMEOUT).close()
+        ray.init(address, **options)
+    except OSError as error:
+        if address == LOCAL:
+            raise
+        raise BackendUnavailableError(
+            f"no Ray cluster answers at {address!r} ({error}); start one with `ray start --head`, "
+            "give its token in RAY_AUTH_TOKEN if it asks for one, or leave the address out"
+        ) from error
+
+
+def host_and_port(address: str) -> tuple[str, int]:
     where = urlsplit(address if "://" in address else f"//{address}")
     try:
-        host, port = where.hostname, where.port
-    except ValueError:
-        host = port = None
-    if host is None or port is None:
-        raise InvalidOptionError(
-            f"address must be host:port, or ray://host:port; got {checks.safe_repr(address)}"
-        )
-    try:
-        socket.create_connection((host, port), timeout=CONNECT_TIMEOUT).close()
-    except OSError as error:
-        raise no_cluster(address, error) from error
-
-
-def no_cluster(address: str, error: Exception) -> BackendUnavailableError:
-    return BackendUnavailableError(
-        f"no Ray cluster answers at {address!r} ({error}); start one with `ray start --head`, give "
-        "its token in RAY_AUTH_TOKEN if it asks for one, or leave the address out"
+        if where.hostname is not None and where.port is not None:
+            return where.hostname, where.port
+    except ValueError:  # a port that is no number
+        pass
+    raise InvalidOptionError(
+        f"address must be host:port, or ray://host:port; got {checks.safe_repr(address)}"
     )

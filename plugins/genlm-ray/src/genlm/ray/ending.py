@@ -32,13 +32,12 @@ def end_fleet(name: str, address: str | None = None) -> int:
     cluster = Cluster(address, may_start=False)
     ray = cluster.ray
     try:
-        named = ray.util.list_named_actors(all_namespaces=True)
-        ours = [each["name"] for each in named if each["namespace"] == NAMESPACE]
         actors = []
-        for each in ours:
-            if re.fullmatch(rf"genlm-{re.escape(name)}-\d+", each):
+        for each in ray.util.list_named_actors(all_namespaces=True):
+            ours = re.fullmatch(rf"genlm-{re.escape(name)}-\d+", each["name"])
+            if ours and each["namespace"] == NAMESPACE:
                 with contextlib.suppress(ValueError):  # it has ended since
-                    actors.append(ray.get_actor(each, namespace=NAMESPACE))
+                    actors.append(ray.get_actor(**each))
         said = [actor.end.remote() for actor in actors]
         ray.wait(said, num_returns=len(said), timeout=GOODBYE) if said else None
         for actor in actors:

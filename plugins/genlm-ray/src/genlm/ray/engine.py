@@ -1,13 +1,37 @@
-"""The engine that the core sees: its hooks are those that the replicas' engine has."""
+"""The engine that the core sees.
+
+The fleet has a thread of its own, so that replicas are watched, and start again, whether there is
+work or not. The engine thread gives it orders, and takes answers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import concurrent.futures
+import contextlib
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from genlm.core import Adapter, Answer, Query, hookimpl
+from genlm.core.engines.mailbox import Mailbox
+from genlm.core.errors import BackendUnavailableError
 from genlm.core.types import Request, SampleRequest, ScoreRequest
+from genlm.ray import watch
 from genlm.ray.cluster import Cluster
-from genlm.ray.sending import FleetThread
+from genlm.ray.fleet import Fleet
+from genlm.ray.line import Line
+from genlm.ray.log import Entry
+from genlm.ray.member import Call
+from genlm.ray.options import RayOptions
+from genlm.ray.watch import LEASE
+from genlm.ray.wire import HOOKS, Description, adapter_key, ask
+
+#: Seconds for the replicas to release their engines before they are ended.
+GRACE = 30.0
 
 
 class RayEngine:
@@ -15,22 +39,96 @@ class RayEngine:
 
     Args:
         cluster: The connection to Ray; closed with the engine.
-        fleet: The replicas, ready.
+        model: The model's name.
+        options: The user's.
+
+    Raises:
+        BackendUnavailableError: not all replicas have started in time.
+        Exception: what the inner backend raised while it loaded the model.
 
     Attributes:
         device: Where rows arrive.
-        model: The replicas' actor handles, always the present ones.
+        model: The replicas' actor handles as they are now: a replica that starts again has a new
+            one. May be read by any thread.
     """
 
     device = "cpu"
 
-    def __init__(self, cluster: Cluster, fleet: FleetThread) -> None:
+    def __init__(self, cluster: Cluster, model: str, options: RayOptions) -> None:
         self._cluster = cluster
-        self._fleet = fleet
-        self.tokenizer = fleet.description.tokenizer
-        self.vocab_size = fleet.description.vocab_size
-        self.max_context = fleet.description.max_context
-        self.model = fleet.actors
+        self._options = options
+        self._shared = options.name is not None
+        self._program = uuid.uuid4().hex
+        self._orders = Mailbox[Callable[[], None]]()  # for the fleet's thread
+        self._answers = Mailbox[list[tuple[Request, Any]]]()  # for the engine thread
+        self._flying: set[Request] = set()
+        self._failure: BaseException | None = None
+        self._ready = self._awaited = concurrent.futures.Future[Any]()
+        self._closing = False
+        self.model: list[Any] = [None] * options.replicas
+        lines = [
+            Line(index, options.actor_options(index), self.model, self._came)
+            for index in range(options.replicas)
+        ]
+        # Ray ends a program's own replicas with it; on shared ones only its session ends.
+        lease = LEASE * watch.PULSE if self._shared else None
+        loading = (lease, options.backend, model, dict(options.backend_opts))
+        patience, now = options.start_timeout, time.monotonic()
+        self._fleet = Fleet(self._program, lines, loading, patience, now, shared=self._shared)
+        self._thread = threading.Thread(target=self._run, name="genlm-ray", daemon=True)
+        self._thread.start()
+        try:
+            described = self._await_start()
+        except BaseException:
+            self.genlm_close()
+            raise
+        self.tokenizer = described.tokenizer
+        self.vocab_size = described.vocab_size
+        self.max_context = described.max_context
+        for hook in HOOKS:
+            if hook not in described.hooks:
+                setattr(self, hook, None)  # so it is none of this engine's either
+
+    def _await_start(self) -> Description:
+        patience = self._options.start_timeout
+        if concurrent.futures.wait([self._ready], patience).done:
+            described: Description = self._ready.result()
+            return described
+        ready = sum(member.ready for member in self._fleet.members)
+        raise BackendUnavailableError(
+            f"{ready} of {len(self.model)} replicas were ready after "
+            f"start_timeout={patience:g} seconds; the cluster has "
+            f"{self._cluster.ray.available_resources()} free, and each replica asks for "
+            f"{self._options.actor_options(0)}; ask for less, or wait longer"
+        )
+
+    # --- on the fleet's thread --------------------------------------------------------------------
+
+    def _run(self) -> None:
+        fleet = self._fleet
+        try:
+            while not self._closing:
+                with contextlib.suppress(queue.Empty):
+                    self._orders.get(timeout=fleet.pulse / 10)()
+                while self._orders:
+                    self._orders.get()()
+                fleet.tick(time.monotonic())
+                if fleet.answers:
+                    answers, fleet.answers = fleet.answers, []
+                    self._answers.put(answers)
+                if fleet.started and not self._ready.done():
+                    self._ready.set_result(fleet.description)
+        except BaseException as error:
+            self._failure = error
+            self._answers.put([])
+            if not self._awaited.done():
+                self._awaited.set_exception(error)
+
+    def _came(self, call: Call, future: concurrent.futures.Future[Any]) -> None:
+        line: Line = call.member.line
+        self._orders.put(lambda: self._fleet.take(call, line.outcome(call, future)))
+
+    # --- on the engine thread ---------------------------------------------------------------------
 
     @hookimpl
     def genlm_step(
@@ -40,60 +138,87 @@ class RayEngine:
         scores: Sequence[ScoreRequest],
         dropped: Sequence[Request],
     ) -> list[Answer]:
-        return self._fleet.step((*queries, *samples, *scores), dropped)
+        """Wait until something is answered, or :meth:`genlm_wake` is called."""
+        newcomers: list[Request] = [*queries, *samples, *scores]
+        self._flying.difference_update(dropped)
+        self._flying.update(newcomers)
+        self._orders.put(partial(self._fleet.step, newcomers, dropped))
+        came = [self._answers.get()] if self._flying and self._failure is None else []
+        while self._answers:
+            came.append(self._answers.get())
+        # Without what has been dropped since it was answered.
+        answers = [Answer(*each) for some in came for each in some if each[0] in self._flying]
+        self._flying.difference_update(answer.request for answer in answers)
+        if self._failure is not None and not answers:
+            raise self._failure
+        return answers
 
     @hookimpl
     def genlm_wake(self) -> None:
-        self._fleet.wake()
-
-    @hookimpl
-    def genlm_close(self) -> None:
-        try:
-            self._fleet.close()
-        finally:
-            self._cluster.leave()
-
-
-class WithPrefixes(RayEngine):
-    """For replicas that pin prompts."""
-
-    @hookimpl
-    def genlm_cache_prefix(self, query: Query) -> bool:
-        self._fleet.pin(query)
-        return True
-
-
-class WithState(RayEngine):
-    """For replicas that keep key/value state."""
-
-    @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
-        self._fleet.clear()
-
-
-class WithLora(RayEngine):
-    """For replicas that load adapters."""
+        self._answers.put([])
 
     @hookimpl
     def genlm_add_lora(self, adapter: Adapter) -> bool:
-        self._fleet.add_lora(adapter)
-        return True
+        key = adapter_key(adapter.version, self._program)
+        apply, take_back = ("add_adapter", key, adapter.path), ("remove_adapter", key)
+        return self._change(partial(self._fleet.add, Entry(apply, take_back, adapter.version)))
 
     @hookimpl
     def genlm_remove_lora(self, adapter: Adapter) -> bool:
-        self._fleet.remove_lora(adapter)
+        return self._change(partial(self._fleet.remove_adapter, adapter.version))
+
+    @hookimpl
+    def genlm_cache_prefix(self, query: Query) -> bool:
+        """Pin a prompt on every replica: each will meet contexts that begin so."""
+        asked = ask(query, self._program)
+        version = query.adapter.version if query.adapter else None
+        entry = Entry(("pin", asked), ("unpin", asked), version)
+        return self._change(partial(self._fleet.add, entry))
+
+    @hookimpl
+    def genlm_clear_kv_cache(self) -> None:
+        self._change(partial(self._fleet.clear, Entry(("clear",))))
+
+    def _change(self, order: Callable[[Callable[[Exception | None], None]], None]) -> bool:
+        """Have the fleet's thread change the state of the replicas, and wait until it has."""
+        self._awaited = ended = concurrent.futures.Future[Exception | None]()
+        self._orders.put(partial(order, ended.set_result))
+        error = self._failure or ended.result()
+        if error is not None:
+            raise error
         return True
 
+    @hookimpl
+    def genlm_close(self) -> None:
+        """End the replicas; those of a named fleet go on, unless it never was ready."""
+        self._closing = True
+        self._orders.put(lambda: None)
+        try:
+            self._thread.join(GRACE)
+            self._leave(end=not (self._shared and self._fleet.started))
+        finally:
+            self._cluster.leave()
 
-OPTIONAL: dict[str, type[RayEngine]] = {
-    "genlm_cache_prefix": WithPrefixes,
-    "genlm_clear_kv_cache": WithState,
-    "genlm_add_lora": WithLora,
-}
+    def _leave(self, end: bool) -> None:
+        ray = self._cluster.ray
+        there = [member for member in self._fleet.members if member.line.actor is not None]
+        left = {
+            member: member.line.actor.leave.remote((self._program, member.life), end)
+            for member in there
+            if member.loaded or (self._shared and end)
+        }
+        ray.wait([*left.values()], num_returns=len(left), timeout=GRACE) if left else None
+        for member in there:
+            if not self._shared or (end and member.line.may_end(left[member])):
+                ray.kill(member.line.actor)
 
 
-def engine_for(cluster: Cluster, fleet: FleetThread) -> RayEngine:
-    """The engine over a fleet that is ready."""
-    bases = tuple(base for hook, base in OPTIONAL.items() if hook in fleet.description.hooks)
-    kind: type[RayEngine] = type("RayEngine", bases or (RayEngine,), {})
-    return kind(cluster, fleet)
+def load(model: str, options: Mapping[str, Any]) -> RayEngine:
+    """Start the replicas, or join those of a named fleet, and wait until all are ready."""
+    checked = RayOptions.checked(options)
+    cluster = Cluster(checked.address)
+    try:
+        return RayEngine(cluster, model, checked)
+    except BaseException:
+        cluster.leave()
+        raise

@@ -1,27 +1,30 @@
-"""The fleet: what happens to a request, to a change of state, and to a replica that dies.
+"""The fleet: what happens to a request, to a replica, and to what every replica must have.
 
-The design, in four rooms and this one. What a replica must have is a **log**, which only entries
-that work enter (:mod:`~genlm.ray.log`). Death has one judge, the **watch**
-(:mod:`~genlm.ray.watch`). Requests wait where they can still go elsewhere, and suspects are tried
-apart: **placing** (:mod:`~genlm.ray.placing`). These know neither Ray nor the time, and nor does
-this module, so that a test can kill what it likes on a clock of its own. **Sending**
-(:mod:`~genlm.ray.sending`) calls Ray, on a thread that watches whether there is work or not.
+Each of these journeys is one method, which yields a :class:`~genlm.ray.watch.Call` and goes on with
+what comes back of it. What a replica must have is a **log**, which only entries that work enter
+(:mod:`~genlm.ray.log`). Death has one judge, the **watch** (:mod:`~genlm.ray.watch`). Requests wait
+where they can still go elsewhere, and suspects are tried apart: **placing**
+(:mod:`~genlm.ray.placing`). None of them knows Ray or the time, so a test can kill what it likes on
+a clock of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
+
+from attrs import define, field
 
 from genlm.core import EngineDeadError, EngineError
 from genlm.core.errors import BackendUnavailableError
 from genlm.core.logs import get_logger
 from genlm.core.types import Request, query_of
 from genlm.ray.log import Action, Change, Entry, Log
-from genlm.ray.placing import DEATHS, Job, Placing, Portion
-from genlm.ray.watch import HOPE, SILENT, STARTS, Call, Gone, Member, State, Watch
-from genlm.ray.wire import Busy, Description, ask
+from genlm.ray.member import Call, Job, Journey, Member, State, alive
+from genlm.ray.placing import DEATHS, Placing
+from genlm.ray.watch import HOPE, STARTS, Watch
+from genlm.ray.wire import Busy, Description, Gone, ask
 
 log = get_logger()
 
@@ -29,51 +32,37 @@ log = get_logger()
 CANCELLED = object()
 
 
+@define(eq=False)
 class Fleet:
-    """For one thread.
+    """For one thread. What comes back of a call on a line is given to :meth:`take`: a result,
+    :data:`CANCELLED`, or an exception, :class:`~genlm.ray.wire.Gone` for a replica that is lost."""
 
-    Args:
-        program: A name of this program that no other one has.
-        lines: The ways to the replicas: ``start()``, ``send(call, action)``, ``cancel(call)``. What
-            comes back is given to :meth:`take`: a result, :data:`CANCELLED`, or an exception, which
-            is :class:`~genlm.ray.watch.Gone` for a replica that is lost.
-        loading: What a replica needs to load the model.
-        patience: Seconds for which all replicas may be lost.
-        now: The time.
-        shared: Whether a replica may die by a neighbour's fault.
+    _program: str  # a name of this program that no other one has
+    _lines: Sequence[Any]  # to the replicas, as :class:`~genlm.ray.line.Line`
+    _loading: Action  # what a replica needs to load the model
+    _patience: float  # seconds for which all replicas may be lost
+    _now: float
+    _shared: bool = field(kw_only=True)  # a replica may die by a neighbour's fault
+    _log: Log = field(factory=Log, init=False)
+    _placing: Placing = field(factory=Placing, init=False)
+    _flying: dict[Request, Job] = field(factory=dict, init=False)
+    _lost: dict[int, Exception] = field(factory=dict, init=False)  # adapters, by version
+    _started: bool = field(default=False, init=False)
+    _watch: Watch = field(init=False)
+    members: list[Member] = field(init=False)
+    answers: list[tuple[Request, Any]] = field(factory=list, init=False)  # since they were taken
+    description: Description | None = field(default=None, init=False)  # of the replicas' engine
 
-    Attributes:
-        answers: Requests with their results or errors, since they were last taken away.
-        description: What the replicas say of their engine.
-        pulse: Seconds within which :meth:`tick` must be called several times.
-    """
-
-    def __init__(
-        self,
-        program: str,
-        lines: Sequence[Any],
-        loading: Action,
-        patience: float,
-        now: float,
-        *,
-        shared: bool,
-    ) -> None:
-        self._program = program
-        self._loading = loading
-        self._patience = patience
-        self._shared = shared
-        self._log = Log()
-        self._placing: Placing[Member] = Placing()
-        self._flying: dict[Request, Job] = {}
-        self._lost: dict[int, Exception] = {}  # adapters, by version
-        self._started = False
-        self.answers: list[tuple[Request, Any]] = []
-        self.description: Description | None = None
-        self.members = [Member(index, line) for index, line in enumerate(lines)]
-        self._watch = Watch(self.members, now)
-        self.pulse = self._watch.pulse
+    def __attrs_post_init__(self) -> None:
+        self.members = [Member(index, line) for index, line in enumerate(self._lines)]
+        self._watch = Watch(self.members, self._patience, self._now)
         for member in self.members:
-            self._start(member)
+            self._go(self._live(member))
+
+    @property
+    def pulse(self) -> float:
+        """Seconds within which :meth:`tick` must be called several times."""
+        return self._watch.pulse
 
     @property
     def started(self) -> bool:
@@ -81,7 +70,7 @@ class Fleet:
         self._started = self._started or all(member.ready for member in self.members)
         return self._started
 
-    # --- the journey of a request -----------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def step(self, newcomers: Iterable[Request], dropped: Iterable[Request]) -> None:
         """Take newcomers, and forget what nobody waits for."""
@@ -91,26 +80,19 @@ class Fleet:
         self._placing.add(job for job in jobs if not self._without_adapter(job))
         self._proceed()
 
-    def _send(self) -> None:
-        coming = any(self._watch.awaited(member, HOPE) for member in self.members)
-        while portion := self._placing.next(coming):
-            asked = [ask(job.request, self._program) for job in portion.jobs]
-            action = ("answer", asked, portion.on_trial)
-            self._call(portion.member, partial(self._answered, portion), action, portion=portion)
-
-    def _answered(self, portion: Portion[Member], outcome: Any) -> None:
-        """A call for requests has come back."""
+    def _ask(self, member: Member, jobs: Sequence[Job], on_trial: bool) -> Journey:
+        """The journey of requests, from where they waited to their answers."""
+        asked = [ask(job.request, self._program) for job in jobs]
+        outcome = yield Call(member, ("answer", asked, on_trial), [*jobs], on_trial)
         if isinstance(outcome, Busy):
-            return self._placing.postpone(portion)
-        self._placing.end(portion)
-        jobs = [job for job in portion.jobs if not job.done]
-        if outcome is CANCELLED:
-            self._placing.add(jobs)
-        elif isinstance(outcome, Exception) and len(portion.jobs) > 1:
-            self._placing.split(jobs)  # such as an object store without room for so many rows
+            self._placing.postpone(member, jobs)
+        elif outcome is CANCELLED:
+            self._placing.add(alive(jobs))
+        elif isinstance(outcome, Exception) and len(jobs) > 1:
+            self._placing.split(alive(jobs))  # such as an object store without room for all rows
         else:
             results = [outcome] if isinstance(outcome, Exception) else outcome
-            for job, result in zip(portion.jobs, results, strict=True):
+            for job, result in zip(jobs, results, strict=True):
                 self._answer(job, result)
 
     def _answer(self, job: Job, result: Any) -> None:
@@ -122,54 +104,21 @@ class Fleet:
     def _drop(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             job.done = True
-        if not jobs:
-            return
-        self._placing.remove_done()
-        for member in self.members:
-            for call in member.calls:
-                if call.portion and all(job.done for job in call.portion.jobs):
-                    member.line.cancel(call)
+        if jobs:
+            self._placing.remove_done()
+            for call in [call for member in self.members for call in member.asked]:
+                if not alive(call.jobs):
+                    call.member.line.cancel(call)
 
-    # --- the journey of a death -------------------------------------------------------------------
+    # --- replicas ---------------------------------------------------------------------------------
 
-    def _die(self, member: Member, gone: Gone) -> None:
-        """Find who is to blame, ask the rest elsewhere, and start the replica again."""
-        log.warning("replica.lost", replica=member.index, error=str(gone))
-        calls, member.calls = member.calls, set()
-        for job in self._placing.leave(member, gone.computing):
-            self._answer(job, died_of(job, gone))
-        entries = [call.entry for call in calls if call.entry and call.applies and gone.computing]
-        for entry in entries:
-            self._blame(member, entry, gone)
-        if not (member.ready or entries):
-            member.failures += 1
-        if gone.ended and self.started:
-            self._watch.enter(member, State.ENDED)
-        elif not member.failures:
-            self._start(member)
-        else:
-            self._watch.enter(member, State.RESTING)
-            if not (self.started or self._shared) and member.failures >= STARTS:
-                why = f"a replica ended {STARTS} times while it was loading: {gone}"
-                raise BackendUnavailableError(why)
-
-    def _blame(self, member: Member, entry: Entry, gone: Gone) -> None:
-        entry.deaths += 1
-        member.died_of = entry
-        if entry.deaths >= DEATHS:
-            why = f"{DEATHS} replicas died, one after the other, while they loaded it: {gone}"
-            self._fail(entry, EngineError(why))
-
-    # --- replicas that start ----------------------------------------------------------------------
-
-    def _start(self, member: Member) -> None:
+    def _live(self, member: Member) -> Journey:
+        """The life of a replica: it loads, and then one call of the watch is under way, always."""
         self._watch.enter(member, State.STARTING)
         member.life += 1
         member.have = {}
         member.line.start()
-        self._call(member, partial(self._loaded, member), ("open", *self._loading))
-
-    def _loaded(self, member: Member, outcome: Description | Exception) -> None:
+        outcome = yield Call(member, ("open", *self._loading))
         if isinstance(outcome, Exception):
             if not self.started:
                 raise outcome
@@ -180,16 +129,37 @@ class Fleet:
         member.refusals = 0
         self.description = outcome
         self._watch.enter(member, State.LOADED)
-        self._listen(member)
+        while not isinstance(outcome, Exception):
+            member.heard_at = self._watch.now
+            outcome = yield Call(member, ("beat", self.pulse))
+        self._die(member, Gone(str(outcome)))
 
-    def _listen(self, member: Member, outcome: object = None) -> None:
-        """Have one call of the watch under way, always."""
-        if isinstance(outcome, Exception):
-            return self._die(member, Gone(str(outcome)))
-        member.heard_at = self._watch.now
-        self._call(member, partial(self._listen, member), ("beat", self.pulse))
+    def _die(self, member: Member, gone: Gone) -> None:
+        """The journey of a death: find who is to blame, ask the rest elsewhere, start again."""
+        log.warning("replica.lost", replica=member.index, error=str(gone))
+        for job in self._placing.leave(member, gone.computing):
+            self._answer(job, died_of(job, gone))
+        calls, member.calls = member.calls, set()
+        entry = next((c.entry for c in calls if c.entry and c.entry.applied_by(c.action)), None)
+        if entry is not None and gone.computing:
+            member.died_of = entry
+            entry.deaths += 1
+            if entry.deaths >= DEATHS:
+                why = f"{DEATHS} replicas died, one after the other, while they loaded it: {gone}"
+                self._fail(entry, EngineError(why))
+        elif not member.ready:
+            member.failures += 1
+        if gone.ended and self.started:
+            self._watch.enter(member, State.ENDED)
+        elif not member.failures:
+            self._go(self._live(member))
+        elif member.failures < STARTS or self.started or self._shared:
+            self._watch.enter(member, State.RESTING)
+        else:
+            why = f"a replica ended {STARTS} times while it was loading: {gone}"
+            raise BackendUnavailableError(why)
 
-    # --- state on every replica -------------------------------------------------------------------
+    # --- what every replica must have -------------------------------------------------------------
 
     def add(self, entry: Entry, done: Callable[[Exception | None], None]) -> None:
         """Have something on every replica, or on none."""
@@ -203,7 +173,7 @@ class Fleet:
         self._lost.pop(version, None)
         self._forget(lambda entry: entry.pinned and entry.version == version)
         self._log.remove(lambda entry: entry.version == version)
-        self._log.change = Change(None, done, tried=True)
+        self._log.change = Change(None, done)
         self._proceed()
 
     def clear(self, order: Entry, done: Callable[[Exception | None], None]) -> None:
@@ -211,7 +181,7 @@ class Fleet:
         self._placing.affinity.forget()
         self._forget(lambda entry: entry.pinned)
         self._log.entries[order] = None
-        self._log.change = Change(order, done, tried=True)
+        self._log.change = Change(order, done)
         self._proceed()
 
     def _forget(self, which: Callable[[Entry], bool]) -> None:
@@ -220,33 +190,26 @@ class Fleet:
             for member in self.members:
                 member.have.pop(entry, None)
 
-    def _reconcile(self, member: Member) -> None:
+    def _reconcile(self, member: Member) -> Journey:
         """Bring a replica that is loaded to what the log says, one entry at a time."""
-        if member in self._placing.busy or any(call.entry for call in member.calls):
-            return
-        step = self._log.next_for(member, member.have)
-        if step is not None:
+        while step := self._log.next_for(member, member.have):
             entry, action = step
-            then = partial(self._reconciled, member, entry, action is entry.apply)
-            applies = action is entry.apply and entry.take_back is not None
-            self._call(member, then, action, entry=entry, applies=applies)
-        elif not member.ready:
+            outcome = yield Call(member, action, entry=entry)
+            if isinstance(outcome, Busy):
+                self._placing.busy.add(member)
+                return
+            if action is not entry.apply:
+                member.have.pop(entry, None)
+            elif isinstance(outcome, Exception):
+                self._fail(entry, outcome)
+            else:
+                member.have[entry] = None
+                self._log.worked(entry)
+        if not member.ready:
             self._watch.enter(member, State.READY)
             member.failures, member.died_of = 0, None
             log.info("replica.ready", replica=member.index)
             self._placing.join(member)
-
-    def _reconciled(self, member: Member, entry: Entry, applied: bool, outcome: object) -> None:
-        error = outcome if isinstance(outcome, Exception) else None
-        if isinstance(error, Busy):
-            self._placing.busy.add(member)
-        elif not applied:
-            member.have.pop(entry, None)
-        elif error is None:
-            member.have[entry] = None
-            self._log.worked(entry)
-        else:
-            self._fail(entry, error)
 
     def _fail(self, entry: Entry, error: Exception) -> None:
         """An entry is taken back everywhere: its caller gets the error, or those who use it."""
@@ -269,29 +232,25 @@ class Fleet:
         self._answer(job, EngineError(f"{why}: {error}; add it again"))
         return True
 
-    def _try_change(self) -> None:
-        """Find a replica for an entry on trial. If it dies of it, no other one is to: it tries
-        again."""
+    def _advance_change(self) -> None:
+        """Find a replica for an entry on trial, or end the change when all have it. A replica that
+        dies of an entry tries it again: no other one is to die of it."""
         change = self._log.change
-        if change is None or change.tried:
+        if change is None:
             return
-        member = change.member
-        if not (member and (member.ready or self._watch.awaited(member, self._patience))):
-            change.member = next((member for member in self.members if member.ready), None)
-
-    def _end_change(self) -> None:
-        """End the change under way when all replicas have it."""
-        change = self._log.change
-        if change is None or not change.tried or any(map(self._delays, self.members)):
-            return
-        if change.entry and change.entry.take_back is None:
-            self._forget(lambda entry: entry is change.entry)
-        self._log.change = None
-        change.done(change.error)
+        if self._log.on_trial():
+            at = change.member
+            if not (at and (at.ready or self._watch.awaited(at, self._patience))):
+                change.member = next((member for member in self.members if member.ready), None)
+        elif not any(map(self._delays, self.members)):
+            self._log.change = None
+            if change.entry and change.entry.take_back is None:
+                self._forget(lambda entry: entry is change.entry)
+            change.done(change.error)
 
     def _delays(self, member: Member) -> bool:
-        """Whether the change under way waits for this replica: it is not so far, or it has died of
-        it and is to try again."""
+        """Whether the change waits for this replica: it lacks it, or it died of it and tries
+        again."""
         if member.ready:
             return self._log.next_for(member, member.have) is not None
         died = member.died_of in self._log.entries
@@ -305,9 +264,9 @@ class Fleet:
             return  # of a life that is over
         if isinstance(outcome, Gone):
             self._die(call.member, outcome)
-        else:
+        elif call.journey is not None:
             call.member.calls.remove(call)
-            call.then(outcome)
+            self._go(call.journey, outcome)
         self._proceed()
 
     def tick(self, now: float) -> None:
@@ -316,30 +275,38 @@ class Fleet:
         Raises:
             EngineDeadError: no replica will answer any more.
         """
-        for member in self._watch.look(now, self._patience):
-            patience = SILENT * self.pulse if member.loaded else self._patience
-            self._die(member, Gone(f"no answer in {patience:g} seconds"))
-        for member in self._watch.rested():
-            self._start(member)
+        for member in self._watch.look(now):
+            if member.state is State.RESTING:
+                self._go(self._live(member))
+            else:
+                silence = self._watch.now - member.heard_at
+                self._die(member, Gone(f"no answer in {silence:.0f} seconds"))
         self._placing.busy.clear()
-        why = self._watch.hopeless(self._patience)
+        why = self._watch.hopeless()
         if why and self.started:
             raise EngineDeadError(f"{why}; load the model again")
         self._proceed()
 
     def _proceed(self) -> None:
-        self._try_change()
+        """Begin all that can begin."""
+        self._advance_change()
         for member in self.members:
-            if member.loaded:
-                self._reconcile(member)
-        self._end_change()
-        self._send()
+            idle = member.loaded and not any(call.entry for call in member.calls)
+            if idle and member not in self._placing.busy:
+                self._go(self._reconcile(member))
+        coming = any(self._watch.awaited(member, HOPE) for member in self.members)
+        while portion := self._placing.next(coming):
+            self._go(self._ask(*portion))
 
-    def _call(self, member: Member, then: Callable[[Any], None], action: Action, **of: Any) -> None:
-        call = Call(member, then, **of)
-        member.calls.add(call)
-        method, *arguments = action
-        member.line.send(call, method, (self._program, member.life), *arguments)
+    def _go(self, journey: Journey, outcome: Any = None) -> None:
+        """Begin a journey, or go on with it, until its next call."""
+        with contextlib.suppress(StopIteration):
+            call = journey.send(outcome)
+            call.journey = journey
+            call.member.calls.add(call)
+            method, *arguments = call.action
+            token = (self._program, call.member.life)
+            call.member.line.send(call, method, token, *arguments)
 
 
 def died_of(job: Job, gone: Gone) -> EngineError:

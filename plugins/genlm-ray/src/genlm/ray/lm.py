@@ -24,11 +24,8 @@ class AsyncRayLM(AsyncLM):
 
         Args:
             model_id: A folder or a hub name, as the inner backend takes it on its node.
-            backend: The inner backend.
-            replicas: How many.
-            backend_opts: The inner backend's options.
-            **options: ``resources``, ``address``, ``name``, ``start_timeout``
-                (:class:`genlm.ray.options.RayOptions`), and those of every backend.
+            backend, replicas, backend_opts, **options: Those of
+                :class:`~genlm.ray.options.RayOptions`, and those of every backend.
 
         Raises:
             BackendUnavailableError: Ray is not installed, or the replicas did not start in time.

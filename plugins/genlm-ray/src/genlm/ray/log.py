@@ -30,24 +30,19 @@ class Entry:
         """Whether a clearing drops it."""
         return bool(self.apply[0] == "pin")
 
+    def applied_by(self, action: Action) -> bool:
+        """Whether the action adds something, of which a replica may die."""
+        return action is self.apply and self.take_back is not None
+
 
 @define(eq=False)
 class Change:
-    """A change of the log under way. There is at most one: its caller waits.
+    """A change of the log under way. There is at most one: its caller waits."""
 
-    Attributes:
-        entry: What is added; ``None`` where something is removed.
-        done: Called with the error, or with ``None``.
-        tried: Whether it is decided: it is in the log, or it has failed.
-        member: Where it is tried.
-        error: Why it failed.
-    """
-
-    entry: Entry | None
+    entry: Entry | None  # what is added; None where something is removed
     done: Callable[[Exception | None], None]
-    tried: bool = False
-    member: Any = None
-    error: Exception | None = None
+    member: Any = None  # where it is tried
+    error: Exception | None = None  # why it failed
 
 
 @define(eq=False)
@@ -57,33 +52,37 @@ class Log:
     entries: dict[Entry, None] = field(factory=dict)
     change: Change | None = None
 
+    def on_trial(self) -> Entry | None:
+        """What is being added, and has not worked on any replica so far."""
+        change = self.change
+        tried = change is None or change.error or change.entry in self.entries
+        return None if change is None or tried else change.entry
+
     def next_for(self, member: Any, have: dict[Entry, None]) -> tuple[Entry, Action] | None:
         """What a replica must do next to have what it must have; ``None`` if it has it."""
         for entry in have:
             if entry not in self.entries and entry.take_back:
                 return entry, entry.take_back
-        for entry in self.entries:
+        trial = self.on_trial()
+        mine = [trial] if trial and self.change and self.change.member is member else []
+        for entry in (*self.entries, *mine):
             if entry not in have:
                 return entry, entry.apply
-        change = self.change
-        if change and change.entry and not change.tried and change.member is member:
-            return change.entry, change.entry.apply
         return None
 
     def worked(self, entry: Entry) -> None:
         """A replica has applied an entry."""
         entry.deaths = 0
-        if self.change and self.change.entry is entry and not self.change.tried:
-            self.change.tried = True
+        if entry is self.on_trial():
             self.entries[entry] = None
 
     def failed(self, entry: Entry, error: Exception) -> bool:
         """An entry leaves the log, or never enters it. Whether its caller still waits for it."""
         self.entries.pop(entry, None)
-        if self.change and self.change.entry is entry:
-            self.change.tried, self.change.error = True, self.change.error or error
-            return True
-        return False
+        if self.change is None or self.change.entry is not entry:
+            return False
+        self.change.error = self.change.error or error
+        return True
 
     def remove(self, which: Callable[[Entry], bool]) -> list[Entry]:
         """Remove entries; returns them."""

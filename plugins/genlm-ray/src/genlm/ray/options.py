@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from attrs import field, fields, frozen
@@ -10,6 +10,7 @@ from attrs import field, fields, frozen
 from genlm.core import checks
 from genlm.core.errors import InvalidOptionError
 from genlm.core.options import refuse_unknown
+from genlm.core.plugins import find_backend
 
 #: Where named replicas have their names.
 NAMESPACE = "genlm"
@@ -21,8 +22,9 @@ RESOURCES = ("num_cpus", "num_gpus", "placement")
 STRATEGIES = {"spread": "SPREAD", "pack": "DEFAULT"}
 
 
-def or_empty(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    return {} if given is None else given
+def require(name: str, given: object, what: str, accepts: Callable[[Any], object]) -> None:
+    if not accepts(given):
+        raise InvalidOptionError(f"{name} must be {what}; got {checks.safe_repr(given)}")
 
 
 @frozen(kw_only=True)
@@ -45,31 +47,38 @@ class RayOptions:
 
     backend: str = "hf"
     replicas: int = 2
-    backend_opts: Mapping[str, Any] = field(default=None, converter=or_empty)
-    resources: Mapping[str, Any] = field(default=None, converter=or_empty)
+    backend_opts: Mapping[str, Any] = field(factory=dict)
+    resources: Mapping[str, Any] = field(factory=dict)
     address: str | None = None
     name: str | None = None
     start_timeout: float = 600.0
 
     @classmethod
     def checked(cls, options: Mapping[str, Any]) -> RayOptions:
-        """The options as the user gave them.
+        """The options as the user gave them; ``None`` is the default.
 
         Raises:
+            BackendNotFoundError: the inner backend is not installed here.
             InvalidOptionError: one is unknown or out of range.
         """
         refuse_unknown("ray", options, [attribute.name for attribute in fields(cls)])
-        own = cls(**options)
+        own = cls(**{name: given for name, given in options.items() if given is not None})
         checks.integer("replicas", own.replicas, least=1)
+        checks.number("start_timeout", own.start_timeout, "of seconds above 0", lambda n: n > 0)
         for name in ("backend_opts", "resources"):
-            if not isinstance(getattr(own, name), Mapping):
-                raise InvalidOptionError(
-                    f"{name} must be a dict; got {checks.safe_repr(getattr(own, name))}"
-                )
+            require(name, getattr(own, name), "a dict", lambda given: isinstance(given, Mapping))
+        for name in ("backend", "address", "name"):
+            if (given := getattr(own, name)) is not None:
+                require(name, given, "a string, not empty", lambda x: isinstance(x, str) and x)
         own._check_resources()
-        own._check_texts()
+        if own.address == "auto":
+            raise InvalidOptionError(
+                "address='auto' joins whatever cluster it finds, perhaps a stranger's; give "
+                "host:port, or leave it out for a cluster of this program's own"
+            )
         if own.backend == "ray":
             raise InvalidOptionError("backend='ray' cannot be inside 'ray'; name the engine's own")
+        find_backend(own.backend)  # a misspelt name is refused now, not by a replica later
         return own
 
     def _check_resources(self) -> None:
@@ -81,26 +90,12 @@ class RayOptions:
         for name in ("num_cpus", "num_gpus"):
             amount = self.resources.get(name, 0)
             checks.number(f"resources[{name!r}]", amount, "of at least 0", lambda n: n >= 0)
-        placement = self.resources.get("placement", "spread")
-        if not isinstance(placement, str) or placement not in STRATEGIES:
-            raise InvalidOptionError(
-                f"resources['placement'] must be one of {', '.join(STRATEGIES)}; "
-                f"got {checks.safe_repr(placement)}"
-            )
-
-    def _check_texts(self) -> None:
-        for name in ("backend", "address", "name"):
-            value = getattr(self, name)
-            if not (isinstance(value, str) and value) and (value is not None or name == "backend"):
-                raise InvalidOptionError(
-                    f"{name} must be a string, not empty; got {checks.safe_repr(value)}"
-                )
-        if self.address == "auto":
-            raise InvalidOptionError(
-                "address='auto' joins whatever cluster it finds, perhaps a stranger's; give "
-                "host:port, or leave it out for a cluster of this program's own"
-            )
-        checks.number("start_timeout", self.start_timeout, "of seconds above 0", lambda n: n > 0)
+        require(
+            "resources['placement']",
+            self.resources.get("placement", "spread"),
+            f"one of {', '.join(STRATEGIES)}",
+            lambda given: given in list(STRATEGIES),
+        )
 
     def actor_options(self, index: int) -> dict[str, Any]:
         """What Ray is asked for, for one replica."""

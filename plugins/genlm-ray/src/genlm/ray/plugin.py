@@ -23,6 +23,6 @@ def genlm_backend_info() -> BackendInfo:
 @hookimpl
 def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
     """Load replicas; the options are those of :class:`genlm.ray.options.RayOptions`."""
-    from genlm.ray.loading import load
+    from genlm.ray.engine import load
 
     return load(model, options)

@@ -18,34 +18,29 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
-import numpy as np
-import torch
-from attrs import define, field
+from attrs import asdict, define, field
 
 import ray
 from genlm.core import AsyncLM, EngineDeadError, load_model_by_name
 from genlm.core.errors import InvalidOptionError, ModelClosedError
 from genlm.ray.wire import (
-    AdapterKey,
+    HOOKS,
     Ask,
     Busy,
     Description,
-    FleetEnded,
-    SessionLost,
+    Gone,
+    Sent,
     Token,
-    arguments_of,
     portable,
+    sent,
     unpacked,
 )
 
-#: The hooks whose presence the program needs to know.
-HOOKS = ("genlm_cache_prefix", "genlm_clear_kv_cache", "genlm_add_lora")
+Method = Callable[..., Coroutine[Any, Any, Any]]
 
 #: The group of the calls that no amount of work can block: they have a thread of their own.
 WATCH = "watch"
-
-#: Rows by place, where they are, as one array that owns its memory; and all other results.
-Results = tuple[np.ndarray[Any, Any] | None, dict[int, Any]]
+in_watch: Callable[[Method], Method] = ray.method(concurrency_group=WATCH)
 
 #: Seconds for which suspects of one program keep those of another waiting at most.
 TURN = 10.0
@@ -59,23 +54,12 @@ class Session:
     """What one program has here."""
 
     life: int
-    lease: float | None  # seconds for which it may not be heard of
     heard_at: float = field(factory=time.monotonic)
     over: bool = False
-    asking: set[asyncio.Task[Any]] = field(factory=set)
+    tasks: set[Any] = field(factory=set)  # that end with it
     changing: asyncio.Lock = field(factory=asyncio.Lock)
-    adapters: set[AdapterKey] = field(factory=set)
+    adapters: set[str] = field(factory=set)
     pinned: dict[Ask, None] = field(factory=dict)
-    expiry: asyncio.TimerHandle | None = None
-
-
-Method = Callable[..., Coroutine[Any, Any, Any]]
-
-
-def in_watch(method: Method) -> Method:
-    """A method of the group ``WATCH``."""
-    marked: Method = ray.method(concurrency_group=WATCH)(method)
-    return marked
 
 
 def in_session(method: Method) -> Method:
@@ -88,7 +72,7 @@ def in_session(method: Method) -> Method:
             return await method(self, session, *args)
         except asyncio.CancelledError:
             if session.over:
-                raise SessionLost("it had not been heard of") from None
+                raise Gone("it had not been heard of", computing=False) from None
             raise
         except (EngineDeadError, ModelClosedError) as error:
             self.die(error)
@@ -108,27 +92,25 @@ class Replica:
     """Loads in a method, not in the constructor, so that the inner backend's error reaches the
     user as it is."""
 
+    lm: AsyncLM  # once it is loaded
+
     def __init__(self) -> None:
-        self._lm: AsyncLM | None = None
         self._loading = asyncio.Lock()
-        self._asked: tuple[Any, ...] = ()
+        self._serves: tuple[Any, ...] = ()  # backend, model and options
         self._sessions: dict[str, Session] = {}
         self._trying: list[tuple[Session, float]] = []  # suspects: whose, and since when
         self._over: Exception | None = None  # why it takes no more calls
         self._ending = asyncio.Event()
-        self._finishing: asyncio.Task[None] | None = None  # the loop itself keeps no task alive
 
     # --- programs that come and go ----------------------------------------------------------------
 
-    async def open(
-        self,
-        token: Token,
-        lease: float | None,
-        backend: str,
-        model: str,
-        options: Mapping[str, Any],
-    ) -> Description:
+    async def open(self, token: Token, lease: float | None, *model: Any) -> Description:
         """Begin a session, without adapters and pinned prompts; load the model if it is not there.
+
+        Args:
+            token: The session.
+            lease: Seconds for which it may not be heard of; ``None`` is no limit.
+            *model: The backend, the model's name and the options.
 
         Raises:
             InvalidOptionError: this replica serves another model (of a fleet of the same name).
@@ -138,42 +120,38 @@ class Replica:
         await self._finish(program)
         if self._over is not None:
             raise self._over
-        session = self._sessions[program] = Session(life, lease)
+        session = self._sessions[program] = Session(life)
         try:
             async with self._loading:  # several programs may come at once
-                await self._load(backend, model, dict(options))
+                await self._load(*model)
         except Exception as error:
             self._sessions.pop(program, None)
             raise portable(error) from None
         session.heard_at = time.monotonic()
         if lease is not None:
-            self._expire(program, session)
+            session.tasks.add(asyncio.create_task(self._expire(program, session, lease)))
         # Rows have the tokenizer's width here; ids beyond it mean nothing to anybody.
         vocab_size = min(self.lm.context([0]).vocab_size, len(self.lm.byte_vocab))
         hooks = frozenset(hook for hook in HOOKS if self.lm.supports(hook))
         return Description(hooks, self.lm.tokenizer, vocab_size, self.lm.max_context)
 
-    async def _load(self, backend: str, model: str, options: dict[str, Any]) -> None:
-        asked = (backend, model, options)
-        if self._lm is None:
+    async def _load(self, backend: str, model: str, options: Mapping[str, Any]) -> None:
+        if not self._serves:
             ours = {"cache_size": 0, **options}  # rows are cached where they are asked, once
-            self._lm = await asyncio.to_thread(load_model_by_name, model, backend, ours)
-            self._asked = asked
-        elif asked != self._asked:
+            self.lm = await asyncio.to_thread(load_model_by_name, model, backend, ours)
+            self._serves = (backend, model, options)
+        elif (backend, model, options) != self._serves:
+            there, served, with_these = self._serves
             raise InvalidOptionError(
-                f"the fleet serves {self._asked[1]!r} on {self._asked[0]!r} with "
-                f"{self._asked[2]}, not {model!r} on {backend!r} with {options}; "
-                "give it another name, or the same model and options"
+                f"the fleet serves {served!r} on {there!r} with {with_these}, not {model!r} on "
+                f"{backend!r} with {options}; give it another name, or the same model and options"
             )
 
-    def _expire(self, program: str, session: Session) -> None:
-        """End a session that has not been heard of; else look again when that may be."""
-        left = session.heard_at + (session.lease or 0.0) - time.monotonic()
-        if left > 0:
-            loop = asyncio.get_running_loop()
-            session.expiry = loop.call_later(left, self._expire, program, session)
-        elif self._sessions.get(program) is session:
-            self._finishing = asyncio.create_task(self._finish(program))
+    async def _expire(self, program: str, session: Session, lease: float) -> None:
+        """End a session that has not been heard of."""
+        while (left := session.heard_at + lease - time.monotonic()) > 0:  # noqa: ASYNC110
+            await asyncio.sleep(left)
+        await self._finish(program)
 
     async def _finish(self, program: str) -> None:
         """End a session, with all that it holds."""
@@ -181,9 +159,8 @@ class Replica:
         if session is None:
             return
         session.over = True
-        for each in (*session.asking, session.expiry):
-            if each is not None:
-                each.cancel()
+        for task in session.tasks - {asyncio.current_task()}:
+            task.cancel()
         async with session.changing:  # what is being added is here when that has ended
             for key in session.adapters:
                 with contextlib.suppress(Exception):
@@ -201,20 +178,15 @@ class Replica:
         await self._finish(token[0])
         if not end or self._sessions:
             return False
-        self._over = self._over or SessionLost("the replica is being ended")
-        if self._lm is not None:
-            await asyncio.to_thread(self._lm.close)
+        self._over = self._over or Gone("the replica is being ended", computing=False)
+        if self._serves:
+            await asyncio.to_thread(self.lm.close)
         exit_soon()
         return True
 
     @in_watch
     async def beat(self, token: Token, seconds: float) -> None:
-        """Come back after some time, also while the engine is at work.
-
-        Raises:
-            SessionLost: the program has no session here.
-            FleetEnded: the fleet has been ended.
-        """
+        """Come back after some time, also while the engine is at work."""
         self.session(token).heard_at = time.monotonic()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ending.wait(), seconds)
@@ -223,7 +195,7 @@ class Replica:
     @in_watch
     async def end(self) -> None:
         """Say to all programs that the fleet has been ended, and end."""
-        self._over = FleetEnded("the fleet has been ended")
+        self._over = Gone("the fleet has been ended", computing=False, ended=True)
         self._ending.set()
         exit_soon()
         await asyncio.sleep(FAREWELL)
@@ -238,53 +210,37 @@ class Replica:
         """The session of a call.
 
         Raises:
-            SessionLost, FleetEnded: there is none any more.
+            Exception: why there is none any more.
         """
         if self._over is not None:
             raise self._over
         session = self._sessions.get(token[0])
         if session is None or session.life != token[1]:
-            raise SessionLost("the replica does not know the program")
+            raise Gone("the replica does not know the program", computing=False)
         return session
-
-    @property
-    def lm(self) -> AsyncLM:
-        if self._lm is None:
-            raise SessionLost("the model is not loaded")
-        return self._lm
 
     # --- requests ---------------------------------------------------------------------------------
 
     @in_session
-    async def answer(self, session: Session, asked: Sequence[Ask], on_trial: bool) -> Results:
-        """Rows, draws and scores, in the order asked."""
+    async def answer(self, session: Session, asked: Sequence[Ask], on_trial: bool) -> Sent:
         task = asyncio.current_task()
-        assert task is not None
-        session.asking.add(task)
+        session.tasks.add(task)
         try:
             with self._trial(session) if on_trial else contextlib.nullcontext():
                 found = await asyncio.gather(*map(self._answer, asked), return_exceptions=True)
         finally:
-            session.asking.discard(task)
+            session.tasks.discard(task)
         for each in found:
             if isinstance(each, (EngineDeadError, ModelClosedError)):
                 raise each
-        is_row = [ask.params is None and ask.continuation is None for ask in asked]
-        rows: list[Any] = []
-        others: dict[int, Any] = {}
-        for place, each in enumerate(found):
-            if isinstance(each, BaseException):
-                others[place] = portable(each)
-            elif is_row[place]:
-                rows.append(each.cpu().numpy())
-            else:
-                others[place] = each.cpu().numpy() if isinstance(each, torch.Tensor) else each
-        return (np.stack(rows) if rows else None), others
+        return sent(found)
 
     async def _answer(self, asked: Ask) -> Any:
         ids, lora = unpacked(asked.ids), asked.adapter
         if asked.params is not None:
-            return await self.lm.sample(ids, lora_name=lora, **arguments_of(asked.params))
+            params = asdict(asked.params)
+            stop = sorted(params.pop("stop_token_ids"))
+            return await self.lm.sample(ids, eos_token_ids=stop, lora_name=lora, **params)
         if asked.continuation is not None:
             continuation = unpacked(asked.continuation)
             return await self.lm.sequence_logprobs(ids, continuation, lora_name=lora)
@@ -312,14 +268,14 @@ class Replica:
     # --- state: called while nothing of this program is in flight ---------------------------------
 
     @in_session
-    async def add_adapter(self, session: Session, key: AdapterKey, path: str) -> None:
+    async def add_adapter(self, session: Session, key: str, path: str) -> None:
         async with session.changing:
             with self._trial(session):
                 await asyncio.to_thread(self.lm.add_new_lora, path, key)
             session.adapters.add(key)
 
     @in_session
-    async def remove_adapter(self, session: Session, key: AdapterKey) -> None:
+    async def remove_adapter(self, session: Session, key: str) -> None:
         """Drop an adapter, and the prompts that are pinned with it."""
         async with session.changing:
             session.adapters.discard(key)

@@ -1,4 +1,4 @@
-"""What travels between the program and a replica: ids as bytes, adapters by key, rows as one array.
+"""What travels between the program and a replica: requests, results and errors.
 
 A ``Query`` would bring along its ``Context``, whose hashes mean nothing in another process.
 """
@@ -10,49 +10,45 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from attrs import asdict, frozen
+import numpy as np
+import torch
+from attrs import frozen
 
-from genlm.core import EngineError, Query, SamplingParams
+from genlm.core import EngineError, SamplingParams
 from genlm.core.types import Request, SampleRequest, ScoreRequest, query_of
 
-#: The name of an adapter on the replicas: a fleet may serve several programs, which all count
-#: their adapters from 1.
-AdapterKey = str
+#: The optional hooks, which the fleet has if the replicas' engine has them.
+HOOKS = ("genlm_cache_prefix", "genlm_clear_kv_cache", "genlm_add_lora", "genlm_remove_lora")
+
+#: The results of a call on their way.
+Sent = tuple[np.ndarray[Any, Any] | None, list[Any]]
 
 #: A program on a replica, from one opening to the next: the program, and which opening it is.
 Token = tuple[str, int]
 
 
-class SessionLost(Exception):
-    """The replica does not know the session: it has started again, it is about to end, or it has
-    not heard from the program for too long. It computes nothing for it."""
+class Gone(Exception):
+    """A replica is lost to the program. It computes nothing for it any more."""
+
+    def __init__(self, why: str, computing: bool = True, ended: bool = False) -> None:
+        super().__init__(why)
+        self.computing = computing  # it may have died of what it was computing
+        self.ended = ended  # somebody ended the fleet on purpose
 
 
 class Busy(Exception):
     """Another program tries suspects on the replica: ask again later."""
 
 
-class FleetEnded(Exception):
-    """Somebody has ended the fleet on purpose."""
-
-
 @frozen
 class Ask:
-    """One request; a row, if it has neither ``params`` nor a ``continuation``.
+    """One request; a row, if it has neither ``params`` nor a ``continuation``."""
 
-    Attributes:
-        ids: The token ids, as the bytes of an array of 64-bit integers.
-        adapter: The adapter's key; ``None`` is the base model.
-        cold: Past every cache.
-        params: How to draw.
-        continuation: What to score, as bytes like ``ids``.
-    """
-
-    ids: bytes
-    adapter: AdapterKey | None
-    cold: bool = False
-    params: SamplingParams | None = None
-    continuation: bytes | None = None
+    ids: bytes  # of an array of 64-bit integers
+    adapter: str | None  # its key
+    cold: bool = False  # past every cache
+    params: SamplingParams | None = None  # how to draw
+    continuation: bytes | None = None  # what to score, like ``ids``
 
 
 @frozen
@@ -70,28 +66,47 @@ def packed(token_ids: Sequence[int]) -> bytes:
 
 
 def unpacked(ids: bytes) -> list[int]:
-    numbers = array("q")
-    numbers.frombytes(ids)
-    return numbers.tolist()
+    return array("q", ids).tolist()
 
 
 def ask(request: Request, program: str) -> Ask:
     """A request as it travels."""
-    query: Query = query_of(request)
+    query = query_of(request)
     key = None if query.adapter is None else adapter_key(query.adapter.version, program)
     params = request.params if isinstance(request, SampleRequest) else None
     scored = packed(request.continuation) if isinstance(request, ScoreRequest) else None
     return Ask(packed(query.token_ids), key, query.cold, params, scored)
 
 
-def adapter_key(version: int, program: str) -> AdapterKey:
+def adapter_key(version: int, program: str) -> str:
+    """The name of an adapter on the replicas, where several programs count theirs from 1."""
     return f"{program}:{version}"
 
 
-def arguments_of(params: SamplingParams) -> dict[str, Any]:
-    """The arguments of ``AsyncLM.sample`` that mean the same."""
-    arguments = asdict(params)
-    return {"eos_token_ids": sorted(arguments.pop("stop_token_ids")), **arguments}
+def sent(results: Sequence[Any]) -> Sent:
+    """Rows, scores, drawn ids and errors as they travel: tensors one behind the other, so that Ray
+    has one thing to carry, and in their places how long they are."""
+    tensors = [each for each in results if isinstance(each, torch.Tensor)]
+    joined = torch.cat(tensors).cpu().numpy() if tensors else None
+    return joined, [
+        portable(each)
+        if isinstance(each, BaseException)
+        else len(each)
+        if isinstance(each, torch.Tensor)
+        else each
+        for each in results
+    ]
+
+
+def received(arrived: Sent) -> list[Any]:
+    """What :func:`sent` was given."""
+    joined, each = arrived
+    if joined is None:
+        return each
+    lengths = [length for length in each if isinstance(length, int)]
+    # Copied, because the array lies in memory that other processes read: once, for all.
+    tensors = iter(torch.from_numpy(np.array(joined)).split_with_sizes(lengths))
+    return [next(tensors) if isinstance(one, int) else one for one in each]
 
 
 def portable(error: BaseException) -> Exception:

@@ -1,0 +1,101 @@
+"""The way to one replica: its actor, which Ray starts, names and places."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from attrs import define
+
+import ray
+from genlm.core import EngineDeadError, EngineError
+from genlm.core.errors import ModelClosedError
+from genlm.ray.fleet import CANCELLED
+from genlm.ray.member import Call
+from genlm.ray.options import NAMESPACE
+from genlm.ray.replica import WATCH, Replica
+from genlm.ray.wire import Gone, received
+
+#: How many calls a replica takes at a time. The programs ask for far fewer.
+CONCURRENCY = 10_000
+
+
+@define(eq=False)
+class Line:
+    """Starts a replica and calls it.
+
+    Ray could start it again itself (``max_restarts``). It would say one or two seconds later that
+    it has died, and the program must give it its state in any case.
+    """
+
+    index: int
+    options: dict[str, Any]  # what Ray is asked for
+    actors: list[Any]  # the handles of all replicas as they are now
+    came: Callable[[Call, concurrent.futures.Future[Any]], None]  # called on any thread
+    made: bool = False  # the actor, by this program, and not joined
+    failure: Exception | None = None  # why there is none
+
+    @property
+    def actor(self) -> Any:
+        return self.actors[self.index]
+
+    def start(self) -> None:
+        """Start an actor in place of the one before; of a shared fleet, join the one that is
+        there. A program ends its own replicas only."""
+        self.failure = None
+        try:
+            name = self.options.get("name", "")  # of a shared fleet
+            if self.actor is not None and not name:
+                ray.kill(self.actor)
+            self.made = True
+            with contextlib.suppress(ValueError):
+                self.made = not ray.get_actor(name, namespace=NAMESPACE)
+            kind: Any = ray.remote(concurrency_groups={WATCH: CONCURRENCY})(Replica)
+            actor = kind.options(max_concurrency=CONCURRENCY, **self.options)
+            self.actors[self.index] = actor.remote()
+        except Exception as error:
+            self.failure = error
+
+    def send(self, call: Call, method: str, *arguments: Any) -> None:
+        try:
+            if self.failure is not None:
+                raise self.failure
+            call.reference = getattr(self.actor, method).remote(*arguments)
+            future = call.reference.future()
+        except Exception as error:  # such as an option that does not travel
+            future = concurrent.futures.Future()
+            future.set_exception(error)
+        future.add_done_callback(partial(self.came, call))
+
+    def cancel(self, call: Call) -> None:
+        ray.cancel(call.reference)
+
+    def outcome(self, call: Call, future: concurrent.futures.Future[Any]) -> Any:
+        """What came back, as the fleet takes it."""
+        error = future.exception()
+        cause = getattr(error, "cause", None) or error
+        if error is None:
+            result = future.result()
+            return received(result) if call.jobs else result
+        if isinstance(error, ray.exceptions.TaskCancelledError):
+            return CANCELLED
+        if isinstance(cause, Gone):
+            return cause
+        if isinstance(cause, (EngineDeadError, ModelClosedError)):
+            return Gone(str(cause))
+        if isinstance(error, ray.exceptions.RayTaskError):
+            return cause if isinstance(cause, Exception) else EngineError(str(error))
+        return Gone(str(error)) if isinstance(error, ray.exceptions.RayError) else error
+
+    def may_end(self, left: Any) -> bool:
+        """Whether nobody uses the replica, as it said. One that does not answer has never started
+        if this program made it; others may use it if not."""
+        try:
+            return bool(ray.get(left, timeout=0))
+        except ray.exceptions.GetTimeoutError:
+            return self.made
+        except ray.exceptions.RayError:
+            return False

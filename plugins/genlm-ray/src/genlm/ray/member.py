@@ -1,0 +1,122 @@
+"""What the fleet knows: its requests, its replicas, and what each replica was asked. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from enum import Enum
+from typing import Any
+
+from attrs import define, field
+
+from genlm.core.types import Query, Request, SampleRequest, ScoreRequest
+from genlm.ray.log import Action, Entry
+
+
+@define(eq=False)
+class Job:
+    """A request, and what happened to it so far."""
+
+    request: Request
+    turn: int = 0  # the place in line among all that wait
+    deaths: int = 0  # replicas that died while this alone was tried there
+    done: bool = False  # answered, or nobody waits for it any more
+
+
+def alive(jobs: Iterable[Job]) -> list[Job]:
+    return [job for job in jobs if not job.done]
+
+
+class Waiting:
+    """Jobs that wait, by kind, those of each kind in turn."""
+
+    def __init__(self, jobs: Iterable[Job] = ()) -> None:
+        self.queues: dict[type, deque[Job]] = {
+            kind: deque() for kind in (Query, ScoreRequest, SampleRequest)
+        }
+        for job in jobs:
+            self.add(job)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.queues.values()))
+
+    def __iter__(self) -> Iterator[Job]:
+        return itertools.chain.from_iterable(self.queues.values())
+
+    def add(self, job: Job) -> None:
+        self.queues[type(job.request)].append(job)
+
+    def give_half(self, other: Waiting) -> None:
+        """What came last."""
+        for kind, queue in self.queues.items():
+            for _ in range((len(queue) + 1) // 2):
+                other.queues[kind].appendleft(queue.pop())
+
+
+class State(Enum):
+    STARTING = "loads the model"
+    LOADED = "is given what the log says"
+    READY = "answers"
+    RESTING = "could not be started, and will be tried again"
+    ENDED = "was ended on purpose"
+
+
+@define(eq=False)
+class Call:
+    """What was asked of a replica, and has not come back."""
+
+    member: Member
+    action: Action
+    jobs: list[Job] = field(factory=list)
+    on_trial: bool = False  # the jobs are suspects
+    entry: Entry | None = None
+    reference: Any = None  # Ray's
+    journey: Journey | None = None  # goes on with what comes back
+
+
+#: Calls, one after the other, each made when the one before it has come back.
+Journey = Generator[Call, Any, None]
+
+
+@define(eq=False)
+class Member:
+    """One replica, as the program knows it."""
+
+    index: int
+    line: Any  # on which it is called
+    state: State = State.STARTING
+    since: float = 0.0  # when it came into that state
+    heard_at: float = 0.0
+    life: int = 0
+    failures: int = 0  # starts that failed, one after the other
+    refusals: int = 0  # among these, loads that raised an error
+    calls: set[Call] = field(factory=set)
+    have: dict[Entry, None] = field(factory=dict)
+    died_of: Entry | None = None
+    waiting: Waiting = field(factory=Waiting)  # for this replica
+    trial: Waiting | None = None  # suspects that it tries, as soon as nothing else is in flight
+
+    @property
+    def ready(self) -> bool:
+        return self.state is State.READY
+
+    @property
+    def loaded(self) -> bool:
+        return self.state in (State.READY, State.LOADED)
+
+    @property
+    def asked(self) -> list[Call]:
+        """The calls for requests that are in flight."""
+        return [call for call in self.calls if call.jobs]
+
+    @property
+    def free(self) -> bool:
+        return self.trial is None and not self.asked
+
+    @property
+    def trying(self) -> bool:
+        return any(call.on_trial for call in self.asked)
+
+    def in_flight(self) -> int:
+        return sum(len(call.jobs) for call in self.calls)
