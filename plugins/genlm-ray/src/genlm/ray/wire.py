@@ -99,14 +99,22 @@ def sent(results: Sequence[Any]) -> Sent:
 
 
 def received(arrived: Sent) -> list[Any]:
-    """What :func:`sent` was given."""
+    """What :func:`sent` was given. Tensors are in memory that other processes read, so nobody may
+    write into them: the core makes its callers' own copies, the only ones in this process."""
     joined, each = arrived
     if joined is None:
         return each
     lengths = [length for length in each if isinstance(length, int)]
-    # Copied, because the array lies in memory that other processes read: once, for all.
-    tensors = iter(torch.from_numpy(np.array(joined)).split_with_sizes(lengths))
+    tensors = iter(torch.from_numpy(np.asarray(Lent(joined))).split_with_sizes(lengths))
     return [next(tensors) if isinstance(one, int) else one for one in each]
+
+
+class Lent:
+    """An array that is only read, without the mark that says so: PyTorch would warn of it."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array = array  # kept alive
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
 
 
 def portable(error: BaseException) -> Exception:

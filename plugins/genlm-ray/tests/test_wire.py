@@ -1,0 +1,45 @@
+"""What travels between the program and a replica."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+
+import pytest
+import torch
+
+from genlm.ray.wire import Gone, portable, received, sent
+
+
+def test_tensors_that_arrive_are_the_memory_that_they_came_in() -> None:
+    """Which is not to be written into, as NumPy says and PyTorch warns; the core only reads it."""
+    results = [torch.arange(5.0), ValueError("no"), torch.arange(3.0), [7, 8], torch.arange(5.0)]
+    joined, rest = sent(results)
+    assert joined is not None
+    joined.setflags(write=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first, error, second, drawn, third = received((joined, rest))
+    assert torch.cat([first, second, third]).equal(torch.cat([results[i] for i in (0, 2, 4)]))
+    assert (type(error), drawn, len(second)) == (ValueError, [7, 8], 3)
+    assert first.data_ptr() == joined.ctypes.data
+
+
+def test_results_without_tensors_arrive() -> None:
+    assert received(sent([[1], []])) == [[1], []]
+
+
+class Unportable(Exception):
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first)
+
+
+@pytest.mark.parametrize("error", [Gone("why", computing=False, ended=True), ValueError("no")])
+def test_an_error_arrives_as_it_was(error: Exception) -> None:
+    arrived = pickle.loads(pickle.dumps(portable(error)))
+    assert type(arrived) is type(error)
+    assert vars(arrived) == vars(error)
+
+
+def test_an_error_that_does_not_unpickle_arrives_as_its_text() -> None:
+    assert str(portable(Unportable("why", "not"))) == "Unportable in a replica: why"
