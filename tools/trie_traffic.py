@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.trie import enlarged
 from genlm.core.tokenization import Token, decode_vocab
 from genlm.core.trie.kernels.torch_reducer import TorchReducer
-from genlm.core.trie.layout import Layout, SortedItems
+from genlm.core.trie.nodes import Nodes, SortedItems
 from genlm.core.trie.plan import Plan
 from genlm.core.trie.weights import SUM
 from tools.smollm2 import default_folder
@@ -123,7 +123,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def plan_of(words: Sequence[bytes]) -> Plan:
     """The plan of a trie over tokens with these bytes."""
     items = SortedItems.of([Token(token_id, word) for token_id, word in enumerate(words)])
-    return Plan.of(items.order, Layout.of(items))
+    return Plan.of(items.order, Nodes.of(items))
 
 
 def real_words() -> list[bytes]:

@@ -19,7 +19,7 @@ from genlm.core.trie.kernels import device, triton_kernels
 from genlm.core.trie.kernels.reducer import proven_reducer
 from genlm.core.trie.kernels.torch_reducer import TorchReducer
 from genlm.core.trie.kernels.triton_reducer import TritonReducer
-from genlm.core.trie.layout import Layout, SortedItems
+from genlm.core.trie.nodes import Nodes, SortedItems
 from genlm.core.trie.plan import Plan
 from genlm.core.trie.weights import MAX, SUM
 
@@ -110,4 +110,4 @@ def test_the_kernels_prove_themselves():
 
 def plan_of(words):
     items = SortedItems.of(words)
-    return Plan.of(items.order, Layout.of(items))
+    return Plan.of(items.order, Nodes.of(items))

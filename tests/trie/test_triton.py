@@ -15,7 +15,7 @@ import torch
 
 from genlm.core.trie.kernels import reducer
 from genlm.core.trie.kernels.torch_reducer import TorchReducer
-from genlm.core.trie.layout import Layout, SortedItems
+from genlm.core.trie.nodes import Nodes, SortedItems
 from genlm.core.trie.plan import Plan
 
 HERE = Path(__file__).parent
@@ -61,7 +61,7 @@ def test_the_kernels_compile_for_a_gpu(tmp_path):
 @pytest.fixture
 def plan():
     items = SortedItems.of([bytes([first, second]) for first in range(9) for second in range(30)])
-    return Plan.of(items.order, Layout.of(items))
+    return Plan.of(items.order, Nodes.of(items))
 
 
 @pytest.fixture

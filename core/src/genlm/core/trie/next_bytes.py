@@ -73,24 +73,24 @@ async def next_bytes_logprob(
             f"the trie has {len(trie.decode)} items, but the model has {len(vocab)} tokens; give "
             "TokenCharacterTrie(lm.byte_vocab)"
         )
-    steps = [_step(trie, vocab, next_bytes[begin:]) for begin in range(len(next_bytes))]
-    _check_contexts(steps, vocab, next_bytes, max_contexts)
+    candidates = [_candidates(trie, vocab, next_bytes[begin:]) for begin in range(len(next_bytes))]
+    _check_contexts(candidates, vocab, next_bytes, max_contexts)
 
     async def logprob(context: Context, begin: int) -> float:
         """Of the bytes from ``begin`` on, after ``context``."""
         if begin == len(next_bytes):
             return 0.0
         row = (await lm.next_token_logprobs(context, lora_name)).double().cpu()
-        shorter = [t for t in steps[begin].shorter if row[t] > -torch.inf]
+        shorter = [t for t in candidates[begin].shorter if row[t] > -torch.inf]
         onward = await all_of(logprob(context.extend(t), begin + len(vocab[t])) for t in shorter)
         paths = row[shorter] + torch.tensor(onward, dtype=torch.float64)
-        return float(torch.cat([row[steps[begin].longer], paths]).logsumexp(0))
+        return float(torch.cat([row[candidates[begin].longer], paths]).logsumexp(0))
 
     return await logprob(lm.context(token_ids), 0)
 
 
 @frozen
-class Step:
+class Candidates:
     """The tokens that write the rest of the bytes, or its beginning.
 
     Attributes:
@@ -102,7 +102,7 @@ class Step:
     shorter: list[int]
 
 
-def _step(trie: TokenCharacterTrie, vocab: Sequence[Token], rest: bytes) -> Step:
+def _candidates(trie: TokenCharacterTrie, vocab: Sequence[Token], rest: bytes) -> Candidates:
     def beginning_with(prefix: bytes) -> list[int]:
         node = trie.find(prefix)
         return [] if node is None else trie.positions_under(node).tolist()
@@ -114,20 +114,20 @@ def _step(trie: TokenCharacterTrie, vocab: Sequence[Token], rest: bytes) -> Step
     for end in range(1, len(rest)):
         # Those that are equal to the prefix come first.
         shorter += takewhile(lambda t: len(vocab[t]) == end, beginning_with(rest[:end]))  # noqa: B023
-    return Step(text(beginning_with(rest)), text(shorter))
+    return Candidates(text(beginning_with(rest)), text(shorter))
 
 
 def _check_contexts(
-    steps: Sequence[Step], vocab: Sequence[Token], next_bytes: bytes, limit: int
+    candidates: Sequence[Candidates], vocab: Sequence[Token], next_bytes: bytes, limit: int
 ) -> None:
     """Count the contexts of all tokenisations before any is asked.
 
     Raises:
         InvalidInputError: There are more than ``limit``.
     """
-    ways = [1] + [0] * len(steps)  # to write the bytes up to each place
-    for begin, step in enumerate(steps):
-        for token_id in step.shorter:
+    ways = [1] + [0] * len(candidates)  # to write the bytes up to each place
+    for begin, here in enumerate(candidates):
+        for token_id in here.shorter:
             ways[begin + len(vocab[token_id])] += ways[begin]
     contexts = sum(ways[:-1])
     if contexts > limit:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
-from genlm.core.trie.layout import Ints, Layout
+from genlm.core.trie.nodes import Ints, Nodes
 
 
 @frozen(eq=False)
@@ -43,26 +43,24 @@ class Groups:
         return len(self.above)
 
     @classmethod
-    def of(cls, layout: Layout) -> Groups:
+    def of(cls, nodes: Nodes) -> Groups:
         """Find the groups of a trie's nodes."""
-        several = np.flatnonzero(layout.end - layout.begin > 1)
-        keys = layout.begin[several] * (int(layout.end.max()) + 1) + layout.end[several]
+        several = np.flatnonzero(nodes.end - nodes.begin > 1)
+        keys = nodes.begin[several] * (int(nodes.end.max()) + 1) + nodes.end[several]
         _, uppermost, group = np.unique(keys, return_index=True, return_inverse=True)
-        of_node = np.full(layout.size, -1)
+        of_node = np.full(nodes.size, -1)
         of_node[several] = group
-        parent = layout.parent[several[uppermost]]
-        return cls(
-            of_node, _above_items(layout, of_node), np.where(parent < 0, -1, of_node[parent])
-        )
+        parent = nodes.parent[several[uppermost]]
+        return cls(of_node, _above_items(nodes, of_node), np.where(parent < 0, -1, of_node[parent]))
 
 
-def _above_items(layout: Layout, of_node: Ints) -> Ints:
+def _above_items(nodes: Nodes, of_node: Ints) -> Ints:
     """``[items]`` The smallest group with each item: that of the lowest node above it that has
     one."""
-    node = layout.node_of_item.copy()
+    node = nodes.node_of_item.copy()
     climbing = np.flatnonzero(of_node[node] < 0)
     while len(climbing):
-        node[climbing] = layout.parent[node[climbing]]
+        node[climbing] = nodes.parent[node[climbing]]
         climbing = climbing[(node[climbing] >= 0) & (of_node[node[climbing]] < 0)]
     return np.where(node < 0, -1, of_node[node])
 
@@ -234,14 +232,14 @@ class Plan:
         return int(self.rest.results.stop)
 
     @classmethod
-    def of(cls, order: Ints, layout: Layout) -> Plan:
-        """Plan for the nodes of ``layout``. Nodes with the same items below are computed once.
+    def of(cls, order: Ints, nodes: Nodes) -> Plan:
+        """Plan for the nodes of a trie. Nodes with the same items below are computed once.
 
         Args:
             order: ``[items]`` The position of the item of each rank.
-            layout: The shape of the trie.
+            nodes: The nodes.
         """
-        groups = Groups.of(layout)
+        groups = Groups.of(nodes)
         pairing = Pairing(order, groups)
         values, group = pairing.rest()
         made = len(order) + sum(len(pairs.new) for pairs in pairing.rounds)
@@ -249,7 +247,7 @@ class Plan:
         index = np.arange(made + len(starts))
         first, rounds = _arrange(pairing.rounds, len(order), index)
         rest = Rest(index[values].astype(np.intp), starts.astype(np.intp), slice(made, len(index)))
-        place = order[layout.begin]  # of a node with a single item
+        place = order[nodes.begin]  # of a node with a single item
         several = groups.of_node >= 0
         place[several] = index[pairing.result[groups.of_node[several]]]
         return cls(len(order), first, rounds, rest, place.astype(np.intp))

@@ -17,7 +17,7 @@ from genlm.core.runtime.replaced import missing_attribute
 from genlm.core.tokenization.token import Token
 from genlm.core.trie.drawing import draw_dot, draw_page
 from genlm.core.trie.kernels import CpuKernel, DeviceKernel, Kernel
-from genlm.core.trie.layout import Layout, SortedItems, key_of
+from genlm.core.trie.nodes import Nodes, SortedItems, key_of
 from genlm.core.trie.plan import Plan
 from genlm.core.trie.walk import Walker, children_view, prefixes_view
 from genlm.core.trie.weights import (
@@ -78,9 +78,9 @@ class TokenCharacterTrie:
         self.device = str(device or "cpu")
         self.root = 0
         self._items = SortedItems.of(self.decode)
-        self._layout = Layout.of(self._items)
-        self._walker = Walker(self._items, self._layout)
-        self._kernel = self._make_kernel(Plan.of(self._items.order, self._layout))
+        self._nodes = Nodes.of(self._items)
+        self._walker = Walker(self._items, self._nodes)
+        self._kernel = self._make_kernel(Plan.of(self._items.order, self._nodes))
 
     def _make_kernel(self, plan: Plan) -> Kernel:
         if self.device == "cpu":
@@ -94,7 +94,7 @@ class TokenCharacterTrie:
 
     def __len__(self) -> int:
         """The number of nodes, leaves included."""
-        return self._layout.size + len(self._items.order)
+        return self._nodes.size + len(self._items.order)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.decode, self.device)
@@ -266,14 +266,14 @@ class TokenCharacterTrie:
         So a walk from :attr:`root` visits the nodes that it wants, and finds the items that end
         there. A leaf has no edges.
         """
-        return children_view(self._items, self._layout)
+        return children_view(self._items, self._nodes)
 
     @cached_property
     def word2leaf(self) -> dict[Any, int]:
         """The leaf of every item. The key of a token is ``(byte_string, token_id)``, that of
         another item the item itself."""
         return {
-            key_of(item): self._layout.size + position for position, item in enumerate(self.decode)
+            key_of(item): self._nodes.size + position for position, item in enumerate(self.decode)
         }
 
     @cached_property
@@ -281,7 +281,7 @@ class TokenCharacterTrie:
         """``[len(decode), 2]`` The position of every item, and its leaf. Items with equal symbols
         have a leaf each."""
         positions = np.arange(len(self.decode))
-        return np.stack([positions, self._layout.size + positions], axis=1)
+        return np.stack([positions, self._nodes.size + positions], axis=1)
 
     @cached_property
     def leaf2word(self) -> dict[int, Any]:
@@ -291,7 +291,7 @@ class TokenCharacterTrie:
     @cached_property
     def node2prefix(self) -> dict[int, list[Any]]:
         """The symbols that lead to each node, leaves included."""
-        return prefixes_view(self._items, self._layout)
+        return prefixes_view(self._items, self._nodes)
 
     # --- for people -------------------------------------------------------------------------------
 

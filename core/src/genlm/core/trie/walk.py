@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from genlm.core.errors import InvalidInputError
-from genlm.core.trie.layout import Ints, Layout, SortedItems
+from genlm.core.trie.nodes import Ints, Nodes, SortedItems
 from genlm.core.trie.weights import FloatArray, Operation
 
 # The key of an edge: a symbol, or ``(None, position)`` to the leaf of an item.
@@ -19,9 +19,9 @@ Edge = Hashable
 class Walker:
     """Finds nodes, the items below them, and the weights of their children."""
 
-    def __init__(self, items: SortedItems, layout: Layout) -> None:
+    def __init__(self, items: SortedItems, nodes: Nodes) -> None:
         self.items = items
-        self.layout = layout
+        self.nodes = nodes
 
     def find(self, prefix: Iterable[Hashable]) -> int | None:
         """The node that ``prefix`` leads to, or ``None``. One binary search among siblings for each
@@ -37,8 +37,8 @@ class Walker:
             )
         node = 0
         for symbol in prefix:
-            first, stop = self.layout.first_child[node : node + 2].tolist()
-            siblings = self.layout.symbol[first:stop]
+            first, stop = self.nodes.first_child[node : node + 2].tolist()
+            siblings = self.nodes.symbol[first:stop]
             code = self._codes.get(symbol, -1)
             index = int(np.searchsorted(siblings, code))
             if index == len(siblings) or siblings[index] != code:
@@ -52,27 +52,27 @@ class Walker:
         Raises:
             InvalidInputError: There is no such node.
         """
-        nodes, leaves = self.layout.size, len(self.items.order)
-        if not 0 <= node < nodes + leaves:
-            raise InvalidInputError(f"there is no node {node}: nodes are 0 to {nodes + leaves - 1}")
-        if node < nodes:
-            return self.items.order[self.layout.begin[node] : self.layout.end[node]]
-        rank = self._rank_of_position[node - nodes]
+        inner, leaves = self.nodes.size, len(self.items.order)
+        if not 0 <= node < inner + leaves:
+            raise InvalidInputError(f"there is no node {node}: nodes are 0 to {inner + leaves - 1}")
+        if node < inner:
+            return self.items.order[self.nodes.begin[node] : self.nodes.end[node]]
+        rank = self._rank_of_position[node - inner]
         return self.items.order[rank : rank + 1]
 
     def children(self, operation: Operation, node: int, row: FloatArray) -> dict[Edge, float]:
         """The weights below each child, combined by ``operation``, by edge."""
         below = self.below(node)
-        if node >= self.layout.size:
+        if node >= self.nodes.size:
             return {}
         weights = row[below].astype(np.float64)
-        first, stop = self.layout.first_child[node : node + 2]
-        starts = self.layout.begin[first:stop] - self.layout.begin[node]
+        first, stop = self.nodes.first_child[node : node + 2]
+        starts = self.nodes.begin[first:stop] - self.nodes.begin[node]
         # Items that equal the node's prefix come first.
         ending = int(starts[0]) if len(starts) else len(below)
         combined = operation.of(np).reduceat(weights, starts) if len(starts) else np.empty(0)
         leaves = ((None, position) for position in below[:ending].tolist())
-        symbols = (self.items.alphabet[code] for code in self.layout.symbol[first:stop])
+        symbols = (self.items.alphabet[code] for code in self.nodes.symbol[first:stop])
         edges: list[Edge] = [*leaves, *symbols]
         return dict(zip(edges, np.concatenate([weights[:ending], combined]).tolist(), strict=True))
 
@@ -85,26 +85,26 @@ class Walker:
         return np.argsort(self.items.order)
 
 
-def children_view(items: SortedItems, layout: Layout) -> list[dict[Any, int]]:
+def children_view(items: SortedItems, nodes: Nodes) -> list[dict[Any, int]]:
     """The edges of each node: symbol to node, ``(None, position)`` to leaf. A leaf has none."""
-    children: list[dict[Any, int]] = [{} for _ in range(layout.size + len(items.order))]
+    children: list[dict[Any, int]] = [{} for _ in range(nodes.size + len(items.order))]
     edges = zip(
-        layout.parent[1:].tolist(), layout.symbol[1:].tolist(), range(1, layout.size), strict=True
+        nodes.parent[1:].tolist(), nodes.symbol[1:].tolist(), range(1, nodes.size), strict=True
     )
     for parent, code, node in edges:
         children[parent][items.alphabet[code]] = node
-    for position, node in zip(items.order.tolist(), layout.node_of_item.tolist(), strict=True):
-        children[node][None, position] = layout.size + position
+    for position, node in zip(items.order.tolist(), nodes.node_of_item.tolist(), strict=True):
+        children[node][None, position] = nodes.size + position
     return children
 
 
-def prefixes_view(items: SortedItems, layout: Layout) -> dict[int, list[Any]]:
+def prefixes_view(items: SortedItems, nodes: Nodes) -> dict[int, list[Any]]:
     """The symbols that lead to each node; a leaf has those of its item."""
     prefixes: dict[int, list[Any]] = {0: []}
     for node, (parent, code) in enumerate(
-        zip(layout.parent[1:].tolist(), layout.symbol[1:].tolist(), strict=True), 1
+        zip(nodes.parent[1:].tolist(), nodes.symbol[1:].tolist(), strict=True), 1
     ):
         prefixes[node] = [*prefixes[parent], items.alphabet[code]]
-    for position, node in zip(items.order.tolist(), layout.node_of_item.tolist(), strict=True):
-        prefixes[layout.size + position] = prefixes[node]
+    for position, node in zip(items.order.tolist(), nodes.node_of_item.tolist(), strict=True):
+        prefixes[nodes.size + position] = prefixes[node]
     return prefixes

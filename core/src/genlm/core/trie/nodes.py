@@ -110,7 +110,7 @@ def _refuse_duplicates(
 
 
 @frozen(eq=False)
-class Layout:
+class Nodes:
     """The nodes of a trie, breadth first. Siblings are neighbours, in the order of their symbols.
 
     Node 0 is the root. An item's *rank* is its place in sorted order. So the items below a node
@@ -140,7 +140,7 @@ class Layout:
         return len(self.begin)
 
     @classmethod
-    def of(cls, items: SortedItems) -> Layout:
+    def of(cls, items: SortedItems) -> Nodes:
         """Make a node for every distinct prefix, in one vectorised pass over the items.
 
         Every item visits each of its prefixes, from the empty one to the whole. Sorted by depth,
