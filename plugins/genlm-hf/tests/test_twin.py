@@ -43,8 +43,8 @@ YARN = {
 }
 
 
-def windowed() -> transformers.MistralConfig:
-    return transformers.MistralConfig(**SHAPE, sliding_window=1024)
+def windowed(**changes: Any) -> transformers.MistralConfig:
+    return transformers.MistralConfig(**SHAPE, sliding_window=1024, **changes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -80,7 +80,16 @@ def test_a_twin_has_a_layer_of_every_kind() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def wrong_beyond(window: int, monkeypatch: pytest.MonkeyPatch, ways: tuple[str, ...]) -> None:
+def mixed_up(logits: torch.Tensor) -> torch.Tensor:
+    return logits.roll(1, -1)
+
+
+def wrong_beyond(
+    window: int,
+    monkeypatch: pytest.MonkeyPatch,
+    ways: tuple[str, ...],
+    disturb: Callable[[torch.Tensor], torch.Tensor] = mixed_up,
+) -> None:
     """Make some ways of reuse forget about the windows of models whose window is at most so long:
     those that a twin has, not that of the model."""
     for way in ways:
@@ -90,7 +99,7 @@ def wrong_beyond(window: int, monkeypatch: pytest.MonkeyPatch, ways: tuple[str, 
             logits = run(self, chunks, *args)
             narrow = self._model.config.sliding_window <= window
             beyond = any(chunk.stop > self._model.config.sliding_window for chunk in chunks)
-            return logits.roll(1, -1) if narrow and beyond else logits
+            return disturb(logits) if narrow and beyond else logits
 
         monkeypatch.setattr(Runner, way, disturbed)
 
@@ -111,6 +120,16 @@ def test_a_way_that_is_wrong_beyond_a_far_threshold_is_used_below_it(
         model.forwards.clear()
         model.check((*whole[:length], 1))
         assert model.forwards == [computed]
+
+
+def test_a_way_that_is_less_wrong_than_rows_of_half_precision_are_is_found(
+    unproven: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong_beyond(8, monkeypatch, ("packed",), disturb=lambda logits: logits * 1.01)
+    with capture_logs() as events:
+        unproven(windowed(dtype="bfloat16"))
+    (event,) = [event for event in events if event["event"] == "kv.reuse_limited"]
+    assert event["limit"] == 1023
 
 
 def test_a_way_that_is_wrong_beyond_a_near_threshold_is_not_used(
