@@ -3,7 +3,9 @@
     python -m tests.conformance.bite [--effort quick|default|both] [--jobs 1] [PATTERN ...]
 
 Two kinds of mutants: ``mutants/`` has at least one for each clause, written with the suite.
-``blind/`` has those of bugs that real engines had, written before the suite was looked at.
+``blind/`` has those of bugs that real engines had, written before the suite was looked at. Those of
+bugs where requests meet were written before the clauses on schedules (``work``), and after them,
+before any clause was run on them (``later``).
 """
 
 from __future__ import annotations
@@ -16,29 +18,25 @@ import json
 import logging
 import multiprocessing
 import re
+import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-import torch
-from attrs import frozen
+from attrs import asdict, frozen
 
-from genlm.core import AsyncLM
 from genlm.core.conformance import ConformanceSuite
 from genlm.core.conformance.report import Verdict, run
 from genlm.core.errors import EngineDeadError
-from genlm.core.mock import ByteTokenizer, MockEngine, hashed_row
-from genlm.core.options import refuse_unknown
-from genlm.core.types import TokenIds
+from genlm.core.mock import ContinuousMockEngine, MockEngine
 
-from .blind import at_work, of_the_mock
+from .blind import at_work, meeting, of_the_mock
 from .blind.working_engine import WorkingEngine
-from .mutants.registry import Trouble
+from .faulty import PATIENCE, Faulty, OfAMutant, OfARealModel, OfTheMock
+from .mutants import MUTANTS
 
 EFFORTS = {"quick": 0.1, "default": 1.0}
 
@@ -50,115 +48,50 @@ ELSEWHERE = (
     "unknown_option_is_refused",
 )
 
-#: How long what hangs is waited for, seconds.
-PATIENCE = 20.0
-
-
-class OfTheMock(ConformanceSuite):
-    """The suite on a faulty mock."""
-
-    backend = "mock"
-    model = "mock"
-    adapters = {"a": "first-adapter", "b": "second-adapter"}  # noqa: RUF012
-    patience = PATIENCE
-
-    def __init__(self, engine: Callable[..., MockEngine], effort: float) -> None:
-        self.engine = engine
-        self.effort = effort
-        self.trouble = Trouble()
-
-    def load(self, wrappers: Sequence[object]) -> AsyncLM:
-        refuse_unknown("mock", self.options, ())
-        return AsyncLM(
-            lambda: self.engine(ByteTokenizer(), max_context=1024, fail_on=self.trouble),
-            backend="mock",
-            wrappers=wrappers,
-        )
-
-    def fail_inside(self, lm: AsyncLM) -> Any:
-        return self.trouble.during
-
-    def reference_rows(self, contexts: Sequence[TokenIds]) -> Sequence[torch.Tensor]:
-        return [hashed_row(ids, None, len(ByteTokenizer())) for ids in contexts]
-
-
-class OfARealModel(ConformanceSuite):
-    """The suite on a faulty tiny model behind genlm-hf."""
-
-    backend = "hf"
-    patience = PATIENCE
-    longest = 640  # all of them, on a slow machine too
-
-    def __init__(self, engine: Any, effort: float) -> None:
-        self.engine = engine
-        self.effort = effort
-        self.model, self.adapters = tiny()
-
-    def load(self, wrappers: Sequence[object]) -> AsyncLM:
-        def load() -> Any:
-            from genlm.hf.loading import load_pretrained
-            from genlm.hf.options import HFOptions
-
-            options = HFOptions.parse(self.options)
-            return self.engine(*load_pretrained(str(self.model), options), options)
-
-        return AsyncLM(load, backend="hf", wrappers=wrappers)
-
-    def reference_rows(self, contexts: Sequence[TokenIds]) -> Sequence[torch.Tensor]:
-        from genlm.core.conformance.adapter_outcomes import reference_rows
-
-        return reference_rows(str(self.model), None, contexts)
-
-
-@functools.cache
-def tiny() -> tuple[str, dict[str, str]]:
-    from .tiny import write_model
-
-    return write_model(Path(tempfile.mkdtemp()))
-
 
 @frozen
 class Bite:
-    """What one mutant came to: the clauses that failed at one effort, and the seconds it took."""
+    """What one mutant came to: the clauses that failed at one effort, and the seconds that it and
+    each clause took."""
 
     name: str
     effort: str
     caught_by: tuple[str, ...]
     seconds: float
+    of_clauses: Mapping[str, float] = {}
 
 
-def suites(real: bool = True) -> dict[str, Callable[[float], ConformanceSuite]]:
+def suites(real: bool = True) -> dict[str, Callable[[float], Faulty]]:
     """The suite on every mutant, by name; those of a real model too where genlm-hf is installed."""
-    made: dict[str, Callable[[float], ConformanceSuite]] = {}
+    made: dict[str, Callable[[float], Faulty]] = {}
     for engine in of_the_mock.MUTANTS:
         made[f"blind.mock.{engine.__name__}"] = functools.partial(OfTheMock, engine)
     for engine in at_work.MUTANTS:
         made[f"work.mock.{engine.__name__}"] = functools.partial(OfTheMock, engine)
+    for engine in meeting.MUTANTS:
+        made[f"later.mock.{engine.__name__}"] = functools.partial(OfTheMock, engine)
     if real and find_spec("genlm.hf") and find_spec("peft"):
-        from .blind import at_work_on_a_real_model, of_a_real_model
+        from .blind import at_work_on_a_real_model, meeting_on_a_real_model, of_a_real_model
 
         for engine in at_work_on_a_real_model.MUTANTS:
             made[f"work.hf.{engine.__name__}"] = functools.partial(OfARealModel, engine)
+        for engine in meeting_on_a_real_model.MUTANTS:
+            made[f"later.hf.{engine.__name__}"] = functools.partial(OfARealModel, engine)
         for engine in of_a_real_model.MUTANTS:
             made[f"blind.hf.{engine.__name__}"] = functools.partial(OfARealModel, engine)
         from .mutants import of_a_real_model as further
 
         for engine in further.MUTANTS:
             made[f"clauses.hf.{engine.__name__}"] = functools.partial(OfARealModel, engine)
-    from .mutants import MUTANTS
-    from .test_mutants import Mutated
-
     for name, mutant in MUTANTS.items():
         if not {f"blind.mock.{name}", f"work.mock.{name}"} & made.keys():
-            made[f"clauses.mock.{name}"] = functools.partial(Mutated, mutant)
+            made[f"clauses.mock.{name}"] = functools.partial(OfAMutant, mutant)
     return made
 
 
-def clean() -> dict[str, Callable[[float], ConformanceSuite]]:
+def clean() -> dict[str, Callable[[float], Faulty]]:
     """The suite on engines without fault."""
-    from genlm.core.mock import ContinuousMockEngine
-
-    made: dict[str, Callable[[float], ConformanceSuite]] = {
+    made: dict[str, Callable[[float], Faulty]] = {
         "clean.mock": functools.partial(OfTheMock, MockEngine),
         "clean.continuous": functools.partial(OfTheMock, ContinuousMockEngine),
         "clean.working": functools.partial(OfTheMock, WorkingEngine),
@@ -172,14 +105,16 @@ def clean() -> dict[str, Callable[[float], ConformanceSuite]]:
 
 
 def bite(
-    name: str, effort: str, only: str = "", seed: int = 0, first: bool = False
+    name: str, effort: str, only: str = "", seed: int = 0, first: bool = False, read: bool = False
 ) -> tuple[Bite, dict[str, str]]:
-    """Run the suite on one mutant; with ``first`` until a clause fails."""
+    """Run the suite on one mutant; with ``first`` until a clause fails. Counterexamples are made
+    simple only where somebody reads them."""
     logging.disable(logging.CRITICAL)
     known = suites(".hf." in name) if not name.startswith("clean.") else clean()
     suite = known[name](EFFORTS[effort])
     suite.seed = seed
     suite.patience = PATIENCE
+    suite.simplifies = read
     failed = False
 
     def tell(verdict: Verdict) -> None:
@@ -195,10 +130,8 @@ def bite(
     with contextlib.redirect_stderr(io.StringIO()):
         report = run(suite, tell, wanted)
     caught = {verdict.clause: verdict.detail for verdict in report.failed}
-    slow = sorted(report.verdicts, key=lambda v: -v.seconds)[:6]
-    caught["slowest"] = ", ".join(f"{v.clause} {v.seconds:.1f}" for v in slow)
-    clauses = tuple(clause for clause in caught if clause != "slowest")
-    return Bite(name, effort, clauses, time.process_time() - began), caught
+    seconds = {verdict.clause: verdict.seconds for verdict in report.verdicts}
+    return Bite(name, effort, tuple(caught), time.process_time() - began, seconds), caught
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -219,7 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name for name in known if not options.pattern or any(p in name for p in options.pattern)
     ]
     seeds = range(options.clean or 1)
-    work = [(n, e, options.only, s, options.first) for e in efforts for s in seeds for n in chosen]
+    how = options.only, options.first, options.verbose
+    work = [(n, e, how[0], s, *how[1:]) for e in efforts for s in seeds for n in chosen]
     bites = []
     with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=8) as pool:
         jobs = [pool.apply_async(bite, job) for job in work]
@@ -237,13 +171,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.clean:
         print(table(bites, whole=not (options.first or options.only)))
     if options.json:
-        options.json.write_text(json.dumps([one.__getstate__() for one in bites], default=str))
+        options.json.write_text(json.dumps([asdict(one) for one in bites], indent=1))
     return int(bool(options.clean and any(one.caught_by for one in bites)))
 
 
 def table(bites: Sequence[Bite], whole: bool) -> str:
-    """Caught of total, by kind and effort; and which clause alone catches what, where all of them
-    were run."""
+    """Caught of total, by kind and effort; and what each clause catches, where all were run."""
     lines = []
     for effort in dict.fromkeys(one.effort for one in bites):
         of_effort = [one for one in bites if one.effort == effort]
@@ -257,18 +190,41 @@ def table(bites: Sequence[Bite], whole: bool) -> str:
         ]
         missed = [one.name for one in of_effort if not one.caught_by]
         lines.append(f"{effort:8} missed: {', '.join(missed) or 'none'}")
-        if not whole:
-            continue
-        alone: dict[str, list[str]] = {}
-        for one in of_effort:
-            if len(one.caught_by) == 1:
-                alone.setdefault(one.caught_by[0], []).append(one.name.rpartition(".")[2])
-        names = [name.removeprefix("test_") for name in ConformanceSuite.clauses]
-        clauses = [name for name in names if name not in ELSEWHERE]
-        lines += [f"  {clause:38}{', '.join(alone.get(clause, '-'))}" for clause in clauses]
-        have = sum(clause in alone for clause in clauses)
-        lines.append(f"{effort:8} {have} of {len(clauses)} clauses catch something alone")
+        if whole:
+            lines += [f"{effort:8} {line}" for line in by_clause(of_effort)]
     return "\n".join(lines)
+
+
+def by_clause(bites: Sequence[Bite]) -> list[str]:
+    """For each clause how many mutants it catches, the seconds that it takes where it does not, and
+    those that no other clause catches; and how long it takes until a clause fails."""
+    names = [name.removeprefix("test_") for name in ConformanceSuite.clauses]
+    names = [name for name in names if name not in ELSEWHERE]
+    caught = Counter(clause for one in bites for clause in one.caught_by)
+    alone: dict[str, list[str]] = {}
+    for one in bites:
+        if len(one.caught_by) == 1:
+            alone.setdefault(one.caught_by[0], []).append(one.name.rpartition(".")[2])
+    lines = [f"{'':46}caught seconds alone"]
+    for name in names:
+        took = [one.of_clauses[name] for one in bites if name not in one.caught_by]
+        seconds = statistics.median(took or [0.0])
+        lines.append(f"{name:46}{caught[name]:6}{seconds:8.2f} {', '.join(alone.get(name, '-'))}")
+    until = [sum(_until_it_fails(one)) for one in bites if one.caught_by] or [0.0]
+    lines.append(
+        f"until a clause fails: {statistics.median(until):.1f} s in the median, "
+        f"{statistics.mean(until):.1f} s on average"
+    )
+    have = sum(name in alone for name in names)
+    lines.append(f"{have} of {len(names)} clauses catch something alone")
+    return lines
+
+
+def _until_it_fails(one: Bite) -> Iterator[float]:
+    for clause, seconds in one.of_clauses.items():
+        yield seconds
+        if clause in one.caught_by:
+            return
 
 
 if __name__ == "__main__":

@@ -7,23 +7,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from genlm.core import AsyncLM
 from genlm.core.conformance import ConformanceSuite
 from genlm.core.conformance.report import run
-from genlm.core.mock import ByteTokenizer, hashed_row
-from genlm.core.options import refuse_unknown
-from genlm.core.types import TokenIds
 
+from .faulty import OfAMutant
 from .installed import pretend_installed
-from .mutants import MUTANTS, Mutant
-from .mutants.registry import Trouble
+from .mutants import MUTANTS
 
 #: Clauses that no mock can break: those on the plugin's module and on the class have their own
 #: tests below, those on torch modules and on the folders of adapters have mutants of a tiny real
@@ -50,33 +43,11 @@ LOOKS_BACK = {
 }
 
 
-class Mutated(ConformanceSuite):
-    backend = "mock"
-    model = "mock"
-    adapters = {"a": "first-adapter", "b": "second-adapter"}  # noqa: RUF012
-    patience = 5.0  # what hangs here hangs for ever
-
-    def __init__(self, mutant: Mutant, effort: float) -> None:
-        self.mutant = mutant
-        self.effort = effort
-        self.trouble = Trouble()
-
-    def load(self, wrappers: Sequence[object]) -> AsyncLM:
-        refuse_unknown("mock", self.options, ())
-        return self.mutant.load(wrappers, fail_on=self.trouble)
-
-    def fail_inside(self, lm: AsyncLM) -> Any:
-        return self.trouble.during
-
-    def reference_rows(self, contexts: Sequence[TokenIds]) -> Sequence[torch.Tensor]:
-        return [hashed_row(ids, None, len(ByteTokenizer())) for ids in contexts]
-
-
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_fails_its_clause(name: str) -> None:
     mutant = MUTANTS[name]
     needed = {mutant.breaks, *LOOKS_BACK.get(mutant.breaks, ())}
-    report = run(Mutated(mutant, effort=1.0), only=lambda clause: clause in needed)
+    report = run(OfAMutant(mutant, effort=1.0), only=lambda clause: clause in needed)
     verdict = report.verdicts[-1]
     assert verdict.status == "failed", verdict.detail
 
@@ -120,7 +91,7 @@ def test_import_of_an_engine_with_the_plugin(
     pretend_installed(tmp_path, "impatient", "genlm_impatient", IMPATIENT)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    suite = Mutated(MUTANTS["TokensInDisorder"], effort=0.1)
+    suite = OfAMutant(MUTANTS["TokensInDisorder"], effort=0.1)
     suite.backend = "impatient"
     (clause,) = run(
         suite, only=lambda clause: clause == "import_of_plugin_imports_no_engine"

@@ -11,13 +11,14 @@ from genlm.core import AsyncLM
 from genlm.core.conformance.report import Report, Verdict, run
 from genlm.core.mock import ByteTokenizer
 
-from .bite import OfTheMock
 from .blind.at_work import GeneratorsDoNotMoveUp
 from .blind.working_engine import WorkingEngine
+from .faulty import OfTheMock
 
 
 def on_a_schedule(engine: Any) -> Verdict:
     suite = OfTheMock(engine, effort=1.0)
+    suite.simplifies = True
     (verdict,) = run(suite, only=lambda clause: clause == "requests_on_a_schedule").verdicts
     return verdict
 

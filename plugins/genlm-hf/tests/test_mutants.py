@@ -12,8 +12,8 @@ import pytest
 
 from genlm.core.conformance.report import run
 from genlm.hf.engine import HFEngine
-from tests.conformance.bite import OfARealModel
 from tests.conformance.blind.of_a_real_model import MUTANTS as BLIND
+from tests.conformance.faulty import OfARealModel
 from tests.conformance.mutants.of_a_real_model import MUTANTS as OF_CLAUSES
 from tests.conformance.test_mutants import LOOKS_BACK
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: How long a failing example is made simpler, seconds.
+#: How long a failing example is made simpler, seconds, unless a subject says something else.
 SHRINKING = 20.0
 
 #: How many of the first cold rows are asked for again at the end.
@@ -68,6 +68,8 @@ class Subject(Runner):
         self.backend = backend
         self.seed = seed
         self._longest = longest
+        #: How long a failing example is made simpler, seconds; 0 where nobody reads it.
+        self.shrinking = SHRINKING
         #: The largest deviation of a probability from the oracle's, in this clause.
         self.deviation = 0.0
         self._together = ""
@@ -273,7 +275,7 @@ class Subject(Runner):
             try:
                 holds(**drawn)
             except Exception:
-                shrink_until = min(shrink_until, time.monotonic() + SHRINKING)
+                shrink_until = min(shrink_until, time.monotonic() + self.shrinking)
                 failed.append(drawn)
                 raise
 
@@ -299,7 +301,7 @@ class Subject(Runner):
             max_examples=max(least, round(examples * self.effort)),
             database=None,
             deadline=None,
-            phases=(Phase.explicit, Phase.generate, Phase.shrink),
+            phases=(Phase.generate, Phase.shrink) if self.shrinking else (Phase.generate,),
             suppress_health_check=list(HealthCheck),
             report_multiple_bugs=False,
             **more,

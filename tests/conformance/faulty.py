@@ -1,0 +1,116 @@
+"""The suite on faulty engines."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from genlm.core import AsyncLM
+from genlm.core.conformance import ConformanceSuite
+from genlm.core.conformance.subject import Subject
+from genlm.core.mock import ByteTokenizer, MockEngine, hashed_row
+from genlm.core.options import refuse_unknown
+from genlm.core.types import TokenIds
+
+from .mutants.registry import Mutant, Trouble
+from .tiny import write_model
+
+#: How long what hangs is waited for, seconds.
+PATIENCE = 20.0
+
+
+class Faulty(ConformanceSuite):
+    """The suite on an engine that is to fail.
+
+    Attributes:
+        simplifies: Whether counterexamples are made simple, which takes most of the time.
+    """
+
+    patience = PATIENCE
+    simplifies = False
+
+    def subject(self) -> Subject:
+        subject = super().subject()
+        if not self.simplifies:
+            subject.shrinking = 0.0
+        return subject
+
+
+class OfTheMock(Faulty):
+    """The suite on a faulty mock."""
+
+    backend = "mock"
+    model = "mock"
+    adapters = {"a": "first-adapter", "b": "second-adapter"}  # noqa: RUF012
+
+    def __init__(self, engine: Callable[..., MockEngine], effort: float) -> None:
+        self.engine = engine
+        self.effort = effort
+        self.trouble = Trouble()
+
+    def load(self, wrappers: Sequence[object]) -> AsyncLM:
+        refuse_unknown("mock", self.options, ())
+        return self.loaded(wrappers)
+
+    def loaded(self, wrappers: Sequence[object]) -> AsyncLM:
+        return AsyncLM(
+            lambda: self.engine(ByteTokenizer(), max_context=1024, fail_on=self.trouble),
+            backend="mock",
+            wrappers=wrappers,
+        )
+
+    def fail_inside(self, lm: AsyncLM) -> Any:
+        return self.trouble.during
+
+    def reference_rows(self, contexts: Sequence[TokenIds]) -> Sequence[torch.Tensor]:
+        return [hashed_row(ids, None, len(ByteTokenizer())) for ids in contexts]
+
+
+class OfAMutant(OfTheMock):
+    """The suite on a mutant of the registry."""
+
+    patience = 5.0  # what hangs here hangs for ever
+
+    def __init__(self, mutant: Mutant, effort: float) -> None:
+        super().__init__(MockEngine, effort)
+        self.mutant = mutant
+
+    def loaded(self, wrappers: Sequence[object]) -> AsyncLM:
+        return self.mutant.load(wrappers, fail_on=self.trouble)
+
+
+class OfARealModel(Faulty):
+    """The suite on a faulty tiny model behind genlm-hf."""
+
+    backend = "hf"
+    longest = 640  # all of them, on a slow machine too
+
+    def __init__(self, engine: Any, effort: float) -> None:
+        self.engine = engine
+        self.effort = effort
+        self.model, self.adapters = tiny()
+
+    def load(self, wrappers: Sequence[object]) -> AsyncLM:
+        def load() -> Any:
+            from genlm.hf.loading import load_pretrained
+            from genlm.hf.options import HFOptions
+
+            options = HFOptions.parse(self.options)
+            return self.engine(*load_pretrained(str(self.model), options), options)
+
+        return AsyncLM(load, backend="hf", wrappers=wrappers)
+
+    def reference_rows(self, contexts: Sequence[TokenIds]) -> Sequence[torch.Tensor]:
+        from genlm.core.conformance.adapter_outcomes import reference_rows
+
+        return reference_rows(str(self.model), None, contexts)
+
+
+@functools.cache
+def tiny() -> tuple[str, dict[str, str]]:
+    return write_model(Path(tempfile.mkdtemp()))
