@@ -70,7 +70,7 @@ def suites(real: bool = True) -> dict[str, Callable[[float], Faulty]]:
         made[f"work.mock.{engine.__name__}"] = functools.partial(OfTheMock, engine)
     for engine in meeting.MUTANTS:
         made[f"later.mock.{engine.__name__}"] = functools.partial(OfTheMock, engine)
-    if real and find_spec("genlm.hf") and find_spec("peft"):
+    if real and has_hf():
         from .blind import at_work_on_a_real_model, meeting_on_a_real_model, of_a_real_model
 
         for engine in at_work_on_a_real_model.MUTANTS:
@@ -89,6 +89,11 @@ def suites(real: bool = True) -> dict[str, Callable[[float], Faulty]]:
     return made
 
 
+def has_hf() -> bool:
+    """Whether genlm-hf is installed, and what adapters are made with."""
+    return all(map(find_spec, ("genlm.hf", "transformers", "peft")))
+
+
 def clean() -> dict[str, Callable[[float], Faulty]]:
     """The suite on engines without fault."""
     made: dict[str, Callable[[float], Faulty]] = {
@@ -97,7 +102,7 @@ def clean() -> dict[str, Callable[[float], Faulty]]:
         "clean.working": functools.partial(OfTheMock, WorkingEngine),
         "clean.woken": functools.partial(OfTheMock, at_work.Woken),
     }
-    with contextlib.suppress(ImportError):
+    if has_hf():
         from genlm.hf.engine import HFEngine
 
         made["clean.hf"] = functools.partial(OfARealModel, HFEngine)

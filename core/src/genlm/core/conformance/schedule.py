@@ -14,6 +14,13 @@ CALLS = (1, 2, 1, 3, 1, 5)
 class ScheduleClauses:
     """Requests in flight do not disturb each other."""
 
+    def test_cancelled_requests_leave_nothing(self, live: Subject) -> None:
+        """Hundreds of draws that have begun, and of long prompts and scores that are half computed,
+        are cancelled beside others, and then the same and others are asked: all give what they give
+        alone."""
+        for turn in range(live.scaled(24, 9)):
+            check_schedule(live, _leaving(turn))
+
     def test_requests_on_a_schedule(self, live: Subject) -> None:
         """Rows, draws and scores of all lengths, options and adapters arrive alone and in bursts,
         some leave, and adapters change in between: each of them gives what it gives alone."""
@@ -28,13 +35,6 @@ class ScheduleClauses:
             least=4,
             schedule=schedules(list(DIFFERENT), len(names) > 1, live.scaled(80, 17)),
         )
-
-    def test_cancelled_requests_leave_nothing(self, live: Subject) -> None:
-        """Hundreds of draws that have begun, and of long prompts and scores that are half computed,
-        are cancelled beside others, and then the same and others are asked: all give what they give
-        alone."""
-        for turn in range(live.scaled(24, 9)):
-            check_schedule(live, _leaving(turn))
 
 
 def _leaving(turn: int) -> list[Event]:
