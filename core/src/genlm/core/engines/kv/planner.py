@@ -1,0 +1,360 @@
+"""The planner: where sequences start, what is copied for them, and what is kept of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from attrs import define
+
+from genlm.core.engines.kv.commands import Blank, Copy, Fork, NewTrunk, Table
+from genlm.core.engines.kv.room import Needs, Room
+from genlm.core.engines.kv.sharing import Asked, Together, Worth, best_cut
+from genlm.core.engines.kv.tree import Tree
+from genlm.core.engines.kv.trunks import Trunks
+from genlm.core.engines.prefixes import key_of, prefix_of
+from genlm.core.engines.segments import Row, Segment, Trunk
+
+A = TypeVar("A", bound=Asked)
+
+
+@define(eq=False)
+class Placement(Generic[A]):
+    """Where a sequence runs.
+
+    Attributes:
+        index: Which of the sequences asked.
+        sequence: The sequence.
+        start: The first position to compute; all before it are there already.
+        row: The row that the sequence ends in; ``None`` where it ends in ``trunk``.
+        trunk: A trunk that is computed for this sequence, before the row.
+        continued: Whether the row was there before, with a beginning of this sequence.
+        kept: Whether the sequence's state is kept; else its context is there already.
+        found: What it starts from.
+        parent: What its first new segment stands on.
+        base: The first position of that segment.
+        source: What positions ``base`` to ``start`` are copied from.
+        cut: Where the new trunk stops; ``base`` where there is none.
+    """
+
+    index: int
+    sequence: A
+    start: int = 0
+    row: Row | None = None
+    trunk: Trunk | None = None
+    continued: bool = False
+    kept: bool = True
+    found: Segment | None = None
+    parent: Trunk | None = None
+    base: int = 0
+    source: Segment | None = None
+    cut: int = 0
+
+    @property
+    def needs_row(self) -> bool:
+        """Whether it takes a new row."""
+        return not self.continued and self.cut < self.sequence.length
+
+    @property
+    def tail(self) -> int:
+        """How many columns the sequence takes in its row."""
+        if self.continued and self.row is not None:
+            return self.sequence.length - self.row.start
+        return self.sequence.length - max(self.base, self.cut)
+
+    def segments(self, start: int, stop: int) -> list[tuple[Segment, int, int]]:
+        """Where positions ``start`` to ``stop`` (exclusive) go: segments, each with its own first
+        and last position."""
+        found: list[tuple[Segment, int, int]] = []
+        if self.trunk is not None and start < self.trunk.stop:
+            found.append((self.trunk, start, min(stop, self.trunk.stop)))
+            start = found[0][2]
+        if start < stop and self.row is not None:
+            found.append((self.row, start, stop))
+        return found
+
+
+class Planner(Generic[A]):
+    """Keeps the state of contexts as a tree of segments, within a budget, least recently used first
+    out.
+
+    A sequence starts from the kept context that shares the longest prefix with it. If it extends
+    that context, or ends within its row, it runs in that very row, and nothing is copied. Else it
+    is a fork: a long shared prefix is (or becomes) a trunk, a short one is copied to a new row. A
+    row's state is valid up to its key. What lies beyond is never read, so a batch that fails
+    leaves the tree sound.
+
+    Args:
+        table: What carries out commands.
+        worth: The numbers that sharing is weighed with.
+        shares: Whether prefixes may be shared; else every context has a row of its own.
+
+    Attributes:
+        tree: What there is.
+    """
+
+    def __init__(self, table: Table, worth: Worth | None = None, shares: bool = True) -> None:
+        self._table = table
+        self._worth = worth or Worth()
+        self._shares = shares
+        self.tree = Tree()
+        self._room = Room(self.tree, table, self._worth)
+        self._trunks = Trunks(self.tree, self._room, table, self._worth)
+
+    # --- what is known ----------------------------------------------------------------------------
+
+    def fits(self, length: int) -> bool:
+        """Whether a context of this length can be kept beside the pinned ones."""
+        if self._shares and length >= self._worth.trunk:
+            return self._room.has(Needs(trunks=length))
+        return self._room.has(Needs(rows=1, columns=self._worth.columns(length)))
+
+    def known(self, sequence: Asked) -> int:
+        """How many leading tokens of a sequence need not be computed."""
+        if prefix_of(sequence.key, sequence.latest_start) in self.tree.index:
+            return sequence.latest_start  # as a rule, and found faster
+        return min(self.tree.nearest(sequence.key)[1], sequence.latest_start)
+
+    @property
+    def positions(self) -> int:
+        """How many positions memory is taken for."""
+        return self.tree.positions
+
+    # --- batches ----------------------------------------------------------------------------------
+
+    def place(self, sequences: Sequence[A]) -> list[Placement[A]]:
+        """Place as many of some distinct sequences as fit together, less those that should wait for
+        one of these: the first at least, if it :meth:`fits`. The batch before must be committed or
+        abandoned, else it is lost.
+
+        Raises:
+            Exception: the table's; nothing is placed then.
+        """
+        self._lose_batch()
+        now, shared = self._leaders(sequences)
+        if self._shares:
+            self._trunks.share_forked([sequences[at] for at in now])
+        while now:
+            batch = self._planned(sequences, now, shared)
+            if self._shares and self._trunks.share_common(self._needs(batch)):
+                batch = self._planned(sequences, now, shared)
+            if self._begin(batch):
+                return batch
+            if len(now) == 1:  # not even beside its own source: start from nothing
+                batch = [self._with_trunk(Placement(now[0], sequences[now[0]]), [])]
+                return batch if self._begin(batch) else []
+            now = now[: len(now) // 2]
+        return []
+
+    def commit(self, batch: Sequence[Placement[A]]) -> None:
+        """Record that sequences have been computed.
+
+        Raises:
+            Exception: the table's, while trunks are joined; they are committed all the same.
+        """
+        for one in batch:  # first all: the new key of one may be the old key of another
+            if one.kept and one.continued and one.row is not None:
+                self.tree.rename(one.row, one.sequence.key)
+        trunks = [self.tree.keep(one.trunk) for one in batch if one.trunk is not None]
+        for one in batch:
+            if one.row is not None and one.kept:
+                self.tree.keep(one.row)
+            elif one.row is not None and not one.continued:
+                self.tree.discard(one.row)
+        used = [one.row for one in batch if one.row is not None]
+        for trunk in trunks:  # last: it drops what is kept, and may fail
+            if isinstance(trunk, Trunk) and self.tree.is_kept(trunk):
+                self._trunks.shorten(trunk, used)
+
+    def abandon(self, batch: Sequence[Placement[A]]) -> None:
+        """Give back the new segments of sequences that failed, and overwrite what was written into
+        rows, which may be no numbers: a masked column still takes part in products."""
+        for one in batch:
+            if one.row is not None and not one.continued:
+                self.tree.discard(one.row)
+            if one.trunk is not None:
+                self.tree.discard(one.trunk)
+        for one in batch:
+            if one.row is not None and (one.kept or not one.continued):
+                valid = one.row.stop if one.continued else one.start
+                self._table.do(Blank(one.row, max(valid - one.row.start, 0)))
+
+    def _lose_batch(self) -> None:
+        """Give back what a batch has that was neither committed nor abandoned."""
+        for one in [*self.tree.running]:
+            self.tree.discard(one)
+            if isinstance(one, Row):
+                self._table.do(Blank(one, 0))
+
+    # --- what stays and what goes -----------------------------------------------------------------
+
+    def pin(self, sequence: Asked) -> bool:
+        """Keep a committed sequence's state until :meth:`clear`; ``False`` if there is none."""
+        found, shared = self.tree.nearest(sequence.key)
+        if found is None or shared < sequence.length:
+            return False
+        while found.parent is not None and found.start >= sequence.length:
+            found = found.parent
+        if (
+            self._shares
+            and isinstance(found, Row)
+            and sequence.length - found.start >= self._worth.step
+        ):
+            self._trunks.split([found], sequence.length)
+            found = self.tree.index.get(sequence.key) or found
+        found.pinned = True
+        return True
+
+    def clear(self) -> None:
+        """Drop everything and release the memory."""
+        self._room.clear()
+
+    def drop_unpinned(self) -> None:
+        """Drop all but the pinned contexts and release the memory."""
+        staying = self.tree.pinned()
+        for one in list(self.tree.index.values()):
+            if one not in staying:
+                self.tree.drop(one)
+        self._room.trim()
+
+    def drop_adapter(self, version: int) -> None:
+        """Drop the state computed with a version of an adapter, pinned or not."""
+        header = key_of(version, ())
+        for one in list(self.tree.index.values()):
+            if one.key.startswith(header):
+                self.tree.drop(one)
+
+    def check_integrity(self) -> None:
+        """Raises: RuntimeError: segments, places and memory do not add up."""
+        self.tree.check_integrity()
+
+    # --- planning ---------------------------------------------------------------------------------
+
+    def _leaders(self, sequences: Sequence[A]) -> tuple[list[int], dict[int, list[int]]]:
+        """Those to compute now; the others wait, because one of these computes much of what they
+        need. For some of them: how many leading tokens each that waits for it shares."""
+        now: list[int] = []
+        shared: dict[int, list[int]] = {}
+        together: Together[int] = Together(self._worth.waiting)
+        for at, one in enumerate(sequences):
+            known = self.known(one)
+            leader = None
+            if one.length - known >= self._worth.waiting:  # else nobody would wait for it
+                leader, common = together.leader(one, known)
+                if leader is None:
+                    together.add(one, at)
+                else:
+                    shared.setdefault(leader, []).append(common)
+            if leader is None:
+                now.append(at)
+        return now, shared
+
+    def _planned(
+        self, sequences: Sequence[A], now: Sequence[int], shared: dict[int, list[int]]
+    ) -> list[Placement[A]]:
+        taken: set[Segment] = set()
+        batch = []
+        for at in now:
+            one = self._plan(Placement(at, sequences[at]), taken, shared.get(at, []))
+            if one.row is not None:
+                taken.add(one.row)
+            batch.append(one)
+        if self._shares:
+            self._set_apart(batch)
+        return batch
+
+    def _plan(self, one: Placement[A], taken: set[Segment], cuts: Sequence[int]) -> Placement[A]:
+        """Where it runs: in a row that is there, on a trunk, or in a new row with a copy."""
+        sequence = one.sequence
+        found, common = self.tree.nearest(sequence.key)
+        one.found, one.start = found, min(common, sequence.latest_start)
+        one.kept = common < sequence.length
+        if isinstance(found, Row) and found not in taken and one.start >= found.start:
+            extends = common == found.stop and not found.pinned
+            if extends or not one.kept:
+                one.row, one.continued = found, True
+                return one
+        below = found
+        while below is not None and one.start <= below.start:
+            below = below.parent
+        if isinstance(below, Trunk) and self._worth.a_product(below, one.start):
+            one.parent, one.base = below, one.start
+        elif below is not None:
+            one.parent, one.base, one.source = below.parent, below.start, below
+        return self._with_trunk(one, cuts)
+
+    def _with_trunk(self, one: Placement[A], cuts: Sequence[int]) -> Placement[A]:
+        """Give a new context a trunk of its own to where others will fork, or to its end if it is
+        long."""
+        one.cut = one.base
+        if self._shares and one.kept:
+            cut, _ = best_cut(cuts, one.base) if cuts else (0, 0)
+            if cut > one.start and cut - one.base >= self._worth.trunk:
+                one.cut = cut
+            elif one.sequence.length - one.start >= self._worth.trunk:
+                one.cut = one.sequence.length
+        return one
+
+    def _set_apart(self, batch: Sequence[Placement[A]]) -> None:
+        """Give trunks of their own to the few new contexts that would make all rows longer."""
+        tails: list[tuple[int, Placement[A] | None]] = [(row.size, None) for row in self.tree.rows]
+        tails += [(one.tail, one) for one in batch if one.needs_row or one.continued]
+        for outlier in self._worth.outliers_of(tails):
+            if outlier is not None and not outlier.continued and outlier.kept:
+                outlier.cut = outlier.sequence.length
+
+    def _needs(self, batch: Sequence[Placement[A]]) -> Needs:
+        used = {segment for one in batch for segment in (one.found, one.parent, one.source)}
+        return Needs(
+            rows=sum(one.needs_row for one in batch),
+            columns=max(self._worth.columns(one.tail) for one in batch),
+            computed=sum(one.sequence.length - max(one.start, one.cut) for one in batch),
+            trunks=sum(one.cut - one.base for one in batch if not one.continued),
+            protected={segment for segment in used if segment is not None},
+        )
+
+    # --- carrying out -----------------------------------------------------------------------------
+
+    def _begin(self, batch: Sequence[Placement[A]]) -> bool:
+        """Make room for a batch, take segments, and copy to them what is known; ``False`` if it
+        does not fit."""
+        if not self._room.make(self._needs(batch)):
+            return False
+        for one in batch:
+            if one.found is not None:
+                self.tree.touch(one.found)
+            if not one.continued:
+                self._enter(one)
+        try:
+            for one in batch:
+                if one.trunk is not None:
+                    self._table.do(NewTrunk(one.trunk))
+            self._copy(batch)
+        except BaseException:
+            self.abandon(batch)
+            raise
+        return True
+
+    def _enter(self, one: Placement[A]) -> None:
+        """The new segments of a placement."""
+        key, parent, base = one.sequence.key, one.parent, one.base
+        if one.cut > base:
+            one.trunk = parent = self.tree.new_trunk(prefix_of(key, one.cut), parent, base)
+            base = one.cut
+        if one.needs_row:
+            one.row = self.tree.new_row(key, parent, base)
+
+    def _copy(self, batch: Sequence[Placement[A]]) -> None:
+        """Copy what is known to new segments: the forks of rows together."""
+        forks: list[tuple[Row, Row, int]] = []
+        for one in batch:
+            size, source, target = one.start - one.base, one.source, one.trunk or one.row
+            if source is None or target is None or not size:
+                continue
+            if isinstance(source, Row) and isinstance(target, Row):
+                forks.append((source, target, size))
+            else:
+                self._table.do(Copy(source, target, size))
+        if forks:
+            sources, targets, sizes = zip(*forks, strict=True)
+            self._table.do(Fork(sources, targets, max(sizes)))

@@ -1,0 +1,135 @@
+"""Room: what goes when the budget is spent, and how large the table is."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from attrs import define, field
+
+from genlm.core.engines.kv.commands import Resize, Table
+from genlm.core.engines.kv.sharing import Worth
+from genlm.core.engines.kv.tree import Tree
+from genlm.core.engines.segments import Row, Segment, Trunk
+from genlm.core.logs import get_logger
+
+logger = get_logger()
+
+
+@define(eq=False)
+class Needs:
+    """What a batch takes.
+
+    Attributes:
+        rows: New rows.
+        columns: Of the longest row, new or continued.
+        computed: The positions that are computed for rows.
+        trunks: The positions of new trunks.
+        protected: What must stay.
+    """
+
+    rows: int = 0
+    columns: int = 0
+    computed: int = 0
+    trunks: int = 0
+    protected: set[Segment] = field(factory=set)
+
+
+class Room:
+    """Keeps rows and trunks within the budget, least recently used first out.
+
+    Args:
+        tree: What there is.
+        table: What carries out commands, and says what the budget is.
+        worth: The numbers.
+    """
+
+    def __init__(self, tree: Tree, table: Table, worth: Worth) -> None:
+        self._tree = tree
+        self._table = table
+        self._worth = worth
+
+    def has(self, needs: Needs) -> bool:
+        """Whether there is room, once all that is neither needed nor pinned has gone."""
+        used = self._used(needs)
+        return used <= self._table.limit(used)
+
+    def make(self, needs: Needs) -> bool:
+        """Drop what was used least recently until there is room, then have the table so large;
+        ``False`` if there cannot be room."""
+        used = self._used(needs)
+        limit = self._table.limit(used)
+        if used > limit:
+            return False
+        tree = self._tree
+        sizes = Counter(self._worth.columns(row.size) for row in tree.rows)
+        room = limit - tree.trunk_positions - needs.trunks
+        columns, count = max(needs.columns, *sizes, 0), sizes.total() + needs.rows
+        dropped = True
+        while count * columns > room and dropped:
+            dropped = False
+            for one in list(tree.index.values()):
+                if one.pinned or one.children or one in needs.protected:
+                    continue
+                tree.drop(one)
+                dropped = True
+                if isinstance(one, Trunk):
+                    room += one.size
+                else:
+                    sizes[self._worth.columns(one.size)] -= 1
+                    count -= 1
+                    columns = max(needs.columns, *(+sizes), 0)
+                if count * columns <= room:
+                    break
+        self._fit(count, columns, room)
+        return True
+
+    def trim(self) -> None:
+        """Have the table as small as it can be."""
+        rows = self._tree.rows
+        self._resize(len(rows), self._worth.columns(max((row.size for row in rows), default=0)))
+
+    def clear(self) -> None:
+        """Drop everything, and give the memory back."""
+        self._tree.clear()
+        self._table.do(Resize(0, 0, ()))
+
+    def _used(self, needs: Needs) -> int:
+        """How many positions a batch takes, beside all that is pinned."""
+        tree = self._tree
+        staying = tree.with_paths(needs.protected) | tree.pinned()
+        rows = [one.size for one in staying if isinstance(one, Row)]
+        trunks = sum(one.size for one in staying if isinstance(one, Trunk))
+        columns = max(needs.columns, *map(self._worth.columns, rows), 0)
+        return (len(rows) + needs.rows) * columns + trunks + needs.trunks
+
+    def _fit(self, rows: int, columns: int, room: int) -> None:
+        """Give the table at least ``rows`` rows of ``columns``, at most ``room`` positions in all.
+
+        Allocating memory is slow, so some more rows are allocated where the budget allows it: forks
+        find their rows there already.
+        """
+        tree, step = self._tree, self._worth.step
+        too_large = tree.slots * tree.columns > room
+        if rows <= tree.slots and columns <= tree.columns and not too_large:
+            return
+        wide = columns
+        wider = self._worth.columns(columns // 8 * 9)
+        if columns > tree.columns and columns >= 8 * step and rows * wider <= room:
+            wide = wider
+        # Many where they are short, so that rows of any length have about as much to spare.
+        more = min(rows // 2, max(rows // 8, rows * step // max(wide, 1)))
+        spare = rows if too_large else max(rows + more, tree.slots)
+        self._resize(max(rows, min(spare, room // max(wide, 1))), wide)
+
+    def _resize(self, slots: int, columns: int) -> None:
+        """Resize the table, rows moved to its front."""
+        kept = sorted(self._tree.rows, key=lambda row: row.slot)
+        try:
+            self._table.do(Resize(slots, columns, tuple(row.slot for row in kept)))
+        except BaseException as error:  # with some layers moved and others not, no row is whole
+            pinned = sum(one.pinned for one in self._tree.index.values())
+            logger.warning("kv.lost", rows=len(kept), pinned=pinned, reason=str(error))
+            self.clear()
+            raise
+        self._tree.resized(slots, columns, kept)
+        logger.debug("kv.resized", rows=slots, columns=columns, kept=len(kept))

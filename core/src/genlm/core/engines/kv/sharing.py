@@ -1,0 +1,176 @@
+"""What is worth sharing, what is worth a copy, and what is worth waiting for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Generic, Protocol, TypeVar
+
+from attrs import define, frozen
+
+from genlm.core.engines.prefixes import PrefixIndex, shared_length, tokens_in
+from genlm.core.engines.segments import Row, Trunk
+
+T = TypeVar("T")
+
+
+class Asked(Protocol):
+    """A sequence whose last rows are wanted."""
+
+    @property
+    def key(self) -> bytes:
+        """See :func:`~genlm.core.engines.prefixes.key_of`."""
+
+    @property
+    def length(self) -> int:
+        """The number of tokens."""
+
+    @property
+    def latest_start(self) -> int:
+        """The first position that must be computed even if its state is known."""
+
+
+@frozen
+class Worth:
+    """The numbers that sharing is weighed with, in positions if nothing else is said.
+
+    Attributes:
+        step: Columns are allotted in steps of this many.
+        waiting: A sequence waits for another one of the batch that computes at least this many
+            tokens that both need.
+        sharing: Forks share their parent's state as a trunk if it saves this many positions,
+            counted once for each fork. Fewer are copied: a trunk is another product in every layer
+            of every forward, which costs as much as attention over this many positions in rows.
+        product: One more context shares the beginning of a trunk if that has at least this many.
+        trunk: A new context with at least this many positions of its own gets a trunk of its own:
+            rows are all as long as the longest.
+        waste: The table may take this many times the positions that are in it; then the longest
+            rows become trunks.
+        spare: Each row may take this many besides.
+        collecting: What rows have in common becomes a trunk, to save memory, if it has at least
+            this many.
+        outliers: The most rows that become trunks because they are longer than the others.
+        path: The most trunks below a context, as a rule.
+    """
+
+    step: int = 32
+    waiting: int = 16
+    sharing: int = 1024
+    product: int = 64
+    trunk: int = 512
+    waste: float = 1.25
+    spare: int = 48
+    collecting: int = 64
+    outliers: int = 4
+    path: int = 6
+
+    def columns(self, length: int) -> int:
+        """How many columns are allotted for ``length`` positions."""
+        return -(-length // self.step) * self.step
+
+    def a_product(self, trunk: Trunk, start: int) -> bool:
+        """Whether a context that leaves a trunk at ``start`` should stand on it."""
+        with_others = start == trunk.stop and len(trunk.children) > 0
+        return with_others or start - trunk.start >= self.product
+
+    def outliers_of(self, tails: Iterable[tuple[int, T]]) -> list[T]:
+        """The few long ones without which rows would not be much longer than what is in them.
+
+        Args:
+            tails: The size of each row, and whose it is.
+        """
+        ordered = sorted(tails, key=lambda one: one[0], reverse=True)
+        total = sum(size for size, _ in ordered)
+        found: list[T] = []
+        for at, (size, owner) in enumerate(ordered[: self.outliers + 1]):
+            count = len(ordered) - at
+            most = self.waste * total + self.step * count
+            if size <= 2 * self.step or self.columns(size) * count <= most:
+                return found
+            found.append(owner)
+            total -= size
+        return []
+
+
+class Together(Generic[T]):
+    """Sequences that are computed together, and what a further one would cost beside them.
+
+    Args:
+        waiting: See :class:`Worth`.
+    """
+
+    def __init__(self, waiting: int = Worth().waiting) -> None:
+        self._waiting = waiting
+        self._index: PrefixIndex[bytes, T] = PrefixIndex()
+
+    def __contains__(self, sequence: Asked) -> bool:
+        return sequence.key in self._index
+
+    def add(self, sequence: Asked, value: T) -> None:
+        """Compute this sequence with the others."""
+        self._index.add(sequence.key, value)
+
+    def leader(self, sequence: Asked, known: int) -> tuple[T | None, int]:
+        """Which of them a sequence should wait for, if any, and how many of its leading tokens it
+        need not compute then; ``known`` of them are there already."""
+        nearest, common = self._index.nearest(sequence.key)
+        shared = min(tokens_in(common), sequence.latest_start)
+        if nearest is None or shared - known < self._waiting:
+            return None, known
+        return self._index[nearest], shared
+
+
+@define(eq=False)
+class Family:
+    """Rows that stand side by side on the same trunk, in the order of their keys.
+
+    Attributes:
+        rows: The rows.
+        common: How many of their first positions two neighbours have in common.
+    """
+
+    rows: list[Row]
+    common: list[int]
+
+    @property
+    def copies(self) -> int:
+        """How many positions are copies of others."""
+        return sum(self.common)
+
+    def best(self) -> tuple[int, list[Row], int]:
+        """The part of some rows that is worth most as a trunk: how many copies it saves, the rows,
+        and the position where it stops."""
+        saved, first, last, size = 0, 0, 0, 0
+        rising: list[tuple[int, int]] = []  # the first row, and what has been common since then
+        for at, common in enumerate([*self.common, 0]):
+            since = at
+            while rising and rising[-1][1] >= common:
+                since, height = rising.pop()
+                if height * (at - since) > saved:
+                    saved, first, last, size = height * (at - since), since, at, height
+            rising.append((since, common))
+        return saved, self.rows[first : last + 1], self.rows[0].start + size
+
+
+def families_of(rows: Iterable[Row]) -> list[Family]:
+    """Rows by the place that they stand on, and what they have in common beyond it."""
+    families: dict[tuple[Trunk | None, int], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.key):
+        families.setdefault((row.parent, row.start), []).append(row)
+    return [
+        Family(
+            family,
+            [max(shared_length(one.key, other.key) - start, 0) for one, other in pairwise(family)],
+        )
+        for (_, start), family in families.items()
+    ]
+
+
+def best_cut(cuts: Sequence[int], start: int) -> tuple[int, int]:
+    """Where to cut what is forked at ``cuts``, so that the most positions from ``start`` on are not
+    copied, and how many these are."""
+    ordered = sorted(cuts, reverse=True)
+    return max(
+        ((cut, (cut - start) * count) for count, cut in enumerate(ordered, 1)),
+        key=lambda one: one[1],
+    )

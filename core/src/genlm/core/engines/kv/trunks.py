@@ -1,0 +1,181 @@
+"""Trunks: which positions of rows are kept once, for all that share them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from genlm.core.engines.kv.commands import Copy, Join, NewTrunk, Shift, Table
+from genlm.core.engines.kv.room import Needs, Room
+from genlm.core.engines.kv.sharing import Asked, Worth, best_cut, families_of
+from genlm.core.engines.kv.tree import Tree
+from genlm.core.engines.prefixes import prefix_of
+from genlm.core.engines.segments import Row, Segment, Trunk
+from genlm.core.logs import get_logger
+
+logger = get_logger()
+
+
+class Trunks:
+    """Makes trunks of rows, and joins trunks.
+
+    Args:
+        tree: What there is.
+        room: Makes room for them.
+        table: What carries out commands.
+        worth: The numbers.
+    """
+
+    def __init__(self, tree: Tree, room: Room, table: Table, worth: Worth) -> None:
+        self._tree = tree
+        self._room = room
+        self._table = table
+        self._worth = worth
+
+    def share_forked(self, batch: Sequence[Asked]) -> None:
+        """Turn into trunks what several contexts are about to share, and the few rows that make
+        all others longer."""
+        wanted: dict[Row, list[int]] = {}
+        protected: set[Segment] = set()
+        for one in batch:
+            found, shared = self._tree.nearest(one.key)
+            if found is not None:
+                protected.add(found)
+            if isinstance(found, Row):
+                wanted.setdefault(found, []).append(min(shared, one.latest_start))
+        for row, cuts in wanted.items():
+            # One that extends the row, or ends in it, runs there: nothing is shared.
+            alone = len(cuts) == 1 and cuts[0] >= row.stop - 1 and not row.pinned
+            cut, saved = best_cut(cuts, row.start)
+            worth_it = saved >= self._worth.sharing or cut - row.start >= self._worth.trunk
+            if worth_it and not alone:
+                self.split([row], cut, protected)
+        for row in self._worth.outliers_of([(row.size, row) for row in self._tree.rows]):
+            # Room for the one before may have been made of this one.
+            if self._tree.is_kept(row):
+                self.split([row], row.stop, protected)
+
+    def share_common(self, needs: Needs) -> bool:
+        """Turn into trunks what rows have in common, and the few rows that are longer than all
+        others: where the table would take much more than is in it.
+
+        Returns:
+            Whether some were.
+        """
+        changed = False
+        while True:
+            chosen = self._worth_splitting(needs)
+            protected = needs.protected.union(*(rows for rows, _ in chosen))
+            for rows, cut in chosen:
+                if not self.split(rows, cut, protected):
+                    return changed
+                changed = True
+            if not chosen:
+                return changed
+
+    def _worth_splitting(self, needs: Needs) -> list[tuple[list[Row], int]]:
+        """Rows, and where to cut them; none where the table holds little else than what is in it,
+        or need not grow."""
+        tree, worth = self._tree, self._worth
+        rows = list(tree.rows)
+        count = len(rows) + needs.rows
+        columns = max(needs.columns, *(worth.columns(row.size) for row in rows), 0)
+        if count <= tree.slots and columns <= tree.columns:
+            return []
+        families = families_of(rows)
+        distinct = sum(row.size for row in rows) - sum(family.copies for family in families)
+        if count * columns <= worth.waste * (distinct + needs.computed) + worth.spare * count:
+            return []
+        saved, common, cut = max(
+            (family.best() for family in families), key=lambda one: one[0], default=(0, [], 0)
+        )
+        if saved >= worth.collecting:
+            return [(common, cut)]
+        long = [row for row in rows if row.size >= columns - worth.step]
+        few = len(needs.protected.intersection(long)) <= worth.outliers
+        if few and 2 * len(long) <= len(rows) and columns > 2 * worth.step:
+            return [([row], row.stop) for row in long]
+        return []
+
+    def split(self, rows: Sequence[Row], cut: int, protected: Iterable[Segment] = ()) -> bool:
+        """Store as a trunk what rows have in common up to position ``cut``; what is left of them
+        stands on that.
+
+        Args:
+            rows: They stand side by side.
+            cut: Beyond their first position, and within each of them.
+            protected: What must stay.
+
+        Returns:
+            ``False`` where the budget does not allow it; then nothing was done.
+        """
+        start, key = rows[0].start, prefix_of(rows[0].key, cut)
+        trunk = self._tree.index.get(key)
+        if not isinstance(trunk, Trunk):
+            needs = Needs(trunks=cut - start, protected={*protected, *rows})
+            if not self._room.make(needs):
+                return False
+            trunk = self._collected(rows[0], key)
+        for row in rows:
+            if row.stop > cut:  # else the trunk took its place
+                self._move(row, trunk)
+        self._tree.touch(trunk)
+        self.shorten(trunk, protected)
+        return True
+
+    def _collected(self, row: Row, key: bytes) -> Trunk:
+        """A kept trunk of the first positions of a row."""
+        trunk = self._tree.new_trunk(key, row.parent, row.start)
+        try:
+            self._table.do(NewTrunk(trunk))
+            self._table.do(Copy(row, trunk, trunk.size))
+        except BaseException:
+            self._tree.discard(trunk)
+            raise
+        self._tree.keep(trunk)
+        return trunk
+
+    def _move(self, row: Row, trunk: Trunk) -> None:
+        """What a row holds beyond a trunk stands on it from now on."""
+        try:
+            self._table.do(Shift(row, trunk.stop - row.start))
+        except BaseException as error:  # with some layers moved and others not, it is not whole
+            logger.warning("kv.lost", rows=1, pinned=int(row.pinned), reason=str(error))
+            self._tree.drop(row)
+            raise
+        row.stand_on(trunk, trunk.stop)
+
+    def shorten(self, trunk: Trunk, protected: Iterable[Segment]) -> None:
+        """Join trunks that one context alone goes through, and keep the path short."""
+        upper = trunk
+        while (below := upper.parent) is not None:
+            mine_alone = below.children == {upper} and not below.pinned
+            if mine_alone and below.size <= 2 * upper.size:
+                self._join(upper)  # of like sizes only: nothing is copied more often than log(n)
+            else:
+                upper = below
+        staying = {*protected}
+        while len(path := [trunk, *(below for below, _ in trunk.path())]) > self._worth.path:
+            others = {
+                upper: self._tree.above(below, but=upper)
+                for upper, below in pairwise(path)
+                if not below.pinned
+            }
+            free = [
+                upper
+                for upper, above in others.items()
+                if not any(one.pinned or one in staying for one in above)
+            ]
+            if not free:
+                return
+            chosen = min(free, key=lambda upper: len(others[upper]))
+            for one in others[chosen]:
+                self._tree.drop(one)
+            self._join(chosen)
+
+    def _join(self, upper: Trunk) -> None:
+        """Make a trunk and its parent, whose only child it is, one."""
+        below = upper.parent
+        assert below is not None
+        self._table.do(Join(upper, below, upper.start - below.start))
+        self._tree.lengthen(upper, below)

@@ -1,0 +1,425 @@
+"""The planner of key/value state, against a table that knows what lies at each position.
+
+What stands for the state of a position is a number for the context up to there, its adapter
+included. So wherever a sequence starts, it can be seen whether the state is that of its own tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar
+
+from attrs import field, frozen
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from genlm.core.engines.kv.commands import (
+    Blank,
+    Command,
+    Copy,
+    Fork,
+    Join,
+    NewTrunk,
+    Resize,
+    Shift,
+)
+from genlm.core.engines.kv.planner import Placement, Planner
+from genlm.core.engines.kv.sharing import Worth
+from genlm.core.engines.prefixes import key_of, length_of, tokens_of, version_of
+from genlm.core.engines.segments import Row, Segment
+
+#: The numbers of hf, of mlx, and some small ones, so that short contexts reach all of them.
+WORTHS = (
+    Worth(),
+    Worth(sharing=512, waste=2.0),
+    Worth(2, 2, 4, 2, 6, 1.25, 1, 2, 2, 3),
+    Worth(1, 1, 1, 1, 1, 1.0, 0, 1, 1, 2),
+    Worth(4, 3, 16, 8, 12, 2.0, 4, 4, 4, 6),
+)
+
+#: Lengths on both sides of every threshold, and of the chunks that long prompts are computed in.
+AROUND = sorted({at + by for at in (32, 64, 256, 512, 1024, 2048) for by in (-1, 0, 1)})
+
+#: What was written by a forward that went wrong.
+POISON = -1
+
+
+class BrokenTableError(Exception):
+    """A command was not carried out."""
+
+
+@frozen(eq=False)
+class Wanted:
+    """A sequence."""
+
+    tokens: Sequence[int]
+    version: int = 0
+    keep: int = 1
+    key: bytes = field(init=False)
+
+    @key.default
+    def _key(self) -> bytes:
+        return key_of(self.version, self.tokens)
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def latest_start(self) -> int:
+        return self.length - self.keep
+
+
+class Contexts:
+    """A number for every context."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._cells: dict[bytes, list[int]] = {}
+
+    def cells(self, key: bytes) -> list[int]:
+        """What lies at each position of a context."""
+        if key not in self._cells:
+            at = -2 - version_of(key)
+            found = []
+            for token in tokens_of(key):
+                at = self._numbers.setdefault((at, token), len(self._numbers) + 1)
+                found.append(at)
+            self._cells[key] = found
+        return self._cells[key]
+
+
+class Cells:
+    """A table of such numbers; 0 is nothing."""
+
+    def __init__(self, contexts: Contexts, budget: int, aside: int | None) -> None:
+        self.rows: list[list[int]] = []
+        self.carried_out = 0
+        self.fail_at: int | None = None  # so many commands from now
+        self.failed: Command | None = None
+        self._contexts = contexts
+        self._budget = budget
+        self._aside = aside
+
+    def limit(self, used: int) -> int:
+        return self._budget if self._aside is None else used + self._aside
+
+    def own(self, segment: Segment) -> list[int]:
+        """The cells of a segment."""
+        return self.rows[segment.slot] if isinstance(segment, Row) else segment.layers[0]
+
+    def read(self, segment: Segment | None, stop: int) -> list[int]:
+        """The first positions of the context that a segment ends."""
+        if segment is None:
+            return []
+        own = self.own(segment)[: max(stop - segment.start, 0)]
+        return self.read(segment.parent, min(stop, segment.start)) + own
+
+    def do(self, command: Command) -> None:
+        self.carried_out += 1
+        if self.fail_at is not None:
+            self.fail_at -= 1
+            if self.fail_at < 0:
+                self.fail_at = None
+                self.failed = command
+                self._spoil(command)
+                raise BrokenTableError
+        match command:
+            case Resize():
+                rows = [self.rows[slot][: command.columns] for slot in command.kept]
+                rows += [[] for _ in range(command.rows - len(rows))]
+                self.rows = [row + [0] * (command.columns - len(row)) for row in rows]
+            case NewTrunk(trunk):
+                assert not trunk.layers
+                trunk.layers = [[0] * trunk.size]
+            case Copy(source, target, size):
+                assert source.start == target.start
+                assert 0 < size <= target.size
+                self.own(target)[:size] = self._valid(source, size)
+            case Fork(sources, targets, columns):
+                assert not set(sources) & set(targets)
+                for source, target in zip(sources, targets, strict=True):
+                    assert target.slot not in {row.slot for row in sources}
+                    self.own(target)[:columns] = self.own(source)[:columns]
+            case Shift(row, by):
+                own = self.own(row)
+                own[: row.size - by] = self._valid(row, row.size)[by:]
+            case Join(trunk, below, size):
+                trunk.layers = [self._valid(below, size) + trunk.layers[0]]
+            case Blank(row, first):
+                own = self.own(row)
+                own[first:] = [0] * len(own[first:])
+
+    def _valid(self, source: Segment, size: int) -> list[int]:
+        """The first cells of a segment, which must be its context's."""
+        cells = self.own(source)[:size]
+        assert cells == self._contexts.cells(source.key)[source.start :][:size]
+        return cells
+
+    def _spoil(self, command: Command) -> None:
+        """Leave what a command writes half done."""
+        match command:
+            case Resize():
+                self.rows = []
+            case Shift(row, by):
+                self.own(row)[: row.size - by] = [POISON] * (row.size - by)
+            case Fork(_, targets, columns):
+                self.own(targets[0])[:columns] = [0] * columns
+
+
+class PlannerMachine(RuleBasedStateMachine):
+    """Contexts are asked, computed, lost, pinned and dropped, and some commands fail."""
+
+    operations: ClassVar[int] = 0
+
+    @initialize(
+        worth=st.sampled_from(WORTHS),
+        budget=st.sampled_from([0, 1, 7, 40, 100, 300, 1000, 5000, 20_000, 10**9]),
+        aside=st.sampled_from([None, None, None, 0, 50, 3000]),
+        shares=st.sampled_from([True, True, True, False]),
+        seed=st.integers(0, 2**32),
+    )
+    def begin(self, worth: Worth, budget: int, aside: int | None, shares: bool, seed: int) -> None:
+        self.contexts = Contexts()
+        self.table = Cells(self.contexts, budget, aside)
+        self.planner: Planner[Wanted] = Planner(self.table, worth, shares)
+        self.bounded = budget if aside is None else None
+        self.long = worth.step == Worth().step
+        self.random = random.Random(seed)
+        self.live: list[Wanted] = [Wanted((1,))]
+        self.pinned: dict[bytes, Wanted] = {}
+
+    # --- what is asked ----------------------------------------------------------------------------
+
+    @rule(data=st.data(), count=st.integers(1, 12))
+    def ask_any(self, data: st.DataObject, count: int) -> None:
+        """Contexts that extend, cut, fork and repeat others, and new ones."""
+        self._run(data, [self._any() for _ in range(count)])
+
+    @rule(data=st.data(), steps=st.integers(1, 6), fork=st.booleans())
+    def grow(self, data: st.DataObject, steps: int, fork: bool) -> None:
+        """All live contexts grow token by token, perhaps resampled first."""
+        if fork:
+            self.live = self.random.choices(self.live, k=len(self.live))
+        for _ in range(steps):
+            self._run(data, [self._longer(one, 1) for one in self.live])
+
+    @rule(data=st.data(), chunk=st.sampled_from([3, 16, 512, 2048]))
+    def ask_in_chunks(self, data: st.DataObject, chunk: int) -> None:
+        """A long context, each chunk of it beside those that grow."""
+        whole = self._longer(self.random.choice(self.live), self._size() * 2)
+        for stop in range(chunk, whole.length, max(chunk, whole.length // 5)):
+            beside = [self._longer(one, 1) for one in self.live[:3]]
+            self._run(data, [Wanted(whole.tokens[:stop], whole.version), *beside])
+        self._run(data, [whole])
+
+    def _any(self) -> Wanted:
+        source = self.random.choice(self.live)
+        kind = self.random.randrange(6)
+        if kind == 0:
+            return Wanted(self._new_tokens(self._size()), self.random.choice([0, 0, 1, 2]))
+        if kind == 1:
+            return source
+        if kind < 4:
+            cut = self.random.choice([self.random.randint(1, source.length), self._size()])
+            source = Wanted(source.tokens[:cut], source.version)
+        return self._longer(source, self.random.choice([0, 1, 1, 2, self._size()]))
+
+    def _longer(self, one: Wanted, more: int) -> Wanted:
+        tokens = (*one.tokens, *self._new_tokens(more))[: 2500 if self.long else 60]
+        keep = self.random.choice([1, 1, 1, 2, 9])
+        return Wanted(tokens, one.version, min(keep, len(tokens)))
+
+    def _new_tokens(self, count: int) -> tuple[int, ...]:
+        """Few different ones, so that contexts meet again."""
+        return (self.random.randrange(3), *[self.random.randrange(2)] * count)[:count]
+
+    def _size(self) -> int:
+        if self.long:
+            return self.random.choice([*range(1, 8), *AROUND])
+        return self.random.choice([*range(1, 9), 12, 13, 20])
+
+    # --- what becomes of it -----------------------------------------------------------------------
+
+    def _run(self, data: st.DataObject, asked: Sequence[Wanted]) -> None:
+        """Place, compute, and settle, until all are answered."""
+        left = [one for one in {one.key: one for one in asked}.values() if one.length]
+        self.live = left or self.live
+        fate = data.draw(st.sampled_from(["works"] * 6 + ["fails", "breaks", "is lost", "table"]))
+        left = [one for one in left if self.planner.fits(one.length)]
+        while left:
+            with self._failing(fate == "table"):
+                batch = self.planner.place(left)
+                assert batch, "the first one fits"
+                assert batch[0].index == 0
+                self._compute(batch)
+                self._settle(batch, fate)
+            if fate != "works":
+                return
+            done = {one.index for one in batch}
+            left = [one for at, one in enumerate(left) if at not in done]
+
+    @contextmanager
+    def _failing(self, fails: bool) -> Iterator[None]:
+        """Let some command fail."""
+        self.table.fail_at = self.random.randrange(8) if fails else None
+        self.table.failed = None
+        try:
+            yield
+        except BrokenTableError:
+            self._let_go(self.table.failed)
+        self.table.fail_at = None
+
+    def _let_go(self, command: Command | None) -> None:
+        """What a failed command may lose."""
+        if isinstance(command, Resize):
+            self.pinned.clear()
+        if isinstance(command, Shift):
+            for one in [one for one in self.pinned.values() if command.row.key.startswith(one.key)]:
+                del self.pinned[one.key]
+
+    def _compute(self, batch: Sequence[Placement[Wanted]]) -> None:
+        written: set[tuple[int, int]] = set()
+        for one in batch:
+            cells = self.contexts.cells(one.sequence.key)
+            end = one.row or one.trunk
+            assert 0 <= one.start <= one.sequence.latest_start
+            assert self.table.read(end, one.start) == cells[: one.start]
+        for one in batch:
+            cells = self.contexts.cells(one.sequence.key)
+            stop = one.start
+            for segment, first, last in one.segments(one.start, one.sequence.length):
+                assert first == stop < last
+                own, offset = self.table.own(segment), segment.start
+                assert last - offset <= len(own)
+                places = {(id(own), at - offset) for at in range(first, last)}
+                assert not places & written, "two sequences write to one place"
+                written |= places
+                own[first - offset : last - offset] = cells[first:last]
+                stop = last
+            assert stop == one.sequence.length
+            end = one.row or one.trunk
+            assert self.table.read(end, stop) == cells, "it attends to its own tokens"
+
+    def _settle(self, batch: Sequence[Placement[Wanted]], fate: str) -> None:
+        self.operations_of(len(batch))
+        if fate == "is lost":
+            return
+        broken = []
+        if fate in ("fails", "breaks"):
+            broken = [one for one in batch if fate == "fails" or self.random.random() < 0.5]
+        for one in broken:
+            self._poison(one)
+        good = [one for one in batch if one not in broken]
+        self.planner.abandon(broken)
+        self.planner.commit(good)
+        for one in good:
+            assert self.planner.known(one.sequence) == one.sequence.latest_start
+
+    def _poison(self, one: Placement[Wanted]) -> None:
+        """What a forward wrote is no number, from the first position that was not known on."""
+        known = one.start
+        if one.continued and one.row is not None:
+            known = max(known, one.row.stop)
+        for segment, first, last in one.segments(
+            min(known, one.sequence.length), one.sequence.length
+        ):
+            own = self.table.own(segment)
+            own[first - segment.start : last - segment.start] = [POISON] * (last - first)
+
+    @classmethod
+    def operations_of(cls, count: int) -> None:
+        PlannerMachine.operations += count
+
+    # --- what stays and what goes -----------------------------------------------------------------
+
+    @rule(fails=st.sampled_from([False, False, False, True]))
+    def pin(self, fails: bool) -> None:
+        one = self.random.choice(self.live)
+        with self._failing(fails):
+            known = self.planner.known(Wanted((*one.tokens, 0), one.version)) >= one.length
+            assert self.planner.pin(one) == known
+            if known:
+                self.pinned[one.key] = one
+
+    @rule(fails=st.sampled_from([False, False, True]))
+    def drop_unpinned(self, fails: bool) -> None:
+        with self._failing(fails):
+            self.planner.drop_unpinned()
+
+    @rule(version=st.sampled_from([0, 1, 2]))
+    def drop_adapter(self, version: int) -> None:
+        self.planner.drop_adapter(version)
+        for one in [one for one in self.pinned.values() if one.version == version]:
+            del self.pinned[one.key]
+        for one in self.live:
+            assert one.version != version or self.planner.known(one) == 0
+
+    @rule()
+    @precondition(lambda self: self.random.random() < 0.2)
+    def clear(self) -> None:
+        self.planner.clear()
+        self.pinned.clear()
+        assert self.planner.positions == 0
+
+    # --- what must be true ------------------------------------------------------------------------
+
+    @invariant()
+    def everything_kept_is_what_it_says(self) -> None:
+        if not hasattr(self, "planner"):
+            return
+        tree = self.planner.tree
+        tree.check_integrity()
+        for one in tree.index.values():
+            size = length_of(one.key)
+            assert self.table.read(one, size) == self.contexts.cells(one.key)
+
+    @invariant()
+    def the_budget_holds(self) -> None:
+        if not hasattr(self, "planner"):
+            return
+        if self.bounded is not None:
+            assert self.planner.positions <= self.bounded
+        columns = {len(row) for row in self.table.rows}
+        assert columns <= {self.planner.tree.columns}
+        assert len(self.table.rows) == self.planner.tree.slots
+
+    @invariant()
+    def nothing_pinned_is_lost(self) -> None:
+        for one in getattr(self, "pinned", {}).values():
+            assert self.planner.known(one) == one.latest_start
+
+    @invariant()
+    def nothing_in_the_table_is_no_number(self) -> None:
+        """Masked columns take part in products."""
+        if hasattr(self, "planner") and not self.planner.tree.running:
+            assert not any(POISON in row for row in self.table.rows)
+
+    def teardown(self) -> None:
+        if hasattr(self, "table"):
+            self.operations_of(self.table.carried_out)
+
+
+def test_any_sequence_of_plans_keeps_what_it_says() -> None:
+    """A sequence that is placed and settled is an operation, and so is a command."""
+    PlannerMachine.operations = 0
+    run_state_machine_as_test(
+        PlannerMachine,
+        settings=settings(
+            max_examples=200,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=[*HealthCheck],
+        ),
+    )
+    print(PlannerMachine.operations)
