@@ -172,7 +172,7 @@ class Cells:
             case Resize():
                 self.rows = []
             case Shift(row, by):
-                self.own(row)[: row.size - by] = [POISON] * (row.size - by)
+                self.own(row)[: row.size - by] = [0] * (row.size - by)
             case Fork(_, targets, columns):
                 self.own(targets[0])[:columns] = [0] * columns
 

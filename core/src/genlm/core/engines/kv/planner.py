@@ -161,10 +161,10 @@ class Planner(Generic[A]):
                 self.tree.keep(one.row)
             elif one.row is not None and not one.continued:
                 self.tree.discard(one.row)
-        used = [one.row for one in batch if one.row is not None]
+        ends = [(one.row or one.trunk) if one.kept else one.found for one in batch]
         for trunk in trunks:  # last: it drops what is kept, and may fail
             if isinstance(trunk, Trunk) and self.tree.is_kept(trunk):
-                self._trunks.shorten(trunk, used)
+                self._trunks.shorten(trunk, [end for end in ends if end is not None])
 
     def abandon(self, batch: Sequence[Placement[A]]) -> None:
         """Give back the new segments of sequences that failed, and overwrite what was written into

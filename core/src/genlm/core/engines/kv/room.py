@@ -113,7 +113,7 @@ class Room:
         if rows <= tree.slots and columns <= tree.columns and not too_large:
             return
         wide = columns
-        wider = self._worth.columns(columns // 8 * 9)
+        wider = self._worth.columns(columns + columns // 8)
         if columns > tree.columns and columns >= 8 * step and rows * wider <= room:
             wide = wider
         # Many where they are short, so that rows of any length have about as much to spare.

@@ -147,19 +147,19 @@ class Trunks:
 
     def shorten(self, trunk: Trunk, protected: Iterable[Segment]) -> None:
         """Join trunks that one context alone goes through, and keep the path short."""
+        staying = {*protected}
         upper = trunk
         while (below := upper.parent) is not None:
-            mine_alone = below.children == {upper} and not below.pinned
-            if mine_alone and below.size <= 2 * upper.size:
+            alone = below.children == {upper} and self._can_join(upper, below, staying)
+            if alone and below.size <= 2 * upper.size:
                 self._join(upper)  # of like sizes only: nothing is copied more often than log(n)
             else:
                 upper = below
-        staying = {*protected}
         while len(path := [trunk, *(below for below, _ in trunk.path())]) > self._worth.path:
             others = {
                 upper: self._tree.above(below, but=upper)
                 for upper, below in pairwise(path)
-                if not below.pinned
+                if self._can_join(upper, below, staying)
             }
             free = [
                 upper
@@ -172,6 +172,10 @@ class Trunks:
             for one in others[chosen]:
                 self._tree.drop(one)
             self._join(chosen)
+
+    def _can_join(self, upper: Trunk, below: Trunk, staying: set[Segment]) -> bool:
+        """Whether the key of the trunk below may go, and what it has beyond ``upper.start``."""
+        return not below.pinned and (below not in staying or below.stop == upper.start)
 
     def _join(self, upper: Trunk) -> None:
         """Make a trunk and its parent, whose only child it is, one."""
