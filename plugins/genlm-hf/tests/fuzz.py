@@ -24,6 +24,7 @@ from attrs import define, field
 from transformers import CONFIG_MAPPING
 
 from genlm.core import Adapter, Query
+from genlm.core.engines.kv.sharing import Worth
 from genlm.core.errors import EngineError, InvalidAdapterError, UnsupportedError
 from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
@@ -48,10 +49,17 @@ ATTENTION = (
 
 #: Constants whose values decide how a context is computed, and other values for them.
 CONSTANTS = (
-    ("genlm.hf.evaluator", "WORTH_WAITING", (2, 16)),
     ("genlm.hf.snapshots", "STEP_COST", (1, 4, 16)),
-    ("genlm.hf.store", "WORTH_SHARING", (1, 16, 1024)),
-    ("genlm.hf.store", "WORTH_A_TRUNK", (2, 32, 512)),
+    (
+        "genlm.hf.strategies",
+        "WORTH",
+        tuple(
+            Worth(waiting=waiting, sharing=sharing, trunk=trunk)
+            for waiting in (2, 16)
+            for sharing in (1, 16, 1024)
+            for trunk in (2, 32, 512)
+        ),
+    ),
 )
 
 #: Where an adapter may be. Experts are adapted together only.

@@ -12,7 +12,8 @@ from structlog.testing import capture_logs
 from transformers import PretrainedConfig
 
 from genlm.core import Query
-from genlm.hf import store as store_module
+from genlm.core.engines.kv.sharing import Worth
+from genlm.hf import strategies
 from genlm.hf.reuse import Reuse
 
 from .shapes import LATENT, SHAPE, TOKENS
@@ -186,7 +187,7 @@ SHARED = [family for family, (_, reuse) in FAMILIES.items() if reuse is Reuse.SH
 @pytest.fixture(params=[1, 2, 63, 64, 65])
 def worth_sharing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """The length from which on prefixes are shared."""
-    monkeypatch.setattr(store_module, "WORTH_SHARING", request.param)
+    monkeypatch.setattr(strategies, "WORTH", Worth(sharing=request.param))
     return int(request.param)
 
 

@@ -13,11 +13,13 @@ import torch
 from structlog.testing import capture_logs
 
 from genlm.core import EngineError, Query
+from genlm.core.engines.kv.commands import Command, Join
+from genlm.core.engines.kv.sharing import Worth
 from genlm.hf import engine as engine_module
-from genlm.hf import store as store_module
+from genlm.hf import strategies
 from genlm.hf.pool import PoolLayer, RowPool
-from genlm.hf.store import KVStore
 from genlm.hf.strategies import Computed
+from genlm.hf.table import PoolTable
 
 
 @contextmanager
@@ -63,9 +65,26 @@ def out_of_memory_once(owner: object, name: str, patch: pytest.MonkeyPatch) -> I
     assert failed
 
 
+@contextmanager
+def out_of_memory_at(kind: type, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The next command of a kind fails."""
+    real, failed = PoolTable.do, []
+
+    def fail(table: PoolTable, command: Command) -> None:
+        if isinstance(command, kind) and not failed:
+            failed.append(True)
+            raise torch.OutOfMemoryError("out of memory")
+        real(table, command)
+
+    with patch.context() as patched:
+        patched.setattr(PoolTable, "do", fail)
+        yield
+    assert failed
+
+
 def assert_nothing_stays(model: Any) -> None:
     """What no context needs can be dropped: nothing is held for a sequence that failed."""
-    store = model.engine._strategy.store
+    store = model.engine._strategy.planner
     store.check_integrity()
     store.drop_unpinned()
     store.check_integrity()
@@ -93,13 +112,15 @@ def test_rows_that_cannot_be_normalised_leave_nothing_behind(
 
 @pytest.mark.parametrize(("owner", "name"), [(RowPool, "fork"), (PoolLayer, "shift")])
 def test_out_of_memory_while_rows_are_copied(
-    llama: Any,
+    pair: Callable[..., Any],
+    llama_config: Callable[..., Any],
     contexts: Callable[..., list[tuple[int, ...]]],
     monkeypatch: pytest.MonkeyPatch,
     owner: object,
     name: str,
 ) -> None:
-    monkeypatch.setattr(store_module, "WORTH_SHARING", 16 if name == "shift" else 1024)
+    monkeypatch.setattr(strategies, "WORTH", Worth(sharing=16 if name == "shift" else 1024))
+    llama = pair(llama_config())
     (prompt,) = contexts(1, 40)
     llama.check(prompt[:20])
     llama.check(prompt)
@@ -115,12 +136,12 @@ def test_out_of_memory_while_trunks_are_merged(
     contexts: Callable[..., list[tuple[int, ...]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(strategies, "WORTH", Worth(trunk=32))
     model = pair(llama_config())
-    monkeypatch.setattr(store_module, "WORTH_A_TRUNK", 32)
     (prompt,) = contexts(1, 160)
     model.check(prompt[:80])
     model.check((7, 7, 7))
-    with out_of_memory_once(KVStore, "_merge", monkeypatch):
+    with out_of_memory_at(Join, monkeypatch):
         model.check(prompt, (7, 7, 7, 8), (9, 9))
         model.check((*prompt, 1), (7, 7, 7, 8, 9), (9, 9, 9))
     model.check((*prompt, 2), (7, 7, 7, 9), (9, 9, 8))

@@ -17,18 +17,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from genlm.core import Adapter
+from genlm.core.engines.kv.planner import Placement, Planner
+from genlm.core.engines.kv.sharing import Worth
 from genlm.core.engines.segments import Row, Segment
-from genlm.hf import store as store_module
-from genlm.hf.assignment import Assignment
 from genlm.hf.layout import Chunk, UniformLayout
 from genlm.hf.pool import RowPool
 from genlm.hf.sequence import TokenSequence
-from genlm.hf.sharing import COLUMN_STEP, MOST_TRUNKS, WORTH_A_TRUNK
-from genlm.hf.store import KVStore
+from genlm.hf.table import PoolTable
 from genlm.hf.upload import Upload
 
 ADAPTERS = (None, Adapter("a", "folder", 1))
-BYTES_PER_ROW = 2 * 4 * COLUMN_STEP  # a key and a value of one float32 for each token
+WORTH = Worth()
+BYTES_PER_ROW = 2 * 4 * WORTH.step  # a key and a value of one float32 for each token
 
 
 @st.composite
@@ -73,9 +73,10 @@ class Tokens:
         return self.read(segment.parent, min(length, segment.start)) + tokens
 
     @torch.inference_mode()
-    def write(self, one: Assignment) -> None:
+    def write(self, one: Placement[TokenSequence]) -> None:
         layer = self.pool.layers[0]
-        for chunk in one.chunks(one.start, one.sequence.length):
+        for part in one.segments(one.start, one.sequence.length):
+            chunk = Chunk(*part)
             tokens = torch.tensor(
                 one.sequence.tokens[chunk.start : chunk.stop], dtype=torch.float32
             )
@@ -87,38 +88,34 @@ class Tokens:
                 states[0, chunk.columns, 0] = tokens
 
 
-@pytest.fixture(params=[1, 2, 8, 64])
-def worth_sharing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trunks of any length."""
-    monkeypatch.setattr(store_module, "WORTH_SHARING", request.param)
-    monkeypatch.setattr(store_module, "WORTH_A_TRUNK", 2 * request.param)
+def planner_of(
+    state: Tokens, budget: int, worth: Worth = WORTH, shares: bool = True
+) -> Planner[TokenSequence]:
+    return Planner(PoolTable(state.pool, budget), worth, shares)
 
 
-@pytest.mark.usefixtures("worth_sharing")
+@pytest.mark.parametrize("sharing", [1, 2, 8, 64])
 @settings(
     max_examples=100,
-    # The constants are the same for all examples of one parameter.
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    suppress_health_check=[HealthCheck.too_slow],
 )
 @given(batches(), st.integers(0, 12), st.booleans(), st.data())
 def test_segments_are_whole(
-    asked: list[list[TokenSequence]], rows: int, trunks: bool, data: st.DataObject
+    asked: list[list[TokenSequence]],
+    rows: int,
+    trunks: bool,
+    data: st.DataObject,
+    sharing: int,
 ) -> None:
     state = Tokens()
-    store = KVStore(state.pool, rows * BYTES_PER_ROW, trunks)
+    worth = Worth(sharing=sharing, trunk=2 * sharing)
+    store = planner_of(state, rows * BYTES_PER_ROW, worth, trunks)
     pinned = None
     for sequences in asked:
         left = [one for one in sequences if store.fits(one.length)]
         while left:
-            shared = {
-                at: data.draw(st.integers(1, one.latest_start))
-                for at, one in enumerate(left)
-                if one.latest_start > 0 and data.draw(st.booleans(), "is shared")
-            }
-            shared = {at: n for at, n in shared.items() if n > store.known(left[at])}
-            assignments = store.place(left, shared)
-            if not assignments:
-                break
+            assignments = store.place(left)
+            assert assignments
             store.check_integrity()
             slots = [one.row.slot for one in assignments if one.row is not None]
             assert len({*slots}) == len(slots)
@@ -137,15 +134,15 @@ def test_segments_are_whole(
                 if pinned is None and data.draw(st.booleans(), "pins"):
                     pinned = assignments[0].sequence
                     assert store.pin(pinned)
-            left = left[len(assignments) :]
+            left = without(left, assignments)
             store.check_integrity()
-            assert store.positions <= rows * COLUMN_STEP
+            assert store.positions <= rows * WORTH.step
             assert pinned is None or store.known(pinned) == pinned.latest_start
     store.drop_unpinned()
     store.check_integrity()
     assert pinned is None or store.known(pinned) == pinned.latest_start
     if pinned is not None and pinned.adapter is not None:
-        store.drop_adapter(pinned.adapter)
+        store.drop_adapter(pinned.adapter.version)
         assert store.known(pinned) == 0
     store.clear()
     store.check_integrity()
@@ -172,7 +169,7 @@ class Particles:
     def resample(self) -> None:
         self.live = self._source.choices(self.live, k=len(self.live))
 
-    def known_positions(self, store: KVStore) -> int:
+    def known_positions(self, store: Planner[TokenSequence]) -> int:
         seen: set[int] = set()
         for context in self.asked:
             node = -1
@@ -182,7 +179,7 @@ class Particles:
         return len(seen)
 
 
-def ask(state: Tokens, store: KVStore, *contexts: Sequence[int]) -> None:
+def ask(state: Tokens, store: Planner[TokenSequence], *contexts: Sequence[int]) -> None:
     """Place, compute and record some contexts, whose known beginnings are read."""
     left = [TokenSequence(context) for context in contexts]
     while left:
@@ -194,16 +191,24 @@ def ask(state: Tokens, store: KVStore, *contexts: Sequence[int]) -> None:
             state.write(one)
         store.commit(assignments)
         store.check_integrity()
-        left = left[len(assignments) :]
+        left = without(left, assignments)
+
+
+def without(
+    sequences: Sequence[TokenSequence], placed: Sequence[Placement[TokenSequence]]
+) -> list[TokenSequence]:
+    """Those that are not placed yet."""
+    done = {one.index for one in placed}
+    return [one for at, one in enumerate(sequences) if at not in done]
 
 
 def test_a_row_that_the_batch_continues_is_not_dropped_for_a_shorter_path() -> None:
     """A prompt grows by a trunk in every turn, and a context goes on from the turn before."""
     state = Tokens()
-    store = KVStore(state.pool, 10**7)
+    store = planner_of(state, 10**7)
     prompt: list[int] = []
-    for turn in range(2 * MOST_TRUNKS):
-        longer = prompt + [turn + 10] * (WORTH_A_TRUNK + 1)
+    for turn in range(2 * WORTH.path):
+        longer = prompt + [turn + 10] * (WORTH.trunk + 1)
         ask(state, store, longer, *([[*prompt, 1, 2, 3]] if prompt else []))
         prompt = longer
         ask(state, store, [*prompt, 1])
@@ -214,7 +219,7 @@ def test_a_row_that_the_batch_continues_is_not_dropped_for_a_shorter_path() -> N
 def test_a_long_row_that_was_dropped_to_make_room_becomes_no_trunk(limit: int) -> None:
     """Beside short rows stand two long ones: the trunk of one may take the memory of the other."""
     state = Tokens()
-    store = KVStore(state.pool, limit * 8)
+    store = planner_of(state, limit * 8)
     ask(state, store, [1] * 200)
     ask(state, store, [2] * 220)
     for length in range(4, 9):
@@ -224,7 +229,7 @@ def test_a_long_row_that_was_dropped_to_make_room_becomes_no_trunk(limit: int) -
 def test_long_contexts_beside_many_short_ones_have_few_trunks() -> None:
     """Each trunk would cost a product in every layer of every step."""
     state = Tokens()
-    store = KVStore(state.pool, 100_000 * 2 * 4)
+    store = planner_of(state, 100_000 * 2 * 4)
     live: list[tuple[int, ...]] = []
     for kind, length in enumerate([20] * 6 + [200]):
         live = [(kind, at, *range(length)) for at in range(32)]
@@ -235,7 +240,7 @@ def test_long_contexts_beside_many_short_ones_have_few_trunks() -> None:
         assert len(assignments) == 32
         assert all(one.start == one.sequence.latest_start for one in assignments)
         trunks = {trunk for one in assignments if one.row for trunk, _ in one.row.path()}
-        assert len(trunks) <= store_module.MOST_OUTLIERS
+        assert len(trunks) <= WORTH.outliers
         store.commit(assignments)
 
 
@@ -243,20 +248,20 @@ def test_long_contexts_beside_many_short_ones_have_few_trunks() -> None:
 def test_resampling_a_thousand_times(every: int, budget: int) -> None:
     """Nothing is computed again, memory stays near what is known, and paths stay short."""
     state = Tokens()
-    store = KVStore(state.pool, budget * 2 * 4)
+    store = planner_of(state, budget * 2 * 4)
     particles = Particles(32, prompt=200, seed=every)
     for step in range(1000):
         sequences = particles.extend()
         if step % every == 0:
             particles.resample()
         left = sequences
-        while left:  # the first step: the others wait for the prompt
-            now = left[:1] if step == 0 and left is sequences else left
-            assignments = store.place(now, {0: 200} if len(now) == 1 else {})
-            assert len(assignments) == len(now)
+        while left:
+            assignments = store.place(left)
+            # In the first step the others wait for the prompt.
+            assert len(assignments) == (1 if step == 0 and left is sequences else len(left))
             for one in assignments:
                 assert step == 0 or one.start == one.sequence.latest_start
-                assert len([*(one.row or one.trunk).path()]) <= store_module.MOST_TRUNKS
+                assert len([*(one.row or one.trunk).path()]) <= WORTH.path
                 state.write(one)
             if step % 100 == 99:
                 store.check_integrity()
@@ -264,7 +269,7 @@ def test_resampling_a_thousand_times(every: int, budget: int) -> None:
                     read = state.read(one.row or one.trunk, one.sequence.length)
                     assert read == list(one.sequence.tokens)
             store.commit(assignments)
-            left = left[len(now) :]
+            left = without(left, assignments)
         if step % 100 == 99:
             distinct = particles.known_positions(store)
             assert store.positions <= 1.3 * distinct + 64 * state.pool.rows

@@ -14,8 +14,9 @@ import torch
 from attrs import evolve
 
 from genlm.core import Adapter, Answer, Query, hookimpl
+from genlm.core.engines.kv.commands import Command, Copy
 from genlm.core.engines.prefixes import key_of
-from genlm.core.engines.segments import Row
+from genlm.core.engines.segments import Row, Trunk
 from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
 from tests.engines import add_lora
@@ -170,13 +171,13 @@ class HalfComputedPromptIsBlank(Steps):
     """
 
     def let_go(self, dropped: list[Query]) -> list[Query]:
-        store = self._strategy.store
+        tree = self._strategy.planner.tree
         for query in dropped:
             if self.begun(query):
                 version = 0 if query.adapter is None else query.adapter.version
-                found, _ = store._nearest(key_of(version, query.token_ids))
+                found, _ = tree.nearest(key_of(version, query.token_ids))
                 if isinstance(found, Row):
-                    store._pool.blank(found.slot, 0)
+                    self._runner.pool.blank(found.slot, 0)
                 elif found is not None:
                     for keys, values in found.layers:
                         keys.zero_(), values.zero_()
@@ -279,7 +280,7 @@ class PositionsOneOffInCompany(Hooked):
 
 
 class Pooled(HFEngine):
-    """Calls :meth:`spoil` with the pool and the store, once the model stands."""
+    """Calls :meth:`spoil` with the pool and the planner, once the model stands."""
 
     budget: int | None = None
 
@@ -288,9 +289,9 @@ class Pooled(HFEngine):
         if self.budget is not None:
             options = evolve(options, kv_cache_bytes=self.budget)
         super().__init__(model, tokenizer, options)
-        self.spoil(self._runner.pool, self._strategy.store)
+        self.spoil(self._runner.pool, self._strategy.planner)
 
-    def spoil(self, pool: Any, store: Any) -> None:
+    def spoil(self, pool: Any, planner: Any) -> None:
         raise NotImplementedError
 
 
@@ -300,7 +301,7 @@ class TablesGrowByTheirFirstColumns(Pooled):
     https://github.com/karpathy/nanochat/issues/187
     """
 
-    def spoil(self, pool: Any, store: Any) -> None:
+    def spoil(self, pool: Any, planner: Any) -> None:
         resize = pool.resize
 
         def first_columns(rows: int, columns: int, kept: Sequence[int] = ()) -> None:
@@ -319,7 +320,7 @@ class RowsBeyond64AreNotMoved(Pooled):
     https://github.com/ml-explore/mlx-lm/pull/1141
     """
 
-    def spoil(self, pool: Any, store: Any) -> None:
+    def spoil(self, pool: Any, planner: Any) -> None:
         resize = pool.resize
 
         def first_rows(rows: int, columns: int, kept: Sequence[int] = ()) -> None:
@@ -338,13 +339,13 @@ class PinnedAreNotMoved(Pooled):
     https://github.com/ggml-org/llama.cpp/issues/12253
     """
 
-    def spoil(self, pool: Any, store: Any) -> None:
+    def spoil(self, pool: Any, planner: Any) -> None:
         resize = pool.resize
 
         def without_the_pinned(rows: int, columns: int, kept: Sequence[int] = ()) -> None:
             resize(rows, columns, kept)
             with torch.inference_mode():
-                for one in store._index.values() if kept else ():
+                for one in planner.tree.index.values() if kept else ():
                     for keys, values in one.layers if one.pinned and hasattr(one, "layers") else ():
                         keys.copy_(keys.roll(1, 2)), values.copy_(values.roll(1, 2))
 
@@ -357,7 +358,7 @@ class ForksCopy128Columns(Pooled):
     https://github.com/ml-explore/mlx-lm/pull/1000
     """
 
-    def spoil(self, pool: Any, store: Any) -> None:
+    def spoil(self, pool: Any, planner: Any) -> None:
         fork = pool.fork
         pool.fork = lambda sources, targets, columns: fork(sources, targets, min(columns, 128))
 
@@ -368,17 +369,19 @@ class TrunkWithoutItsLastColumn(Pooled):
     https://github.com/strands-rl/strands-sglang/issues/34
     """
 
-    def spoil(self, pool: Any, store: Any) -> None:
-        from_row = pool.from_row
+    def spoil(self, pool: Any, planner: Any) -> None:
+        table = planner._table
+        do = table.do
 
-        def all_but_one(slot: int, size: int, trunk: Any) -> None:
-            from_row(slot, size, trunk)
-            with torch.inference_mode():
-                for keys, values in trunk if size >= 200 else ():
-                    keys[0, :, size - 1] = 0
-                    values[0, :, size - 1] = 0
+        def all_but_one(command: Command) -> None:
+            do(command)
+            if isinstance(command, Copy) and isinstance(command.target, Trunk):
+                with torch.inference_mode():
+                    for keys, values in command.target.layers if command.size >= 200 else ():
+                        keys[0, :, command.size - 1] = 0
+                        values[0, :, command.size - 1] = 0
 
-        pool.from_row = all_but_one
+        table.do = all_but_one
 
 
 class RestOfARowOneOff(Pooled):
@@ -387,7 +390,7 @@ class RestOfARowOneOff(Pooled):
     https://github.com/waybarrios/vllm-mlx/pull/353
     """
 
-    def spoil(self, pool: Any, store: Any) -> None:
+    def spoil(self, pool: Any, planner: Any) -> None:
         shift = pool.shift
 
         def too_far(slot: int, columns: slice) -> None:
@@ -405,17 +408,17 @@ class PinsOfRemovedAdaptersStay(Pooled):
 
     budget = 2 << 20  # 8,192 positions
 
-    def spoil(self, pool: Any, store: Any) -> None:
-        drop_adapter, drop = store.drop_adapter, store._drop
+    def spoil(self, pool: Any, planner: Any) -> None:
+        tree, drop_adapter, drop = planner.tree, planner.drop_adapter, planner.tree.drop
 
-        def all_but_pinned(adapter: Adapter) -> None:
-            store._drop = lambda one: one.pinned or drop(one)
+        def all_but_pinned(version: int) -> None:
+            tree.drop = lambda one: one.pinned or drop(one)
             try:
-                drop_adapter(adapter)
+                drop_adapter(version)
             finally:
-                store._drop = drop
+                tree.drop = drop
 
-        store.drop_adapter = all_but_pinned
+        planner.drop_adapter = all_but_pinned
 
 
 class RowsOfARemovedAdapterAreFreeTwice(Pooled):
@@ -424,16 +427,16 @@ class RowsOfARemovedAdapterAreFreeTwice(Pooled):
     https://github.com/openvinotoolkit/model_server/issues/4428
     """
 
-    def spoil(self, pool: Any, store: Any) -> None:
-        drop = store.drop_adapter
+    def spoil(self, pool: Any, planner: Any) -> None:
+        tree, drop = planner.tree, planner.drop_adapter
 
-        def twice(adapter: Adapter) -> None:
-            before = set(store._free)
-            drop(adapter)
-            freed = [slot for slot in store._free if slot not in before]
-            store._free = sorted([*store._free, *freed[:1]], reverse=True)
+        def twice(version: int) -> None:
+            before = set(tree._free)
+            drop(version)
+            freed = [slot for slot in tree._free if slot not in before]
+            tree._free = sorted([*tree._free, *freed[:1]])
 
-        store.drop_adapter = twice
+        planner.drop_adapter = twice
 
 
 # --- long continuations, long contexts --------------------------------------------------------

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import pairwise
 
 import torch
 from attrs import evolve
 
-from genlm.core.engines.prefixes import shared_length
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
 from genlm.hf.adapters import AdapterSet
@@ -17,10 +16,6 @@ from genlm.hf.sequence import TokenSequence
 from genlm.hf.strategies import Result, Strategy
 
 logger = get_logger()
-
-#: Sequences that would share at least this many tokens with another one, not computed yet, wait for
-#: it and start from its state.
-WORTH_WAITING = 16
 
 
 class Evaluator:
@@ -90,9 +85,7 @@ class Evaluator:
         for group in self._adapters.groups([sequence.adapter for sequence in sequences]):
             kept = [at for at in group if self.keeps(sequences[at])]
             yield from self._spared(sequences, sorted({*group} - {*kept}), kept=False)
-            while kept:
-                now, kept, shared = self._leaders(sequences, kept)
-                yield from self._spared(sequences, now, kept=True, shared=shared)
+            yield from self._spared(sequences, kept, kept=True)
 
     def pieces(self, sequence: TokenSequence) -> list[TokenSequence]:
         """Sequences whose wanted rows, one after the other, are those of ``sequence`` as if each
@@ -118,7 +111,7 @@ class Evaluator:
 
     def continues(self, sequence: TokenSequence) -> bool:
         """Whether a sequence can be computed in parts, each from the state of the one before."""
-        return self._strategy.shares_prefixes and self.keeps(sequence)
+        return self._strategy.continues and self.keeps(sequence)
 
     def lacks(self, sequence: TokenSequence) -> int:
         """How many tokens of a sequence have to be computed."""
@@ -130,43 +123,15 @@ class Evaluator:
         (result,) = self._strategy.plain([sequence], [0])
         return result
 
-    def _leaders(
-        self, sequences: Sequence[TokenSequence], indices: list[int]
-    ) -> tuple[list[int], list[int], dict[int, int]]:
-        """Separate the sequences that should wait, because another one computes much of what they
-        need.
-
-        Returns:
-            Those to compute now, those that wait, and for some of the first how many leading tokens
-            others share with it.
-        """
-        if len(indices) == 1 or not self._strategy.shares_prefixes:
-            return indices, [], {}
-        later = set()
-        shared_by = {}
-        ordered = sorted(indices, key=lambda at: sequences[at].key)
-        for before, at in pairwise(ordered):
-            one = sequences[at]
-            shared = min(shared_length(sequences[before].key, one.key), one.latest_start)
-            if shared >= WORTH_WAITING and shared - self._strategy.known(one) >= WORTH_WAITING:
-                later.add(at)
-                shared_by[before] = shared
-        now = [at for at in indices if at not in later]
-        return now, [at for at in indices if at in later], shared_by
-
     def _spared(
-        self,
-        sequences: Sequence[TokenSequence],
-        indices: list[int],
-        kept: bool,
-        shared: Mapping[int, int] | None = None,
+        self, sequences: Sequence[TokenSequence], indices: list[int], kept: bool
     ) -> Iterator[Result]:
         """Compute sequences; where memory runs out, drop state and try again in halves, one alone
         without keeping its state."""
         if not indices:
             return
         if kept:
-            results = self._strategy.compute(sequences, indices, shared or {})
+            results = self._strategy.compute(sequences, indices)
         else:
             # Where attention depends on the length, it may depend on that of padding too.
             alike = any(self._is_beyond(sequences[at]) for at in indices)

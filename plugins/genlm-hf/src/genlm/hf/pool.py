@@ -172,19 +172,10 @@ class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
             for layer in self.layers
         ]
 
-    @torch.inference_mode()
-    def from_row(self, slot: int, size: int, trunk: Sequence[LayerStates]) -> None:
-        """Copy the first columns of a row to the front of a trunk."""
-        for layer, (keys, values) in zip(self.layers, trunk, strict=True):
-            keys[0, :, :size] = layer.keys[slot, :, :size]
-            values[0, :, :size] = layer.values[slot, :, :size]
-
-    @torch.inference_mode()
-    def to_row(self, trunk: Sequence[LayerStates], slot: int, size: int) -> None:
-        """Copy the front of a trunk to the first columns of a row."""
-        for layer, (keys, values) in zip(self.layers, trunk, strict=True):
-            layer.keys[slot, :, :size] = keys[0, :, :size]
-            layer.values[slot, :, :size] = values[0, :, :size]
+    def row(self, slot: int) -> list[LayerStates]:
+        """One row of every layer; what is written to them is written to the row."""
+        rows = slice(slot, slot + 1)
+        return [(layer.keys[rows], layer.values[rows]) for layer in self.layers]
 
     @property
     def bytes_per_column(self) -> int:

@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 
 from attrs import frozen
 
-from genlm.core.engines.prefixes import PrefixIndex, tokens_in
-from genlm.hf.evaluator import WORTH_WAITING, Evaluator
+from genlm.core.engines.kv.sharing import Together
+from genlm.hf.evaluator import Evaluator
 from genlm.hf.sequence import TokenSequence
 
 R = TypeVar("R")
@@ -139,17 +139,16 @@ class _Chosen(Generic[R]):
         self.lacks = lacks
         self.room = room
         self.requests: list[R] = []
-        self._computed: PrefixIndex[bytes, R] = PrefixIndex()
+        self._together: Together[R] = Together()
 
     def __contains__(self, request: R) -> bool:
-        return self.waiting[request].key in self._computed
+        return self.waiting[request] in self._together
 
     def cost(self, request: R) -> int:
         """How many more tokens to compute for a request, beside those chosen."""
-        sequence, lacks = self.waiting[request], self.lacks[request]
-        shared = tokens_in(self._computed.nearest(sequence.key)[1])
-        rest = sequence.length - min(shared, sequence.latest_start)
-        return rest if lacks - rest >= WORTH_WAITING else lacks
+        sequence = self.waiting[request]
+        _, known = self._together.leader(sequence, sequence.length - self.lacks[request])
+        return sequence.length - known
 
     def takes(self, request: R, leaving: int = 0) -> bool:
         """Choose a request, if there is room for it and for ``leaving`` more tokens."""
@@ -162,4 +161,4 @@ class _Chosen(Generic[R]):
         """Choose a request."""
         self.room -= self.cost(request)
         self.requests.append(request)
-        self._computed.add(self.waiting[request].key, request)
+        self._together.add(self.waiting[request], request)

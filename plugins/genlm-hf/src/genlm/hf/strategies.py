@@ -3,20 +3,24 @@ without any."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from attrs import define, field, frozen
 
+from genlm.core.engines.kv.planner import Placement, Planner
+from genlm.core.engines.kv.sharing import Worth
 from genlm.core.engines.segments import Row
 from genlm.core.types import Adapter
-from genlm.hf.assignment import Assignment
 from genlm.hf.layout import Chunk
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from genlm.hf.sequence import TokenSequence
 from genlm.hf.snapshots import Snapshots, steps
-from genlm.hf.store import KVStore
+from genlm.hf.table import PoolTable
+
+#: What sharing is weighed with.
+WORTH = Worth()
 
 #: A forward: chunks, their tokens, an adapter for each chunk, which tokens are wanted; gives their
 #: logits.
@@ -76,8 +80,8 @@ class Strategy:
     runner: Runner
     max_tokens: int
 
-    #: Whether sequences that share a prefix may wait for one of them, and go on from its state.
-    shares_prefixes = False
+    #: Whether a context can be computed in parts, each from the state of the one before.
+    continues = False
 
     def fits(self, length: int) -> bool:
         """Whether the state of a context of this length can be kept."""
@@ -88,14 +92,13 @@ class Strategy:
         return 0
 
     def compute(
-        self, sequences: Sequence[TokenSequence], indices: Sequence[int], shared: Mapping[int, int]
+        self, sequences: Sequence[TokenSequence], indices: Sequence[int]
     ) -> Iterator[Result]:
         """Compute some sequences and keep their state.
 
         Args:
             sequences: All sequences.
             indices: Those to compute.
-            shared: For some of them, how many leading tokens others share that wait for it.
         """
         return self.plain(sequences, indices)
 
@@ -140,16 +143,19 @@ class Strategy:
 
 @define(eq=False)
 class Work:
-    """What remains to be computed of an assigned sequence: what follows its first ``done``
-    tokens."""
+    """What remains to be computed of a placed sequence: what follows its first ``done`` tokens."""
 
     index: int
-    assignment: Assignment
+    placement: Placement[TokenSequence]
     done: int
 
     @property
     def left(self) -> int:
-        return self.assignment.sequence.length - self.done
+        return self.placement.sequence.length - self.done
+
+    def chunks(self, stop: int) -> list[Chunk]:
+        """Where the tokens up to ``stop`` (exclusive) go."""
+        return [Chunk(*part) for part in self.placement.segments(self.done, stop)]
 
 
 @define(eq=False)
@@ -161,49 +167,44 @@ class InRows(Strategy):
     a step later. So no step waits for its own forward.
     """
 
-    _store: KVStore
+    _planner: Planner[TokenSequence]
     _unsettled: Computed | None = field(default=None, init=False)
-    shares_prefixes = True
+    continues = True
 
     @property
-    def store(self) -> KVStore:
-        """The store, with all that has been computed in it."""
+    def planner(self) -> Planner[TokenSequence]:
+        """The planner, which knows of all that has been computed."""
         done, self._unsettled = self._unsettled, None
         if done is not None:
             self._settle(done, done.broken())
-        return self._store
+        return self._planner
 
     def _settle(self, done: Computed, broken: set[int]) -> None:
         """Keep the state of the works that are not broken."""
-        lost = [work.assignment for work in done.works if work.index in broken]
-        self._store.abandon(lost)
-        self._store.blank(lost)
+        self._planner.abandon([one.placement for one in done.works if one.index in broken])
         try:
-            self._store.commit([one.assignment for one in done.works if one.index not in broken])
+            self._planner.commit([one.placement for one in done.works if one.index not in broken])
         except torch.OutOfMemoryError:
-            self._store.drop_unpinned()
+            self._planner.drop_unpinned()
 
     def fits(self, length: int) -> bool:
-        return self.store.fits(length)
+        return self.planner.fits(length)
 
     def known(self, sequence: TokenSequence) -> int:
-        return self.store.known(sequence)
+        return self.planner.known(sequence)
 
     def compute(
-        self, sequences: Sequence[TokenSequence], indices: Sequence[int], shared: Mapping[int, int]
+        self, sequences: Sequence[TokenSequence], indices: Sequence[int]
     ) -> Iterator[Result]:
         left = list(indices)
         while left:
-            hints = {n: shared[at] for n, at in enumerate(left) if at in shared}
-            assignments = self.store.place([sequences[at] for at in left], hints)
-            if not assignments:
+            batch = self.planner.place([sequences[at] for at in left])
+            if not batch:
                 yield from self.plain(sequences, left)
                 return
-            works = [
-                Work(at, assignment, assignment.start)
-                for at, assignment in zip(left, assignments, strict=False)
-            ]
-            left = left[len(assignments) :]
+            works = [Work(left[one.index], one, one.start) for one in batch]
+            placed = {work.index for work in works}
+            left = [at for at in left if at not in placed]
             done = Computed(works, [], [])
             try:
                 for result in self.forwards(works):
@@ -211,8 +212,7 @@ class InRows(Strategy):
                     done.flags.append(result.logits[:, 0].isnan())
                     yield result
             except BaseException:
-                self._store.abandon(assignments)
-                self._store.blank(assignments)
+                self._planner.abandon(batch)
                 raise
             self._unsettled = done
 
@@ -221,17 +221,17 @@ class InRows(Strategy):
         raise NotImplementedError
 
     def pin(self, sequence: TokenSequence) -> bool:
-        return self.store.pin(sequence)
+        return self.planner.pin(sequence)
 
     def clear(self) -> None:
         self._unsettled = None
-        self._store.clear()
+        self._planner.clear()
 
     def drop_unpinned(self) -> None:
-        self.store.drop_unpinned()
+        self.planner.drop_unpinned()
 
     def drop_adapter(self, adapter: Adapter) -> None:
-        self.store.drop_adapter(adapter)
+        self.planner.drop_adapter(adapter.version)
 
 
 @define(eq=False)
@@ -253,7 +253,7 @@ class Packed(InRows):
                 chosen.append((work, work.done + size))
                 room -= size
             if size < work.left:
-                rest.append(Work(work.index, work.assignment, work.done + size))
+                rest.append(Work(work.index, work.placement, work.done + size))
         return chosen, rest
 
 
@@ -275,27 +275,25 @@ class Uniform(InRows):
         while works[0].left:
             stop = works[0].done + min(size, works[0].left)
             yield _forward(self.runner.uniform, [(work, stop) for work in works])
-            works = [Work(work.index, work.assignment, stop) for work in works]
+            works = [Work(work.index, work.placement, stop) for work in works]
 
 
 def _forward(run: Run, chosen: Sequence[tuple[Work, int]]) -> Result:
     """One forward over the works' tokens up to where they stop."""
-    pieces = [
-        (chunk, work) for work, stop in chosen for chunk in work.assignment.chunks(work.done, stop)
-    ]
+    pieces = [(chunk, work) for work, stop in chosen for chunk in work.chunks(stop)]
     # Rows by slot, so that neighbours are read without a copy; then trunks.
     pieces.sort(key=lambda piece: _place(piece[0]))
     tokens: list[int] = []
     wanted: list[tuple[int, int, int]] = []
     for chunk, work in pieces:
-        sequence = work.assignment.sequence
+        sequence = work.placement.sequence
         first = max(sequence.latest_start, chunk.start)
         wanted.extend(
             (work.index, at, len(tokens) + at - chunk.start) for at in range(first, chunk.stop)
         )
         tokens.extend(sequence.tokens[chunk.start : chunk.stop])
     wanted.sort()
-    adapters = [work.assignment.sequence.adapter for _, work in pieces]
+    adapters = [work.placement.sequence.adapter for _, work in pieces]
     logits = run([chunk for chunk, _ in pieces], tokens, adapters, [at for _, _, at in wanted])
     return Result([index for index, _, _ in wanted], logits)
 
@@ -317,7 +315,7 @@ class InSnapshots(Strategy):
         return self.snapshots.find(sequence)[0]
 
     def compute(
-        self, sequences: Sequence[TokenSequence], indices: Sequence[int], shared: Mapping[int, int]
+        self, sequences: Sequence[TokenSequence], indices: Sequence[int]
     ) -> Iterator[Result]:
         for start, rows, cache in self.snapshots.groups(sequences, indices, self.max_tokens):
             chosen = [sequences[at] for at in rows]
@@ -351,5 +349,6 @@ def strategy_for(reuse: Reuse, runner: Runner, max_tokens: int, budget: int) -> 
         return Strategy(runner, max_tokens)
     if reuse is Reuse.SNAPSHOTS:
         return InSnapshots(runner, max_tokens, Snapshots(budget))
-    store = KVStore(runner.pool, budget, trunks=reuse is Reuse.SHARED)
-    return (Uniform if reuse is Reuse.UNIFORM else Packed)(runner, max_tokens, store)
+    shares = reuse is Reuse.SHARED
+    planner: Planner[TokenSequence] = Planner(PoolTable(runner.pool, budget), WORTH, shares)
+    return (Uniform if reuse is Reuse.UNIFORM else Packed)(runner, max_tokens, planner)

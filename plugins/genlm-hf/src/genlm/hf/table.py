@@ -1,0 +1,70 @@
+"""The table: carries out what the planner decides, in the tensors of the pool."""
+
+from __future__ import annotations
+
+import torch
+
+from genlm.core.engines.kv.commands import (
+    Blank,
+    Command,
+    Copy,
+    Fork,
+    Join,
+    NewTrunk,
+    Resize,
+    Shift,
+)
+from genlm.core.engines.segments import Row, Segment, Trunk
+from genlm.hf.pool import LayerStates, RowPool
+
+
+class PoolTable:
+    """A pool of rows and the trunks beside it, as :class:`~genlm.core.engines.kv.commands.Table`.
+
+    Args:
+        pool: The tensors.
+        budget: The most bytes that they may take.
+    """
+
+    def __init__(self, pool: RowPool, budget: int) -> None:
+        self._pool = pool
+        self._budget = budget
+
+    def limit(self, used: int) -> int:
+        """The most positions; as good as no limit before the first forward."""
+        return self._budget // max(self._pool.bytes_per_column, 1)
+
+    @torch.inference_mode()
+    def do(self, command: Command) -> None:
+        """Raises: torch.OutOfMemoryError: the device's memory is full."""
+        pool = self._pool
+        match command:
+            case Resize(rows, columns, kept):
+                pool.resize(rows, columns, kept)
+            case NewTrunk(trunk):
+                trunk.layers = pool.new_trunk(trunk.size)
+            case Copy(source, target, size):
+                for mine, other in zip(self._states(target), self._states(source), strict=True):
+                    for states, copied in zip(mine, other, strict=True):
+                        states[:, :, :size] = copied[:, :, :size]
+            case Fork(sources, targets, columns):
+                pool.fork([row.slot for row in sources], [row.slot for row in targets], columns)
+            case Shift(row, by):
+                pool.shift(row.slot, slice(by, row.size))
+            case Join(trunk, below, size):
+                trunk.layers = [
+                    (
+                        torch.cat([keys[:, :, :size], more], 2),
+                        torch.cat([values[:, :, :size], most], 2),
+                    )
+                    for (keys, values), (more, most) in zip(below.layers, trunk.layers, strict=True)
+                ]
+            case Blank(row, first):
+                pool.blank(row.slot, first)
+
+    def _states(self, segment: Segment) -> list[LayerStates]:
+        """The keys and values of a segment, layer by layer."""
+        if isinstance(segment, Row):
+            return self._pool.row(segment.slot)
+        assert isinstance(segment, Trunk)
+        return segment.layers
