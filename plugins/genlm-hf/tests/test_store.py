@@ -101,11 +101,11 @@ def planner_of(
 )
 @given(batches(), st.integers(0, 12), st.booleans(), st.data())
 def test_segments_are_whole(
+    sharing: int,
     asked: list[list[TokenSequence]],
     rows: int,
     trunks: bool,
     data: st.DataObject,
-    sharing: int,
 ) -> None:
     state = Tokens()
     worth = Worth(sharing=sharing, trunk=2 * sharing)

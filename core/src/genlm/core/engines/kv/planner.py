@@ -175,12 +175,12 @@ class Planner(Generic[A]):
             if one.trunk is not None:
                 self.tree.discard(one.trunk)
         for one in batch:
-            if one.row is not None and (one.kept or not one.continued):
+            if one.row is not None:
                 valid = one.row.stop if one.continued else one.start
                 self._table.do(Blank(one.row, max(valid - one.row.start, 0)))
 
     def _lose_batch(self) -> None:
-        """Give back what a batch has that was neither committed nor abandoned."""
+        """Give back the new segments of a batch that was neither committed nor abandoned."""
         for one in [*self.tree.running]:
             self.tree.discard(one)
             if isinstance(one, Row):
@@ -289,7 +289,7 @@ class Planner(Generic[A]):
         one.cut = one.base
         if self._shares and one.kept:
             cut, _ = best_cut(cuts, one.base) if cuts else (0, 0)
-            if cut > one.start and cut - one.base >= self._worth.trunk:
+            if cut - one.base >= self._worth.trunk:
                 one.cut = cut
             elif one.sequence.length - one.start >= self._worth.trunk:
                 one.cut = one.sequence.length
@@ -331,7 +331,7 @@ class Planner(Generic[A]):
                     self._table.do(NewTrunk(one.trunk))
             self._copy(batch)
         except BaseException:
-            self.abandon(batch)
+            self._lose_batch()
             raise
         return True
 

@@ -96,15 +96,12 @@ class Tree:
         """Find a running segment by its key from now on.
 
         Returns:
-            What is found: another segment, if that is there already and serves as well. What stood
-            on this one stands on it then.
+            What is found: a trunk, if one is there already. What stood on this segment stands on
+            that then.
         """
         twin = self.index.get(segment.key)
-        if isinstance(twin, Trunk) or (
-            twin is not None and twin.pinned and isinstance(segment, Row)
-        ):
+        if isinstance(twin, Trunk):
             for child in list(segment.children):
-                assert isinstance(twin, Trunk)  # rows have no children
                 child.stand_on(twin, child.start)
             self.discard(segment)
             return twin
