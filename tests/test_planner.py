@@ -418,10 +418,59 @@ def test_any_sequence_of_plans_keeps_what_it_says() -> None:
     run_state_machine_as_test(
         PlannerMachine,
         settings=settings(
-            max_examples=200,
-            stateful_step_count=40,
+            max_examples=1200,
+            stateful_step_count=50,
             deadline=None,
             suppress_health_check=[*HealthCheck],
         ),
     )
     assert PlannerMachine.total >= 100_000
+
+
+def planner(budget: int, worth: Worth = WORTHS[2]) -> Planner[Wanted]:
+    return Planner(Cells(Contexts(), budget, None), worth)
+
+
+def ask(planner: Planner[Wanted], *contexts: Sequence[int]) -> None:
+    left = [Wanted(tokens) for tokens in contexts]
+    while left:
+        batch = planner.place(left)
+        planner.commit(batch)
+        done = {one.index for one in batch}
+        left = [one for at, one in enumerate(left) if at not in done]
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    kept = planner(budget=12)
+    for first in (1, 2, 3):
+        ask(kept, [first] * 3)
+    ask(kept, [1, 1, 1])
+    ask(kept, [4] * 3)
+    assert [kept.known(Wanted([first] * 3)) for first in (1, 2, 3, 4)] == [2, 0, 2, 2]
+
+
+def test_sequences_wait_for_the_one_that_computes_what_they_need() -> None:
+    kept = planner(budget=1000)
+    prompt = [1] * 10
+    first, *others = [Wanted([*prompt, at]) for at in range(5)]
+    batch = kept.place([first, Wanted([2] * 10), *others])
+    assert [one.index for one in batch] == [0, 1]
+    assert batch[0].trunk is not None
+    assert batch[0].trunk.stop == 10, "a trunk to where the others fork"
+    kept.commit(batch)
+    batch = kept.place(others)
+    assert [one.start for one in batch] == [10] * 4
+    assert {one.parent for one in batch} == {batch[0].parent}, "none has a copy"
+
+
+def test_a_trunk_that_two_sequences_compute_is_kept_once() -> None:
+    """One of them wants so many rows that nothing is saved by waiting."""
+    kept = planner(budget=1000)
+    prompt = [1] * 20
+    whole, longer = Wanted(prompt, keep=20), Wanted([*prompt, 2, 3], keep=22)
+    batch = kept.place([whole, longer, Wanted([*prompt, 4])])
+    assert [one.trunk and one.trunk.stop for one in batch] == [20, 20]
+    kept.commit(batch)
+    kept.check_integrity()
+    assert kept.known(Wanted([*prompt, 2, 3, 4])) == 22
+    assert kept.positions < 2 * 20 + 10
