@@ -177,10 +177,22 @@ class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
         rows = slice(slot, slot + 1)
         return [(layer.keys[rows], layer.values[rows]) for layer in self.layers]
 
+    def from_row(self, slot: int, size: int, trunk: Sequence[LayerStates]) -> None:
+        """Copy the first columns of a row to the front of a trunk."""
+        copy_front(self.row(slot), trunk, size)
+
     @property
     def bytes_per_column(self) -> int:
         """Bytes of one position of one row over all layers; 0 before the first forward."""
         return sum(layer.bytes_per_column for layer in self.layers)
+
+
+@torch.inference_mode()
+def copy_front(source: Sequence[LayerStates], target: Sequence[LayerStates], size: int) -> None:
+    """Copy the first positions of every layer."""
+    for layer, other in zip(target, source, strict=True):
+        for states, copied in zip(layer, other, strict=True):
+            states[:, :, :size] = copied[:, :, :size]
 
 
 def _resized(states: torch.Tensor, rows: int, columns: int, kept: Places) -> torch.Tensor:

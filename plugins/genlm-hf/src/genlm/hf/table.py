@@ -15,7 +15,7 @@ from genlm.core.engines.kv.commands import (
     Shift,
 )
 from genlm.core.engines.segments import Row, Segment, Trunk
-from genlm.hf.pool import LayerStates, RowPool
+from genlm.hf.pool import LayerStates, RowPool, copy_front
 
 
 class PoolTable:
@@ -44,9 +44,7 @@ class PoolTable:
             case NewTrunk(trunk):
                 trunk.layers = pool.new_trunk(trunk.size)
             case Copy(source, target, size):
-                for mine, other in zip(self._states(target), self._states(source), strict=True):
-                    for states, copied in zip(mine, other, strict=True):
-                        states[:, :, :size] = copied[:, :, :size]
+                copy_front(self._states(source), self._states(target), size)
             case Fork(sources, targets, columns):
                 pool.fork([row.slot for row in sources], [row.slot for row in targets], columns)
             case Shift(row, by):
