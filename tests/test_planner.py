@@ -33,7 +33,8 @@ from genlm.core.engines.kv.commands import (
     Resize,
     Shift,
 )
-from genlm.core.engines.kv.planner import Placement, Planner
+from genlm.core.engines.kv.placement import Placement
+from genlm.core.engines.kv.planner import Planner
 from genlm.core.engines.kv.sharing import Worth
 from genlm.core.engines.prefixes import key_of, length_of, tokens_of, version_of
 from genlm.core.engines.segments import Row, Segment

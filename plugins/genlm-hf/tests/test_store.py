@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from genlm.core import Adapter
-from genlm.core.engines.kv.planner import Placement, Planner
+from genlm.core.engines.kv.placement import Placement
+from genlm.core.engines.kv.planner import Planner
 from genlm.core.engines.kv.sharing import Worth
 from genlm.core.engines.segments import Row, Segment
 from genlm.hf.layout import Chunk, UniformLayout

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from attrs import define, field, frozen
 
-from genlm.core.engines.kv.planner import Placement, Planner
+from genlm.core.engines.kv.placement import Placement
+from genlm.core.engines.kv.planner import Planner
 from genlm.core.engines.kv.sharing import Worth
 from genlm.core.engines.segments import Row
 from genlm.core.types import Adapter

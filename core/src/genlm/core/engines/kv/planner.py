@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from attrs import define
-
 from genlm.core.engines.kv.commands import Blank, Copy, Fork, NewTrunk, Table
+from genlm.core.engines.kv.placement import Placement
 from genlm.core.engines.kv.room import Needs, Room
 from genlm.core.engines.kv.sharing import Asked, Together, Worth, best_cut
 from genlm.core.engines.kv.tree import Tree
@@ -16,62 +15,6 @@ from genlm.core.engines.prefixes import key_of, prefix_of
 from genlm.core.engines.segments import Row, Segment, Trunk
 
 A = TypeVar("A", bound=Asked)
-
-
-@define(eq=False)
-class Placement(Generic[A]):
-    """Where a sequence runs.
-
-    Attributes:
-        index: Which of the sequences asked.
-        sequence: The sequence.
-        start: The first position to compute; all before it are there already.
-        row: The row that the sequence ends in; ``None`` where it ends in ``trunk``.
-        trunk: A trunk that is computed for this sequence, before the row.
-        continued: Whether the row was there before, with a beginning of this sequence.
-        kept: Whether the sequence's state is kept; else its context is there already.
-        found: What it starts from.
-        parent: What its first new segment stands on.
-        base: The first position of that segment.
-        source: What positions ``base`` to ``start`` are copied from.
-        cut: Where the new trunk stops; ``base`` where there is none.
-    """
-
-    index: int
-    sequence: A
-    start: int = 0
-    row: Row | None = None
-    trunk: Trunk | None = None
-    continued: bool = False
-    kept: bool = True
-    found: Segment | None = None
-    parent: Trunk | None = None
-    base: int = 0
-    source: Segment | None = None
-    cut: int = 0
-
-    @property
-    def needs_row(self) -> bool:
-        """Whether it takes a new row."""
-        return not self.continued and self.cut < self.sequence.length
-
-    @property
-    def tail(self) -> int:
-        """How many columns the sequence takes in its row."""
-        if self.continued and self.row is not None:
-            return self.sequence.length - self.row.start
-        return self.sequence.length - max(self.base, self.cut)
-
-    def segments(self, start: int, stop: int) -> list[tuple[Segment, int, int]]:
-        """Where positions ``start`` to ``stop`` (exclusive) go: segments, each with its own first
-        and last position."""
-        found: list[tuple[Segment, int, int]] = []
-        if self.trunk is not None and start < self.trunk.stop:
-            found.append((self.trunk, start, min(stop, self.trunk.stop)))
-            start = found[0][2]
-        if start < stop and self.row is not None:
-            found.append((self.row, start, stop))
-        return found
 
 
 class Planner(Generic[A]):
