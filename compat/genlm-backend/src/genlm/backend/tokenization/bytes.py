@@ -25,7 +25,7 @@ def check_byte_decoder(tokenizer: Any, byte_decoder: Mapping[str, int]) -> None:
         ByteDecoderError: A character has no byte, or a token other bytes than in a text.
     """
     right, added = get_byte_vocab(tokenizer), tokenizer.get_added_vocab()
-    for name, token_id in tokenizer.get_vocab().items():
+    for token_id, name in sorted((i, name) for name, i in tokenizer.get_vocab().items()):
         known = all(character in byte_decoder for character in name)
         found = bytes(byte_decoder[character] for character in name) if known else None
         if name not in added and found != right[token_id]:
