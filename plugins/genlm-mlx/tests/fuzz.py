@@ -23,8 +23,9 @@ from .watched import Watched
 
 Tokens = tuple[int, ...]
 
-#: How far log-probabilities may be from transformers'; recurrent state adds up roundings.
-CLOSE, RECURRENT = 2e-3, 1e-2
+#: How far log-probabilities may be from transformers'; recurrent state adds up roundings, and the
+#: angles of thousands of positions are rounded otherwise (cold rows are as far off).
+CLOSE, RECURRENT, FAR = 2e-3, 1e-2, 1e-2
 
 #: Contexts are at most so long, and a step asks for at most so many positions that nothing knows.
 LONGEST, MOST_NEW = 3000, 6000
