@@ -237,7 +237,7 @@ def test_a_pool_that_cannot_grow_is_emptied(
         "log_level": "warning",
         "rows": 1,
         "pinned": 1,
-        "reason": "out of memory",
+        "reason": "OutOfMemoryError: out of memory",
     } in events
     llama.check(prompt, (*prompt, 1, 2), *[(*other, 1) for other in others])
 

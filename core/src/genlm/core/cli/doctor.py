@@ -30,7 +30,7 @@ def add_to(commands: Commands) -> None:
 
 
 def print_findings() -> int:
-    """Print what was found. Imports no engine, but PyTorch, if it is installed, for timings."""
+    """Print what was found. Imports no engine."""
     print(table([("Python", f"{platform.python_version()} ({sys.executable})"), *machine()]))
     print(f"\n{backend_table()}\n")
     print(f"Without --backend: {choice()}\n")

@@ -8,7 +8,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 #: What takes this many times longer is worth a remark.
 SLOWER = 1.2
@@ -30,8 +33,6 @@ def usable_processors() -> int:
 def timings() -> str:
     """Whether two threads are faster than one, and bfloat16 than float32."""
     threads = f"threads: OMP_NUM_THREADS is {os.environ.get('OMP_NUM_THREADS') or 'not set'}"
-    if find_spec("torch") is None:
-        return f"{threads}; PyTorch is not installed, so they were not timed"
     if usable_processors() < 2:
         compared = "there is one processor, so they were not timed"
     else:
@@ -40,7 +41,7 @@ def timings() -> str:
 
 
 def dtypes() -> str:
-    """Whether bfloat16 is faster than float32, with the option to choose it. Needs PyTorch."""
+    """Whether bfloat16 is faster than float32, with the option to choose it."""
     return f"dtype: {dtypes_verdict(*_seconds_of_dtypes())}"
 
 
@@ -61,10 +62,10 @@ def dtypes_verdict(float32: float, bfloat16: float) -> str:
     compared = f"float32 takes {float32 * 1e3:.2f} ms where bfloat16 takes {bfloat16 * 1e3:.2f} ms"
     if float32 > SLOWER * bfloat16:
         return (
-            f"{compared}: with many contexts a model may be faster on this processor with "
+            f"{compared}: with many contexts hf may be faster on this processor with "
             "--option dtype=bfloat16, which rounds more"
         )
-    return f"{compared}: float32, the default, is right for this processor"
+    return f"{compared}: float32, the default of hf, is right for this processor"
 
 
 def _seconds_of_threads() -> tuple[float, float]:
@@ -92,11 +93,11 @@ def _seconds_of_dtypes() -> tuple[float, float]:
     return _medians(_product(torch.float32), _product(torch.bfloat16))
 
 
-def _product(dtype: object) -> Callable[[], object]:
+def _product(dtype: torch.dtype) -> Callable[[], object]:
     import torch
 
     rows, before, after = SHAPE
-    a, b = torch.ones(rows, before, dtype=dtype), torch.ones(before, after, dtype=dtype)  # type: ignore[call-overload]
+    a, b = torch.ones(rows, before, dtype=dtype), torch.ones(before, after, dtype=dtype)
     return lambda: a @ b
 
 

@@ -177,10 +177,6 @@ class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
         rows = slice(slot, slot + 1)
         return [(layer.keys[rows], layer.values[rows]) for layer in self.layers]
 
-    def from_row(self, slot: int, size: int, trunk: Sequence[LayerStates]) -> None:
-        """Copy the first columns of a row to the front of a trunk."""
-        copy_front(self.row(slot), trunk, size)
-
     @property
     def bytes_per_column(self) -> int:
         """Bytes of one position of one row over all layers; 0 before the first forward."""

@@ -10,6 +10,7 @@ import torch
 from genlm.core.engines.segments import Row, Trunk
 from genlm.core.types import Adapter
 from genlm.hf.layout import Chunk
+from genlm.hf.pool import copy_front
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from genlm.hf.sequence import TokenSequence
@@ -32,7 +33,7 @@ def _shared(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Ten
     chunks = [Chunk(rows[0], 0, half), Chunk(rows[1], 0, first)]
     runner.packed(chunks, [*short[:half], *long[:first]], none[:2], [0])
     below = Trunk(TokenSequence(long[:first]).key, 0, layers=runner.pool.new_trunk(first))
-    runner.pool.from_row(1, first, below.layers)
+    copy_front(runner.pool.row(1), below.layers, first)
     above = Trunk(
         TokenSequence(long[:second]).key, first, below, layers=runner.pool.new_trunk(second - first)
     )

@@ -6,6 +6,7 @@ from collections import Counter
 
 from attrs import define, field
 
+from genlm.core.checks import describe_error
 from genlm.core.engines.kv.commands import Resize, Table
 from genlm.core.engines.kv.sharing import Worth
 from genlm.core.engines.kv.tree import Tree
@@ -128,7 +129,7 @@ class Room:
             self._table.do(Resize(slots, columns, tuple(row.slot for row in kept)))
         except BaseException as error:  # with some layers moved and others not, no row is whole
             pinned = sum(one.pinned for one in self._tree.index.values())
-            logger.warning("kv.lost", rows=len(kept), pinned=pinned, reason=str(error))
+            logger.warning("kv.lost", rows=len(kept), pinned=pinned, reason=describe_error(error))
             self.clear()
             raise
         self._tree.resized(slots, columns, kept)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+from genlm.core.checks import describe_error
 from genlm.core.engines.kv.commands import Copy, Join, NewTrunk, Shift, Table
 from genlm.core.engines.kv.room import Needs, Room
 from genlm.core.engines.kv.sharing import Asked, Worth, best_cut, families_of
@@ -140,7 +141,7 @@ class Trunks:
         try:
             self._table.do(Shift(row, trunk.stop - row.start))
         except BaseException as error:  # with some layers moved and others not, it is not whole
-            logger.warning("kv.lost", rows=1, pinned=int(row.pinned), reason=str(error))
+            logger.warning("kv.lost", rows=1, pinned=int(row.pinned), reason=describe_error(error))
             self._tree.drop(row)
             raise
         row.stand_on(trunk, trunk.stop)
