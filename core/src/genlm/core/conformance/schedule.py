@@ -20,6 +20,7 @@ class ScheduleClauses:
         alone."""
         for turn in range(live.scaled(24, 9)):
             check_schedule(live, _leaving(turn))
+        check_schedule(live, _leaving_alone(70))
 
     def test_requests_on_a_schedule(self, live: Subject) -> None:
         """Rows, draws and scores of all lengths, options and adapters arrive alone and in bursts,
@@ -55,3 +56,11 @@ def _leaving(turn: int) -> list[Event]:
         *([Arrival(0, "scores", 2, 3 + 4 * (turn + 1))] if long_score else []),
         Arrival(1, "long rows", 3, turn),
     ]
+
+
+def _leaving_alone(times: int) -> list[Event]:
+    """Long contexts that begin with nothing else in flight, and leave: who has the last place."""
+    events: list[Event] = []
+    for turn in range(times):
+        events += [Arrival(0, "long rows", 1, turn), Leaving(1, turn)]
+    return [*events, Arrival(1, "rows", 3, 0), Arrival(0, "long rows", 2, 0)]
