@@ -55,6 +55,15 @@ def test_rebinding_drops_what_was_cached(mock):
     assert torch.equal(new, expected([1], "path/new"))
 
 
+def test_what_others_have_cached_stays_when_an_adapter_goes(mock, gate):
+    lm = mock()
+    lm.add_new_lora("path/a", "a")
+    lm.next_token_logprobs_sync([1])
+    lm.remove_lora("a")
+    lm.next_token_logprobs_sync([1])
+    assert gate.batches == [[(1,)]]
+
+
 def test_what_was_asked_before_a_rebinding_is_answered_by_the_old_adapter(mock, gate):
     lm = mock()
     lm.add_new_lora("path/old", "a")

@@ -64,6 +64,18 @@ def test_contexts_that_differ_early_are_not_equal():
     assert Context(ids[BLOCK:], 258) != Context(ids, 258)
 
 
+@pytest.mark.parametrize(
+    "other",
+    [ids_of(3 * BLOCK + 5)[BLOCK:], (251, *ids_of(3 * BLOCK + 5)[1:]), ids_of(3 * BLOCK + 4)],
+    ids=["shorter", "another first token", "another end"],
+)
+def test_contexts_with_the_same_hash_are_compared(other):
+    one, two = Context(ids_of(3 * BLOCK + 5), 258), Context(other, 258)
+    two.hash_value = one.hash_value
+    assert one != two
+    assert two != one
+
+
 def test_a_long_context_can_be_pickled_and_let_go():
     context = Context((1,), 258)
     for _ in range(200):
@@ -133,3 +145,5 @@ def test_it_is_a_sequence():
     )
     assert context != (1, 2, 3)
     assert repr(context) == "Context([1, 2, 3], 3 tokens)"
+    assert repr(context.extend(*[0] * 5)) == "Context([1, 2, 3, 0, 0, 0, 0, 0], 8 tokens)"
+    assert repr(context.extend(*[0] * 6)) == "Context([1, 2, 3, 0, 0, 0, 0, 0, ...], 9 tokens)"

@@ -45,6 +45,7 @@ BAD_CONTEXTS = [
     (torch.tensor([[1, 2]]), "it is 2-dimensional; give x[0] for its first row"),
     (np.zeros((1, 1, 1), dtype=int), "it is 3-dimensional"),
     (range(10**9), "the context of 1000000000 tokens exceeds the 10 tokens that the model takes"),
+    (np.zeros(11, dtype=int), "the context of 11 tokens exceeds the 10 tokens"),
     (Unshowable(), "must be a sequence of token ids; got <Unshowable, whose repr raised"),
     ([0] * 11, "the context of 11 tokens exceeds the 10 tokens that the model takes"),
 ]
@@ -108,6 +109,8 @@ def test_a_context_of_the_greatest_length(mock):
         match=r"a context of 8 tokens leaves room for 3 of the 4 tokens to follow, .* takes 10",
     ):
         asyncio.run(lm.sample([0] * 8, 4, []))
+    with pytest.raises(InvalidQueryError, match="a context of 10 tokens leaves room for 1 of the"):
+        asyncio.run(lm.sample([0] * 10, 2, []))
 
 
 @pytest.mark.parametrize(
@@ -124,6 +127,8 @@ def test_a_context_of_the_greatest_length(mock):
         ({"top_k": 0}, "top_k must be an integer of at least 1, or None; got 0"),
         ({"top_p": 0.0}, "top_p must be a finite number above 0 and at most 1, or None; got 0.0"),
         ({"top_p": 1.5}, "top_p must be .* got 1.5"),
+        ({"min_p": -0.1}, "min_p must be a finite number from 0 to 1, or None; got -0.1"),
+        ({"min_p": 1.5}, "min_p must be .* got 1.5"),
     ],
 )
 def test_bad_sampling_options(mock, gate, arguments, message):
@@ -132,6 +137,24 @@ def test_bad_sampling_options(mock, gate, arguments, message):
     with pytest.raises(InvalidOptionError, match=message):
         asyncio.run(lm.sample([1], **arguments))
     assert gate.batches == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_tokens": 0},
+        {"eos_token_ids": [0]},
+        {"temperature": 0},
+        {"seed": 0},
+        {"top_k": 1},
+        {"top_p": 1},
+        {"min_p": 0},
+        {"min_p": 1},
+    ],
+)
+def test_sampling_options_at_the_edge_of_what_is_accepted(mock, arguments):
+    arguments = {"max_tokens": 1, "eos_token_ids": [], **arguments}
+    assert len(asyncio.run(mock().sample([1], **arguments))) <= 1
 
 
 def test_what_has_no_end_is_read_no_further_than_the_limit(mock):
@@ -150,6 +173,14 @@ def test_what_has_no_end_is_refused_by_a_model_without_a_limit(mock, monkeypatch
     monkeypatch.setattr("genlm.core.context.MOST", 100)
     with pytest.raises(InvalidQueryError, match="more than the 100 tokens"):
         mock().next_token_logprobs_sync(itertools.repeat(1))
+
+
+def test_a_batch_of_the_greatest_length(mock, monkeypatch):
+    monkeypatch.setattr("genlm.core.context.MOST_CONTEXTS", 3)
+    lm = mock()
+    assert lm.batch_next_token_logprobs_sync([[1]] * 3).shape == (3, 258)
+    with pytest.raises(InvalidQueryError, match="a batch may have at most 3 contexts"):
+        lm.batch_next_token_logprobs_sync([[1]] * 4)
 
 
 @pytest.mark.parametrize(

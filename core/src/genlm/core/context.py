@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence, Set, Sized
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, overload
 
 from attrs import frozen
@@ -214,7 +214,7 @@ def _as_ints(what: str, token_ids: Any, most: int) -> TokenIds:
     plain = type(token_ids) in (list, tuple)  # by far the most often
     if not plain:
         _refuse_unreadable(what, token_ids)
-    sized = plain or isinstance(token_ids, Sized)
+    sized = hasattr(token_ids, "__len__")
     if sized and len(token_ids) > most:
         raise InvalidQueryError(
             f"the {what} of {len(token_ids)} tokens exceeds the {most} tokens that the model "

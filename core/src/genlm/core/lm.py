@@ -218,9 +218,7 @@ class AsyncLM(GenerationMixin):
         self, token_ids: Iterable[int], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
         """The row of one context."""
-        query = self._query(token_ids, lora_name)
-        row = self._kept(query)
-        return await self._batcher.submit(query) if row is None else row
+        return await self._row(self._query(token_ids, lora_name))
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Iterable[Iterable[int]], lora_name: LoraName = UNSET
@@ -595,7 +593,7 @@ class AsyncLM(GenerationMixin):
 
 
 def _too_long(length: int, room_for: int, limit: int) -> str:
-    if room_for <= 1 or length > limit:
+    if length > limit:
         return (
             f"the context of {length} tokens exceeds the {limit} tokens that the model takes; "
             "shorten it"
