@@ -1,0 +1,143 @@
+"""What the planner's decisions cost: tokens computed, positions moved, and memory.
+
+The planner is deterministic, and its cost here is counted, not timed. A change that raises a figure
+needs a reason; one that lowers a figure writes it down here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from genlm.core.engines.kv.commands import Blank, Command, Copy, Fork, Join, NewTrunk, Resize, Shift
+from genlm.core.engines.kv.planner import Planner
+
+from .test_planner import Wanted
+
+Program = Iterator[Sequence[Sequence[int]]]
+
+
+class Meter:
+    """A table that holds nothing and counts what is moved."""
+
+    def __init__(self, budget: int) -> None:
+        self.moved = 0
+        self._budget = budget
+        self._columns = 0
+
+    def limit(self, used: int) -> int:
+        return self._budget
+
+    def do(self, command: Command) -> None:
+        match command:
+            case Resize(_, columns, kept):
+                self.moved += len(kept) * min(columns, self._columns)
+                self._columns = columns
+            case NewTrunk() | Blank():
+                pass
+            case Copy(_, _, size):
+                self.moved += size
+            case Fork(sources, _, columns):
+                self.moved += len(sources) * columns
+            case Shift(row, by):
+                self.moved += row.size - by
+            case Join(trunk, _, size):
+                self.moved += trunk.size + size
+
+
+def cost(program: Program, budget: int) -> tuple[int, int, int, int]:
+    """How many batches, tokens computed, positions moved, and positions of memory at the most."""
+    meter = Meter(budget)
+    planner: Planner[Wanted] = Planner(meter)
+    batches = computed = most = 0
+    for contexts in program:
+        left = [*{one.key: one for one in map(Wanted, contexts)}.values()]
+        while left:
+            batch = planner.place(left)
+            assert batch
+            batches += 1
+            computed += sum(one.sequence.length - one.start for one in batch)
+            planner.commit(batch)
+            most = max(most, planner.positions)
+            done = {one.index for one in batch}
+            left = [one for at, one in enumerate(left) if at not in done]
+    return batches, computed, meter.moved, most
+
+
+def particles(prompt: int, every: int, steps: int = 60, count: int = 32) -> Program:
+    """A sequential Monte Carlo: particles grow token by token, resampled now and then."""
+    rng = random.Random(0)
+    live = [(1,) * prompt] * count
+    yield live
+    for step in range(steps):
+        if every and step % every == 0:
+            live = rng.choices(live, k=count)
+        live = [(*ids, rng.randrange(4)) for ids in live]
+        yield live
+
+
+def mixed() -> Program:
+    """A few long contexts beside many short ones."""
+    rng = random.Random(1)
+    live = [tuple(rng.randrange(99) for _ in range(n)) for n in [1500, 400, *range(10, 40)]]
+    for _ in range(40):
+        yield live
+        live = [(*ids, rng.randrange(4)) for ids in live]
+
+
+def turns() -> Program:
+    """A conversation with several drafts of each answer, one of which is gone on with."""
+    rng = random.Random(2)
+    context: tuple[int, ...] = ()
+    for _ in range(12):
+        context += tuple(rng.randrange(99) for _ in range(150))
+        drafts = [context] * 4
+        for _ in range(12):
+            drafts = [(*ids, rng.randrange(99)) for ids in drafts]
+            yield drafts
+        context = drafts[0]
+
+
+def prompts() -> Program:
+    """Many prompts that begin alike, each asked a few times."""
+    rng = random.Random(3)
+    heads = [tuple(rng.randrange(99) for _ in range(n)) for n in (90, 300, 700)]
+    for _ in range(25):
+        asked = [(*rng.choice(heads), *(rng.randrange(99) for _ in range(9))) for _ in range(6)]
+        yield asked
+        yield [(*ids, 1) for ids in asked]
+
+
+@pytest.mark.parametrize(
+    ("program", "budget", "expected"),
+    [
+        pytest.param(lambda: particles(20, 5), 10**6, (61, 1813, 23910, 14097), id="particles"),
+        pytest.param(
+            lambda: particles(20, 1),
+            4_000,
+            (61, 1631, 60398, 4000),
+            id="particles in little memory",
+        ),
+        pytest.param(
+            lambda: particles(700, 5),
+            10**6,
+            (61, 2493, 22421, 14777),
+            id="particles of a long prompt",
+        ),
+        pytest.param(
+            lambda: particles(200, 0, 300, 8), 10**6, (301, 2590, 10597, 4808), id="long particles"
+        ),
+        pytest.param(mixed, 10**6, (40, 3883, 2893, 7065), id="mixed lengths"),
+        pytest.param(mixed, 5_000, (40, 3883, 2048, 4972), id="mixed lengths in little memory"),
+        pytest.param(turns, 10**6, (156, 2374, 9518, 6541), id="a conversation"),
+        pytest.param(turns, 3_000, (156, 2374, 25518, 2983), id="a conversation in little memory"),
+        pytest.param(prompts, 10**6, (51, 2564, 6968, 6004), id="prompts"),
+        pytest.param(prompts, 6_000, (51, 2564, 6968, 5972), id="prompts in little memory"),
+    ],
+)
+def test_what_a_program_costs(
+    program: Callable[[], Program], budget: int, expected: tuple[int, int, int, int]
+) -> None:
+    assert cost(program(), budget) == expected
