@@ -215,6 +215,18 @@ def test_no_prefix_of_an_adapter_removed_meanwhile_is_pinned():
     assert engine.asked_to_pin == []
 
 
+def test_a_draw_whose_adapter_is_removed_meanwhile_is_an_error(mock):
+    lm = mock()
+    lm.add_new_lora("path/a", "a")
+
+    async def draw():
+        async for _ in lm.stream([1], 3, eos_token_ids=[], lora_name="a"):
+            await asyncio.to_thread(lm.remove_lora, "a")
+
+    with pytest.raises(UnknownAdapterError, match="was removed or bound again while"):
+        asyncio.run(draw())
+
+
 class WokenEngine(MockEngine):
     """Its steps last until something new waits for the engine thread, and finish nothing before
     :meth:`finish`."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+
+from genlm.core import QueriesResetError
 
 from .conftest import busy
 
@@ -248,6 +252,52 @@ def test_a_loop_closed_with_a_request_pending_harms_nobody(mock, gate):
     loop.close()
     gate.open()
     assert lm.next_token_logprobs_sync([2]).shape == (258,)
+
+
+def test_a_loop_closed_before_its_requests_left_is_let_go(mock):
+    lm = mock()
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda *_: None)  # which would say that the task never ended
+    loop.create_task(lm.next_token_logprobs([1]))
+    loop.call_soon(loop.stop)  # in the pass that asks
+    loop.run_forever()
+    loop.close()
+    gone = weakref.ref(loop)
+    del loop
+    asyncio.run(lm.next_token_logprobs([2]))
+    lm.next_token_logprobs_sync([3])  # the engine thread has delivered the others
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_loop_whose_requests_were_withdrawn_has_nothing_left_to_do(mock):
+    lm = mock()
+
+    class CountingLoop(asyncio.SelectorEventLoop):
+        calls = 0
+
+        def call_soon(self, callback, *args, context=None):
+            self.calls += 1
+            return super().call_soon(callback, *args, context=context)
+
+    async def calls_of_some_passes():
+        loop = asyncio.get_running_loop()
+        before = loop.calls
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return loop.calls - before
+
+    async def ask():
+        idle = await calls_of_some_passes()
+        asked = asyncio.ensure_future(lm.next_token_logprobs([1]))
+        await asyncio.sleep(0)
+        lm.reset_async_queries()
+        with pytest.raises(QueriesResetError):
+            await asked
+        assert await calls_of_some_passes() == idle
+
+    with asyncio.Runner(loop_factory=CountingLoop) as runner:
+        runner.run(ask())
 
 
 def test_an_empty_batch(mock):

@@ -47,6 +47,10 @@ def test_every_hook_runs_on_one_thread_that_is_not_the_callers():
             threads.append(threading.get_ident())
 
         @hookimpl
+        def genlm_cache_prefix(self):
+            threads.append(threading.get_ident())
+
+        @hookimpl
         def genlm_clear_kv_cache(self):
             threads.append(threading.get_ident())
 
@@ -57,8 +61,9 @@ def test_every_hook_runs_on_one_thread_that_is_not_the_callers():
     with AsyncLM(Recording, backend="recording") as lm:
         lm.next_token_logprobs_sync([1])
         asyncio.run(lm.next_token_logprobs([2]))
+        lm.cache_kv([1])
         lm.clear_kv_cache()
-    assert len(threads) == 5
+    assert len(threads) == 6
     assert len(set(threads)) == 1
     assert threads[0] != threading.get_ident()
 

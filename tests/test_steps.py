@@ -162,6 +162,32 @@ def test_a_request_from_a_thread_wakes_the_engine():
         assert torch.equal(second.result(PATIENCE), row_of(2))
 
 
+def test_a_request_equal_to_one_in_flight_shares_its_answer():
+    engine = Elsewhere()
+    with opened(engine) as lm, ThreadPoolExecutor() as threads:
+        first = threads.submit(lm.next_token_logprobs_sync, [1])
+        engine.next_step()
+        second = threads.submit(lm.next_token_logprobs_sync, [1])
+        assert engine.next_step() == ([], [])  # woken
+        engine.finish()
+        assert torch.equal(first.result(PATIENCE), second.result(PATIENCE))
+        assert (lm.stats.requests, lm.stats.rows, lm.stats.dedup_hits) == (2, 1, 1)
+
+
+def test_nothing_joins_a_cold_row():
+    engine = Elsewhere()
+    with opened(engine) as lm, ThreadPoolExecutor() as threads:
+        cold = threads.submit(lm.next_token_logprobs_uncached, [1])
+        engine.next_step()
+        row = threads.submit(lm.next_token_logprobs_sync, [2])
+        assert engine.next_step() == ([], [])  # woken
+        engine.finish()
+        cold.result(PATIENCE)
+        assert [query.token_ids for query in engine.next_step()[0]] == [(2,)]
+        engine.finish()
+        row.result(PATIENCE)
+
+
 def test_a_request_without_callers_is_dropped_and_may_be_asked_again():
     engine = Elsewhere()
 

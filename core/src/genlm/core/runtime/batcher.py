@@ -354,7 +354,6 @@ class Batcher(Generic[R, A]):
     def _end(self, executor: Executor[R, A]) -> None:
         self.stop()
         with self._lock:
-            self._stepping = False
             self._executor = None
             dropped = self._queue.withdraw()
         self._delivery.fail(dropped, closed_while_pending)

@@ -201,7 +201,7 @@ class RequestQueue(Generic[R, A]):
                     waiting += asked
                     self._counters.dedup_hits += len(asked)
 
-    def take(self, running: Pending[R, A], dropping: bool = False) -> Task[Any] | list[R]:
+    def take(self, running: Pending[R, A], dropping: bool) -> Task[Any] | list[R]:
         """What is next of what has been sorted: a task, alone and when nothing is running; or
         requests, now in ``running``, that may join what is.
 
