@@ -258,12 +258,12 @@ def test_a_loop_closed_before_its_requests_left_is_let_go(mock):
     lm = mock()
     loop = asyncio.new_event_loop()
     loop.set_exception_handler(lambda *_: None)  # which would say that the task never ended
-    loop.create_task(lm.next_token_logprobs([1]))
+    task = loop.create_task(lm.next_token_logprobs([1]))
     loop.call_soon(loop.stop)  # in the pass that asks
     loop.run_forever()
     loop.close()
     gone = weakref.ref(loop)
-    del loop
+    del loop, task
     asyncio.run(lm.next_token_logprobs([2]))
     lm.next_token_logprobs_sync([3])  # the engine thread has delivered the others
     gc.collect()

@@ -414,6 +414,7 @@ def test_a_forked_child_waits_for_no_lock_that_a_thread_of_its_parent_held():
                 lambda: asyncio.run(submit()),
                 lambda: batcher.run(int),
                 batcher.reset,
+                batcher.require_open,
             ):
                 try:
                     ask()
@@ -426,7 +427,7 @@ def test_a_forked_child_waits_for_no_lock_that_a_thread_of_its_parent_held():
         in_batcher.go_on.set()
         in_cache.go_on.set()
     """)
-    assert (result.stdout, result.stderr) == ("4\n", "")
+    assert (result.stdout, result.stderr) == ("5\n", "")
 
 
 def test_a_model_may_be_dropped_from_its_own_engine_thread(gate):

@@ -474,4 +474,14 @@ def test_a_trunk_that_two_sequences_compute_is_kept_once() -> None:
     kept.commit(batch)
     kept.check_integrity()
     assert kept.known(Wanted([*prompt, 2, 3, 4])) == 22
-    assert kept.positions < 2 * 20 + 10
+    kept.drop_unpinned()  # and takes no place of its own any more
+    assert kept.positions == 0
+
+
+def test_what_is_not_pinned_can_be_dropped() -> None:
+    kept = planner(budget=1000)
+    ask(kept, [1] * 30, [2] * 30)
+    assert kept.pin(Wanted([1] * 30))
+    kept.drop_unpinned()
+    assert [kept.known(Wanted([first] * 30)) for first in (1, 2)] == [29, 0]
+    assert kept.positions == 30

@@ -295,6 +295,19 @@ def test_a_task_wakes_the_engine_and_waits_until_nothing_is_in_flight():
         later.result(PATIENCE)
 
 
+def test_a_reset_drops_no_task():
+    engine = Elsewhere()
+    with opened(engine) as lm, ThreadPoolExecutor() as threads:
+        row = threads.submit(lm.next_token_logprobs_sync, [1])
+        engine.next_step()
+        cleared = threads.submit(lm.clear_kv_cache)
+        assert engine.next_step() == ([], [])  # woken: it waits
+        lm.reset_async_queries()
+        engine.finish()
+        row.result(PATIENCE), cleared.result(PATIENCE)
+    assert engine.cleared == 1
+
+
 def test_closing_wakes_the_engine():
     engine = Elsewhere()
     with opened(engine) as lm, ThreadPoolExecutor() as threads:
