@@ -73,15 +73,16 @@ class AdapterClauses:
                 before = f"after {', '.join(map(_shown, turns[:i])) or 'nothing'}"
                 if pinned:
                     live.lm.cache_kv(context, lora_name=name)
-                live.expect(live.ask(context, name), context, name, how=before)
-                live.expect(live.ask(context + tail, name), context + tail, name, how=before)
+                for end in range(len(tail) + 1):
+                    asked = context + tail[:end]
+                    live.expect(live.ask(asked, name), asked, name, how=before)
 
         live.check_all(
             adapters_in_turn,
             examples=14,
             context=live.contexts.any(),
             tail=live.contexts.tails(),
-            turns=st.lists(st.sampled_from(names), min_size=2, max_size=4),
+            turns=st.permutations(names),
             pinned=st.booleans(),
         )
 
