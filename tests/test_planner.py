@@ -450,6 +450,13 @@ def test_the_least_recently_used_goes_first() -> None:
     assert [kept.known(Wanted([first] * 3)) for first in (1, 2, 3, 4)] == [2, 0, 2, 2]
 
 
+def test_a_context_may_take_the_whole_budget() -> None:
+    kept = planner(budget=4)
+    assert [kept.fits(length) for length in (4, 5)] == [True, False]
+    ask(kept, [1] * 4)
+    assert kept.known(Wanted([1] * 5)) == 4
+
+
 def test_sequences_wait_for_the_one_that_computes_what_they_need() -> None:
     kept = planner(budget=1000)
     prompt = [1] * 10
@@ -473,6 +480,7 @@ def test_a_trunk_that_two_sequences_compute_is_kept_once() -> None:
     assert [one.trunk and one.trunk.stop for one in batch] == [20, 20]
     kept.commit(batch)
     kept.check_integrity()
+    assert sum(bool(one.trunk and one.trunk.layers) for one in batch) == 1, "one has memory"
     assert kept.known(Wanted([*prompt, 2, 3, 4])) == 22
     kept.drop_unpinned()  # and takes no place of its own any more
     assert kept.positions == 0

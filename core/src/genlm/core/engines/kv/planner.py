@@ -98,16 +98,20 @@ class Planner(Generic[A]):
         for one in batch:  # first all: the new key of one may be the old key of another
             if one.kept and one.continued and one.row is not None:
                 self.tree.rename(one.row, one.sequence.key)
-        trunks = [self.tree.keep(one.trunk) for one in batch if one.trunk is not None]
+        for one in batch:
+            if one.trunk is not None:
+                self.tree.keep(one.trunk)
         for one in batch:
             if one.row is not None and one.kept:
                 self.tree.keep(one.row)
             elif one.row is not None and not one.continued:
                 self.tree.discard(one.row)
         ends = [(one.row or one.trunk) if one.kept else one.found for one in batch]
-        for trunk in trunks:  # last: it drops what is kept, and may fail
-            if isinstance(trunk, Trunk) and self.tree.is_kept(trunk):
-                self._trunks.shorten(trunk, [end for end in ends if end is not None])
+        staying = [end for end in ends if end is not None]
+        for one in batch:  # last: it drops what is kept, and may fail
+            trunk = self.tree.index.get(one.trunk.key) if one.trunk is not None else None
+            if isinstance(trunk, Trunk):
+                self._trunks.shorten(trunk, staying)
 
     def abandon(self, batch: Sequence[Placement[A]]) -> None:
         """Give back the new segments of sequences that failed, and overwrite what was written into

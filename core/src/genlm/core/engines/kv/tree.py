@@ -64,16 +64,10 @@ class Tree:
                     found.extend(self.above(child, but))
         return found
 
-    def is_kept(self, segment: Segment) -> bool:
-        """Whether it is found by its key."""
-        return self.index.get(segment.key) is segment
-
     # --- changes ----------------------------------------------------------------------------------
 
     def touch(self, segment: Segment) -> None:
-        """Make a segment and its path the most recently used."""
-        for trunk, _ in segment.path():
-            self.index.touch(trunk.key)
+        """Make a segment the most recently used. The trunks below it stay as long as it does."""
         self.index.touch(segment.key)
 
     def new_row(self, key: bytes, parent: Trunk | None, start: int) -> Row:
@@ -92,25 +86,19 @@ class Tree:
         self.running.add(trunk)
         return trunk
 
-    def keep(self, segment: Segment) -> Segment:
-        """Find a running segment by its key from now on.
-
-        Returns:
-            What is found: a trunk, if one is there already. What stood on this segment stands on
-            that then.
-        """
+    def keep(self, segment: Segment) -> None:
+        """Find a running segment by its key from now on. If a trunk is there already, that stays,
+        and what stood on this segment stands on that then."""
         twin = self.index.get(segment.key)
         if isinstance(twin, Trunk):
             for child in list(segment.children):
                 child.stand_on(twin, child.start)
-            self.discard(segment)
-            return twin
+            return self.discard(segment)
         if twin is not None:
             segment.pinned = twin.pinned
             self.drop(twin)
         self.index.add(segment.key, segment)
         self.running.discard(segment)
-        return segment
 
     def rename(self, row: Row, key: bytes) -> None:
         """Give a kept row the key of a longer context; it is running until it is kept."""

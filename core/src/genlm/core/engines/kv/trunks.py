@@ -53,7 +53,7 @@ class Trunks:
                 self.split([row], cut, protected)
         for row in self._worth.outliers_of([(row.size, row) for row in self._tree.rows]):
             # Room for the one before may have been made of this one.
-            if self._tree.is_kept(row):
+            if self._tree.index.get(row.key) is row:
                 self.split([row], row.stop, protected)
 
     def share_common(self, needs: Needs) -> bool:
