@@ -229,13 +229,13 @@ def tests(device: str, quick: bool) -> bool:
 
 def conformance(device: str, dtype: str) -> bool:
     """The suite on a small random model with two adapters."""
-    from tools.soak import write_adapter, write_tiny_model
+    from tools.tiny import write_adapter, write_model
 
     if not default_folder().exists():
         print("gpu: no tokenizer for conformance; run tools/smollm2.py", file=sys.stderr)
         return False
     with tempfile.TemporaryDirectory() as folder:
-        model = write_tiny_model(str(default_folder()), Path(folder) / "tiny")
+        model = write_model(str(default_folder()), Path(folder) / "tiny")
         command = "import sys; from genlm.core.cli import main; sys.exit(main())"
         said = ["conformance", "hf", "--model", model, "--dtype", dtype, "--quick"]
         said += ["--option", f'device="{device}"', "--option", f'dtype="{dtype}"']

@@ -42,6 +42,7 @@ from genlm.core import (
     UnknownAdapterError,
     load_model_by_name,
 )
+from tools.tiny import write_adapter, write_model
 
 #: An operation hangs if nothing ends for PATIENCE seconds, or if it
 #: alone takes MOST_WAITS times that.
@@ -570,68 +571,6 @@ def resident() -> int:
     return int(file.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def write_tiny_model(model: str, folder: Path) -> str:
-    """A small Llama of random weights with the tokenizer of a model; returns its folder.
-
-    It answers many more requests in the same time. Its weights are large, so that its rows are not
-    all alike.
-    """
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-def write_adapter(model: str, folder: Path, seed: int) -> str:
-    """A LoRA adapter of random weights for a Llama-like model; returns its folder."""
-    from safetensors.torch import save_file
-
-    config = json.loads((Path(model) / "config.json").read_text())
-    width, rank = config["hidden_size"], 4
-    head = config.get("head_dim") or width // config["num_attention_heads"]
-    outputs = {
-        "q_proj": head * config["num_attention_heads"],
-        "v_proj": head * config["num_key_value_heads"],
-    }
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer in range(config["num_hidden_layers"]):
-        for name, output in outputs.items():
-            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            for part, shape in (("A", (rank, width)), ("B", (output, rank))):
-                values = torch.randn(shape, generator=generator) / shape[1] ** 0.5
-                weights[f"{place}.lora_{part}.weight"] = 0.3 * values
-    folder.mkdir(parents=True)
-    save_file(weights, folder / "adapter_model.safetensors")
-    said = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": model,
-        "r": rank,
-        "lora_alpha": 8,
-        "target_modules": sorted(outputs),
-        "bias": "none",
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(said))
-    return str(folder)
-
-
 def adapters_of(options: argparse.Namespace, folder: Path) -> dict[str, str]:
     """Two adapters, and a name that is bound to one and the other."""
     if options.no_adapters:
@@ -672,7 +611,7 @@ def main() -> None:
     options.operations = options.operations or f"build/soak-{options.backend}-{options.seed}.jsonl"
     with tempfile.TemporaryDirectory() as folder:
         if options.tiny:
-            options.model = write_tiny_model(options.model, Path(folder) / "tiny")
+            options.model = write_model(options.model, Path(folder) / "tiny")
         adapters = adapters_of(options, Path(folder))
         sound = (replay if options.replay else soak)(options, adapters)
     sys.exit(0 if sound else 1)
