@@ -2,43 +2,45 @@
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import json
-import threading
-import time
+import subprocess
+import sys
 from collections.abc import Generator
-from pathlib import Path
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
 
 from genlm.core import hookimpl
-from tools import soak
+from genlm.core.conformance import ConformanceSuite
+from tools.soak import Soak, held
+
+#: A soak of an engine that does not return from its fifth call.
+STUCK = """
+import threading
+from genlm.core import hookimpl
+from tests.test_soak import soak
+
+class Stuck:
+    calls = 0
+
+    @hookimpl(wrapper=True)
+    def genlm_next_token_logprobs(self, queries):
+        self.calls += 1
+        if self.calls == 5:
+            threading.Event().wait()
+        return (yield)
+
+soak(wrappers=[Stuck()], patience=1.0).run()
+"""
 
 
-def arguments(tmp_path: Path, **changes: Any) -> argparse.Namespace:
-    given = {
-        "backend": "mock",
-        "model": "mock",
-        "minutes": 0.05,
-        "seed": 1,
-        "threads": 2,
-        "workers": 2,
-        "longest": 60,
-        "atol": 0.01,
-        "tiny": False,
-        "no_adapters": False,
-        "alone": False,
-        "option": [],
-        "replay": None,
-        "operations": str(tmp_path / "operations.jsonl"),
-    }
-    return argparse.Namespace(**{**given, **changes})
-
-
-ADAPTERS = {"first": "first", "second": "second", "rebound": "first"}
+def soak(minutes: float = 0.05, patience: float = 120.0, **options: Any) -> Soak:
+    suite = ConformanceSuite()
+    suite.backend = suite.model = "mock"
+    suite.adapters = {"first": "first", "second": "second"}
+    suite.options, suite.patience = options, patience
+    return Soak(suite, minutes, users=2, longest=60)
 
 
 class MixedUp:
@@ -49,7 +51,7 @@ class MixedUp:
         return rows.flip(0)
 
 
-class Losing:
+class Failing:
     """An engine that fails now and then."""
 
     calls = 0
@@ -65,57 +67,76 @@ class Losing:
         return rows
 
 
+class Leaking:
+    """An engine that keeps something of every call, until it is closed or for ever."""
+
+    def __init__(self, until_it_closes: bool) -> None:
+        self.until_it_closes = until_it_closes
+        self.kept: list[Future[None]] = []
+
+    @hookimpl
+    def genlm_process_logprobs(self, rows: torch.Tensor) -> torch.Tensor:
+        self.kept.append(Future())
+        return rows
+
+    @hookimpl(wrapper=True)
+    def genlm_close(self) -> Generator[None, None, None]:
+        if self.until_it_closes:
+            self.kept.clear()
+        return (yield)
+
+
 @pytest.mark.parametrize("continuous", [False, True])
-def test_nothing_is_found_on_the_mock(tmp_path: Path, continuous: bool) -> None:
-    given = arguments(tmp_path, option=[("continuous", continuous)])
-    assert soak.soak(given, ADAPTERS)
-    assert not Path(given.operations).exists()
+def test_nothing_is_found_on_the_mock(continuous: bool) -> None:
+    one = soak(continuous=continuous)
+    assert one.run(), one.findings
+    assert one.counts["compared"] > 0
 
 
-def test_swapped_rows_are_found_and_the_operations_are_replayable(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = [("wrappers", [MixedUp()]), ("cache_size", 0)]
-    given = arguments(tmp_path, option=options, minutes=1.0)
-    assert not soak.soak(given, ADAPTERS)
-    assert "off its cold row" in capsys.readouterr().out
-    operations = Path(given.operations)
-    assert all(len(json.loads(line)) == 6 for line in operations.read_text().splitlines())
-    again = arguments(tmp_path, option=options, replay=str(operations))
-    assert not soak.replay(again, ADAPTERS)
-    assert "off its cold row" in capsys.readouterr().out
+def test_swapped_rows_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    one = soak(minutes=1.0, wrappers=[MixedUp()], cache_size=0)
+    assert not one.run()
+    printed = capsys.readouterr().out
+    assert "instead of" in printed  # the probability of the cold row
+    assert "after asking [((" in printed
 
 
-def test_an_engine_that_fails_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = arguments(tmp_path, option=[("wrappers", [Losing()])], minutes=1.0)
-    assert not soak.soak(given, ADAPTERS)
+def test_an_engine_that_fails_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not soak(minutes=1.0, wrappers=[Failing()]).run()
     assert "PluginError" in capsys.readouterr().out
 
 
-def test_two_workers_of_one_loop_may_load_another_model_at_once(tmp_path: Path) -> None:
-    one = soak.Soak(arguments(tmp_path), ADAPTERS)
-    operation = soak.Operation(0, "second", [[1, 2, 3]], None, 0, False)
-
-    async def both() -> None:
-        await asyncio.gather(one.do_second(one.lm, operation), one.do_second(one.lm, operation))
-
-    # A thread that may hang without holding up the tests.
-    thread = threading.Thread(target=asyncio.run, args=(both(),), daemon=True)
-    thread.start()
-    thread.join(timeout=60)
-    assert not thread.is_alive(), "the event loop waits for itself"
-    assert one.counts["rows"] == 2
-    one.lm.close()
+@pytest.mark.parametrize(
+    ("until_it_closes", "holder"), [(True, "a model with empty caches"), (False, "closed models")]
+)
+def test_a_leak_is_found(until_it_closes: bool, holder: str) -> None:
+    one = soak(minutes=0.02, wrappers=[Leaking(until_it_closes)])
+    assert not one.run()
+    assert any(each.startswith(holder) and "more pending" in each for each in one.findings)
 
 
-def test_loops_that_hang_themselves_are_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    noticed = threading.Event()
-    monkeypatch.setattr(soak.Soak, "thread", lambda *given: noticed.wait(60))
-    monkeypatch.setattr(soak, "PATIENCE", 0.0)
-    monkeypatch.setattr(soak, "end_stuck", lambda one: noticed.set())
-    one = soak.Soak(arguments(tmp_path), ADAPTERS)
-    soak.one_round(one, 0, time.monotonic())
-    assert noticed.is_set()
-    one.lm.close()
+@pytest.mark.parametrize("kind", ["memory", "tensors"])
+def test_a_leak_of_bytes_is_found(kind: str) -> None:
+    before = held()
+    kept = torch.ones(100 << 20, dtype=torch.uint8)
+    grown = held()
+    del kept
+    one = soak()
+    one.must_not_grow("nothing holds", [grown, held()])
+    assert not one.findings
+    one.must_not_grow("it holds", [{kind: before[kind]}, {kind: grown[kind]}])
+    assert one.findings == [f"it holds ever more {kind}: {[before[kind], grown[kind]]}"]
+
+
+def test_a_call_that_hangs_is_shown() -> None:
+    ended = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "it hangs" in ended.stdout
+    assert "genlm_next_token_logprobs" in ended.stderr  # where
+
+
+def test_a_run_that_is_stopped_says_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
+    one = soak(minutes=1000.0)
+    one.stop()
+    assert one.run()
+    assert "stopped early" in capsys.readouterr().out
