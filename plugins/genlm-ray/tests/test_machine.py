@@ -452,6 +452,7 @@ class Machine(RuleBasedStateMachine):
         for program in self.programs:
             assert not program.flying, "a request was never answered"
             assert program.changing is None, "a change never ended"
+            assert program.fleet.started
             self.check_state(program)
 
     def at_rest(self) -> bool:

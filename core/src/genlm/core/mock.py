@@ -125,13 +125,8 @@ class MockEngine:
     def genlm_sequence_logprobs(
         self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        import torch
-
         self._obey(queries)
-        return [
-            torch.stack([self.row(query.extended(tuple(ids[:i])))[t] for i, t in enumerate(ids)])
-            for query, ids in zip(queries, continuations, strict=True)
-        ]
+        return [self._score(query, ids) for query, ids in zip(queries, continuations, strict=True)]
 
     def row(self, query: Query) -> torch.Tensor:
         """The answer to one query, ``[vocab_size]`` float32."""

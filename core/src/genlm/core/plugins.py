@@ -80,20 +80,20 @@ class Backend:
         0.1.0"``."""
         return distribution(self.entry_point)
 
+    @property
+    def _owner(self) -> str:
+        return f"backend {self.name!r} ({self.distribution})"
+
     def info(self) -> BackendInfo:
         """What the backend says of itself. Imports no engine."""
         hook = self._hook("genlm_backend_info")
         try:
             info = hook()
         except (Exception, SystemExit) as error:
-            raise PluginError(
-                f"backend {self.name!r} ({self.distribution}): genlm_backend_info raised "
-                f"{describe_error(error)}"
-            ) from error
+            said = describe_error(error)
+            raise PluginError(f"{self._owner}: genlm_backend_info raised {said}") from error
         if not isinstance(info, BackendInfo):
-            raise PluginError(
-                f"backend {self.name!r} ({self.distribution}): genlm_backend_info returned {info!r}"
-            )
+            raise PluginError(f"{self._owner}: genlm_backend_info returned {info!r}")
         return info
 
     def load(self, model: str, options: Mapping[str, object]) -> Engine:
@@ -107,13 +107,11 @@ class Backend:
         return engine
 
     def _hook(self, name: str) -> Any:
-        manager = plugin_manager(f"backend {self.name!r} ({self.distribution})", self.module)
-        hook = getattr(manager.hook, name)
+        hook = getattr(plugin_manager(self._owner, self.module).hook, name)
         if not hook.get_hookimpls():
             raise PluginError(
-                f"backend {self.name!r} ({self.distribution}): module {self.module.__name__} has "
-                f"no hook {name}; "
-                "define it and mark it with @hookimpl"
+                f"{self._owner}: module {self.module.__name__} has no hook {name}; define it and "
+                "mark it with @hookimpl"
             )
         return hook
 
