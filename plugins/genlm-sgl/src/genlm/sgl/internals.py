@@ -3,7 +3,7 @@
 SGLang has no public way to drive its scheduler in process. What is used here is what
 ``run_scheduler_process`` and ``Scheduler.event_loop_normal`` use, in the releases that
 :data:`genlm.sgl.versions.SUPPORTED` names. Where they differ, the comment says how. Nothing else in
-this package may import ``sglang``.
+this package but ``attention.py`` may import ``sglang``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from attrs import frozen
 
 from genlm.core.errors import BackendUnavailableError, EngineError, InvalidOptionError
 from genlm.core.options import unknown_argument
+from genlm.sgl import attention
 
 #: SGLang's watchdog sends SIGQUIT to the parent process when a step takes longer than this. It is
 #: also disarmed at load; this keeps it asleep until then. Seconds.
@@ -419,6 +420,8 @@ def _construct(options: Mapping[str, Any], gpu_id: int) -> Any:
     from sglang.srt.runtime_context import publish
 
     load_plugins()
+    if options.get("device") == "cpu":
+        attention.install()
     arguments = _server_args(options)
     ports = _ports(arguments)
     # Early releases take the ranks here.
