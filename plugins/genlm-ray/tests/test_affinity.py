@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from genlm.core import Adapter, Query
 from genlm.ray.affinity import BLOCK, KEPT, Affinity, prefixes
 
@@ -72,3 +74,12 @@ def test_what_is_remembered_is_bounded() -> None:
     for i in range(KEPT // BLOCK + 100):
         affinity.choose(query(*range(i, i + BLOCK * BLOCK)), FREE)
     assert affinity.choose(query(*range(BLOCK)), {"left": 1, "right": 0}) == "right"
+
+
+def test_what_is_used_is_remembered_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("genlm.ray.affinity.KEPT", 3)
+    affinity: Affinity[str] = Affinity()
+    assert affinity.choose(query(0), {"left": 1, "right": 0}) == "right"
+    for token_id in range(1, 10):
+        affinity.choose(query(token_id), FREE)
+        assert affinity.choose(query(0), FREE) == "right"

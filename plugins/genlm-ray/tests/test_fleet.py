@@ -9,8 +9,9 @@ from genlm.core import EngineDeadError, Query
 from genlm.core.mock import ByteTokenizer
 from genlm.ray.fleet import Fleet
 from genlm.ray.log import Change, Entry, Log
-from genlm.ray.member import Call
-from genlm.ray.placing import LIMITS
+from genlm.ray.member import Call, Job, Member, State
+from genlm.ray.placing import LIMITS, Placing
+from genlm.ray.watch import STARTS
 from genlm.ray.wire import Description, Gone
 
 DESCRIPTION = Description(frozenset(), ByteTokenizer(), 258, None)
@@ -86,3 +87,53 @@ def test_only_what_adds_something_is_to_blame_for_a_death() -> None:
         order.applied_by(order.apply),
     ]
     assert blamed == [True, False, False]
+
+
+def test_a_replica_whose_watch_fails_is_started_again() -> None:
+    fleet, (line,) = started(1)
+    fleet.take(line.next("beat"), RuntimeError("it cannot be called"))
+    assert line.next("open") is not None
+
+
+@pytest.mark.parametrize(
+    ("suspect_first", "coming", "tried"),
+    [(True, False, True), (True, True, False), (False, False, False), (False, True, False)],
+)
+def test_the_last_replica_tries_suspects_in_their_turn_if_no_other_will(
+    suspect_first: bool, coming: bool, tried: bool
+) -> None:
+    placing, suspects, others = Placing(), [Job(Query((1,)))], [Job(Query((2,)))]
+    placing.join(Member(0, line=None, state=State.READY))
+    if suspect_first:
+        placing.split(suspects)
+    placing.add(others)
+    placing.split([] if suspect_first else suspects)
+    portion = placing.next(coming)
+    assert portion is not None
+    assert portion[1:] == ((suspects, True) if tried else (others, False))
+
+
+def test_a_replica_that_loads_in_the_end_is_not_lost() -> None:
+    """However often: only refusals one after the other count."""
+    fleet, (line,) = started(1)
+    now = 0.0
+    for _ in range(STARTS + 1):
+        fleet.take(line.next("beat"), Gone("it died"))
+        fleet.take(line.next("open"), OSError("not just now"))
+        while (opening := line.next("open")) is None:  # it rests
+            now += 1.0
+            fleet.tick(now)
+        fleet.take(opening, DESCRIPTION)
+
+
+def test_one_replica_is_left_for_what_is_not_suspect() -> None:
+    placing = Placing()
+    for index in range(2):
+        placing.join(Member(index, line=None, state=State.READY))
+    for token_id in range(2):
+        placing.split([Job(Query((token_id,)))])
+    member, _, on_trial = placing.next(coming=False) or (None, [], False)
+    assert on_trial
+    assert member is not None
+    member.calls.add(Call(member, ("answer",), [Job(Query((7,)))], on_trial=True))
+    assert placing.next(coming=False) is None
