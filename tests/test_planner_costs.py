@@ -78,6 +78,27 @@ def particles(prompt: int, every: int, steps: int = 60, count: int = 32) -> Prog
         yield live
 
 
+def thresholds() -> Program:
+    """Contexts on both sides of every threshold, which are extended and forked."""
+    rng = random.Random(4)
+    for length in sorted({at + by for at in (32, 64, 256, 512, 1024) for by in (-1, 0, 1)}):
+        head = tuple(rng.randrange(99) for _ in range(length))
+        yield [head]
+        yield [(*head, 1), (*head, 2)]
+        yield [(*head, 1, 1), (*head, 1, 2), (*head, 2, 1), (*head[: length // 2], 3)]
+
+
+def uneven() -> Program:
+    """More long contexts than may be set apart, beside short ones; then fewer."""
+    rng = random.Random(5)
+    for long, short in [(6, 12), (5, 5), (3, 9), (2, 4), (1, 1)]:
+        sizes = [rng.randrange(60, 330) for _ in range(long)] + [rng.randrange(1, 40)] * short
+        live = [tuple(rng.randrange(99) for _ in range(size)) for size in sizes]
+        for _ in range(5):
+            yield live
+            live = [(*ids, rng.randrange(4)) for ids in live]
+
+
 def mixed() -> Program:
     """A few long contexts beside many short ones."""
     rng = random.Random(1)
@@ -131,6 +152,10 @@ def prompts() -> Program:
         ),
         pytest.param(mixed, 10**6, (40, 3883, 2893, 7065), id="mixed lengths"),
         pytest.param(mixed, 5_000, (40, 3883, 2048, 4972), id="mixed lengths in little memory"),
+        pytest.param(thresholds, 10**6, (45, 5753, 8125, 10498), id="thresholds"),
+        pytest.param(thresholds, 4_000, (45, 5753, 23037, 4000), id="thresholds in little memory"),
+        pytest.param(uneven, 10**6, (25, 3642, 20200, 18592), id="uneven lengths"),
+        pytest.param(uneven, 2_600, (27, 3644, 8449, 2597), id="uneven lengths in little memory"),
         pytest.param(turns, 10**6, (156, 2374, 9518, 6541), id="a conversation"),
         pytest.param(turns, 3_000, (156, 2374, 25518, 2983), id="a conversation in little memory"),
         pytest.param(prompts, 10**6, (51, 2564, 6968, 6004), id="prompts"),

@@ -9,7 +9,7 @@ from attrs import frozen
 from genlm.core.engines.segments import Row, Segment, Trunk
 
 
-@frozen(eq=False)
+@frozen
 class Resize:
     """Change the size of the table.
 
@@ -27,14 +27,14 @@ class Resize:
     kept: tuple[int, ...]
 
 
-@frozen(eq=False)
+@frozen
 class NewTrunk:
     """Take memory for all positions of a trunk, and store it as ``trunk.layers``."""
 
     trunk: Trunk
 
 
-@frozen(eq=False)
+@frozen
 class Copy:
     """Copy the first positions of a segment to the front of another; one of them is a trunk."""
 
@@ -43,7 +43,7 @@ class Copy:
     size: int
 
 
-@frozen(eq=False)
+@frozen
 class Fork:
     """Copy the first columns of rows to other rows, pair by pair.
 
@@ -58,7 +58,7 @@ class Fork:
     columns: int
 
 
-@frozen(eq=False)
+@frozen
 class Shift:
     """Move the columns of a row from ``by`` to ``row.size`` to its front. If this fails, the row is
     lost."""
@@ -67,7 +67,7 @@ class Shift:
     by: int
 
 
-@frozen(eq=False)
+@frozen
 class Join:
     """Put the first ``size`` positions of the trunk below in front of those of ``trunk``. If this
     fails, ``trunk`` must be as before."""
@@ -77,7 +77,7 @@ class Join:
     size: int
 
 
-@frozen(eq=False)
+@frozen
 class Blank:
     """Make a row zero from a column on."""
 
