@@ -77,7 +77,7 @@ class User:
     requests: Sequence[Request] = ()
 
     async def work(self) -> None:
-        adapters = [None, None, *self.live.adapters, *[MOVING][: len(self.live.adapters)]]
+        adapters = [None, None, *self.live.adapters, *([MOVING] if self.live.adapters else [])]
         while not self.live.leaving.is_set():
             (action,) = self.random.choices(list(ACTIONS), list(ACTIONS.values()))
             self.adapter = self.random.choice(adapters)
