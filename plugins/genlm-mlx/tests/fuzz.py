@@ -15,6 +15,7 @@ from attrs import define, field
 from transformers import AutoModelForCausalLM
 
 from genlm.core import Adapter, Query
+from genlm.core.engines.kv.sharing import Worth
 from genlm.mlx import layout, pool, runner, store
 from genlm.mlx.loading import load
 from genlm.mlx.store import Store
@@ -32,13 +33,9 @@ LONGEST, MOST_NEW = 3000, 6000
 
 #: Constants of the stores, each with values on both sides of what short programs reach.
 CONSTANTS: list[tuple[Any, str, list[Any]]] = [
-    (store, "WORTH_A_TRUNK", [4, 64, 512]),
-    (store, "MOST_WASTE", [1, 2]),
     (store, "FEW_MORE", [0, 4, 1000]),
     (store, "MOST_PRODUCTS", [1 << 9, 1 << 21]),
     (store, "LEAST_FED", [3, 256]),
-    (store, "WORTHWHILE", [2, 16]),
-    (store, "LEAST_ASIDE", [0, 64 << 20]),
     (pool, "WORTHWHILE", [2, 16, 100]),
     (pool, "LEAST_ASIDE", [0, 64 << 20]),
     (pool, "STAYS_WHOLE", [0.0, 0.25, 1.1]),
@@ -46,7 +43,13 @@ CONSTANTS: list[tuple[Any, str, list[Any]]] = [
     (layout, "FEW", [1, 8]),
     (runner, "FIRST_LOGITS", [1, 64]),
 ]
-LEAST_SHARED, LEAST_SAVED = [1, 8, 32], [1, 40, 512]
+WORTHS = [
+    store.WORTH,
+    Worth(),
+    Worth(2, 2, 4, 2, 6, 1.25, 1, 2, 2, 3),
+    Worth(1, 1, 1, 1, 1, 1.0, 0, 1, 1, 2),
+    Worth(4, 3, 40, 8, 64, 2.0, 4, 4, 4, 6),
+]
 STEP_SIZES = [3, 16, 50, 256, 2048]
 BUDGETS = [None, 0, 30_000, 1_000_000]
 
@@ -283,12 +286,8 @@ def fuzz(
             engine = load(str(folder), options)
             engine._runner.model = watched = Watched(engine.model)
             if isinstance(engine.pool, Store):
-                engine.pool = Store(
-                    engine._runner,
-                    options["kv_cache_bytes"],
-                    source.choice(LEAST_SHARED),
-                    source.choice(LEAST_SAVED),
-                )
+                chosen["worth"] = worth = source.choice(WORTHS)
+                engine.pool = Store(engine._runner, options["kv_cache_bytes"], worth)
             program = Program(engine, watched, reference, adapters, source, close, far)
             steps = 0
             try:

@@ -11,10 +11,11 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from genlm.core.engines.kv.sharing import Worth
 from genlm.mlx.adapters import Adapters
 from genlm.mlx.loading import load
 from genlm.mlx.runner import Runner
-from genlm.mlx.store import Store
+from genlm.mlx.store import WORTH, Store
 
 from .watched import Key, Watched, keys_of
 
@@ -28,13 +29,17 @@ class Tried:
     """A store over a tiny model."""
 
     def __init__(
-        self, folder: Path, max_bytes: int | None = None, step_size: int = 2048, **sharing: int
+        self,
+        folder: Path,
+        max_bytes: int | None = None,
+        step_size: int = 2048,
+        worth: Worth = WORTH,
     ) -> None:
         model = load(str(folder), {}).model
         self.model = Watched(model)
         self._runner = Runner(model, Adapters(model), step_size)
         watched = Runner(self.model, Adapters(model), step_size)
-        self.store = Store(watched, max_bytes, **sharing)
+        self.store = Store(watched, max_bytes, worth)
         self.model.forwards.clear()
 
     def ask(self, *keys: Key) -> list[int]:
@@ -106,7 +111,7 @@ def test_a_newcomer_costs_its_own_tokens(llama: Tried) -> None:
 
 
 def test_alternating_groups_keep_their_state(llama: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("genlm.mlx.store.LEAST_ASIDE", 0)
+    monkeypatch.setattr("genlm.mlx.pool.LEAST_ASIDE", 0)
     groups = [keys_of(4, length, seed=length) for length in (70, 80)]
     for group in groups:
         llama.ask(*group)
@@ -213,7 +218,7 @@ def test_rows_are_right_and_bytes_bounded_under_any_budget(folders: Folders) -> 
 def test_whatever_a_program_does_rows_are_right(
     folders: Folders, family: str, max_bytes: int | None
 ) -> None:
-    tried = Tried(folders(family), max_bytes, 40, least_shared=2, least_saved=8)
+    tried = Tried(folders(family), max_bytes, 40, Worth(8, 4, 8, 2, 16))
     rng = random.Random(3)
 
     def tokens(n: int) -> Key:

@@ -302,18 +302,18 @@ class Pool:
         """
         in_hand = [block for block in self._blocks if block.used == self._tick or block in needed]
         aside = [block for block in self._blocks if block is left or block not in in_hand]
-        limit = (
-            max(LEAST_ASIDE, ASIDE * _nbytes(in_hand))
-            if self._max_bytes is None
-            else self._max_bytes
-        )
-        excess, gone = _nbytes(aside) - limit, []
+        excess, gone = _nbytes(aside) - limit_aside(self._max_bytes, _nbytes(in_hand)), []
         for block in sorted(aside, key=attrgetter("used")):
             if excess > 0 and not block.pinned:
                 excess -= block.nbytes
                 self._forget(block)
                 gone.append(block)
         return gone
+
+
+def limit_aside(max_bytes: int | None, in_hand: int) -> float:
+    """The most bytes to keep beside those of a batch, where ``max_bytes`` is what was asked for."""
+    return max(LEAST_ASIDE, ASIDE * in_hand) if max_bytes is None else max_bytes
 
 
 def _nbytes(blocks: Iterable[Block]) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 import mlx.core as mx
+from genlm.core.engines.kv.sharing import Worth
 from genlm.mlx.attention import hook
 from genlm.mlx.pool import Pool
 from genlm.mlx.runner import Key, Runner
@@ -27,6 +28,9 @@ BATCHES = (5, 7)
 
 #: The most tokens of each row that the probe feeds at a time: unequal rows take several chunks.
 CHUNK = 3
+
+#: Sharing that short contexts reach.
+WORTH = Worth(sharing=2, product=2, trunk=16)
 
 #: How wide a repaired window is while the probe looks: contexts go beyond it.
 WINDOW = 6
@@ -75,7 +79,7 @@ def _shares(runner: Runner) -> bool:
     hook(runner.model)
     few, more = BATCHES
     try:
-        store = Store(runner, 0, least_shared=2, least_saved=2)
+        store = Store(runner, 0, WORTH)
     except REFUSED:
         return False
     right = _right(runner, store, [*_unequal(few), *_behind_prompts(more)])

@@ -1,4 +1,4 @@
-"""The table: the state of many contexts' tails, one row each, written in place."""
+"""The table: the state of many contexts' tails, one row each, written in place, and of trunks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from genlm.core.engines.segments import Row, Trunk
+from genlm.core.engines.kv.commands import (
+    Blank,
+    Command,
+    Copy,
+    Fork,
+    Join,
+    NewTrunk,
+    Resize,
+    Shift,
+)
+from genlm.core.engines.segments import Row, Segment, Trunk
 from genlm.mlx.layout import LayerState, Layout
+from genlm.mlx.pool import limit_aside
 from genlm.mlx.runner import Runner
 from genlm.mlx.windows import windows_of
-
-#: Columns are allotted in steps of this many.
-COLUMN_STEP = 32
 
 
 class TableLayer:
@@ -59,18 +67,23 @@ class TableLayer:
 
 
 class Table:
-    """Rows of all layers.
+    """Rows of all layers, and trunks beside them, as
+    :class:`~genlm.core.engines.kv.commands.Table`: it moves what the planner wants moved.
+
+    Args:
+        runner: The model.
+        max_bytes: The most bytes to keep beside the batch in hand and what is pinned; ``None`` is
+            one and a half times what those take, 64 MiB at least.
 
     Attributes:
-        slots, columns: The size of every layer.
         layers: The layers, to be given to the model as its cache.
         layout: Where tokens go; there only while a forward pass is asked for.
+        position_bytes: What one position takes in all layers.
     """
 
-    def __init__(self, runner: Runner) -> None:
-        self.slots: int = 0
-        self.columns: int = 0
+    def __init__(self, runner: Runner, max_bytes: int | None) -> None:
         self.layout: Layout
+        self._max_bytes = max_bytes
         cache = runner.empty_cache()
         runner.feed(cache, [0], [[0]])  # only then it is known what a position takes
         self.layers = [
@@ -86,46 +99,90 @@ class Table:
             for state in layer.state
         )
 
-    @property
-    def nbytes(self) -> int:
-        return self.slots * self.columns * self.position_bytes
-
     def evaluate(self) -> None:
         """Carry out what has been asked for."""
         mx.eval([layer.state for layer in self.layers])
 
-    def resize(self, slots: int, columns: int, kept: Sequence[Row]) -> None:
-        """Change the size; ``kept``, in order, become rows 0, 1, ... One layer at a time, so that
-        memory peaks low."""
-        taken = mx.array([row.slot for row in kept], mx.int32)
-        width = min(columns, self.columns)
+    def limit(self, used: int) -> int:
+        """The most positions: those of the batch and of what is pinned, and some aside."""
+        return used + int(
+            limit_aside(self._max_bytes, used * self.position_bytes) // self.position_bytes
+        )
+
+    def do(self, command: Command) -> None:
+        """One layer at a time, so that memory peaks low."""
+        match command:
+            case Resize(rows, columns, kept):
+                self._resize(rows, columns, kept)
+            case NewTrunk(trunk):
+                trunk.layers = [
+                    tuple(_zeros(state, 1, trunk.size) for state in layer.state)
+                    for layer in self.layers
+                ]
+            case Copy(source, target, size):
+                self._copy(source, target, size)
+            case Fork(sources, targets, columns):
+                self._fork([row.slot for row in sources], [row.slot for row in targets], columns)
+            case Shift(row, by):
+                self._move([row.slot], [row.slot], by, row.size - by)
+            case Join(trunk, below, size):
+                front = [[state[:, :, :size] for state in layer] for layer in below.layers]
+                trunk.layers = _joined([front, trunk.layers])
+            case Blank(row, first):
+                for layer in self.layers:
+                    for state in layer.state:
+                        state[row.slot : row.slot + 1, :, first:] = 0
+                    mx.eval(layer.state)
+
+    def read(self, end: Segment, stop: int) -> list[LayerState]:
+        """A copy of the first ``stop`` positions of the context that a segment ends."""
+        path = [(end, end.size), *end.path()]
+        return _joined(
+            [
+                [
+                    self._front(segment, layer, min(size, stop - segment.start))
+                    for layer in self.layers
+                ]
+                for segment, size in reversed(path)
+                if segment.start < stop
+            ]
+        )
+
+    def _front(self, segment: Segment, layer: TableLayer, size: int) -> LayerState:
+        """A copy of the first positions of a segment."""
+        states, slot = _place(segment, layer)
+        taken = mx.array([slot], mx.int32)  # a slice would be a view, and keep all of the table
+        keys, values = (state[:, :, :size][taken] for state in states)
+        mx.eval(keys, values)
+        return keys, values
+
+    def _copy(self, source: Segment, target: Segment, size: int) -> None:
+        for layer in self.layers:
+            states, slot = _place(target, layer)
+            for state, front in zip(states, self._front(source, layer, size), strict=True):
+                state[slot : slot + 1, :, :size] = front
+            mx.eval(states)
+
+    def _resize(self, slots: int, columns: int, kept: Sequence[int]) -> None:
+        taken = mx.array(kept, mx.int32)
         for layer in self.layers:
             layer.keys, layer.values = (
-                _resized(state, slots, columns, taken, width) for state in layer.state
+                _resized(state, slots, columns, taken) for state in layer.state
             )
             mx.eval(layer.state)
-        for slot, row in enumerate(kept):
-            row.slot = slot
-        self.slots, self.columns = slots, columns
 
-    def fork(self, forks: Sequence[tuple[int, int]], columns: int) -> None:
-        """Copy the first columns of rows to other rows: pairs of source and target."""
-        if 2 * len(forks) < self.slots:
-            sources, targets = zip(*forks, strict=True)
+    def _fork(self, sources: Sequence[int], targets: Sequence[int], columns: int) -> None:
+        slots = len(self.layers[0].keys)
+        if 2 * len(targets) < slots:
             self._move(sources, targets, 0, columns)
             return
-        order = list(range(self.slots))
-        for source, target in forks:
+        order = list(range(slots))
+        for source, target in zip(sources, targets, strict=True):
             order[target] = source
         taken = mx.array(order, mx.int32)
         for layer in self.layers:
             layer.keys, layer.values = (state[taken] for state in layer.state)
             mx.eval(layer.state)
-
-    def shift(self, rows: Sequence[Row], columns: int) -> None:
-        """Drop the first columns of rows."""
-        slots = [row.slot for row in rows]
-        self._move(slots, slots, columns, self.columns - columns)
 
     def _move(
         self, sources: Sequence[int], targets: Sequence[int], start: int, columns: int
@@ -141,59 +198,32 @@ class Table:
                     state[target : target + 1, :, :columns] = moved[at : at + 1]
             mx.eval(layer.state)
 
-    # --- trunks -----------------------------------------------------------------------------------
 
-    def new_trunk(self, size: int) -> list[LayerState]:
-        """Memory for ``size`` positions that belong to no row."""
-        return [
-            (
-                mx.zeros((1, layer.keys.shape[1], size, layer.keys.shape[3]), layer.keys.dtype),
-                mx.zeros(
-                    (1, layer.values.shape[1], size, layer.values.shape[3]), layer.values.dtype
-                ),
-            )
-            for layer in self.layers
-        ]
-
-    def read(self, segment: Row | Trunk, columns: slice) -> list[LayerState]:
-        """A copy of some positions."""
-        copies = []
-        for layer in self.layers:
-            states = segment.layers[layer.index] if isinstance(segment, Trunk) else layer.state
-            row = mx.array([segment.slot if isinstance(segment, Row) else 0], mx.int32)
-            # Taken by an array: a slice would be a view, and keep all of the table.
-            keys, values = (state[:, :, columns][row] for state in states)
-            mx.eval(keys, values)
-            copies.append((keys, values))
-        return copies
-
-    def to_row(self, trunk: Trunk, size: int, slot: int) -> None:
-        """Copy the first positions of a trunk to a row."""
-        for layer, states in zip(self.layers, trunk.layers, strict=True):
-            for state, source in zip(layer.state, states, strict=True):
-                state[slot : slot + 1, :, :size] = source[:, :, :size]
-            mx.eval(layer.state)
+def _place(segment: Segment, layer: TableLayer) -> tuple[LayerState, int]:
+    """Where a layer's state of a segment is, and in which row of it."""
+    if isinstance(segment, Row):
+        return layer.state, segment.slot
+    assert isinstance(segment, Trunk)
+    return segment.layers[layer.index], 0
 
 
-def joined(parts: Sequence[Sequence[LayerState]]) -> list[LayerState]:
+def _joined(parts: Sequence[Sequence[Sequence[mx.array]]]) -> list[LayerState]:
     """Positions one after the other."""
-    if len(parts) == 1:
-        return list(parts[0])
-    states = [
-        (mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2))
-        for keys, values in (zip(*layer, strict=True) for layer in zip(*parts, strict=True))
-    ]
-    mx.eval(states)
+    states = []
+    for layer in zip(*parts, strict=True):
+        keys, values = (mx.concatenate(some, axis=2) for some in zip(*layer, strict=True))
+        mx.eval(keys, values)
+        states.append((keys, values))
     return states
 
 
-def allotted(columns: int) -> int:
-    """How many columns are allotted for ``columns`` positions."""
-    return -(-columns // COLUMN_STEP) * COLUMN_STEP
+def _zeros(like: mx.array, slots: int, columns: int) -> mx.array:
+    return mx.zeros((slots, like.shape[1], columns, like.shape[3]), like.dtype)
 
 
-def _resized(state: mx.array, slots: int, columns: int, taken: mx.array, width: int) -> mx.array:
-    fresh = mx.zeros((slots, state.shape[1], columns, state.shape[3]), state.dtype)
+def _resized(state: mx.array, slots: int, columns: int, taken: mx.array) -> mx.array:
+    fresh = _zeros(state, slots, columns)
+    width = min(columns, state.shape[2])
     if taken.size and width:
         fresh[: taken.size, :, :width] = state[:, :, :width][taken]
     return fresh
