@@ -301,3 +301,26 @@ def test_falcon_h1(folders: Folders, tmp_path: Path, targets: str) -> None:
         expected = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([CONTEXT]))
     torch.testing.assert_close(base, expected.logits[0, -1].log_softmax(-1), atol=1e-3, rtol=0)
     assert (row - base).abs().max() > 1e-2
+
+
+def test_an_adapter_that_gives_nan_harms_nobody_after_it(folders: Folders, tmp_path: Path) -> None:
+    """Rows take the places of its rows; and it is answered, also in chunks of which none can be
+    kept."""
+    peft_adapter(folders("llama"), tmp_path / "nan", target_modules=["k_proj", "v_proj"])
+    weights = load_file(tmp_path / "nan" / "adapter_model.safetensors")
+    weights = {name: torch.full_like(one, torch.nan) for name, one in weights.items()}
+    save_file(weights, tmp_path / "nan" / "adapter_model.safetensors", {"format": "pt"})
+    engine = load(str(folders("llama")), {"prefill_step_size": 64})
+    adapter = Adapter("nan", str(tmp_path / "nan"), 1)
+    engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
+    broken = [Query((token, *range(40)), adapter) for token in range(8)]
+    assert engine.logprobs(broken).isnan().all()
+    long = Query((*range(200),), adapter)
+    answers: list[Any] = engine.genlm_step([long], [])
+    for _ in range(4):
+        answers += engine.genlm_step([], [])
+    assert [answer.request for answer in answers] == [long]
+    engine.genlm_remove_lora(adapter)
+    contexts = [Query((token, *range(9 + 3 * token))) for token in range(8)]
+    cold = engine.logprobs([Query(one.token_ids, cold=True) for one in contexts])
+    assert (engine.logprobs(contexts) - cold).abs().max() < 1e-3

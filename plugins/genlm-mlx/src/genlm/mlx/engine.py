@@ -47,6 +47,7 @@ class MlxEngine:
         self.pool = pool
         self._runner = runner
         self._waiting: list[Query] = []
+        self._chunked: Key | None = None  # in the last step
         self._adapters = adapters
 
     # --- rows -------------------------------------------------------------------------------------
@@ -61,10 +62,11 @@ class MlxEngine:
         waiting = [*(query for query in before if query not in gone), *queries]
         chunks = {query: chunk for query in waiting if (chunk := self._chunk(query))}
         now = [query for query in waiting if query not in chunks]
-        if chunks and self.pool is not None:
+        self._chunked = next(iter(chunks.values()), None)
+        if self._chunked is not None and self.pool is not None:
             # With the others, so that its row is not the least recently used. It may be one of
             # them, and keys are distinct.
-            keys = dict.fromkeys([*map(key_of, now), next(iter(chunks.values()))])
+            keys = dict.fromkeys([*map(key_of, now), self._chunked])
             rows = _rows(self.pool.logits([*keys])[: len(now)])
         else:
             rows = self.logprobs(now) if now else torch.empty(0)
@@ -80,7 +82,9 @@ class MlxEngine:
         if self.pool is None or query.cold or len(key) - 1 <= size:
             return None
         known = self.pool.known(key)
-        return key[: known + size] if len(key) - known > size else None
+        chunk = key[: known + size]
+        # Where nothing is kept of a chunk that was computed (it is nan), there is no next one.
+        return chunk if len(key) - known > size and chunk != self._chunked else None
 
     def logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
         """The rows of distinct queries, ``[len(queries), vocab_size]`` float32."""

@@ -145,10 +145,13 @@ class Store:
         try:
             batch = self._planner.place(contexts)
             logits = self._compute(batch)
+            # State with nan must not stay: a masked column still takes part in products.
+            broken = dict(zip(batch, mx.isnan(logits[:, 0]).tolist(), strict=True))
+            self._planner.abandon([one for one in batch if broken[one]])
         except BaseException:
             self._abandon(batch)
             raise
-        self._planner.commit(batch)
+        self._planner.commit([one for one in batch if not broken[one]])
         return [one.index for one in batch], logits
 
     def _abandon(self, batch: Sequence[Placement[Context]]) -> None:
