@@ -6,16 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from genlm.core.engines.kv.commands import (
-    Blank,
-    Command,
-    Copy,
-    Fork,
-    Join,
-    NewTrunk,
-    Resize,
-    Shift,
-)
+from genlm.core.engines.kv import commands
 from genlm.core.engines.segments import Row, Segment, Trunk
 from genlm.mlx.layout import LayerState, Layout
 from genlm.mlx.pool import limit_aside
@@ -109,26 +100,26 @@ class Table:
             limit_aside(self._max_bytes, used * self.position_bytes) // self.position_bytes
         )
 
-    def do(self, command: Command) -> None:
+    def do(self, command: commands.Command) -> None:
         """One layer at a time, so that memory peaks low."""
         match command:
-            case Resize(rows, columns, kept):
+            case commands.Resize(rows, columns, kept):
                 self._resize(rows, columns, kept)
-            case NewTrunk(trunk):
+            case commands.NewTrunk(trunk):
                 trunk.layers = [
                     tuple(_zeros(state, 1, trunk.size) for state in layer.state)
                     for layer in self.layers
                 ]
-            case Copy(source, target, size):
+            case commands.Copy(source, target, size):
                 self._copy(source, target, size)
-            case Fork(sources, targets, columns):
+            case commands.Fork(sources, targets, columns):
                 self._fork([row.slot for row in sources], [row.slot for row in targets], columns)
-            case Shift(row, by):
+            case commands.Shift(row, by):
                 self._move([row.slot], [row.slot], by, row.size - by)
-            case Join(trunk, below, size):
+            case commands.Join(trunk, below, size):
                 front = [[state[:, :, :size] for state in layer] for layer in below.layers]
                 trunk.layers = _joined([front, trunk.layers])
-            case Blank(row, first):
+            case commands.Blank(row, first):
                 for layer in self.layers:
                     for state in layer.state:
                         state[row.slot : row.slot + 1, :, first:] = 0
