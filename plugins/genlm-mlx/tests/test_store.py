@@ -121,6 +121,16 @@ def test_alternating_groups_keep_their_state(llama: Tried, monkeypatch: pytest.M
             assert llama.ask(*group) == [4]
 
 
+def test_contexts_that_wait_for_one_of_their_batch_take_the_place_of_no_other(
+    llama: Tried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genlm.mlx.pool.LEAST_ASIDE", 0)
+    keys = keys_of(6, 20)
+    keys.append((*keys[0][:18], 1, 2, 3))
+    llama.ask(*keys)
+    assert llama.ask(*[(*key, 7) for key in keys]) == [7]
+
+
 def test_some_rows_of_many_go_on(llama: Tried) -> None:
     """Also those that lie far apart in the table."""
     keys = keys_of(20, 20)

@@ -62,15 +62,15 @@ class MlxEngine:
         waiting = [*(query for query in before if query not in gone), *queries]
         chunks = {query: chunk for query in waiting if (chunk := self._chunk(query))}
         now = [query for query in waiting if query not in chunks]
-        self._chunked = next(iter(chunks.values()), None)
-        if self._chunked is not None and self.pool is not None:
+        oldest, self._chunked = next(iter(chunks.values()), None), None
+        if oldest is not None and self.pool is not None:
             # With the others, so that its row is not the least recently used. It may be one of
             # them, and keys are distinct.
-            keys = dict.fromkeys([*map(key_of, now), self._chunked])
+            keys = dict.fromkeys([*map(key_of, now), oldest])
             rows = _rows(self.pool.logits([*keys])[: len(now)])
         else:
             rows = self.logprobs(now) if now else torch.empty(0)
-        self._waiting = list(chunks)
+        self._waiting, self._chunked = list(chunks), oldest
         return [Answer(query, row) for query, row in zip(now, rows, strict=True)]
 
     def _chunk(self, query: Query) -> Key | None:

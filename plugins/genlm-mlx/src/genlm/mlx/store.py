@@ -11,7 +11,7 @@ from genlm.core.engines.kv.placement import Placement
 from genlm.core.engines.kv.planner import Planner
 from genlm.core.engines.kv.sharing import Worth
 from genlm.core.engines.prefixes import key_of
-from genlm.core.engines.segments import Segment, Trunk
+from genlm.core.engines.segments import Row, Segment, Trunk
 from genlm.mlx.block import Block
 from genlm.mlx.layout import Chunk, Layout
 from genlm.mlx.runner import Key, Runner
@@ -92,15 +92,17 @@ class Store:
         left = {at: Context(key) for at, key in enumerate(keys)}
         order: list[int] = []
         parts: list[mx.array] = []
+        self._table.in_hand = 0
         while left:
             asked = list(left)
-            placed, logits = self._some(list(left.values()))
-            order += [asked[at] for at in placed]
+            batch, logits = self._some(list(left.values()))
+            self._table.in_hand += self._positions_of(batch)
             parts.append(logits)
-            for at in placed:
-                del left[asked[at]]
+            for one in batch:
+                order.append(asked[one.index])
+                del left[order[-1]]
         logits = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-        return _ordered(logits, [order.index(at) for at in range(len(keys))])
+        return _ordered(logits, sorted(range(len(order)), key=order.__getitem__))
 
     def known(self, key: Key) -> int:
         """How much of ``key`` but its last token is known, in its elements: its adapter's version
@@ -139,8 +141,10 @@ class Store:
 
     # --- the plot ---------------------------------------------------------------------------------
 
-    def _some(self, contexts: Sequence[Context]) -> tuple[list[int], mx.array]:
-        """Compute those that the planner places now; gives which, and their logits."""
+    def _some(
+        self, contexts: Sequence[Context]
+    ) -> tuple[Sequence[Placement[Context]], mx.array]:
+        """Compute those that the planner places now; gives them, and their logits."""
         batch: Sequence[Placement[Context]] = []
         try:
             batch = self._planner.place(contexts)
@@ -152,7 +156,15 @@ class Store:
             self._abandon(batch)
             raise
         self._planner.commit([one for one in batch if not broken[one]])
-        return [one.index for one in batch], logits
+        return batch, logits
+
+    def _positions_of(self, batch: Sequence[Placement[Context]]) -> int:
+        """How many positions are taken for contexts that have been computed."""
+        tree = self._planner.tree
+        ends = {end for one in batch if (end := one.row or one.trunk) is not None}
+        return sum(
+            tree.columns if isinstance(one, Row) else one.size for one in tree.with_paths(ends)
+        )
 
     def _abandon(self, batch: Sequence[Placement[Context]]) -> None:
         try:

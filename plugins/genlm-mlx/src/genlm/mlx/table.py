@@ -69,11 +69,14 @@ class Table:
     Attributes:
         layers: The layers, to be given to the model as its cache.
         layout: Where tokens go; there only while a forward pass is asked for.
+        in_hand: The positions of contexts that were placed before for the same call: the batch that
+            the planner is asked for now must not take their room.
         position_bytes: What one position takes in all layers.
     """
 
     def __init__(self, runner: Runner, max_bytes: int | None) -> None:
         self.layout: Layout
+        self.in_hand = 0
         self._max_bytes = max_bytes
         cache = runner.empty_cache()
         runner.feed(cache, [0], [[0]])  # only then it is known what a position takes
@@ -95,10 +98,10 @@ class Table:
         mx.eval([layer.state for layer in self.layers])
 
     def limit(self, used: int) -> int:
-        """The most positions: those of the batch and of what is pinned, and some aside."""
-        return used + int(
-            limit_aside(self._max_bytes, used * self.position_bytes) // self.position_bytes
-        )
+        """The most positions: those of the call in hand and of what is pinned, and some aside."""
+        used += self.in_hand
+        aside = limit_aside(self._max_bytes, used * self.position_bytes)
+        return used + int(aside // self.position_bytes)
 
     def do(self, command: commands.Command) -> None:
         """One layer at a time, so that memory peaks low."""
