@@ -10,12 +10,14 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from structlog.testing import capture_logs
 
 from genlm.core.engines.kv.sharing import Worth
 from genlm.mlx.adapters import Adapters
 from genlm.mlx.loading import load
 from genlm.mlx.runner import Runner
 from genlm.mlx.store import WORTH, Store
+from genlm.mlx.table import Table
 
 from .watched import Key, Watched, keys_of
 
@@ -259,6 +261,24 @@ def test_a_failed_forward_pass_leaves_the_store_sound(llama: Tried) -> None:
     llama.ask(*[(*key, 1) for key in keys], (0, 1, 2, 3))
     assert llama.ask(*[(*key, 1, 2) for key in keys]) == [6]
     llama.ask(*behind)
+
+
+def test_state_that_cannot_be_made_sound_is_dropped_and_logged(
+    llama: Tried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(table: Table) -> None:
+        raise RuntimeError("out of memory")
+
+    keys = keys_of(6, 20)
+    llama.ask(*keys)
+    llama.store.pin(keys[0])
+    with monkeypatch.context() as patch, capture_logs() as events:
+        patch.setattr(Table, "evaluate", refuse)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            llama.store.logits([(*key, 1) for key in keys])
+    lost = {"rows": 6, "pinned": 1, "reason": "RuntimeError: out of memory"}
+    assert {"event": "kv.lost", "log_level": "warning", **lost} in events
+    assert llama.ask(*keys) == [6 * 19, 6]
 
 
 def test_the_probe_leaves_nothing_behind(folders: Folders) -> None:

@@ -141,9 +141,7 @@ class Store:
 
     # --- the plot ---------------------------------------------------------------------------------
 
-    def _some(
-        self, contexts: Sequence[Context]
-    ) -> tuple[Sequence[Placement[Context]], mx.array]:
+    def _some(self, contexts: Sequence[Context]) -> tuple[Sequence[Placement[Context]], mx.array]:
         """Compute those that the planner places now; gives them, and their logits."""
         batch: Sequence[Placement[Context]] = []
         try:
@@ -170,8 +168,8 @@ class Store:
         try:
             self._planner.abandon(batch)
             self._table.evaluate()
-        except Exception:  # what was asked of the table cannot be carried out
-            self._planner.clear()
+        except Exception as error:  # what was asked of the table cannot be carried out
+            self._planner.lose(error)
 
     def _compute(self, batch: Sequence[Placement[Context]]) -> mx.array:
         starts = [one.start for one in batch]

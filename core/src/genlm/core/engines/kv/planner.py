@@ -156,6 +156,10 @@ class Planner(Generic[A]):
         """Drop everything and release the memory."""
         self._room.clear()
 
+    def lose(self, error: BaseException) -> None:
+        """Drop everything, because an error has left state that is not whole; it is logged."""
+        self._room.lose(error)
+
     def drop_unpinned(self) -> None:
         """Drop all but the pinned contexts and release the memory."""
         staying = self.tree.pinned()

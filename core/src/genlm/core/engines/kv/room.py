@@ -94,6 +94,13 @@ class Room:
         self._tree.clear()
         self._table.do(Resize(0, 0, ()))
 
+    def lose(self, error: BaseException) -> None:
+        """Drop everything, because an error has left state that is not whole."""
+        tree = self._tree
+        pinned = sum(one.pinned for one in tree.index.values())
+        logger.warning("kv.lost", rows=len(tree.rows), pinned=pinned, reason=describe_error(error))
+        self.clear()
+
     def _used(self, needs: Needs) -> int:
         """How many positions a batch takes, beside all that is pinned."""
         tree = self._tree
@@ -128,9 +135,7 @@ class Room:
         try:
             self._table.do(Resize(slots, columns, tuple(row.slot for row in kept)))
         except BaseException as error:  # with some layers moved and others not, no row is whole
-            pinned = sum(one.pinned for one in self._tree.index.values())
-            logger.warning("kv.lost", rows=len(kept), pinned=pinned, reason=describe_error(error))
-            self.clear()
+            self.lose(error)
             raise
         self._tree.resized(slots, columns, kept)
         logger.debug("kv.resized", rows=slots, columns=columns, kept=len(kept))
