@@ -13,6 +13,10 @@ from genlm.mlx.pool import limit_aside
 from genlm.mlx.runner import Runner
 from genlm.mlx.windows import windows_of
 
+#: Where fewer than one row of this many is a fork, each fork is copied alone. Else the whole table
+#: is copied at once: MLX does that faster, row for row, as nothing has to be cut out.
+FEW_FORKS = 6
+
 
 class TableLayer:
     """One layer, as mlx-lm's models see a cache: keys and values ``[slots, heads, columns, dim]``.
@@ -167,7 +171,7 @@ class Table:
 
     def _fork(self, sources: Sequence[int], targets: Sequence[int], columns: int) -> None:
         slots = len(self.layers[0].keys)
-        if 2 * len(targets) < slots:
+        if FEW_FORKS * len(targets) < slots:
             self._move(sources, targets, 0, columns)
             return
         order = list(range(slots))
