@@ -11,7 +11,7 @@ from genlm.ray.fleet import Fleet
 from genlm.ray.log import Change, Entry, Log
 from genlm.ray.member import Call, Job, Member, State
 from genlm.ray.placing import LIMITS, Placing
-from genlm.ray.watch import STARTS
+from genlm.ray.watch import STARTS, Watch
 from genlm.ray.wire import Description, Gone
 
 DESCRIPTION = Description(frozenset(), ByteTokenizer(), 258, None)
@@ -137,3 +137,107 @@ def test_one_replica_is_left_for_what_is_not_suspect() -> None:
     assert member is not None
     member.calls.add(Call(member, ("answer",), [Job(Query((7,)))], on_trial=True))
     assert placing.next(coming=False) is None
+
+
+def test_requests_that_fail_together_are_asked_apart() -> None:
+    fleet, (line,) = started(1)
+    fleet.step([Query((at,)) for at in range(20)], [])
+    fleet.take(line.next("answer"), MemoryError("no room for all rows"))
+    for now in range(1, 10):
+        while (call := line.next("answer")) is not None:
+            assert len(call.jobs) < 20
+            fleet.take(call, ["row"] * len(call.jobs))
+        fleet.tick(float(now))
+    assert len(fleet.answers) == 20
+
+
+def test_requests_of_a_replica_that_was_computing_nothing_are_asked_elsewhere() -> None:
+    fleet, lines = started(2)
+    fleet.step([Query((1,))], [])
+    (asked,) = [line for line in lines if len(line.calls) > 1]
+    (other,) = [line for line in lines if line is not asked]
+    fleet.take(asked.next("beat"), Gone("it does not know the program", computing=False))
+    call = other.next("answer")
+    assert call is not None
+    assert not call.on_trial
+    fleet.take(call, ["row"])
+    assert len(fleet.answers) == 1
+
+
+def test_a_replica_that_has_lost_its_state_is_preferred_for_nothing() -> None:
+    fleet, lines = started(2)
+
+    def asked() -> Line:
+        fleet.step([Query((1,))], [])
+        ((line, call),) = [(line, call) for line in lines if (call := line.next("answer"))]
+        fleet.take(call, ["row"])
+        return line
+
+    first = asked()
+    assert asked() is first
+    fleet.take(first.next("beat"), Gone("it died", computing=False))
+    fleet.take(first.next("open"), DESCRIPTION)
+    assert asked() is not first
+
+
+def applied(lines: list[Line], fleet: Fleet) -> list[str]:
+    """Let all replicas do what the log says; the methods that were called."""
+    called = []
+    while True:
+        due = [(line, call) for line in lines for call in line.calls if call.entry is not None]
+        for line, call in due:
+            line.calls.remove(call)
+            called.append(call.action[0])
+            fleet.take(call, None)
+        if not due:
+            return called
+
+
+def test_what_replicas_have_already_is_not_added_again() -> None:
+    fleet, lines = started(2)
+    outcomes: list[Exception | None] = []
+    for _ in range(2):
+        fleet.add(Entry(("pin", "prompt"), ("unpin", "prompt")), outcomes.append)
+        called = applied(lines, fleet)
+    assert called == []
+    fleet.add(Entry(("pin", "another"), ("unpin", "another")), outcomes.append)
+    assert applied(lines, fleet) == ["pin", "pin"]
+    assert outcomes == [None] * 3
+
+
+def test_prompts_of_the_base_model_stay_when_an_adapter_goes() -> None:
+    fleet, lines = started(1)
+    outcomes: list[Exception | None] = []
+    for entry in (
+        Entry(("pin", "prompt"), ("unpin", "prompt")),
+        Entry(("add_adapter", "a"), ("remove_adapter", "a"), version=1),
+        Entry(("pin", "adapted"), ("unpin", "adapted"), version=1),
+    ):
+        fleet.add(entry, outcomes.append)
+        applied(lines, fleet)
+    fleet.remove_adapter(1, outcomes.append)
+    assert applied(lines, fleet) == ["remove_adapter"]
+    fleet.take(lines[0].next("beat"), Gone("it died"))
+    fleet.take(lines[0].next("open"), DESCRIPTION)
+    assert applied(lines, fleet) == ["pin"]
+    assert outcomes == [None] * 4
+
+
+def test_nobody_waits_for_an_entry_that_was_added_before() -> None:
+    entry, another = Entry(("pin", 1), ("unpin", 1)), Entry(("pin", 2), ("unpin", 2))
+    log = Log(entries={entry: None}, change=Change(another, lambda error: None))
+    assert not log.failed(entry, OSError())
+    assert entry not in log.entries
+    assert log.failed(another, OSError())
+
+
+def test_a_replica_is_awaited_while_it_starts_and_not_for_long() -> None:
+    member = Member(0, line=None)
+    watch = Watch([member], 100.0, 0.0)
+    found = {}
+    for state in State:
+        watch.enter(member, state)
+        found[state] = watch.awaited(member, 10.0)
+    assert {state for state, awaited in found.items() if awaited} == {State.STARTING, State.LOADED}
+    watch.enter(member, State.STARTING)
+    assert not watch.awaited(member, 0.0)
