@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from genlm.core import Adapter
 from genlm.core.engines.kv.placement import Placement
 from genlm.core.engines.kv.planner import Planner
+from genlm.core.engines.kv.sequence import TokenSequence
 from genlm.core.engines.kv.sharing import Worth
 from genlm.core.engines.segments import Row, Segment
 from genlm.hf.layout import Chunk, UniformLayout
 from genlm.hf.pool import RowPool
-from genlm.hf.sequence import TokenSequence
 from genlm.hf.table import PoolTable
 from genlm.hf.upload import Upload
 

@@ -12,6 +12,7 @@ from attrs import evolve
 
 from genlm.core import hookimpl
 from genlm.core.engines.adapter_files import AdapterFolder
+from genlm.core.engines.kv.sequence import TokenSequence
 from genlm.core.errors import EngineError
 from genlm.core.types import Adapter, Answer, Query
 from genlm.hf.adapters import AdapterSet
@@ -28,7 +29,6 @@ from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from genlm.hf.schedule import Schedule
 from genlm.hf.scores import Scores, logprobs
-from genlm.hf.sequence import TokenSequence
 from genlm.hf.strategies import strategy_for
 
 #: Rows of long contexts may be off by this many times what the probe of short ones allows.

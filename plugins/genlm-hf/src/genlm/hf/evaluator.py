@@ -9,10 +9,10 @@ from itertools import pairwise
 import torch
 from attrs import evolve
 
+from genlm.core.engines.kv.sequence import TokenSequence
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
 from genlm.hf.adapters import AdapterSet
-from genlm.hf.sequence import TokenSequence
 from genlm.hf.strategies import Result, Strategy
 
 logger = get_logger()

@@ -7,8 +7,8 @@ from itertools import groupby
 
 import torch
 
+from genlm.core.engines.kv.sequence import TokenSequence
 from genlm.hf.evaluator import Evaluator
-from genlm.hf.sequence import TokenSequence
 from genlm.hf.strategies import Result
 from genlm.hf.upload import Upload
 

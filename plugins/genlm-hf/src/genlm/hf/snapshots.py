@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from genlm.core.engines.prefixes import prefix_of
+from genlm.core.engines.kv.sequence import TokenSequence
+from genlm.core.engines.prefixes import key_of, prefix_of
 from genlm.core.types import Adapter
 from genlm.hf.runner import Runner
-from genlm.hf.sequence import TokenSequence, key_prefix
 from genlm.hf.upload import Places, Upload
 
 #: Tokens after a snapshot are run one at a time; each such step counts as much as this many tokens
@@ -29,7 +29,7 @@ class Snapshot:
     Attributes:
         cache: transformers' cache object; never written to, since it is copied before use.
         keys: For each row of the cache the context, see
-            :class:`~genlm.hf.sequence.TokenSequence`.
+            :class:`~genlm.core.engines.kv.sequence.TokenSequence`.
         pinned: Whether it stays until the state is cleared.
         size: Bytes of memory that its tensors hold.
     """
@@ -133,7 +133,7 @@ class Snapshots:
 
     def drop_adapter(self, adapter: Adapter) -> None:
         """Drop the snapshots with contexts computed with an adapter, pinned ones included."""
-        header = key_prefix(adapter)
+        header = key_of(adapter.version, ())
         for snapshot in list(self._used):
             if any(key.startswith(header) for key in snapshot.keys):
                 self._drop(snapshot)

@@ -10,13 +10,13 @@ from attrs import define, field, frozen
 
 from genlm.core.engines.kv.placement import Placement
 from genlm.core.engines.kv.planner import Planner
+from genlm.core.engines.kv.sequence import TokenSequence
 from genlm.core.engines.kv.sharing import Worth
 from genlm.core.engines.segments import Row
 from genlm.core.types import Adapter
 from genlm.hf.layout import Chunk
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
-from genlm.hf.sequence import TokenSequence
 from genlm.hf.snapshots import Snapshots, steps
 from genlm.hf.table import PoolTable
 

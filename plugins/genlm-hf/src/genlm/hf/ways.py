@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
+from genlm.core.engines.kv.sequence import TokenSequence
 from genlm.core.engines.segments import Row, Trunk
 from genlm.core.types import Adapter
 from genlm.hf.layout import Chunk
 from genlm.hf.pool import copy_front
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
-from genlm.hf.sequence import TokenSequence
 from genlm.hf.snapshots import Snapshot, joined
 
 

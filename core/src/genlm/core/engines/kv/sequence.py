@@ -1,4 +1,4 @@
-"""A sequence of tokens to run through the model, and the rows wanted of it."""
+"""A sequence of tokens to run through a model, and the rows wanted of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ class TokenSequence:
 
     @key.default
     def _make_key(self) -> bytes:
-        return key_of(_version(self.adapter), self.tokens)
+        return key_of(self.version, self.tokens)
+
+    @property
+    def version(self) -> int:
+        """The adapter's version; 0 is the base model."""
+        return 0 if self.adapter is None else self.adapter.version
 
     @property
     def length(self) -> int:
@@ -39,12 +44,3 @@ class TokenSequence:
     def latest_start(self) -> int:
         """The first position that must be computed even if its key/value state is known."""
         return len(self.tokens) - self.keep
-
-
-def key_prefix(adapter: Adapter | None) -> bytes:
-    """What the keys of an adapter's sequences begin with."""
-    return key_of(_version(adapter), ())
-
-
-def _version(adapter: Adapter | None) -> int:
-    return 0 if adapter is None else adapter.version
