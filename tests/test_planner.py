@@ -56,8 +56,8 @@ POISON = -1
 
 
 #: What becomes of a batch: its forward fails, gives no numbers for some, or is never settled; or a
-#: command fails.
-FATES = st.sampled_from(["works"] * 4 + ["fails", "breaks", "is lost", "table"])
+#: command fails, or the one that would give up a batch.
+FATES = st.sampled_from(["works"] * 5 + ["fails", "breaks", "is lost", "table", "cannot blank"])
 
 
 class BrokenTableError(Exception):
@@ -111,6 +111,7 @@ class Cells:
     def __init__(self, contexts: Contexts, budget: int, aside: int | None) -> None:
         self.rows: list[list[int]] = []
         self.fail_at: int | None = None  # so many commands from now
+        self.can_blank = True
         self.failed: Command | None = None
         self._contexts = contexts
         self._budget = budget
@@ -131,6 +132,8 @@ class Cells:
         return self.read(segment.parent, min(stop, segment.start)) + own
 
     def do(self, command: Command) -> None:
+        if isinstance(command, Blank) and not self.can_blank:
+            raise BrokenTableError
         if self.fail_at is not None and not isinstance(command, Blank):  # which takes no memory
             self.fail_at -= 1
             if self.fail_at < 0:
@@ -203,6 +206,7 @@ class PlannerMachine(RuleBasedStateMachine):
         self.random = random.Random(seed)
         self.live: list[Wanted] = [Wanted((1,))]
         self.pinned: dict[bytes, Wanted] = {}
+        self.lost = False  # whether the last batch has not been settled
 
     # --- what is asked ----------------------------------------------------------------------------
 
@@ -263,12 +267,13 @@ class PlannerMachine(RuleBasedStateMachine):
         left = [one for one in left if self.planner.fits(one.length)]
         while left:
             with self._failing(fate == "table"):
+                self.lost = False
                 batch = self.planner.place(left)
                 assert batch, "the first one fits"
                 assert batch[0].index == 0
                 self._compute(batch)
                 self._settle(batch, fate)
-            if fate in ("is lost", "table"):
+            if fate in ("is lost", "table", "cannot blank"):
                 return
             done = {one.index for one in batch}
             left = [one for at, one in enumerate(left) if at not in done]
@@ -318,10 +323,12 @@ class PlannerMachine(RuleBasedStateMachine):
 
     def _settle(self, batch: Sequence[Placement[Wanted]], fate: str) -> None:
         self.operations += len(batch)
-        if fate == "is lost":
+        if fate in ("is lost", "cannot blank"):
             for one in batch:
-                if not one.continued:
-                    self._poison(one)
+                self._poison(one)
+            self.lost = True
+            if fate == "cannot blank":
+                self._give_up_in_vain(batch)
             return
         broken = []
         if fate in ("fails", "breaks"):
@@ -329,10 +336,19 @@ class PlannerMachine(RuleBasedStateMachine):
         for one in broken:
             self._poison(one)
         good = [one for one in batch if one not in broken]
-        self.planner.abandon(broken)
         self.planner.commit(good)
         for one in good:
             assert self.planner.known(one.sequence) == one.sequence.latest_start
+
+    def _give_up_in_vain(self, batch: Sequence[Placement[Wanted]]) -> None:
+        """Where a row stays as it is, all are dropped."""
+        self.table.can_blank = False
+        self.planner.abandon()
+        self.table.can_blank = True
+        self.lost = False
+        if any(one.row is not None for one in batch):
+            assert self.planner.positions == 0
+            self.pinned.clear()
 
     def _poison(self, one: Placement[Wanted]) -> None:
         """What a forward wrote is no number, from the first position that was not known on."""
@@ -350,6 +366,7 @@ class PlannerMachine(RuleBasedStateMachine):
     @rule(fails=st.sampled_from([False, False, False, True]))
     def pin(self, fails: bool) -> None:
         one = self.random.choice(self.live)
+        self.lost = False
         with self._failing(fails):
             known = self.planner.known(Wanted((*one.tokens, 0), one.version)) >= one.length
             assert self.planner.pin(one) == known
@@ -358,11 +375,13 @@ class PlannerMachine(RuleBasedStateMachine):
 
     @rule(fails=st.sampled_from([False, False, True]))
     def drop_unpinned(self, fails: bool) -> None:
+        self.lost = False
         with self._failing(fails):
             self.planner.drop_unpinned()
 
     @rule(version=st.sampled_from([0, 1, 2]))
     def drop_adapter(self, version: int) -> None:
+        self.lost = False
         self.planner.drop_adapter(version)
         for one in [one for one in self.pinned.values() if one.version == version]:
             del self.pinned[one.key]
@@ -372,6 +391,7 @@ class PlannerMachine(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.random.random() < 0.2)
     def clear(self) -> None:
+        self.lost = False
         self.planner.clear()
         self.pinned.clear()
         assert self.planner.positions == 0
@@ -406,7 +426,7 @@ class PlannerMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_in_the_table_is_no_number(self) -> None:
         """Masked columns take part in products."""
-        if hasattr(self, "planner") and not self.planner.tree.running:
+        if hasattr(self, "planner") and not self.lost:
             assert not any(POISON in row for row in self.table.rows)
 
     def teardown(self) -> None:
@@ -433,12 +453,8 @@ def planner(budget: int, worth: Worth = WORTHS[2]) -> Planner[Wanted]:
 
 
 def ask(planner: Planner[Wanted], *contexts: Sequence[int]) -> None:
-    left = [Wanted(tokens) for tokens in contexts]
-    while left:
-        batch = planner.place(left)
+    for batch in planner.batches([Wanted(tokens) for tokens in contexts]):
         planner.commit(batch)
-        done = {one.index for one in batch}
-        left = [one for at, one in enumerate(left) if at not in done]
 
 
 def test_the_least_recently_used_goes_first() -> None:

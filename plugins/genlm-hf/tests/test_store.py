@@ -128,7 +128,7 @@ def test_segments_are_whole(
             for one in assignments:
                 state.write(one)
             if data.draw(st.integers(0, 4), "fails") == 0:
-                store.abandon(assignments)
+                store.abandon()
             else:
                 store.commit(assignments)
                 for one in assignments:

@@ -12,7 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 from structlog.testing import capture_logs
 
-from genlm.core.engines.kv.sharing import Worth
+from genlm.core.engines.kv import Blank, Command, Worth
 from genlm.mlx.adapters import Adapters
 from genlm.mlx.loading import load
 from genlm.mlx.runner import Runner
@@ -266,16 +266,22 @@ def test_a_failed_forward_pass_leaves_the_store_sound(llama: Tried) -> None:
 def test_state_that_cannot_be_made_sound_is_dropped_and_logged(
     llama: Tried, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(table: Table) -> None:
-        raise RuntimeError("out of memory")
+    carry_out = Table.do
+
+    def refuse(table: Table, command: Command) -> None:
+        if isinstance(command, Blank):
+            raise RuntimeError("out of memory")
+        carry_out(table, command)
 
     keys = keys_of(6, 20)
     llama.ask(*keys)
     llama.store.pin(keys[0])
+    llama.model.failing = True
     with monkeypatch.context() as patch, capture_logs() as events:
-        patch.setattr(Table, "evaluate", refuse)
-        with pytest.raises(RuntimeError, match="out of memory"):
+        patch.setattr(Table, "do", refuse)
+        with pytest.raises(RuntimeError, match="failed"):
             llama.store.logits([(*key, 1) for key in keys])
+    llama.model.failing = False
     lost = {"rows": 6, "pinned": 1, "reason": "RuntimeError: out of memory"}
     assert {"event": "kv.lost", "log_level": "warning", **lost} in events
     assert llama.ask(*keys) == [6 * 19, 6]

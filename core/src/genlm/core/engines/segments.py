@@ -35,6 +35,8 @@ class Segment:
         >>> row.stand_on(trunk, 2)
         >>> row.size, [(below.stop, used) for below, used in row.path()]
         (2, [(3, 2)])
+        >>> [(type(part).__name__, used) for part, used in row.parts(3)]
+        [('Trunk', 2), ('Row', 1)]
     """
 
     key: bytes
@@ -60,6 +62,16 @@ class Segment:
         while above.parent is not None:
             yield above.parent, above.start - above.parent.start
             above = above.parent
+
+    def parts(self, stop: int) -> list[tuple[Segment, int]]:
+        """What holds the first ``stop`` positions of the context: segments in order, each with how
+        many of its own first positions belong to it."""
+        above = [(self, stop - self.start), *self.path()]
+        return [
+            (segment, min(size, stop - segment.start))
+            for segment, size in reversed(above)
+            if segment.start < stop
+        ]
 
     def stand_on(self, parent: Trunk | None, start: int) -> None:
         """Take a place in the tree, or move to another one."""

@@ -182,7 +182,6 @@ class InRows(Strategy):
 
     def _settle(self, done: Computed, broken: set[int]) -> None:
         """Keep the state of the works that are not broken."""
-        self._planner.abandon([one.placement for one in done.works if one.index in broken])
         try:
             self._planner.commit([one.placement for one in done.works if one.index not in broken])
         except torch.OutOfMemoryError:
@@ -207,14 +206,10 @@ class InRows(Strategy):
             placed = {work.index for work in works}
             left = [at for at in left if at not in placed]
             done = Computed(works, [], [])
-            try:
-                for result in self.forwards(works):
-                    done.owners.extend(result.owners)
-                    done.flags.append(result.logits[:, 0].isnan())
-                    yield result
-            except BaseException:
-                self._planner.abandon(batch)
-                raise
+            for result in self.forwards(works):
+                done.owners.extend(result.owners)
+                done.flags.append(result.logits[:, 0].isnan())
+                yield result
             self._unsettled = done
 
     def forwards(self, works: Sequence[Work]) -> Iterator[Result]:

@@ -7,9 +7,7 @@ from collections.abc import Iterable, Sequence
 from attrs import field, frozen
 
 import mlx.core as mx
-from genlm.core.engines.kv.placement import Placement
-from genlm.core.engines.kv.planner import Planner
-from genlm.core.engines.kv.sharing import Worth
+from genlm.core.engines.kv import Placement, Planner, Worth
 from genlm.core.engines.prefixes import key_of
 from genlm.core.engines.segments import Row, Segment, Trunk
 from genlm.mlx.block import Block
@@ -89,18 +87,13 @@ class Store:
     def logits(self, keys: Sequence[Key]) -> mx.array:
         """The logits of what follows each of the distinct ``keys``, ``[len(keys), vocab_size]``
         float32."""
-        left = {at: Context(key) for at, key in enumerate(keys)}
         order: list[int] = []
         parts: list[mx.array] = []
         self._table.in_hand = 0
-        while left:
-            asked = list(left)
-            batch, logits = self._some(list(left.values()))
+        for batch in self._planner.batches([Context(key) for key in keys]):
+            parts.append(self._computed(batch))
             self._table.in_hand += self._positions_of(batch)
-            parts.append(logits)
-            for one in batch:
-                order.append(asked[one.index])
-                del left[order[-1]]
+            order += [one.index for one in batch]
         logits = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         return _ordered(logits, sorted(range(len(order)), key=order.__getitem__))
 
@@ -141,35 +134,25 @@ class Store:
 
     # --- the plot ---------------------------------------------------------------------------------
 
-    def _some(self, contexts: Sequence[Context]) -> tuple[Sequence[Placement[Context]], mx.array]:
-        """Compute those that the planner places now; gives them, and their logits."""
-        batch: Sequence[Placement[Context]] = []
+    def _computed(self, batch: Sequence[Placement[Context]]) -> mx.array:
+        """The logits of a batch, whose state is kept."""
         try:
-            batch = self._planner.place(contexts)
             logits = self._compute(batch)
             # State with nan must not stay: a masked column still takes part in products.
-            broken = dict(zip(batch, mx.isnan(logits[:, 0]).tolist(), strict=True))
-            self._planner.abandon([one for one in batch if broken[one]])
+            broken = mx.isnan(logits[:, 0]).tolist()
         except BaseException:
-            self._abandon(batch)
+            self._planner.abandon()  # now: what the table is asked for later would fail, too
             raise
-        self._planner.commit([one for one in batch if not broken[one]])
-        return batch, logits
+        self._planner.commit([one for one, bad in zip(batch, broken, strict=True) if not bad])
+        return logits
 
     def _positions_of(self, batch: Sequence[Placement[Context]]) -> int:
         """How many positions are taken for contexts that have been computed."""
         tree = self._planner.tree
-        ends = {end for one in batch if (end := one.row or one.trunk) is not None}
+        ends = {one.end for one in batch}
         return sum(
             tree.columns if isinstance(one, Row) else one.size for one in tree.with_paths(ends)
         )
-
-    def _abandon(self, batch: Sequence[Placement[Context]]) -> None:
-        try:
-            self._planner.abandon(batch)
-            self._table.evaluate()
-        except Exception as error:  # what was asked of the table cannot be carried out
-            self._planner.lose(error)
 
     def _compute(self, batch: Sequence[Placement[Context]]) -> mx.array:
         starts = [one.start for one in batch]

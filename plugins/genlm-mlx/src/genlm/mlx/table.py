@@ -134,15 +134,10 @@ class Table:
 
     def read(self, end: Segment, stop: int) -> list[LayerState]:
         """A copy of the first ``stop`` positions of the context that a segment ends."""
-        path = [(end, end.size), *end.path()]
         return _joined(
             [
-                [
-                    self._front(segment, layer, min(size, stop - segment.start))
-                    for layer in self.layers
-                ]
-                for segment, size in reversed(path)
-                if segment.start < stop
+                [self._front(segment, layer, size) for layer in self.layers]
+                for segment, size in end.parts(stop)
             ]
         )
 

@@ -27,8 +27,42 @@ planner gives each of them once the table has carried out the one before. So the
 there, whichever command fails. A plan that is handed over as a whole would have to be undone from
 the command that failed.
 
-**Batches.** ``place`` gives placements, and the engine computes them. Then each is committed, and
-its state is kept; or it is abandoned: its new segments are given back, and what was written is made
-zero. A context that goes on in its own row has its old key until the commit, and nothing is read
-beyond the key. So a batch that fails anywhere leaves what was there before.
+**Batches.** The planner places sequences batch by batch. The engine computes a batch and commits
+it, and its state is kept. What is not committed is given up: its new segments are given back, and
+what was written is made zero. A context that goes on in its own row has its old key until the
+commit, and nothing is read beyond the key. So a batch that fails anywhere leaves what was there
+before, and an engine has nothing to undo. ``examples/numpy_plugin`` is an engine that does this, in
+its ``states`` module.
 """
+
+from genlm.core.engines.kv.commands import (
+    Blank,
+    Command,
+    Copy,
+    Fork,
+    Join,
+    NewTrunk,
+    Resize,
+    Shift,
+    Table,
+)
+from genlm.core.engines.kv.placement import Placement
+from genlm.core.engines.kv.planner import Planner
+from genlm.core.engines.kv.sequence import TokenSequence
+from genlm.core.engines.kv.sharing import Worth
+
+__all__ = [
+    "Blank",
+    "Command",
+    "Copy",
+    "Fork",
+    "Join",
+    "NewTrunk",
+    "Placement",
+    "Planner",
+    "Resize",
+    "Shift",
+    "Table",
+    "TokenSequence",
+    "Worth",
+]

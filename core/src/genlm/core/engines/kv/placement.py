@@ -45,6 +45,13 @@ class Placement(Generic[A]):
     cut: int = 0
 
     @property
+    def end(self) -> Segment:
+        """The segment that the sequence ends in."""
+        end = self.row or self.trunk
+        assert end is not None, "the sequence has not been placed"
+        return end
+
+    @property
     def needs_row(self) -> bool:
         """Whether it takes a new row."""
         return not self.continued and self.cut < self.sequence.length
@@ -57,8 +64,8 @@ class Placement(Generic[A]):
         return self.sequence.length - max(self.base, self.cut)
 
     def segments(self, start: int, stop: int) -> list[tuple[Segment, int, int]]:
-        """Where positions ``start`` to ``stop`` (exclusive) go: segments, each with its own first
-        and last position."""
+        """Where positions ``start`` to ``stop`` (exclusive) go: segments, each with the positions
+        that it takes, again from a start to a stop."""
         found: list[tuple[Segment, int, int]] = []
         if self.trunk is not None and start < self.trunk.stop:
             found.append((self.trunk, start, min(stop, self.trunk.stop)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 from genlm.core.engines.kv.commands import Blank, Copy, Fork, NewTrunk, Table
@@ -27,6 +27,9 @@ class Planner(Generic[A]):
     row's state is valid up to its key. What lies beyond is never read, so a batch that fails
     leaves the tree sound.
 
+    An engine asks for :meth:`batches`, computes each, and commits what it has computed. What it
+    does not commit is given up, whatever became of it.
+
     Args:
         table: What carries out commands.
         worth: The numbers that sharing is weighed with.
@@ -43,6 +46,7 @@ class Planner(Generic[A]):
         self.tree = Tree()
         self._room = Room(self.tree, table, self._worth)
         self._trunks = Trunks(self.tree, self._room, table, self._worth)
+        self._running: list[Placement[A]] = []  # the batch that is not settled yet
 
     # --- what is known ----------------------------------------------------------------------------
 
@@ -65,15 +69,29 @@ class Planner(Generic[A]):
 
     # --- batches ----------------------------------------------------------------------------------
 
+    def batches(self, sequences: Sequence[A]) -> Iterator[list[Placement[A]]]:
+        """Place all of some distinct sequences, each of which :meth:`fits`, batch by batch. Compute
+        and :meth:`commit` each batch before the next one.
+
+        Raises:
+            Exception: the table's; what it was about to place is not placed.
+        """
+        left = list(range(len(sequences)))
+        while left and (batch := self.place([sequences[at] for at in left])):
+            for one in batch:
+                one.index = left[one.index]
+            placed = {one.index for one in batch}
+            left = [at for at in left if at not in placed]
+            yield batch
+
     def place(self, sequences: Sequence[A]) -> list[Placement[A]]:
         """Place as many of some distinct sequences as fit together, less those that should wait for
-        one of these: the first at least, if it :meth:`fits`. The batch before must be committed or
-        abandoned, else it is lost.
+        one of these: the first at least, if it :meth:`fits`.
 
         Raises:
             Exception: the table's; nothing is placed then.
         """
-        self._lose_batch()
+        self.abandon()
         now, shared = self._leaders(sequences)
         if self._shares:
             self._trunks.share_forked([sequences[at] for at in now])
@@ -89,54 +107,62 @@ class Planner(Generic[A]):
             now = now[: len(now) // 2]
         return []
 
-    def commit(self, batch: Sequence[Placement[A]]) -> None:
-        """Record that sequences have been computed.
+    def commit(self, computed: Sequence[Placement[A]]) -> None:
+        """Keep the state of these sequences of the batch. The others are given up.
 
         Raises:
             Exception: the table's, while trunks are joined; they are committed all the same.
         """
-        for one in batch:  # first all: the new key of one may be the old key of another
+        wanted = set(computed)
+        self._give_up([one for one in self._running if one not in wanted])
+        computed = [one for one in self._running if one in wanted]
+        self._running = []
+        for one in computed:  # first all: the new key of one may be the old key of another
             if one.kept and one.continued and one.row is not None:
                 self.tree.rename(one.row, one.sequence.key)
-        for one in batch:
+        for one in computed:
             if one.trunk is not None:
                 self.tree.keep(one.trunk)
-        for one in batch:
+        for one in computed:
             if one.row is not None and one.kept:
                 self.tree.keep(one.row)
             elif one.row is not None and not one.continued:
                 self.tree.discard(one.row)
-        ends = [(one.row or one.trunk) if one.kept else one.found for one in batch]
+        ends = [one.end if one.kept else one.found for one in computed]
         staying = [end for end in ends if end is not None]
-        for one in batch:  # last: it drops what is kept, and may fail
+        for one in computed:  # last: it drops what is kept, and may fail
             trunk = self.tree.index.get(one.trunk.key) if one.trunk is not None else None
             if isinstance(trunk, Trunk):
                 self._trunks.shorten(trunk, staying)
 
-    def abandon(self, batch: Sequence[Placement[A]]) -> None:
-        """Give back the new segments of sequences that failed, and overwrite what was written into
-        rows, which may be no numbers: a masked column still takes part in products."""
+    def abandon(self) -> None:
+        """Give up the batch that is not committed, if there is one. What is asked of the planner
+        next does so, too."""
+        batch, self._running = self._running, []
+        self._give_up(batch)
+
+    def _give_up(self, batch: Sequence[Placement[A]]) -> None:
+        """Give back new segments, and overwrite what was written into rows, which may be no
+        numbers: a masked column still takes part in products."""
         for one in batch:
             if one.row is not None and not one.continued:
                 self.tree.discard(one.row)
             if one.trunk is not None:
                 self.tree.discard(one.trunk)
-        for one in batch:
-            if one.row is not None:
-                valid = one.row.stop if one.continued else one.start
-                self._table.do(Blank(one.row, max(valid - one.row.start, 0)))
-
-    def _lose_batch(self) -> None:
-        """Give back the new segments of a batch that was neither committed nor abandoned."""
-        for one in [*self.tree.running]:
-            self.tree.discard(one)
-            if isinstance(one, Row):
-                self._table.do(Blank(one, 0))
+        try:
+            for one in batch:
+                if one.row is not None:
+                    valid = one.row.stop if one.continued else one.start
+                    self._table.do(Blank(one.row, max(valid - one.row.start, 0)))
+        except Exception as error:  # no row can be shared any more
+            self._running = []
+            self._room.lose(error)
 
     # --- what stays and what goes -----------------------------------------------------------------
 
     def pin(self, sequence: Asked) -> bool:
         """Keep a committed sequence's state until :meth:`clear`; ``False`` if there is none."""
+        self.abandon()
         found, shared = self.tree.nearest(sequence.key)
         if found is None or shared < sequence.length:
             return False
@@ -154,14 +180,12 @@ class Planner(Generic[A]):
 
     def clear(self) -> None:
         """Drop everything and release the memory."""
+        self._running = []
         self._room.clear()
-
-    def lose(self, error: BaseException) -> None:
-        """Drop everything, because an error has left state that is not whole; it is logged."""
-        self._room.lose(error)
 
     def drop_unpinned(self) -> None:
         """Drop all but the pinned contexts and release the memory."""
+        self.abandon()
         staying = self.tree.pinned()
         for one in list(self.tree.index.values()):
             if one not in staying:
@@ -170,6 +194,7 @@ class Planner(Generic[A]):
 
     def drop_adapter(self, version: int) -> None:
         """Drop the state computed with a version of an adapter, pinned or not."""
+        self.abandon()
         header = key_of(version, ())
         for one in list(self.tree.index.values()):
             if one.key.startswith(header):
@@ -271,6 +296,7 @@ class Planner(Generic[A]):
         does not fit."""
         if not self._room.make(self._needs(batch)):
             return False
+        self._running = list(batch)
         for one in batch:
             if one.found is not None:
                 self.tree.touch(one.found)
@@ -282,7 +308,7 @@ class Planner(Generic[A]):
                     self._table.do(NewTrunk(one.trunk))
             self._copy(batch)
         except BaseException:
-            self._lose_batch()
+            self.abandon()
             raise
         return True
 
