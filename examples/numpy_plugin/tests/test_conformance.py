@@ -2,21 +2,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from genlm_numpy.lm import AsyncRNN
+from genlm_numpy.lm import AsyncNumpyLM
 from genlm_numpy.network import Array, Network
 
 from genlm.core.conformance import ConformanceSuite
 
-WIDTH, RANK = 32, 2
+LAYERS, WIDTH, INNER, RANK = 2, 32, 64, 2
 
 
-class TestRNN(ConformanceSuite):
-    backend = "rnn"
+class TestNumpy(ConformanceSuite):
+    backend = "numpy"
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def given(cls, tmp_path_factory: pytest.TempPathFactory) -> None:
-        folder = tmp_path_factory.mktemp("rnn")
+        folder = tmp_path_factory.mktemp("numpy")
         cls.model = write_model(folder / "model.npz")
         cls.adapters = {
             name: write_adapter(folder / f"{name}.npz", seed=ord(name)) for name in "ab"
@@ -25,14 +25,21 @@ class TestRNN(ConformanceSuite):
 
 def write_model(path: Path) -> str:
     random = np.random.default_rng(0)
-    recurrence = normal(random, WIDTH, WIDTH) / WIDTH**0.5
-    Network(normal(random, 258, WIDTH), recurrence).save(path)
+    shapes = {
+        "attention": (LAYERS, WIDTH, 3 * WIDTH),
+        "output": (LAYERS, WIDTH, WIDTH),
+        "up": (LAYERS, WIDTH, INNER),
+        "down": (LAYERS, INNER, WIDTH),
+    }
+    weights = {name: normal(random, *shape) / shape[1] ** 0.5 for name, shape in shapes.items()}
+    Network({"embedding": normal(random, 258, WIDTH), **weights}).save(path)
     return str(path)
 
 
 def write_adapter(path: Path, seed: int) -> str:
     random = np.random.default_rng(seed)
-    np.savez(path, up=normal(random, WIDTH, RANK), down=normal(random, RANK, WIDTH))
+    up, down = normal(random, LAYERS, WIDTH, RANK), normal(random, LAYERS, RANK, 3 * WIDTH)
+    np.savez(path, up=up / WIDTH**0.5, down=down / RANK**0.5)
     return str(path)
 
 
@@ -41,6 +48,6 @@ def normal(random: np.random.Generator, *shape: int) -> Array:
 
 
 def test_the_class_of_its_own(tmp_path: Path) -> None:
-    with AsyncRNN.from_name(write_model(tmp_path / "model.npz")) as lm:
+    with AsyncNumpyLM.from_name(write_model(tmp_path / "model.npz")) as lm:
         assert lm.next_token_logprobs_sync([72]).shape == (258,)
-        assert repr(lm).startswith("<AsyncRNN model=")
+        assert repr(lm).startswith("<AsyncNumpyLM model=")

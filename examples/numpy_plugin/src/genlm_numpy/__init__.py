@@ -1,1 +1,1 @@
-"""The backend ``rnn`` of genlm-core: recurrent networks in NumPy."""
+"""The backend ``numpy`` of genlm-core: transformers in NumPy."""

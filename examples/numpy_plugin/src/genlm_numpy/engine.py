@@ -1,4 +1,4 @@
-"""The engine object: five attributes, and the hooks that a recurrent network can serve."""
+"""The engine object: five attributes, and the hooks that this engine can serve."""
 
 from __future__ import annotations
 
@@ -8,67 +8,48 @@ import numpy as np
 import torch
 
 from genlm.core import Adapter, Query, hookimpl
+from genlm.core.engines.kv import TokenSequence, Worth
 from genlm.core.mock import ByteTokenizer
-from genlm_numpy.network import Array, Network
+from genlm_numpy.network import Network
+from genlm_numpy.states import States
 
-Key = tuple[int, tuple[int, ...]]  # the adapter's version, 0 for the base model; the tokens
 
-
-class RNNEngine:
-    """Rows from a recurrent network; the states of the contexts asked for are kept.
+class NumpyEngine:
+    """Rows from a transformer in NumPy; the state of contexts is kept.
 
     Args:
         path: A file as :meth:`Network.save` writes it.
-        kept: The most states kept, besides pinned ones.
+        kept: The most positions whose state is kept, besides what a batch and pinned prefixes take.
     """
 
-    def __init__(self, path: str, kept: int = 10_000) -> None:
+    def __init__(self, path: str, kept: int = 100_000) -> None:
         self.tokenizer = ByteTokenizer()
         self.vocab_size = len(self.tokenizer)
-        self.max_context = 1024
+        self.max_context = 2048
         self.device = "cpu"
         self.model = Network.load(path)
-        self._kept = kept
-        self._networks: dict[int, Network] = {0: self.model}  # by the adapter's version
-        self._states: dict[Key, Array] = {}  # the oldest first
-        self._pinned: dict[Key, Array] = {}
+        self._networks = {0: self.model}  # by the adapter's version
+        self._states = States(self._networks, kept, Worth())
 
     @hookimpl
     def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
-        logits = np.stack([self._network(query).logits(self._state(query)) for query in queries])
+        sequences = [TokenSequence(query.token_ids, query.adapter) for query in queries]
+        if queries[0].cold:
+            network = self._networks[sequences[0].version]
+            logits = np.stack([network.cold(queries[0].token_ids)])
+        else:
+            logits = self._states.logits(sequences)
         return torch.log_softmax(torch.from_numpy(logits), dim=-1)
-
-    def _state(self, query: Query) -> Array:
-        """The state after a context, from the longest part of it that is known."""
-        network, version, ids = self._network(query), _version(query.adapter), query.token_ids
-        known, state = (
-            (0, network.start()) if query.cold else self._longest_known(network, version, ids)
-        )
-        for end in range(known + 1, len(ids) + 1):
-            state = network.advance(state, ids[end - 1])
-            self._states[version, ids[:end]] = state
-        while len(self._states) > self._kept:
-            del self._states[next(iter(self._states))]
-        return state
-
-    def _longest_known(
-        self, network: Network, version: int, ids: tuple[int, ...]
-    ) -> tuple[int, Array]:
-        for length in range(len(ids), 0, -1):
-            for states in (self._states, self._pinned):
-                if (version, ids[:length]) in states:
-                    return length, states[version, ids[:length]]
-        return 0, network.start()
 
     @hookimpl
     def genlm_cache_prefix(self, query: Query) -> bool:
-        self._pinned[_version(query.adapter), query.token_ids] = self._state(query)
-        return True
+        sequence = TokenSequence(query.token_ids, query.adapter)
+        self._states.logits([sequence])
+        return self._states.planner.pin(sequence)
 
     @hookimpl
     def genlm_clear_kv_cache(self) -> None:
-        self._states.clear()
-        self._pinned.clear()
+        self._states.planner.clear()
 
     @hookimpl
     def genlm_add_lora(self, adapter: Adapter) -> bool:
@@ -78,14 +59,5 @@ class RNNEngine:
     @hookimpl
     def genlm_remove_lora(self, adapter: Adapter) -> bool:
         del self._networks[adapter.version]
-        for states in (self._states, self._pinned):
-            for key in [key for key in states if key[0] == adapter.version]:
-                del states[key]
+        self._states.planner.drop_adapter(adapter.version)
         return True
-
-    def _network(self, query: Query) -> Network:
-        return self._networks[_version(query.adapter)]
-
-
-def _version(adapter: Adapter | None) -> int:
-    return 0 if adapter is None else adapter.version

@@ -9,17 +9,17 @@ from genlm.core import BackendInfo, hookimpl
 from genlm.core.options import refuse_unknown
 
 if TYPE_CHECKING:
-    from genlm_numpy.engine import RNNEngine
+    from genlm_numpy.engine import NumpyEngine
 
 
 @hookimpl
 def genlm_backend_info() -> BackendInfo:
-    return BackendInfo("recurrent networks in NumPy", engine="numpy")
+    return BackendInfo("transformers in NumPy", engine="numpy")
 
 
 @hookimpl
-def genlm_load(model: str, options: Mapping[str, object]) -> RNNEngine:
-    from genlm_numpy.engine import RNNEngine
+def genlm_load(model: str, options: Mapping[str, object]) -> NumpyEngine:
+    from genlm_numpy.engine import NumpyEngine
 
-    refuse_unknown("rnn", options)
-    return RNNEngine(model)
+    refuse_unknown("numpy", options)
+    return NumpyEngine(model)
