@@ -17,6 +17,9 @@ from genlm.hf.strategies import Result, Strategy
 
 logger = get_logger()
 
+#: Which sequences to compute together, and whether their state is kept.
+Part = tuple[list[int], bool]
+
 
 class Evaluator:
     """Computes sequences with as few and as small forwards as the model allows.
@@ -82,10 +85,20 @@ class Evaluator:
         Raises:
             EngineError: one sequence alone is more than memory holds.
         """
-        for group in self._adapters.groups([sequence.adapter for sequence in sequences]):
-            kept = [at for at in group if self.keeps(sequences[at])]
-            yield from self._spared(sequences, sorted({*group} - {*kept}), kept=False)
-            yield from self._spared(sequences, kept, kept=True)
+        wanted, parts = list(sequences), self._parts(sequences)
+        while parts:
+            indices, kept = parts.pop()
+            results, given = self._results(wanted, indices, kept), Counter[int]()
+            while True:
+                try:
+                    result = next(results, None)
+                except torch.OutOfMemoryError as error:
+                    parts += self._smaller(wanted, given, indices, kept, error)
+                    break
+                if result is None:
+                    break
+                yield result
+                given.update(result.owners)
 
     def pieces(self, sequence: TokenSequence) -> list[TokenSequence]:
         """Sequences whose wanted rows, one after the other, are those of ``sequence`` as if each
@@ -123,37 +136,42 @@ class Evaluator:
         (result,) = self._strategy.plain([sequence], [0])
         return result
 
-    def _spared(
-        self, sequences: Sequence[TokenSequence], indices: list[int], kept: bool
+    def _parts(self, sequences: Sequence[TokenSequence]) -> list[Part]:
+        """What may share forwards, the first last."""
+        parts: list[Part] = []
+        for group in self._adapters.groups([sequence.adapter for sequence in sequences]):
+            kept = [at for at in group if self.keeps(sequences[at])]
+            parts += [(sorted({*group} - {*kept}), False), (kept, True)]
+        return [part for part in reversed(parts) if part[0]]
+
+    def _results(
+        self, sequences: Sequence[TokenSequence], indices: Sequence[int], kept: bool
     ) -> Iterator[Result]:
-        """Compute sequences; where memory runs out, drop state and try again in halves, one alone
-        without keeping its state."""
-        if not indices:
-            return
         if kept:
-            results = self._strategy.compute(sequences, indices)
-        else:
-            # Where attention depends on the length, it may depend on that of padding too.
-            alike = any(self._is_beyond(sequences[at]) for at in indices)
-            results = self._strategy.plain(sequences, indices, padded=not alike)
-        given: Counter[int] = Counter()
-        try:
-            for result in results:
-                yield result
-                given.update(result.owners)
-        except torch.OutOfMemoryError as error:
-            self._strategy.drop_unpinned()
-            left = [at for at in indices if given[at] < sequences[at].keep]
-            if len(left) == 1 and not kept:
-                raise EngineError(
-                    f"a context of {sequences[left[0]].length} tokens does not fit into the "
-                    "device's memory; lower max_batch_tokens (now "
-                    f"{self._strategy.max_tokens}), kv_cache_bytes, or the precision of the weights"
-                ) from error
-        else:
-            return
-        rest = list(sequences)
-        for at in left:  # what it has rows of already is not wanted again
-            rest[at] = evolve(sequences[at], keep=sequences[at].keep - given[at])
-        for half in (left[: len(left) // 2], left[len(left) // 2 :]):
-            yield from self._spared(rest, half, kept and len(left) > 1)
+            return self._strategy.compute(sequences, indices)
+        # Where attention depends on the length, it may depend on that of padding too.
+        alike = any(self._is_beyond(sequences[at]) for at in indices)
+        return self._strategy.plain(sequences, indices, padded=not alike)
+
+    def _smaller(
+        self,
+        wanted: list[TokenSequence],
+        given: Counter[int],
+        indices: Sequence[int],
+        kept: bool,
+        error: torch.OutOfMemoryError,
+    ) -> list[Part]:
+        """Where memory ran out: drop state, and try again in halves, one alone without keeping its
+        state. What there are rows of already is not ``wanted`` again."""
+        self._strategy.drop_unpinned()
+        left = [at for at in indices if given[at] < wanted[at].keep]
+        if len(left) == 1 and not kept:
+            raise EngineError(
+                f"a context of {wanted[left[0]].length} tokens does not fit into the "
+                "device's memory; lower max_batch_tokens (now "
+                f"{self._strategy.max_tokens}), kv_cache_bytes, or the precision of the weights"
+            ) from error
+        for at in left:
+            wanted[at] = evolve(wanted[at], keep=wanted[at].keep - given[at])
+        half = len(left) // 2
+        return [(part, kept and len(left) > 1) for part in (left[half:], left[:half]) if part]
