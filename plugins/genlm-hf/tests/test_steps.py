@@ -259,6 +259,18 @@ def test_where_no_state_can_be_continued_each_prompt_has_a_step_of_its_own(
     assert set(step(model, *growing)) == {*growing}, "known contexts grow together"
 
 
+def test_contexts_in_snapshots_are_not_computed_from_one_another(
+    pair: Callable[..., Pair], contexts: Contexts
+) -> None:
+    """So each of those that begin alike takes all of its tokens of a step."""
+    config = MambaConfig(vocab_size=TOKENS, hidden_size=32, num_hidden_layers=2, state_size=4)
+    model = pair(config, max_batch_tokens=CHUNK)
+    (prompt,) = contexts(1, CHUNK - 12)
+    one, other = (*prompt, 1), (*prompt, 2)
+    assert [*step(model, one, other)] == [one]
+    assert [*step(model)] == [other]
+
+
 class Gate:
     """Lets a model's forwards through one at a time, once it is shut."""
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from attrs import evolve
 
 from genlm.core.engines.kv.sequence import TokenSequence
+from genlm.core.engines.kv.sharing import Together
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
 from genlm.hf.adapters import AdapterSet
@@ -130,6 +132,10 @@ class Evaluator:
         """How many tokens of a sequence have to be computed."""
         known = 0 if self._is_beyond(sequence) else self._strategy.known(sequence)
         return sequence.length - known
+
+    def together(self) -> Together[Any]:
+        """What further sequences cost beside those of a batch."""
+        return self._strategy.together()
 
     def cold(self, sequence: TokenSequence) -> Result:
         """Compute one sequence from its tokens only."""

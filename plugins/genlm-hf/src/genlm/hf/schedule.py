@@ -85,7 +85,7 @@ class Schedule(Generic[R]):
         lacks = {request: self._evaluator.lacks(one) for request, one in waiting.items()}
         if sum(lacks.values()) <= self._size:
             return Step(waiting)
-        chosen = _Chosen(waiting, lacks, self._size)
+        chosen = _Chosen(waiting, lacks, self._size, self._evaluator.together())
         for request in sorted(waiting, key=lacks.__getitem__):
             if not chosen.takes(request, leaving=self._size - self._size // 2):
                 break
@@ -130,16 +130,21 @@ class _Chosen(Generic[R]):
         room: The tokens left.
         waiting: All requests.
         lacks: How many tokens of each have to be computed if it were alone.
+        together: Says what one costs beside others.
     """
 
     def __init__(
-        self, waiting: Mapping[R, TokenSequence], lacks: Mapping[R, int], room: int
+        self,
+        waiting: Mapping[R, TokenSequence],
+        lacks: Mapping[R, int],
+        room: int,
+        together: Together[R],
     ) -> None:
         self.waiting = waiting
         self.lacks = lacks
         self.room = room
         self.requests: list[R] = []
-        self._together: Together[R] = Together()
+        self._together = together
 
     def __contains__(self, request: R) -> bool:
         return self.waiting[request] in self._together

@@ -3,7 +3,9 @@ without any."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from attrs import define, field, frozen
@@ -11,7 +13,7 @@ from attrs import define, field, frozen
 from genlm.core.engines.kv.placement import Placement
 from genlm.core.engines.kv.planner import Planner
 from genlm.core.engines.kv.sequence import TokenSequence
-from genlm.core.engines.kv.sharing import Worth
+from genlm.core.engines.kv.sharing import Together, Worth
 from genlm.core.engines.segments import Row
 from genlm.core.types import Adapter
 from genlm.hf.layout import Chunk
@@ -91,6 +93,10 @@ class Strategy:
     def known(self, sequence: TokenSequence) -> int:
         """How many leading tokens of a sequence need not be computed."""
         return 0
+
+    def together(self) -> Together[Any]:
+        """What further sequences cost beside those of a batch: none waits for another."""
+        return Together(math.inf)
 
     def compute(
         self, sequences: Sequence[TokenSequence], indices: Sequence[int]
@@ -192,6 +198,9 @@ class InRows(Strategy):
 
     def known(self, sequence: TokenSequence) -> int:
         return self.planner.known(sequence)
+
+    def together(self) -> Together[Any]:
+        return self._planner.together()
 
     def compute(
         self, sequences: Sequence[TokenSequence], indices: Sequence[int]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from genlm.core.engines.kv.commands import Blank, Copy, Fork, NewTrunk, Table
 from genlm.core.engines.kv.placement import Placement
@@ -61,6 +61,10 @@ class Planner(Generic[A]):
         if prefix_of(sequence.key, sequence.latest_start) in self.tree.index:
             return sequence.latest_start  # as a rule, and found faster
         return min(self.tree.nearest(sequence.key)[1], sequence.latest_start)
+
+    def together(self) -> Together[Any]:
+        """What further sequences cost beside those of a batch."""
+        return Together(self._worth.waiting)
 
     @property
     def positions(self) -> int:
@@ -211,7 +215,7 @@ class Planner(Generic[A]):
         need. For some of them: how many leading tokens each that waits for it shares."""
         now: list[int] = []
         shared: dict[int, list[int]] = {}
-        together: Together[int] = Together(self._worth.waiting)
+        together: Together[int] = self.together()
         for at, one in enumerate(sequences):
             known = self.known(one)
             leader = None

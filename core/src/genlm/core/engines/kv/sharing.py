@@ -96,10 +96,10 @@ class Together(Generic[T]):
     """Sequences that are computed together, and what a further one would cost beside them.
 
     Args:
-        waiting: See :class:`Worth`.
+        waiting: See :class:`Worth`; infinite where none waits for another.
     """
 
-    def __init__(self, waiting: int = Worth().waiting) -> None:
+    def __init__(self, waiting: float) -> None:
         self._waiting = waiting
         self._index: PrefixIndex[bytes, T] = PrefixIndex()
 
