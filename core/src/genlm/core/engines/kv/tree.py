@@ -67,7 +67,9 @@ class Tree:
     # --- changes ----------------------------------------------------------------------------------
 
     def touch(self, segment: Segment) -> None:
-        """Make a segment the most recently used. The trunks below it stay as long as it does."""
+        """Make a segment and its path the most recently used."""
+        for trunk, _ in segment.path():
+            self.index.touch(trunk.key)
         self.index.touch(segment.key)
 
     def new_row(self, key: bytes, parent: Trunk | None, start: int) -> Row:
