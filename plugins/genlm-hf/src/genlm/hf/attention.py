@@ -54,11 +54,11 @@ def row_attention(
     if layout.products:
         return _over_trunks(layout, layer, pattern, query, key, value, **kwargs).unsqueeze(1), None
     outputs = []
-    for block in layout.blocks:
-        keys, values = block.own(layer, key, value)
-        mask = block.mask(pattern, query.dtype, query.device)
-        output = _attend(module, block.gather(query), keys, values, mask, **kwargs)
-        outputs.append(block.scatter(output))
+    for group in layout.groups:
+        keys, values = group.own(layer, key, value)
+        mask = group.mask(pattern, query.dtype, query.device)
+        output = _attend(module, group.gather(query), keys, values, mask, **kwargs)
+        outputs.append(group.scatter(output))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(1), None
 
 
@@ -80,14 +80,14 @@ def _over_trunks(
     scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     parts: list[Partial] = []
-    for block in layout.blocks:
-        keys, values = block.own(layer, key, value)
-        mask = block.mask(pattern, query.dtype, query.device)
-        causal = mask is None and block.size > 1
+    for group in layout.groups:
+        keys, values = group.own(layer, key, value)
+        mask = group.mask(pattern, query.dtype, query.device)
+        causal = mask is None and group.size > 1
         part = partial_attention(
-            block.gather(query), keys, values, mask, scale, causal=causal, softcap=softcap
+            group.gather(query), keys, values, mask, scale, causal=causal, softcap=softcap
         )
-        parts.append(Partial(block.scatter(part.output), block.scatter(part.log_sum_exp)))
+        parts.append(Partial(group.scatter(part.output), group.scatter(part.log_sum_exp)))
     whole = parts[0] if len(parts) == 1 else Partial.cat(parts)
     if kwargs.get("s_aux") is not None:
         whole = whole.with_sinks(kwargs["s_aux"])

@@ -12,7 +12,7 @@ from genlm.core.engines.segments import Row, Segment, Trunk
 from genlm.hf.patterns import Pattern
 from genlm.hf.upload import Indices, Places, Upload
 
-#: A block may compute attention for this many padding tokens, and half of its tokens more.
+#: A group may compute attention for this many padding tokens, and half of its tokens more.
 SPARE_TOKENS = 32
 
 MaskKey = tuple[Pattern, torch.dtype, torch.device]
@@ -105,7 +105,7 @@ class PackedLayout(Layout):
 
     Attributes:
         positions: The position of every token in its context.
-        blocks: Attention of the tokens over their own segments.
+        groups: Attention of the tokens over their own segments.
         products: Attention over the trunks below: one for all tokens that share a trunk.
     """
 
@@ -127,14 +127,14 @@ class PackedLayout(Layout):
         self.positions = upload.add(
             [at for chunk in chunks for at in range(chunk.start, chunk.stop)]
         )
-        self.blocks = _blocks(in_rows, upload)
-        self._trunk_blocks: list[Block] = []
+        self.groups = _groups(in_rows, upload)
+        self._trunk_groups: list[Group] = []
         token = self._in_rows
         for chunk in chunks[len(in_rows) :]:
             tokens = slice(token, token + chunk.size)
-            self._trunk_blocks.append(Block(slice(0, 1), tokens, [chunk], upload))
+            self._trunk_groups.append(Group(slice(0, 1), tokens, [chunk], upload))
             token += chunk.size
-        self.blocks.extend(self._trunk_blocks)
+        self.groups.extend(self._trunk_groups)
         self.products = _products(chunks, self.positions, upload)
 
     def pattern(self, layer: int) -> Pattern:
@@ -146,16 +146,16 @@ class PackedLayout(Layout):
         if self._in_rows:
             slots = self._token_slots.on(states.device)
             states[slots, :, self._token_columns.on(states.device)] = new[: self._in_rows]
-        for block in self._trunk_blocks:
-            (chunk,) = block.chunks
+        for group in self._trunk_groups:
+            (chunk,) = group.chunks
             assert isinstance(chunk.segment, Trunk)
-            chunk.segment.layers[layer][which][0, :, chunk.columns] = new[block.tokens].transpose(
+            chunk.segment.layers[layer][which][0, :, chunk.columns] = new[group.tokens].transpose(
                 0, 1
             )
 
 
 @define(eq=False, slots=False)
-class Block:
+class Group:
     """Neighbouring rows of a packed layout, or one trunk that is being computed: their attention is
     computed together, padded to the longest chunk among them.
 
@@ -219,7 +219,7 @@ class Block:
 
     def gather(self, query: torch.Tensor) -> torch.Tensor:
         """``[tokens, heads, 1, dim]`` of the forward to ``[rows, heads, size, dim]`` of this
-        block."""
+        group."""
         part = query[self.tokens]
         if self.size == 1:
             return part
@@ -231,7 +231,7 @@ class Block:
         return padded.transpose(1, 2)
 
     def scatter(self, output: torch.Tensor) -> torch.Tensor:
-        """``[rows, size, ...]`` of this block to ``[tokens, ...]`` of the forward."""
+        """``[rows, size, ...]`` of this group to ``[tokens, ...]`` of the forward."""
         if self._ragged is None:
             return output.flatten(0, 1)
         rows, columns = self._ragged
@@ -327,20 +327,20 @@ def _products(chunks: Sequence[Chunk], positions: Indices, upload: Upload) -> li
     return products
 
 
-def _blocks(chunks: Sequence[Chunk], upload: Upload) -> list[Block]:
+def _groups(chunks: Sequence[Chunk], upload: Upload) -> list[Group]:
     """Cut the rows where padding them together would waste more attention than another call
     costs."""
     if not chunks:
         return []
-    blocks: list[Block] = []
+    groups: list[Group] = []
     first, token, longest, total = 0, 0, 0, 0
     for at, chunk in enumerate(chunks):
         padded = max(longest, chunk.size) * (at - first + 1)
         if at > first and padded > 1.5 * (total + chunk.size) + SPARE_TOKENS:
             rows, tokens = slice(first, at), slice(token, token + total)
-            blocks.append(Block(rows, tokens, chunks[first:at], upload))
+            groups.append(Group(rows, tokens, chunks[first:at], upload))
             first, token, longest, total = at, token + total, 0, 0
         longest, total = max(longest, chunk.size), total + chunk.size
     rows, tokens = slice(first, len(chunks)), slice(token, token + total)
-    blocks.append(Block(rows, tokens, chunks[first:], upload))
-    return blocks
+    groups.append(Group(rows, tokens, chunks[first:], upload))
+    return groups

@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 @frozen
-class Step(Generic[R]):
+class StepPlan(Generic[R]):
     """What to compute in one step.
 
     Attributes:
@@ -70,27 +70,27 @@ class Schedule(Generic[R]):
         self._waiting.clear()
         self._begun = None
 
-    def next(self) -> Step[R]:
+    def next(self) -> StepPlan[R]:
         """Choose."""
         step = self._next()
         for request in step.answered:
             self.drop(request)
         return step
 
-    def _next(self) -> Step[R]:
+    def _next(self) -> StepPlan[R]:
         if sum(sequence.length for sequence in self._waiting.values()) <= self._size:
-            return Step(dict(self._waiting))  # without a look at what is known
+            return StepPlan(dict(self._waiting))  # without a look at what is known
         # Each lacks a token at least, so no more of them can be answered.
         waiting = dict(islice(self._waiting.items(), self._size))
         lacks = {request: self._evaluator.lacks(one) for request, one in waiting.items()}
         if sum(lacks.values()) <= self._size:
-            return Step(waiting)
+            return StepPlan(waiting)
         chosen = _Chosen(waiting, lacks, self._size, self._evaluator.together())
         for request in sorted(waiting, key=lacks.__getitem__):
             if not chosen.takes(request, leaving=self._size - self._size // 2):
                 break
         chunk = self._in_turn(chosen)
-        return Step({request: waiting[request] for request in chosen.requests}, chunk)
+        return StepPlan({request: waiting[request] for request in chosen.requests}, chunk)
 
     def _in_turn(self, chosen: _Chosen[R]) -> TokenSequence | None:
         """Fill up in the order asked; the chunk of the first that does not fit."""

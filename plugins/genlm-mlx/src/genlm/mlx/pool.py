@@ -46,7 +46,7 @@ class Place:
 
 
 @frozen(eq=False)
-class Work:
+class UnfinishedBlock:
     """A block on its way: row ``i`` is to become ``targets[i]``."""
 
     block: Block
@@ -169,7 +169,7 @@ class Pool:
         """Compute ``keys``, and make their rows part of the pool."""
         if not keys:
             return []
-        waiting: dict[int, list[Work]] = defaultdict(list)
+        waiting: dict[int, list[UnfinishedBlock]] = defaultdict(list)
         for work in self._by_width(self._started(keys)):
             waiting[self._width_class(work.missing)].append(work)
         caught_up = [self._fed(work) for works in waiting.values() for work in _packed(works)]
@@ -192,7 +192,7 @@ class Pool:
             return self._index[near], common
         return (self._index[prefix], whole) if prefix else (None, 0)
 
-    def _started(self, keys: Sequence[Key]) -> list[Work]:
+    def _started(self, keys: Sequence[Key]) -> list[UnfinishedBlock]:
         """Every key in a block that holds a part of it, maybe none of it."""
         extended: dict[Block, list[tuple[int, Key]]] = defaultdict(list)
         works, fresh = [], []
@@ -201,43 +201,45 @@ class Pool:
             if place is None:
                 fresh.append(key)
             elif reused < len(place.key):
-                works.append(Work(place.block.trimmed(place.row, reused - 1), [key]))
+                works.append(UnfinishedBlock(place.block.trimmed(place.row, reused - 1), [key]))
             else:
                 extended[place.block].append((place.row, key))
         for block, items in extended.items():
             # By row alone, and so in the order asked where that is the order of the rows.
             works.append(self._moved_on(block, sorted(items, key=itemgetter(0)), needed=extended))
         if fresh:
-            works.append(Work(Block.empty(self._runner, [key[0] for key in fresh]), fresh))
+            works.append(
+                UnfinishedBlock(Block.empty(self._runner, [key[0] for key in fresh]), fresh)
+            )
         return works
 
     def _moved_on(
         self, block: Block, items: Sequence[tuple[int, Key]], needed: Collection[Block]
-    ) -> Work:
+    ) -> UnfinishedBlock:
         """Take the rows that are extended out of their block, which is ``needed`` in this call;
         leave the others."""
         rows, targets = [row for row, _ in items], [key for _, key in items]
         if self._stays(block):
-            return Work(block.copied(rows), targets)
+            return UnfinishedBlock(block.copied(rows), targets)
         staying = sorted(block.living.difference(rows))
         if len(staying) >= STAYS_WHOLE * len(block.keys):
             for row in block.living.intersection(rows):
                 self._index.remove(block.keys[row])
             block.living = set(staying)
-            return Work(block.copied(rows, self._evict(needed, left=block)), targets)
+            return UnfinishedBlock(block.copied(rows, self._evict(needed, left=block)), targets)
         self._forget(block)
         moved, *left = block.split([rows, staying] if staying else [rows])
         for rest in left:
             self._keep(rest)
             rest.used = block.used
-        return Work(moved, targets)
+        return UnfinishedBlock(moved, targets)
 
     def _stays(self, block: Block) -> bool:
         return block.pinned or (any(block.costly) and not block.trimmable)
 
     # --- feeding ----------------------------------------------------------------------------------
 
-    def _by_width(self, works: Iterable[Work]) -> list[Work]:
+    def _by_width(self, works: Iterable[UnfinishedBlock]) -> list[UnfinishedBlock]:
         """Part works so that each is to be fed rows of about one length; works of nothing to feed
         stay as they are."""
         parted = []
@@ -249,14 +251,14 @@ class Pool:
             for rows, block in zip(
                 groups.values(), work.block.split(list(groups.values())), strict=True
             ):
-                parted.append(Work(block, [targets[row] for row in rows]))
+                parted.append(UnfinishedBlock(block, [targets[row] for row in rows]))
         return parted
 
     def _width_class(self, width: int) -> int:
         """Rows of one class are fed together: at most about half of it is padding."""
         return ((width + 7) // 8).bit_length() if self._ragged else width
 
-    def _fed(self, work: Work) -> Work:
+    def _fed(self, work: UnfinishedBlock) -> UnfinishedBlock:
         """Append all but the last token of each target."""
         missing = [
             target[len(key) : -1] for key, target in zip(work.block.keys, work.targets, strict=True)
@@ -320,17 +322,17 @@ def _nbytes(blocks: Iterable[Block]) -> int:
     return sum(block.nbytes for block in blocks)
 
 
-def _packed(works: Sequence[Work]) -> list[Work]:
+def _packed(works: Sequence[UnfinishedBlock]) -> list[UnfinishedBlock]:
     """Join works, the longest first, as long as padding does not take up more than half of what is
     joined."""
-    packed: list[list[Work]] = []
+    packed: list[list[UnfinishedBlock]] = []
     for work in sorted(works, key=lambda work: -work.block.length):
         if packed and _dense([*packed[-1], work]):
             packed[-1].append(work)
         else:
             packed.append([work])
     return [
-        Work(
+        UnfinishedBlock(
             group[0].block.joined([work.block for work in group[1:]]),
             [target for work in group for target in work.targets],
         )
@@ -338,7 +340,7 @@ def _packed(works: Sequence[Work]) -> list[Work]:
     ]
 
 
-def _dense(works: Sequence[Work]) -> bool:
+def _dense(works: Sequence[UnfinishedBlock]) -> bool:
     lengths = [len(key) for work in works for key in work.block.keys]
     padding = max(lengths) * len(lengths) - sum(lengths)
     return padding <= max(TOLERATED_PADDING, sum(lengths))

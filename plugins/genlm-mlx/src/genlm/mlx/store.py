@@ -28,7 +28,7 @@ MOST_PRODUCTS, LEAST_FED = 1 << 21, 256
 
 
 @frozen(eq=False)
-class Context:
+class VersionedSequence:
     """A sequence whose last row is wanted.
 
     Attributes:
@@ -73,7 +73,7 @@ class Store:
     def __init__(self, runner: Runner, max_bytes: int | None, worth: Worth = WORTH) -> None:
         self._runner = runner
         self._table = Table(runner, max_bytes)
-        self._planner: Planner[Context] = Planner(self._table, worth)
+        self._planner: Planner[VersionedSequence] = Planner(self._table, worth)
 
     def __len__(self) -> int:
         return len(self._planner.tree.index)
@@ -90,7 +90,7 @@ class Store:
         order: list[int] = []
         parts: list[mx.array] = []
         self._table.in_hand = 0
-        for batch in self._planner.batches([Context(key) for key in keys]):
+        for batch in self._planner.batches([VersionedSequence(key) for key in keys]):
             parts.append(self._computed(batch))
             self._table.in_hand += self._positions_of(batch)
             order += [one.index for one in batch]
@@ -100,12 +100,12 @@ class Store:
     def known(self, key: Key) -> int:
         """How much of ``key`` but its last token is known, in its elements: its adapter's version
         at least."""
-        return self._planner.known(Context(key)) + 1
+        return self._planner.known(VersionedSequence(key)) + 1
 
     def branch(self, key: Key) -> Block:
         """A block of one row, apart from the store: what is known of ``key`` but its last
         token."""
-        context, tree = Context(key), self._planner.tree
+        context, tree = VersionedSequence(key), self._planner.tree
         found, common = tree.nearest(context.key)
         cache, known = self._runner.empty_cache(), min(common, context.latest_start)
         if found is not None and known:
@@ -116,9 +116,9 @@ class Store:
 
     def pin(self, key: Key) -> None:
         """Compute ``key`` if need be, and keep it until it is dropped."""
-        if not self._planner.pin(Context(key)):
+        if not self._planner.pin(VersionedSequence(key)):
             self.logits([key])
-            self._planner.pin(Context(key))
+            self._planner.pin(VersionedSequence(key))
 
     def drop(self, version: int) -> None:
         """Drop all state of an adapter."""
@@ -134,7 +134,7 @@ class Store:
 
     # --- the plot ---------------------------------------------------------------------------------
 
-    def _computed(self, batch: Sequence[Placement[Context]]) -> mx.array:
+    def _computed(self, batch: Sequence[Placement[VersionedSequence]]) -> mx.array:
         """The logits of a batch, whose state is kept."""
         try:
             logits = self._compute(batch)
@@ -146,7 +146,7 @@ class Store:
         self._planner.commit([one for one, bad in zip(batch, broken, strict=True) if not bad])
         return logits
 
-    def _positions_of(self, batch: Sequence[Placement[Context]]) -> int:
+    def _positions_of(self, batch: Sequence[Placement[VersionedSequence]]) -> int:
         """How many positions are taken for contexts that have been computed."""
         tree = self._planner.tree
         ends = {one.end for one in batch}
@@ -154,7 +154,7 @@ class Store:
             tree.columns if isinstance(one, Row) else one.size for one in tree.with_paths(ends)
         )
 
-    def _compute(self, batch: Sequence[Placement[Context]]) -> mx.array:
+    def _compute(self, batch: Sequence[Placement[VersionedSequence]]) -> mx.array:
         starts = [one.start for one in batch]
         last = [one.sequence.latest_start for one in batch]
         more = sum(last) - sum(starts)
@@ -206,7 +206,7 @@ class Store:
         self._table.evaluate()
 
 
-def _chunks(one: Placement[Context], start: int, stop: int) -> list[Chunk]:
+def _chunks(one: Placement[VersionedSequence], start: int, stop: int) -> list[Chunk]:
     return [one.sequence.chunk(*part) for part in one.segments(start, stop)]
 
 

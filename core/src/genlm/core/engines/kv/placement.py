@@ -6,10 +6,10 @@ from typing import Generic, TypeVar
 
 from attrs import define
 
-from genlm.core.engines.kv.sharing import Asked
+from genlm.core.engines.kv.sharing import KeyedSequence
 from genlm.core.engines.segments import Row, Segment, Trunk
 
-A = TypeVar("A", bound=Asked)
+A = TypeVar("A", bound=KeyedSequence)
 
 
 @define(eq=False)

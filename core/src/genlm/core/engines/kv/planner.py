@@ -8,13 +8,13 @@ from typing import Any, Generic, TypeVar
 from genlm.core.engines.kv.commands import Blank, Copy, Fork, NewTrunk, Table
 from genlm.core.engines.kv.placement import Placement
 from genlm.core.engines.kv.room import Needs, Room
-from genlm.core.engines.kv.sharing import Asked, Together, Worth, best_cut
+from genlm.core.engines.kv.sharing import KeyedSequence, Together, Worth, best_cut
 from genlm.core.engines.kv.tree import Tree
 from genlm.core.engines.kv.trunks import Trunks
 from genlm.core.engines.prefixes import key_of, prefix_of
 from genlm.core.engines.segments import Row, Segment, Trunk
 
-A = TypeVar("A", bound=Asked)
+A = TypeVar("A", bound=KeyedSequence)
 
 
 class Planner(Generic[A]):
@@ -56,7 +56,7 @@ class Planner(Generic[A]):
             return self._room.has(Needs(trunks=length))
         return self._room.has(Needs(rows=1, columns=self._worth.columns(length)))
 
-    def known(self, sequence: Asked) -> int:
+    def known(self, sequence: KeyedSequence) -> int:
         """How many leading tokens of a sequence need not be computed."""
         if prefix_of(sequence.key, sequence.latest_start) in self.tree.index:
             return sequence.latest_start  # as a rule, and found faster
@@ -164,7 +164,7 @@ class Planner(Generic[A]):
 
     # --- what stays and what goes -----------------------------------------------------------------
 
-    def pin(self, sequence: Asked) -> bool:
+    def pin(self, sequence: KeyedSequence) -> bool:
         """Keep a committed sequence's state until :meth:`clear`; ``False`` if there is none."""
         self.abandon()
         found, shared = self.tree.nearest(sequence.key)

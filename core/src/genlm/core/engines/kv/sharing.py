@@ -14,7 +14,7 @@ from genlm.core.engines.segments import Row, Trunk
 T = TypeVar("T")
 
 
-class Asked(Protocol):
+class KeyedSequence(Protocol):
     """A sequence whose last rows are wanted."""
 
     @property
@@ -103,14 +103,14 @@ class Together(Generic[T]):
         self._waiting = waiting
         self._index: PrefixIndex[bytes, T] = PrefixIndex()
 
-    def __contains__(self, sequence: Asked) -> bool:
+    def __contains__(self, sequence: KeyedSequence) -> bool:
         return sequence.key in self._index
 
-    def add(self, sequence: Asked, value: T) -> None:
+    def add(self, sequence: KeyedSequence, value: T) -> None:
         """Compute this sequence with the others."""
         self._index.add(sequence.key, value)
 
-    def leader(self, sequence: Asked, known: int) -> tuple[T | None, int]:
+    def leader(self, sequence: KeyedSequence, known: int) -> tuple[T | None, int]:
         """Which of them a sequence should wait for, if any, and how many of its leading tokens it
         need not compute then; ``known`` of them are there already."""
         nearest, common = self._index.nearest(sequence.key)

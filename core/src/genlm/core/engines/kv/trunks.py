@@ -8,7 +8,7 @@ from itertools import pairwise
 from genlm.core.checks import describe_error
 from genlm.core.engines.kv.commands import Copy, Join, NewTrunk, Shift, Table
 from genlm.core.engines.kv.room import Needs, Room
-from genlm.core.engines.kv.sharing import Asked, Worth, best_cut, families_of
+from genlm.core.engines.kv.sharing import KeyedSequence, Worth, best_cut, families_of
 from genlm.core.engines.kv.tree import Tree
 from genlm.core.engines.prefixes import prefix_of
 from genlm.core.engines.segments import Row, Segment, Trunk
@@ -33,7 +33,7 @@ class Trunks:
         self._table = table
         self._worth = worth
 
-    def share_forked(self, batch: Sequence[Asked]) -> None:
+    def share_forked(self, batch: Sequence[KeyedSequence]) -> None:
         """Turn into trunks what several contexts are about to share, and the few rows that make
         all others longer."""
         wanted: dict[Row, list[int]] = {}
