@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from attrs import frozen
 
-from genlm.core.conformance.compare import brief, check
+from genlm.core.conformance.compare import Violation, brief, check
 from genlm.core.conformance.runner import Outcome, submitted
 from genlm.core.conformance.subject import Subject
 from genlm.core.errors import ModelClosedError
@@ -164,21 +164,24 @@ class LifecycleClauses:
             lm.cache_kv(contexts[1])
             lm.close()
 
+        def check_what_is_left() -> None:
+            before = alive()
+            use()
+            left = alive()
+            threads = left.threads - before.threads
+            check(not threads, f"threads that outlive the model: {', '.join(sorted(threads))}")
+            row = len(live.lm.byte_vocab) * 4
+            grown = left.tensors - before.tensors
+            most = len(contexts) * row / 2
+            check(grown < most, f"{grown} bytes of tensors are left of a closed model")
+            files = left.files - before.files
+            check(files <= 0, f"{files} files are left open by a closed model")
+
         use()  # what is made once in a process is not counted
-        before = alive()
-        use()
-        left = alive()
-        threads = left.threads - before.threads
-        check(not threads, f"threads that outlive the model: {', '.join(sorted(threads))}")
-        row = len(live.lm.byte_vocab) * 4
-        grown = left.tensors - before.tensors
-        check(
-            grown < len(contexts) * row / 2, f"{grown} bytes of tensors are left of a closed model"
-        )
-        check(
-            left.files <= before.files,
-            f"{left.files - before.files} files are left open by a closed model",
-        )
+        for _ in range(2):
+            with contextlib.suppress(Violation):
+                return check_what_is_left()
+        check_what_is_left()  # a leak is left every time; connections come and go
 
     def _further(self) -> AsyncLM:
         """Another model of the backend. One that refuses it, and says so, is not tested for it."""
