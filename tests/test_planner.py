@@ -110,7 +110,7 @@ class Cells:
 
     def __init__(self, contexts: Contexts, budget: int, aside: int | None) -> None:
         self.rows: list[list[int]] = []
-        self.fail_at: int | None = None  # so many commands from now
+        self.fail_at: int | None = None  # after this many commands
         self.can_blank = True
         self.failed: Command | None = None
         self._contexts = contexts
@@ -488,7 +488,7 @@ def test_sequences_wait_for_the_one_that_computes_what_they_need() -> None:
 
 
 def test_a_trunk_that_two_sequences_compute_is_kept_once() -> None:
-    """One of them wants so many rows that nothing is saved by waiting."""
+    """One of them wants so many rows that waiting saves nothing."""
     kept = planner(budget=1000)
     prompt = [1] * 20
     whole, longer = Wanted(prompt, keep=20), Wanted([*prompt, 2, 3], keep=22)

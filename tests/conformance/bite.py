@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--effort", choices=[*EFFORTS, "both"], default="both")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--only", default="", help="a pattern of the clauses to run")
-    parser.add_argument("--clean", type=int, default=0, help="run the clean engines, so many seeds")
+    parser.add_argument("--clean", type=int, default=0, help="seeds to run the clean engines with")
     parser.add_argument("--first", action="store_true", help="stop at the first clause that fails")
     parser.add_argument("--verbose", action="store_true", help="print the counterexamples")
     parser.add_argument("--json", type=Path, help="also write the result to this file")

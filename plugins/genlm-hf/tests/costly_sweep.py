@@ -12,7 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 FAMILIES = sorted({kind.model_type for kind in MODEL_FOR_CAUSAL_LM_MAPPING})
 
-#: So many families could be tried when this was written, with transformers 5.23.
+#: How many families could be tried when this was written, with transformers 5.23.
 TRIED = 150
 
 

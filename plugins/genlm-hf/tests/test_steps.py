@@ -169,7 +169,7 @@ def test_what_is_lost_for_lack_of_memory_is_computed_again(
     contexts: Contexts,
     room: int,
 ) -> None:
-    """With room for so many positions; every step brings a context that drives out others."""
+    """With room for that many positions; every step brings a context that drives out others."""
     position = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, their size, bytes
     model = pair(llama_config(), max_batch_tokens=CHUNK, kv_cache_bytes=room * position)
     (prompt,), others = contexts(1, 150), contexts(20, 15, seed=1)

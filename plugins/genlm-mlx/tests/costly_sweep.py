@@ -39,7 +39,7 @@ FAMILIES = sorted(
     - {"olmo"}
 )
 
-#: So many families could be tried when this was written, with transformers 5.23 and mlx-lm 0.32.2.
+#: How many families could be tried when this was written, with transformers 5.23 and mlx-lm 0.32.2.
 TRIED = 40
 
 #: Where every threshold is, and the lengths that are tried.

@@ -28,7 +28,7 @@ Tokens = tuple[int, ...]
 #: angles of thousands of positions are rounded otherwise (cold rows are as far off).
 CLOSE, RECURRENT, FAR = 2e-3, 1e-2, 1e-2
 
-#: Contexts are at most so long, and a step asks for at most so many positions that nothing knows.
+#: The longest context, and the most positions of a step that nothing knows.
 LONGEST, MOST_NEW = 3000, 6000
 
 #: Constants of the stores, each with values on both sides of what short programs reach.

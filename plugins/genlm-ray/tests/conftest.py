@@ -134,7 +134,7 @@ class Gate:
         await self._open.wait()
 
     async def held(self, number: int) -> list[int]:
-        """Wait until so many engines are held; their processes."""
+        """Wait until that many engines are held; their processes."""
         async with self._changed:
             await self._changed.wait_for(lambda: len({*self._held}) >= number)
         return sorted({*self._held})

@@ -142,7 +142,7 @@ def test_a_draw_that_cannot_fit_says_so(hooks, contexts, monkeypatch):
     ):
         draw(hooks, [context], max_tokens=150)
     with monkeypatch.context() as patch:
-        # Of longer draws SGLang reserves room for so many tokens only, and finds out in the middle.
+        # SGLang reserves room for this many tokens of a longer draw, and finds out in the middle.
         patch.setattr("sglang.srt.managers.schedule_policy.CLIP_MAX_NEW_TOKENS", 10)
         with pytest.raises(
             EngineError,

@@ -1,4 +1,4 @@
-"""The books of the live sessions, without vLLM."""
+"""The records of the live sessions, without vLLM."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def _load(
 
 
 class Trouble:
-    """Given to the mock as ``fail_on``: the engine itself fails inside so many of the next
+    """Given to the mock as ``fail_on``: the engine itself fails inside this many of the next
     evaluations."""
 
     def __init__(self) -> None:

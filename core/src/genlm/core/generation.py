@@ -304,5 +304,5 @@ class GenerationMixin:
         return checked_params(max_tokens, stops, **options)
 
     @property
-    def _continuations(self) -> Continuations:  # made anew: one that is kept would keep the model
+    def _continuations(self) -> Continuations:  # not kept: it would keep the model alive
         return Continuations(self._engine, self._batcher, self._row)

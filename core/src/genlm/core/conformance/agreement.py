@@ -21,7 +21,7 @@ ROUNDING = 1e-3
 #: them by more than their mass.
 SMALL_VOCABULARY = 1000
 
-#: A violation that rounding may explain must come up with so many further seeds.
+#: A violation that rounding may explain must come up with this many further seeds.
 OTHER_SEEDS = 3
 
 

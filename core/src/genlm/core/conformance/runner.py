@@ -13,7 +13,7 @@ from genlm.core.conformance.compare import Violation
 T = TypeVar("T")
 Outcome = Any  # an answer, or the exception in its place
 
-#: Within so many calls of the engine somebody must be answered, however slow they are.
+#: Within this many calls of the engine somebody must be answered, however slow they are.
 CALLS = 1000
 
 

@@ -69,7 +69,7 @@ class Forks:
         (self._blocks,) = manager.coordinator.single_type_managers
         self._requests: dict[str, Any] = scheduler.requests
         self._size: int = self._blocks.block_size
-        # Of this step: what it admitted; and the sources that share so many full blocks.
+        # Of this step: what it admitted; and the sources, by how many full blocks they share.
         self._admitted: set[str] = set()
         self._sources: dict[int, Sources] = {}
         self._find, manager.get_computed_blocks = manager.get_computed_blocks, self._computed_blocks
