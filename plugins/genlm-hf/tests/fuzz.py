@@ -93,13 +93,19 @@ class Reference:
         self._rows[context] = self._compute(copy.deepcopy(self._fresh), context)
         return self._rows[context]
 
+    @torch.no_grad()
     def is_chaotic(self, context: tuple[int, ...]) -> bool:
         """Whether rounding decides what the row is, as where two experts are chosen alike: then
-        another precision gives other rows, too."""
-        model = copy.deepcopy(self._fresh).double()
-        model.set_experts_implementation("eager")  # others know no float64
-        exact = self._compute(model, context)
-        return bool((exact - self.row(context)).abs().max() > ATOL / 5)
+        another precision gives other rows, or weights that are off by about as much."""
+        noise = torch.Generator().manual_seed(0)
+        for off in (0.0, *(1e-6,) * 8):
+            model = copy.deepcopy(self._fresh).double()
+            model.set_experts_implementation("eager")  # others know no float64
+            for weight in model.parameters():
+                weight.mul_(1 + off * torch.randn(weight.shape, generator=noise))
+            if (self._compute(model, context) - self.row(context)).abs().max() > ATOL / 5:
+                return True
+        return False
 
     @torch.no_grad()
     def _compute(self, model: Any, context: tuple[int, ...]) -> torch.Tensor:
