@@ -20,7 +20,7 @@ class CrowdClauses:
 
     def test_nobody_waits_behind_a_crowd(self, live: Subject) -> None:
         """A long row, a draw and a score are answered, and right, while 64 callers with short
-        contexts each ask again as soon as they are answered."""
+        contexts each ask again when the call after their answer ends."""
         callers = live.scaled(64, 20)
         contexts = live.contexts
         crowd = contexts.many(callers * TIMES)
@@ -30,16 +30,26 @@ class CrowdClauses:
         waiting: dict[str, asyncio.Future[Outcome]] = {}
         passed_over: list[str] = []
         answered = 0
+        call_ended = asyncio.Event()
 
         async def one_of_the_crowd(number: int) -> None:
             nonlocal answered
+            if number % 2:  # half of them begin a call later, so newcomers come with every call
+                await call_ended.wait()
             for context in crowd[number::callers]:
                 await live.lm.next_token_logprobs(context)
                 answered += 1
                 if answered == 3 * len(crowd) // 4:  # at the end the crowd is gone
                     passed_over.extend(name for name, one in waiting.items() if not one.done())
-                if answered > 3 * len(crowd) // 4 or all(one.done() for one in waiting.values()):
+                if answered > 3 * len(crowd) // 4:
                     return
+                await call_ended.wait()
+
+        async def call_ends() -> None:
+            nonlocal call_ended
+            call_ended.set()
+            call_ended = asyncio.Event()
+            await submitted()
 
         async def scenario() -> list[Outcome]:
             with live.gate.held():
@@ -51,11 +61,9 @@ class CrowdClauses:
                 ):
                     waiting[what] = asyncio.ensure_future(asked)
                 await submitted()
-            everybody = [*others, *waiting.values()]
-            # Who is answered asks again before the next call but one.
-            async with after_each_call(live, submitted):
-                await live.all_done(everybody)
-                for one in everybody:  # who is not answered at all
+            async with after_each_call(live, call_ends):
+                await live.all_done([*waiting.values()])
+                for one in (*others, *waiting.values()):  # who is not answered at all
                     one.cancel()
             return list(await asyncio.gather(*waiting.values(), return_exceptions=True))
 
