@@ -220,6 +220,23 @@ def test_nobody_waits_for_a_long_draw(hooks, contexts):
     hooks.step(dropped=[long])
 
 
+def test_a_draw_goes_on_while_newcomers_come_with_every_step(hooks, contexts):
+    """By itself, SGLang takes newcomers first for as long as some come."""
+    drawn, *newcomers = contexts(17, 10, 20)
+    draw = request(drawn, max_tokens=5)
+    hooks.step(draw)
+    answered: dict = {}
+    for steps, newcomer in enumerate(map(Query, newcomers), start=1):
+        answered |= hooks.step(newcomer)
+        if draw in answered:
+            break
+    assert draw in answered
+    assert steps <= 8  # four more tokens, and as many steps for the newcomers
+    while hooks.engine._in_flight:
+        answered |= hooks.step()
+    assert answered.keys() == {draw, *map(Query, newcomers[:steps])}
+
+
 def test_a_dropped_draw_ends_and_its_room_is_free(hooks, contexts):
     hooks.engine.genlm_clear_kv_cache()
     running, waiting, short = contexts(3, 200, 200)

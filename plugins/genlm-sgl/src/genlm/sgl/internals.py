@@ -281,6 +281,27 @@ class Scheduler:
         self.flush()
 
     def _next_batch(self) -> Any:
+        """The scheduler's choice. It would take newcomers first for as long as some come: after
+        each batch of them, the draws that run have a turn."""
+        scheduler = self._scheduler
+        if not self._is_the_turn_of_draws():
+            return self._choice()
+        waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
+        try:
+            batch = self._choice()
+        finally:
+            # Before them, what the scheduler has set back to make room for the others.
+            scheduler.waiting_queue += waiting
+        return batch or self._choice()
+
+    def _is_the_turn_of_draws(self) -> bool:
+        scheduler = self._scheduler
+        last = scheduler.last_batch
+        if last is None or not last.forward_mode.is_extend() or scheduler.chunked_req is not None:
+            return False
+        return any(not each.finished() for each in (*scheduler.running_batch.reqs, *last.reqs))
+
+    def _choice(self) -> Any:
         scheduler = self._scheduler
         for _ in range(2):
             plan = scheduler.get_next_batch_to_run(
