@@ -17,7 +17,7 @@ from genlm.core.conformance import ConformanceSuite
 from genlm.core.conformance.agreement import expect_greedy
 from genlm.core.conformance.cast import MOVING, Draw, Request, Row, Score
 from genlm.core.conformance.compare import check
-from genlm.core.conformance.runner import Outcome
+from genlm.core.conformance.driver import Outcome
 from genlm.core.conformance.subject import Subject
 
 #: What users do, and how often.

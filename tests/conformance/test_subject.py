@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from genlm.core import AsyncLM
 from genlm.core.conformance import Violation
+from genlm.core.conformance.driver import Driver
 from genlm.core.conformance.report import counterexample
-from genlm.core.conformance.runner import Runner
 from genlm.core.conformance.subject import Subject
 from genlm.core.mock import MockAsyncLM
 
@@ -33,7 +33,7 @@ def test_a_call_ends_quietly_after_its_waiter_gave_up() -> None:
     assert call.result(timeout=5) is True
 
 
-class Slow(Runner):
+class Slow(Driver):
     """Of an engine that makes a call whenever patience is at its end, and answers in the fifth."""
 
     def __init__(self, step: int) -> None:

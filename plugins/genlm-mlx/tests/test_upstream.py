@@ -76,8 +76,8 @@ def test_gpt2_wants_a_name_that_transformers_5_does_not_write(folders: Folders) 
 def test_rotating_rows_padded_on_the_left_are_masked_wrongly_after_a_single_token(
     folders: Folders,
 ) -> None:
-    """What ``Block.settle`` avoids: rows of 3 and 15 tokens, then one token each, then a block of
-    several."""
+    """What ``RowBlock.settle`` avoids: rows of 3 and 15 tokens, then one token each, then a block
+    of several."""
     model = gemma3(folders)
     rng = random.Random(0)
     rows = [[rng.randrange(256) for _ in range(length)] for length in (3 + 1 + 4, 15 + 1 + 4)]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from genlm.core.conformance.compare import TOP_FACTOR, Violation, brief, check, difference
-from genlm.core.conformance.runner import Outcome, submitted
+from genlm.core.conformance.driver import Outcome, submitted
 from genlm.core.conformance.subject import Subject
 from genlm.core.errors import UnknownAdapterError, UnsupportedError
 from genlm.core.types import TokenIds

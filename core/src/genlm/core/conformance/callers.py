@@ -10,8 +10,8 @@ import itertools
 from hypothesis import strategies as st
 
 from genlm.core.conformance.compare import Violation, check
+from genlm.core.conformance.driver import Outcome, submitted
 from genlm.core.conformance.gate import FAILED
-from genlm.core.conformance.runner import Outcome, submitted
 from genlm.core.conformance.subject import Subject
 from genlm.core.errors import QueriesResetError
 from genlm.core.types import TokenIds

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from genlm.core.conformance.gate import Round
+from genlm.core.conformance.gate import EngineCall
 from genlm.core.conformance.subject import Subject
 
 
@@ -21,13 +21,13 @@ async def after_each_call(
     async def tick() -> None:
         await happens()
 
-    def ended(_: Round) -> None:
+    def ended(_: EngineCall) -> None:
         live.wait(asyncio.run_coroutine_threadsafe(tick(), loop))
 
-    live.gate.on_round = ended
+    live.gate.on_call = ended
     try:
         yield
     finally:
-        live.gate.on_round = None
+        live.gate.on_call = None
         # A call may be under way still, and wait for this loop.
         await live.all_done([asyncio.wrap_future(live.thread(live.lm.clear_kv_cache))])

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import pytest
 
 from genlm.core.conformance.compare import check
-from genlm.core.conformance.gate import Round
-from genlm.core.conformance.runner import Outcome, submitted
+from genlm.core.conformance.driver import Outcome, submitted
+from genlm.core.conformance.gate import EngineCall
 from genlm.core.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
@@ -107,14 +107,14 @@ class CompanyClauses:
         live.run(scenario())
         for row in (live.contexts.long(3, 2), live.contexts.long(4, 2)):
             live.expect(live.ask(row), row, how="after a draw was cancelled")
-        rounds = live.gate.rounds
+        calls = live.gate.recent_calls
         check(
-            len(rounds) < length,
+            len(calls) < length,
             f"a draw of {length} tokens was cancelled in its first call; the engine was called "
-            f"{len(rounds)} times",
+            f"{len(calls)} times",
         )
         check(
-            not any(query.token_ids[:5] == long for r in rounds[1:] for query in r.answered),
+            not any(query.token_ids[:5] == long for call in calls[1:] for query in call.answered),
             "a draw whose caller had gone was answered",
         )
 
@@ -147,7 +147,7 @@ class CompanyClauses:
         async def scenario() -> Outcome:
             loop = asyncio.get_running_loop()
 
-            def bring(ended: Round) -> None:
+            def bring(ended: EngineCall) -> None:
                 # A request that comes in now wakes the next call, if it can be woken. That one may
                 # end before it has done anything, so there only a call that answers brings another.
                 if ended.answered or not elsewhere:
@@ -162,11 +162,11 @@ class CompanyClauses:
                     drawn = live.lm.sample(victims[1], 2, [], seed=1)
                     asked["a draw of 2 tokens"] = asyncio.ensure_future(drawn)
                 await submitted()
-                live.gate.on_round = bring
+                live.gate.on_call = bring
             try:
                 row, *_ = await asyncio.gather(*asked.values(), return_exceptions=True)
             finally:
-                live.gate.on_round = None
+                live.gate.on_call = None
             await asyncio.gather(*stream)
             return row
 
@@ -186,7 +186,7 @@ class CompanyClauses:
     def _hooks_of_a_draw(self, live: Subject) -> set[str]:
         live.reset()
         live.run(live.lm.sample(live.contexts.stem[:3], 2, [], seed=0))
-        return {each.hook for each in live.gate.rounds}
+        return {each.hook for each in live.gate.recent_calls}
 
     def _tries(self, live: Subject) -> int:
         """Once; but two machines race, and often the one with the long draw is the faster."""

@@ -7,7 +7,7 @@ import asyncio
 from genlm.core.conformance.agreement import expect_scores
 from genlm.core.conformance.clock import after_each_call
 from genlm.core.conformance.compare import check
-from genlm.core.conformance.runner import Outcome, submitted
+from genlm.core.conformance.driver import Outcome, submitted
 from genlm.core.conformance.subject import Subject
 
 #: How often each of the crowd asks. Who waits must be answered before three quarters of all that

@@ -40,7 +40,7 @@ class Leaving:
 
 
 @frozen
-class Change:
+class Rebinding:
     """The adapter :data:`~genlm.core.conformance.cast.MOVING` is bound to another, or removed and
     added."""
 
@@ -49,7 +49,7 @@ class Change:
     removed: bool = False
 
 
-Event = Arrival | Leaving | Change
+Event = Arrival | Leaving | Rebinding
 
 
 def schedules(kinds: Sequence[str], adapters: bool, most: int) -> SearchStrategy[list[Event]]:
@@ -64,7 +64,7 @@ def schedules(kinds: Sequence[str], adapters: bool, most: int) -> SearchStrategy
     all_leave = st.sampled_from((False, False, False, True))
     events.append(st.builds(Leaving, after, st.integers(0, 99), all_leave))
     if adapters:
-        events.append(st.builds(Change, after, st.integers(0, 1), st.booleans()))
+        events.append(st.builds(Rebinding, after, st.integers(0, 1), st.booleans()))
     return filled_slots(st.one_of(*events), EVENTS)
 
 

@@ -37,7 +37,7 @@ FAILED = (EngineError, PluginError)
 
 
 @frozen
-class Round:
+class EngineCall:
     """One call of an evaluation hook: what was new in it, and what it answered."""
 
     hook: str
@@ -61,11 +61,11 @@ class EngineGate:
         self._poison: TokenIds | None = None
         self._lost: TokenIds | None = None
         #: The calls that have ended since the last reset.
-        self.rounds: list[Round] = []
+        self.recent_calls: list[EngineCall] = []
         #: How many calls have ended, of all.
         self.calls = 0
         #: Called in the engine's thread when a call has been answered and before it returns.
-        self.on_round: Callable[[Round], None] | None = None
+        self.on_call: Callable[[EngineCall], None] | None = None
         #: What genlm_cache_prefix has returned since the last reset.
         self.pinned: list[bool | None] = []
         #: What the engine has written into after it had returned it, in words.
@@ -78,12 +78,12 @@ class EngineGate:
         """Forget what was seen, fail nothing, hold nothing."""
         with self._changed:
             self._seen.clear()
-            self.rounds = []
+            self.recent_calls = []
             self.pinned = []
             self._poison = None
             self._lost = None
             self._passes = math.inf
-            self.on_round = None
+            self.on_call = None
             self._changed.notify_all()
 
     @property
@@ -149,12 +149,12 @@ class EngineGate:
             raise TimeoutError(f"the suite held the engine for more than {self._patience:g} s")
 
     def _ended(self, hook: str, asked: Sequence[Query], answered: Sequence[Query]) -> None:
-        ended = Round(hook, tuple(asked), tuple(answered))
+        ended = EngineCall(hook, tuple(asked), tuple(answered))
         with self._changed:
-            self.rounds.append(ended)
+            self.recent_calls.append(ended)
             self.calls += 1
-        if self.on_round is not None:
-            self.on_round(ended)
+        if self.on_call is not None:
+            self.on_call(ended)
 
     def _poisons(self, query: Query) -> bool:
         return query.token_ids == self._poison

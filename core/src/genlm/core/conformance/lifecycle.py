@@ -18,7 +18,7 @@ import pytest
 from attrs import frozen
 
 from genlm.core.conformance.compare import Violation, brief, check
-from genlm.core.conformance.runner import Outcome, submitted
+from genlm.core.conformance.driver import Outcome, submitted
 from genlm.core.conformance.subject import Subject
 from genlm.core.errors import ModelClosedError
 from genlm.core.lm import AsyncLM

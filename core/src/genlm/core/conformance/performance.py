@@ -12,8 +12,8 @@ from genlm.core.conformance.agreement import MovedDraw, for_each_seed
 from genlm.core.conformance.cast import MOVING, Request, Row, owners_of, requests_of
 from genlm.core.conformance.clock import after_each_call
 from genlm.core.conformance.compare import Violation
-from genlm.core.conformance.events import Arrival, Change, Event, Leaving
-from genlm.core.conformance.runner import Outcome, submitted
+from genlm.core.conformance.driver import Outcome, submitted
+from genlm.core.conformance.events import Arrival, Event, Leaving, Rebinding
 from genlm.core.conformance.subject import Subject
 from genlm.core.errors import UnknownAdapterError
 
@@ -91,7 +91,7 @@ class Performance:
                 moves |= request.adapter == MOVING
                 for owner in owners_of(request, self._names):
                     self._ready[request, owner] = request.alone(self.live, owner)
-            moves |= isinstance(event, Change)
+            moves |= isinstance(event, Rebinding)
         if moves:
             self._moving = self._names[0]
             self.live.bind(MOVING, self.live.adapters[self._moving])
@@ -141,9 +141,9 @@ class Performance:
                 self._change = None
             while self._change is None and self._events and self._events[0][0] <= self.clock:
                 _, event = self._events.pop(0)
-                if isinstance(event, Change):
+                if isinstance(event, Rebinding):
                     await submitted()  # what is asked before it is on its way
-                what = {Arrival: self._arrive, Leaving: self._leave, Change: self._rebind}
+                what = {Arrival: self._arrive, Leaving: self._leave, Rebinding: self._rebind}
                 said = what[type(event)](event)  # type: ignore[operator]
                 self.lines.append(f"call {self.clock}: {said}")
             await submitted()
@@ -177,7 +177,7 @@ class Performance:
         who = ", ".join(str(one.number) for one in leaving[:6])
         return f"{who}{' and more' if len(leaving) > 6 else ''} leave"
 
-    def _rebind(self, event: Change) -> str:
+    def _rebind(self, event: Rebinding) -> str:
         live, to = self.live, self._names[event.to]
         path = live.adapters[to]
         for one in self.asked:

@@ -20,8 +20,8 @@ from hypothesis.strategies import SearchStrategy
 from genlm.core.cache import OutputCache
 from genlm.core.conformance.compare import Violation, brief, check, deviation, difference
 from genlm.core.conformance.contexts import EDGES, Contexts
+from genlm.core.conformance.driver import Driver, Outcome
 from genlm.core.conformance.gate import EngineGate
-from genlm.core.conformance.runner import Outcome, Runner
 from genlm.core.errors import PluginError
 from genlm.core.lm import AsyncLM
 from genlm.core.types import TokenIds
@@ -38,7 +38,7 @@ SHRINKING = 20.0
 REMEMBERED = 40
 
 
-class Subject(Runner):
+class Subject(Driver):
     """One live model, loaded when first needed, and again if a clause has closed it.
 
     Args:

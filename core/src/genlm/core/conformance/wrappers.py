@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from genlm.core.conformance.compare import TOP_FACTOR, brief, check
-from genlm.core.conformance.runner import Outcome
+from genlm.core.conformance.driver import Outcome
 from genlm.core.conformance.subject import Subject
 from genlm.core.errors import PluginError
 from genlm.core.hookspecs import hookimpl

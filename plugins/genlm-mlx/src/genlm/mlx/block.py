@@ -14,7 +14,7 @@ from genlm.mlx.runner import Cache, Key, Runner
 GROWTH = 32
 
 
-class Block:
+class RowBlock:
     """Rows of a batch cache, and what they hold. Built on the public methods of mlx-lm's batch
     caches alone.
 
@@ -43,7 +43,7 @@ class Block:
         self.pinned = False
 
     @classmethod
-    def empty(cls, runner: Runner, versions: Sequence[int]) -> Block:
+    def empty(cls, runner: Runner, versions: Sequence[int]) -> RowBlock:
         """Rows without tokens."""
         cache = [_merged([layer] * len(versions)) for layer in runner.empty_cache()]
         return cls([(version,) for version in versions], cache)
@@ -64,7 +64,7 @@ class Block:
         """Whether tokens can be taken off the end of a row."""
         return all(layer.is_trimmable() for layer in self.cache)
 
-    def split(self, parts: Sequence[Sequence[int]]) -> list[Block]:
+    def split(self, parts: Sequence[Sequence[int]]) -> list[RowBlock]:
         """One block for each of the given lists of rows, in which a row may occur again."""
         if len(parts) == 1 and list(parts[0]) == list(range(len(self.keys))):
             return [self]
@@ -79,7 +79,7 @@ class Block:
             mx.eval([block.cache[-1].state for block in blocks], [block.logits for block in blocks])
         return blocks
 
-    def copied(self, rows: Sequence[int], spent: Sequence[Block] = ()) -> Block:
+    def copied(self, rows: Sequence[int], spent: Sequence[RowBlock] = ()) -> RowBlock:
         """A new block of the given rows, in which a row may occur again. This block stays.
 
         The ``spent`` blocks are used up, layer by layer: the copy gets their memory, which no page
@@ -91,9 +91,9 @@ class Block:
                 block.cache.pop(0)
             layer.filter(mx.array(rows, mx.int32))
             mx.eval(layer.state)
-        return Block([self.keys[row] for row in rows], cache)
+        return RowBlock([self.keys[row] for row in rows], cache)
 
-    def trimmed(self, row: int, length: int) -> Block:
+    def trimmed(self, row: int, length: int) -> RowBlock:
         """A new block of the first ``length`` tokens of one row. This block stays."""
         cache = []
         for layer in self.cache:
@@ -101,9 +101,9 @@ class Block:
             single.trim(len(self.keys[row]) - 1 - length)
             cache.append(_merged([single]))
         mx.eval([layer.state for layer in cache])
-        return Block([self.keys[row][: length + 1]], cache)
+        return RowBlock([self.keys[row][: length + 1]], cache)
 
-    def joined(self, others: Sequence[Block]) -> Block:
+    def joined(self, others: Sequence[RowBlock]) -> RowBlock:
         """The rows of this block, then those of the others."""
         for other in others:
             self.keys += other.keys
@@ -128,8 +128,8 @@ class Block:
     def _append(self, tokens: Sequence[Key]) -> None:
         self.keys = [key + more for key, more in zip(self.keys, tokens, strict=True)]
 
-    def _with(self, rows: Sequence[int]) -> Block:
-        block = Block([self.keys[row] for row in rows], [])
+    def _with(self, rows: Sequence[int]) -> RowBlock:
+        block = RowBlock([self.keys[row] for row in rows], [])
         block.costly = [self.costly[row] for row in rows]
         block.logits = None if self.logits is None else self.logits[mx.array(rows, mx.int32)]
         return block

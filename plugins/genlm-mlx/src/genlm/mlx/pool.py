@@ -12,7 +12,7 @@ from attrs import frozen
 
 import mlx.core as mx
 from genlm.core.engines.prefixes import PrefixIndex, common_length
-from genlm.mlx.block import Block
+from genlm.mlx.block import RowBlock
 from genlm.mlx.runner import Key, Runner
 
 #: The least tokens for which a shared prefix is computed on its own first, a longer row is trimmed
@@ -37,7 +37,7 @@ TOLERATED_PADDING = 4096
 class Place:
     """Where a row is."""
 
-    block: Block
+    block: RowBlock
     row: int
 
     @property
@@ -49,7 +49,7 @@ class Place:
 class UnfinishedBlock:
     """A block on its way: row ``i`` is to become ``targets[i]``."""
 
-    block: Block
+    block: RowBlock
     targets: list[Key]
 
     @property
@@ -78,7 +78,7 @@ class Pool:
         self._runner = runner
         self._max_bytes = max_bytes
         self._ragged = ragged
-        self._blocks: list[Block] = []
+        self._blocks: list[RowBlock] = []
         self._index: PrefixIndex[Key, Place] = PrefixIndex()
         self._tick = 0
 
@@ -108,11 +108,11 @@ class Pool:
         """How much of ``key`` is known, in its elements: its adapter's version at least."""
         return len(key) if key in self._index else max(1, self._source(key)[1])
 
-    def branch(self, key: Key) -> Block:
+    def branch(self, key: Key) -> RowBlock:
         """A block of one row, apart from the pool: what is known of ``key`` but its last token."""
         place, reused = self._source(key)
         if place is None:
-            return Block.empty(self._runner, key[:1])
+            return RowBlock.empty(self._runner, key[:1])
         place.block.used = self._tick
         if reused < len(place.key):
             return place.block.trimmed(place.row, reused - 1)
@@ -165,7 +165,7 @@ class Pool:
                 worthwhile.append(prefix)
         return [prefix for prefix in worthwhile if prefix not in self._index]
 
-    def _advance(self, keys: Sequence[Key]) -> list[Block]:
+    def _advance(self, keys: Sequence[Key]) -> list[RowBlock]:
         """Compute ``keys``, and make their rows part of the pool."""
         if not keys:
             return []
@@ -194,7 +194,7 @@ class Pool:
 
     def _started(self, keys: Sequence[Key]) -> list[UnfinishedBlock]:
         """Every key in a block that holds a part of it, maybe none of it."""
-        extended: dict[Block, list[tuple[int, Key]]] = defaultdict(list)
+        extended: dict[RowBlock, list[tuple[int, Key]]] = defaultdict(list)
         works, fresh = [], []
         for key in keys:
             place, reused = self._source(key)
@@ -209,12 +209,12 @@ class Pool:
             works.append(self._moved_on(block, sorted(items, key=itemgetter(0)), needed=extended))
         if fresh:
             works.append(
-                UnfinishedBlock(Block.empty(self._runner, [key[0] for key in fresh]), fresh)
+                UnfinishedBlock(RowBlock.empty(self._runner, [key[0] for key in fresh]), fresh)
             )
         return works
 
     def _moved_on(
-        self, block: Block, items: Sequence[tuple[int, Key]], needed: Collection[Block]
+        self, block: RowBlock, items: Sequence[tuple[int, Key]], needed: Collection[RowBlock]
     ) -> UnfinishedBlock:
         """Take the rows that are extended out of their block, which is ``needed`` in this call;
         leave the others."""
@@ -234,7 +234,7 @@ class Pool:
             rest.used = block.used
         return UnfinishedBlock(moved, targets)
 
-    def _stays(self, block: Block) -> bool:
+    def _stays(self, block: RowBlock) -> bool:
         return block.pinned or (any(block.costly) and not block.trimmable)
 
     # --- feeding ----------------------------------------------------------------------------------
@@ -270,19 +270,19 @@ class Pool:
 
     # --- keeping ----------------------------------------------------------------------------------
 
-    def _keep(self, block: Block) -> None:
+    def _keep(self, block: RowBlock) -> None:
         block.used = self._tick
         block.living = set(range(len(block.keys)))
         self._blocks.append(block)
         for row, key in enumerate(block.keys):
             self._index.add(key, Place(block, row))
 
-    def _forget(self, block: Block) -> None:
+    def _forget(self, block: RowBlock) -> None:
         self._blocks.remove(block)
         for row in block.living:
             self._index.remove(block.keys[row])
 
-    def _replace(self, block: Block, parts: Sequence[Sequence[int]]) -> list[Block]:
+    def _replace(self, block: RowBlock, parts: Sequence[Sequence[int]]) -> list[RowBlock]:
         """Split a block of the pool; empty parts give none."""
         self._forget(block)
         blocks = block.split([part for part in parts if part])
@@ -295,7 +295,9 @@ class Pool:
         place.block.used = self._tick
         return place.block.logits[place.row]
 
-    def _evict(self, needed: Collection[Block] = (), left: Block | None = None) -> list[Block]:
+    def _evict(
+        self, needed: Collection[RowBlock] = (), left: RowBlock | None = None
+    ) -> list[RowBlock]:
         """Forget the least recently used blocks beyond the limit; gives them.
 
         Args:
@@ -318,7 +320,7 @@ def limit_aside(max_bytes: int | None, in_hand: int) -> float:
     return max(LEAST_ASIDE, ASIDE * in_hand) if max_bytes is None else max_bytes
 
 
-def _nbytes(blocks: Iterable[Block]) -> int:
+def _nbytes(blocks: Iterable[RowBlock]) -> int:
     return sum(block.nbytes for block in blocks)
 
 

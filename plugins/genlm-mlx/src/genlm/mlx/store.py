@@ -10,7 +10,7 @@ import mlx.core as mx
 from genlm.core.engines.kv import Placement, Planner, Worth
 from genlm.core.engines.prefixes import key_of
 from genlm.core.engines.segments import Row, Segment, Trunk
-from genlm.mlx.block import Block
+from genlm.mlx.block import RowBlock
 from genlm.mlx.layout import Chunk, Layout
 from genlm.mlx.runner import Key, Runner
 from genlm.mlx.table import Table
@@ -102,7 +102,7 @@ class Store:
         at least."""
         return self._planner.known(VersionedSequence(key)) + 1
 
-    def branch(self, key: Key) -> Block:
+    def branch(self, key: Key) -> RowBlock:
         """A block of one row, apart from the store: what is known of ``key`` but its last
         token."""
         context, tree = VersionedSequence(key), self._planner.tree
@@ -112,7 +112,7 @@ class Store:
             tree.touch(found)
             for layer, (keys, values) in zip(cache, self._table.read(found, known), strict=True):
                 layer.state = keys, values, known
-        return Block([key[: known + 1]], cache)
+        return RowBlock([key[: known + 1]], cache)
 
     def pin(self, key: Key) -> None:
         """Compute ``key`` if need be, and keep it until it is dropped."""

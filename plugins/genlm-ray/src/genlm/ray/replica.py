@@ -50,7 +50,7 @@ FAREWELL = 0.5
 
 
 @define(eq=False)
-class Session:
+class ProgramSession:
     """What one program has here."""
 
     life: int
@@ -97,8 +97,8 @@ class Replica:
     def __init__(self) -> None:
         self._loading = asyncio.Lock()
         self._serves: tuple[Any, ...] = ()  # backend, model and options
-        self._sessions: dict[str, Session] = {}
-        self._trying: list[tuple[Session, float]] = []  # suspects: whose, and since when
+        self._sessions: dict[str, ProgramSession] = {}
+        self._trying: list[tuple[ProgramSession, float]] = []  # suspects: whose, and since when
         self._over: Exception | None = None  # why it takes no more calls
         self._ending = asyncio.Event()
 
@@ -120,7 +120,7 @@ class Replica:
         await self._finish(program)
         if self._over is not None:
             raise self._over
-        session = self._sessions[program] = Session(life)
+        session = self._sessions[program] = ProgramSession(life)
         try:
             async with self._loading:  # several programs may come at once
                 await self._load(*model)
@@ -147,7 +147,7 @@ class Replica:
                 f"{backend!r} with {options}; give it another name, or the same model and options"
             )
 
-    async def _expire(self, program: str, session: Session, lease: float) -> None:
+    async def _expire(self, program: str, session: ProgramSession, lease: float) -> None:
         """End a session that has not been heard of."""
         while (left := session.heard_at + lease - time.monotonic()) > 0:  # noqa: ASYNC110
             await asyncio.sleep(left)
@@ -206,7 +206,7 @@ class Replica:
             self._over = error
             exit_soon()
 
-    def session(self, token: Token) -> Session:
+    def session(self, token: Token) -> ProgramSession:
         """The session of a call.
 
         Raises:
@@ -222,7 +222,7 @@ class Replica:
     # --- requests ---------------------------------------------------------------------------------
 
     @in_session
-    async def answer(self, session: Session, asked: Sequence[Ask], on_trial: bool) -> Sent:
+    async def answer(self, session: ProgramSession, asked: Sequence[Ask], on_trial: bool) -> Sent:
         task = asyncio.current_task()
         session.tasks.add(task)
         try:
@@ -250,7 +250,7 @@ class Replica:
         return await self.lm.next_token_logprobs(ids, lora_name=lora)
 
     @contextlib.contextmanager
-    def _trial(self, session: Session) -> Iterator[None]:
+    def _trial(self, session: ProgramSession) -> Iterator[None]:
         """Suspects of one program, and none of another, or these would be blamed too.
 
         Raises:
@@ -268,14 +268,14 @@ class Replica:
     # --- state: called while nothing of this program is in flight ---------------------------------
 
     @in_session
-    async def add_adapter(self, session: Session, key: str, path: str) -> None:
+    async def add_adapter(self, session: ProgramSession, key: str, path: str) -> None:
         async with session.changing:
             with self._trial(session):
                 await asyncio.to_thread(self.lm.add_new_lora, path, key)
             session.adapters.add(key)
 
     @in_session
-    async def remove_adapter(self, session: Session, key: str) -> None:
+    async def remove_adapter(self, session: ProgramSession, key: str) -> None:
         """Drop an adapter, and the prompts that are pinned with it."""
         async with session.changing:
             session.adapters.discard(key)
@@ -283,20 +283,20 @@ class Replica:
             await asyncio.to_thread(self.lm.remove_lora, key)
 
     @in_session
-    async def pin(self, session: Session, asked: Ask) -> None:
+    async def pin(self, session: ProgramSession, asked: Ask) -> None:
         async with session.changing:
             with self._trial(session):
                 await self._pin(asked)
             session.pinned[asked] = None
 
     @in_session
-    async def unpin(self, session: Session, asked: Ask) -> None:
+    async def unpin(self, session: ProgramSession, asked: Ask) -> None:
         async with session.changing:
             session.pinned.pop(asked, None)
             await self._clear()
 
     @in_session
-    async def clear(self, session: Session) -> None:
+    async def clear(self, session: ProgramSession) -> None:
         """Drop all key/value state but what other programs have pinned."""
         async with session.changing:
             session.pinned.clear()

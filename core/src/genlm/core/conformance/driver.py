@@ -17,7 +17,7 @@ Outcome = Any  # an answer, or the exception in its place
 CALLS = 1000
 
 
-class Progress:
+class Standstill:
     """What the engine does while somebody waits.
 
     Args:
@@ -28,14 +28,14 @@ class Progress:
         self._calls = calls
         self._begun = self._last = calls()
 
-    def stands_still(self) -> bool:
+    def is_reached(self) -> bool:
         """Whether the engine has made no call since this was asked last, or too many in all for
         what it answers."""
         last, self._last = self._last, self._calls()
         return self._last == last or self._last - self._begun > CALLS
 
 
-class Runner:
+class Driver:
     """Runs coroutines and calls, and says so when one hangs. An engine that is slow, on a machine
     that has other work, does not hang: it goes on from call to call.
 
@@ -92,14 +92,14 @@ class Runner:
 
     async def _answered(self, futures: Sequence[asyncio.Future[Any]]) -> bool:
         pending = set(futures)
-        progress = Progress(self.calls)
+        standstill = Standstill(self.calls)
         while pending:
             done, pending = await asyncio.wait(
                 pending, timeout=self._patience, return_when=asyncio.FIRST_COMPLETED
             )
             if done:
-                progress = Progress(self.calls)
-            elif progress.stands_still():
+                standstill = Standstill(self.calls)
+            elif standstill.is_reached():
                 return False
         return True
 
@@ -129,14 +129,14 @@ class Runner:
 
     def wait(self, future: concurrent.futures.Future[T]) -> T:
         """The result of a call in another thread; that it hangs is a violation."""
-        progress = Progress(self.calls)
+        standstill = Standstill(self.calls)
         while True:
             try:
                 return future.result(self._patience)
             except TimeoutError:
                 if future.done():
                     raise
-                if progress.stands_still():
+                if standstill.is_reached():
                     raise self._hang("a call did not return") from None
 
     def calls(self) -> int:
