@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 from sgl_torch_cpu import without_pinned_memory
 
 from genlm.core import Adapter, EngineError, Query, SamplingParams
-from genlm.core.types import Request, SampleRequest
+from genlm.core.types import SampleRequest
 from genlm.sgl.loading import load
 
 END = 256
@@ -219,25 +218,6 @@ def test_nobody_waits_for_a_long_draw(hooks, contexts):
         assert steps <= 3
         assert long not in answered
     hooks.step(dropped=[long])
-
-
-def test_a_draw_goes_on_while_newcomers_come_with_every_step(hooks, contexts):
-    """By itself, SGLang takes newcomers first for as long as some come."""
-    drawn, *newcomers = contexts(17, 10, 20)
-    draw = request(drawn, max_tokens=5)
-    hooks.step(draw)
-    asked: list[Request] = []
-    answered: dict[Request, Any] = {}
-    for newcomer in map(Query, newcomers):
-        asked.append(newcomer)
-        answered |= hooks.step(newcomer)
-        if draw in answered:
-            break
-    assert draw in answered
-    assert len(asked) <= 8  # four more tokens, and as many steps for the newcomers
-    while hooks.engine._in_flight:
-        answered |= hooks.step()
-    assert answered.keys() == {draw, *asked}
 
 
 def test_a_dropped_draw_ends_and_its_room_is_free(hooks, contexts):

@@ -281,25 +281,36 @@ class Scheduler:
         self.flush()
 
     def _next_batch(self) -> Any:
-        """The scheduler's choice. It would take newcomers first for as long as some come: after
-        each batch of them, the draws that run have a turn."""
-        scheduler = self._scheduler
+        """The scheduler's choice. It would compute prompts for as long as some come: after each
+        batch of them, the draws that run have a turn."""
         if not self._is_the_turn_of_draws():
             return self._choice()
-        waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
-        try:
+        with self._without_prompts():
             batch = self._choice()
-        finally:
-            # Before them, what the scheduler has set back to make room for the others.
-            scheduler.waiting_queue += waiting
         return batch or self._choice()
 
     def _is_the_turn_of_draws(self) -> bool:
         scheduler = self._scheduler
         last = scheduler.last_batch
-        if last is None or not last.forward_mode.is_extend() or scheduler.chunked_req is not None:
+        if last is None or not last.forward_mode.is_extend():
             return False
-        return any(not each.finished() for each in (*scheduler.running_batch.reqs, *last.reqs))
+        return any(
+            not request.finished() and request is not scheduler.chunked_req
+            for request in (*scheduler.running_batch.reqs, *last.reqs)
+        )
+
+    @contextlib.contextmanager
+    def _without_prompts(self) -> Iterator[None]:
+        """Hide the prompts that wait, and the one that is half computed, from the scheduler."""
+        scheduler = self._scheduler
+        waiting, half_computed = scheduler.waiting_queue, scheduler.chunked_req
+        scheduler.waiting_queue, scheduler.chunked_req = [], None
+        try:
+            yield
+        finally:
+            # First what the scheduler has set back to make room for other draws.
+            scheduler.waiting_queue += waiting
+            scheduler.chunked_req = half_computed
 
     def _choice(self) -> Any:
         scheduler = self._scheduler

@@ -1,0 +1,47 @@
+"""Draws and prompts take turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from genlm.core import Query, SamplingParams
+from genlm.core.types import Request, SampleRequest
+from genlm.sgl.loading import load
+
+
+@pytest.fixture(scope="module")
+def hooks(tiny_without_padding, driven):
+    engine_opts = {"max_total_tokens": 4096, "chunked_prefill_size": 32}
+    engine = load(tiny_without_padding, {"engine_opts": engine_opts})
+    yield driven(engine)
+    engine.genlm_close()
+
+
+@pytest.mark.parametrize("length", [20, 50])
+def test_a_draw_goes_on_while_newcomers_come_with_every_step(hooks, contexts, length):
+    """By itself, SGLang computes prompts for as long as some come, or one is half computed."""
+    hooks.engine.genlm_clear_kv_cache()
+    drawn, *newcomers = contexts(17, length, length)
+    draw = SampleRequest(Query(drawn), SamplingParams(max_tokens=5, temperature=0.0))
+    (alone,) = hooks.outcomes([draw])
+    hooks.engine.genlm_clear_kv_cache()
+    hooks.step(draw)
+    asked: list[Request] = []
+    answered: dict[Request, Any] = {}
+    for newcomer in map(Query, newcomers):
+        asked.append(newcomer)
+        answered |= hooks.step(newcomer)
+        if draw in answered:
+            break
+    assert draw in answered
+    assert len(asked) <= 8  # four more tokens, and as many steps for the newcomers
+    while hooks.engine._in_flight:
+        answered |= hooks.step()
+    assert answered.keys() == {draw, *asked}
+    assert answered[draw] == alone
+    for query in asked:
+        cold = hooks.rows([query.token_ids], cold=True)[0]
+        torch.testing.assert_close(answered[query], cold, atol=1e-4, rtol=0)
