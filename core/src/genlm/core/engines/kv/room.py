@@ -57,14 +57,14 @@ class Room:
     def make(self, needs: Needs) -> bool:
         """Drop what was used least recently until there is room, then have the table so large;
         ``False`` if there cannot be room."""
-        used = self._used(needs)
-        limit = self._table.limit(used)
-        if used > limit:
+        if not self.has(needs):
             return False
         tree = self._tree
         sizes = Counter(self._worth.columns(row.size) for row in tree.rows)
-        room = limit - tree.trunk_positions - needs.trunks
         columns, count = max(needs.columns, *sizes, 0), sizes.total() + needs.rows
+        # A batch of short rows takes more beside long ones, since rows are all as long.
+        limit = self._table.limit(self._used(needs, columns))
+        room = limit - tree.trunk_positions - needs.trunks
         dropped = True
         while count * columns > room and dropped:
             dropped = False
@@ -101,13 +101,14 @@ class Room:
         logger.warning("kv.lost", rows=len(tree.rows), pinned=pinned, reason=describe_error(error))
         self.clear()
 
-    def _used(self, needs: Needs) -> int:
-        """How many positions a batch takes, beside all that is pinned."""
+    def _used(self, needs: Needs, columns: int = 0) -> int:
+        """How many positions a batch and all that is pinned take, in rows of ``columns`` at
+        least."""
         tree = self._tree
         staying = tree.with_paths(needs.protected) | tree.pinned()
         rows = [one.size for one in staying if isinstance(one, Row)]
         trunks = sum(one.size for one in staying if isinstance(one, Trunk))
-        columns = max(needs.columns, *map(self._worth.columns, rows), 0)
+        columns = max(columns, needs.columns, *map(self._worth.columns, rows))
         return (len(rows) + needs.rows) * columns + trunks + needs.trunks
 
     def _fit(self, rows: int, columns: int, room: int) -> None:
