@@ -7,6 +7,7 @@ included. So wherever a sequence starts, it can be seen whether the state is tha
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
@@ -36,7 +37,7 @@ from genlm.core.engines.kv.commands import (
 from genlm.core.engines.kv.placement import Placement
 from genlm.core.engines.kv.planner import Planner
 from genlm.core.engines.kv.sharing import Worth
-from genlm.core.engines.prefixes import key_of, length_of, tokens_of, version_of
+from genlm.core.engines.prefixes import key_of, length_of
 from genlm.core.engines.segments import Row, Segment
 
 #: The numbers of hf, of mlx, and some small ones, so that short contexts reach all of them.
@@ -96,9 +97,10 @@ class Contexts:
     def cells(self, key: bytes) -> list[int]:
         """What lies at each position of a context."""
         if key not in self._cells:
-            at = -2 - version_of(key)
+            version, *tokens = array("I", key)
+            at = -2 - version
             found = []
-            for token in tokens_of(key):
+            for token in tokens:
                 at = self._numbers.setdefault((at, token), len(self._numbers) + 1)
                 found.append(at)
             self._cells[key] = found

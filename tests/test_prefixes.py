@@ -110,6 +110,6 @@ def test_the_order_of_use(steps: list[tuple[str, tuple[int, ...]]]) -> None:
         else:
             used.append(key)
             index.add(key, key) if step == "add" else index.touch(key)
-    assert list(index.by_use()) == list(index.values()) == used
+    assert list(index.values()) == used
     index.clear()
-    assert (len(index), list(index), list(index.by_use())) == (0, [], [])
+    assert (len(index), list(index), list(index.values())) == (0, [], [])

@@ -44,24 +44,14 @@ def key_of(version: int, token_ids: Sequence[int]) -> bytes:
         token_ids: The context.
 
     Examples:
-        >>> length_of(key_of(3, [5, 6])), version_of(key_of(3, [5, 6]))
-        (2, 3)
+        >>> length_of(key_of(3, [5, 6]))
+        2
         >>> shared_length(key_of(3, [5, 6]), key_of(3, [5, 7]))
         1
         >>> shared_length(key_of(3, [5, 6]), key_of(4, [5, 6]))
         0
     """
     return array("I", [version]).tobytes() + array("I", token_ids).tobytes()
-
-
-def tokens_of(key: bytes) -> array[int]:
-    """The tokens of a key."""
-    return array("I", key[WIDTH:])
-
-
-def version_of(key: bytes) -> int:
-    """The adapter's version of a key."""
-    return array("I", key[:WIDTH])[0]
 
 
 def length_of(key: bytes) -> int:
@@ -100,8 +90,8 @@ class PrefixIndex(Generic[K, T]):
         >>> index.longest_prefix((1, 5, 9))
         (1, 5)
         >>> index.touch((1, 2, 3))
-        >>> list(index.by_use())
-        [(1, 5), (1, 2, 3)]
+        >>> list(index.values())
+        ['b', 'a']
     """
 
     def __init__(self) -> None:
@@ -124,10 +114,6 @@ class PrefixIndex(Generic[K, T]):
     def get(self, key: K) -> T | None:
         """The value of exactly this key."""
         return self._values.get(key)
-
-    def by_use(self) -> Iterator[K]:
-        """The keys, the least recently used first. Nothing may be added or removed meanwhile."""
-        return iter(self._values)
 
     def values(self) -> Iterator[T]:
         """The values, the least recently used first. Nothing may be added or removed meanwhile."""
