@@ -62,8 +62,9 @@ class Room:
         tree = self._tree
         sizes = Counter(self._worth.columns(row.size) for row in tree.rows)
         columns, count = max(needs.columns, *sizes, 0), sizes.total() + needs.rows
-        # A batch of short rows takes more beside long ones, since rows are all as long.
-        limit = self._table.limit(self._used(needs, columns))
+        # Beside long rows a batch of short ones takes more, since rows are all as long. Beyond
+        # twice as much, it would be better without them.
+        limit = self._table.limit(self._used(needs, min(columns, 2 * needs.columns)))
         room = limit - tree.trunk_positions - needs.trunks
         dropped = True
         while count * columns > room and dropped:
