@@ -30,6 +30,7 @@ class TestVllmWithoutLiveSessions(TestVllm):
 
 class TestVllmWithAdapters(TestVllm):
     effort = 0.1
+    longest = 129  # slow with adapters on a CPU; beyond several blocks, and TestVllm goes further
     options = {"engine_opts": FLOAT32 | LORA}  # noqa: RUF012
 
     @pytest.fixture(scope="class", autouse=True)
