@@ -97,7 +97,8 @@ def test_swapped_rows_are_found(capsys: pytest.CaptureFixture[str]) -> None:
     one = soak(minutes=1.0, wrappers=[MixedUp()], cache_size=0)
     assert not one.run()
     printed = capsys.readouterr().out
-    assert "instead of" in printed  # the probability of the cold row
+    # Whichever is met first: a row, a score or a draw.
+    assert any(said in printed for said in ("instead of", "its row has", "alone it draws"))
     assert "after asking [((" in printed
 
 
