@@ -102,5 +102,6 @@ class Table(Protocol):
         """The most positions that rows and trunks may take together.
 
         Args:
-            used: What the batch in front and pinned contexts take of them.
+            used: What the batch in front and pinned contexts take of them. Beside longer rows that
+                may be up to twice what they need, since rows are all as long.
         """

@@ -51,20 +51,23 @@ class Room:
 
     def has(self, needs: Needs) -> bool:
         """Whether there is room, once all that is neither needed nor pinned has gone."""
-        used = self._used(needs)
+        rows, columns, trunks = self._taken(needs)
+        used = rows * columns + trunks
         return used <= self._table.limit(used)
 
     def make(self, needs: Needs) -> bool:
         """Drop what was used least recently until there is room, then have the table so large;
         ``False`` if there cannot be room."""
-        if not self.has(needs):
+        rows, least, trunks = self._taken(needs)
+        used = rows * least + trunks
+        if used > self._table.limit(used):
             return False
         tree = self._tree
         sizes = Counter(self._worth.columns(row.size) for row in tree.rows)
         columns, count = max(needs.columns, *sizes, 0), sizes.total() + needs.rows
         # Beside long rows a batch of short ones takes more, since rows are all as long. Beyond
         # twice as much, it would be better without them.
-        limit = self._table.limit(self._used(needs, min(columns, 2 * needs.columns)))
+        limit = self._table.limit(rows * max(least, min(columns, 2 * needs.columns)) + trunks)
         room = limit - tree.trunk_positions - needs.trunks
         dropped = True
         while count * columns > room and dropped:
@@ -102,15 +105,15 @@ class Room:
         logger.warning("kv.lost", rows=len(tree.rows), pinned=pinned, reason=describe_error(error))
         self.clear()
 
-    def _used(self, needs: Needs, columns: int = 0) -> int:
-        """How many positions a batch and all that is pinned take, in rows of ``columns`` at
-        least."""
+    def _taken(self, needs: Needs) -> tuple[int, int, int]:
+        """What a batch and all that is pinned take: rows, the columns of these at the least, and
+        the positions of trunks."""
         tree = self._tree
         staying = tree.with_paths(needs.protected) | tree.pinned()
         rows = [one.size for one in staying if isinstance(one, Row)]
         trunks = sum(one.size for one in staying if isinstance(one, Trunk))
-        columns = max(columns, needs.columns, *map(self._worth.columns, rows))
-        return (len(rows) + needs.rows) * columns + trunks + needs.trunks
+        columns = max(needs.columns, *map(self._worth.columns, rows), 0)
+        return len(rows) + needs.rows, columns, trunks + needs.trunks
 
     def _fit(self, rows: int, columns: int, room: int) -> None:
         """Give the table at least ``rows`` rows of ``columns``, at most ``room`` positions in all.
