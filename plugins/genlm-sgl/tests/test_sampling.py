@@ -120,6 +120,13 @@ def test_stop_tokens_end_the_draw_and_are_not_in_it(hooks, contexts):
     assert len({len(ids) for ids in drawn}) > 2
 
 
+def test_a_stop_token_is_left_out_where_it_is_the_last_that_is_allowed(hooks, contexts):
+    asked = contexts(8, 3, 20)
+    first = draw(hooks, asked, max_tokens=1, temperature=0.0)
+    stops = frozenset({END, *(token for (token,) in first)})
+    assert draw(hooks, asked, max_tokens=1, temperature=0.0, stop_token_ids=stops) == [[]] * 8
+
+
 def test_the_end_does_not_stop_unless_it_is_listed(hooks, contexts):
     asked = contexts(40, 3, 20)
     drawn = draw(hooks, asked, max_tokens=12, temperature=100.0)  # hardly any token is unlikely

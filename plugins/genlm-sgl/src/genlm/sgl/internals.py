@@ -549,12 +549,13 @@ def _log_probabilities(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _finished(request: Any, row: torch.Tensor | None) -> Finished:
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_MATCHED_TOKEN
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     reason = request.finished_reason
     aborted = isinstance(reason, FINISH_ABORT)  # SGLang has run something else in its place
     drawn = list(request.output_ids)
-    if isinstance(reason, FINISH_MATCHED_TOKEN):
+    # Whatever the reason: early releases call it the length if the last token allowed is a stop.
+    if drawn and drawn[-1] in (request.sampling_params.stop_token_ids or ()):
         drawn.pop()
     return Finished(str(request.rid), row, drawn, failure=str(reason.message) if aborted else None)
 
