@@ -30,7 +30,7 @@ OPTIONS: tuple[Mapping[str, Any], ...] = (
 )
 
 #: How many different ones there are of each kind.
-DIFFERENT = {"rows": 120, "long rows": 18, "draws": 27, "growing draws": 12, "scores": 12}
+DIFFERENT = {"rows": 120, "long rows": 18, "draws": 27, "growing draws": 8, "scores": 12}
 
 
 @frozen
@@ -189,7 +189,7 @@ def _draw(live: Subject, i: int, adapter: str | None, salt: int) -> Draw:
 
 
 def _growing_draw(live: Subject, i: int, adapter: str | None, salt: int) -> Draw:
-    most = min(20 + 2 * i, live.contexts.limit - 8)
+    most = min(14 + i, live.contexts.limit - 8)  # beyond a block of 16
     options = _seeded(live, {"temperature": 1.5}, 1000 * salt + 100 + i)
     return Draw(live.contexts.long(3 + i % 5, i), most, options, adapter)
 
