@@ -12,13 +12,14 @@ from functools import partial
 import torch
 from attrs import define, field
 
-from genlm.core import ModelClosedError, QueriesResetError, UnknownAdapterError
+from genlm.core import AsyncLM, ModelClosedError, QueriesResetError, UnknownAdapterError
 from genlm.core.conformance import ConformanceSuite
 from genlm.core.conformance.agreement import expect_greedy
 from genlm.core.conformance.cast import MOVING, Draw, Request, Row, Score
 from genlm.core.conformance.compare import check
 from genlm.core.conformance.driver import Outcome
 from genlm.core.conformance.subject import Subject
+from genlm.core.contract import ContractCheck
 
 #: What users do, and how often.
 ACTIONS = {"rows": 40, "draws": 20, "scores": 6, "leave": 10, "block": 4, "disturb": 5}
@@ -35,14 +36,7 @@ class Live(Subject):
     """
 
     def __init__(self, suite: ConformanceSuite, counts: Counter[str]) -> None:
-        super().__init__(
-            lambda wrappers: suite.load(wrappers[1:]),
-            {name: str(path) for name, path in suite.adapters.items()},
-            suite.atol,
-            suite.effort,
-            suite.patience,
-            seed=suite.seed,
-        )
+        super().__init__(suite)
         self.counts = counts
         #: Set when users are to leave; with ``closing``, the model is closed under them.
         self.leaving = threading.Event()
@@ -50,6 +44,9 @@ class Live(Subject):
         #: Whose adapter MOVING stands for; ``None`` while it is bound anew.
         self.moving: tuple[str] | None = None
         self._binding = threading.Lock()
+
+    def load(self) -> AsyncLM:
+        return self.suite.load([ContractCheck(self.suite.backend, self.contract_violations.append)])
 
     def cold(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
         return self.lm.next_token_logprobs_uncached(token_ids, lora_name=adapter)

@@ -8,16 +8,14 @@ import threading
 import pytest
 from hypothesis import strategies as st
 
-from genlm.core import AsyncLM
-from genlm.core.conformance import Violation
+from genlm.core.conformance import ConformanceSuite, Violation
 from genlm.core.conformance.driver import Driver
 from genlm.core.conformance.report import counterexample
 from genlm.core.conformance.subject import Subject
-from genlm.core.mock import MockAsyncLM
 
 
 def test_a_call_ends_quietly_after_its_waiter_gave_up() -> None:
-    subject = Subject(_no_model, {}, atol=1e-3, effort=1, patience=5)
+    subject = Subject(ConformanceSuite())
     may_end = threading.Event()
     call = subject.thread(may_end.wait)
 
@@ -67,20 +65,19 @@ def test_no_calls_and_calls_without_end_are_hanging(calls: int) -> None:
 
 
 def test_a_failure_that_comes_and_goes_shows_the_violation() -> None:
-    subject = Subject(lambda wrappers: MockAsyncLM(), {}, atol=1e-3, effort=1, patience=5)
+    suite = ConformanceSuite()
+    suite.backend = suite.model = "mock"
+    subject = Subject(suite)
     failures = iter([True])
 
-    def holds(number: int) -> None:
-        if next(failures, False):
-            raise Violation(f"{number} is wrong")
-
     with pytest.raises(Violation, match="is wrong") as failed:
-        subject.check_all(holds, number=st.integers())
+
+        @subject.for_all(number=st.integers())
+        def holds(number: int) -> None:
+            if next(failures, False):
+                raise Violation(f"{number} is wrong")
+
     subject.close()
     said = counterexample(failed.value)
     assert said.startswith("Violation: ")
     assert "The same example does not fail every time." in said
-
-
-def _no_model(wrappers: object) -> AsyncLM:
-    raise AssertionError("no model is needed")

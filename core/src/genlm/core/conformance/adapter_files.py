@@ -58,7 +58,7 @@ class AdapterFileClauses:
                     f"{outcome!r:.80}",
                 )
         for chosen in (None, name):
-            live.expect(live.ask(context, chosen), context, chosen, how="after a wrong adapter")
+            live.check_row(context, chosen, how="after a wrong adapter")
 
 
 def _write_wider(source: str, target: str) -> bool:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import strategies as st
 
-from genlm.core.conformance.compare import TOP_FACTOR, Violation, brief, check, difference
+from genlm.core.conformance.compare import TOP_FACTOR, Violation, answered, brief, check, difference
 from genlm.core.conformance.driver import Outcome, submitted
 from genlm.core.conformance.subject import Subject
 from genlm.core.errors import UnknownAdapterError, UnsupportedError
 from genlm.core.types import TokenIds
+
+if TYPE_CHECKING:
+    import torch
 
 #: Tokens of a draw that is under way while adapters change.
 DRAWN = 8
@@ -29,12 +33,9 @@ class AdapterClauses:
         context = live.contexts.stem[:8]
         for i, name in enumerate(names):
             for other in names[:i]:
-                same = (
-                    difference(live.cold(context, name), live.cold(context, other), 5 * live.atol)
-                    is None
-                )
+                rows = live.cold(context, name), live.cold(context, other)
                 check(
-                    not same,
+                    difference(*rows, 5 * live.atol) is not None,
                     f"{_shown(name)} and {_shown(other)} give the same row of {list(context)}",
                 )
 
@@ -43,29 +44,28 @@ class AdapterClauses:
         theirs."""
         names = [None, *live.needs_adapters()]
 
-        def adapters_in_one_batch(asked: list[tuple[TokenIds, str | None]]) -> None:
-            rows = live.gather([context for context, _ in asked], [name for _, name in asked])
-            for row, (context, name) in zip(rows, asked, strict=True):
-                live.expect(
-                    row,
-                    context,
-                    name,
-                    how=f"in a batch with {', '.join(_shown(n) for _, n in asked)}",
-                )
-
-        live.check_all(
-            adapters_in_one_batch,
+        @live.for_all(
             least=6,
             asked=st.lists(
                 st.tuples(live.contexts.any(), st.sampled_from(names)), min_size=2, max_size=5
             ),
         )
+        def adapters_in_one_batch(asked: list[tuple[TokenIds, str | None]]) -> None:
+            how = f"in a batch with {', '.join(_shown(name) for _, name in asked)}"
+            live.check_rows(*zip(*asked, strict=True), how=how)
 
     def test_adapters_in_turn(self, live: Subject) -> None:
         """The same contexts with one adapter after the other: nothing kept under one serves
         another."""
         names = [None, *live.needs_adapters()]
 
+        @live.for_all(
+            examples=14,
+            context=live.contexts.any(),
+            tail=live.contexts.tails(),
+            turns=st.permutations(names),
+            pinned=st.booleans(),
+        )
         def adapters_in_turn(
             context: TokenIds, tail: TokenIds, turns: list[str | None], pinned: bool
         ) -> None:
@@ -75,74 +75,49 @@ class AdapterClauses:
                     live.lm.cache_kv(context, lora_name=name)
                 for end in range(len(tail) + 1):
                     asked = context + tail[:end]
-                    live.expect(live.ask(asked, name), asked, name, how=before)
-
-        live.check_all(
-            adapters_in_turn,
-            examples=14,
-            context=live.contexts.any(),
-            tail=live.contexts.tails(),
-            turns=st.permutations(names),
-            pinned=st.booleans(),
-        )
+                    live.check_row(asked, name, how=before)
 
     def test_default_adapter(self, live: Subject) -> None:
         """``set_lora`` is for the calls that give no ``lora_name``; an explicit ``None`` is the
         base model."""
         name, *_ = live.needs_adapters()
 
+        @live.for_all(examples=5, context=live.contexts.any())
         def default_adapter(context: TokenIds) -> None:
             live.lm.set_lora(name)
-            live.expect(
-                live.run(live.lm.next_token_logprobs(context)), context, name, how="as the default"
-            )
-            live.expect(live.ask(context, None), context, None, how="by an explicit None")
+            row = live.run(live.lm.next_token_logprobs(context))
+            live.expect(row, context, name, how="as the default")
+            live.check_row(context, None, how="by an explicit None")
             live.lm.clear_lora()
-            live.expect(
-                live.run(live.lm.next_token_logprobs(context)),
-                context,
-                None,
-                how="after clear_lora",
-            )
-
-        live.check_all(default_adapter, examples=5, context=live.contexts.any())
+            row = live.run(live.lm.next_token_logprobs(context))
+            live.expect(row, context, None, how="after clear_lora")
 
     def test_rebound_adapter(self, live: Subject) -> None:
         """A name that is bound to another adapter gives that one's rows from then on, whatever was
         cached under it."""
         first, second, *_ = live.needs_adapters(2)
 
+        @live.for_all(
+            examples=10, context=live.contexts.any(), pinned=st.booleans(), removed=st.booleans()
+        )
         def rebound_adapter(context: TokenIds, pinned: bool, removed: bool) -> None:
             old, new = live.cold(context, first), live.cold(context, second)
+
+            def expect(row: torch.Tensor, how: str) -> None:
+                what = f"{list(context)} with {first!r}{how}"
+                live.expect_row(live.ask(context, first), row, what)
+
             if pinned:
                 live.lm.cache_kv(context[:-1] or context, lora_name=first)
-            live.expect_row(live.ask(context, first), old, f"{list(context)} with {first!r}")
+            expect(old, "")
             if removed:
                 live.remove(first)
             live.bind(first, live.adapters[second])
-            live.expect_row(
-                live.ask(context, first),
-                new,
-                f"{list(context)} with {first!r} bound to {second!r} anew",
-            )
+            expect(new, f" bound to {second!r} anew")
             live.lm.clear_cache()
-            live.expect_row(
-                live.ask(context, first),
-                new,
-                f"{list(context)} with {first!r} bound to {second!r}, asked again",
-            )
+            expect(new, f" bound to {second!r}, asked again")
             live.bind(first, live.adapters[first])
-            live.expect_row(
-                live.ask(context, first), old, f"{list(context)} with {first!r} bound back"
-            )
-
-        live.check_all(
-            rebound_adapter,
-            examples=10,
-            context=live.contexts.any(),
-            pinned=st.booleans(),
-            removed=st.booleans(),
-        )
+            expect(old, " bound back")
 
     def test_removed_adapter(self, live: Subject) -> None:
         """A removed adapter is unknown, the base model and the other adapters are as before, and it
@@ -159,18 +134,15 @@ class AdapterClauses:
                 f"asked with the removed adapter {name!r}: {outcome!r:.200}",
             )
             for other in [None, *(other for other in live.adapters if other != name)]:
-                live.expect(
-                    live.ask(context, other), context, other, how=f"after {name!r} was removed"
-                )
+                live.check_row(context, other, how=f"after {name!r} was removed")
             live.bind(name, live.adapters[name])
-            live.expect_row(
-                live.ask(context, name), expected, f"{list(context)} with {name!r} added again"
-            )
+            what = f"{list(context)} with {name!r} added again"
+            live.expect_row(live.ask(context, name), expected, what)
 
         live.reset()
         # Of several blocks, also where Hypothesis chooses a short one.
         removed_adapter(live.contexts.long(min(40, live.contexts.limit - 1), 1))
-        live.check_all(removed_adapter, examples=4, context=live.contexts.any())
+        live.for_all(examples=4, context=live.contexts.any())(removed_adapter)
 
     def test_adapters_changed_in_flight(self, live: Subject) -> None:
         """Adapters are bound anew, removed and added while rows, a score and a cancelled draw with
@@ -193,8 +165,7 @@ class AdapterClauses:
                 live.expect_row(answer, row, f"{brief(context)} with {name!r}, while {what}")
             # Where the core makes a score of several rows, it is refused if its adapter goes.
             if not isinstance(score, UnknownAdapterError):
-                if isinstance(score, BaseException):
-                    raise Violation(f"a score with {first!r}, while {what}: {score!r}") from score
+                answered(score, f"a score with {first!r}, while {what}")
                 tolerance = TOP_FACTOR * live.atol * max(1, abs(expected))
                 check(
                     abs(float(score[1]) - expected) <= tolerance,
@@ -202,7 +173,7 @@ class AdapterClauses:
                     f"scores {float(score[1]):.6g}, its row has {expected:.6g}",
                 )
             for name in [None, *live.bound]:
-                live.expect(live.ask(context, name), context, name, how=f"after {what}")
+                live.check_row(context, name, how=f"after {what}")
 
     async def _changed_in_flight(
         self, live: Subject, names: list[str | None], change: Callable[[], None]
@@ -217,7 +188,7 @@ class AdapterClauses:
             asked.append(asyncio.ensure_future(lm.sequence_logprobs(context, tail, names[1])))
             draw = asyncio.ensure_future(lm.sample(context, DRAWN, [], lora_name=names[1]))
             await submitted()
-            await asyncio.wrap_future(live.thread(live.gate.wait_inside))
+            await live.engine_held()
             draw.cancel()
             await submitted()
             changed = live.thread(change)
@@ -239,12 +210,7 @@ class AdapterClauses:
             # An engine that takes any path, such as the mock: nothing failed.
             live.bind(name, live.adapters[name])
         for chosen in (None, name):
-            live.expect(
-                live.ask(context, chosen),
-                context,
-                chosen,
-                how=f"after loading {name!r} from nowhere",
-            )
+            live.check_row(context, chosen, how=f"after loading {name!r} from nowhere")
 
     def test_many_adapters(self, live: Subject) -> None:
         """More adapters than an engine may have places for: each keeps its rows, in one batch and
@@ -262,15 +228,15 @@ class AdapterClauses:
             names.append(f"further-{i}")
         asked = [first, second, *names, None]
         expected = [*rows, *(rows[i % 2] for i in range(len(names))), live.cold(context)]
-        for turn in range(2):
-            outcomes = live.gather([context] * len(asked), asked)
+        for together in (True, False, True):
+            outcomes = (
+                live.gather([context] * len(asked), asked)
+                if together
+                else [live.ask(context, name) for name in asked]
+            )
             for name, outcome, row in zip(asked, outcomes, expected, strict=True):
                 live.expect_row(outcome, row, f"{brief(context)} with {name!r} of {len(asked)}")
             live.lm.clear_cache()
-            if turn == 0:
-                for name, row in zip(asked, expected, strict=True):
-                    live.expect_row(live.ask(context, name), row, f"{brief(context)} with {name!r}")
-                live.lm.clear_cache()
 
     def test_lora_without_support(self, live: Subject) -> None:
         """Where the engine has no LoRA, adding an adapter says so, and the model goes on."""
@@ -280,7 +246,7 @@ class AdapterClauses:
         try:
             live.lm.add_new_lora("nowhere", "x")
         except UnsupportedError:
-            live.expect(live.ask(context), context, how="after LoRA was refused")
+            live.check_row(context, how="after LoRA was refused")
         else:
             raise Violation(
                 "add_new_lora raised no UnsupportedError, and the engine does not implement "

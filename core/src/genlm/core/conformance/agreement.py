@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from genlm.core.conformance.compare import TOP_FACTOR, Violation, brief, check
+from genlm.core.conformance.compare import TOP_FACTOR, Violation, answered, brief, check
 from genlm.core.conformance.subject import Subject, with_adapter
 from genlm.core.types import TokenIds
 
@@ -40,19 +43,23 @@ def steady(live: Subject, top_k: int = 20) -> dict[str, Any]:
     return {} if len(live.lm.byte_vocab) <= SMALL_VOCABULARY else {"top_k": top_k}
 
 
-def for_each_seed(holds: Callable[[int], None], seed: int) -> None:
-    """Check what must hold for a seeded draw. A draw that moved is a violation if one moves with
-    each of the seeds that follow, too."""
-    try:
-        holds(seed)
-    except MovedDraw as moved:
-        for other in range(seed + 1, seed + 1 + OTHER_SEEDS):
-            try:
-                holds(other)
-            except MovedDraw:
-                continue
-            return
-        raise moved from None
+def for_each_seed(holds: Callable[..., None]) -> Callable[..., None]:
+    """Decorate what must hold for a seeded draw, with an argument ``seed``. A draw that moved is a
+    violation if one moves with each of the seeds that follow, too."""
+
+    @functools.wraps(holds)
+    def holds_for_each(seed: int, **others: Any) -> None:
+        try:
+            holds(seed=seed, **others)
+        except MovedDraw as moved:
+            for other in range(seed + 1, seed + 1 + OTHER_SEEDS):
+                try:
+                    return holds(seed=other, **others)
+                except MovedDraw:
+                    continue
+            raise moved from None
+
+    return holds_for_each
 
 
 def may_follow(
@@ -81,15 +88,14 @@ def expect_scores(
 ) -> None:
     """Check that scores are the entries of the cold rows, at some places or at all."""
     what = f"{brief(tokens)} after {brief(prompt)}{with_adapter(adapter)}, {how}"
+    answered(scores, what)
     check(
         tuple(scores.shape) == (len(tokens),),
         f"{what}: shape {tuple(scores.shape)} for {len(tokens)} tokens",
     )
     for i in range(len(tokens)) if places is None else places:
-        score, expected = (
-            float(scores[i]),
-            float(live.cold(prompt + tokens[:i], adapter)[tokens[i]]),
-        )
+        score = float(scores[i])
+        expected = float(live.cold(prompt + tokens[:i], adapter)[tokens[i]])
         near = abs(score - expected) <= TOP_FACTOR * live.atol * max(1.0, abs(expected))
         check(  # two infinities are equal, and not near
             score == expected or near,
@@ -116,6 +122,30 @@ def expect_greedy(
             f"{brief(prompt)}{with_adapter(adapter)} {how} draws {brief(drawn)}: token {drawn[i]} "
             f"at {i} is {behind:.3g} (log) behind the most likely",
         )
+
+
+def expect_frequencies(
+    what: str, drawn: Iterable[Sequence[int]], mass: Mapping[tuple[int, ...], float]
+) -> None:
+    """Check by a chi-squared test that draws come at the frequencies ``mass``."""
+    counts = Counter(map(tuple, drawn))
+    total = counts.total()
+    # What is expected five times or more, a cell each, and one cell for all the others.
+    cells = [each for each, p in mass.items() if p * total >= 5]
+    observed = [counts[cell] for cell in cells]
+    expected = [mass[cell] * total for cell in cells]
+    observed.append(total - sum(observed))
+    expected.append(max(total - sum(expected), 1.0))
+    chi2 = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
+    check(
+        chi2 <= len(cells) + 8 * math.sqrt(2 * len(cells)) + 8,
+        f"{what}: chi-squared {chi2:.1f} with {len(cells)} degrees of freedom",
+    )
+
+
+def single_tokens(mass: torch.Tensor) -> dict[tuple[int, ...], float]:
+    """The masses of all draws of one token."""
+    return {(token_id,): p for token_id, p in enumerate(mass.tolist())}
 
 
 def probability_among(row: torch.Tensor, k: int, token_id: int) -> float:

@@ -6,15 +6,19 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
-from genlm.core.conformance.compare import Violation, check
+from genlm.core.conformance.compare import answered, check
 from genlm.core.conformance.driver import Outcome, submitted
 from genlm.core.conformance.gate import FAILED
 from genlm.core.conformance.subject import Subject
 from genlm.core.errors import QueriesResetError
 from genlm.core.types import TokenIds
+
+if TYPE_CHECKING:
+    import torch
 
 
 class CallerClauses:
@@ -24,6 +28,11 @@ class CallerClauses:
         """Cancelling one caller, alone or beside another with the same request, leaves every other
         answer as it is."""
 
+        @live.for_all(
+            contexts=live.contexts.several(),
+            cancelled=st.integers(0, 5),
+            while_running=st.booleans(),
+        )
         def cancelled_caller_leaves_others_alone(
             contexts: list[TokenIds], cancelled: int, while_running: bool
         ) -> None:
@@ -32,13 +41,9 @@ class CallerClauses:
             async def scenario() -> list[Outcome]:
                 with live.gate.held():
                     blocker = None if while_running else await self._blocked(live)
-                    tasks = [
-                        asyncio.ensure_future(live.lm.next_token_logprobs(context))
-                        for context in contexts
-                    ]
-                    await submitted()
+                    tasks = await self._ask(live, contexts)
                     if while_running:
-                        await asyncio.wrap_future(live.thread(live.gate.wait_inside))
+                        await live.engine_held()
                     tasks[cancelled].cancel()
                     await submitted()
                 if blocker is not None:
@@ -50,61 +55,51 @@ class CallerClauses:
             check(
                 isinstance(left, asyncio.CancelledError), f"the cancelled caller got {left!r:.200}"
             )
+            how = f"while the caller of {list(contexts[cancelled])} cancelled"
             others = contexts[:cancelled] + contexts[cancelled + 1 :]
             for row, context in zip(outcomes, others, strict=True):
-                live.expect(
-                    row, context, how=f"while the caller of {list(contexts[cancelled])} cancelled"
-                )
-
-        live.check_all(
-            cancelled_caller_leaves_others_alone,
-            contexts=live.contexts.several(),
-            cancelled=st.integers(0, 5),
-            while_running=st.booleans(),
-        )
+                live.expect(row, context, how=how)
 
     def test_abandoned_question_is_dropped(self, live: Subject) -> None:
         """A request all of whose callers have gone does not reach the engine."""
 
+        @live.for_all(examples=5, context=live.contexts.any())
         def abandoned_question_is_dropped(context: TokenIds) -> None:
             async def scenario() -> None:
                 with live.gate.held():
                     blocker = await self._blocked(live)
-                    tasks = [
-                        asyncio.ensure_future(live.lm.next_token_logprobs(context))
-                        for _ in range(2)
-                    ]
-                    await submitted()
-                    for task in tasks:
+                    for task in await self._ask(live, [context, context]):
                         task.cancel()
                     await submitted()
                 await live.soon(blocker)
 
             live.run(scenario())
-            live.expect(
-                live.ask(live.contexts.stem[:5]),
-                live.contexts.stem[:5],
-                how="after an abandoned request",
-            )
+            live.check_row(live.contexts.stem[:5], how="after an abandoned request")
             seen = [query.token_ids for query in live.gate.seen]
             check(
                 context not in seen,
                 f"both callers of {list(context)} had cancelled, and the engine evaluated it",
             )
 
-        live.check_all(abandoned_question_is_dropped, examples=5, context=live.contexts.any())
-
     async def _blocked(self, live: Subject) -> asyncio.Future[Outcome]:
         """A request that the engine has in hand, so that all others wait."""
-        blocker = asyncio.ensure_future(live.lm.next_token_logprobs(live.contexts.stem[:2]))
-        await submitted()
-        await asyncio.wrap_future(live.thread(live.gate.wait_inside))
+        (blocker,) = await self._ask(live, [live.contexts.stem[:2]])
+        await live.engine_held()
         return blocker
+
+    async def _ask(
+        self, live: Subject, contexts: list[TokenIds]
+    ) -> list[asyncio.Future[torch.Tensor]]:
+        """Requests that wait for the engine."""
+        tasks = [asyncio.ensure_future(live.lm.next_token_logprobs(ids)) for ids in contexts]
+        await submitted()
+        return [*tasks]
 
     def test_failing_question_fails_alone(self, live: Subject) -> None:
         """If the engine fails on one request of a batch, its caller gets the error and the others
         their rows."""
 
+        @live.for_all(contexts=live.contexts.distinct(), failing=st.integers(0, 3))
         def failing_question_fails_alone(contexts: list[TokenIds], failing: int) -> None:
             bad = contexts[failing % len(contexts)]
             good = [context for context in contexts if context != bad]
@@ -120,27 +115,18 @@ class CallerClauses:
                 else:
                     live.expect(outcome, context, how=f"in a batch in which {list(bad)} failed")
             live.gate.reset()
-            live.expect(live.ask(bad), bad, how="after it had failed once")
-
-        live.check_all(
-            failing_question_fails_alone,
-            contexts=live.contexts.distinct(),
-            failing=st.integers(0, 3),
-        )
+            live.check_row(bad, how="after it had failed once")
 
     def test_reset_fails_what_is_pending(self, live: Subject) -> None:
         """``reset_async_queries`` answers every waiting caller with an error at once; the model
         goes on."""
 
+        @live.for_all(examples=5, contexts=live.contexts.distinct())
         def reset_fails_what_is_pending(contexts: list[TokenIds]) -> None:
             async def scenario() -> tuple[Outcome, list[Outcome]]:
                 with live.gate.held():
                     blocker = await self._blocked(live)
-                    tasks = [
-                        asyncio.ensure_future(live.lm.next_token_logprobs(context))
-                        for context in contexts
-                    ]
-                    await submitted()
+                    tasks = await self._ask(live, contexts)
                     live.lm.reset_async_queries()
                     dropped = await live.soon(asyncio.gather(*tasks, return_exceptions=True))
                 return await live.soon(blocker), dropped
@@ -152,76 +138,52 @@ class CallerClauses:
                     f"a request pending at the reset ended in {outcome!r:.200}",
                 )
             live.expect(taken, live.contexts.stem[:2], how="in the engine's hands during a reset")
-            for row, context in zip(live.gather(contexts), contexts, strict=True):
-                live.expect(row, context, how="after a reset")
-
-        live.check_all(reset_fails_what_is_pending, examples=5, contexts=live.contexts.distinct())
+            live.check_rows(contexts, how="after a reset")
 
     def test_blocking_call_inside_a_running_loop(self, live: Subject) -> None:
         """A blocking call works inside a running event loop, also while that loop's own requests
         are pending."""
 
+        @live.for_all(examples=5, contexts=live.contexts.distinct(least=2, most=2))
         def blocking_call_inside_a_running_loop(contexts: list[TokenIds]) -> None:
             async def scenario() -> tuple[Outcome, Outcome]:
-                task = asyncio.ensure_future(live.lm.next_token_logprobs(contexts[0]))
-                await submitted()
+                (task,) = await self._ask(live, contexts[:1])
                 return live.lm.next_token_logprobs_sync(contexts[1]), await live.soon(task)
 
             # In a thread, so that it is noticed if it hangs: nothing can interrupt a loop that is
             # blocked.
             outcome = live.outcome(live.thread(lambda: live.run(scenario())))
-            if isinstance(outcome, BaseException):
-                raise Violation(
-                    f"a blocking call inside a loop: {type(outcome).__name__}: {outcome}"
-                ) from outcome
-            live.expect(outcome[0], contexts[1], how="by a blocking call inside a running loop")
-            live.expect(
-                outcome[1],
-                contexts[0],
-                how="by a coroutine while a blocking call was made in its loop",
-            )
-
-        live.check_all(
-            blocking_call_inside_a_running_loop,
-            examples=5,
-            contexts=live.contexts.distinct(least=2, most=2),
-        )
+            blocking, waiting = answered(outcome, "a blocking call inside a loop")
+            live.expect(blocking, contexts[1], how="by a blocking call inside a running loop")
+            how = "by a coroutine while a blocking call was made in its loop"
+            live.expect(waiting, contexts[0], how=how)
 
     def test_several_threads(self, live: Subject) -> None:
         """Threads with blocking calls and threads with event loops of their own, all at once, get
         their cold rows."""
 
+        @live.for_all(
+            examples=10, shares=st.lists(live.contexts.distinct(least=1), min_size=2, max_size=4)
+        )
         def several_threads(shares: list[list[TokenIds]]) -> None:
-            def loop(contexts: list[TokenIds]) -> list[Outcome]:
-                return live.gather(contexts)
-
             def blocking(contexts: list[TokenIds]) -> list[Outcome]:
                 return [live.lm.next_token_logprobs_sync(context) for context in contexts]
 
-            ways = itertools.cycle((loop, blocking))
+            ways = itertools.cycle((live.gather, blocking))
             calls = [
                 live.thread(functools.partial(way, contexts))
                 for way, contexts in zip(ways, shares, strict=False)
             ]
             for contexts, call in zip(shares, calls, strict=True):
-                outcome = live.outcome(call)
-                if isinstance(outcome, BaseException):
-                    raise Violation(
-                        f"a thread among {len(shares)}: {type(outcome).__name__}: {outcome}"
-                    ) from outcome
-                for row, context in zip(outcome, contexts, strict=True):
+                rows = answered(live.outcome(call), f"a thread among {len(shares)}")
+                for row, context in zip(rows, contexts, strict=True):
                     live.expect(row, context, how=f"by one of {len(shares)} threads")
-
-        live.check_all(
-            several_threads,
-            examples=10,
-            shares=st.lists(live.contexts.distinct(least=1), min_size=2, max_size=4),
-        )
 
     def test_loops_one_after_the_other(self, live: Subject) -> None:
         """The model works in one event loop after another, also when a loop was closed with
         requests pending."""
 
+        @live.for_all(examples=5, contexts=live.contexts.distinct())
         def loops_one_after_the_other(contexts: list[TokenIds]) -> None:
             abandoned = asyncio.new_event_loop()
             # It would complain of the tasks that are left in it.
@@ -232,8 +194,5 @@ class CallerClauses:
             abandoned.run_until_complete(asyncio.sleep(0))
             abandoned.close()
             for _ in range(2):
-                for row, context in zip(live.gather(contexts), contexts, strict=True):
-                    live.expect(row, context, how="in another event loop, after one was closed")
+                live.check_rows(contexts, how="in another event loop, after one was closed")
             del tasks
-
-        live.check_all(loops_one_after_the_other, examples=5, contexts=live.contexts.distinct())

@@ -105,16 +105,9 @@ def _amend(file: Path, **settings: Any) -> None:
     file.write_text(json.dumps({**known, **settings}))
 
 
-def _known_type(folder: Path, mark: str) -> None:
-    _amend(folder / "config.json", auto_map=AUTO_MAP)
-
-
-def _known_type_of_another_class(folder: Path, mark: str) -> None:
-    _amend(folder / "config.json", auto_map=AUTO_MAP, architectures=[CLASS])
-
-
-def _unknown_type(folder: Path, mark: str) -> None:
-    _amend(folder / "config.json", auto_map=AUTO_MAP, architectures=[CLASS], model_type="canary")
+def _with(file: str, **settings: Any) -> Callable[[Path, str], None]:
+    """A trap of some settings in one of the folder's files."""
+    return lambda folder, mark: _amend(folder / file, **settings)
 
 
 def _nested(folder: Path, mark: str) -> None:
@@ -124,18 +117,6 @@ def _nested(folder: Path, mark: str) -> None:
         model_type="llava",
         architectures=[CLASS],
         text_config={**inner, "architectures": [CLASS]},
-    )
-
-
-def _model_file(folder: Path, mark: str) -> None:
-    _amend(folder / "config.json", model_file="canary.py")
-
-
-def _tokenizer(folder: Path, mark: str) -> None:
-    _amend(
-        folder / "tokenizer_config.json",
-        tokenizer_class="CanaryTokenizer",
-        auto_map={"AutoTokenizer": [REFERENCE, REFERENCE]},
     )
 
 
@@ -164,12 +145,18 @@ def _chat_template(folder: Path, mark: str) -> None:
 
 
 TRAPS: dict[str, Callable[[Path, str], None]] = {
-    "auto_map of a known type": _known_type,
-    "auto_map of an unknown class": _known_type_of_another_class,
-    "auto_map of an unknown type": _unknown_type,
+    "auto_map of a known type": _with("config.json", auto_map=AUTO_MAP),
+    "auto_map of an unknown class": _with("config.json", auto_map=AUTO_MAP, architectures=[CLASS]),
+    "auto_map of an unknown type": _with(
+        "config.json", auto_map=AUTO_MAP, architectures=[CLASS], model_type="canary"
+    ),
     "auto_map of a nested configuration": _nested,
-    "model_file": _model_file,
-    "tokenizer": _tokenizer,
+    "model_file": _with("config.json", model_file="canary.py"),
+    "tokenizer": _with(
+        "tokenizer_config.json",
+        tokenizer_class="CanaryTokenizer",
+        auto_map={"AutoTokenizer": [REFERENCE, REFERENCE]},
+    ),
     "processor": _processor,
     "custom_generate": _custom_generate,
     "pickled weights": _pickled_weights,

@@ -9,7 +9,7 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from genlm.core.conformance.agreement import ROUNDING, MovedDraw, expect_scores, may_follow, steady
-from genlm.core.conformance.compare import Violation
+from genlm.core.conformance.compare import Violation, answered
 from genlm.core.conformance.driver import Outcome
 from genlm.core.conformance.subject import Subject, with_adapter
 from genlm.core.types import TokenIds
@@ -75,8 +75,6 @@ class Score:
         return self
 
     def compare(self, live: Subject, outcome: Outcome, owner: str | None) -> None:
-        if isinstance(outcome, BaseException):
-            raise Violation(f"{type(outcome).__name__}: {outcome}") from outcome
         expect_scores(live, outcome, self.prompt, self.tokens, owner, places=self._places)
 
     @property
@@ -125,9 +123,7 @@ class Draw:
         return evolve(self, stops=(*never, stop), expected=drawn[: drawn.index(stop)])
 
     def compare(self, live: Subject, outcome: Outcome, owner: str | None) -> None:
-        if isinstance(outcome, BaseException):
-            raise Violation(f"{type(outcome).__name__}: {outcome}") from outcome
-        drawn = tuple(outcome)
+        drawn = tuple(answered(outcome, "no tokens"))
         if drawn == self.expected:
             return
         said = f"it draws {list(drawn)}; alone it draws {list(self.expected)}"
@@ -157,7 +153,7 @@ def requests_of(live: Subject, kind: str, salt: int = 0) -> list[Request]:
         kind: One of :data:`DIFFERENT`.
         salt: Chooses the seeds of draws.
     """
-    names = list(live.adapters) if live.lm.supports("genlm_add_lora") else []
+    names = live.loras
     adapters = [None, *names[:2], *([MOVING] if len(names) > 1 else [])]
     make = MAKERS[kind]
     made = [make(live, i, adapters[i % len(adapters)], salt) for i in range(DIFFERENT[kind])]

@@ -22,12 +22,18 @@ from genlm.core.plugins import find_backend
 #: The effort of ``--quick``.
 QUICK = 0.1
 
+#: Options that are attributes of the suite.
+AS_GIVEN = (
+    "backend", "model", "seed", "longest", "window", "patience", "reference", "ignores_tokens",
+    "text_is_normalised",
+)  # fmt: skip
+
 #: Exit codes.
 CONFORMS, DOES_NOT_CONFORM, BAD_ARGUMENTS, NOT_LOADED = 0, 1, 2, 3
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """Run the suite as told.
+    """Run the suite.
 
     Returns:
         The exit code: 0 if the backend conforms, 1 if it does not, 2 if the arguments are wrong,
@@ -47,7 +53,7 @@ def run_command(options: argparse.Namespace) -> int:
 
     progress, done = Progress(), itertools.count(1)
 
-    def tell(verdict: Verdict) -> None:
+    def show(verdict: Verdict) -> None:
         progress.clear()
         if not options.json:
             print(line(verdict, width), file=out, flush=True)
@@ -56,7 +62,7 @@ def run_command(options: argparse.Namespace) -> int:
     progress.show(f"loading {suite.model} on {backend.name} ...")
     # What the engine and the log print in the meantime is not part of the result.
     with contextlib.redirect_stdout(sys.stderr):
-        report = run(suite, tell)
+        report = run(suite, show)
     progress.clear()
     if options.json:
         print(json.dumps(report.as_dict(), indent=2), file=out)
@@ -102,19 +108,13 @@ def suite_of(options: argparse.Namespace) -> ConformanceSuite:
     if options.reference is not None:
         find_backend(options.reference)
     suite = ConformanceSuite()
-    suite.backend = options.backend
-    suite.model = options.model
+    for name in AS_GIVEN:
+        setattr(suite, name, getattr(options, name))
     suite.adapters = dict(named("--adapter", given) for given in options.adapter)
     suite.atol = options.atol if options.atol is not None else ATOL[options.dtype or "float32"]
     suite.options = dict(parsed("--option", given) for given in options.option)
     suite.effort = QUICK if options.quick else options.effort
-    suite.seed = options.seed
-    suite.longest, suite.window = options.longest, options.window
-    suite.patience = options.patience
-    suite.ignores_tokens = options.ignores_tokens
-    suite.text_is_normalised = options.text_is_normalised
     suite.second_model = not options.no_second_model
-    suite.reference = options.reference
     return suite
 
 

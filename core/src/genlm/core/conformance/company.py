@@ -1,5 +1,5 @@
-"""Clauses on requests of different kinds and lengths that share one engine: none waits for the
-long work of another."""
+"""Clauses on requests that share one engine: none waits for the long work of another, nor behind a
+crowd."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from genlm.core.conformance.compare import check
+from genlm.core.conformance.agreement import expect_scores
+from genlm.core.conformance.clock import after_each_call
+from genlm.core.conformance.compare import Violation, check
 from genlm.core.conformance.driver import Outcome, submitted
-from genlm.core.conformance.gate import EngineCall
 from genlm.core.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
@@ -25,6 +26,10 @@ BOUND = 40
 #: one is slow, others may answer many calls.
 BOUND_ELSEWHERE = 2000
 
+#: How often each of a crowd asks. Who waits must be answered before three quarters of the crowd's
+#: requests.
+TIMES = 8
+
 
 class CompanyClauses:
     """Long work and short work together."""
@@ -36,18 +41,18 @@ class CompanyClauses:
         length = self._length(live, long)
 
         async def together() -> list[str]:
-            return await _in_order(
-                {
-                    "long": asyncio.ensure_future(live.lm.sample(long, length, [], seed=1)),
-                    "short": asyncio.ensure_future(live.lm.sample(short, 1, [], seed=2)),
-                }
-            )
+            draws = {"long": (long, length), "short": (short, 1)}
+            asked = {
+                name: asyncio.ensure_future(live.lm.sample(prompt, most, [], seed=most))
+                for name, (prompt, most) in draws.items()
+            }
+            return await _in_order(asked)
 
         for _ in range(self._tries(live)):
             live.reset()
             if live.run(together())[0] == "short":
                 return
-        check(False, f"a draw of 1 token was answered after one of {length} tokens")
+        raise Violation(f"a draw of 1 token was answered after one of {length} tokens")
 
     def test_row_during_a_draw(self, live: Subject) -> None:
         """While a long draw is under way another one comes, then a third, then a row: it is
@@ -67,7 +72,7 @@ class CompanyClauses:
                 await submitted()
                 if i:  # the engine has been woken, if it waits for what is finished
                     live.gate.step()
-                await asyncio.wrap_future(live.thread(live.gate.wait_inside))
+                await live.engine_held()
             asked["row"] = asyncio.ensure_future(lm.next_token_logprobs(row))
             await submitted()
             live.gate.release()
@@ -80,10 +85,7 @@ class CompanyClauses:
             live.expect(answer, row, how=f"during draws of {length} tokens")
             if order[0] == "row":
                 return
-        check(
-            False,
-            f"a row asked in call 3 of a draw of {length} tokens was answered after the draw",
-        )
+        raise Violation(f"a row asked in call 3 of {length} of a draw was answered after the draw")
 
     def test_cancelled_draw_ends(self, live: Subject) -> None:
         """A long draw whose caller has gone is not drawn to its end, and what is asked next is
@@ -99,14 +101,14 @@ class CompanyClauses:
             with live.gate.held():
                 draw = asyncio.ensure_future(live.lm.sample(long, length, [], seed=1))
                 await submitted()
-                await asyncio.wrap_future(live.thread(live.gate.wait_inside))
+                await live.engine_held()
                 draw.cancel()
                 await submitted()
 
         live.reset()
         live.run(scenario())
         for row in (live.contexts.long(3, 2), live.contexts.long(4, 2)):
-            live.expect(live.ask(row), row, how="after a draw was cancelled")
+            live.check_row(row, how="after a draw was cancelled")
         calls = live.gate.recent_calls
         check(
             len(calls) < length,
@@ -138,6 +140,10 @@ class CompanyClauses:
             await submitted()
 
         async def after_a_call() -> None:
+            # A request that comes in now wakes the next call, if it can be woken. That one may end
+            # before it has done anything, so there only a call that answers brings another.
+            if elsewhere and not live.gate.recent_calls[-1].answered:
+                return
             waiting = {what for what, answer in asked.items() if not answer.done()}
             if len(stream) == bound:
                 passed_over.update(waiting)
@@ -145,28 +151,17 @@ class CompanyClauses:
                 await ask_another()
 
         async def scenario() -> Outcome:
-            loop = asyncio.get_running_loop()
-
-            def bring(ended: EngineCall) -> None:
-                # A request that comes in now wakes the next call, if it can be woken. That one may
-                # end before it has done anything, so there only a call that answers brings another.
-                if ended.answered or not elsewhere:
-                    # Before it returns: so the next one has a newcomer.
-                    live.wait(asyncio.run_coroutine_threadsafe(after_a_call(), loop))
-
-            with live.gate.held():
-                await ask_another()
-                await asyncio.wrap_future(live.thread(live.gate.wait_inside))
-                asked["a row"] = asyncio.ensure_future(live.lm.next_token_logprobs(victims[0]))
-                if draws:
-                    drawn = live.lm.sample(victims[1], 2, [], seed=1)
-                    asked["a draw of 2 tokens"] = asyncio.ensure_future(drawn)
-                await submitted()
-                live.gate.on_call = bring
-            try:
+            live.gate.hold()
+            await ask_another()
+            await live.engine_held()
+            asked["a row"] = asyncio.ensure_future(live.lm.next_token_logprobs(victims[0]))
+            if draws:
+                drawn = live.lm.sample(victims[1], 2, [], seed=1)
+                asked["a draw of 2 tokens"] = asyncio.ensure_future(drawn)
+            await submitted()
+            async with after_each_call(live, after_a_call):
+                live.gate.release()
                 row, *_ = await asyncio.gather(*asked.values(), return_exceptions=True)
-            finally:
-                live.gate.on_call = None
             await asyncio.gather(*stream)
             return row
 
@@ -208,3 +203,69 @@ async def _in_order(asked: Mapping[str, asyncio.Future[Outcome]]) -> list[str]:
 
 def _of(token_ids: TokenIds, prompt: TokenIds) -> bool:
     return token_ids[: len(prompt)] == prompt
+
+
+class CrowdClauses:
+    """Whose turn it is."""
+
+    def test_nobody_waits_behind_a_crowd(self, live: Subject) -> None:
+        """A long row, a draw and a score are answered, and right, while 64 callers with short
+        contexts each ask again when the call after their answer ends."""
+        callers = live.scaled(64, 20)
+        contexts = live.contexts
+        crowd = contexts.many(callers * TIMES)
+        long = contexts.long(min(100, contexts.limit - 3, live.longest), 3)
+        row, drawn, scored = long, long[:-1], long[:-2]
+        tokens = contexts.tokens[:2]
+        waiting: dict[str, asyncio.Future[Outcome]] = {}
+        passed_over: list[str] = []
+        answered = 0
+        call_ended = asyncio.Event()
+
+        async def one_of_the_crowd(number: int) -> None:
+            nonlocal answered
+            if number % 2:  # half of them begin a call later, so newcomers come with every call
+                await call_ended.wait()
+            for context in crowd[number::callers]:
+                await live.lm.next_token_logprobs(context)
+                answered += 1
+                if answered == 3 * len(crowd) // 4:  # at the end the crowd is gone
+                    passed_over.extend(name for name, one in waiting.items() if not one.done())
+                if answered > 3 * len(crowd) // 4:
+                    return
+                await call_ended.wait()
+
+        async def call_ends() -> None:
+            nonlocal call_ended
+            call_ended.set()
+            call_ended = asyncio.Event()
+            await submitted()
+
+        async def scenario() -> list[Outcome]:
+            with live.gate.held():
+                others = [asyncio.ensure_future(one_of_the_crowd(n)) for n in range(callers)]
+                for what, asked in (
+                    ("a row", live.lm.next_token_logprobs(row)),
+                    ("a draw of 2 tokens", live.lm.sample(drawn, 2, [], temperature=0.0)),
+                    ("a score of 2 tokens", live.lm.sequence_logprobs(scored, tokens)),
+                ):
+                    waiting[what] = asyncio.ensure_future(asked)
+                await submitted()
+            async with after_each_call(live, call_ends):
+                await live.all_done([*waiting.values()])
+                for one in (*others, *waiting.values()):  # who is not answered at all
+                    one.cancel()
+            return list(await asyncio.gather(*waiting.values(), return_exceptions=True))
+
+        live.reset()
+        outcomes = live.drive(scenario())
+        how = f"while {callers} callers ask again and again"
+        check(
+            not passed_over,
+            f"{' and '.join(passed_over)} got no answer while {callers} others, who came together "
+            f"with them, asked again and again, and were answered {3 * len(crowd) // 4} times",
+        )
+        for what, outcome in zip(waiting, outcomes, strict=True):
+            check(not isinstance(outcome, BaseException), f"{what}, {how}: {outcome!r}")
+        live.expect(outcomes[0], row, how=how)
+        expect_scores(live, outcomes[2], scored, tuple(tokens), how=how)

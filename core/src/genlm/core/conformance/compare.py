@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +28,17 @@ def check(holds: bool, otherwise: str) -> None:
     """Raises: Violation: with the message ``otherwise``, unless ``holds``."""
     if not holds:
         raise Violation(otherwise)
+
+
+def answered(outcome: Any, what: str, more: str = "") -> Any:
+    """What was answered.
+
+    Raises:
+        Violation: with the messages ``what`` and ``more``; it is an exception.
+    """
+    if isinstance(outcome, BaseException):
+        raise Violation(f"{what}: {type(outcome).__name__}: {outcome}{more}") from outcome
+    return outcome
 
 
 def brief(token_ids: Sequence[int]) -> str:

@@ -44,21 +44,18 @@ def failing_forward(model: Any) -> Callable[[int], AbstractContextManager[None]]
 class FaultClauses:
     """The engine fails in the middle of its work."""
 
-    def fail_inside(self, lm: Any) -> Any:
-        raise NotImplementedError
-
     def test_error_inside_the_engine(self, live: Subject) -> None:
         """An error in the middle of a batch, with adapters and without: whoever gets no row gets
         the error, and the same batches are right afterwards."""
-        names = [None, *(live.adapters if live.lm.supports("genlm_add_lora") else [])][:3]
+        names = [None, *live.loras][:3]
         contexts = [live.contexts.long(n, i) for i, n in enumerate((3, 3, 5, 18)) if n <= 60]
         contexts = [context[: live.contexts.limit - 1] for context in contexts]
         mixed = [(context, name) for context in contexts[:2] for name in names]
         plain = [(context, None) for context in contexts]
         for context, name in {*mixed, *plain}:
             live.cold(context, name)
-        fault = self.fail_inside(live.lm)
-        if fault is None:
+        failing = live.suite.fail_inside(live.lm)
+        if failing is None:
             pytest.skip(
                 "the suite cannot make this engine fail from inside; override fail_inside() where "
                 "you can"
@@ -67,17 +64,13 @@ class FaultClauses:
             for times in (1, 1 << 20):
                 live.lm.clear_cache()
                 live.lm.clear_kv_cache()
-                ids, adapters = [c for c, _ in asked], [a for _, a in asked]
-                with self.fail_inside(live.lm)(times):
-                    outcomes = live.gather(ids, adapters)
+                with failing(times):
+                    outcomes = live.gather(*zip(*asked, strict=True))
                 for outcome, (context, name) in zip(outcomes, asked, strict=True):
                     if not isinstance(outcome, Exception):
                         live.expect(outcome, context, name, how="in a batch that failed inside")
                 # Whoever used the same batch before, and whoever has the base model alone.
                 for again in (asked, plain, mixed, mixed[::-1]):
                     live.lm.clear_cache()
-                    rows = live.gather([c for c, _ in again], [a for _, a in again])
-                    for row, (context, name) in zip(rows, again, strict=True):
-                        live.expect(
-                            row, context, name, how=f"after the engine had failed inside {times}x"
-                        )
+                    how = f"after the engine had failed inside {times}x"
+                    live.check_rows(*zip(*again, strict=True), how=how)

@@ -1,4 +1,4 @@
-"""Clauses on lengths: from one token to ``max_context``, around the sizes at which engines change
+"""Clauses on the lengths of contexts and continuations: around the sizes at which engines change
 what they do."""
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 #: A prompt of this many tokens is computed in chunks by most engines.
 CHUNK = 256
 
+#: Where shorter continuations begin and end, within blocks and across them.
+PIECES = ((1, 20), (14, 18), (14, 40), (30, 34), (32, 36), (64, 67), (33, 70), (60, 68), (126, 132))
+
+#: The places of long continuations around which tokens are compared.
+PLACES = (16, 64, 100, 128, 256, 512)
+
 
 class LengthClauses:
     """An answer is right at every length."""
-
-    window: int | None
-    ignores_tokens: bool
 
     def test_rows_at_every_length(self, live: Subject) -> None:
         """Contexts of every length around powers of two have their cold rows: one after the other,
@@ -36,34 +39,33 @@ class LengthClauses:
         lengths = contexts.lengths(most)
         order = live.random("lengths").sample(lengths, len(lengths))
         for length in [most, *order]:
-            live.expect(live.ask(text[:length]), text[:length], how="after others of its prefixes")
+            live.check_row(text[:length], how="after others of its prefixes")
         # Growing by a token across every edge, from what was kept.
         for length in (length for length in lengths if length + 1 in lengths):
             for end in (length, length + 1):
                 fork = (*contexts.long(most, 1)[: end - 1], contexts.tokens[2])
-                live.expect(live.ask(fork), fork, how="growing token by token")
+                live.check_row(fork, how="growing token by token")
         live.lm.clear_cache()
         # What forks from the longest one, early and late.
         for length in lengths[:: 1 if live.effort >= 1 else 3]:
             live.ask(text)
             fork = (*text[: length - 1], contexts.tokens[3], contexts.tokens[4])[:most]
-            live.expect(live.ask(fork), fork, how=f"forked from a context of {most} tokens")
+            live.check_row(fork, how=f"forked from a context of {most} tokens")
             live.lm.clear_cache()
         together = [text[:length] for length in lengths]
         # Beside them contexts that differ from them in their first token only.
         other = next(token for token in contexts.tokens if token != text[0])
         together += [(other, *context[1:]) for context in together[1::3]]
-        for row, context in zip(live.gather(together), together, strict=True):
-            live.expect(row, context, how="in a batch of contexts of all lengths")
+        live.check_rows(together, how="in a batch of contexts of all lengths")
 
     def test_row_depends_on_every_token(self, live: Subject) -> None:
         """Another token at any place gives another row, and so does another order of distant
         tokens, in the cold rows too. (Set ``window`` where the model forgets what is further back,
         ``ignores_tokens`` where it need not look at all.)"""
-        if self.ignores_tokens:
+        if live.suite.ignores_tokens:
             pytest.skip("this class says that the model may ignore tokens (ignores_tokens)")
         contexts = live.contexts
-        most = min(live.longest, self.window or live.longest)
+        most = min(live.longest, live.suite.window or live.longest)
         for length in sorted({min(length, most) for length in (8, 40, 100, 200, 600, most)}):
             text = contexts.long(length)
             row = live.cold(text)
@@ -112,8 +114,7 @@ class LengthClauses:
         atol, live.atol = live.atol, 10 * live.atol
         try:
             for _ in range(2):
-                for row, context in zip(live.gather(asked), asked, strict=True):
-                    live.expect(row, context, how="gathered with other unusual tokens")
+                live.check_rows(asked, how="gathered with other unusual tokens")
                 live.lm.clear_cache()
         finally:
             live.atol = atol
@@ -130,16 +131,12 @@ class LengthClauses:
         context = live.contexts.long(limit)
         tokens = live.contexts.tokens
         for shorter in (context[:-1], context):
-            live.expect(live.ask(shorter), shorter, how=f"where max_context is {limit}")
-        expect_greedy(live, live.run(live.lm.sample(context, 1, [], temperature=0.0)), context)
-        drawn_to_the_end = live.run(live.lm.sample(context[:-3], 4, [], seed=0))
-        check(
-            len(drawn_to_the_end) == 4,
-            f"4 tokens fit after {limit - 3}; {len(drawn_to_the_end)} were drawn",
-        )
+            live.check_row(shorter, how=f"where max_context is {limit}")
+        expect_greedy(live, live.sample(context, 1, temperature=0.0), context)
+        drawn = live.sample(context[:-3], 4, seed=0)
+        check(len(drawn) == 4, f"4 tokens fit after {limit - 3}; {len(drawn)} were drawn")
         three = (*tokens[:2], tokens[0])
-        scores = live.run(live.lm.sequence_logprobs(context[:-2], three))
-        expect_scores(live, scores, context[:-2], three)
+        expect_scores(live, live.score(context[:-2], three), context[:-2], three)
 
     def test_draws_at_every_length(self, live: Subject) -> None:
         """Draws whose prompts end just before the edges, together: every token is the most likely
@@ -150,7 +147,7 @@ class LengthClauses:
 
         async def together() -> list[list[int]]:
             draws = [live.lm.sample(prompt, 4, [], temperature=0.0) for prompt in prompts]
-            return list(await asyncio.gather(*draws))
+            return await asyncio.gather(*draws)
 
         for prompt, drawn in zip(prompts, live.run(together()), strict=True):
             expect_greedy(live, drawn, prompt)
@@ -162,45 +159,73 @@ class LengthClauses:
         text = contexts.long(most)
         cases = [
             (text[:begin], text[begin:end])
-            for begin, end in (
-                (1, 20),
-                (14, 18),
-                (14, 40),
-                (30, 34),
-                (32, 36),
-                (64, 67),
-                (33, 70),
-                (60, 68),
-                (126, 132),
-                *((edge - 4, edge + 8) for edge in EDGES if edge >= CHUNK),
-            )
+            for begin, end in (*PIECES, *((e - 4, e + 8) for e in EDGES if e >= CHUNK))
             if end <= most
         ]
         source = live.random("scores")
 
-        def alone(prompt: TokenIds, tokens: TokenIds) -> torch.Tensor:
-            return live.run(live.lm.sequence_logprobs(prompt, tokens))
+        async def together(cases: list[tuple[TokenIds, TokenIds]]) -> list[torch.Tensor]:
+            return await asyncio.gather(*(live.lm.sequence_logprobs(*case) for case in cases))
 
         for turn in range(live.scaled(3, 2)):
             order = source.sample(cases, len(cases))
-
-            async def together(
-                order: list[tuple[TokenIds, TokenIds]] = order,
-            ) -> list[torch.Tensor]:
-                return list(
-                    await asyncio.gather(*(live.lm.sequence_logprobs(*case) for case in order))
-                )
-
-            scores = live.run(together()) if turn != 1 else None
+            scores = live.run(together(order)) if turn != 1 else None
             for i, (prompt, tokens) in enumerate(order):
-                begin = len(prompt)
-                near = [
-                    k
-                    for k in range(len(tokens))
-                    if k in (0, 1, len(tokens) - 1) or (begin + k) % 16 in (0, 1, 15)
-                ]
-                given = scores[i] if scores is not None else alone(prompt, tokens)
-                expect_scores(live, given, prompt, tokens, places=near)
+                last = len(tokens) - 1
+                near = {k for k in range(last) if (len(prompt) + k) % 16 in (0, 1, 15)}
+                given = scores[i] if scores is not None else live.score(prompt, tokens)
+                expect_scores(live, given, prompt, tokens, places=sorted({0, 1, *near, last}))
                 if turn == 1:
-                    live.expect(live.ask(prompt), prompt, how="after a continuation was scored")
+                    live.check_row(prompt, how="after a continuation was scored")
             live.lm.clear_cache()
+
+
+class ContinuationClauses:
+    """Continuations of hundreds of tokens."""
+
+    def test_long_continuations(self, live: Subject) -> None:
+        """Continuations of up to 500 tokens score what the cold rows say, alone and beside others
+        of other lengths; drawn ones have all their tokens, each the most likely one; and contexts
+        go on from them."""
+        self._scores(live)
+        self._draws(live)
+
+    def _scores(self, live: Subject) -> None:
+        prompts = (3, 40)
+        room = min(live.longest, live.contexts.limit - 1)
+        lengths = [min(n, room - 40) for n in (500, 150)]
+        cases = [
+            (text[:prompt], text[prompt:])
+            for prompt, n in zip(prompts, lengths, strict=True)
+            if n > 1
+            for text in [live.contexts.long(prompt + n, prompt)]
+        ]
+        for prompt, tokens in cases:
+            scores, places = live.score(prompt, tokens), _around(len(tokens))
+            expect_scores(live, scores, prompt, tokens, places=places, how="a long continuation")
+            for end in (len(prompt) + len(tokens) - 1, len(prompt) + len(tokens)):
+                longer = (*(prompt + tokens)[:end], live.contexts.tokens[1])
+                live.check_row(longer, how="going on from what was scored")
+
+    def _draws(self, live: Subject) -> None:
+        contexts = live.contexts
+        for n, stops in ((live.scaled(200, 140), False), (21, True)):
+            prompt = contexts.long(min(9, contexts.limit - 2), 2)
+            most = min(n, live.longest, contexts.limit - len(prompt) - 1)
+            drawn = live.sample(prompt, most, temperature=0.0)
+            check(len(drawn) == most, f"{most} tokens were to be drawn, and {len(drawn)} were")
+            if stops:  # the last one, wherever it comes first
+                stop = drawn[-1]
+                expected = drawn[: drawn.index(stop)]
+                drawn = live.sample(prompt, most, [stop], temperature=0.0)
+                check(drawn == expected, f"with stop token {stop} {drawn}, without {expected}")
+            expect_greedy(live, drawn, prompt, places=_around(len(drawn)))
+            for end in (len(drawn), len(drawn) - 1):
+                context = (*prompt, *drawn[: max(end, 0)])
+                for asked in ((*context, contexts.tokens[3]), context):
+                    live.check_row(asked, how="going on from what was drawn")
+
+
+def _around(length: int) -> list[int]:
+    around = {edge + off for edge in PLACES for off in (-1, 0, 1)}
+    return sorted(place for place in {0, 1, *around, length - 1} if 0 <= place < length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import importlib.metadata
 import json
@@ -11,7 +12,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -41,11 +42,9 @@ print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - b
 class Farewell:
     """What became of everybody when the model was closed with requests pending."""
 
-    waiting: list[Outcome]  # callers whose request the engine had not taken
-    blocked: Outcome  # the same, in a thread
+    waiting: list[Outcome]  # callers whose request the engine had not taken, the last in a thread
     taken: Outcome  # the caller whose request the engine had in hand
-    closed: Outcome  # of close()
-    closed_again: Outcome
+    closed: dict[str, Outcome]  # of close(), and of a second one
     afterwards: dict[str, Outcome]  # of each method called on the closed model
 
 
@@ -56,6 +55,15 @@ class Alive:
     tensors: int  # bytes, each storage counted once
     threads: frozenset[str]
     files: int
+
+    def check(self, before: Alive, tensors: float, left: str) -> None:
+        """Raises: Violation: more is alive than ``before``; of tensors at least that many bytes."""
+        grown = self.tensors - before.tensors
+        check(grown < tensors, f"{grown} bytes of tensors {left}")
+        threads = self.threads - before.threads
+        check(not threads, f"threads that {left}: {', '.join(sorted(threads))}")
+        files = self.files - before.files
+        check(files <= 0, f"{files} open files {left}")
 
 
 def alive() -> Alive:
@@ -80,22 +88,18 @@ def alive() -> Alive:
 class LifecycleClauses:
     """Import, close."""
 
-    backend: str
-    second_model: bool
-
-    def load(self, wrappers: Sequence[object]) -> AsyncLM:
-        raise NotImplementedError
-
     def test_two_models_in_one_process(self, live: Subject) -> None:
         """Two more models of the same backend draw differently without a seed, keep their own
         adapters and state, and one closes without a trace on the others."""
-        self._needs_a_second_model()
+        self._needs_a_second_model(live)
         prompt = live.contexts.stem[:4]
         length = min(24, live.contexts.limit - 5)
-        cold = live.cold(prompt)
-        names = list(live.adapters)[:2] if live.lm.supports("genlm_add_lora") else []
+        live.cold(prompt)
+        names = live.loras[:2]
         with contextlib.ExitStack() as stack:
-            models = [stack.enter_context(contextlib.closing(self._further())) for _ in range(2)]
+            models = [
+                stack.enter_context(contextlib.closing(self._further(live))) for _ in range(2)
+            ]
             drawn = [live.run(lm.sample(prompt, length, [], temperature=100.0)) for lm in models]
             check(
                 drawn[0] != drawn[1],
@@ -104,27 +108,23 @@ class LifecycleClauses:
             )
             for lm, name in zip(models, names, strict=False):
                 lm.add_new_lora(live.adapters[name], "mine")
+            longer = (*prompt, live.contexts.tokens[0])
             for lm in models:
                 lm.cache_kv(prompt)
-                row = lm.next_token_logprobs_sync((*prompt, live.contexts.tokens[0]))
-                expected = live.cold((*prompt, live.contexts.tokens[0]))
-                live.expect_row(row, expected, "a row of one of two models")
+                live.expect(lm.next_token_logprobs_sync(longer), longer, how="of one of two models")
             for lm, name in zip(models, names, strict=False):
                 row = lm.next_token_logprobs_sync(prompt, lora_name="mine")
-                what = f"with {name!r} under a name that another model has for another"
-                live.expect_row(row, live.cold(prompt, name), what)
+                how = "under a name that another model has for another"
+                live.expect(row, prompt, name, how)
             models[0].close()
             models[1].clear_cache()  # so that the engine is asked again
             for lm, name in zip(models[1:], names[1:], strict=False):
                 row = lm.next_token_logprobs_sync(prompt, lora_name="mine")
-                live.expect_row(
-                    row, live.cold(prompt, name), "with an adapter, after another model was closed"
-                )
-            live.expect_row(
-                models[1].next_token_logprobs_sync(prompt), cold, "after another model was closed"
-            )
+                live.expect(row, prompt, name, "after another model was closed")
+            row = models[1].next_token_logprobs_sync(prompt)
+            live.expect(row, prompt, how="after another model was closed")
         live.lm.clear_cache()
-        live.expect(live.ask(prompt), prompt, how="after two other models were closed")
+        live.check_row(prompt, how="after two other models were closed")
 
     def test_nothing_grows(self, live: Subject) -> None:
         """After ``clear_cache`` and ``clear_kv_cache``, as many bytes of tensors, threads and open
@@ -135,30 +135,22 @@ class LifecycleClauses:
         left: list[Alive] = []
         for turn in range(3):
             live.gather(contexts[turn * third : (turn + 1) * third])
-            live.run(live.lm.sample(contexts[0], 3, [], seed=0))
+            live.sample(contexts[0], 3, seed=0)
             live.lm.cache_kv(contexts[turn])
             live.lm.clear_cache()
             live.lm.clear_kv_cache()
             if turn:  # what the first one leaves may be made once
                 left.append(alive())
         before, after = left
-        grown = after.tensors - before.tensors
-        check(
-            grown < third * row / 2,
-            f"{grown} bytes of tensors are left of {third} rows of {row} bytes, after both clears",
-        )
-        threads = after.threads - before.threads
-        check(not threads, f"further threads, after both clears: {', '.join(sorted(threads))}")
-        files = after.files - before.files
-        check(files <= 0, f"{files} further open files, after both clears")
+        after.check(before, third * row / 2, f"are left of {third} rows, after both clears")
 
     def test_nothing_is_left_after_close(self, live: Subject) -> None:
         """A model that has been used and closed leaves no tensors, threads or open files."""
-        self._needs_a_second_model()
+        self._needs_a_second_model(live)
         contexts = live.contexts.many(30)
 
         def use() -> None:
-            lm = self._further()
+            lm = self._further(live)
             lm.batch_next_token_logprobs_sync(contexts)
             live.run(lm.sample(contexts[0], 3, [], seed=0))
             lm.cache_kv(contexts[1])
@@ -167,15 +159,8 @@ class LifecycleClauses:
         def check_what_is_left() -> None:
             before = alive()
             use()
-            left = alive()
-            threads = left.threads - before.threads
-            check(not threads, f"threads that outlive the model: {', '.join(sorted(threads))}")
-            row = len(live.lm.byte_vocab) * 4
-            grown = left.tensors - before.tensors
-            most = len(contexts) * row / 2
-            check(grown < most, f"{grown} bytes of tensors are left of a closed model")
-            files = left.files - before.files
-            check(files <= 0, f"{files} files are left open by a closed model")
+            most = len(contexts) * len(live.lm.byte_vocab) * 4 / 2
+            alive().check(before, most, "are left of a closed model")
 
         use()  # what is made once in a process is not counted
         for _ in range(2):
@@ -183,18 +168,18 @@ class LifecycleClauses:
                 return check_what_is_left()
         check_what_is_left()  # a leak is left every time; connections come and go
 
-    def _further(self) -> AsyncLM:
+    def _further(self, live: Subject) -> AsyncLM:
         """Another model of the backend. One that refuses it, and says so, is not tested for it."""
         try:
-            return self.load([])
+            return live.suite.load([])
         except Exception as error:
             pytest.skip(
                 "the backend refuses another model while one is open "
                 f"({type(error).__name__}: {error!s:.100})"
             )
 
-    def _needs_a_second_model(self) -> None:
-        if not self.second_model:
+    def _needs_a_second_model(self, live: Subject) -> None:
+        if not live.suite.second_model:
             pytest.skip(
                 "this class says that there is no room for a second model (second_model = False)"
             )
@@ -203,7 +188,7 @@ class LifecycleClauses:
         """``close`` answers every waiting caller with ``ModelClosedError``; a request in the
         engine's hands may end."""
         farewell = self._farewell(live)
-        for outcome in [*farewell.waiting, farewell.blocked]:
+        for outcome in farewell.waiting:
             check(
                 isinstance(outcome, ModelClosedError),
                 f"pending when the model was closed, it ended in {outcome!r:.200}",
@@ -217,10 +202,7 @@ class LifecycleClauses:
         """Closing twice is nothing; everything asked of a closed model is a ``ModelClosedError``,
         at once."""
         farewell = self._farewell(live)
-        for which, outcome in (
-            ("close()", farewell.closed),
-            ("a second close()", farewell.closed_again),
-        ):
+        for which, outcome in farewell.closed.items():
             check(outcome is None, f"{which} ended in {outcome!r:.200}")
         for method, outcome in farewell.afterwards.items():
             check(
@@ -231,19 +213,16 @@ class LifecycleClauses:
     def test_import_of_plugin_imports_no_engine(self, live: Subject) -> None:
         """Importing the plugin module and asking what the backend is imports no engine and no
         tensor library."""
-        backend = find_backend(self.backend)
-        looked = subprocess.run(
-            [sys.executable, "-c", LOOK, self.backend], capture_output=True, text=True, check=False
-        )
+        backend = find_backend(live.suite.backend)
+        look = [sys.executable, "-c", LOOK, backend.name]
+        looked = subprocess.run(look, capture_output=True, text=True, check=False)
         check(looked.returncode == 0, f"looking at the backend failed: {looked.stderr[-500:]}")
         imported = set(json.loads(looked.stdout.splitlines()[-1]))
         engine = backend.info().engine
         own = backend.entry_point.dist.name if backend.entry_point.dist else None
         modules = importlib.metadata.packages_distributions().items()
-        forbidden = {
-            module for module, names in modules if engine in names and engine != own
-        } | HEAVY
-        found = sorted(imported & forbidden)
+        forbidden = {module for module, names in modules if engine in names and engine != own}
+        found = sorted(imported & (forbidden | HEAVY))
         check(
             not found,
             f"importing {backend.module.__name__} and asking genlm_backend_info imports "
@@ -268,47 +247,44 @@ async def _say_goodbye(live: Subject) -> Farewell:
     live.gate.hold()
     taken = asyncio.ensure_future(lm.next_token_logprobs(stem[:2]))
     await submitted()
-    await asyncio.wrap_future(live.thread(live.gate.wait_inside))
+    await live.engine_held()
     waiting = [asyncio.ensure_future(lm.next_token_logprobs(stem[:n])) for n in (3, 4, 4)]
     await submitted()
     blocked = live.thread(lambda: lm.next_token_logprobs_sync(stem[:5]))
     closing = live.thread(lm.close)
     # These must end while the engine is still busy with the first request.
-    ended = [await _outcome(live, future) for future in waiting]
-    ended_in_thread = await _outcome(live, asyncio.wrap_future(blocked))
+    ended = [await _outcome(live, one) for one in (*waiting, asyncio.wrap_future(blocked))]
     live.gate.release()
+    six = stem[:6]
+    called: dict[str, Callable[[], object]] = {
+        "next_token_logprobs_sync": lambda: lm.next_token_logprobs_sync(six),
+        "next_token_logprobs_uncached": lambda: lm.next_token_logprobs_uncached(six),
+        "cache_kv": lambda: lm.cache_kv(six),
+        "clear_kv_cache": lm.clear_kv_cache,
+    }
+    afterwards: dict[str, Callable[[], Awaitable[object]]] = {
+        "next_token_logprobs": lambda: lm.next_token_logprobs(six),
+        "batch_next_token_logprobs": lambda: lm.batch_next_token_logprobs([six]),
+        "sample": lambda: lm.sample(six, 1, []),
+        **{name: functools.partial(_called, live, call) for name, call in called.items()},
+    }
     return Farewell(
         waiting=ended,
-        blocked=ended_in_thread,
         taken=await _outcome(live, taken),
-        closed=await _outcome(live, asyncio.wrap_future(closing)),
-        closed_again=await _outcome(live, asyncio.wrap_future(live.thread(lm.close))),
-        afterwards={
-            "next_token_logprobs": await _outcome(live, lm.next_token_logprobs(stem[:6])),
-            "batch_next_token_logprobs": await _outcome(
-                live, lm.batch_next_token_logprobs([stem[:6]])
-            ),
-            "sample": await _outcome(live, lm.sample(stem[:6], 1, [])),
-            "next_token_logprobs_sync": await _call(
-                live, lambda: lm.next_token_logprobs_sync(stem[:6])
-            ),
-            "next_token_logprobs_uncached": await _call(
-                live, lambda: lm.next_token_logprobs_uncached(stem[:6])
-            ),
-            "cache_kv": await _call(live, lambda: lm.cache_kv(stem[:6])),
-            "clear_kv_cache": await _call(live, lm.clear_kv_cache),
+        closed={
+            "close()": await _outcome(live, asyncio.wrap_future(closing)),
+            "a second close()": await _outcome(live, _called(live, lm.close)),
         },
+        afterwards={name: await _outcome(live, ask()) for name, ask in afterwards.items()},
     )
 
 
-async def _call(live: Subject, call: Any) -> Outcome:
-    return await _outcome(live, asyncio.wrap_future(live.thread(call)))
+async def _called(live: Subject, call: Callable[[], Any]) -> object:
+    return await asyncio.wrap_future(live.thread(call))
 
 
-async def _outcome(live: Subject, awaitable: Any) -> Outcome:
+async def _outcome(live: Subject, awaitable: Awaitable[Any]) -> Outcome:
     try:
         return await live.soon(awaitable)
-    except asyncio.CancelledError as error:
-        return error
-    except Exception as error:
+    except (asyncio.CancelledError, Exception) as error:
         return error

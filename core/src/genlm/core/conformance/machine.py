@@ -100,7 +100,7 @@ class Operations(RuleBasedStateMachine):
         super().__init__()
         self.live = live
         live.reset()
-        self.names = list(live.adapters)[:2] if live.lm.supports("genlm_add_lora") else []
+        self.names = live.loras[:2]
         self.loras = [DEFAULT, None, *self.names]
         self.tokens = live.contexts.tokens[:2]
         self.contexts = self._tree()
@@ -181,19 +181,11 @@ class Operations(RuleBasedStateMachine):
 
     @rule(context=drawn("contexts"), lora=drawn("loras"))
     def ask_blocking(self, context: TokenIds, lora: str | None) -> None:
-        self._expect(
-            context,
-            lora,
-            lambda given: self.live.lm.next_token_logprobs_sync(context, lora_name=given),
-        )
+        self._ask_and_wait(self.live.lm.next_token_logprobs_sync, context, lora)
 
     @rule(context=drawn("contexts"), lora=drawn("loras"))
     def ask_uncached(self, context: TokenIds, lora: str | None) -> None:
-        self._expect(
-            context,
-            lora,
-            lambda given: self.live.lm.next_token_logprobs_uncached(context, lora_name=given),
-        )
+        self._ask_and_wait(self.live.lm.next_token_logprobs_uncached, context, lora)
 
     @rule(context=drawn("contexts"), lora=drawn("loras"), seed=st.integers(0, 1))
     def sample(self, context: TokenIds, lora: str | None, seed: int) -> None:
@@ -202,8 +194,7 @@ class Operations(RuleBasedStateMachine):
         if isinstance(expected, type):
             return
         self.live.gate.release()
-        lm = self.live.lm
-        (best,) = self.live.run(lm.sample(context, 1, [], temperature=0.0, lora_name=_given(lora)))
+        (best,) = self.live.sample(context, 1, temperature=0.0, lora_name=_given(lora))
         behind = float(expected.max() - expected[best])
         check(
             behind <= TOP_FACTOR * self.live.atol,
@@ -211,15 +202,10 @@ class Operations(RuleBasedStateMachine):
         )
         if self.live.atol <= ROUNDING:
             options = steady(self.live, top_k=2)
-            ids = self.live.run(
-                lm.sample(context, 2, [], seed=seed, lora_name=_given(lora), **options)
-            )
+            ids = self.live.sample(context, 2, seed=seed, lora_name=_given(lora), **options)
             before = self.seeded.setdefault((context, self._stands_for(lora), seed), ids)
-            check(
-                ids == before,
-                f"{list(context)} with {lora} and seed {seed} draws {ids}, and drew {before} "
-                "before",
-            )
+            what = f"{list(context)} with {lora} and seed {seed}"
+            check(ids == before, f"{what} draws {ids}, and drew {before} before")
 
     @rule(context=drawn("contexts"))
     def fail(self, context: TokenIds) -> None:
@@ -287,16 +273,10 @@ class Operations(RuleBasedStateMachine):
 
     @invariant()
     def all_is_well(self) -> None:
-        self._check_counters()
-        self._check_answers()
-
-    def _check_counters(self) -> None:
         before, self.stats = self.stats, self.live.lm.stats
         for name, now in asdict(self.stats).items():
             was = getattr(before, name)
             check(now >= was, f"stats.{name} went from {was} to {now}")
-
-    def _check_answers(self) -> None:
         # They stay in the list: what it holds decides which rules come next, and must not depend on
         # who is answered when.
         for asked in self.asked:
@@ -321,10 +301,11 @@ class Operations(RuleBasedStateMachine):
         except KeyError:
             return UnknownAdapterError
 
-    def _expect(self, context: TokenIds, lora: str | None, ask: Any) -> None:
+    def _ask_and_wait(self, method: Any, context: TokenIds, lora: str | None) -> None:
         expected = self._expected(context, lora)
         self.live.gate.release()
-        outcome = self.live.outcome(self.live.thread(lambda: ask(_given(lora))))
+        call = functools.partial(method, context, lora_name=_given(lora))
+        outcome = self.live.outcome(self.live.thread(call))
         self._compare(f"{list(context)} with {lora}", outcome, expected)
 
     def _look(self, asked: Asked) -> None:

@@ -21,13 +21,14 @@ from genlm.core.errors import UnknownAdapterError
 def check_schedule(live: Subject, schedule: Sequence[Event]) -> None:
     """Raises: Violation: some request got something else than alone."""
 
-    def each_is_as_alone(salt: int) -> None:
+    @for_each_seed
+    def each_is_as_alone(seed: int) -> None:
         live.reset()
-        performance = Performance(live, schedule, salt)
+        performance = Performance(live, schedule, seed)
         live.drive(performance.run())
         performance.check()
 
-    for_each_seed(each_is_as_alone, 0)
+    each_is_as_alone(0)
 
 
 @define(eq=False)

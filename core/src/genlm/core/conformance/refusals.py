@@ -30,8 +30,6 @@ GARBAGE: dict[str, Any] = {
 class RefusalClauses:
     """What cannot be asked is refused."""
 
-    options: Any
-
     def test_bad_context_is_refused(self, live: Subject) -> None:
         """Empty, out of range, not ints: an ``InvalidQueryError``, whichever method is called."""
         lm = live.lm
@@ -41,8 +39,8 @@ class RefusalClauses:
             lambda bad: lm.next_token_logprobs_sync(bad),
             lambda bad: lm.next_token_logprobs_uncached(bad),
             lambda bad: lm.cache_kv(bad),
-            lambda bad: live.run(lm.sample(bad, 1, [])),
-            lambda bad: live.run(lm.sequence_logprobs(bad, [1])),
+            lambda bad: live.sample(bad, 1),
+            lambda bad: live.score(bad, [1]),
         ]
         for what, bad in GARBAGE.items():
             for ask in ways:
@@ -56,21 +54,13 @@ class RefusalClauses:
         if limit is None:
             pytest.skip("the model has no max_context: nothing is too long")
         longer = [live.contexts.tokens[0]] * (limit + 1)
-        what = f"a context of {limit + 1} tokens"
-        self._refused(
-            live, what, InvalidQueryError, lambda: live.run(live.lm.next_token_logprobs(longer))
-        )
-        what = f"2 tokens to draw after {limit}"
-        self._refused(
-            live, what, InvalidQueryError, lambda: live.run(live.lm.sample(longer[:limit], 2, []))
-        )
-        what = f"3 tokens to score after {limit - 1}"
-        self._refused(
-            live,
-            what,
-            InvalidQueryError,
-            lambda: live.run(live.lm.sequence_logprobs(longer[: limit - 1], longer[:3])),
-        )
+        asked: dict[str, Callable[[], object]] = {
+            f"a context of {limit + 1} tokens": lambda: live.ask(longer),
+            f"2 tokens to draw after {limit}": lambda: live.sample(longer[:-1], 2),
+            f"3 tokens to score after {limit - 1}": lambda: live.score(longer[:-2], longer[:3]),
+        }
+        for what, ask in asked.items():
+            self._refused(live, what, InvalidQueryError, ask)
         self._still_works(live)
 
     def test_unknown_adapter_is_refused(self, live: Subject) -> None:
@@ -78,14 +68,13 @@ class RefusalClauses:
         ``remove_lora``."""
         lm, name, context = live.lm, "no-such-adapter", live.contexts.stem[:2]
 
-        def ask() -> object:
-            return live.run(lm.next_token_logprobs(context, lora_name=name))
-
-        self._refused(live, f"lora_name={name!r}", UnknownAdapterError, ask)
-        self._refused(live, f"set_lora({name!r})", UnknownAdapterError, lambda: lm.set_lora(name))
-        self._refused(
-            live, f"remove_lora({name!r})", UnknownAdapterError, lambda: lm.remove_lora(name)
-        )
+        asked: dict[str, Callable[[], object]] = {
+            f"lora_name={name!r}": lambda: live.ask(context, name),
+            f"set_lora({name!r})": lambda: lm.set_lora(name),
+            f"remove_lora({name!r})": lambda: lm.remove_lora(name),
+        }
+        for what, ask in asked.items():
+            self._refused(live, what, UnknownAdapterError, ask)
         self._still_works(live)
 
     def test_bad_sampling_option_is_refused(self, live: Subject) -> None:
@@ -101,28 +90,22 @@ class RefusalClauses:
             {"top_p": 1.5},
             {"eos_token_ids": 3},
         ]
-        prompt = live.contexts.stem[:2]
 
         def draw(options: dict[str, Any]) -> object:
-            return live.run(
-                live.lm.sample(prompt, **{"max_tokens": 1, "eos_token_ids": [], **options})
-            )
+            given = {"max_tokens": 1, "eos_token_ids": [], **options}
+            return live.run(live.lm.sample(live.contexts.stem[:2], **given))
 
         for options in bad:
-            self._refused(
-                live,
-                f"sample(..., {options})",
-                InvalidOptionError,
-                functools.partial(draw, options),
-            )
+            ask = functools.partial(draw, options)
+            self._refused(live, f"sample(..., {options})", InvalidOptionError, ask)
         self._still_works(live)
 
     def test_unknown_option_is_refused(self, live: Subject) -> None:
         """An option that the backend does not have is refused before the model is loaded."""
-        other = copy.copy(self)
-        other.options = {**self.options, "no_such_option": 1}
+        other = copy.copy(live.suite)
+        other.options = {**other.options, "no_such_option": 1}
         try:
-            lm = other.load([])  # type: ignore[attr-defined]
+            lm = other.load([])
         except ValueError as error:
             check("no_such_option" in str(error), f"the refusal does not name the option: {error}")
         else:
@@ -136,10 +119,8 @@ class RefusalClauses:
         try:
             result = call()
         except error as refusal:
-            check(
-                isinstance(refusal, ValueError),
-                f"{what}: {type(refusal).__name__} is not a ValueError",
-            )
+            name = type(refusal).__name__
+            check(isinstance(refusal, ValueError), f"{what}: {name} is not a ValueError")
             check(bool(str(refusal)), f"{what}: the error has no message")
         except Exception as other:
             raise Violation(
@@ -152,4 +133,4 @@ class RefusalClauses:
 
     def _still_works(self, live: Subject) -> None:
         context = live.contexts.stem[:2]
-        live.expect(live.ask(context), context, how="after bad input")
+        live.check_row(context, how="after bad input")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,9 +21,6 @@ NORMALISATION = 1e-4
 class RowClauses:
     """What a row is."""
 
-    def reference_rows(self, contexts: Sequence[TokenIds]) -> Sequence[torch.Tensor] | None:
-        raise NotImplementedError
-
     def test_vocabulary_is_consistent(self, live: Subject) -> None:
         """``byte_vocab[i].token_id == i``, ``str_vocab`` is as long, and some tokens have bytes."""
         vocab = live.lm.byte_vocab
@@ -42,6 +38,7 @@ class RowClauses:
         """Every way of asking gives float32 of one number per token of ``byte_vocab``, without
         autograd graph."""
 
+        @live.for_all(context=live.contexts.any())
         def row_has_shape_and_type(context: TokenIds) -> None:
             for way, row in every_way(live, context).items():
                 check(
@@ -51,32 +48,29 @@ class RowClauses:
                 check(str(row.dtype) == "torch.float32", f"{way}: {row.dtype}, not torch.float32")
                 check(not row.requires_grad, f"{way}: the row requires grad")
 
-        live.check_all(row_has_shape_and_type, context=live.contexts.any())
-
     def test_row_is_normalised(self, live: Subject) -> None:
         """``logsumexp(row) == 0`` within 1e-4, and no number is nan or infinite (``-inf`` is no
         mass at all)."""
 
+        @live.for_all(context=live.contexts.any())
         def row_is_normalised(context: TokenIds) -> None:
             for way, row in every_way(live, context).items():
                 check(not bool(row.isnan().any()), f"{way}: the row has nan")
                 mass = float(row.detach().double().logsumexp(dim=0))
                 check(abs(mass) <= NORMALISATION, f"{way}: logsumexp(row) is {mass:.6g}")
 
-        live.check_all(row_is_normalised, context=live.contexts.any())
-
     def test_every_way_of_asking_agrees(self, live: Subject) -> None:
         """Asynchronous, blocking, batched, uncached: all the same row."""
 
+        @live.for_all(context=live.contexts.any())
         def every_way_of_asking_agrees(context: TokenIds) -> None:
             for way, row in every_way(live, context).items():
                 live.expect(row, context, how=f"by {way}")
 
-        live.check_all(every_way_of_asking_agrees, context=live.contexts.any())
-
     def test_cold_row_is_repeatable(self, live: Subject) -> None:
         """The oracle itself: a context's cold row is the same, whatever was asked before."""
 
+        @live.for_all(examples=12, contexts=live.contexts.distinct())
         def cold_row_is_repeatable(contexts: list[TokenIds]) -> None:
             before = [live.lm.next_token_logprobs_uncached(context) for context in contexts]
             live.gather(contexts)
@@ -85,14 +79,12 @@ class RowClauses:
                 live.expect_row(again, row, f"the context {brief(context)}, cold once more")
                 live.expect(again, context, how="cold once more")
 
-        live.check_all(cold_row_is_repeatable, examples=12, contexts=live.contexts.distinct())
-
     def test_cold_rows_are_the_reference(self, live: Subject) -> None:
         """Where the class gives rows that were computed without the backend, the cold rows agree
         with them, up to the longest context."""
         lengths = sorted({min(length, live.longest) for length in (1, 8, 130, 300, 600, 1024)})
         contexts = [live.contexts.long(length, 1) for length in lengths]
-        rows = self.reference_rows(contexts)
+        rows = live.suite.reference_rows(contexts)
         if rows is None:
             pytest.skip(
                 "there are no rows to compare with; override `reference_rows`, or name another "
@@ -105,6 +97,7 @@ class RowClauses:
         """What the hooks themselves return, before the core touches it: number, shape, type,
         values, mass."""
 
+        @live.for_all(contexts=live.contexts.several(), tokens=live.contexts.tails())
         def engine_keeps_its_contract(contexts: list[TokenIds], tokens: TokenIds) -> None:
             before = len(live.contract_violations)
             live.gather(contexts)
@@ -116,15 +109,9 @@ class RowClauses:
                     "prefix is pinned",
                 )
             live.run(live.lm.batch_sample(contexts, max_tokens=2, eos_token_ids=[], seed=0))
-            live.run(live.lm.sequence_logprobs(contexts[0], tokens))
+            live.score(contexts[0], tokens)
             found = [str(violation) for violation in live.contract_violations[before:]]
             check(not found, "; ".join(found[:3]))
-
-        live.check_all(
-            engine_keeps_its_contract,
-            contexts=live.contexts.several(),
-            tokens=live.contexts.tails(),
-        )
 
 
 class OwnershipClauses:
@@ -133,31 +120,23 @@ class OwnershipClauses:
     def test_row_belongs_to_its_caller(self, live: Subject) -> None:
         """Writing into a row changes no other caller's row, and nothing that is cached."""
 
+        @live.for_all(context=live.contexts.any(), callers=st.integers(2, 4))
         def row_belongs_to_its_caller(context: TokenIds, callers: int) -> None:
             mine, *others = live.gather([context] * callers)
             mine.fill_(0.0)
             for row in others:
-                live.expect(
-                    row, context, how="after a caller with the same request wrote into its row"
-                )
+                live.expect(row, context, how="after another caller of it wrote into its row")
             live.ask(context).fill_(0.0)
-            live.expect(
-                live.ask(context), context, how="after an earlier caller wrote into its row"
-            )
-
-        live.check_all(
-            row_belongs_to_its_caller, context=live.contexts.any(), callers=st.integers(2, 4)
-        )
+            live.check_row(context, how="after an earlier caller wrote into its row")
 
     def test_row_does_not_keep_its_batch(self, live: Subject) -> None:
         """A row's memory holds that row and nothing else."""
 
+        @live.for_all(contexts=live.contexts.distinct())
         def row_does_not_keep_its_batch(contexts: list[TokenIds]) -> None:
             for row in live.gather(contexts):
                 held, needed = row.untyped_storage().nbytes(), row.numel() * row.element_size()
                 check(held == needed, f"a row of {needed} bytes keeps {held} bytes alive")
-
-        live.check_all(row_does_not_keep_its_batch, contexts=live.contexts.distinct())
 
 
 def every_way(live: Subject, context: TokenIds) -> dict[str, torch.Tensor]:

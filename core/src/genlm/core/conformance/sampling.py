@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
 from genlm.core.conformance.agreement import (
     ROUNDING,
+    expect_frequencies,
     expect_greedy,
     expect_same_draw,
     expect_scores,
     for_each_seed,
+    single_tokens,
     steady,
 )
 from genlm.core.conformance.compare import TOP_FACTOR, brief, check
@@ -35,30 +35,26 @@ class SamplingClauses:
     def test_temperature_zero_is_argmax(self, live: Subject) -> None:
         """At temperature 0 every token is a most likely one of its row (within the tolerance)."""
 
+        @live.for_all(examples=10, prompt=live.contexts.any())
         def temperature_zero_is_argmax(prompt: TokenIds) -> None:
-            expect_greedy(live, self._sample(live, prompt, temperature=0.0), prompt)
-
-        live.check_all(temperature_zero_is_argmax, examples=10, prompt=live.contexts.any())
+            expect_greedy(live, live.sample(prompt, 4, temperature=0.0), prompt)
 
     def test_top_k_and_top_p(self, live: Subject) -> None:
         """``top_k=1`` and a tiny ``top_p`` leave the most likely token, ``top_k=5`` the five most
         likely."""
 
+        @live.for_all(examples=5, prompt=live.contexts.any(), seed=SEEDS)
         def top_k_and_top_p(prompt: TokenIds, seed: int) -> None:
             for how in ({"top_k": 1}, {"top_p": 1e-6}):
-                drawn = self._sample(live, prompt, seed=seed, **how)
+                drawn = live.sample(prompt, 4, seed=seed, **how)
                 expect_greedy(live, drawn, prompt, how=f"with {_given(how)}")
-            (token_id,) = live.run(
-                live.lm.sample(prompt, 1, [], temperature=100.0, seed=seed, top_k=5)
-            )
+            (token_id,) = live.sample(prompt, 1, temperature=100.0, seed=seed, top_k=5)
             row = live.cold(prompt)
             least = float(row.topk(5).values[-1]) - TOP_FACTOR * live.atol
             check(
                 float(row[token_id]) >= least,
                 f"{list(prompt)} with top_k=5 drew token {token_id}, not one of the five",
             )
-
-        live.check_all(top_k_and_top_p, examples=5, prompt=live.contexts.any(), seed=SEEDS)
 
     def test_stop_token_ends_the_draw(self, live: Subject) -> None:
         """A stop token ends the continuation and is not in it, also as the last token that is
@@ -68,14 +64,16 @@ class SamplingClauses:
         end = getattr(live.lm.tokenizer, "eos_token_id", None)
         ends = [end] if isinstance(end, int) else []
 
-        def it_ends_the_draw(prompt: TokenIds, seed: int, place: int) -> None:
+        @live.for_all(examples=10, prompt=live.contexts.any(), seed=SEEDS, place=st.integers(0, 3))
+        @for_each_seed
+        def stop_token_ends_the_draw(prompt: TokenIds, seed: int, place: int) -> None:
             # Without a seed, and with the model's own end, an engine may stop the draw by itself.
             for how, others in (({**steady(live), "seed": seed}, []), ({"temperature": 0.0}, ends)):
-                free = self._sample(live, prompt, **how)
+                free = live.sample(prompt, 4, **how)
                 stops = [free[place], *others]
                 first = min(free.index(stop) for stop in stops if stop in free)
                 for most in (4, first + 1):
-                    stopped = live.run(live.lm.sample(prompt, most, stops, **how))
+                    stopped = live.sample(prompt, most, stops, **how)
                     expect_same_draw(
                         stopped,
                         free[:first],
@@ -83,30 +81,18 @@ class SamplingClauses:
                         f"{stops} and max_tokens={most} {stopped}",
                     )
 
-        def stop_token_ends_the_draw(prompt: TokenIds, seed: int, place: int) -> None:
-            for_each_seed(lambda seed: it_ends_the_draw(prompt, seed, place), seed)
-
-        live.check_all(
-            stop_token_ends_the_draw,
-            examples=10,
-            prompt=live.contexts.any(),
-            seed=SEEDS,
-            place=st.integers(0, 3),
-        )
-
     def test_max_tokens(self, live: Subject) -> None:
         """Without stop tokens a continuation has exactly ``max_tokens`` tokens; 0 gives none."""
 
+        @live.for_all(examples=10, prompt=live.contexts.any(), count=st.integers(0, 4))
         def max_tokens(prompt: TokenIds, count: int) -> None:
-            drawn = live.run(live.lm.sample(prompt, count, [], seed=0))
+            drawn = live.sample(prompt, count, seed=0)
             check(len(drawn) == count, f"max_tokens={count} gave {len(drawn)} tokens")
             vocab_size = len(live.lm.byte_vocab)
             check(
                 all(0 <= token_id < vocab_size for token_id in drawn),
                 f"{drawn} is not all in range({vocab_size})",
             )
-
-        live.check_all(max_tokens, examples=10, prompt=live.contexts.any(), count=st.integers(0, 4))
 
     def test_frequencies_agree_with_rows(self, live: Subject) -> None:
         """The frequencies of drawn tokens are those of the cold row, at temperature 1 and others (a
@@ -117,22 +103,9 @@ class SamplingClauses:
             drawn = live.run(
                 live.lm.batch_sample([prompt] * count, 1, [], temperature=temperature, seed=2026)
             )
-            mass = (live.cold(prompt).double() / temperature).softmax(dim=0).cpu()
-            # Tokens that are expected five times or more, a cell each, and one cell for all the
-            # others.
-            cells = [int(token_id) for token_id in (mass * count >= 5).nonzero().flatten()]
-            observed = [sum(token_ids == [cell] for token_ids in drawn) for cell in cells]
-            expected = [float(mass[cell]) * count for cell in cells]
-            observed.append(count - sum(observed))
-            expected.append(max(count - sum(expected), 1.0))
-            chi2 = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
-            limit = len(cells) + 8 * math.sqrt(2 * len(cells)) + 8
-            check(
-                chi2 <= limit,
-                f"{count} draws after {list(prompt)} at temperature {temperature}: chi-squared "
-                f"{chi2:.1f} with "
-                f"{len(cells)} degrees of freedom",
-            )
+            mass = (live.cold(prompt).double() / temperature).softmax(dim=0)
+            what = f"{count} draws after {list(prompt)} at temperature {temperature}"
+            expect_frequencies(what, drawn, single_tokens(mass))
 
     def test_options_together(self, live: Subject) -> None:
         """Temperature, then ``top_k``, then ``top_p`` of what remains: the draws are among the
@@ -165,13 +138,13 @@ class SamplingClauses:
             sure[list(unsure)] = 0.0
             if unsure and not bool(sure.any()):
                 continue
-            among = [ids[0] for ids in drawn if ids[0] not in unsure]
+            among = [ids for ids in drawn if ids[0] not in unsure]
             check(
                 bool(among) or float(sure.sum()) < 0.1,
                 f"{what}: no draw is among the tokens that are left for sure",
             )
             if among:
-                _expect_frequencies(live, what, among, sure / sure.sum())
+                expect_frequencies(what, among, single_tokens(sure / sure.sum()))
 
     def test_several_stop_tokens(self, live: Subject) -> None:
         """Of several stop tokens each ends the draw where it first comes, those that never come end
@@ -180,11 +153,18 @@ class SamplingClauses:
 
         how = {**steady(live), "temperature": 1.5}
 
-        def each_ends_the_draw(prompt: TokenIds, seed: int, places: list[int]) -> None:
-            free = live.run(live.lm.sample(prompt, 6, [], seed=seed, **how))
+        @live.for_all(
+            examples=10,
+            prompt=live.contexts.any(room_for=6),
+            seed=SEEDS,
+            places=st.lists(st.integers(1, 5), min_size=1, max_size=3, unique=True),
+        )
+        @for_each_seed
+        def several_stop_tokens(prompt: TokenIds, seed: int, places: list[int]) -> None:
+            free = live.sample(prompt, 6, seed=seed, **how)
             stops = {free[place] for place in places}
             others = [token for token in live.contexts.plain[:40] if token not in free][:3]
-            stopped = live.run(live.lm.sample(prompt, 6, [*others, *stops], seed=seed, **how))
+            stopped = live.sample(prompt, 6, [*others, *stops], seed=seed, **how)
             first = min(free.index(stop) for stop in stops)
             expect_same_draw(
                 stopped,
@@ -192,17 +172,6 @@ class SamplingClauses:
                 f"{brief(prompt)} with seed {seed} draws {free}, with stop tokens "
                 f"{sorted({*stops, *others})} {stopped}",
             )
-
-        def several_stop_tokens(prompt: TokenIds, seed: int, places: list[int]) -> None:
-            for_each_seed(lambda seed: each_ends_the_draw(prompt, seed, places), seed)
-
-        live.check_all(
-            several_stop_tokens,
-            examples=10,
-            prompt=live.contexts.any(room_for=6),
-            seed=SEEDS,
-            places=st.lists(st.integers(1, 5), min_size=1, max_size=3, unique=True),
-        )
 
     def test_draws_of_full_length(self, live: Subject) -> None:
         """Without stop tokens nothing stops, at a temperature at which every token comes up."""
@@ -216,32 +185,24 @@ class SamplingClauses:
         """A continuation is drawn with its adapter: greedy ones follow the adapter's rows."""
         names = [None, *live.needs_adapters()]
 
+        @live.for_all(examples=5, prompt=live.contexts.any())
         def adapter_in_sampling(prompt: TokenIds) -> None:
             for name in names:
-                drawn = live.run(live.lm.sample(prompt, 2, [], temperature=0.0, lora_name=name))
+                drawn = live.sample(prompt, 2, temperature=0.0, lora_name=name)
                 expect_greedy(live, drawn, prompt, name)
-
-        live.check_all(adapter_in_sampling, examples=5, prompt=live.contexts.any())
 
     def test_scores_agree_with_rows(self, live: Subject) -> None:
         """``sequence_logprobs`` gives the entries of the cold rows, token by token, with each
         adapter."""
-        names = [None, *(live.adapters if live.lm.supports("genlm_add_lora") else [])]
 
-        def scores_agree_with_rows(prompt: TokenIds, tokens: TokenIds, name: str | None) -> None:
-            scores = live.run(live.lm.sequence_logprobs(prompt, tokens, lora_name=name))
-            expect_scores(live, scores, prompt, tokens, name)
-
-        live.check_all(
-            scores_agree_with_rows,
+        @live.for_all(
             examples=10,
             prompt=live.contexts.any(),
             tokens=live.contexts.tails(),
-            name=st.sampled_from(names),
+            name=st.sampled_from([None, *live.loras]),
         )
-
-    def _sample(self, live: Subject, prompt: TokenIds, **options: float | None) -> list[int]:
-        return live.run(live.lm.sample(prompt, 4, [], **options))  # type: ignore[arg-type]
+        def scores_agree_with_rows(prompt: TokenIds, tokens: TokenIds, name: str | None) -> None:
+            expect_scores(live, live.score(prompt, tokens, name), prompt, tokens, name)
 
 
 def _left(
@@ -268,21 +229,6 @@ def _left(
     left = torch.zeros_like(mass)
     left[kept] = mass[kept]
     return left / left.sum(), unsure
-
-
-def _expect_frequencies(live: Subject, what: str, drawn: Sequence[int], mass: torch.Tensor) -> None:
-    """Check by a chi-squared test that tokens were drawn at the frequencies ``mass``."""
-    count = len(drawn)
-    cells = [int(token_id) for token_id in (mass * count >= 5).nonzero().flatten()]
-    observed = [drawn.count(cell) for cell in cells]
-    expected = [float(mass[cell]) * count for cell in cells]
-    observed.append(count - sum(observed))
-    expected.append(max(count - sum(expected), 1.0))
-    chi2 = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
-    check(
-        chi2 <= len(cells) + 8 * math.sqrt(2 * len(cells)) + 8,
-        f"{what}: chi-squared {chi2:.1f} with {len(cells)} degrees of freedom",
-    )
 
 
 def _given(options: dict[str, Any]) -> str:

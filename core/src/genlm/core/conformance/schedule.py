@@ -28,15 +28,13 @@ class ScheduleClauses:
         some leave, and adapters change in between: each of them gives what it gives alone."""
         names = list(live.adapters) if live.lm.supports("genlm_add_lora") else []
 
-        def requests_on_a_schedule(schedule: list[Event]) -> None:
-            check_schedule(live, schedule)
-
-        live.check_all(
-            requests_on_a_schedule,
+        @live.for_all(
             examples=14,
             least=4,
             schedule=schedules(list(DIFFERENT), len(names) > 1, live.scaled(80, 17)),
         )
+        def requests_on_a_schedule(schedule: list[Event]) -> None:
+            check_schedule(live, schedule)
 
 
 def _leaving(turn: int) -> list[Event]:

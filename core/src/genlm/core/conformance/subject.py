@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import os
 import random
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import hypothesis
@@ -18,16 +19,19 @@ from hypothesis.errors import Flaky
 from hypothesis.strategies import SearchStrategy
 
 from genlm.core.cache import OutputCache
-from genlm.core.conformance.compare import Violation, brief, check, deviation, difference
+from genlm.core.conformance.compare import Violation, answered, brief, check, deviation, difference
 from genlm.core.conformance.contexts import EDGES, Contexts
 from genlm.core.conformance.driver import Driver, Outcome
 from genlm.core.conformance.gate import EngineGate
+from genlm.core.contract import ContractCheck
 from genlm.core.errors import PluginError
 from genlm.core.lm import AsyncLM
 from genlm.core.types import TokenIds
 
 if TYPE_CHECKING:
     import torch
+
+    from genlm.core.conformance.suite import ConformanceSuite
 
 T = TypeVar("T")
 
@@ -42,43 +46,21 @@ class Subject(Driver):
     """One live model, loaded when first needed, and again if a clause has closed it.
 
     Args:
-        load: Loads the model with further wrappers around its engine.
-        adapters: Paths of LoRA adapters, by name.
-        atol: The tolerance of probabilities.
-        effort: Multiplies the numbers of examples.
-        patience: The most seconds to wait for what must happen before saying that it hangs.
-        backend: Its name, for messages.
-        longest: The longest context to ask; ``None`` is what the engine can bear.
-        seed: Chooses the examples.
+        suite: The class that was inherited, with what it says of the model.
     """
 
-    def __init__(
-        self,
-        load: Callable[[Sequence[object]], AsyncLM],
-        adapters: Mapping[str, str],
-        atol: float,
-        effort: float,
-        patience: float,
-        *,
-        backend: str = "the backend",
-        longest: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(patience)
-        self.backend = backend
-        self.seed = seed
-        self._longest = longest
+    def __init__(self, suite: ConformanceSuite) -> None:
+        super().__init__(suite.patience)
+        self.suite = suite
+        self.atol, self.effort, self.seed = suite.atol, suite.effort, suite.seed
+        self.adapters = {name: os.fspath(path) for name, path in suite.adapters.items()}
         #: How long a failing example is made simpler, seconds; 0 where nobody reads it.
         self.shrinking = SHRINKING
         #: The largest deviation of a probability from the oracle's, in this clause.
         self.deviation = 0.0
-        self._together = ""
-        self.adapters = dict(adapters)
-        self.atol = atol
-        self.effort = effort
-        self.gate = EngineGate(patience)
+        self.gate = EngineGate(suite.patience)
         self.contract_violations: list[PluginError] = []
-        self._load = load
+        self._together = ""  # the contexts that were asked last, for messages
         self._lm: AsyncLM | None = None
         self._broken: Exception | None = None
         self._clean = False
@@ -99,12 +81,8 @@ class Subject(Driver):
                 "failure"
             )
         if self._lm is None:
-            from genlm.core.contract import ContractCheck
-
             try:
-                self._lm = self._load(
-                    [self.gate, ContractCheck(self.backend, self.contract_violations.append)]
-                )
+                self._lm = self.load()
             except Exception as error:
                 self._broken = error
                 raise
@@ -113,6 +91,11 @@ class Subject(Driver):
             self._clean = True
             self.reset()
         return self._lm
+
+    def load(self) -> AsyncLM:
+        """Load the model, with what observes its engine around it."""
+        check = ContractCheck(self.suite.backend, self.contract_violations.append)
+        return self.suite.load([self.gate, check])
 
     @property
     def rows(self) -> int:
@@ -144,8 +127,8 @@ class Subject(Driver):
         would need too long: the time of one cold row of 200 tokens tells.
         """
         limit = min(self.contexts.limit, max(self.contexts.lengths(1 << 20)))
-        if self._longest is not None:
-            return min(limit, self._longest)
+        if self.suite.longest is not None:
+            return min(limit, self.suite.longest)
         probe = self.contexts.long(min(200, limit))
         times = []
         for _ in range(4):  # the first may compile something, and others may use the machine
@@ -186,6 +169,11 @@ class Subject(Driver):
         """Remove an adapter."""
         self.lm.remove_lora(name)
         del self._bound[name]
+
+    @property
+    def loras(self) -> list[str]:
+        """The names of the given adapters; none where the engine has no LoRA."""
+        return list(self.adapters) if self.lm.supports("genlm_add_lora") else []
 
     @property
     def bound(self) -> list[str]:
@@ -245,41 +233,38 @@ class Subject(Driver):
 
     # --- properties -------------------------------------------------------------------------------
 
-    def check_all(
-        self,
-        holds: Callable[..., None],
-        examples: int = 20,
-        least: int = 2,
-        **strategies: SearchStrategy[Any],
-    ) -> None:
-        """Check that a property holds of all examples, which are the same in every run.
+    def for_all(
+        self, examples: int = 20, least: int = 2, **strategies: SearchStrategy[Any]
+    ) -> Callable[[Callable[..., None]], None]:
+        """Decorate a property, which is checked at once: of examples that are the same in every
+        run, each in a clean state.
 
-        There are ``examples`` times the effort of them, and at least ``least``.
-
-        ``holds`` runs once per example, each in a clean state. The test is built here and not at
-        import, because the strategies depend on the model. So two classes that inherit a clause
-        share nothing.
+        There are ``examples`` times the effort of them, and at least ``least``. (Not at import, as
+        with Hypothesis: the strategies depend on the model.)
         """
 
-        failed: list[dict[str, Any]] = []
-        shrink_until = math.inf
+        def check_all(holds: Callable[..., None]) -> None:
+            failed: list[dict[str, Any]] = []
+            shrink_until = math.inf
 
-        @self.settings(examples, least)
-        @given(**strategies)
-        @functools.wraps(holds)
-        def example(**drawn: Any) -> None:
-            nonlocal shrink_until
-            if time.monotonic() > shrink_until and drawn not in failed:
-                return  # good enough
-            self.reset()
-            try:
-                holds(**drawn)
-            except Exception:
-                shrink_until = min(shrink_until, time.monotonic() + self.shrinking)
-                failed.append(drawn)
-                raise
+            @self.settings(examples, least)
+            @given(**strategies)
+            @functools.wraps(holds)
+            def example(**drawn: Any) -> None:
+                nonlocal shrink_until
+                if time.monotonic() > shrink_until and drawn not in failed:
+                    return  # good enough
+                self.reset()
+                try:
+                    holds(**drawn)
+                except Exception:
+                    shrink_until = min(shrink_until, time.monotonic() + self.shrinking)
+                    failed.append(drawn)
+                    raise
 
-        self.explained(hypothesis.seed(self.seed)(example))
+            self.explained(hypothesis.seed(self.seed)(example))
+
+        return check_all
 
     def explained(self, test: Callable[[], None]) -> None:
         """Run a test of Hypothesis. A failure is the violation itself, with the example, also where
@@ -333,8 +318,7 @@ class Subject(Driver):
 
     def expect_row(self, row: Outcome, expected: torch.Tensor, what: str) -> None:
         """Check that ``row`` is ``expected`` within the tolerance."""
-        if isinstance(row, BaseException):
-            raise Violation(f"{what}: {type(row).__name__}: {row}{self._together}") from row
+        row = answered(row, what, self._together)
         self.deviation = max(self.deviation, deviation(row, expected))
         found = difference(row, expected, self.atol)
         check(found is None, f"{what}: {found}{self._together}")
@@ -345,6 +329,41 @@ class Subject(Driver):
         """The row of a context, asked the usual way."""
         self._together = ""
         return self.run(self.lm.next_token_logprobs(token_ids, lora_name=adapter))
+
+    def sample(
+        self, prompt: Sequence[int], most: int, stops: Sequence[int] = (), **options: Any
+    ) -> list[int]:
+        """A draw."""
+        return self.run(self.lm.sample(prompt, most, stops, **options))
+
+    def score(
+        self, prompt: Sequence[int], tokens: Sequence[int], adapter: str | None = None
+    ) -> torch.Tensor:
+        """The scores of a continuation."""
+        return self.run(self.lm.sequence_logprobs(prompt, tokens, lora_name=adapter))
+
+    def check_row(
+        self, token_ids: Sequence[int], adapter: str | None = None, how: str = "asked"
+    ) -> None:
+        """Ask for the row of a context, and check that it is the one of this context."""
+        self.expect(self.ask(token_ids, adapter), token_ids, adapter, how)
+
+    def check_rows(
+        self,
+        contexts: Sequence[Sequence[int]],
+        adapters: Sequence[str | None] | None = None,
+        *,
+        how: str,
+    ) -> None:
+        """The same of requests asked together."""
+        adapters = adapters or [None] * len(contexts)
+        rows = self.gather(contexts, adapters)
+        for row, ids, name in zip(rows, contexts, adapters, strict=True):
+            self.expect(row, ids, name, how)
+
+    async def engine_held(self) -> None:
+        """Wait until the engine is being held at the beginning of an evaluation."""
+        await asyncio.wrap_future(self.thread(self.gate.wait_inside))
 
     def gather(
         self, contexts: Sequence[Sequence[int]], adapters: Sequence[str | None] | None = None

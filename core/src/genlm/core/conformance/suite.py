@@ -12,14 +12,11 @@ import pytest
 from genlm.core.conformance.adapter_files import AdapterFileClauses
 from genlm.core.conformance.adapters import AdapterClauses
 from genlm.core.conformance.callers import CallerClauses
-from genlm.core.conformance.company import CompanyClauses
+from genlm.core.conformance.company import CompanyClauses, CrowdClauses
 from genlm.core.conformance.compare import ATOL, check
-from genlm.core.conformance.continuations import ContinuationClauses
-from genlm.core.conformance.crowd import CrowdClauses
 from genlm.core.conformance.faults import FaultClauses, failing_forward
-from genlm.core.conformance.growth import GrowthClauses
-from genlm.core.conformance.histories import HistoryClauses
-from genlm.core.conformance.lengths import LengthClauses
+from genlm.core.conformance.histories import GrowthClauses, HistoryClauses
+from genlm.core.conformance.lengths import ContinuationClauses, LengthClauses
 from genlm.core.conformance.lifecycle import LifecycleClauses
 from genlm.core.conformance.machine import MachineClauses
 from genlm.core.conformance.refusals import RefusalClauses
@@ -137,17 +134,7 @@ class ConformanceSuite(
 
     def subject(self) -> Subject:
         """The model under test, not loaded yet."""
-        adapters = {name: os.fspath(path) for name, path in self.adapters.items()}
-        return Subject(
-            self.load,
-            adapters,
-            self.atol,
-            self.effort,
-            self.patience,
-            backend=self.backend,
-            longest=self.longest,
-            seed=self.seed,
-        )
+        return Subject(self)
 
     def fail_inside(self, lm: AsyncLM) -> Callable[[int], AbstractContextManager[None]] | None:
         """A way to make the engine itself fail in the middle of its work; ``None`` where there is
@@ -167,6 +154,7 @@ class ConformanceSuite(
         if subject is None:
             node.stash[SUBJECT] = subject = self.subject()
             node.addfinalizer(subject.close)
+        subject.suite = self
         return subject.begin()
 
     def test_no_clause_is_missing(self) -> None:

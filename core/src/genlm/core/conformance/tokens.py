@@ -15,12 +15,10 @@ TWO_BYTES = "".join(map(chr, range(0x80, 0x800)))
 class TokenizerClauses:
     """Text and bytes."""
 
-    text_is_normalised: bool
-
     def test_bytes_of_text(self, live: Subject) -> None:
         """The bytes of ``encode(text)`` joined are the text, over printable ASCII and characters of
         two bytes. (Set ``text_is_normalised`` where the tokenizer changes text.)"""
-        if self.text_is_normalised:
+        if live.suite.text_is_normalised:
             pytest.skip("this class says that the tokenizer changes text (text_is_normalised)")
         tokenizer, vocab = live.lm.tokenizer, live.lm.byte_vocab
         special = set(live.contexts.special)

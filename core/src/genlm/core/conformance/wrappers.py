@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from genlm.core.conformance.compare import TOP_FACTOR, brief, check
-from genlm.core.conformance.driver import Outcome
 from genlm.core.conformance.subject import Subject
 from genlm.core.errors import PluginError
 from genlm.core.hookspecs import hookimpl
-from genlm.core.lm import AsyncLM
 from genlm.core.types import Query, TokenIds
 
 if TYPE_CHECKING:
@@ -48,25 +46,19 @@ class LostAnswerClauses:
         live.gate.lose(lost)
         for outcome, context in zip(live.gather(contexts), contexts, strict=True):
             if context == lost:
-                self._expect_an_error(outcome, context)
+                check(
+                    isinstance(outcome, PluginError) and "EngineGate" in str(outcome),
+                    f"a wrapper, EngineGate, lost the row of {brief(lost)}; its caller got "
+                    f"{outcome!r:.200}, and not a PluginError that names the wrapper",
+                )
             else:
                 live.expect(outcome, context, how=f"while a wrapper lost the row of {brief(lost)}")
         live.gate.reset()
-        live.expect(live.ask(lost), lost, how="after a wrapper had lost its row once")
-
-    def _expect_an_error(self, outcome: Outcome, context: TokenIds) -> None:
-        check(
-            isinstance(outcome, PluginError) and "EngineGate" in str(outcome),
-            f"a wrapper, EngineGate, lost the row of {brief(context)}; its caller got "
-            f"{outcome!r:.200}, and not a PluginError that names the wrapper",
-        )
+        live.check_row(lost, how="after a wrapper had lost its row once")
 
 
 class ChangedRowClauses:
     """What a wrapper changes."""
-
-    def load(self, wrappers: Sequence[object]) -> AsyncLM:
-        raise NotImplementedError
 
     def test_changed_rows_are_what_every_method_gives(self, live: Subject) -> None:
         """With a wrapper that changes rows, all ways of asking, draws and scores tell the changed
@@ -75,7 +67,7 @@ class ChangedRowClauses:
         length = min(8, live.contexts.limit - len(prompt))
         live.end()  # there may be no room for two
         changing = Changing()
-        with contextlib.closing(self.load([changing])) as lm:
+        with contextlib.closing(live.suite.load([changing])) as lm:
             rows = {
                 "next_token_logprobs": live.run(lm.next_token_logprobs(prompt)),
                 "next_token_logprobs, asked again": live.run(lm.next_token_logprobs(prompt)),
