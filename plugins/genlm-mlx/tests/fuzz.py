@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from genlm.core import Adapter, Query
 from genlm.core.engines.kv.sharing import Worth
-from genlm.mlx import layout, pool, runner, store
+from genlm.mlx import aside, layout, pool, runner, store
 from genlm.mlx.loading import load
 from genlm.mlx.store import Store
 
@@ -37,7 +37,7 @@ CONSTANTS: list[tuple[Any, str, list[Any]]] = [
     (store, "MOST_PRODUCTS", [1 << 9, 1 << 21]),
     (store, "LEAST_FED", [3, 256]),
     (pool, "WORTHWHILE", [2, 16, 100]),
-    (pool, "LEAST_ASIDE", [0, 64 << 20]),
+    (aside, "LEAST_ASIDE", [0, 64 << 20]),
     (pool, "STAYS_WHOLE", [0.0, 0.25, 1.1]),
     (pool, "TOLERATED_PADDING", [0, 4096]),
     (layout, "FEW", [1, 8]),

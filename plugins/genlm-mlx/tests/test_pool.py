@@ -99,7 +99,7 @@ def test_a_newcomer_costs_its_own_tokens(llama: Tried) -> None:
 
 
 def test_alternating_groups_keep_their_state(llama: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("genlm.mlx.pool.LEAST_ASIDE", 0)
+    monkeypatch.setattr("genlm.mlx.aside.LEAST_ASIDE", 0)
     groups = [keys_of(4, length, seed=length) for length in (70, 100)]
     for group in groups:
         llama.ask(*group)
@@ -107,6 +107,18 @@ def test_alternating_groups_keep_their_state(llama: Tried, monkeypatch: pytest.M
         groups = [[(*key, token) for key in group] for group in groups]
         for group in groups:
             assert llama.ask(*group) == [4]
+
+
+def test_a_lone_context_takes_the_place_of_no_group(
+    llama: Tried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genlm.mlx.aside.LEAST_ASIDE", 0)
+    keys, lone = keys_of(8, 70), keys_of(3, 5, seed=1)
+    llama.ask(*keys)
+    for token, other in enumerate(lone):
+        llama.ask(other)
+        keys = [(*key, token) for key in keys]
+        assert llama.ask(*keys) == [8]
 
 
 def test_contexts_of_one_prompt_share_its_prefill(llama: Tried) -> None:

@@ -113,7 +113,7 @@ def test_a_newcomer_costs_its_own_tokens(llama: Tried) -> None:
 
 
 def test_alternating_groups_keep_their_state(llama: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("genlm.mlx.pool.LEAST_ASIDE", 0)
+    monkeypatch.setattr("genlm.mlx.aside.LEAST_ASIDE", 0)
     groups = [keys_of(4, length, seed=length) for length in (70, 80)]
     for group in groups:
         llama.ask(*group)
@@ -123,10 +123,22 @@ def test_alternating_groups_keep_their_state(llama: Tried, monkeypatch: pytest.M
             assert llama.ask(*group) == [4]
 
 
+def test_a_lone_context_takes_the_place_of_no_group(
+    llama: Tried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genlm.mlx.aside.LEAST_ASIDE", 0)
+    keys, lone = keys_of(8, 70), keys_of(3, 5, seed=1)
+    llama.ask(*keys)
+    for token, other in enumerate(lone):
+        llama.ask(other)
+        keys = [(*key, token) for key in keys]
+        assert llama.ask(*keys) == [8]
+
+
 def test_contexts_that_wait_for_one_of_their_batch_take_the_place_of_no_other(
     llama: Tried, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genlm.mlx.pool.LEAST_ASIDE", 0)
+    monkeypatch.setattr("genlm.mlx.aside.LEAST_ASIDE", 0)
     keys = keys_of(6, 20)
     keys.append((*keys[0][:18], 1, 2, 3))
     llama.ask(*keys)

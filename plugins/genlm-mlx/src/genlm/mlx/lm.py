@@ -32,7 +32,8 @@ class AsyncMlxLM(AsyncLM):
                 quantized ones too.
             prefill_step_size: The most tokens in one forward pass, over all rows of a batch.
             kv_cache_bytes: The most bytes of key/value state to keep beside that of the batch in
-                hand; ``None`` is one and a half times what the batch takes, 64 MiB at least.
+                hand; ``None`` keeps in all two and a half times what the largest batch took, and 64
+                MiB at least beside any batch.
             **options: Those of every backend: ``batch_size``, ``timeout``, ``cache_size``,
                 ``cache_opts``, ...
 

@@ -18,7 +18,8 @@ class Options:
     Attributes:
         prefill_step_size: The most tokens in one forward pass, over all rows of a batch.
         kv_cache_bytes: The most bytes of key/value state to keep beside that of the batch in hand;
-            ``None`` is one and a half times what the batch takes, 64 MiB at least.
+            ``None`` keeps in all two and a half times what the largest batch took, and 64 MiB at
+            least beside any batch.
     """
 
     prefill_step_size: int = 2048

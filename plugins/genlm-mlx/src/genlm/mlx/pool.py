@@ -12,18 +12,13 @@ from attrs import frozen
 
 import mlx.core as mx
 from genlm.core.engines.prefixes import PrefixIndex, common_length
+from genlm.mlx.aside import Aside
 from genlm.mlx.block import RowBlock
 from genlm.mlx.runner import Key, Runner
 
 #: The least tokens for which a shared prefix is computed on its own first, a longer row is trimmed
 #: rather than left aside, and state that cannot be trimmed is kept when a context goes beyond it.
 WORTHWHILE = 16
-
-#: Where no limit is given: the share of a batch's memory that may be kept beside it (two groups of
-#: contexts can take turns, also when one has the longer contexts), and the bytes that may be kept
-#: beside any batch.
-ASIDE = 3 / 2
-LEAST_ASIDE = 64 << 20
 
 #: Where at least this share of a block stays when rows move on, it stays as it is: a copy costs
 #: more than the room.
@@ -69,14 +64,13 @@ class Pool:
     Args:
         runner: The model.
         max_bytes: The most bytes to keep beside the rows of the last call; least recently used
-            blocks go first. ``None`` is one and a half times what those rows take, 64 MiB at
-            least.
+            blocks go first. ``None`` is what :class:`~genlm.mlx.aside.Aside` says.
         ragged: Whether rows of unequal length can be fed together.
     """
 
     def __init__(self, runner: Runner, max_bytes: int | None, ragged: bool = True) -> None:
         self._runner = runner
-        self._max_bytes = max_bytes
+        self._aside = Aside(max_bytes)
         self._ragged = ragged
         self._blocks: list[RowBlock] = []
         self._index: PrefixIndex[Key, Place] = PrefixIndex()
@@ -144,6 +138,7 @@ class Pool:
         """Drop all rows."""
         self._blocks.clear()
         self._index = PrefixIndex()
+        self._aside.clear()
 
     # --- the plot ---------------------------------------------------------------------------------
 
@@ -306,18 +301,13 @@ class Pool:
         """
         in_hand = [block for block in self._blocks if block.used == self._tick or block in needed]
         aside = [block for block in self._blocks if block is left or block not in in_hand]
-        excess, gone = _nbytes(aside) - limit_aside(self._max_bytes, _nbytes(in_hand)), []
+        excess, gone = _nbytes(aside) - self._aside.limit(_nbytes(in_hand)), []
         for block in sorted(aside, key=attrgetter("used")):
             if excess > 0 and not block.pinned:
                 excess -= block.nbytes
                 self._forget(block)
                 gone.append(block)
         return gone
-
-
-def limit_aside(max_bytes: int | None, in_hand: int) -> float:
-    """The most bytes to keep beside those of a batch, where ``max_bytes`` is what was asked for."""
-    return max(LEAST_ASIDE, ASIDE * in_hand) if max_bytes is None else max_bytes
 
 
 def _nbytes(blocks: Iterable[RowBlock]) -> int:

@@ -65,8 +65,7 @@ class Store:
     Args:
         runner: The model.
         max_bytes: The most bytes to keep beside the batch in hand and what is pinned; the least
-            recently used go first. ``None`` is one and a half times what those take, 64 MiB at
-            least.
+            recently used go first. ``None`` is what :class:`~genlm.mlx.aside.Aside` says.
         worth: What sharing is weighed with.
     """
 

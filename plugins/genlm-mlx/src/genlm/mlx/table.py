@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 from genlm.core.engines.kv import commands
 from genlm.core.engines.segments import Row, Segment, Trunk
+from genlm.mlx.aside import Aside
 from genlm.mlx.layout import LayerState, Layout
-from genlm.mlx.pool import limit_aside
 from genlm.mlx.runner import Runner
 from genlm.mlx.windows import windows_of
 
@@ -68,7 +68,7 @@ class Table:
     Args:
         runner: The model.
         max_bytes: The most bytes to keep beside the batch in hand and what is pinned; ``None`` is
-            one and a half times what those take, 64 MiB at least.
+            what :class:`~genlm.mlx.aside.Aside` says.
 
     Attributes:
         layers: The layers, to be given to the model as its cache.
@@ -81,7 +81,7 @@ class Table:
     def __init__(self, runner: Runner, max_bytes: int | None) -> None:
         self.layout: Layout
         self.in_hand = 0
-        self._max_bytes = max_bytes
+        self._aside = Aside(max_bytes)
         cache = runner.empty_cache()
         runner.feed(cache, [0], [[0]])  # only then it is known what a position takes
         self.layers = [
@@ -104,14 +104,15 @@ class Table:
     def limit(self, used: int) -> int:
         """The most positions: those of the call in hand and of what is pinned, and some aside."""
         used += self.in_hand
-        aside = limit_aside(self._max_bytes, used * self.position_bytes)
-        return used + int(aside // self.position_bytes)
+        return used + self._aside.limit(used * self.position_bytes) // self.position_bytes
 
     def do(self, command: commands.Command) -> None:
         """One layer at a time, so that memory peaks low."""
         match command:
             case commands.Resize(rows, columns, kept):
                 self._resize(rows, columns, kept)
+                if not rows:
+                    self._aside.clear()
             case commands.NewTrunk(trunk):
                 trunk.layers = [
                     tuple(_zeros(state, 1, trunk.size) for state in layer.state)
