@@ -13,72 +13,100 @@ from mlx.utils import tree_flatten
 from structlog.testing import capture_logs
 
 from genlm.core.engines.kv import Blank, Command, Worth
-from genlm.mlx.adapters import Adapters
 from genlm.mlx.loading import load
-from genlm.mlx.runner import Runner
-from genlm.mlx.store import WORTH, Store
+from genlm.mlx.pool import Pool
+from genlm.mlx.store import Store
 from genlm.mlx.table import Table
 
-from .watched import Key, Watched, keys_of
+from .watched import Key, Tried, keys_of
 
 Folders = Callable[[str], Path]
-
-#: Rows are those of cold contexts up to this much.
-CLOSE = 1e-4
-
-
-class Tried:
-    """A store over a tiny model."""
-
-    def __init__(
-        self,
-        folder: Path,
-        max_bytes: int | None = None,
-        step_size: int = 2048,
-        worth: Worth = WORTH,
-    ) -> None:
-        model = load(str(folder), {}).model
-        self.model = Watched(model)
-        self._runner = Runner(model, Adapters(model), step_size)
-        watched = Runner(self.model, Adapters(model), step_size)
-        self.store = Store(watched, max_bytes, worth)
-        self.model.forwards.clear()
-
-    def ask(self, *keys: Key) -> list[int]:
-        """The tokens of each forward pass that the rows of ``keys`` took; they are those of the
-        keys alone."""
-        self.model.forwards.clear()
-        logits = self.store.logits(keys)
-        alone = mx.concatenate([self._runner.cold(key) for key in keys])
-        assert mx.abs(_rows(logits) - _rows(alone)).max().item() < CLOSE
-        return list(self.model.forwards)
-
-
-def _rows(logits: mx.array) -> mx.array:
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 @pytest.fixture
 def llama(folders: Folders) -> Tried:
-    return Tried(folders("llama"))
+    return Tried(folders("llama"), Store)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "yarn", "mistral", "qwen2"])
-def test_plain_attention_shares_and_other_families_do_not(folders: Folders, family: str) -> None:
-    assert isinstance(load(str(folders(family)), {}).pool, Store)
+@pytest.fixture(params=[Pool, Store])
+def either(folders: Folders, request: pytest.FixtureRequest) -> Tried:
+    return Tried(folders("llama"), request.param)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "mamba", "lfm2", "falcon_h1"])
-def test_families_with_other_attention_or_state_do_not(folders: Folders, family: str) -> None:
-    assert not isinstance(load(str(folders(family)), {}).pool, Store)
+@pytest.mark.parametrize(
+    ("families", "kind"),
+    [
+        (["llama", "gpt2", "phi3", "yarn", "mistral", "qwen2"], Store),
+        (["gemma2", "gemma3", "mamba", "lfm2", "falcon_h1"], Pool),
+    ],
+)
+def test_plain_attention_shares_and_other_families_do_not(
+    folders: Folders, families: list[str], kind: type
+) -> None:
+    assert [type(load(str(folders(family)), {}).pool) for family in families] == [kind] * len(
+        families
+    )
 
 
-def test_a_step_costs_one_token_per_context(llama: Tried) -> None:
+def test_a_step_costs_one_token_per_context(either: Tried) -> None:
     keys = keys_of(6, 20)
-    assert llama.ask(*keys) == [6 * 19, 6]
+    assert either.ask(*keys) == [6 * 19, 6]
     for token in range(5):
         keys = [(*key, token) for key in keys]
-        assert llama.ask(*keys) == [6]
+        assert either.ask(*keys) == [6]
+
+
+def test_forks_continue_from_their_parent_and_the_others_stay_known(either: Tried) -> None:
+    keys = keys_of(8, 20)
+    either.ask(*keys)
+    for token in range(3):
+        forked = [(*key, token + branch) for key in keys[:4] for branch in (0, 100)]
+        assert either.ask(*forked) == [8]
+        assert either.ask(*[(*key, token) for key in keys[4:]]) == [4]
+        keys = forked
+
+
+def test_a_newcomer_costs_its_own_tokens(either: Tried) -> None:
+    *keys, newcomer = keys_of(5, 20)
+    either.ask(*keys)
+    assert sum(either.ask(*[(*key, 1) for key in keys], newcomer)) == 20 + 4
+
+
+def test_alternating_groups_keep_their_state(
+    either: Tried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genlm.mlx.aside.LEAST_ASIDE", 0)
+    groups = [keys_of(4, length, seed=length) for length in (70, 80)]
+    for group in groups:
+        either.ask(*group)
+    for token in range(3):
+        groups = [[(*key, token) for key in group] for group in groups]
+        for group in groups:
+            assert either.ask(*group) == [4]
+
+
+def test_a_lone_context_takes_the_place_of_no_group(
+    either: Tried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genlm.mlx.aside.LEAST_ASIDE", 0)
+    keys, lone = keys_of(8, 70), keys_of(3, 5, seed=1)
+    either.ask(*keys)
+    for token, other in enumerate(lone):
+        either.ask(other)
+        keys = [(*key, token) for key in keys]
+        assert either.ask(*keys) == [8]
+
+
+@pytest.mark.parametrize("kind", [Pool, Store])
+def test_rows_are_right_and_bytes_bounded_under_any_budget(folders: Folders, kind: type) -> None:
+    for rows in (0, 2, 5):
+        tried = Tried(folders("llama"), kind, rows * 20_000)
+        keys = keys_of(6, 20)
+        for token in range(6):
+            tried.ask(*keys, *keys_of(1, 20, seed=token + 1))
+            row = tried.kept.nbytes / len(tried.kept)  # they have about one length
+            assert tried.kept.nbytes <= (1.5 if kind is Pool else 2) * 7 * row + rows * 20_000
+            keys = [(*keys[token], 99), *[(*key, token) for key in keys[:-1]]]
 
 
 def test_what_is_known_costs_its_last_token(llama: Tried) -> None:
@@ -89,50 +117,11 @@ def test_what_is_known_costs_its_last_token(llama: Tried) -> None:
     assert llama.ask((*keys[0], 7, 8)) == [1]
 
 
-def test_forks_continue_from_their_parent_and_the_others_stay_known(llama: Tried) -> None:
-    keys = keys_of(8, 20)
-    llama.ask(*keys)
-    for token in range(3):
-        forked = [(*key, token + branch) for key in keys[:4] for branch in (0, 100)]
-        assert llama.ask(*forked) == [8]
-        assert llama.ask(*[(*key, token) for key in keys[4:]]) == [4]
-        keys = forked
-
-
 def test_ragged_growth_is_one_forward_pass_without_padding(llama: Tried) -> None:
     keys = keys_of(12, 20)
     llama.ask(*keys)
     grown = [(*key, *range(1 + at % 5)) for at, key in enumerate(keys)]
     assert llama.ask(*grown) == [sum(map(len, grown)) - sum(map(len, keys))]
-
-
-def test_a_newcomer_costs_its_own_tokens(llama: Tried) -> None:
-    *keys, newcomer = keys_of(5, 20)
-    llama.ask(*keys)
-    assert sum(llama.ask(*[(*key, 1) for key in keys], newcomer)) == 20 + 4
-
-
-def test_alternating_groups_keep_their_state(llama: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("genlm.mlx.aside.LEAST_ASIDE", 0)
-    groups = [keys_of(4, length, seed=length) for length in (70, 80)]
-    for group in groups:
-        llama.ask(*group)
-    for token in range(3):
-        groups = [[(*key, token) for key in group] for group in groups]
-        for group in groups:
-            assert llama.ask(*group) == [4]
-
-
-def test_a_lone_context_takes_the_place_of_no_group(
-    llama: Tried, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("genlm.mlx.aside.LEAST_ASIDE", 0)
-    keys, lone = keys_of(8, 70), keys_of(3, 5, seed=1)
-    llama.ask(*keys)
-    for token, other in enumerate(lone):
-        llama.ask(other)
-        keys = [(*key, token) for key in keys]
-        assert llama.ask(*keys) == [8]
 
 
 def test_contexts_that_wait_for_one_of_their_batch_take_the_place_of_no_other(
@@ -153,14 +142,17 @@ def test_some_rows_of_many_go_on(llama: Tried) -> None:
         assert llama.ask(*[(*key, 1) for key in few]) == [len(few)]
 
 
-@pytest.mark.parametrize("length", [16, 31, 32, 33, 63, 64, 65, 600])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
+@pytest.mark.parametrize(
+    ("family", "length"),
+    [
+        ("llama", 600),
+        *((family, n) for family in ("llama", "gpt2", "qwen2") for n in (16, 31, 32, 33, 64, 65)),
+    ],
+)
 def test_contexts_of_one_prompt_share_its_prefill(
     folders: Folders, family: str, length: int
 ) -> None:
-    if family == "gpt2":
-        length = min(length, 200)  # it has 256 positions
-    tried = Tried(folders(family), step_size=256)
+    tried = Tried(folders(family), Store, step_size=256)
     (prompt,) = keys_of(1, length)
     contexts = [(*prompt, token) for token in range(40)]
     assert sum(tried.ask(*contexts)) == length + 40
@@ -174,15 +166,15 @@ def test_contexts_of_one_prompt_share_its_prefill(
 def test_a_prompt_is_kept_once(llama: Tried) -> None:
     (prompt,) = keys_of(1, 1000)
     llama.ask(prompt)
-    alone = llama.store.nbytes
+    alone = llama.kept.nbytes
     llama.ask(*[(*prompt, token) for token in range(64)])
-    assert llama.store.nbytes < alone + 64 * 64 * alone / 1000
+    assert llama.kept.nbytes < alone + 64 * 64 * alone / 1000
 
 
 def test_a_row_far_behind_a_prompt_takes_several_forward_passes(llama: Tried) -> None:
     """So far that a pass has fewer tokens than the row lacks."""
     (prompt,), (tail,) = keys_of(1, 3000), keys_of(1, 480, seed=1)
-    llama.store.pin(prompt)
+    llama.kept.pin(prompt)
     forwards = llama.ask((*prompt, *tail[1:]), (*prompt, 5))
     assert len(forwards) > 2
     assert sum(forwards) == 481
@@ -200,19 +192,19 @@ def test_prompts_with_a_common_beginning_and_contexts_without(llama: Tried) -> N
 
 def test_a_trunk_made_of_a_row_keeps_no_more_than_itself(llama: Tried) -> None:
     keys = keys_of(40, 100)
-    llama.store.logits(keys)
-    llama.store.logits([(*keys[3], token) for token in range(20)])
-    more = mx.get_active_memory() - llama.store.nbytes
-    llama.store.clear()
+    llama.kept.logits(keys)
+    llama.kept.logits([(*keys[3], token) for token in range(20)])
+    more = mx.get_active_memory() - llama.kept.nbytes
+    llama.kept.clear()
     assert more - mx.get_active_memory() < 100_000
 
 
 def test_resampling_keeps_memory_near_what_is_distinct(folders: Folders) -> None:
-    tried = Tried(folders("llama"), max_bytes=0)
+    tried = Tried(folders("llama"), Store, 0)
     rng = random.Random(0)
     (prompt,) = keys_of(1, 300)
     tried.ask(prompt)
-    position = tried.store.nbytes / 320  # allotted in 32s
+    position = tried.kept.nbytes / 320  # allotted in 32s
     contexts = [(*prompt, token) for token in range(16)]
     tried.ask(*contexts)
     for step in range(120):
@@ -221,20 +213,9 @@ def test_resampling_keeps_memory_near_what_is_distinct(folders: Folders) -> None
         if step % 20 == 0:
             assert tried.ask(*contexts) == [len(contexts)]
         else:
-            tried.store.logits(contexts)
+            tried.kept.logits(contexts)
         distinct = len({key[:end] for key in contexts for end in range(2, len(key) + 1)})
-        assert tried.store.nbytes <= position * (2 * distinct + 128 * 16)
-
-
-def test_rows_are_right_and_bytes_bounded_under_any_budget(folders: Folders) -> None:
-    for rows in (0, 2, 5):
-        tried = Tried(folders("llama"), max_bytes=rows * 20_000)
-        keys = keys_of(6, 20)
-        for token in range(6):
-            tried.ask(*keys, *keys_of(1, 20, seed=token + 1))
-            row = tried.store.nbytes / len(tried.store)  # they have about one length
-            assert tried.store.nbytes <= 2 * 7 * row + rows * 20_000
-            keys = [(*keys[token], 99), *[(*key, token) for key in keys[:-1]]]
+        assert tried.kept.nbytes <= position * (2 * distinct + 128 * 16)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "qwen2"])
@@ -242,7 +223,7 @@ def test_rows_are_right_and_bytes_bounded_under_any_budget(folders: Folders) -> 
 def test_whatever_a_program_does_rows_are_right(
     folders: Folders, family: str, max_bytes: int | None
 ) -> None:
-    tried = Tried(folders(family), max_bytes, 40, Worth(8, 4, 8, 2, 16))
+    tried = Tried(folders(family), Store, max_bytes, Worth(8, 4, 8, 2, 16), step_size=40)
     rng = random.Random(3)
 
     def tokens(n: int) -> Key:
@@ -257,7 +238,7 @@ def test_whatever_a_program_does_rows_are_right(
         contexts = [key for key in dict.fromkeys(contexts) if len(key) < 240] or [(0, 1)]
         tried.ask(*contexts)
         if step % 17 == 5:
-            tried.store.pin(contexts[0])
+            tried.kept.pin(contexts[0])
 
 
 def test_a_failed_forward_pass_leaves_the_store_sound(llama: Tried) -> None:
@@ -268,7 +249,7 @@ def test_a_failed_forward_pass_leaves_the_store_sound(llama: Tried) -> None:
     behind = [(*prompt, token) for token in range(20)]
     for some in (keys, keys[:3], behind, [prompt], [(*key, *key[1:]) for key in keys * 2]):
         with pytest.raises(RuntimeError, match="failed"):
-            llama.store.logits(list(dict.fromkeys((*key, 1) for key in some)))
+            llama.kept.logits(list(dict.fromkeys((*key, 1) for key in some)))
     llama.model.failing = False
     llama.ask(*[(*key, 1) for key in keys], (0, 1, 2, 3))
     assert llama.ask(*[(*key, 1, 2) for key in keys]) == [6]
@@ -287,12 +268,12 @@ def test_state_that_cannot_be_made_sound_is_dropped_and_logged(
 
     keys = keys_of(6, 20)
     llama.ask(*keys)
-    llama.store.pin(keys[0])
+    llama.kept.pin(keys[0])
     llama.model.failing = True
     with monkeypatch.context() as patch, capture_logs() as events:
         patch.setattr(Table, "do", refuse)
         with pytest.raises(RuntimeError, match="failed"):
-            llama.store.logits([(*key, 1) for key in keys])
+            llama.kept.logits([(*key, 1) for key in keys])
     llama.model.failing = False
     lost = {"rows": 6, "pinned": 1, "reason": "RuntimeError: out of memory"}
     assert {"event": "kv.lost", "log_level": "warning", **lost} in events
@@ -313,15 +294,15 @@ def test_the_probe_leaves_nothing_behind(folders: Folders) -> None:
 
 
 def test_clearing_frees_all(folders: Folders) -> None:
-    tried = Tried(folders("llama"))
+    tried = Tried(folders("llama"), Store)
     gc.collect()  # what other tests left
-    tried.store.logits(keys_of(1, 10))
-    tried.store.clear()
+    tried.kept.logits(keys_of(1, 10))
+    tried.kept.clear()
     before = mx.get_active_memory()
     (prompt,) = keys_of(1, 700)
-    tried.store.pin(prompt)
-    tried.store.logits([*[(*prompt, token) for token in range(20)], *keys_of(5, 30, seed=1)])
+    tried.kept.pin(prompt)
+    tried.kept.logits([*[(*prompt, token) for token in range(20)], *keys_of(5, 30, seed=1)])
     assert mx.get_active_memory() > before
-    tried.store.clear()
-    assert (len(tried.store), tried.store.nbytes) == (0, 0)
+    tried.kept.clear()
+    assert (len(tried.kept), tried.kept.nbytes) == (0, 0)
     assert mx.get_active_memory() <= before
