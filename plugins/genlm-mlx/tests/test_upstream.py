@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,20 +24,17 @@ from transformers import AutoModelForCausalLM
 from genlm.mlx.loading import amended
 from genlm.mlx.repairs import repair
 
+from .late import ended
+
 Folders = Callable[[str], Path]
 
 FIXED = "fixed upstream: drop {} and this test"
 
-#: A thread that has drawn numbers ends while the interpreter is taken down. Its thread-local
-#: destructors want the GIL; Python then refuses it by unwinding the thread, and a destructor must
-#: not be unwound.
-THREAD_THAT_ENDS_LATE = """
-import os, sys, threading
-import __main__  # held by itself, or its objects would not be deleted
+#: A thread that has drawn numbers ends late.
+DRAWS = """
 import mlx.core as mx
 
-waiting, drawn = threading.Lock(), threading.Event()
-waiting.acquire()
+drawn = threading.Event()
 
 def work():
     mx.eval(mx.random.normal((3,)))
@@ -50,16 +46,6 @@ def work():
 thread = threading.Thread(target=work, daemon=True)
 thread.start()
 drawn.wait()
-
-class Last:
-    def __del__(
-        self, end=waiting.release, exists=os.access, thread=f"/proc/self/task/{thread.native_id}"
-    ):
-        end()
-        while exists(thread, 0):
-            pass
-
-last = Last()
 """
 
 
@@ -119,12 +105,8 @@ def test_the_sum_over_a_large_vocabulary_is_inexact_on_the_cpu() -> None:
     sys.version_info >= (3, 14), reason="Python 3.14 no longer unwinds threads that come too late"
 )
 def test_a_thread_that_ends_late_aborts_the_process_unless_it_clears_its_streams() -> None:
-    def exit_code(end: str) -> int:
-        command = [sys.executable, "-c", THREAD_THAT_ENDS_LATE, end]
-        return subprocess.run(command, capture_output=True, timeout=300).returncode
-
-    assert exit_code("clear") == 0
-    assert exit_code("leave") == -signal.SIGABRT, FIXED.format(
+    assert ended(DRAWS, "clear").returncode == 0
+    assert ended(DRAWS, "leave").returncode == -signal.SIGABRT, FIXED.format(
         "`mx.clear_streams` in `MlxEngine.genlm_close`"
     )
 
