@@ -1,20 +1,28 @@
-"""The table of kinds of adapters in ``docs/adapters.md``: what the plugins' tests found."""
+"""What the plugins' tests of adapters share: the table of kinds in ``docs/adapters.md``, which says
+what they found, and adapters of other models."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
-from genlm.core.conformance.adapter_kinds import Kind
+import pytest
+import torch
+
+from genlm.core import AsyncLM, InvalidAdapterError
+from genlm.core.conformance.adapter_kinds import KINDS, Kind, make_adapter
+
+DOCS = Path(__file__).parents[1] / "docs" / "adapters.md"
 
 #: Set to 1, it makes :func:`tabled` write what was found.
 WRITE = "GENLM_WRITE_ADAPTER_TABLE"
 
 
-def tabled(docs: Path, kind: Kind, backend: str, found: str) -> str:
-    """What the table in a file says of a kind on a backend; with :data:`WRITE` set, ``found`` is
-    written there first."""
-    lines = docs.read_text().splitlines()
+def tabled(kind: Kind, backend: str, found: str) -> str:
+    """What the table says of a kind on a backend; with :data:`WRITE` set, ``found`` is written
+    there first."""
+    lines = DOCS.read_text().splitlines()
     head = next(line for line in lines if line.startswith("| kind |"))
     column = [cell.strip() for cell in head.split("|")].index(backend)
     for at, line in enumerate(lines):
@@ -23,6 +31,45 @@ def tabled(docs: Path, kind: Kind, backend: str, found: str) -> str:
             if os.environ.get(WRITE) == "1":
                 cells[column] = found
                 lines[at] = " | ".join(cells).strip()
-                docs.write_text("\n".join(lines) + "\n")
+                DOCS.write_text("\n".join(lines) + "\n")
             return cells[column]
-    raise LookupError(f"{docs} has no line of {kind.name!r}")
+    raise LookupError(f"{DOCS} has no line of {kind.name!r}")
+
+
+def strangers(model: str, folder: Path) -> dict[str, str]:
+    """Adapters of models with one size other than this one's: their folders, by what an error says
+    of them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    ours = AutoConfig.from_pretrained(model)
+    width, heads = ours.hidden_size, ours.num_attention_heads
+    fewer = heads // 2 if ours.num_key_value_heads == heads else heads
+    sizes = f"{width} to {width // heads * fewer} features, the model {width} to "
+    changes = {
+        f"it maps {2 * width} to {2 * width} features, the model {width} to {width}": {
+            "hidden_size": 2 * width
+        },
+        f"v_proj it maps {sizes}{width // heads * ours.num_key_value_heads}": {
+            "num_key_value_heads": fewer
+        },
+        rf" model\.layers\.{ours.num_hidden_layers}\..*(no such module|has nothing)": {
+            "num_hidden_layers": ours.num_hidden_layers + 1
+        },
+    }
+    paths = {}
+    for number, (message, change) in enumerate(changes.items()):
+        config = AutoConfig.from_pretrained(model, **change)
+        config.head_dim = config.hidden_size // heads
+        other = folder / f"stranger-{number}"
+        AutoModelForCausalLM.from_config(config).save_pretrained(other / "model")
+        paths[message] = make_adapter(KINDS[0], str(other / "model"), other / "adapter")
+    return paths
+
+
+def check_refused(lm: AsyncLM, strangers: Mapping[str, str]) -> None:
+    """They are refused by what they are, and change nothing."""
+    before = lm.next_token_logprobs_uncached([1, 2, 3])
+    for message, path in strangers.items():
+        with pytest.raises(InvalidAdapterError, match=message):
+            lm.add_new_lora(path, "stranger")
+    assert torch.equal(lm.next_token_logprobs_uncached([1, 2, 3]), before)

@@ -8,6 +8,21 @@ from pathlib import Path
 import torch
 
 
+def write_tokenizer(folder: Path | str, *more: str) -> int:
+    """A tokenizer of the 256 bytes and of more tokens, of which the first is the end of text;
+    returns how many there are."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *more]
+    bytewise = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    ends = {"eos_token": more[0]} if more else {}
+    PreTrainedTokenizerFast(tokenizer_object=bytewise, **ends).save_pretrained(folder)
+    return len(tokens)
+
+
 def write_model(model: str, folder: Path) -> str:
     """A small Llama of random weights with the tokenizer of a model; returns its folder.
 
@@ -36,12 +51,12 @@ def write_model(model: str, folder: Path) -> str:
     return str(folder)
 
 
-def write_adapter(model: str, folder: Path, seed: int) -> str:
+def write_adapter(model: str, folder: Path, seed: int, rank: int = 4) -> str:
     """A LoRA adapter of random weights for a Llama-like model; returns its folder."""
     from safetensors.torch import save_file
 
     config = json.loads((Path(model) / "config.json").read_text())
-    width, rank = config["hidden_size"], 4
+    width = config["hidden_size"]
     head = config.get("head_dim") or width // config["num_attention_heads"]
     outputs = {
         "q_proj": head * config["num_attention_heads"],
@@ -55,14 +70,14 @@ def write_adapter(model: str, folder: Path, seed: int) -> str:
             for part, shape in (("A", (rank, width)), ("B", (output, rank))):
                 values = torch.randn(shape, generator=generator) / shape[1] ** 0.5
                 weights[f"{place}.lora_{part}.weight"] = 0.3 * values
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "adapter_model.safetensors")
     said = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": model,
         "r": rank,
-        "lora_alpha": 8,
+        "lora_alpha": 2 * rank,
         "target_modules": sorted(outputs),
         "bias": "none",
     }

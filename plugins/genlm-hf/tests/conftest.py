@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import copy
-import os
 import random
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,19 +11,20 @@ from attrs import define
 from structlog.testing import capture_logs
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     LlamaConfig,
     MambaConfig,
     PretrainedConfig,
 )
 
 from genlm.core import EngineError, Query
+from genlm.core.conformance.adapter_kinds import Kind, make_adapter
 from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
 from genlm.hf.twin import TOKENS as SMALL_TOKENS
 from genlm.hf.twin import thresholds
 from tests.engines import rows_of
-from tools import any_speed  # noqa: F401
+from tests.fixtures import *  # noqa: F403
+from tools.tiny import write_tokenizer
 
 from .families import small_family
 from .shapes import SHAPE, TOKENS
@@ -210,18 +209,6 @@ def sweep_family(family: str) -> Sweep:
     return done
 
 
-@pytest.fixture
-def say(pytestconfig: pytest.Config) -> Callable[[str], None]:
-    """Prints past pytest, which shows nothing of a test that passes."""
-    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
-
-    def line(text: str) -> None:
-        with capture.global_and_fixture_disabled():
-            print(f"\n{text}", flush=True)
-
-    return line
-
-
 @pytest.fixture(scope="session")
 def sweep() -> Callable[[str], Sweep]:
     """Tries one family of models; see :func:`sweep_family`."""
@@ -242,26 +229,17 @@ def contexts() -> Callable[..., list[tuple[int, ...]]]:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a random Llama and a byte tokenizer."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     folder = str(tmp_path_factory.mktemp("tiny"))
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytewise = Tokenizer(
-        models.BPE({symbol: i for i, symbol in enumerate([*alphabet, "<end>"])}, [])
-    )
-    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytewise.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<end>").save_pretrained(folder)
+    write_tokenizer(folder, "<end>")
     build(LlamaConfig(**{**SHAPE, **BLOCKS})).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
-def recurrent(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a random Mamba and the same tokenizer."""
     folder = str(tmp_path_factory.mktemp("recurrent"))
-    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+    write_tokenizer(folder, "<end>")
     config = MambaConfig(vocab_size=TOKENS, hidden_size=32, num_hidden_layers=2, state_size=4)
     build(config).save_pretrained(folder)
     return folder
@@ -270,29 +248,13 @@ def recurrent(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def lora_folders(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Two LoRA adapters of different rank and layers."""
-    peft = pytest.importorskip("peft", reason="LoRA needs peft")
-    folders = {}
-    for name, rank, targets in (
-        ("a", 4, ["q_proj", "v_proj"]),
-        ("b", 8, ["q_proj", "k_proj", "down_proj"]),
-    ):
-        torch.manual_seed(rank)
-        model = AutoModelForCausalLM.from_pretrained(tiny)
-        adapted = peft.get_peft_model(
-            model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets)
-        )
-        with torch.no_grad():
-            for parameter_name, parameter in adapted.named_parameters():
-                if "lora_" in parameter_name:
-                    parameter.normal_(0, 0.3)
-        folders[name] = str(tmp_path_factory.mktemp(f"lora_{name}"))
-        adapted.save_pretrained(folders[name])
-    return folders
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> str:
-    folder = os.environ.get("GENLM_TEST_MODEL")
-    if not folder or not Path(folder).is_dir():
-        pytest.skip("GENLM_TEST_MODEL does not name a folder with SmolLM2-135M")
-    return folder
+    pytest.importorskip("peft", reason="LoRA needs peft")
+    settings = {
+        "a": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+        "b": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj", "down_proj"]},
+    }
+    folder = tmp_path_factory.mktemp("lora")
+    return {
+        name: make_adapter(Kind(name, given), tiny, folder / name)
+        for name, given in settings.items()
+    }

@@ -1,14 +1,9 @@
-"""An hour of random work, see ``fuzz.py``."""
+"""Random programs for an hour, or for GENLM_FUZZ_SECONDS; collected only when it is named."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
 
-import pytest
+os.environ.setdefault("GENLM_FUZZ_SECONDS", "3600")
 
-from .fuzz import ATTENTION, RECURRENT, fuzz
-
-
-@pytest.mark.parametrize("families", [RECURRENT, ATTENTION], ids=["recurrent", "attention"])
-def test_random_work_for_long(families: Sequence[str], say: Callable[[str], None]) -> None:
-    fuzz(families, seconds=1800, say=say)
+from .test_fuzz import *  # noqa: F403

@@ -132,8 +132,8 @@ def test_the_plugin_module_imports_no_engine() -> None:
     assert done.stdout.strip() == "set()"
 
 
-def test_the_real_model(smollm2: str) -> None:
-    with AsyncTransformer.from_name(smollm2) as lm:
+def test_the_real_model(real_model: str) -> None:
+    with AsyncTransformer.from_name(real_model) as lm:
         prompt = lm.tokenizer.encode("The capital of France is")
         cold = lm.next_token_logprobs_uncached(prompt)
         torch.testing.assert_close(lm.next_token_logprobs_sync(prompt), cold, atol=2e-4, rtol=0)

@@ -48,9 +48,9 @@ def test_half_precision(dtype: str, pair: Make, llama_config: Make, interleave: 
     interleave(model, seed=dtype, atol=0.1)
 
 
-def test_half_precision_of_a_real_model(smollm2: str) -> None:
+def test_half_precision_of_a_real_model(real_model: str) -> None:
     """Its logits are so large that a step of bfloat16 is an eighth of a nat."""
-    engine = HFEngine(load(smollm2, dtype="bfloat16"), None)
+    engine = HFEngine(load(real_model, dtype="bfloat16"), None)
     assert engine.reuse is Reuse.SHARED
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 from transformers.models.falcon_h1 import FalconH1Config
 from transformers.models.gemma2 import Gemma2Config
 from transformers.models.gemma3 import Gemma3TextConfig
@@ -22,6 +20,10 @@ from transformers.models.mamba import MambaConfig
 from transformers.models.mistral import MistralConfig
 from transformers.models.phi3 import Phi3Config
 from transformers.models.qwen2 import Qwen2Config
+
+from genlm.core.conformance.adapter_kinds import Kind, make_adapter
+from tests.fixtures import *  # noqa: F403
+from tools.tiny import write_tokenizer
 
 if sys.platform == "linux":
     # MLX, imported after this, finds PyTorch's BLAS before the slow one in its own wheel: the real
@@ -113,11 +115,7 @@ def save_model(model: Any, folder: Path) -> Path:
         weights = load_file(folder / "model.safetensors")
         weights = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    write_tokenizer(folder)
     return folder
 
 
@@ -145,23 +143,12 @@ def lora_folders(
     folders: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, str]:
     """PEFT adapters of the tiny llama, of unlike ranks and layers."""
-    from peft import LoraConfig, get_peft_model
-
-    made = {}
-    for name, rank, targets in (("a", 2, ["q_proj", "v_proj"]), ("b", 4, ["o_proj", "gate_proj"])):
-        torch.manual_seed(rank)
-        config = LoraConfig(r=rank, lora_alpha=8, target_modules=targets, init_lora_weights=False)
-        path = tmp_path_factory.mktemp("lora") / name
-        get_peft_model(
-            AutoModelForCausalLM.from_pretrained(folders("llama")), config
-        ).save_pretrained(path)
-        made[name] = str(path)
-    return made
-
-
-@pytest.fixture(scope="session")
-def real_model() -> str:
-    """The folder of SmolLM2-135M."""
-    if "GENLM_TEST_MODEL" not in os.environ:
-        pytest.skip("GENLM_TEST_MODEL names no model folder; nox sets it")
-    return os.environ["GENLM_TEST_MODEL"]
+    settings = {
+        "a": {"r": 2, "target_modules": ["q_proj", "v_proj"]},
+        "b": {"r": 4, "target_modules": ["o_proj", "gate_proj"]},
+    }
+    model, folder = str(folders("llama")), tmp_path_factory.mktemp("lora")
+    return {
+        name: make_adapter(Kind(name, given), model, folder / name)
+        for name, given in settings.items()
+    }

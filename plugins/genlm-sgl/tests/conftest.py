@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +9,8 @@ import torch
 
 from genlm.core import Query
 from genlm.core.types import Request, SampleRequest
+from tests.fixtures import *  # noqa: F403
+from tools.tiny import write_tokenizer
 
 TOKENS = 257  # every byte, and the end
 WIDTH = 264  # its rows are wider than the vocabulary, as in many real models
@@ -43,16 +43,9 @@ def tiny_without_padding(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def save_tiny(folder: str, width: int) -> str:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytewise = Tokenizer(
-        models.BPE({symbol: i for i, symbol in enumerate([*alphabet, "<end>"])}, [])
-    )
-    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytewise.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<end>").save_pretrained(folder)
+    write_tokenizer(folder, "<end>")
     torch.manual_seed(0)
     shape = {
         "hidden_size": 64,
@@ -110,17 +103,6 @@ def reference(tiny: str) -> Callable[..., torch.Tensor]:
         return torch.stack(logits).log_softmax(dim=-1)
 
     return rows
-
-
-@pytest.fixture(scope="session")
-def real_model() -> str:
-    """The folder of a small real model."""
-    folder = os.environ.get("GENLM_TEST_MODEL")
-    if not folder or not Path(folder).is_dir():
-        pytest.skip(
-            "GENLM_TEST_MODEL names no folder of a real model; `python tools/smollm2.py` makes one"
-        )
-    return folder
 
 
 class Hooks:

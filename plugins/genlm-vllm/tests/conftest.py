@@ -1,27 +1,24 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from genlm.core.types import Query, Request, SampleRequest, SamplingParams, ScoreRequest
-from tools import any_speed  # noqa: F401
+from tests.fixtures import *  # noqa: F403
+from tools.tiny import write_adapter as save_adapter
 
-MiB = 1 << 20
-
-# Small enough that prompts are computed in chunks, sessions give way to each other, and the length
-# limit is near.
+# Small enough that prompts are computed in chunks, sessions give way to each other (the cache of
+# the tiny model holds 864 tokens), and the length limit is near.
 SMALL = {
     "dtype": "float32",
     "max_model_len": 256,
     "max_num_seqs": 16,
     "max_num_batched_tokens": 64,
-    "kv_cache_memory_bytes": 40 * MiB,
+    "kv_cache_memory_bytes": 28 * 32 * 1024,
 }
 
 
@@ -65,6 +62,14 @@ class Driven:
             (cold,) = self.ask(Query(query.token_ids, query.adapter, cold=True))
             torch.testing.assert_close(row, cold, atol=atol, rtol=0)
 
+    def computes(self, *asked: Query | tuple[int, ...]) -> list[int]:
+        """How many tokens each forward pass computes for rows, which are the cold ones."""
+        queries = [each if isinstance(each, Query) else Query(each) for each in asked]
+        with self.computed_tokens() as counts:
+            rows = self.ask(*queries)
+        self.assert_cold_rows(dict(zip(queries, rows, strict=True)))
+        return counts
+
     def draw(self, queries: Sequence[Query], params: Sequence[SamplingParams]) -> list[Any]:
         return self.ask(*map(SampleRequest, queries, params))
 
@@ -88,27 +93,18 @@ def _offline() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def model_path() -> str:
-    """The folder of a small real Llama; the environment names it."""
-    path = os.environ.get("GENLM_TEST_MODEL")
-    if path is None:
-        pytest.skip("GENLM_TEST_MODEL does not name a model folder; nox -s 'plugin(vllm)' sets it")
-    return path
-
-
-@pytest.fixture(scope="session")
 def small_opts() -> dict[str, Any]:
     return dict(SMALL)
 
 
 @pytest.fixture(scope="session")
-def make_tiny(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+def make_tiny(real_model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """Make a small random model, whose heads two workers can share, with the real model's
     tokenizer: ``make_tiny("Llama", **config)`` gives its folder."""
     import transformers
 
     def make(family: str, **config: Any) -> str:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model_path)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(real_model)
         size = {
             "vocab_size": len(tokenizer),
             "hidden_size": 128,
@@ -134,75 +130,41 @@ def tiny_path(make_tiny: Callable[..., str]) -> str:
     return make_tiny("Llama")
 
 
-@pytest.fixture(scope="module")
-def load_engine(model_path: str) -> Iterator[Callable[..., Any]]:
-    """Engines that are closed at the end of the module: ``load_engine(live_sessions=...,
-    **engine_opts)``."""
+@contextmanager
+def opening(tiny_path: str) -> Iterator[Callable[..., Driven]]:
+    """Makes engines, of the tiny model unless another is given, and closes them."""
     from genlm.vllm.loading import load
 
     opened = []
 
-    def open_engine(live_sessions: bool | int = True, **engine_opts: Any) -> Any:
+    def open_engine(
+        path: str = tiny_path, live_sessions: bool | int = True, **engine_opts: Any
+    ) -> Driven:
         options = {"engine_opts": SMALL | engine_opts, "live_sessions": live_sessions}
-        engine = Driven(load(model_path, options))
-        opened.append(engine)
-        return engine
+        opened.append(Driven(load(path, options)))
+        return opened[-1]
 
     yield open_engine
     for engine in opened:
         engine.genlm_close()
 
 
+@pytest.fixture(scope="module")
+def load_engine(tiny_path: str) -> Iterator[Callable[..., Driven]]:
+    """Engines that are closed at the end of the module."""
+    with opening(tiny_path) as load:
+        yield load
+
+
+@pytest.fixture
+def load_briefly(tiny_path: str) -> Iterator[Callable[..., Driven]]:
+    """Engines that are closed at the end of the test."""
+    with opening(tiny_path) as load:
+        yield load
+
+
 @pytest.fixture(scope="session")
-def rows_of() -> Callable[..., list[Any]]:
-    """Ask an engine through its step hook, as the core does: ``rows_of(engine, queries)``, in the
-    order of the queries."""
-
-    return lambda engine, queries: engine.ask(*queries)
-
-
-@pytest.fixture(scope="session")
-def write_adapter(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> Callable[..., str]:
-    """Write a random LoRA adapter in PEFT's format: ``write_adapter(name, seed)`` gives its folder,
-    new or written over."""
-    import json
-
-    from safetensors.torch import save_file
-
-    config = json.loads((Path(model_path) / "config.json").read_text())
-    hidden, heads, kv_heads = (
-        config["hidden_size"],
-        config["num_attention_heads"],
-        config["num_key_value_heads"],
-    )
-    outs = {"q_proj": hidden, "v_proj": hidden // heads * kv_heads}
-
-    def write(name: str, seed: int, rank: int = 4) -> str:
-        generator = torch.Generator().manual_seed(seed)
-        weights = {}
-        for layer in range(config["num_hidden_layers"]):
-            for module, out in outs.items():
-                prefix = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-                weights[f"{prefix}.lora_A.weight"] = (
-                    torch.randn(rank, hidden, generator=generator) / hidden**0.5
-                )
-                weights[f"{prefix}.lora_B.weight"] = (
-                    torch.randn(out, rank, generator=generator) * 0.2
-                )
-        folder = tmp_path_factory.getbasetemp() / "adapters" / name
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(weights, folder / "adapter_model.safetensors")
-        settings = {
-            "peft_type": "LORA",
-            "base_model_name_or_path": model_path,
-            "r": rank,
-            "lora_alpha": 2 * rank,
-            "lora_dropout": 0.0,
-            "bias": "none",
-            "task_type": "CAUSAL_LM",
-            "target_modules": sorted(outs),
-        }
-        (folder / "adapter_config.json").write_text(json.dumps(settings))
-        return str(folder)
-
-    return write
+def write_adapter(tmp_path_factory: pytest.TempPathFactory, tiny_path: str) -> Callable[..., str]:
+    """Writes a random LoRA adapter of the tiny model, new or over another; gives its folder."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return lambda name, seed, rank=4: save_adapter(tiny_path, folder / name, seed, rank)

@@ -17,7 +17,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from genlm.core.conformance import ConformanceSuite
 from genlm.core.types import Query
@@ -54,7 +53,7 @@ def test_it_is_the_v2_runner(engine):
     assert "vllm.v1.worker.gpu.sample.sampler" in sys.modules
 
 
-def test_rows_of_sessions_forks_and_chunks_are_the_cold_ones(engine, rows_of):
+def test_rows_of_sessions_forks_and_chunks_are_the_cold_ones(engine):
     """Contexts longer than a step's 64 tokens, extended by one token and by several, forked, and
     repeated."""
     dice = random.Random(3)
@@ -70,13 +69,11 @@ def test_rows_of_sessions_forks_and_chunks_are_the_cold_ones(engine, rows_of):
                 for _ in range(5)
             )
         )
-        asked |= dict(zip(batch, rows_of(engine, batch), strict=True))
+        asked |= dict(zip(batch, engine.ask(*batch), strict=True))
         known += [query.token_ids for query in batch]
     asked = {query: row for query, row in asked.items() if row is not None}
     assert len(asked) > 8
-    for query, row in asked.items():
-        (cold,) = rows_of(engine, [Query(query.token_ids, cold=True)])
-        torch.testing.assert_close(row, cold, atol=5e-4, rtol=0)
+    engine.assert_cold_rows(asked)
 
 
 class TestVllmV2(ConformanceSuite):

@@ -1,11 +1,14 @@
-"""What every backend must do, on a real vLLM: with live sessions, without them, and with
-adapters."""
+"""What every backend must do, on a real vLLM: a small real model with live sessions; a tiny one
+without them, and with adapters."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from genlm.core.conformance import ConformanceSuite
+from tools.tiny import write_adapter
 
 FLOAT32 = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 256 << 20}
 # The least rank: on a CPU vLLM computes as if all adapters had the greatest, in loops over tokens.
@@ -19,22 +22,28 @@ class TestVllm(ConformanceSuite):
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
-    def _given(cls, model_path):
-        cls.model = model_path
+    def _given(cls, real_model):
+        cls.model = real_model
 
 
 class TestVllmWithoutLiveSessions(TestVllm):
-    effort = 0.1
     options = {"engine_opts": FLOAT32, "live_sessions": False}  # noqa: RUF012
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _given(cls, tiny_path):
+        cls.model = tiny_path
 
 
 class TestVllmWithAdapters(TestVllm):
-    effort = 0.1
     longest = 129  # slow with adapters on a CPU; beyond several blocks, and TestVllm goes further
     options = {"engine_opts": FLOAT32 | LORA}  # noqa: RUF012
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
-    def _given(cls, model_path, write_adapter):
-        cls.model = model_path
-        cls.adapters = {"a": write_adapter("a", 1), "b": write_adapter("b", 2)}
+    def _given(cls, tiny_path, tmp_path_factory):
+        folder: Path = tmp_path_factory.mktemp("adapters")
+        cls.model = tiny_path
+        cls.adapters = {
+            name: write_adapter(tiny_path, folder / name, seed) for seed, name in enumerate("ab")
+        }

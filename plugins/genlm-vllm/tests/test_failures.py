@@ -105,13 +105,6 @@ def test_a_failed_step_leaves_no_request_with_vllm(engine, core):
     assert row.shape == (WIDTH,)
 
 
-def test_a_failed_draw_leaves_no_request_with_vllm(engine, core):
-    core.trouble = RuntimeError("out of memory")
-    with pytest.raises(RuntimeError, match="out of memory"):
-        engine.draw([QUERY], [SamplingParams(max_tokens=1)])
-    assert core.held == set()
-
-
 def test_a_dead_engine_is_said_to_be_dead(engine, core):
     core.trouble, core.dead = RuntimeError("the worker has gone"), True
     with pytest.raises(EngineDeadError, match=r"the worker has gone.*load the model again"):
@@ -169,14 +162,6 @@ def test_a_draw_may_take_more_steps_than_an_engine_is_given_to_compute_something
     for _ in range(20_000):
         answers |= engine.step()
     assert [len(answers[each]) for each in draws] == [20_000, 5000, 10]
-
-
-def test_requests_of_all_kinds_share_the_steps(engine):
-    long, short = request(9), request(2)
-    assert engine.step(long) == {}
-    assert list(engine.step(QUERY, short)) == [QUERY]
-    assert list(engine.step()) == [short]
-    assert len(engine.ask(Query((7,)))) == 1
 
 
 def test_what_is_dropped_is_let_go_and_never_answered(engine, core):

@@ -41,48 +41,30 @@ def agreeing(ids, others) -> int:
     return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
-def asked(engine, *contexts, adapters=()):
-    """Rows by query; and how many tokens each forward pass computed for them."""
-    queries = [*map(Query, contexts, adapters or [None] * len(contexts))]
-    with engine.computed_tokens() as counts:
-        rows = engine.ask(*queries)
-    return dict(zip(queries, rows, strict=True)), counts
-
-
 @pytest.mark.parametrize("length", [5, BLOCK, BLOCK + 1, 3 * BLOCK - 1])
 def test_forks_compute_a_token_each(engine, length):
     parent = text(0, length)
-    asked(engine, parent)
-    rows, counts = asked(engine, *((*parent, token) for token in range(5, 11)))
-    assert counts == [6]
-    engine.assert_cold_rows(rows)
+    engine.ask(Query(parent))
+    assert engine.computes(*((*parent, token) for token in range(5, 11))) == [6]
 
 
 def test_a_fork_from_an_earlier_place_copies_only_what_it_shares(engine):
     parent = text(0, 60)
-    asked(engine, parent)
-    rows, counts = asked(engine, (*parent[:50], 5, 6, 7), (*parent[:20], 5))
-    assert counts == [3 + 1]
-    engine.assert_cold_rows(rows)
-    longer, counts = asked(engine, (*parent, 8))
-    assert counts == [1], "their source is what it was"
-    engine.assert_cold_rows(longer)
+    engine.ask(Query(parent))
+    assert engine.computes((*parent[:50], 5, 6, 7), (*parent[:20], 5)) == [3 + 1]
+    assert engine.computes((*parent, 8)) == [1], "their source is what it was"
 
 
 def test_a_context_that_is_live_already_computes_its_last_token(engine):
-    asked(engine, text(0, 50))
-    rows, counts = asked(engine, text(0, 50))
-    assert counts == [1]
-    engine.assert_cold_rows(rows)
+    engine.ask(Query(text(0, 50)))
+    assert engine.computes(text(0, 50)) == [1]
 
 
 def test_the_same_tokens_behind_another_beginning_are_not_taken(engine):
     tail = text(0, 20)
-    asked(engine, text(1, BLOCK) + tail)
-    asked(engine, (*text(2, BLOCK), 5))
-    rows, counts = asked(engine, (*text(2, BLOCK), *tail, 6))
-    assert counts == [21]
-    engine.assert_cold_rows(rows)
+    engine.ask(Query(text(1, BLOCK) + tail))
+    engine.ask(Query((*text(2, BLOCK), 5)))
+    assert engine.computes((*text(2, BLOCK), *tail, 6)) == [21]
 
 
 @pytest.mark.parametrize("live", [0, 20])
@@ -91,10 +73,9 @@ def test_what_is_admitted_in_a_step_is_no_source_in_it(engine, live):
     and would get a copy from before. It gets what was live before the step."""
     prompt = text(0, 40)
     if live:
-        asked(engine, prompt[:live])
-    rows, counts = asked(engine, prompt, (*prompt[:33], 5), (*prompt[:25], 6))
+        engine.ask(Query(prompt[:live]))
+    counts = engine.computes(prompt, (*prompt[:33], 5), (*prompt[:25], 6))
     assert sum(counts) == (40 - live) + 2 + (26 - live)
-    engine.assert_cold_rows(rows)
 
 
 def test_a_prompt_computed_in_part_is_a_source(engine):
@@ -119,13 +100,13 @@ def test_the_source_may_go_in_the_step_that_forks(engine):
     engine.assert_cold_rows(answers)
 
 
-def test_preempted_forks_are_computed_again(engine, model_path):
+def test_preempted_forks_are_computed_again(engine, tiny_path):
     """Eight draws that come to 150 tokens each where the cache holds six such: some give way and
     come again, and meanwhile rows of the same parent are asked."""
     from transformers import AutoModelForCausalLM
 
     parent, greedy = text(0, 50), SamplingParams(max_tokens=100, temperature=0.0)
-    asked(engine, parent)
+    engine.ask(Query(parent))
     draws = [SampleRequest(Query((*parent, token)), greedy) for token in range(5, 13)]
     rows, newcomers = {}, list(draws)
     with engine.computed_tokens() as counts:
@@ -135,7 +116,7 @@ def test_preempted_forks_are_computed_again(engine, model_path):
     assert sum(counts) > 8 * 100 + 100, "else none gave way"
     drawn = {draw: rows.pop(draw) for draw in draws}
     engine.assert_cold_rows(dict(list(rows.items())[::10]))
-    reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.float32)
     for draw in draws:
         ids = torch.tensor([[*draw.query.token_ids, *drawn[draw]]])
         with torch.no_grad():
@@ -148,52 +129,38 @@ def test_preempted_forks_are_computed_again(engine, model_path):
 
 
 @pytest.fixture
-def load_tiny(tiny_path, small_opts, driven):
-    """Engines of a small random model, closed at the end; and what the log says of forks."""
-    opened, reasons = [], []
-
-    def load(path=tiny_path, **engine_opts):
-        from genlm.vllm.loading import load
-
-        with capture_logs() as logs:
-            engine = driven(load(path, {"engine_opts": small_opts | engine_opts}))
-        opened.append(engine)
-        reasons.extend(each["reason"] for each in logs if each["event"] == "vllm.forks_off")
-        return engine, reasons
-
-    yield load
-    for engine in opened:
-        engine.genlm_close()
+def reasons():
+    """Why forks are off, as the log says."""
+    with capture_logs() as logs:
+        yield lambda: [each["reason"] for each in logs if each["event"] == "vllm.forks_off"]
 
 
 def recomputed(engine) -> int:
     """Tokens that two forks of 50 tokens compute beyond their last ones."""
-    asked(engine, text(0, 50))
-    rows, counts = asked(engine, (*text(0, 50), 5), (*text(0, 50), 6))
-    engine.assert_cold_rows(rows)
-    return sum(counts) - 2
+    engine.ask(Query(text(0, 50)))
+    return sum(engine.computes((*text(0, 50), 5), (*text(0, 50), 6))) - 2
 
 
-def test_the_model_that_the_others_are_compared_with(load_tiny):
-    engine, reasons = load_tiny()
-    assert recomputed(engine) == 0
-    assert reasons == []
+def test_the_model_that_the_others_are_compared_with(load_briefly, reasons):
+    assert recomputed(load_briefly()) == 0
+    assert reasons() == []
 
 
-def test_of_many_sources_the_one_that_shares_most_is_taken(load_tiny):
+def test_of_many_sources_the_one_that_shares_most_is_taken(load_briefly):
     """None is a beginning of another, which would go on with it."""
-    engine, _ = load_tiny(max_num_seqs=64)
+    engine = load_briefly(max_num_seqs=64, kv_cache_memory_bytes=4 << 20)
     dice, live = random.Random(0), []
     for last in range(1000, 1032):
         first, many = dice.choice([(), text(0, BLOCK)]), dice.randrange(BLOCK)
         ids = (*first, *dice.choices([5, 6], k=many), last)
-        _, counts = asked(engine, ids)
         shared = max((agreeing(ids, each) for each in live), default=0)
+        with engine.computed_tokens() as counts:
+            engine.ask(Query(ids))
         assert sum(counts) == len(ids) - shared
         live.append(ids)
 
 
-def test_no_more_is_taken_over_than_vllm_allows(load_tiny, monkeypatch):
+def test_no_more_is_taken_over_than_vllm_allows(load_briefly, reasons, monkeypatch):
     """As vLLM 0.33 may, where it wants something of all tokens of a prompt but the first ones."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -207,9 +174,8 @@ def test_no_more_is_taken_over_than_vllm_allows(load_tiny, monkeypatch):
     usual = KVCacheManager.get_computed_blocks
     monkeypatch.setattr(KVCacheManager, "get_computed_blocks", limited)
     monkeypatch.setattr(Scheduler, "_get_local_prefix_cache_hit", hit)
-    engine, reasons = load_tiny()
-    assert recomputed(engine) == 50 % BLOCK
-    assert reasons == []
+    assert recomputed(load_briefly()) == 50 % BLOCK
+    assert reasons() == []
 
 
 @pytest.mark.parametrize(
@@ -218,15 +184,18 @@ def test_no_more_is_taken_over_than_vllm_allows(load_tiny, monkeypatch):
         ("Mistral", {"sliding_window": 16}),
         (
             "Gemma3Text",
-            {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+            {
+                "head_dim": 32,
+                "sliding_window": 16,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
         ),
     ],
     ids=["windows", "windows in some layers"],
 )
-def test_windows_have_none(load_tiny, make_tiny, family, config):
-    engine, reasons = load_tiny(make_tiny(family, **config))
-    assert recomputed(engine) > 0
-    assert reasons == ["not all layers have full attention"]
+def test_windows_have_none(load_briefly, reasons, make_tiny, family, config):
+    assert recomputed(load_briefly(make_tiny(family, **config))) > 0
+    assert reasons() == ["not all layers have full attention"]
 
 
 @pytest.fixture
@@ -305,14 +274,16 @@ def test_platforms_that_have_none(suited, monkeypatch):
     assert reasons_against(suited) == [UNKNOWN_LAYOUT]
 
 
-def test_a_scheduler_of_the_users_own_is_taken(load_tiny):
-    engine, reasons = load_tiny(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
+def test_a_scheduler_of_the_users_own_is_taken(load_briefly, reasons):
+    engine = load_briefly(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
     assert recomputed(engine) == 50 % BLOCK
-    assert reasons == []
+    assert reasons() == []
 
 
 @pytest.mark.parametrize("name", ["_apply_cow", "get_computed_blocks"])
-def test_a_vllm_without_what_they_need_has_none_and_says_so(load_tiny, monkeypatch, name):
+def test_a_vllm_without_what_they_need_has_none_and_says_so(
+    load_briefly, reasons, monkeypatch, name
+):
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
@@ -323,7 +294,6 @@ def test_a_vllm_without_what_they_need_has_none_and_says_so(load_tiny, monkeypat
         monkeypatch.setattr(
             KVCacheManager, name, lambda self, request, wish=0: usual(self, request)
         )
-    engine, reasons = load_tiny()
-    assert recomputed(engine) == 50 % BLOCK
-    (reason,) = reasons
+    assert recomputed(load_briefly()) == 50 % BLOCK
+    (reason,) = reasons()
     assert name in reason

@@ -10,7 +10,6 @@ import torch
 from structlog.testing import capture_logs
 
 from genlm.core.types import Query
-from genlm.vllm.loading import load
 
 CHANGE, LONGEST = 40, 80  # tokens
 IDS = tuple(random.Random(1).choices(range(1000, 40000), k=LONGEST))
@@ -38,20 +37,6 @@ MIXED = {
 }
 
 
-@pytest.fixture
-def load_tiny(driven, small_opts):
-    opened = []
-
-    def open_engine(path, **engine_opts):
-        engine = driven(load(path, {"engine_opts": small_opts | engine_opts}))
-        opened.append(engine)
-        return engine
-
-    yield open_engine
-    for engine in opened:
-        engine.genlm_close()
-
-
 def of_transformers(path, lengths):
     """Rows, each by a forward of its own: the embeddings of some models depend on its length."""
     from transformers import AutoModelForCausalLM
@@ -74,10 +59,10 @@ def of_transformers(path, lengths):
     ids=["window", "windows in some layers", "longrope", "longrope's short factors", "dynamic"],
 )
 def test_scores_and_rows_agree_across_a_change(
-    make_tiny, load_tiny, family, config, longest, as_transformers
+    make_tiny, load_briefly, family, config, longest, as_transformers
 ):
     path = make_tiny(family, **config)
-    engine = load_tiny(path, max_model_len=longest + 1)
+    engine = load_briefly(path, max_model_len=longest + 1)
     assert engine.max_context == longest
     lengths = range(10, longest + 1)
     (scores,) = engine.score([Query(IDS[:10])], [IDS[10:longest]])
@@ -92,9 +77,9 @@ def test_scores_and_rows_agree_across_a_change(
         torch.testing.assert_close(cold[n], row, atol=ATOL, rtol=0)
 
 
-def test_contexts_end_where_dynamic_embeddings_do(make_tiny, load_tiny):
+def test_contexts_end_where_dynamic_embeddings_do(make_tiny, load_briefly):
     """vLLM would take four times as many tokens, and read beyond the table of embeddings."""
     with capture_logs() as logs:
-        engine = load_tiny(make_tiny("Llama", **DYNAMIC), max_model_len=4 * CHANGE)
+        engine = load_briefly(make_tiny("Llama", **DYNAMIC), max_model_len=4 * CHANGE)
     assert engine.max_context == CHANGE
     assert [each["tokens"] for each in logs if each["event"] == "vllm.context_limited"] == [CHANGE]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 
 import pytest
-import torch
 from packaging.version import Version
 
 from genlm.core.errors import InvalidOptionError
@@ -17,7 +15,6 @@ from genlm.core.types import Adapter, Query, SamplingParams
 
 ATOL = 5e-4
 IDS = tuple(range(3000, 3050))
-LONGER = (*IDS, 77)
 
 
 @pytest.fixture(scope="module")
@@ -43,34 +40,6 @@ def add(engine):
     engine.genlm_clear_kv_cache()
 
 
-def reference(model_path, adapter_path, token_ids):
-    """The row by transformers and peft."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    model = base if adapter_path is None else PeftModel.from_pretrained(base, adapter_path).eval()
-    with torch.no_grad():
-        return model(torch.tensor([token_ids])).logits[0, -1].log_softmax(-1)
-
-
-def close(row, expected):
-    return torch.allclose(row, expected, atol=ATOL, rtol=0)
-
-
-def test_adapters_and_the_base_model_in_one_batch_and_as_live_sessions(
-    engine, add, rows_of, write_adapter, model_path
-):
-    paths = [None, write_adapter("a", 1), write_adapter("b", 2)]
-    adapters = [None, add(1, paths[1]), add(2, paths[2], "b")]
-    for ids in (IDS, LONGER):
-        rows = rows_of(engine, [Query(ids, adapter) for adapter in adapters])
-        expected = [reference(model_path, path, ids) for path in paths]
-        for row, right in zip(rows, expected, strict=True):
-            torch.testing.assert_close(row, right, atol=ATOL, rtol=0)
-        assert not any(close(expected[i], expected[j]) for i, j in [(0, 1), (0, 2), (1, 2)])
-
-
 def test_forks_take_nothing_over_from_another_adapter(engine, add, write_adapter):
     """In the first block, where no hash tells adapters apart."""
     adapters = [None, add(5, write_adapter("a", 1)), add(6, write_adapter("b", 2), "b")]
@@ -78,48 +47,15 @@ def test_forks_take_nothing_over_from_another_adapter(engine, add, write_adapter
         engine.ask(Query(IDS[:10], first))
         forks = [Query((*IDS[:10], 77 + i), each) for i, each in enumerate(adapters)]
         forks.append(Query((*IDS[:10], 99), first))
-        with engine.computed_tokens() as counts:
-            rows = engine.ask(*forks)
-        assert counts == [11 + 11 + 1 + 1]
-        engine.assert_cold_rows(dict(zip(forks, rows, strict=True)), ATOL)
+        assert engine.computes(*forks) == [11 + 11 + 1 + 1]
         engine.genlm_clear_kv_cache()
 
 
-def test_binding_a_name_again_meets_nothing_of_its_predecessor(
-    engine, add, rows_of, write_adapter, model_path
-):
-    """Same name, same folder, other weights: neither the old weights nor the old key/value state
-    may answer."""
-    path = write_adapter("a", 1)
-    old = add(11, path)
-    rows_of(engine, [Query(IDS, old)])
-    shutil.rmtree(path)
-    new = add(12, write_adapter("a", 5))
-    (row,) = rows_of(engine, [Query(LONGER, new)])
-    torch.testing.assert_close(row, reference(model_path, path, LONGER), atol=ATOL, rtol=0)
-
-
-def test_a_removed_adapter_leaves_no_session(engine, write_adapter, rows_of):
-    adapter = Adapter("a", write_adapter("a", 1), 21)
-    engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
-    engine.genlm_cache_prefix(Query(IDS[:40], adapter))
-    rows_of(engine, [Query(IDS, adapter), Query(IDS)])
-    assert engine.genlm_remove_lora(adapter) is True
-    assert engine.ask(Query(LONGER))[0].shape == (engine.vocab_size,)
-
-
-def test_a_missing_folder_fails_at_once_and_leaves_nothing(engine, add, rows_of, write_adapter):
-    with pytest.raises(Exception, match="nowhere"):
-        engine.genlm_read_lora(Adapter("gone", "/nowhere/at/all", 31))
-    adapter = add(32, write_adapter("a", 1))
-    assert len(rows_of(engine, [Query(IDS), Query(IDS, adapter)])) == 2
-
-
-def test_a_rank_beyond_the_limit_fails_at_once(engine, write_adapter, rows_of):
+def test_a_rank_beyond_the_limit_fails_at_once(engine, write_adapter):
     wide = Adapter("wide", write_adapter("wide", 1, rank=16), 41)
     with pytest.raises(Exception, match="rank"):
         engine.genlm_add_lora(wide, engine.genlm_read_lora(wide))
-    assert len(rows_of(engine, [Query(IDS)])) == 1
+    assert len(engine.ask(Query(IDS))) == 1
 
 
 def test_more_adapters_than_vllm_keeps_are_refused(add, write_adapter):
@@ -129,12 +65,9 @@ def test_more_adapters_than_vllm_keeps_are_refused(add, write_adapter):
         add(54, write_adapter("a54", 54), "a54")
 
 
-def test_more_adapters_in_a_batch_than_slots(engine, add, rows_of, write_adapter):
+def test_more_adapters_in_a_batch_than_slots(engine, add, write_adapter):
     adapters = [add(60 + i, write_adapter(f"s{i}", i), f"s{i}") for i in range(3)]
-    together = rows_of(engine, [Query(IDS, adapter) for adapter in adapters])
-    engine.genlm_clear_kv_cache()
-    for adapter, row in zip(adapters, together, strict=True):
-        assert close(row, rows_of(engine, [Query(IDS, adapter, cold=True)])[0])
+    engine.computes(*(Query(IDS, adapter) for adapter in adapters))
 
 
 def test_newcomers_of_the_other_kind_wait_their_turn_and_are_answered(engine, add, write_adapter):
@@ -189,7 +122,7 @@ print(json.dumps([alone, mixed]))
 
 
 def test_vllm_itself_mixes_base_and_lora_rightly_on_cpu(
-    model_path, small_opts, write_adapter, request
+    tiny_path, small_opts, write_adapter, request
 ):
     """Not ours, and expected to fail before 0.33: where it passes, neither a spare slot nor turns
     are needed.
@@ -205,7 +138,7 @@ def test_vllm_itself_mixes_base_and_lora_rightly_on_cpu(
             "if a request with one shares its batch"
         )
         request.applymarker(pytest.mark.xfail(reason=reason, raises=AssertionError, strict=True))
-    argument = json.dumps([model_path, write_adapter("a", 1), small_opts, IDS])
+    argument = json.dumps([tiny_path, write_adapter("a", 1), small_opts, IDS])
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run(
         [sys.executable, "-c", MIXED, argument], capture_output=True, text=True, env=environment

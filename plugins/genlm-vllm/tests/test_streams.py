@@ -107,9 +107,7 @@ def test_memory_of_a_row_is_kept_for_the_stream_that_reads_it(cuda):
     assert readers == [cuda.default]
 
 
-def test_a_step_of_a_real_vllm_is_on_the_stream_that_it_made_when_it_loaded(
-    cuda, load_engine, rows_of
-):
+def test_a_step_of_a_real_vllm_is_on_the_stream_that_it_made_when_it_loaded(cuda, load_briefly):
     from genlm.vllm.internals import logits_processor_interfaces
 
     class Processor:
@@ -130,9 +128,9 @@ def test_a_step_of_a_real_vllm_is_on_the_stream_that_it_made_when_it_loaded(
             return logits
 
     mine = type("Mine", (Processor, *logits_processor_interfaces()), {})
-    engine = load_engine(logits_processors=[mine])
+    engine = load_briefly(logits_processors=[mine])
     assert cuda.current is cuda.default
     assert "row" not in cuda.default.done
-    rows_of(engine, [Query((1, 2, 3))])
+    engine.ask(Query((1, 2, 3)))
     assert cuda.current is cuda.default
     assert "row" in cuda.default.done
