@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from transformers import Lfm2Config, MambaConfig
+
 TOKENS = 257  # every byte, and the end
 
 SHAPE = {
@@ -33,3 +35,11 @@ LATENT = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 12,
 }
+
+#: Recurrent, and a hybrid: of state that cannot be cut.
+MAMBA = MambaConfig(vocab_size=TOKENS, hidden_size=32, num_hidden_layers=2, state_size=4)
+LFM2 = Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"])
+
+#: Bytes of one context: two layers of a convolution's 4 and a recurrence's 4 columns, for 64
+#: channels of float32.
+MAMBA_BYTES = 2 * 64 * (4 + 4) * 4

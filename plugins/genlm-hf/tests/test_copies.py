@@ -20,7 +20,6 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     LlamaConfig,
-    MambaConfig,
     PretrainedConfig,
 )
 
@@ -35,7 +34,7 @@ from genlm.hf.reuse import Reuse
 from genlm.hf.strategies import Computed
 from genlm.hf.upload import Places, Upload
 
-from .shapes import SHAPE, TOKENS
+from .shapes import MAMBA, SHAPE, TOKENS
 
 META = torch.device("meta")
 
@@ -209,8 +208,7 @@ def test_state_in_uniform_rows_and_none_copies_once(there: Make) -> None:
 
 
 def test_snapshots_copy_once_where_contexts_stay_together(there: Make) -> None:
-    config = MambaConfig(vocab_size=TOKENS, hidden_size=32, num_hidden_layers=2, state_size=4)
-    engine = there(config, Reuse.SNAPSHOTS)
+    engine = there(MAMBA, Reuse.SNAPSHOTS)
     assert ask(engine, *contexts_of(20)) == ONE
     grown = [[*one, 5] for one in contexts_of(20)]
     assert ask(engine, *grown) == ONE
@@ -218,8 +216,7 @@ def test_snapshots_copy_once_where_contexts_stay_together(there: Make) -> None:
 
 
 def test_the_whole_contexts_of_a_cold_row_are_copied_once(there: Make) -> None:
-    config = MambaConfig(vocab_size=TOKENS, hidden_size=32, num_hidden_layers=2, state_size=4)
-    assert ask(there(config, Reuse.NONE), *contexts_of(20), [1, 2]) == Counts(up=2)
+    assert ask(there(MAMBA, Reuse.NONE), *contexts_of(20), [1, 2]) == Counts(up=2)
 
 
 def test_what_is_added_after_the_copy_is_refused() -> None:

@@ -86,45 +86,6 @@ def test_a_mixed_batch_is_one_forward(
         torch.testing.assert_close(row, row_of((1, 2, 3)), atol=1e-4, rtol=0)
 
 
-def test_binding_a_name_again(engine: HFEngine, tiny: str, lora_folders: dict[str, str]) -> None:
-    old, new = Adapter("x", lora_folders["a"], 1), Adapter("x", lora_folders["b"], 2)
-    context = (1, 2, 3, 4)
-    add_lora(engine, old)
-    rows_of(engine, [Query(context, old)])
-    add_lora(engine, new)
-    engine.genlm_remove_lora(old)
-    row = rows_of(engine, [Query((*context, 5), new)])[0]
-    torch.testing.assert_close(
-        row, reference(tiny, lora_folders["b"])((*context, 5)), atol=1e-4, rtol=0
-    )
-
-
-def test_the_base_model_after_the_last_adapter(
-    engine: HFEngine, tiny: str, lora_folders: dict[str, str]
-) -> None:
-    adapter = Adapter("a", lora_folders["a"], 1)
-    for version in (1, 2):
-        adapter = Adapter("a", lora_folders["a"], version)
-        add_lora(engine, adapter)
-        rows_of(engine, [Query((1, 2), adapter), Query((1, 2))])
-        engine.genlm_remove_lora(adapter)
-        row = rows_of(engine, [Query((1, 2, 3))])[0]
-        torch.testing.assert_close(row, reference(tiny, None)((1, 2, 3)), atol=1e-4, rtol=0)
-
-
-def test_a_folder_without_an_adapter_leaves_nothing(
-    engine: HFEngine, tiny: str, lora_folders: dict[str, str], tmp_path: Any
-) -> None:
-    with pytest.raises(ValueError, match="adapter_config"):
-        engine.genlm_read_lora(Adapter("x", str(tmp_path), 1))
-    good = Adapter("x", lora_folders["a"], 2)
-    add_lora(engine, good)
-    row = rows_of(engine, [Query((1, 2, 3), good)])[0]
-    torch.testing.assert_close(
-        row, reference(tiny, lora_folders["a"])((1, 2, 3)), atol=1e-4, rtol=0
-    )
-
-
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError, KeyboardInterrupt])
 def test_an_error_inside_a_mixed_batch_leaves_nothing(
     engine: HFEngine, tiny: str, lora_folders: dict[str, str], error: type[BaseException]

@@ -21,6 +21,9 @@ from genlm.hf.pool import PoolLayer, RowPool
 from genlm.hf.strategies import Computed
 from genlm.hf.table import PoolTable
 
+Contexts = Callable[..., list[tuple[int, ...]]]
+Make = Callable[..., Any]
+
 
 @contextmanager
 def memory_for(model: Any, tokens: int) -> Iterator[None]:
@@ -39,9 +42,7 @@ def memory_for(model: Any, tokens: int) -> Iterator[None]:
         hook.remove()
 
 
-def test_a_batch_is_split_until_it_fits(
-    llama: Any, contexts: Callable[..., list[tuple[int, ...]]]
-) -> None:
+def test_a_batch_is_split_until_it_fits(llama: Any, contexts: Contexts) -> None:
     prompts = contexts(7, 20)
     with memory_for(llama, 45):
         llama.check(*prompts)
@@ -92,7 +93,7 @@ def assert_nothing_stays(model: Any) -> None:
 
 
 def test_rows_that_cannot_be_normalised_leave_nothing_behind(
-    llama: Any, contexts: Callable[..., list[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
+    llama: Any, contexts: Contexts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error is kept, as a user's program may do, until others have the memory."""
     kept, *others = contexts(9, 20)
@@ -112,9 +113,9 @@ def test_rows_that_cannot_be_normalised_leave_nothing_behind(
 
 @pytest.mark.parametrize(("owner", "name"), [(RowPool, "fork"), (PoolLayer, "shift")])
 def test_out_of_memory_while_rows_are_copied(
-    pair: Callable[..., Any],
-    llama_config: Callable[..., Any],
-    contexts: Callable[..., list[tuple[int, ...]]],
+    pair: Make,
+    llama_config: Make,
+    contexts: Contexts,
     monkeypatch: pytest.MonkeyPatch,
     owner: object,
     name: str,
@@ -131,9 +132,9 @@ def test_out_of_memory_while_rows_are_copied(
 
 
 def test_out_of_memory_while_trunks_are_merged(
-    pair: Callable[..., Any],
-    llama_config: Callable[..., Any],
-    contexts: Callable[..., list[tuple[int, ...]]],
+    pair: Make,
+    llama_config: Make,
+    contexts: Contexts,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(strategies, "WORTH", Worth(trunk=32))
@@ -164,7 +165,7 @@ def test_state_that_is_no_number_reaches_no_other_context(llama: Any) -> None:
 
 
 def test_no_step_waits_to_see_whether_its_rows_are_numbers(
-    llama: Any, contexts: Callable[..., list[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
+    llama: Any, contexts: Contexts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device, a look waits for what is computed there."""
     events: list[str] = []
@@ -180,7 +181,7 @@ def test_no_step_waits_to_see_whether_its_rows_are_numbers(
 
 
 def test_state_that_is_no_number_is_not_kept_where_a_later_forward_fails(
-    pair: Callable[..., Any], llama_config: Callable[..., Any]
+    pair: Make, llama_config: Make
 ) -> None:
     model, bad = pair(llama_config(), max_batch_tokens=16), 200
     for one in (model.engine.model, model.reference):
@@ -200,7 +201,7 @@ def test_state_that_is_no_number_is_not_kept_where_a_later_forward_fails(
 
 
 def test_scores_that_fail_spoil_no_context_that_they_went_on_from(
-    llama: Any, contexts: Callable[..., list[tuple[int, ...]]]
+    llama: Any, contexts: Contexts
 ) -> None:
     """They compute positions again that are known, for their rows."""
     whole, other = contexts(2, 40)
@@ -218,7 +219,7 @@ def test_scores_that_fail_spoil_no_context_that_they_went_on_from(
 
 
 def test_a_pool_that_cannot_grow_is_emptied(
-    llama: Any, contexts: Callable[..., list[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
+    llama: Any, contexts: Contexts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt, *others = contexts(9, 20)
     llama.engine.genlm_cache_prefix(Query(prompt))
@@ -242,17 +243,13 @@ def test_a_pool_that_cannot_grow_is_emptied(
     llama.check(prompt, (*prompt, 1, 2), *[(*other, 1) for other in others])
 
 
-def test_one_that_cannot_fit_says_so(
-    llama: Any, contexts: Callable[..., list[tuple[int, ...]]]
-) -> None:
+def test_one_that_cannot_fit_says_so(llama: Any, contexts: Contexts) -> None:
     with memory_for(llama, 45), pytest.raises(EngineError, match="50 tokens does not fit"):
         llama.ask(*contexts(1, 50))
     llama.check(*contexts(1, 50))
 
 
-def test_one_that_fits_once_the_others_are_dropped(
-    llama: Any, contexts: Callable[..., list[tuple[int, ...]]]
-) -> None:
+def test_one_that_fits_once_the_others_are_dropped(llama: Any, contexts: Contexts) -> None:
     *others, prompt = contexts(4, 20)
     llama.ask(*others)
     failures = iter([True])
@@ -266,7 +263,7 @@ def test_one_that_fits_once_the_others_are_dropped(
 
 
 def test_rows_given_before_it_ran_out_are_not_asked_for_again(
-    pair: Callable[..., Any], llama_config: Callable[..., Any]
+    pair: Make, llama_config: Make
 ) -> None:
     model = pair(llama_config(), max_batch_tokens=32)
     context, continuation = tuple(range(10)), tuple(range(60))

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from genlm.core import EngineError, Query
 from tests.engines import rows_of
 
 from .conftest import build
+from .shapes import LFM2, MAMBA, MAMBA_BYTES, SHAPE
 
 Contexts = Callable[..., list[tuple[int, ...]]]
 Make = Callable[..., Any]
@@ -89,60 +91,12 @@ def test_a_shorter_context_is_found_within_a_longer_one(llama: Any, contexts: Co
     assert llama.forwards == [1, 1]
 
 
-def test_a_pinned_prompt_outlives_pressure(
-    pair: Make, llama_config: Make, contexts: Contexts
-) -> None:
-    model = pair(llama_config(), kv_cache_bytes=4 * 64 * 256)  # four rows of 64 columns
-    prompt, *others = contexts(9, 30)
-    model.engine.genlm_cache_prefix(Query(prompt))
-    for other in others:
-        model.check(other)
-    model.forwards.clear()
-    model.check((*prompt, 1))
-    assert model.forwards == [1]
-    model.engine.genlm_clear_kv_cache()
-    model.forwards.clear()
-    model.check((*prompt, 1))
-    assert model.forwards == [31]
-
-
-def test_a_prompt_that_cannot_be_pinned_is_refused(
-    pair: Make, llama_config: Make, contexts: Contexts
-) -> None:
-    model = pair(llama_config(), kv_cache_bytes=32 * 256)
-    first, second = contexts(2, 30)
-    model.engine.genlm_cache_prefix(Query(first))
-    with pytest.raises(EngineError, match="kv_cache_bytes"):
-        model.engine.genlm_cache_prefix(Query(second))
-    model.check(first, second)
-
-
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 5])
-def test_rows_are_right_under_any_budget(
-    rows: int, pair: Make, llama_config: Make, contexts: Contexts
-) -> None:
-    model = pair(llama_config(), kv_cache_bytes=rows * 64 * 256)
-    prompts = contexts(6, 20)
-    for token in range(4):
-        model.check(*prompts, contexts(1, 100 + token)[0])
-        prompts = [(*prompts[token], token), *[(*prompt, token) for prompt in prompts[:-1]]]
-
-
 def test_long_prompts_are_computed_in_chunks(
     pair: Make, llama_config: Make, contexts: Contexts
 ) -> None:
     model = pair(llama_config(), max_batch_tokens=32)
     model.check(*contexts(3, 50))
     assert model.forwards == [32, 18] * 3
-
-
-def test_a_cold_query_reads_no_state(llama: Any, contexts: Contexts) -> None:
-    prompt = contexts(1, 20)[0]
-    llama.ask(prompt)
-    llama.forwards.clear()
-    row = rows_of(llama.engine, [Query(prompt, cold=True)])
-    assert llama.forwards == [20]
-    torch.testing.assert_close(row, llama.expected(prompt), atol=1e-4, rtol=0)
 
 
 def test_a_failed_forward_leaves_the_state_sound(llama: Any, contexts: Contexts) -> None:
@@ -161,7 +115,51 @@ def test_a_failed_forward_leaves_the_state_sound(llama: Any, contexts: Contexts)
     assert llama.forwards == [4 + 3]
 
 
-def test_a_row_may_be_written_into(llama: Any, contexts: Contexts) -> None:
-    prompt = contexts(1, 20)[0]
-    llama.ask(prompt).zero_()
-    llama.check(prompt)
+@pytest.fixture(params=[(LlamaConfig(**SHAPE), 32 * 256), (MAMBA, MAMBA_BYTES)])
+def limited(request: pytest.FixtureRequest, pair: Make) -> Make:
+    """Makes an engine with room for so many short contexts: in rows, and in snapshots."""
+    config, size = request.param
+    return lambda contexts: pair(config, kv_cache_bytes=contexts * size)
+
+
+def test_a_pinned_prompt_outlives_pressure(limited: Make, contexts: Contexts) -> None:
+    model = limited(3)
+    prompt, *others = contexts(9, 30)
+    model.engine.genlm_cache_prefix(Query(prompt))
+    for other in others:
+        model.check(other)
+    model.check(prompt)
+    model.forwards.clear()
+    model.check((*prompt, 1))
+    assert model.forwards == [1]
+    model.engine.genlm_clear_kv_cache()
+    model.check((*prompt, 1))
+    assert model.forwards == [1, 31]
+
+
+def test_a_prompt_that_cannot_be_pinned_is_refused(limited: Make, contexts: Contexts) -> None:
+    model = limited(1)
+    first, second = contexts(2, 30)
+    model.engine.genlm_cache_prefix(Query(first))
+    with pytest.raises(EngineError, match="kv_cache_bytes"):
+        model.engine.genlm_cache_prefix(Query(second))
+    model.check((*first, 1), second)
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 4, 5, 10])
+def test_rows_are_right_under_any_budget(room: int, limited: Make, contexts: Contexts) -> None:
+    model = limited(room)
+    prompts = contexts(6, 20)
+    for token in range(4):
+        model.check(*prompts, contexts(1, 100 + token)[0])
+        prompts = [(*prompts[token], token), *[(*prompt, token) for prompt in prompts[:-1]]]
+
+
+@pytest.mark.parametrize("config", [LlamaConfig(**SHAPE), MAMBA, LFM2])
+def test_a_cold_query_reads_no_state(config: Any, pair: Make, contexts: Contexts) -> None:
+    model, (prompt,) = pair(config), contexts(1, 20)
+    model.ask(prompt)
+    model.forwards.clear()
+    row = rows_of(model.engine, [Query((*prompt, 1), cold=True)])
+    assert model.forwards == [21]
+    torch.testing.assert_close(row, model.expected((*prompt, 1)), atol=1e-4, rtol=0)

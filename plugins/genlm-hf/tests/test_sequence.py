@@ -10,6 +10,9 @@ import torch
 
 from genlm.core import Query
 
+Contexts = Callable[..., list[tuple[int, ...]]]
+Make = Callable[..., Any]
+
 
 def scores_of_rows(
     model: Any, context: tuple[int, ...], continuation: tuple[int, ...]
@@ -18,9 +21,7 @@ def scores_of_rows(
     return rows.gather(1, torch.tensor(continuation)[:, None])[:, 0]
 
 
-def test_scores_are_those_of_single_rows(
-    llama: Any, contexts: Callable[..., list[tuple[int, ...]]]
-) -> None:
+def test_scores_are_those_of_single_rows(llama: Any, contexts: Contexts) -> None:
     queries = [*contexts(3, 20), contexts(1, 20)[0]]
     continuations = [(1, 2, 3), (4,), tuple(range(30)), (9, 8)]
     llama.ask(queries[1])
@@ -32,9 +33,7 @@ def test_scores_are_those_of_single_rows(
         )
 
 
-def test_a_known_context_is_not_computed_again(
-    llama: Any, contexts: Callable[..., list[tuple[int, ...]]]
-) -> None:
+def test_a_known_context_is_not_computed_again(llama: Any, contexts: Contexts) -> None:
     context = contexts(1, 20)[0]
     llama.ask(context)
     llama.forwards.clear()
@@ -43,9 +42,7 @@ def test_a_known_context_is_not_computed_again(
     assert llama.forwards == [4]
 
 
-def test_continuations_of_one_context(
-    llama: Any, contexts: Callable[..., list[tuple[int, ...]]]
-) -> None:
+def test_continuations_of_one_context(llama: Any, contexts: Contexts) -> None:
     context = contexts(1, 20)[0]
     continuations = [(1, 2), (1, 3), (1, 2, 3), (4,), (1, 2)]
     given = llama.engine.genlm_sequence_logprobs(
@@ -59,7 +56,7 @@ def test_continuations_of_one_context(
 
 @pytest.mark.parametrize("length", [40, 70, 100])
 def test_scores_behind_a_context_of_several_chunks(
-    pair: Callable[..., Any], llama_config: Callable[..., Any], contexts: Any, length: int
+    pair: Make, llama_config: Make, contexts: Contexts, length: int
 ) -> None:
     """The first forwards want no row."""
     model = pair(llama_config(), max_batch_tokens=32)

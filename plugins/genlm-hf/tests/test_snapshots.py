@@ -8,38 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Lfm2Config, MambaConfig, PretrainedConfig
 
-from genlm.core import Adapter, EngineError, Query
+from genlm.core import Adapter, Query
 from tests.engines import add_lora, rows_of
+
+from .shapes import LFM2, MAMBA, MAMBA_BYTES
 
 Contexts = Callable[..., list[tuple[int, ...]]]
 Make = Callable[..., Any]
 
-#: Bytes of one context: two layers of a convolution's 4 and a recurrence's 4 columns, for 64
-#: channels of float32.
-MAMBA_BYTES = 2 * 64 * (4 + 4) * 4
 
-
-def mamba() -> PretrainedConfig:
-    return MambaConfig(vocab_size=257, hidden_size=32, num_hidden_layers=2, state_size=4)
-
-
-def lfm2() -> PretrainedConfig:
-    return Lfm2Config(
-        vocab_size=257,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        layer_types=["conv", "full_attention"],
-    )
-
-
-@pytest.fixture(params=[mamba, lfm2])
+@pytest.fixture(params=[MAMBA, LFM2], ids=["mamba", "lfm2"])
 def model(request: pytest.FixtureRequest, pair: Make) -> Any:
-    return pair(request.param())
+    return pair(request.param)
 
 
 def test_an_extension_costs_its_tokens(model: Any, contexts: Contexts) -> None:
@@ -75,15 +56,6 @@ def test_rows_of_different_forwards_go_together(model: Any, contexts: Contexts) 
     assert model.forwards == [3]
 
 
-def test_a_cold_query_reads_no_snapshot(model: Any, contexts: Contexts) -> None:
-    prompt = contexts(1, 20)[0]
-    model.ask(prompt)
-    model.forwards.clear()
-    row = rows_of(model.engine, [Query((*prompt, 1), cold=True)])
-    assert model.forwards == [21]
-    torch.testing.assert_close(row, model.expected((*prompt, 1)), atol=1e-4, rtol=0)
-
-
 def test_scores_of_continuations(model: Any, contexts: Contexts) -> None:
     context = contexts(1, 40)[0]
     model.ask(context[:-1])
@@ -99,17 +71,8 @@ def test_scores_of_continuations(model: Any, contexts: Contexts) -> None:
         torch.testing.assert_close(score, wanted, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("states", [0, 1, 2, 5])
-def test_rows_are_right_under_any_budget(states: int, pair: Make, contexts: Contexts) -> None:
-    model = pair(mamba(), kv_cache_bytes=states * MAMBA_BYTES)
-    prompts = contexts(3, 20)
-    for token in range(4):
-        model.check(*prompts, contexts(1, 30 + token)[0])
-        prompts = [(*prompts[token % 3], token), *[(*prompt, token) for prompt in prompts[:-1]]]
-
-
 def test_the_least_recently_used_goes_first(pair: Make, contexts: Contexts) -> None:
-    model = pair(mamba(), kv_cache_bytes=3 * MAMBA_BYTES)
+    model = pair(MAMBA, kv_cache_bytes=3 * MAMBA_BYTES)
     first, second, third = contexts(3, 20)
     for prompt in (first, second, third):
         model.ask(prompt)
@@ -118,30 +81,6 @@ def test_the_least_recently_used_goes_first(pair: Make, contexts: Contexts) -> N
     model.check((*first, 2))  # the third goes
     model.check((*second, 1))
     assert model.forwards == [1, 21]
-
-
-def test_a_pinned_prompt_outlives_pressure(pair: Make, contexts: Contexts) -> None:
-    model = pair(mamba(), kv_cache_bytes=2 * MAMBA_BYTES)
-    prompt, *others = contexts(9, 30)
-    model.engine.genlm_cache_prefix(Query(prompt))
-    for other in others:
-        model.check(other)
-    model.check(prompt)
-    model.forwards.clear()
-    model.check((*prompt, 1))
-    assert model.forwards == [1]
-    model.engine.genlm_clear_kv_cache()
-    model.check((*prompt, 1))
-    assert model.forwards == [1, 31]
-
-
-def test_a_prompt_that_cannot_be_pinned_is_refused(pair: Make, contexts: Contexts) -> None:
-    model = pair(mamba(), kv_cache_bytes=MAMBA_BYTES)
-    first, second = contexts(2, 30)
-    model.engine.genlm_cache_prefix(Query(first))
-    with pytest.raises(EngineError, match="kv_cache_bytes"):
-        model.engine.genlm_cache_prefix(Query(second))
-    model.check((*first, 1), second)
 
 
 def test_memory_that_runs_out(model: Any, contexts: Contexts) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,18 +15,17 @@ from transformers import (
     AutoTokenizer,
     BloomConfig,
     LlamaConfig,
-    MambaConfig,
     MistralConfig,
     PretrainedConfig,
 )
 
-from genlm.core import Adapter, EngineError, ModelClosedError, Query
+from genlm.core import Adapter, EngineError, Query
 from genlm.hf import AsyncTransformer
 from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
 from tests.engines import add_lora
 
-from .shapes import SHAPE, TOKENS
+from .shapes import MAMBA, SHAPE, TOKENS
 
 CHUNK = 32
 
@@ -250,8 +248,7 @@ def test_where_no_state_can_be_continued_each_prompt_has_a_step_of_its_own(
     pair: Callable[..., Pair], contexts: Contexts
 ) -> None:
     """A recurrent model takes many tokens as a beginning, whatever its state holds."""
-    config = MambaConfig(vocab_size=TOKENS, hidden_size=32, num_hidden_layers=2, state_size=4)
-    model = pair(config, max_batch_tokens=CHUNK)
+    model = pair(MAMBA, max_batch_tokens=CHUNK)
     (one, other), (short,) = contexts(2, 100), contexts(1, 5, seed=1)
     assert [*step(model, one, other, short)] == [short, one]
     assert [*step(model, (*short, 1))] == [(*short, 1), other]
@@ -263,138 +260,11 @@ def test_contexts_in_snapshots_are_not_computed_from_one_another(
     pair: Callable[..., Pair], contexts: Contexts
 ) -> None:
     """So each of those that begin alike takes all of its tokens of a step."""
-    config = MambaConfig(vocab_size=TOKENS, hidden_size=32, num_hidden_layers=2, state_size=4)
-    model = pair(config, max_batch_tokens=CHUNK)
+    model = pair(MAMBA, max_batch_tokens=CHUNK)
     (prompt,) = contexts(1, CHUNK - 12)
     one, other = (*prompt, 1), (*prompt, 2)
     assert [*step(model, one, other)] == [one]
     assert [*step(model)] == [other]
-
-
-class Gate:
-    """Lets a model's forwards through one at a time, once it is shut."""
-
-    def __init__(self, model: Any) -> None:
-        self.sizes: list[int] = []
-        self._shut = False
-        self._entered, self._let = threading.Semaphore(0), threading.Semaphore(0)
-        model.register_forward_pre_hook(self._enter, with_kwargs=True)
-
-    def _enter(self, module: Any, args: Any, kwargs: dict[str, torch.Tensor]) -> None:
-        if self._shut:
-            self.sizes.append(kwargs["input_ids"].numel())
-            self._entered.release()
-            assert self._let.acquire(timeout=60)
-
-    def shut(self) -> None:
-        self._shut = True
-
-    def open(self) -> None:
-        self._shut = False
-        self._let.release()
-
-    async def reached(self) -> None:
-        assert await asyncio.to_thread(self._entered.acquire, timeout=60)
-
-    def let(self) -> None:
-        """Let the forward that has been reached go on."""
-        self._let.release()
-
-
-@pytest.fixture
-def gated(tiny: str) -> Iterator[tuple[AsyncTransformer, Gate]]:
-    model = AutoModelForCausalLM.from_pretrained(tiny)
-    gate = Gate(model)
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
-    with AsyncTransformer(model, tokenizer, max_batch_tokens=CHUNK, cache_size=0) as lm:
-        lm.next_token_logprobs_sync(range(200))  # the lengths that are compared with cold rows
-        lm.clear_kv_cache()
-        yield lm, gate
-        gate.open()
-
-
-async def passes() -> None:
-    """What has been asked is with the engine thread."""
-    for _ in range(10):
-        await asyncio.sleep(0)
-
-
-def test_a_short_request_during_a_long_prompt(
-    gated: tuple[AsyncTransformer, Gate], contexts: Contexts
-) -> None:
-    lm, gate = gated
-    (prompt,), (short,) = contexts(1, 150), contexts(1, 5, seed=1)
-
-    async def ask() -> None:
-        gate.shut()
-        long = asyncio.ensure_future(lm.next_token_logprobs(prompt))
-        await gate.reached()
-        asked = asyncio.ensure_future(lm.next_token_logprobs(short))
-        await passes()
-        gate.let()
-        await gate.reached()
-        gate.let()
-        row = await asyncio.wait_for(asked, 60)
-        assert gate.sizes[:2] == [CHUNK, CHUNK], "within two chunks"
-        assert not long.done()
-        gate.open()
-        rows = [row, await long]
-        for context, given in zip((short, prompt), rows, strict=True):
-            cold = await lm.batch_next_token_logprobs([context])
-            torch.testing.assert_close(given, cold[0], atol=1e-4, rtol=0)
-
-    asyncio.run(ask())
-
-
-def test_a_cancelled_prompt_ends_with_its_chunk(
-    gated: tuple[AsyncTransformer, Gate], contexts: Contexts
-) -> None:
-    lm, gate = gated
-    (prompt,) = contexts(1, 150)
-
-    async def ask() -> None:
-        gate.shut()
-        callers = [asyncio.ensure_future(lm.next_token_logprobs(prompt)) for _ in range(2)]
-        await gate.reached()
-        callers[0].cancel()
-        await passes()
-        gate.let()
-        await gate.reached()  # the other caller wants it still
-        callers[1].cancel()
-        await passes()
-        gate.let()
-        short = asyncio.ensure_future(lm.next_token_logprobs([1, 2, 3]))
-        await gate.reached()
-        gate.open()
-        await short
-        assert gate.sizes == [CHUNK, CHUNK, 3]
-
-    asyncio.run(ask())
-
-
-def test_close_in_the_middle_of_a_prompt(
-    gated: tuple[AsyncTransformer, Gate], contexts: Contexts
-) -> None:
-    lm, gate = gated
-    (prompt,) = contexts(1, 150)
-
-    async def ask() -> None:
-        gate.shut()
-        long = asyncio.ensure_future(lm.next_token_logprobs(prompt))
-        await gate.reached()
-        closing = asyncio.create_task(asyncio.to_thread(lm.close))
-        while not (asked := asyncio.ensure_future(lm.next_token_logprobs([1]))).done():
-            await passes()
-            if asked.done():
-                break
-            asked.cancel()
-        gate.let()
-        await closing
-        with pytest.raises(ModelClosedError):
-            await long
-        assert gate.sizes == [CHUNK], "no further chunk is computed"
-
-    asyncio.run(ask())
 
 
 def test_a_prompt_that_fails_in_the_middle_fails_alone(tiny: str, contexts: Contexts) -> None:
@@ -430,13 +300,10 @@ def test_a_prompt_that_fails_in_the_middle_fails_alone(tiny: str, contexts: Cont
         torch.testing.assert_close(row, asyncio.run(rows(culprit))[0], atol=1e-4, rtol=0)
 
 
-def test_tasks_and_scores_beside_a_long_prompt(
-    gated: tuple[AsyncTransformer, Gate], contexts: Contexts
-) -> None:
-    lm, _ = gated
+def test_tasks_and_scores_beside_a_long_prompt(tiny: str, contexts: Contexts) -> None:
     (prompt,) = contexts(1, 150)
 
-    async def ask() -> None:
+    async def ask(lm: AsyncTransformer) -> None:
         row, score, _, _, again = await asyncio.gather(
             lm.next_token_logprobs(prompt),
             lm.sequence_logprobs(prompt[:140], prompt[140:]),
@@ -455,7 +322,9 @@ def test_tasks_and_scores_beside_a_long_prompt(
                 given, await lm.next_token_logprobs(context), atol=1e-4, rtol=0
             )
 
-    asyncio.run(ask())
+    options = {"max_batch_tokens": CHUNK, "cache_size": 0}
+    with AsyncTransformer.from_name(tiny, **options) as lm:
+        asyncio.run(ask(lm))
 
 
 def test_what_is_dropped_beside_a_cold_context_is_not_answered(

@@ -144,19 +144,22 @@ def test_scores_on_both_sides_of_a_threshold(
             )
 
 
-def test_a_threshold_that_nothing_tells(unproven: Make, contexts: Contexts) -> None:
+@pytest.fixture
+def wrong_beyond_100(unproven: Make) -> Any:
     """A model whose rows are others, wherever it goes on from state beyond 100 tokens."""
     model = unproven(transformers.LlamaConfig(**SHAPE))
-    wrong = {"position_ids": 100}
 
-    def disturb(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    def disturb(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         positions = kwargs.get("position_ids")
-        if positions is not None and int(positions.max()) >= wrong["position_ids"]:
+        if positions is not None and int(positions.max()) >= 100:
             output.logits = output.logits.roll(1, -1)
-        return output
 
     model.engine.model.register_forward_hook(disturb, with_kwargs=True)
-    (whole,) = contexts(1, 200)
+    return model
+
+
+def test_a_threshold_that_nothing_tells(wrong_beyond_100: Any, contexts: Contexts) -> None:
+    model, (whole,) = wrong_beyond_100, contexts(1, 200)
     model.check(whole[:40])
     model.forwards.clear()
     model.check((*whole[:40], 1))
@@ -173,19 +176,10 @@ def test_a_threshold_that_nothing_tells(unproven: Make, contexts: Contexts) -> N
     assert model.forwards == [1]
 
 
-def test_scores_beyond_such_a_threshold(unproven: Make, contexts: Contexts) -> None:
-    model = unproven(transformers.LlamaConfig(**SHAPE))
-
-    def disturb(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        if kwargs.get("position_ids") is not None and int(kwargs["position_ids"].max()) >= 100:
-            output.logits = output.logits.roll(1, -1)
-        return output
-
-    model.engine.model.register_forward_hook(disturb, with_kwargs=True)
-    (whole,) = contexts(1, 120)
+def test_scores_beyond_such_a_threshold(wrong_beyond_100: Any, contexts: Contexts) -> None:
+    model, (whole,) = wrong_beyond_100, contexts(1, 120)
     (scores,) = model.engine.genlm_sequence_logprobs([Query(whole[:110])], [whole[110:]])
-    rows = model.expected(*[whole[:stop] for stop in range(110, 120)])
-    wanted = rows.gather(1, torch.tensor(whole[110:])[:, None])[:, 0]
+    wanted = scores_of_rows(model, whole[:110], whole[110:])
     torch.testing.assert_close(scores, wanted, atol=1e-4, rtol=0)
 
 

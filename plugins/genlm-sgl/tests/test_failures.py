@@ -93,10 +93,12 @@ def test_a_model_that_always_fails_is_declared_dead(hooks, monkeypatch):
             hooks.step(Query((1, 2, 3)))
 
 
-LIFE = textwrap.dedent(
+#: Two models: one in a thread, whose steps fail, and one that is not closed.
+LIVES = textwrap.dedent(
     """
     import signal, sys, threading
     from genlm.core import EngineDeadError, Query
+    from genlm.sgl import AsyncSGLTransformer
     from genlm.sgl.loading import load
 
     def handlers():
@@ -116,54 +118,29 @@ LIFE = textwrap.dedent(
     thread.start()
     thread.join()
     print("handlers kept" if handlers() == before else "handlers changed")
-    """
-)
-
-#: Asks for a row and ends without closing the model.
-BRIEF_LIFE = textwrap.dedent(
-    """
-    import sys
-    from genlm.sgl import AsyncSGLTransformer
-
     lm = AsyncSGLTransformer.from_name(sys.argv[1])
     print("answered", len(lm.next_token_logprobs_sync([1, 2, 3])))
     """
 )
 
-SAID = {"failed", "handlers kept", "handlers changed"}
+SAID = ("failed", "handlers", "answered")
 
 
-@pytest.fixture
-def received():
-    """Filled with the SIGQUITs that reach this process: SGLang would signal the parent of the one
-    with the engine."""
+def test_no_process_is_signalled(tiny):
+    """SGLang would signal the parent of the process with the engine."""
     received: list[int] = []
     original = signal.signal(signal.SIGQUIT, lambda number, frame: received.append(number))
-    yield received
-    signal.signal(signal.SIGQUIT, original)
-
-
-def live(program, model):
-    done = subprocess.run(
-        [sys.executable, "-c", program, model],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", LIVES, tiny], capture_output=True, text=True, timeout=300
+        )
+    finally:
+        signal.signal(signal.SIGQUIT, original)
     assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.splitlines()
-
-
-def test_no_process_is_signalled(tiny, received):
-    assert [line for line in live(LIFE, tiny) if line in SAID] == [
+    assert [line for line in done.stdout.splitlines() if line.startswith(SAID)] == [
         "failed",
         "failed",
         "handlers kept",
+        "answered 257",
     ]
-    assert received == []
-
-
-def test_a_process_may_end_without_closing_its_model(tiny, received):
-    assert "answered 257" in live(BRIEF_LIFE, tiny)
     assert received == []

@@ -105,18 +105,6 @@ def test_each_adapter_has_a_cache_of_its_own(hooks, expected, adapters, contexts
     assert hooks.tokens([(*asked[0], 2)], adapter=None) == 1
 
 
-def test_a_name_bound_again(hooks, expected, adapters, contexts, folders):
-    old, other = adapters
-    asked = contexts(6, 10, 30)
-    hooks.rows(asked, adapter=old)
-    new = Adapter(old.name, other.path, version=7)
-    hooks.engine.genlm_add_lora(new, hooks.engine.genlm_read_lora(new))
-    torch.testing.assert_close(
-        hooks.rows(asked, adapter=new), expected[other.path], atol=1e-4, rtol=0
-    )
-    hooks.engine.genlm_remove_lora(new)
-
-
 def test_an_adapter_that_cannot_be_loaded_leaves_nothing(
     hooks, expected, adapters, contexts, folders, unsuitable
 ):

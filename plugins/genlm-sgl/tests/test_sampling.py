@@ -54,15 +54,6 @@ def assert_most_likely(hooks, query, drawn):
         assert row[token] >= row.max() - 1e-4
 
 
-def test_temperature_zero_is_argmax(hooks, contexts):
-    asked = contexts(6, 3, 20)
-    for context, drawn in zip(
-        asked, draw(hooks, asked, max_tokens=8, temperature=0.0), strict=True
-    ):
-        assert len(drawn) == 8
-        assert_most_likely(hooks, Query(context), drawn)
-
-
 def test_draws_of_several_adapters_in_one_batch(hooks, contexts, folders):
     adapters = [Adapter(path, path, version) for version, path in enumerate(folders, start=1)]
     for adapter in adapters:
@@ -177,14 +168,6 @@ def test_a_draw_that_fails_leaves_nothing_in_flight(hooks, contexts, monkeypatch
     for row, context in zip(before, asked, strict=True):
         torch.testing.assert_close(ask(hooks, context), row, atol=1e-4, rtol=0)
     assert [len(ids) for ids in draw(hooks, asked, max_tokens=5)] == [5] * 4
-
-
-def test_rows_after_draws_are_right(hooks, contexts):
-    asked = contexts(4, 10, 20)
-    before = [ask(hooks, context) for context in asked]
-    draw(hooks, asked, max_tokens=5, temperature=3.0)
-    for row, context in zip(before, asked, strict=True):
-        torch.testing.assert_close(ask(hooks, context), row, atol=1e-4, rtol=0)
 
 
 def test_seeds_and_both_cuts_are_left_to_the_core(hooks, contexts):
