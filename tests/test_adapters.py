@@ -27,34 +27,6 @@ def expected(context, path=None):
     return hashed_row(tuple(context), None if path is None else Adapter("", path, 1), 258)
 
 
-def test_adapters_never_mix_in_a_batch(mock, gate):
-    lm = mock()
-    lm.add_new_lora("path/a", "a")
-    lm.add_new_lora("path/b", "b")
-
-    async def ask():
-        return await asyncio.gather(
-            *(lm.next_token_logprobs([1, 2], lora_name=name) for name in (None, "a", "b", "a"))
-        )
-
-    base, a, b, again = asyncio.run(ask())
-    assert torch.equal(base, expected([1, 2]))
-    assert torch.equal(a, expected([1, 2], "path/a"))
-    assert torch.equal(b, expected([1, 2], "path/b"))
-    assert torch.equal(again, a)
-    assert [len(batch) for batch in gate.batches] == [3]
-
-
-def test_rebinding_drops_what_was_cached(mock):
-    lm = mock()
-    lm.add_new_lora("path/old", "a")
-    old = lm.next_token_logprobs_sync([1], lora_name="a")
-    lm.add_new_lora("path/new", "a")
-    new = lm.next_token_logprobs_sync([1], lora_name="a")
-    assert torch.equal(old, expected([1], "path/old"))
-    assert torch.equal(new, expected([1], "path/new"))
-
-
 def test_what_others_have_cached_stays_when_an_adapter_goes(mock, gate):
     lm = mock()
     lm.add_new_lora("path/a", "a")
@@ -91,17 +63,6 @@ def test_an_old_row_that_comes_late_does_not_enter_the_cache(mock, gate):
         return await lm.next_token_logprobs([1], lora_name="a")
 
     assert torch.equal(asyncio.run(ask()), expected([1], "path/new"))
-
-
-def test_the_default_adapter(mock):
-    lm = mock()
-    lm.add_new_lora("path/a", "a")
-    lm.set_lora("a")
-    assert torch.equal(lm.next_token_logprobs_sync([1]), expected([1], "path/a"))
-    assert torch.equal(lm.next_token_logprobs_sync([1], lora_name=None), expected([1]))
-    assert torch.equal(lm.batch_next_token_logprobs_sync([[1]])[0], expected([1], "path/a"))
-    lm.clear_lora()
-    assert torch.equal(lm.next_token_logprobs_sync([1]), expected([1]))
 
 
 def test_a_removed_default_is_an_error_not_the_base_model(mock):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import math
 import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -24,13 +23,8 @@ MAX_TOKENS = 3
 
 
 @pytest.fixture(scope="module")
-def program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("smc", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def program(example: Callable[[str], ModuleType]) -> ModuleType:
+    return example("smc")
 
 
 @pytest.fixture(scope="module")
@@ -69,18 +63,23 @@ def run(
     return asyncio.run(program.smc(lm, PROMPT, allowed, particles, MAX_TOKENS, random.Random(seed)))
 
 
+@pytest.fixture(scope="module")
+def runs(program: ModuleType, lm: AsyncLM, allowed: torch.Tensor) -> list[tuple[list, float]]:
+    return [run(program, lm, allowed, seed) for seed in range(400)]
+
+
 def test_the_constant_is_estimated_without_bias(
-    program: ModuleType, lm: AsyncLM, allowed: torch.Tensor
+    runs: list[tuple[list, float]], lm: AsyncLM, allowed: torch.Tensor
 ) -> None:
     exact = exact_constant(lm, allowed, PROMPT, MAX_TOKENS)
-    estimates = [math.exp(run(program, lm, allowed, seed)[1]) / exact for seed in range(400)]
+    estimates = [math.exp(log_constant) / exact for _, log_constant in runs]
     error = statistics.stdev(estimates) / math.sqrt(len(estimates))
     assert 0 < error < 0.05
     assert statistics.mean(estimates) == pytest.approx(1, abs=4 * error)
 
 
 def test_weighted_particles_follow_the_restricted_distribution(
-    program: ModuleType, lm: AsyncLM, allowed: torch.Tensor
+    runs: list[tuple[list, float]], program: ModuleType, lm: AsyncLM, allowed: torch.Tensor
 ) -> None:
     """The probability of stopping at once, by the particles of many runs, each weighed by its
     constant."""
@@ -89,8 +88,7 @@ def test_weighted_particles_follow_the_restricted_distribution(
         lm.next_token_logprobs_sync(PROMPT)[lm.tokenizer.eos_token_id].double().exp().item() / exact
     )
     estimates = []
-    for seed in range(400):
-        particles, log_constant = run(program, lm, allowed, seed)
+    for particles, log_constant in runs:
         mass = sum(
             weight
             for particle, weight in zip(particles, program.weights(particles).tolist(), strict=True)
@@ -122,16 +120,8 @@ def test_only_plain_text_without_the_letters_is_allowed(program: ModuleType, lm:
 
 
 def test_the_program_runs_on_the_mock() -> None:
-    command = [
-        sys.executable,
-        PROGRAM,
-        "--backend",
-        "mock",
-        "--particles",
-        "8",
-        "--max-tokens",
-        "4",
-    ]
+    arguments = ["--backend", "mock", "--particles", "8", "--max-tokens", "4"]
+    command = [sys.executable, PROGRAM, *arguments]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "log normalising constant" in ran.stdout
     assert ran.stderr == ""
