@@ -36,6 +36,21 @@ LATENT = {
     "v_head_dim": 12,
 }
 
+#: Experts, and linear attention, which other families of experts do not look at.
+QWEN3_NEXT = {
+    **SHAPE,
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+
 #: Recurrent, and a hybrid: of state that cannot be cut.
 MAMBA = MambaConfig(vocab_size=TOKENS, hidden_size=32, num_hidden_layers=2, state_size=4)
 LFM2 = Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"])

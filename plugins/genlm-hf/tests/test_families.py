@@ -16,7 +16,7 @@ from genlm.core.engines.kv.sharing import Worth
 from genlm.hf import strategies
 from genlm.hf.reuse import Reuse
 
-from .shapes import LATENT, SHAPE, TOKENS
+from .shapes import LATENT, QWEN3_NEXT, SHAPE, TOKENS
 
 Contexts = Callable[..., list[tuple[int, ...]]]
 Make = Callable[..., Any]
@@ -31,19 +31,6 @@ GPT2 = {
     "eos_token_id": 256,
 }
 OLD = {"vocab_size": TOKENS, "hidden_size": 32, "n_layer": 2, "n_head": 4, "eos_token_id": 256}
-QWEN3_NEXT = {
-    **SHAPE,
-    "head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
 JAMBA = {
     **SHAPE,
     "attn_layer_period": 2,

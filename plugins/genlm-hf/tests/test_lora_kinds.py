@@ -25,6 +25,8 @@ from genlm.core.conformance.adapter_outcomes import make_case, outcome, referenc
 from genlm.hf import AsyncTransformer
 from tests.adapter_table import check_refused, strangers, tabled
 
+from .shapes import QWEN3_NEXT
+
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_kind(tiny: str, tmp_path: Path, kind: Kind) -> None:
@@ -170,25 +172,7 @@ EXPERTS = (
 @pytest.mark.parametrize("family", [Qwen3MoeConfig, Qwen3NextConfig])
 def test_experts(tiny: str, tmp_path: Path, family: Any, kind: Kind) -> None:
     torch.manual_seed(0)
-    config = family(
-        vocab_size=257,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        initializer_range=0.2,
-        layer_types=["linear_attention", "full_attention"],
-    )
+    config = family(**QWEN3_NEXT, initializer_range=0.2)
     folder = tmp_path / "model"
     AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)

@@ -15,6 +15,8 @@ from genlm.core import InvalidAdapterError
 from genlm.core.conformance.adapter_kinds import KINDS, PLAIN, Kind, make_adapter
 from genlm.hf import AsyncTransformer
 
+from .shapes import QWEN3_NEXT
+
 
 def change(folder: str, **settings: Any) -> None:
     """Change fields of an adapter's configuration."""
@@ -61,18 +63,7 @@ def test_a_weight_that_the_model_lacks(tiny: str, tmp_path: Path) -> None:
 
 def test_ranks_of_parameters_are_those_of_the_file(tiny: str, tmp_path: Path) -> None:
     """PEFT would allocate by the configuration's, and only then compare."""
-    config = Qwen3MoeConfig(
-        vocab_size=257,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
+    config = Qwen3MoeConfig(**QWEN3_NEXT)
     model = str(tmp_path / "model")
     AutoTokenizer.from_pretrained(tiny).save_pretrained(model)
     AutoModelForCausalLM.from_config(config).save_pretrained(model)
