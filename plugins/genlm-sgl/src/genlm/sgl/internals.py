@@ -2,32 +2,28 @@
 
 SGLang has no public way to drive its scheduler in process. What is used here is what
 ``run_scheduler_process`` and ``Scheduler.event_loop_normal`` use, in the releases that
-:data:`genlm.sgl.versions.SUPPORTED` names. Where they differ, the comment says how. Nothing else in
-this package but ``attention.py`` may import ``sglang``.
+:data:`genlm.sgl.versions.SUPPORTED` names. Where they differ, the comment says how. Beside
+this file only ``construction.py`` and ``attention.py`` may import ``sglang``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import inspect
-import random
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from attrs import frozen
 
 from genlm.core.errors import BackendUnavailableError, EngineError, InvalidOptionError
-from genlm.core.options import unknown_argument
-from genlm.sgl import attention
-
-#: SGLang's watchdog sends SIGQUIT to the parent process when a step takes longer than this. It is
-#: also disarmed at load; this keeps it asleep until then. Seconds.
-NEVER = 1e8
+from genlm.sgl.construction import (
+    construct,
+    disarm_watchdog,
+    preserved_random_state,
+    release_globals,
+)
 
 
 @frozen(eq=False)
@@ -76,12 +72,12 @@ class Scheduler:
             )
         try:
             with preserved_random_state():
-                self._scheduler = _construct(options, gpu_id)
+                self._scheduler = construct(options, gpu_id)
             self._require_room()
         except BaseException:
-            _release_globals()
+            release_globals()
             raise
-        _disarm_watchdog(self._scheduler)
+        disarm_watchdog(self._scheduler)
         # Early releases make it in their event loop.
         if not hasattr(self._scheduler, "schedule_stream"):
             self._scheduler.schedule_stream = self._scheduler.device_module.Stream(priority=0)
@@ -435,107 +431,10 @@ class Scheduler:
         """Release the weights, the pool and SGLang's globals: another model may be loaded."""
         self._scheduler.release_host_resources()
         del self._scheduler
-        _release_globals()
+        release_globals()
         gc.collect()  # the scheduler and its parts refer to one another
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-# --- starting and stopping ------------------------------------------------------------------------
-
-
-def _construct(options: Mapping[str, Any], gpu_id: int) -> Any:
-    """What ``run_scheduler_process`` does, without making the process a worker: no title, no
-    handlers, no affinity."""
-    from sglang.srt.managers.scheduler import Scheduler as SglScheduler
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.runtime_context import publish
-
-    load_plugins()
-    if options.get("device") == "cpu":
-        attention.install()
-    arguments = _server_args(options)
-    ports = _ports(arguments)
-    # Early releases take the ranks here.
-    if "gpu_id" in inspect.signature(SglScheduler.__init__).parameters:
-        publish(arguments, role="scheduler")
-        ranks = {
-            "tp_rank": 0,
-            "moe_ep_rank": 0,
-            "pp_rank": 0,
-            "attn_cp_rank": 0,
-            "moe_dp_rank": 0,
-            "dp_rank": None,
-        }
-        place = {"gpu_id": gpu_id, **ranks}
-    else:
-        from sglang.srt.runtime_context import SpawnRanks
-
-        publish(
-            arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=gpu_id)
-        )
-        place = {}
-    scheduler = SglScheduler.__new__(SglScheduler)
-    try:
-        scheduler.__init__(arguments, ports, **place)
-    finally:
-        # Also when the constructor fails: an open socket waits, when it is collected, until what
-        # is in it has been read: for ever.
-        if hasattr(scheduler, "ipc_channels"):
-            _close_channels(scheduler)
-    return scheduler
-
-
-def _server_args(options: Mapping[str, Any]) -> Any:
-    from sglang.srt.server_args import ServerArgs
-
-    known = set(inspect.signature(ServerArgs).parameters)
-    for name in options:
-        if name not in known:
-            raise unknown_argument("SGLang", "server argument", name, known)
-    arguments = ServerArgs(**options)
-    if hasattr(arguments, "resolve_once"):  # early releases resolve in the constructor
-        arguments.resolve_once()
-    arguments.check_server_args()
-    return arguments
-
-
-def _ports(arguments: Any) -> Any:
-    """Addresses of the other processes, which are not there; and not the files that SGLang makes to
-    reserve their names."""
-    from sglang.srt.server_args import PortArgs
-
-    ports = PortArgs.init_new(arguments)
-    for address in vars(ports).values():
-        if str(address).startswith("ipc://"):
-            Path(address.removeprefix("ipc://")).unlink()
-    return ports
-
-
-def _disarm_watchdog(scheduler: Any) -> None:
-    """Make sure that SGLang never signals a process, and that its thread, which never ends, does
-    not hold the model."""
-    watchdog = scheduler.watchdog
-    watchdog.is_active = lambda: False
-    watchdog.get_counter = lambda: 0
-    watchdog.dump_info = None
-
-
-def _close_channels(scheduler: Any) -> None:
-    """Close the sockets to the tokenizer and detokenizer processes, which are not there: what is
-    sent would pile up."""
-    channels = scheduler.ipc_channels
-    for sender in (channels.send_to_tokenizer, channels.send_to_detokenizer):
-        sender.socket = None  # SGLang's own way to say that nothing listens
-    # And all of its sockets, of which options add some.
-    channels.recv_from_tokenizer.context.destroy(linger=0)
-
-
-def _release_globals() -> None:
-    from sglang.srt.distributed import destroy_distributed_environment, destroy_model_parallel
-
-    destroy_model_parallel()
-    destroy_distributed_environment()
 
 
 def _wants_row(request: Any) -> bool:
@@ -558,15 +457,3 @@ def _finished(request: Any, row: torch.Tensor | None) -> Finished:
     if drawn and drawn[-1] in (request.sampling_params.stop_token_ids or ()):
         drawn.pop()
     return Finished(str(request.rid), row, drawn, failure=str(reason.message) if aborted else None)
-
-
-@contextlib.contextmanager
-def preserved_random_state() -> Iterator[None]:
-    """SGLang seeds the generators of the whole process: put them back."""
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from genlm.core.errors import BackendUnavailableError, InvalidOptionError
-from genlm.sgl.internals import NEVER
+from genlm.sgl.construction import NEVER
 
 #: The options of this backend.
 OPTIONS = ("engine_opts", "gpu_id")

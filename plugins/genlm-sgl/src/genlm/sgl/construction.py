@@ -1,0 +1,126 @@
+"""The construction of SGLang's scheduler in this process, and what is left of it at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from genlm.core.options import unknown_argument
+from genlm.sgl import attention
+
+#: SGLang's watchdog sends SIGQUIT to the parent process when a step takes longer than this. It is
+#: also disarmed at load; this keeps it asleep until then. Seconds.
+NEVER = 1e8
+
+
+def construct(options: Mapping[str, Any], gpu_id: int) -> Any:
+    """What ``run_scheduler_process`` does, without making the process a worker: no title, no
+    handlers, no affinity."""
+    from sglang.srt.managers.scheduler import Scheduler as SglScheduler
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.runtime_context import publish
+
+    load_plugins()
+    if options.get("device") == "cpu":
+        attention.install()
+    arguments = _server_args(options)
+    ports = _ports(arguments)
+    # Early releases take the ranks here.
+    if "gpu_id" in inspect.signature(SglScheduler.__init__).parameters:
+        publish(arguments, role="scheduler")
+        ranks = {
+            "tp_rank": 0,
+            "moe_ep_rank": 0,
+            "pp_rank": 0,
+            "attn_cp_rank": 0,
+            "moe_dp_rank": 0,
+            "dp_rank": None,
+        }
+        place = {"gpu_id": gpu_id, **ranks}
+    else:
+        from sglang.srt.runtime_context import SpawnRanks
+
+        publish(
+            arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=gpu_id)
+        )
+        place = {}
+    scheduler = SglScheduler.__new__(SglScheduler)
+    try:
+        scheduler.__init__(arguments, ports, **place)
+    finally:
+        # Also when the constructor fails: an open socket waits, when it is collected, until what
+        # is in it has been read: for ever.
+        if hasattr(scheduler, "ipc_channels"):
+            _close_channels(scheduler)
+    return scheduler
+
+
+def _server_args(options: Mapping[str, Any]) -> Any:
+    from sglang.srt.server_args import ServerArgs
+
+    known = set(inspect.signature(ServerArgs).parameters)
+    for name in options:
+        if name not in known:
+            raise unknown_argument("SGLang", "server argument", name, known)
+    arguments = ServerArgs(**options)
+    if hasattr(arguments, "resolve_once"):  # early releases resolve in the constructor
+        arguments.resolve_once()
+    arguments.check_server_args()
+    return arguments
+
+
+def _ports(arguments: Any) -> Any:
+    """Addresses of the other processes, which are not there; and not the files that SGLang makes to
+    reserve their names."""
+    from sglang.srt.server_args import PortArgs
+
+    ports = PortArgs.init_new(arguments)
+    for address in vars(ports).values():
+        if str(address).startswith("ipc://"):
+            Path(address.removeprefix("ipc://")).unlink()
+    return ports
+
+
+def disarm_watchdog(scheduler: Any) -> None:
+    """Make sure that SGLang never signals a process, and that its thread, which never ends, does
+    not hold the model."""
+    watchdog = scheduler.watchdog
+    watchdog.is_active = lambda: False
+    watchdog.get_counter = lambda: 0
+    watchdog.dump_info = None
+
+
+def _close_channels(scheduler: Any) -> None:
+    """Close the sockets to the tokenizer and detokenizer processes, which are not there: what is
+    sent would pile up."""
+    channels = scheduler.ipc_channels
+    for sender in (channels.send_to_tokenizer, channels.send_to_detokenizer):
+        sender.socket = None  # SGLang's own way to say that nothing listens
+    # And all of its sockets, of which options add some.
+    channels.recv_from_tokenizer.context.destroy(linger=0)
+
+
+def release_globals() -> None:
+    from sglang.srt.distributed import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
+@contextlib.contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """SGLang seeds the generators of the whole process: put them back."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
