@@ -11,7 +11,8 @@ from genlm.core.engines.kv import Placement, Planner, Worth
 from genlm.core.engines.prefixes import key_of
 from genlm.core.engines.segments import Row, Segment, Trunk
 from genlm.mlx.block import RowBlock
-from genlm.mlx.layout import Chunk, Layout
+from genlm.mlx.chunk import Chunk
+from genlm.mlx.layout import Layout
 from genlm.mlx.runner import Key, Runner
 from genlm.mlx.table import Table
 

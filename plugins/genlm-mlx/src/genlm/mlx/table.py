@@ -9,7 +9,8 @@ import mlx.core as mx
 from genlm.core.engines.kv import commands
 from genlm.core.engines.segments import Row, Segment, Trunk
 from genlm.mlx.aside import Aside
-from genlm.mlx.layout import LayerState, Layout
+from genlm.mlx.chunk import LayerState
+from genlm.mlx.layout import Layout
 from genlm.mlx.runner import Runner
 from genlm.mlx.windows import windows_of
 
