@@ -6,8 +6,6 @@ The tokens themselves stand in for key/value state, so that every row can be rea
 
 from __future__ import annotations
 
-import random
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -151,127 +149,9 @@ def test_segments_are_whole(
     assert store.positions == 0
 
 
-class Particles:
-    """Contexts that are extended and resampled, and a count of their distinct positions.
-
-    The count asks the store for nothing but how much of a context it knows.
-    """
-
-    def __init__(self, n: int, prompt: int, seed: int) -> None:
-        self._source = random.Random(seed)
-        self._nodes: dict[tuple[int, int], int] = {}  # of a trie: parent and token
-        self.live = [(1,) * prompt] * n
-        self.asked: deque[tuple[int, ...]] = deque(maxlen=2000)
-
-    def extend(self) -> list[TokenSequence]:
-        self.live = [(*context, at) for at, context in enumerate(self.live)]
-        self.asked.extend(self.live)
-        return [TokenSequence(context) for context in self.live]
-
-    def resample(self) -> None:
-        self.live = self._source.choices(self.live, k=len(self.live))
-
-    def known_positions(self, store: Planner[TokenSequence]) -> int:
-        seen: set[int] = set()
-        for context in self.asked:
-            node = -1
-            for token in context[: store.known(TokenSequence((*context, 0)))]:
-                node = self._nodes.setdefault((node, token), len(self._nodes))
-                seen.add(node)
-        return len(seen)
-
-
-def ask(state: Tokens, store: Planner[TokenSequence], *contexts: Sequence[int]) -> None:
-    """Place, compute and record some contexts, whose known beginnings are read."""
-    left = [TokenSequence(context) for context in contexts]
-    while left:
-        assignments = store.place(left)
-        for one in assignments:
-            known = list(one.sequence.tokens[: one.start])
-            assert state.read(one.row or one.trunk, one.start) == known
-        for one in assignments:
-            state.write(one)
-        store.commit(assignments)
-        store.check_integrity()
-        left = without(left, assignments)
-
-
 def without(
     sequences: Sequence[TokenSequence], placed: Sequence[Placement[TokenSequence]]
 ) -> list[TokenSequence]:
     """Those that are not placed yet."""
     done = {one.index for one in placed}
     return [one for at, one in enumerate(sequences) if at not in done]
-
-
-def test_a_row_that_the_batch_continues_is_not_dropped_for_a_shorter_path() -> None:
-    """A prompt grows by a trunk in every turn, and a context goes on from the turn before."""
-    state = Tokens()
-    store = planner_of(state, 10**7)
-    prompt: list[int] = []
-    for turn in range(2 * WORTH.path):
-        longer = prompt + [turn + 10] * (WORTH.trunk + 1)
-        ask(state, store, longer, *([[*prompt, 1, 2, 3]] if prompt else []))
-        prompt = longer
-        ask(state, store, [*prompt, 1])
-        ask(state, store, [*prompt, 1, 2])
-
-
-@pytest.mark.parametrize("limit", range(600, 6000, 200))
-def test_a_long_row_that_was_dropped_to_make_room_becomes_no_trunk(limit: int) -> None:
-    """Beside short rows stand two long ones: the trunk of one may take the memory of the other."""
-    state = Tokens()
-    store = planner_of(state, limit * 8)
-    ask(state, store, [1] * 200)
-    ask(state, store, [2] * 220)
-    for length in range(4, 9):
-        ask(state, store, *([10 + at] * length for at in range(12)))
-
-
-def test_long_contexts_beside_many_short_ones_have_few_trunks() -> None:
-    """Each trunk would cost a product in every layer of every step."""
-    state = Tokens()
-    store = planner_of(state, 100_000 * 2 * 4)
-    live: list[tuple[int, ...]] = []
-    for kind, length in enumerate([20] * 6 + [200]):
-        live = [(kind, at, *range(length)) for at in range(32)]
-        store.commit(store.place([TokenSequence(context) for context in live]))
-    for _ in range(3):
-        live = [(*context, 1) for context in live]
-        assignments = store.place([TokenSequence(context) for context in live])
-        assert len(assignments) == 32
-        assert all(one.start == one.sequence.latest_start for one in assignments)
-        trunks = {trunk for one in assignments if one.row for trunk, _ in one.row.path()}
-        assert len(trunks) <= WORTH.outliers
-        store.commit(assignments)
-
-
-@pytest.mark.parametrize(("every", "budget"), [(1, 20_000), (10, 20_000), (1, 9_000), (10, 9_000)])
-def test_resampling_a_thousand_times(every: int, budget: int) -> None:
-    """Nothing is computed again, memory stays near what is known, and paths stay short."""
-    state = Tokens()
-    store = planner_of(state, budget * 2 * 4)
-    particles = Particles(32, prompt=200, seed=every)
-    for step in range(1000):
-        sequences = particles.extend()
-        if step % every == 0:
-            particles.resample()
-        left = sequences
-        while left:
-            assignments = store.place(left)
-            # In the first step the others wait for the prompt.
-            assert len(assignments) == (1 if step == 0 and left is sequences else len(left))
-            for one in assignments:
-                assert step == 0 or one.start == one.sequence.latest_start
-                assert len([*(one.row or one.trunk).path()]) <= WORTH.path
-                state.write(one)
-            if step % 100 == 99:
-                store.check_integrity()
-                for one in assignments:
-                    read = state.read(one.row or one.trunk, one.sequence.length)
-                    assert read == list(one.sequence.tokens)
-            store.commit(assignments)
-            left = without(left, assignments)
-        if step % 100 == 99:
-            distinct = particles.known_positions(store)
-            assert store.positions <= 1.3 * distinct + 64 * state.pool.rows
