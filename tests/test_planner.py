@@ -349,7 +349,7 @@ class PlannerMachine(RuleBasedStateMachine):
         self.table.can_blank = True
         self.lost = False
         if any(one.row is not None for one in batch):
-            assert self.planner.positions == 0
+            assert self.planner.tree.positions == 0
             self.pinned.clear()
 
     def _poison(self, one: Placement[Wanted]) -> None:
@@ -396,7 +396,7 @@ class PlannerMachine(RuleBasedStateMachine):
         self.lost = False
         self.planner.clear()
         self.pinned.clear()
-        assert self.planner.positions == 0
+        assert self.planner.tree.positions == 0
 
     # --- what must be true ------------------------------------------------------------------------
 
@@ -415,7 +415,7 @@ class PlannerMachine(RuleBasedStateMachine):
         if not hasattr(self, "planner"):
             return
         if self.bounded is not None:
-            assert self.planner.positions <= self.bounded
+            assert self.planner.tree.positions <= self.bounded
         columns = {len(row) for row in self.table.rows}
         assert columns <= {self.planner.tree.columns}
         assert len(self.table.rows) == self.planner.tree.slots
@@ -497,11 +497,11 @@ def test_a_trunk_that_two_sequences_compute_is_kept_once() -> None:
     batch = kept.place([whole, longer, Wanted([*prompt, 4])])
     assert [one.trunk and one.trunk.stop for one in batch] == [20, 20]
     kept.commit(batch)
-    kept.check_integrity()
+    kept.tree.check_integrity()
     assert sum(bool(one.trunk and one.trunk.layers) for one in batch) == 1, "one has memory"
     assert kept.known(Wanted([*prompt, 2, 3, 4])) == 22
     kept.drop_unpinned()  # and takes no place of its own any more
-    assert kept.positions == 0
+    assert kept.tree.positions == 0
 
 
 def test_what_is_not_pinned_can_be_dropped() -> None:
@@ -510,4 +510,4 @@ def test_what_is_not_pinned_can_be_dropped() -> None:
     assert kept.pin(Wanted([1] * 30))
     kept.drop_unpinned()
     assert [kept.known(Wanted([first] * 30)) for first in (1, 2)] == [29, 0]
-    assert kept.positions == 30
+    assert kept.tree.positions == 30

@@ -62,7 +62,7 @@ def cost(program: Program, budget: int) -> tuple[int, int, int, int]:
             batches += 1
             computed += sum(one.sequence.length - one.start for one in batch)
             planner.commit(batch)
-            most = max(most, planner.positions)
+            most = max(most, planner.tree.positions)
             done = {one.index for one in batch}
             left = [one for at, one in enumerate(left) if at not in done]
     return batches, computed, meter.moved, most

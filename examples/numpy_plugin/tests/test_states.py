@@ -85,7 +85,7 @@ class Contexts:
             for one, row in zip(self._live, self._states.logits(self._live), strict=True):
                 np.testing.assert_allclose(row, self._expected(one), atol=2e-4)
             self._source.choice([*[lambda: None] * 8, self._pin, planner.drop_unpinned])()
-            planner.check_integrity()
+            planner.tree.check_integrity()
 
     def _fail(self) -> None:
         working = dict(self._networks)

@@ -116,7 +116,7 @@ def test_segments_are_whole(
             assignments = store.place(left)
             if not assignments:  # what is pinned has taken its room
                 break
-            store.check_integrity()
+            store.tree.check_integrity()
             slots = [one.row.slot for one in assignments if one.row is not None]
             assert len({*slots}) == len(slots)
             for one in assignments:
@@ -135,18 +135,18 @@ def test_segments_are_whole(
                     pinned = assignments[0].sequence
                     assert store.pin(pinned)
             left = without(left, assignments)
-            store.check_integrity()
-            assert store.positions <= rows * WORTH.step
+            store.tree.check_integrity()
+            assert store.tree.positions <= rows * WORTH.step
             assert pinned is None or store.known(pinned) == pinned.latest_start
     store.drop_unpinned()
-    store.check_integrity()
+    store.tree.check_integrity()
     assert pinned is None or store.known(pinned) == pinned.latest_start
     if pinned is not None and pinned.adapter is not None:
         store.drop_adapter(pinned.adapter.version)
         assert store.known(pinned) == 0
     store.clear()
-    store.check_integrity()
-    assert store.positions == 0
+    store.tree.check_integrity()
+    assert store.tree.positions == 0
 
 
 def without(

@@ -80,7 +80,7 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        return self._planner.positions * self._table.position_bytes
+        return self._planner.tree.positions * self._table.position_bytes
 
     # --- what the engine asks for -----------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class Store:
 
     def check_integrity(self) -> None:
         """Raises: RuntimeError: rows, free rows and the tree do not add up."""
-        self._planner.check_integrity()
+        self._planner.tree.check_integrity()
 
     # --- the plot ---------------------------------------------------------------------------------
 

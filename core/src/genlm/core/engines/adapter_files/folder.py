@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 from genlm.core.engines.adapter_files.config import CONFIG
 from genlm.core.engines.adapter_files.features import Feature
@@ -63,10 +63,10 @@ class AdapterFolder:
     config: Mapping[str, Any]
     settings: Settings
     tensors: Mapping[str, Tensor]
-    modules: Mapping[str, LoraModule]
-    features: Mapping[Feature, str]
-    saved_copies: Mapping[str, Tensor]
-    retrained: Collection[str]
+    modules: dict[str, LoraModule] = field(factory=dict)
+    features: dict[Feature, str] = field(factory=dict)
+    saved_copies: dict[str, Tensor] = field(factory=dict)
+    retrained: set[str] = field(factory=set)
 
     def require(self, applied: Collection[Feature], engine: str) -> None:
         """Refuse an adapter that an engine would apply wrongly.

@@ -66,11 +66,6 @@ class Planner(Generic[A]):
         """What further sequences cost beside those of a batch."""
         return Together(self._worth.waiting)
 
-    @property
-    def positions(self) -> int:
-        """How many positions memory is taken for."""
-        return self.tree.positions
-
     # --- batches ----------------------------------------------------------------------------------
 
     def batches(self, sequences: Sequence[A]) -> Iterator[list[Placement[A]]]:
@@ -203,10 +198,6 @@ class Planner(Generic[A]):
         for one in list(self.tree.index.values()):
             if one.key.startswith(header):
                 self.tree.drop(one)
-
-    def check_integrity(self) -> None:
-        """Raises: RuntimeError: segments, places and memory do not add up."""
-        self.tree.check_integrity()
 
     # --- planning ---------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Generic, Protocol, TypeVar
 
-from attrs import define, frozen
+from attrs import frozen
 
 from genlm.core.engines.prefixes import PrefixIndex, shared_length, tokens_in
 from genlm.core.engines.segments import Row, Trunk
@@ -120,36 +120,9 @@ class Together(Generic[T]):
         return self._index[nearest], shared
 
 
-@define(eq=False)
-class Family:
-    """Rows that stand side by side on the same trunk, in the order of their keys.
-
-    Attributes:
-        rows: The rows.
-        common: How many of their first positions two neighbours have in common.
-    """
-
-    rows: list[Row]
-    common: list[int]
-
-    @property
-    def copies(self) -> int:
-        """How many positions are copies of others."""
-        return sum(self.common)
-
-    def best(self) -> tuple[int, list[Row], int]:
-        """The part of some rows that is worth most as a trunk: how many copies it saves, the rows,
-        and the position where it stops."""
-        saved, first, last, size = 0, 0, 0, 0
-        rising: list[tuple[int, int]] = []  # the first row, and what has been common since then
-        for at, common in enumerate([*self.common, 0]):
-            since = at
-            while rising and rising[-1][1] >= common:
-                since, height = rising.pop()
-                if height * (at - since) > saved:
-                    saved, first, last, size = height * (at - since), since, at, height
-            rising.append((since, common))
-        return saved, self.rows[first : last + 1], self.rows[0].start + size
+#: Rows that stand side by side on the same trunk, in the order of their keys, and how many of their
+#: first positions two neighbours have in common.
+Family = tuple[list[Row], list[int]]
 
 
 def families_of(rows: Iterable[Row]) -> list[Family]:
@@ -158,12 +131,25 @@ def families_of(rows: Iterable[Row]) -> list[Family]:
     for row in sorted(rows, key=lambda row: row.key):
         families.setdefault((row.parent, row.start), []).append(row)
     return [
-        Family(
-            family,
-            [max(shared_length(one.key, other.key) - start, 0) for one, other in pairwise(family)],
-        )
+        (family, [max(shared_length(a.key, b.key) - start, 0) for a, b in pairwise(family)])
         for (_, start), family in families.items()
     ]
+
+
+def best_part(family: Family) -> tuple[int, list[Row], int]:
+    """The part of some rows that is worth most as a trunk: how many copies it saves, the rows, and
+    the position where it stops."""
+    rows, shared = family
+    saved, first, last, size = 0, 0, 0, 0
+    rising: list[tuple[int, int]] = []  # the first row, and what has been common since then
+    for at, common in enumerate([*shared, 0]):
+        since = at
+        while rising and rising[-1][1] >= common:
+            since, height = rising.pop()
+            if height * (at - since) > saved:
+                saved, first, last, size = height * (at - since), since, at, height
+        rising.append((since, common))
+    return saved, rows[first : last + 1], rows[0].start + size
 
 
 def best_cut(cuts: Sequence[int], start: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from genlm.core.checks import describe_error
 from genlm.core.engines.kv.commands import Copy, Join, NewTrunk, Shift, Table
 from genlm.core.engines.kv.room import Needs, Room
-from genlm.core.engines.kv.sharing import KeyedSequence, Worth, best_cut, families_of
+from genlm.core.engines.kv.sharing import KeyedSequence, Worth, best_cut, best_part, families_of
 from genlm.core.engines.kv.tree import Tree
 from genlm.core.engines.prefixes import prefix_of
 from genlm.core.engines.segments import Row, Segment, Trunk
@@ -84,12 +84,11 @@ class Trunks:
         if count <= tree.slots and columns <= tree.columns:
             return []
         families = families_of(rows)
-        distinct = sum(row.size for row in rows) - sum(family.copies for family in families)
+        distinct = sum(row.size for row in rows) - sum(sum(common) for _, common in families)
         if count * columns <= worth.waste * (distinct + needs.computed) + worth.spare * count:
             return []
-        saved, common, cut = max(
-            (family.best() for family in families), key=lambda one: one[0], default=(0, [], 0)
-        )
+        parts = map(best_part, families)
+        saved, common, cut = max(parts, key=lambda one: one[0], default=(0, [], 0))
         if saved >= worth.collecting:
             return [(common, cut)]
         long = [row for row in rows if row.size >= columns - worth.step]
