@@ -106,8 +106,8 @@ def outcome(lm: AsyncLM, case: Case, atol: float, forwards: Sequence[int] = ()) 
                 raise Violation(f"{case.kind.name}: accepted, though PEFT itself fails with it")
             right = expected[round][: len(row)].log_softmax(-1)  # padding is dropped
             off = float((row[: len(right)] - right).abs().max())
-            shown = "the base model" if name is None else f"the {name} adapter"
-            check(off < atol, f"{case.kind.name}: {shown} is {off:.3g} off in round {round}")
+            whose = "the base model" if name is None else f"the {name} adapter"
+            check(off < atol, f"{case.kind.name}: {whose} is {off:.3g} off in round {round}")
 
     lm.add_new_lora(str(case.paths["other"]), "other")
     try:

@@ -36,7 +36,7 @@ class AdapterClauses:
                 rows = live.cold(context, name), live.cold(context, other)
                 check(
                     difference(*rows, 5 * live.atol) is not None,
-                    f"{_shown(name)} and {_shown(other)} give the same row of {list(context)}",
+                    f"{_named(name)} and {_named(other)} give the same row of {list(context)}",
                 )
 
     def test_adapters_in_one_batch(self, live: Subject) -> None:
@@ -51,7 +51,7 @@ class AdapterClauses:
             ),
         )
         def adapters_in_one_batch(asked: list[tuple[TokenIds, str | None]]) -> None:
-            how = f"in a batch with {', '.join(_shown(name) for _, name in asked)}"
+            how = f"in a batch with {', '.join(_named(name) for _, name in asked)}"
             live.check_rows(*zip(*asked, strict=True), how=how)
 
     def test_adapters_in_turn(self, live: Subject) -> None:
@@ -70,7 +70,7 @@ class AdapterClauses:
             context: TokenIds, tail: TokenIds, turns: list[str | None], pinned: bool
         ) -> None:
             for i, name in enumerate(turns):
-                before = f"after {', '.join(map(_shown, turns[:i])) or 'nothing'}"
+                before = f"after {', '.join(map(_named, turns[:i])) or 'nothing'}"
                 if pinned:
                     live.lm.cache_kv(context, lora_name=name)
                 for end in range(len(tail) + 1):
@@ -254,5 +254,5 @@ class AdapterClauses:
             )
 
 
-def _shown(name: str | None) -> str:
+def _named(name: str | None) -> str:
     return "the base model" if name is None else repr(name)

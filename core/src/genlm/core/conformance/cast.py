@@ -3,7 +3,7 @@ them gives alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import evolve, field, frozen
@@ -126,7 +126,7 @@ class Draw:
         drawn = tuple(answered(outcome, "no tokens"))
         if drawn == self.expected:
             return
-        said = f"it draws {list(drawn)}; alone it draws {list(self.expected)}"
+        message = f"it draws {list(drawn)}; alone it draws {list(self.expected)}"
         pairs = zip(drawn, self.expected, strict=False)
         shorter = min(len(drawn), len(self.expected))
         place = next((i for i, (one, other) in enumerate(pairs) if one != other), shorter)
@@ -134,12 +134,12 @@ class Draw:
         parted = (drawn[place],) if place < len(drawn) else self.stops
         same_length = place < shorter or self.stops
         if len(drawn) > self.most or not same_length:
-            raise Violation(said)
+            raise Violation(message)
         if not may_follow(live, self.prompt + drawn[:place], parted, self.options, owner):
-            raise Violation(said)
+            raise Violation(message)
         # Of two tokens that are as likely either may be drawn, and then others follow.
         if self.options.get("temperature") != 0.0:
-            raise MovedDraw(said)
+            raise MovedDraw(message)
 
 
 Request = Row | Score | Draw
@@ -155,44 +155,33 @@ def requests_of(live: Subject, kind: str, salt: int = 0) -> list[Request]:
     """
     names = live.loras
     adapters = [None, *names[:2], *([MOVING] if len(names) > 1 else [])]
-    make = MAKERS[kind]
-    made = [make(live, i, adapters[i % len(adapters)], salt) for i in range(DIFFERENT[kind])]
+    numbers = range(DIFFERENT[kind])
+    made = [_make(live, kind, i, adapters[i % len(adapters)], 1000 * salt) for i in numbers]
     return list(dict.fromkeys(made))
 
 
-def _row(live: Subject, i: int, adapter: str | None, salt: int) -> Row:
-    many = live.contexts.many(DIFFERENT["rows"])
-    return Row(many[i % len(many)], adapter if i % 3 == 0 else None)
-
-
-def _long_row(live: Subject, i: int, adapter: str | None, salt: int) -> Row:
-    length = max(1, live.longest - (0, 1, live.longest // 3, live.longest // 2)[i // 3 % 4])
-    return Row(live.contexts.long(length, i), adapter)
-
-
-def _score(live: Subject, i: int, adapter: str | None, salt: int) -> Score:
-    prompt, tokens = PROMPTS[i % len(PROMPTS)], (TOKENS[i % len(TOKENS)] + 1, 300)[i % 4 == 3]
-    text = live.contexts.long(_fitting(live, prompt + tokens), i)
-    prompt = min(prompt, len(text) // 2)
-    return Score(text[:prompt], text[prompt:], adapter)
-
-
-def _draw(live: Subject, i: int, adapter: str | None, salt: int) -> Draw:
+def _make(live: Subject, kind: str, i: int, adapter: str | None, salt: int) -> Request:
+    """The request of a kind with number ``i``."""
+    contexts, limit, longest = live.contexts, live.contexts.limit, live.longest
+    if kind == "rows":
+        many = contexts.many(DIFFERENT["rows"])
+        return Row(many[i % len(many)], adapter if i % 3 == 0 else None)
+    if kind == "long rows":
+        length = max(1, longest - (0, 1, longest // 3, longest // 2)[i // 3 % 4])
+        return Row(contexts.long(length, i), adapter)
+    if kind == "growing draws":
+        most = min(20 + 2 * i, limit - 8)
+        options = _seeded(live, {"temperature": 1.5}, salt + 100 + i)
+        return Draw(contexts.long(3 + i % 5, i), most, options, adapter)
     prompt, most = PROMPTS[i % len(PROMPTS)], TOKENS[i % len(TOKENS)]
-    prompt = min(prompt, _fitting(live, prompt + most) - most)
-    options = _seeded(live, OPTIONS[i % len(OPTIONS)], 1000 * salt + i)
-    return Draw(live.contexts.long(prompt, i), most, options, adapter, (None, 2, None, 1, 9)[i % 5])
-
-
-def _growing_draw(live: Subject, i: int, adapter: str | None, salt: int) -> Draw:
-    most = min(14 + i, live.contexts.limit - 8)  # beyond a block of 16
-    options = _seeded(live, {"temperature": 1.5}, 1000 * salt + 100 + i)
-    return Draw(live.contexts.long(3 + i % 5, i), most, options, adapter)
-
-
-def _fitting(live: Subject, length: int) -> int:
-    """A length that the model takes, and bears."""
-    return min(length, live.contexts.limit, max(live.longest, 64))
+    room = min(limit, max(longest, 64))  # what the model takes, and bears
+    if kind == "scores":
+        text = contexts.long(min(prompt + (most + 1, 300)[i % 4 == 3], room), i)
+        prompt = min(prompt, len(text) // 2)
+        return Score(text[:prompt], text[prompt:], adapter)
+    prompt = min(prompt, room - most)
+    options = _seeded(live, OPTIONS[i % len(OPTIONS)], salt + i)
+    return Draw(contexts.long(prompt, i), most, options, adapter, (None, 2, None, 1, 9)[i % 5])
 
 
 def _seeded(live: Subject, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
@@ -201,15 +190,6 @@ def _seeded(live: Subject, options: Mapping[str, Any], seed: int) -> dict[str, A
     if options.get("temperature") == 0.0:
         return dict(options)
     return {**steady(live), **options, "seed": seed}
-
-
-MAKERS: Mapping[str, Callable[[Subject, int, str | None, int], Request]] = {
-    "rows": _row,
-    "long rows": _long_row,
-    "draws": _draw,
-    "growing draws": _growing_draw,
-    "scores": _score,
-}
 
 
 def owners_of(request: Request, names: Sequence[str]) -> list[str | None]:

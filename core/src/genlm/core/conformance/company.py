@@ -18,7 +18,7 @@ from genlm.core.types import TokenIds
 #: Tokens of a long draw.
 LONG = 40
 
-#: In how many calls of the engine a request must be answered, whatever stream of others never
+#: In how many calls of the engine a request must be answered, while a stream of others never
 #: pauses. Engines differ in how many calls a request takes; a starved one is not answered at all.
 BOUND = 40
 

@@ -1,4 +1,4 @@
-"""When two rows are the same, and what is said when they are not."""
+"""When two rows are the same, and how they differ when they are not."""
 
 from __future__ import annotations
 
@@ -68,22 +68,23 @@ def difference(row: torch.Tensor, expected: torch.Tensor, atol: float) -> str | 
     if row.shape != expected.shape:
         return f"its shape is {tuple(row.shape)}, not {tuple(expected.shape)}"
     row, expected = row.cpu().double(), expected.cpu().double()
-    if bool(((row == -math.inf) != (expected == -math.inf)).any()):
-        token_id = int(((row == -math.inf) != (expected == -math.inf)).nonzero()[0])
-        p, q = float(row[token_id]), float(expected[token_id])
-        return f"the log-probability of token {token_id} is {p:.6g} instead of {q:.6g}"
+
+    def at(token_id: int, p: torch.Tensor, q: torch.Tensor) -> str:
+        return (
+            f"of token {token_id} is {float(p[token_id]):.6g} instead of {float(q[token_id]):.6g}"
+        )
+
+    impossible = (row == -math.inf) != (expected == -math.inf)
+    if bool(impossible.any()):
+        return f"the log-probability {at(int(impossible.nonzero()[0]), row, expected)}"
     away = (row.exp() - expected.exp()).abs()
     if not bool((away <= atol).all()):  # nan is not within anything
-        token_id = int(away.nan_to_num(float("inf")).argmax())
-        p, q = float(row[token_id].exp()), float(expected[token_id].exp())
-        found = f"is {p:.6g} instead of {q:.6g}"
-        return f"the probability of token {token_id} {found} (tolerance {atol:g})"
+        found = at(int(away.nan_to_num(float("inf")).argmax()), row.exp(), expected.exp())
+        return f"the probability {found} (tolerance {atol:g})"
     top = expected.topk(min(TOP, len(expected))).indices
     # The difference of two -inf is nan: they are the same.
     away = (row[top] - expected[top]).abs().where(row[top] != expected[top], 0.0)
     if not bool((away <= TOP_FACTOR * atol).all()):
-        token_id = int(top[away.argmax()])
-        p, q = float(row[token_id]), float(expected[token_id])
-        found = f"is {p:.6g} instead of {q:.6g}"
-        return f"the log-probability of token {token_id} {found} (tolerance {TOP_FACTOR * atol:g})"
+        found = at(int(top[away.argmax()]), row, expected)
+        return f"the log-probability {found} (tolerance {TOP_FACTOR * atol:g})"
     return None

@@ -69,7 +69,7 @@ class FaultClauses:
                 for outcome, (context, name) in zip(outcomes, asked, strict=True):
                     if not isinstance(outcome, Exception):
                         live.expect(outcome, context, name, how="in a batch that failed inside")
-                # Whoever used the same batch before, and whoever has the base model alone.
+                # The same batch, the base model alone, and both.
                 for again in (asked, plain, mixed, mixed[::-1]):
                     live.lm.clear_cache()
                     how = f"after the engine had failed inside {times}x"

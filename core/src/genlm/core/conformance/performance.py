@@ -145,8 +145,8 @@ class Performance:
                 if isinstance(event, Rebinding):
                     await submitted()  # what is asked before it is on its way
                 what = {Arrival: self._arrive, Leaving: self._leave, Rebinding: self._rebind}
-                said = what[type(event)](event)  # type: ignore[operator]
-                self.lines.append(f"call {self.clock}: {said}")
+                line = what[type(event)](event)  # type: ignore[operator]
+                self.lines.append(f"call {self.clock}: {line}")
             await submitted()
 
     def _arrive(self, event: Arrival) -> str:
@@ -204,9 +204,9 @@ class Performance:
             if violation is None:
                 continue
             story = "\n  ".join(self.lines)
-            said = f"request {one.number}, a {one.request}: {violation}\n  {story}"
+            message = f"request {one.number}, a {one.request}: {violation}\n  {story}"
             if not isinstance(violation, MovedDraw):
-                raise Violation(said)
-            moved = moved or MovedDraw(said)
+                raise Violation(message)
+            moved = moved or MovedDraw(message)
         if moved is not None:
             raise moved

@@ -204,7 +204,7 @@ class Subject(Driver):
         self.forget()
 
     def forget(self) -> None:
-        """Note that the model has been closed: who needs one loads it again."""
+        """Note that the model has been closed: a clause that needs one loads it again."""
         self._lm = None
 
     # --- what it can do ---------------------------------------------------------------------------
