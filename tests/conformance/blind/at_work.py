@@ -7,7 +7,7 @@ Each cites a thread that reports the bug, or one of its kind.
 from __future__ import annotations
 
 import threading
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from attrs import evolve
@@ -16,6 +16,7 @@ from genlm.core import Adapter, Answer, Query, hookimpl
 from genlm.core.sampling import TokenDrawer
 from genlm.core.types import Request
 
+from .common import Keeping, cited
 from .working_engine import BLOCK, Job, WorkingEngine
 
 # --- what a place in the batch holds ----------------------------------------------------------
@@ -58,15 +59,11 @@ class AdapterStaysWithThePlace(WorkingEngine):
         self.batch[target].adapter = adapter
 
 
-class MovedStateIsShared(WorkingEngine):
+class MovedStateIsShared(Keeping, WorkingEngine, left=dict):
     """What moves to another place is left at the old one too: the next draw there shares it.
 
     https://github.com/vllm-project/vllm/pull/51890
     """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.left: dict[int, TokenDrawer | None] = {}
 
     def move(self, source: int, target: int) -> None:
         super().move(source, target)
@@ -354,12 +351,8 @@ class DeferredBehindNewcomers(WorkingEngine):
         self.waiting = newcomers + self.waiting
 
 
-class Woken(WorkingEngine):
+class Woken(Keeping, WorkingEngine, bell=threading.Event):
     """A sound engine whose step ends when something is finished, or when it is woken."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.bell = threading.Event()
 
     @hookimpl
     def genlm_wake(self) -> None:
@@ -533,16 +526,11 @@ class AdaptersOfAllModelsByName(WorkingEngine):
         return super().row(query)
 
 
-class NameOfARemovedAdapter(WorkingEngine):
+class NameOfARemovedAdapter(Keeping, WorkingEngine, by_name=dict, current=dict):
     """An adapter that is removed leaves its weights under its name, for the next of that name.
 
     https://github.com/vllm-project/vllm/issues/42633
     """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.by_name: dict[str, Adapter] = {}
-        self.current: dict[str, Adapter] = {}
 
     @hookimpl
     def genlm_add_lora(self, adapter: Adapter) -> bool:
@@ -564,10 +552,4 @@ class NameOfARemovedAdapter(WorkingEngine):
         return super().row(query)
 
 
-MUTANTS = [
-    value
-    for value in list(globals().values())
-    if isinstance(value, type)
-    and issubclass(value, WorkingEngine)
-    and "https://" in (value.__doc__ or "")
-]
+MUTANTS = cited(globals())

@@ -21,6 +21,7 @@ from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
 from tests.engines import add_lora
 
+from .common import Forgetting, Keeping, cited
 from .of_a_real_model import Hooked, rotary_of
 
 
@@ -124,17 +125,13 @@ class RowOfADroppedOne(Steps):
         return given
 
 
-class PlaceLeaksWithADroppedRow(Steps):
+class PlaceLeaksWithADroppedRow(Keeping, Steps, waiting=list):
     """Of 64 places each dropped request keeps one for ever.
 
     https://github.com/raullenchai/Rapid-MLX/issues/1759
     """
 
     places = 64
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.waiting: list[Query] = []
 
     def given(self, queries: list[Query], dropped: list[Query]) -> list[tuple[Query, Query]]:
         self.places -= sum(query not in self.waiting for query in dropped)
@@ -187,15 +184,11 @@ class HalfComputedPromptIsBlank(Steps):
 # --- whose turn it is -------------------------------------------------------------------------
 
 
-class EightShortestRun(Steps):
+class EightShortestRun(Keeping, Steps, waiting=list):
     """In every step the eight shortest run.
 
     https://github.com/sgl-project/sglang/issues/32549
     """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.waiting: list[Query] = []
 
     def given(self, queries: list[Query], dropped: list[Query]) -> list[tuple[Query, Query]]:
         self.waiting = [query for query in self.waiting if query not in dropped] + queries
@@ -208,15 +201,11 @@ class EightShortestRun(Steps):
         self.waiting.clear()
 
 
-class DeferredBehindNewcomers(Steps):
+class DeferredBehindNewcomers(Keeping, Steps, waiting=list):
     """Of eight places, one that is free goes to a newcomer before those who wait.
 
     https://github.com/ggml-org/llama.cpp/issues/15008
     """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.waiting: list[Query] = []
 
     def given(self, queries: list[Query], dropped: list[Query]) -> list[tuple[Query, Query]]:
         self.waiting = queries + [query for query in self.waiting if query not in dropped]
@@ -459,15 +448,11 @@ class ScoresFromAHundredOn(HFEngine):
         ]
 
 
-class ScoredContinuationsOneTokenShort(Steps):
+class ScoredContinuationsOneTokenShort(Forgetting, Steps, scored=set):
     """A context that goes on where a continuation was scored starts without that one's last token.
 
     https://github.com/ml-explore/mlx-lm/pull/602
     """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.scored: set[tuple[int, ...]] = set()
 
     @hookimpl
     def genlm_sequence_logprobs(
@@ -485,11 +470,6 @@ class ScoredContinuationsOneTokenShort(Steps):
         if len(ids) > 2 and ids[:-1] in self.scored:
             return evolve(query, token_ids=(*ids[:-2], ids[-1]))
         return query
-
-    @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
-        self.scored.clear()
-        super().genlm_clear_kv_cache()
 
 
 class PositionsEndAt512(Hooked):
@@ -547,16 +527,11 @@ class AdaptersOfAllModelsByNumber(HFEngine):
         return super().genlm_remove_lora(evolve(adapter, path=path))
 
 
-class NameOfARemovedAdapter(HFEngine):
+class NameOfARemovedAdapter(Keeping, HFEngine, current=dict, left=dict):
     """An adapter that is removed leaves its files under its name, for the next of that name.
 
     https://github.com/vllm-project/vllm/issues/42633
     """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.current: dict[str, Adapter] = {}
-        self.left: dict[str, str] = {}
 
     @hookimpl
     def genlm_add_lora(self, adapter: Adapter) -> bool:
@@ -573,10 +548,4 @@ class NameOfARemovedAdapter(HFEngine):
         return super().genlm_remove_lora(adapter)
 
 
-MUTANTS = [
-    value
-    for value in list(globals().values())
-    if isinstance(value, type)
-    and value.__module__ == __name__
-    and "https://" in (value.__doc__ or "")
-]
+MUTANTS = cited(globals())

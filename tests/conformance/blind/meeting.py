@@ -12,6 +12,7 @@ from attrs import evolve
 from genlm.core import Answer
 from genlm.core.types import Request, SampleRequest, query_of
 
+from .common import cited
 from .working_engine import Job, WorkingEngine
 
 
@@ -102,10 +103,4 @@ class ScoreBehindADrawIsOneOff(WorkingEngine):
         return number - (draws and number >= 16)
 
 
-MUTANTS = [
-    value
-    for value in list(globals().values())
-    if isinstance(value, type)
-    and value.__module__ == __name__
-    and "https://" in (value.__doc__ or "")
-]
+MUTANTS = cited(globals())

@@ -18,6 +18,7 @@ from genlm.core.types import TokenIds
 from genlm.hf.engine import HFEngine
 
 from .at_work_on_a_real_model import Steps
+from .common import Forgetting, Keeping, cited
 
 
 def shared_by(one: Sequence[int], other: Sequence[int]) -> int:
@@ -38,15 +39,11 @@ class AbortMeetsTheSameRequestAgain(Steps):
         return [(query, query) for query in queries if query not in aborted]
 
 
-class IdleRowsGetAToken(Steps):
+class IdleRowsGetAToken(Keeping, Steps, waiting=dict):
     """Of 16 places, who waits for one for more than three steps gets a token 0 at the end.
 
     https://github.com/tenstorrent/tt-xla/issues/5830
     """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.waiting: dict[Query, int] = {}  # and for how many steps
 
     def given(self, queries: list[Query], dropped: list[Query]) -> list[tuple[Query, Query]]:
         self.waiting = {query: n + 1 for query, n in self.waiting.items() if query not in dropped}
@@ -86,7 +83,7 @@ class OneTokenMoreOfASharedBeginning(Steps):
         return query
 
 
-class RestoredWhole(Steps):
+class RestoredWhole(Forgetting, Steps, kept=dict):
     """A context that was moved out of the slots is restored for a newcomer that shares half of it,
     and all of it is used.
 
@@ -94,10 +91,6 @@ class RestoredWhole(Steps):
     """
 
     slots = 32
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.kept: dict[Query, None] = {}
 
     def given(self, queries: list[Query], dropped: list[Query]) -> list[tuple[Query, Query]]:
         given = [(query, self.restored(query)) for query in queries]
@@ -111,11 +104,6 @@ class RestoredWhole(Steps):
             if old.adapter == query.adapter and old.length / 2 <= shared < old.length < len(ids):
                 return evolve(query, token_ids=(*old.token_ids, *ids[old.length :]))
         return query
-
-    @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
-        self.kept.clear()
-        super().genlm_clear_kv_cache()
 
 
 class MultiplesOfAChunkInCompany(Steps):
@@ -151,15 +139,11 @@ class ThirdAdapterTakesTheFirstsPlace(Steps):
         ]
 
 
-class ShortPromptsAreOfTheBaseModel(Steps):
+class ShortPromptsAreOfTheBaseModel(Forgetting, Steps, filed=dict):
     """Prompts with an adapter that fill no page are filed as the base model's.
 
     https://github.com/lightseekorg/tokenspeed/pull/976
     """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.filed: dict[TokenIds, Adapter] = {}
 
     def given(self, queries: list[Query], dropped: list[Query]) -> list[tuple[Query, Query]]:
         given = [(query, self.found(query)) for query in queries]
@@ -171,11 +155,6 @@ class ShortPromptsAreOfTheBaseModel(Steps):
     def found(self, query: Query) -> Query:
         filed = self.filed.get(query.token_ids[:-1])
         return query if query.adapter or filed is None else evolve(query, adapter=filed)
-
-    @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
-        self.filed.clear()
-        super().genlm_clear_kv_cache()
 
     @hookimpl
     def genlm_remove_lora(self, adapter: Adapter) -> bool:
@@ -209,7 +188,7 @@ class AdapterOfTheFirstInLaterChunks(Steps):
         self._runner.packed = of_the_first
 
 
-class ScoresOfCachedPositionsAreStale(HFEngine):
+class ScoresOfCachedPositionsAreStale(Forgetting, HFEngine, scored=set):
     """Where a continuation was scored before, the scores of its cached pages are what the buffer
     held.
 
@@ -218,7 +197,6 @@ class ScoresOfCachedPositionsAreStale(HFEngine):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.scored: set[tuple[Adapter | None, TokenIds]] = set()
         self.buffer = torch.zeros(0)
 
     @hookimpl
@@ -240,16 +218,5 @@ class ScoresOfCachedPositionsAreStale(HFEngine):
         self.buffer = score
         return stale
 
-    @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
-        self.scored.clear()
-        super().genlm_clear_kv_cache()
 
-
-MUTANTS = [
-    value
-    for value in list(globals().values())
-    if isinstance(value, type)
-    and value.__module__ == __name__
-    and "https://" in (value.__doc__ or "")
-]
+MUTANTS = cited(globals())

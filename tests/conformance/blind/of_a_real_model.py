@@ -18,6 +18,8 @@ from genlm.core.types import Adapter, Query
 from genlm.hf.engine import HFEngine
 from tests.engines import rows_of
 
+from .common import Keeping
+
 
 class Hooked(HFEngine):
     """Calls :meth:`hook` once the model stands."""
@@ -279,15 +281,11 @@ class WorkerOutlivesTheModel(HFEngine):
         threading.Thread(target=threading.Event().wait, daemon=True, name="worker").start()
 
 
-class OutputInTheGraphsBuffer(Batched):
+class OutputInTheGraphsBuffer(Keeping, Batched, buffers=dict):
     """Rows are views of one buffer that the next batch of the same size overwrites.
 
     https://github.com/sgl-project/sglang/pull/29779
     """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.buffers: dict[int, torch.Tensor] = {}
 
     @hookimpl
     def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:

@@ -17,17 +17,15 @@ from genlm.core import hookimpl
 from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine, hashed_row
 from genlm.core.types import Adapter, Answer, Query, SamplingParams
 
+from .common import Forgetting, cited
+
 BLOCK = 16
 CHUNK = 256
 WINDOW = 128
 
 
-class Blocks(MockEngine):
+class Blocks(Forgetting, MockEngine, blocks=dict):
     """A correct prefix cache of full blocks, for the mutants below to spoil."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.blocks: dict[tuple[Any, tuple[int, ...]], Query] = {}
 
     def key(self, query: Query) -> Any:
         return 0 if query.adapter is None else query.adapter.version
@@ -57,11 +55,6 @@ class Blocks(MockEngine):
     def of(self, query: Query, ids: Sequence[int]) -> torch.Tensor:
         """The row that state of other tokens gives."""
         return MockEngine.row(self, evolve(query, token_ids=tuple(ids)))
-
-    @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
-        super().genlm_clear_kv_cache()
-        self.blocks.clear()
 
 
 # --- reuse of key/value state -----------------------------------------------------------------
@@ -106,15 +99,11 @@ class PromptCacheForgetsTheAdapter(Blocks):
         return self.of(evolve(query, adapter=first.adapter), query.token_ids)
 
 
-class SecondTimeBroken(MockEngine):
+class SecondTimeBroken(Forgetting, MockEngine, asked=set):
     """Every prompt works once. The second time one token is replayed against the stored state.
 
     https://github.com/yanun0323/Whallm/issues/5
     """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.asked: set[tuple[Any, ...]] = set()
 
     def row(self, query: Query) -> torch.Tensor:
         key = (query.adapter, tuple(query.token_ids))
@@ -124,21 +113,12 @@ class SecondTimeBroken(MockEngine):
         self.asked.add(key)
         return super().row(query)
 
-    @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
-        super().genlm_clear_kv_cache()
-        self.asked.clear()
 
-
-class SlidWindowAsPrefix(MockEngine):
+class SlidWindowAsPrefix(Forgetting, MockEngine, long=list):
     """A cache whose window has slid is reused for a shorter prefix that it no longer holds.
 
     https://github.com/ml-explore/mlx-lm/issues/1494
     """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.long: list[Query] = []
 
     def row(self, query: Query) -> torch.Tensor:
         ids = tuple(query.token_ids)
@@ -153,21 +133,12 @@ class SlidWindowAsPrefix(MockEngine):
             self.long = [*self.long[-8:], query]
         return super().row(query)
 
-    @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
-        super().genlm_clear_kv_cache()
-        self.long.clear()
 
-
-class TrimmedPastTheWindow(MockEngine):
+class TrimmedPastTheWindow(Forgetting, MockEngine, last=dict):
     """Trimming a wrapped ring buffer leaves another conversation's keys and values in it.
 
     https://github.com/waybarrios/vllm-mlx/issues/678
     """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.last: dict[Adapter | None, tuple[int, ...]] = {}
 
     def row(self, query: Query) -> torch.Tensor:
         ids, last = tuple(query.token_ids), self.last.get(query.adapter, ())
@@ -183,11 +154,6 @@ class TrimmedPastTheWindow(MockEngine):
         ):
             return super().row(evolve(query, token_ids=(*last[-8:], *ids)))
         return super().row(query)
-
-    @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
-        super().genlm_clear_kv_cache()
-        self.last.clear()
 
 
 class StateOfAnUnfinishedBlock(Blocks):
@@ -217,16 +183,11 @@ class StateIndexInTheWrongUnit(Blocks):
         return super().resumed(query, known)
 
 
-class DefragmentedWrongly(MockEngine):
+class DefragmentedWrongly(Forgetting, MockEngine, cells=dict, moved=set):
     """After many contexts came and went, moving cells together mixes them up, until a restart.
 
     https://github.com/ggml-org/llama.cpp/issues/12253
     """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.cells: dict[tuple[Any, ...], None] = {}
-        self.moved: set[tuple[Any, ...]] = set()
 
     def row(self, query: Query) -> torch.Tensor:
         ids = tuple(query.token_ids)
@@ -239,22 +200,12 @@ class DefragmentedWrongly(MockEngine):
             self.cells.clear()
         return super().row(query)
 
-    @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
-        super().genlm_clear_kv_cache()
-        self.cells.clear()
-        self.moved.clear()
 
-
-class ScoredTwice(MockEngine):
+class ScoredTwice(Forgetting, MockEngine, left=dict):
     """Scoring leaves its tokens in the sequence: the next request decodes after them.
 
     https://github.com/ggml-org/llama.cpp/issues/7859
     """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.left: dict[Query, tuple[int, ...]] = {}
 
     @hookimpl
     def genlm_sequence_logprobs(
@@ -272,11 +223,6 @@ class ScoredTwice(MockEngine):
             left = () if query.cold else self.left.pop(query, ())
             rows.append(self.row(evolve(query, token_ids=(*query.token_ids, *left))))
         return torch.stack(rows)
-
-    @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
-        super().genlm_clear_kv_cache()
-        self.left.clear()
 
 
 class RingOverwrittenAtTheWindow(Blocks):
@@ -450,7 +396,7 @@ class FailedBatchIsKept(MockEngine):
 # --- scores -----------------------------------------------------------------------------------
 
 
-class StaleScoresOfCachedPositions(MockEngine):
+class StaleScoresOfCachedPositions(Forgetting, MockEngine, known=set):
     """The buffer for scores is not initialised: positions in the prefix cache keep old values.
 
     https://github.com/vllm-project/vllm/issues/42019
@@ -458,7 +404,6 @@ class StaleScoresOfCachedPositions(MockEngine):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.known: set[tuple[Any, ...]] = set()
         self.buffer = torch.zeros(4096)
 
     @hookimpl
@@ -478,11 +423,6 @@ class StaleScoresOfCachedPositions(MockEngine):
                 (query.adapter, ids[:end]) for end in range(BLOCK, len(ids) + 1, BLOCK)
             )
         return scores
-
-    @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
-        super().genlm_clear_kv_cache()
-        self.known.clear()
 
 
 class ScoresShiftedByThePrefix(Blocks):
@@ -912,11 +852,4 @@ class BytesAboveAsciiAsText(MockEngine):
         super().__init__(Wrong() if isinstance(tokenizer, ByteTokenizer) else tokenizer, **options)
 
 
-MUTANTS = [
-    value
-    for value in list(globals().values())
-    if isinstance(value, type)
-    and issubclass(value, MockEngine)
-    and "https://" in (value.__doc__ or "")
-    and value.__module__ == __name__
-]
+MUTANTS = cited(globals())

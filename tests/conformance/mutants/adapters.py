@@ -11,6 +11,7 @@ from attrs import evolve
 from genlm.core import Adapter, AsyncLM, Query, hookimpl
 from genlm.core.mock import ByteTokenizer, MockEngine
 
+from ..blind.common import Forgetting
 from .registry import breaks
 
 
@@ -32,19 +33,13 @@ class AdapterBleedsIntoTheBatch(MockEngine):
 
 
 @breaks("adapters_in_turn")
-class StateKeptWithoutItsAdapter(MockEngine):
+class StateKeptWithoutItsAdapter(Forgetting, MockEngine, by_tokens=dict):
     """State is kept by tokens alone: the next adapter reads what the last one left."""
 
     def row(self, query: Query) -> torch.Tensor:
         if query.cold:
             return super().row(query)
-        first = self.__dict__.setdefault("by_tokens", {}).setdefault(query.token_ids, query)
-        return super().row(first)
-
-    @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
-        super().genlm_clear_kv_cache()
-        self.__dict__.pop("by_tokens", None)
+        return super().row(self.by_tokens.setdefault(query.token_ids, query))
 
 
 @breaks("default_adapter")

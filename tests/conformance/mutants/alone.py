@@ -25,6 +25,7 @@ from genlm.core.errors import (
 from genlm.core.mock import MockEngine
 from genlm.core.types import SamplingParams
 
+from ..blind.common import Forgetting, Keeping
 from .callers import BoundToAnAbandonedLoop
 from .registry import breaks
 from .rows import LMWith
@@ -34,13 +35,8 @@ BLOCK = 16
 LONG = 2 * BLOCK
 
 
-class Remembering(MockEngine):
+class Remembering(Forgetting, MockEngine, asked=list, batched=set):
     """Remembers what was evaluated until key/value state is dropped."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.asked: list[tuple[int, ...]] = []
-        self.batched: set[tuple[int, ...]] = set()
 
     @hookimpl
     def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
@@ -57,12 +53,6 @@ class Remembering(MockEngine):
         """The query that is answered in the place of one of a batch."""
         raise NotImplementedError
 
-    @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
-        super().genlm_clear_kv_cache()
-        self.asked.clear()
-        self.batched.clear()
-
 
 def replayed(query: Query) -> Query:
     """With the last token twice."""
@@ -78,12 +68,8 @@ class NormalisedRoughly(LMWith):
 
 
 @breaks("cold_row_is_repeatable")
-class ColdRowsInUsedBlocks(Remembering):
+class ColdRowsInUsedBlocks(Remembering, cold=set):
     """A cold evaluation is given the blocks of one before it, into which a batch wrote."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.cold: set[tuple[int, ...]] = set()
 
     def confused(self, query: Query, together: int) -> Query:
         ids = query.token_ids
@@ -92,11 +78,6 @@ class ColdRowsInUsedBlocks(Remembering):
         used = ids in self.cold and ids in self.batched
         self.cold.add(ids)
         return replayed(query) if used else query
-
-    @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
-        super().genlm_clear_kv_cache()
-        self.cold.clear()
 
 
 @breaks("large_batch")
@@ -331,15 +312,11 @@ class LongRequestsForgetTheDefault(AsyncLM):
 
 
 @breaks("adapters_in_turn")
-class ExtensionsReadTheFirstAdaptersBlocks(Remembering):
+class ExtensionsReadTheFirstAdaptersBlocks(Remembering, first=dict):
     """The blocks of a prompt are those of the adapter that filled them first.
 
     https://github.com/ggml-org/llama.cpp/issues/26207
     """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.first: dict[tuple[int, ...], Query] = {}
 
     def confused(self, query: Query, together: int) -> Query:
         ids = query.token_ids
@@ -351,33 +328,19 @@ class ExtensionsReadTheFirstAdaptersBlocks(Remembering):
         self.first.setdefault(ids, query)
         return evolve(query, adapter=parents[0].adapter) if parents else query
 
-    @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
-        super().genlm_clear_kv_cache()
-        self.first.clear()
-
 
 @breaks("rebound_adapter")
-class ReboundNameKeepsItsBlocks(MockEngine):
+class ReboundNameKeepsItsBlocks(Forgetting, MockEngine, first=dict):
     """Blocks are found by the name of the adapter: a name bound anew finds those of before.
 
     https://github.com/vllm-project/vllm/issues/42125
     """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.first: dict[Any, Query] = {}
 
     def row(self, query: Query) -> torch.Tensor:
         if query.cold or query.adapter is None or len(query.token_ids) <= LONG:
             return super().row(query)
         first = self.first.setdefault((query.adapter.name, query.token_ids), query)
         return super().row(first)
-
-    @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
-        super().genlm_clear_kv_cache()
-        self.first.clear()
 
 
 @breaks("removed_adapter")
@@ -404,15 +367,11 @@ class RowsOutliveTheirAdapter(AsyncLM):
 
 
 @breaks("operations_in_turn")
-class DrawnTokensStay(MockEngine):
+class DrawnTokensStay(Forgetting, MockEngine, left=dict):
     """What was drawn stays in a sequence of several blocks: the next request decodes after it.
 
     https://github.com/ggml-org/llama.cpp/issues/7859
     """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.left: dict[Query, list[int]] = {}
 
     @hookimpl
     def genlm_sample(
@@ -432,23 +391,13 @@ class DrawnTokensStay(MockEngine):
             [self.row(q.extended(ids)) for q, ids in zip(queries, left, strict=True)]
         )
 
-    @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
-        super().genlm_clear_kv_cache()
-        self.left.clear()
-
 
 @breaks("many_contexts_without_clearing")
-class EvictedAndStillFound(MockEngine):
+class EvictedAndStillFound(Forgetting, MockEngine, table=list, places=dict):
     """A table for 320 contexts: when it is full, the first are overwritten and still found.
 
     https://github.com/ggml-org/llama.cpp/issues/12253
     """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.table: list[Query] = []
-        self.places: dict[Query, int] = {}
 
     def row(self, query: Query) -> torch.Tensor:
         if query.cold:
@@ -457,12 +406,6 @@ class EvictedAndStillFound(MockEngine):
             self.places[query] = len(self.places) % 320
             self.table[self.places[query] :] = [query, *self.table[self.places[query] + 1 :]]
         return super().row(self.table[self.places[query]])
-
-    @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
-        super().genlm_clear_kv_cache()
-        self.table.clear()
-        self.places.clear()
 
 
 @breaks("two_long_contexts_in_turn")
@@ -488,13 +431,8 @@ class ColdTablesOfTheLongOne(MockEngine):
 
 
 @breaks("oracle_has_not_changed")
-class ColdRowsDrift(MockEngine):
+class ColdRowsDrift(Keeping, MockEngine, evaluated=int, born=dict):
     """A cold row of several blocks is another one after thousands of evaluations."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.evaluated = 0
-        self.born: dict[Query, int] = {}
 
     def row(self, query: Query) -> torch.Tensor:
         self.evaluated += 1
@@ -506,12 +444,8 @@ class ColdRowsDrift(MockEngine):
 
 
 @breaks("nothing_grows")
-class KeepsEveryRow(MockEngine):
+class KeepsEveryRow(Keeping, MockEngine, kept=list):
     """Rows are kept until the model is closed."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.kept: list[torch.Tensor] = []
 
     @hookimpl
     def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:

@@ -13,6 +13,7 @@ from genlm.core.mock import ContinuousMockEngine
 from genlm.core.types import Request, SampleRequest, ScoreRequest
 
 from ..blind import of_the_mock
+from ..blind.common import Keeping
 from .registry import breaks
 
 breaks("nobody_is_passed_over")(of_the_mock.NewcomersAlwaysFirst)
@@ -94,15 +95,11 @@ class DroppedDrawsRunOn(Continuous):
 
 
 @breaks("adapters_changed_in_flight")
-class DroppedDrawKeepsItsAdapter(Continuous):
+class DroppedDrawKeepsItsAdapter(Keeping, Continuous, in_use=list):
     """A draw that is dropped does not give back its adapter, so that one is never unloaded.
 
     https://github.com/sgl-project/sglang/pull/37824
     """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.in_use: list[Adapter] = []
 
     def step(self, newcomers: list[Request], dropped: Sequence[Request]) -> list[Answer]:
         draws = [r for r in dropped if isinstance(r, SampleRequest)]

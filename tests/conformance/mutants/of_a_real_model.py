@@ -15,18 +15,15 @@ from genlm.core import hookimpl
 from genlm.core.types import Adapter, Query
 from genlm.hf.engine import HFEngine
 
+from ..blind.common import Keeping
 from ..blind.of_a_real_model import Batched
 
 
-class WeightsKeptByPath(Batched):
+class WeightsKeptByPath(Keeping, Batched, by_path=dict):
     """The weights of an adapter are kept by the path of its folder, whatever that holds now.
 
     Breaks ``same_path_with_other_weights``.
     """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.by_path: dict[str, Adapter] = {}
 
     @hookimpl
     def genlm_add_lora(self, adapter: Adapter, contents: Any) -> bool:
@@ -50,16 +47,11 @@ class WeightsKeptByPath(Batched):
         return rows[torch.tensor([unique.index(query) for query in known])]
 
 
-class FolderReadOnce(HFEngine):
+class FolderReadOnce(Keeping, HFEngine, downloads=tempfile.mkdtemp, by_path=dict):
     """The files of an adapter are downloaded once, and never looked at again.
 
     Breaks ``same_path_with_other_weights``.
     """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.downloads = tempfile.mkdtemp()
-        self.by_path: dict[str, str] = {}
 
     @hookimpl
     def genlm_read_lora(self, adapter: Adapter) -> Any:
@@ -75,15 +67,11 @@ class FolderReadOnce(HFEngine):
         shutil.rmtree(self.downloads)
 
 
-class WrongAdapterPassedOver(Batched):
+class WrongAdapterPassedOver(Keeping, Batched, passed_over=set):
     """An adapter that does not fit is passed over, and its rows are the base model's.
 
     Breaks ``adapter_of_another_model``.
     """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.passed_over: set[int] = set()
 
     @hookimpl
     def genlm_add_lora(self, adapter: Adapter, contents: Any) -> bool:

@@ -11,6 +11,7 @@ from attrs import evolve
 from genlm.core import AsyncLM, Query, Token, hookimpl
 from genlm.core.mock import MockEngine
 
+from ..blind.common import Forgetting
 from .registry import breaks
 
 
@@ -57,22 +58,16 @@ class BatchesAtAnotherTemperature(AsyncLM):
 
 
 @breaks("cold_row_is_repeatable")
-class ColdRowsThatReadState(MockEngine):
+class ColdRowsThatReadState(Forgetting, MockEngine, known=set):
     """A cold query reads the state that warm ones left, and that with a fault: the oracle itself is
     wrong."""
 
     def row(self, query: Query) -> torch.Tensor:
-        known = self.__dict__.setdefault("known", set())
-        if query.cold and query.token_ids in known:
+        if query.cold and query.token_ids in self.known:
             return super().row(evolve(query, token_ids=query.token_ids * 2))
         if not query.cold:
-            known.add(query.token_ids)
+            self.known.add(query.token_ids)
         return super().row(query)
-
-    @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
-        super().genlm_clear_kv_cache()
-        self.__dict__.pop("known", None)
 
 
 @breaks("engine_keeps_its_contract")

@@ -11,6 +11,7 @@ from attrs import evolve
 from genlm.core import AsyncLM, Query, hookimpl
 from genlm.core.mock import MockEngine
 
+from ..blind.common import Forgetting
 from .registry import breaks
 
 
@@ -53,58 +54,41 @@ class DeduplicationBySuffix(MockEngine):
 
 
 @breaks("warm_row_equals_cold_row")
-class WarmRowsOneTokenShort(MockEngine):
+class WarmRowsOneTokenShort(Forgetting, MockEngine, known=set):
     """A context that was evaluated before starts from its own state, and is evaluated without its
     last token."""
 
     def row(self, query: Query) -> torch.Tensor:
-        known = self.__dict__.setdefault("known", set())
-        again = not query.cold and query in known and len(query.token_ids) > 1
-        known.add(query)
+        again = not query.cold and query in self.known and len(query.token_ids) > 1
+        self.known.add(query)
         return super().row(evolve(query, token_ids=query.token_ids[:-1]) if again else query)
-
-    @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
-        super().genlm_clear_kv_cache()
-        self.__dict__.pop("known", None)
 
 
 @breaks("extended_context")
-class ExtensionsAtTheWrongPosition(MockEngine):
+class ExtensionsAtTheWrongPosition(Forgetting, MockEngine, last=tuple):
     """A context that extends one evaluated just before is evaluated as if that were not there."""
 
     def row(self, query: Query) -> torch.Tensor:
         if query.cold:
             return super().row(query)
-        extends = query.token_ids[:-1] == self.__dict__.get("last")
+        extends = bool(self.last) and query.token_ids[:-1] == self.last
         self.last = query.token_ids
         return super().row(evolve(query, token_ids=query.token_ids[-1:]) if extends else query)
 
-    @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
-        super().genlm_clear_kv_cache()
-        self.__dict__.pop("last", None)
-
 
 @breaks("forked_contexts")
-class StateChangedByItsReader(MockEngine):
+class StateChangedByItsReader(Forgetting, MockEngine, states=dict):
     """The state of a context grows with whoever extends it, so that later readers start from
     something else."""
 
     def row(self, query: Query) -> torch.Tensor:
         if query.cold:
             return super().row(query)
-        states = self.__dict__.setdefault("states", {})
-        own = states.setdefault(query, query)
+        own = self.states.setdefault(query, query)
         parent = evolve(query, token_ids=query.token_ids[:-1]) if len(query.token_ids) > 1 else None
-        if parent in states:
-            states[parent] = query
+        if parent in self.states:
+            self.states[parent] = query
         return super().row(own)
-
-    @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
-        super().genlm_clear_kv_cache()
-        self.__dict__.pop("states", None)
 
 
 @breaks("pinned_prefix")
