@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from genlm.core.conformance.compare import Violation
@@ -53,6 +53,14 @@ class Driver:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in an event loop of this thread's; that it hangs is a violation."""
         return self.drive(self.soon(coroutine))
+
+    def run_all(self, coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+        """Run coroutines together; that one hangs is a violation."""
+
+        async def together() -> list[T]:
+            return await asyncio.gather(*coroutines)
+
+        return self.run(together())
 
     def drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine, for as long as it takes."""

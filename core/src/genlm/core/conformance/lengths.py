@@ -3,7 +3,6 @@ what they do."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
@@ -144,12 +143,8 @@ class LengthClauses:
         text = live.contexts.long(live.longest, 4)
         edges = [edge for edge in EDGES if edge + 2 <= live.longest]
         prompts = [text[: edge - 2] for edge in edges[:: 1 if live.effort >= 1 else 2]]
-
-        async def together() -> list[list[int]]:
-            draws = [live.lm.sample(prompt, 4, [], temperature=0.0) for prompt in prompts]
-            return await asyncio.gather(*draws)
-
-        for prompt, drawn in zip(prompts, live.run(together()), strict=True):
+        draws = [live.lm.sample(prompt, 4, [], temperature=0.0) for prompt in prompts]
+        for prompt, drawn in zip(prompts, live.run_all(draws), strict=True):
             expect_greedy(live, drawn, prompt)
 
     def test_scores_at_every_length(self, live: Subject) -> None:
@@ -163,17 +158,14 @@ class LengthClauses:
             if end <= most
         ]
         source = live.random("scores")
-
-        async def together(cases: list[tuple[TokenIds, TokenIds]]) -> list[torch.Tensor]:
-            return await asyncio.gather(*(live.lm.sequence_logprobs(*case) for case in cases))
-
         for turn in range(live.scaled(3, 2)):
             order = source.sample(cases, len(cases))
-            scores = live.run(together(order)) if turn != 1 else None
+            together = [] if turn == 1 else [live.lm.sequence_logprobs(*case) for case in order]
+            scores = live.run_all(together)
             for i, (prompt, tokens) in enumerate(order):
                 last = len(tokens) - 1
                 near = {k for k in range(last) if (len(prompt) + k) % 16 in (0, 1, 15)}
-                given = scores[i] if scores is not None else live.score(prompt, tokens)
+                given = scores[i] if scores else live.score(prompt, tokens)
                 expect_scores(live, given, prompt, tokens, places=sorted({0, 1, *near, last}))
                 if turn == 1:
                     live.check_row(prompt, how="after a continuation was scored")

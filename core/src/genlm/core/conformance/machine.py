@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import hypothesis
-from attrs import asdict, define, field
+from attrs import asdict, define
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -59,21 +59,17 @@ class MachineClauses:
         live.explained(lambda: run_state_machine_as_test(machine, settings=settings))  # type: ignore[arg-type]
 
 
-@define(eq=False)
 class Loop:
     """An event loop in a thread of its own."""
 
-    live: Subject
-    _loop: asyncio.AbstractEventLoop = field(init=False, factory=asyncio.new_event_loop)
-    _thread: threading.Thread = field(init=False)
-
-    def __attrs_post_init__(self) -> None:
+    def __init__(self, live: Subject) -> None:
+        self._live, self._loop = live, asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """What a coroutine gives that runs there; that it hangs is a violation."""
-        return self.live.wait(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+        return self._live.wait(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

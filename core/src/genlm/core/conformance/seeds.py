@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from hypothesis import strategies as st
@@ -94,15 +93,12 @@ class SeedClauses:
         def seeds_among_companions(
             prompt: TokenIds, seed: int, others: list[dict[str, Any]], place: int
         ) -> None:
-            async def together() -> list[list[int]]:
-                mine = live.lm.sample(prompt, 5, [], seed=seed, **how)
-                draws = [live.lm.sample(prompt, 5, [], **other) for other in others]
-                draws.insert(place % (len(draws) + 1), mine)
-                return list(await asyncio.gather(*draws))
-
             alone = live.sample(prompt, 5, seed=seed, **how)
             live.lm.clear_cache()
-            drawn = live.run(together())[place % (len(others) + 1)]
+            place %= len(others) + 1
+            given = [*others[:place], {"seed": seed, **how}, *others[place:]]
+            draws = live.run_all(live.lm.sample(prompt, 5, [], **options) for options in given)
+            drawn = draws[place]
             expect_same_draw(
                 drawn,
                 alone,
@@ -122,12 +118,8 @@ class SeedClauses:
             for next_id in second.topk(2).indices.tolist():
                 p = probability_among(first, 2, token_id) * probability_among(second, 2, next_id)
                 mass[token_id, next_id] = p
-
-        async def together() -> list[list[int]]:
-            draws = [live.lm.sample(prompt, 2, [], seed=i, top_k=2) for i in range(count)]
-            return list(await asyncio.gather(*draws))
-
-        drawn = [tuple(ids) for ids in live.run(together())]
+        draws = [live.lm.sample(prompt, 2, [], seed=i, top_k=2) for i in range(count)]
+        drawn = [tuple(ids) for ids in live.run_all(draws)]
         strange = [ids for ids in drawn if ids not in mass]
         check(len(strange) <= count // 50, f"with top_k=2 some draws are {strange[:3]}")
         what = f"{count} draws of two tokens after {brief(prompt)}, with seeds from 0"
