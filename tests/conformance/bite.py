@@ -63,26 +63,25 @@ class Bite:
 
 def suites(real: bool = True) -> dict[str, Callable[[float], Faulty]]:
     """The suite on every mutant, by name; those of a real model too where genlm-hf is installed."""
-    made: dict[str, Callable[[float], Faulty]] = {}
-    for engine in of_the_mock.MUTANTS:
-        made[f"blind.mock.{engine.__name__}"] = functools.partial(OfTheMock, engine)
-    for engine in at_work.MUTANTS:
-        made[f"work.mock.{engine.__name__}"] = functools.partial(OfTheMock, engine)
-    for engine in meeting.MUTANTS:
-        made[f"later.mock.{engine.__name__}"] = functools.partial(OfTheMock, engine)
+    mocks = {"blind": of_the_mock, "work": at_work, "later": meeting}
+    made: dict[str, Callable[[float], Faulty]] = {
+        f"{kind}.mock.{engine.__name__}": functools.partial(OfTheMock, engine)
+        for kind, module in mocks.items()
+        for engine in module.MUTANTS
+    }
     if real and has_hf():
         from .blind import at_work_on_a_real_model, meeting_on_a_real_model, of_a_real_model
-
-        for engine in at_work_on_a_real_model.MUTANTS:
-            made[f"work.hf.{engine.__name__}"] = functools.partial(OfARealModel, engine)
-        for engine in meeting_on_a_real_model.MUTANTS:
-            made[f"later.hf.{engine.__name__}"] = functools.partial(OfARealModel, engine)
-        for engine in of_a_real_model.MUTANTS:
-            made[f"blind.hf.{engine.__name__}"] = functools.partial(OfARealModel, engine)
         from .mutants import of_a_real_model as further
 
-        for engine in further.MUTANTS:
-            made[f"clauses.hf.{engine.__name__}"] = functools.partial(OfARealModel, engine)
+        real_models = {
+            "work": at_work_on_a_real_model,
+            "later": meeting_on_a_real_model,
+            "blind": of_a_real_model,
+            "clauses": further,
+        }
+        for kind, module in real_models.items():
+            for engine in module.MUTANTS:
+                made[f"{kind}.hf.{engine.__name__}"] = functools.partial(OfARealModel, engine)
     for name, mutant in MUTANTS.items():
         if not {f"blind.mock.{name}", f"work.mock.{name}"} & made.keys():
             made[f"clauses.mock.{name}"] = functools.partial(OfAMutant, mutant)

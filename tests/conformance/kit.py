@@ -32,17 +32,9 @@ class CleanEnvironment:
         hatch = ["-m", "hatchling", "build", "-t", "wheel", "-d", str(built)]
         subprocess.run([sys.executable, *hatch], cwd=project, check=True)
         (wheel,) = built.glob("*.whl")
-        pip = [
-            "-m",
-            "pip",
-            "--python",
-            str(self._python),
-            "install",
-            "--no-deps",
-            "--no-index",
-            "--quiet",
-        ]
-        subprocess.run([sys.executable, *pip, "--force-reinstall", str(wheel)], check=True)
+        how = ["install", "--no-deps", "--no-index", "--quiet", "--force-reinstall"]
+        pip = [sys.executable, "-m", "pip", "--python", str(self._python), *how, str(wheel)]
+        subprocess.run(pip, check=True)
 
     def run(self, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         """Run one of the environment's commands."""

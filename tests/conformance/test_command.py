@@ -38,23 +38,13 @@ def unnormalised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "unnormalised"
 
 
+def run(arguments: str) -> int:
+    """The exit code of ``genlm conformance``."""
+    return main(["conformance", *arguments.split()])
+
+
 def test_a_backend_that_conforms(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(
-            [
-                "conformance",
-                "mock",
-                "--model",
-                "mock",
-                "--quick",
-                "--adapter",
-                "a=x",
-                "--adapter",
-                "b=y",
-            ]
-        )
-        == 0
-    )
+    assert run("mock --model mock --quick --adapter a=x --adapter b=y") == 0
     *_, verdict = out = capsys.readouterr().out.splitlines()
     assert verdict.startswith("mock conforms")
     for clause in ConformanceSuite.clauses:
@@ -63,7 +53,7 @@ def test_a_backend_that_conforms(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_backend_that_does_not(unnormalised: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["conformance", unnormalised, "--model", "mock", "--quick"]) == 1
+    assert run(f"{unnormalised} --model mock --quick") == 1
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith("unnormalised DOES NOT CONFORM")
     # The counterexample is a short context that is wrong, not a long one.
@@ -75,21 +65,7 @@ def test_a_backend_that_does_not(unnormalised: str, capsys: pytest.CaptureFixtur
 
 
 def test_the_result_as_json(unnormalised: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(
-            [
-                "conformance",
-                unnormalised,
-                "--model",
-                "mock",
-                "--quick",
-                "--json",
-                "--option",
-                "max_context=64",
-            ]
-        )
-        == 1
-    )
+    assert run(f"{unnormalised} --model mock --quick --json --option max_context=64") == 1
     report = json.loads(capsys.readouterr().out)
     assert not report["conforms"]
     status = {verdict["clause"]: verdict for verdict in report["verdicts"]}
@@ -103,51 +79,49 @@ def test_the_result_as_json(unnormalised: str, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing-like-it", "--model", "mock"], "no backend 'nothing-like-it'"),
+        ("nothing-like-it --model mock", "no backend 'nothing-like-it'"),
+        ("mock --model mock --adapter x", "--adapter 'x': give --adapter NAME=VALUE"),
         (
-            ["mock", "--model", "mock", "--adapter", "nameless"],
-            "--adapter 'nameless': give --adapter NAME=VALUE",
-        ),
-        (
-            ["mock", "--model", "mock", "--dtype", "float23"],
+            "mock --model mock --dtype float23",
             "--dtype must be one of float32, float16, bfloat16; got 'float23'",
         ),
         (
-            ["mock", "--model", "mock", "--report", "report.pdf"],
+            "mock --model mock --report report.pdf",
             "--report must end in .html or .json; got 'report.pdf'",
         ),
-        (["mock", "--model", "mock", "--effort", "0"], "--effort must be more than 0; got 0"),
-        (["mock", "--model", "mock", "--window", "0"], "--window must be more than 0; got 0"),
-        (["mock", "--model", "mock", "--reference", "nobody"], "no backend 'nobody'"),
+        ("mock --model mock --effort 0", "--effort must be more than 0; got 0"),
+        ("mock --model mock --window 0", "--window must be more than 0; got 0"),
+        ("mock --model mock --reference nobody", "no backend 'nobody'"),
     ],
 )
 def test_what_cannot_be_run(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["conformance", *arguments]) == 2
+    assert run(arguments) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
-        (["mock"], 2),  # without --model
-        (["mock", "--model", "mock", "--report", "no/such/folder/report.html"], 2),
-        (["mock", "--model", "./nowhere"], 3),
+        ("mock", 2),  # without --model
+        ("mock --model mock --report no/such/folder/report.html", 2),
+        ("mock --model ./nowhere", 3),
     ],
 )
-def test_the_exit_code_of_the_process(arguments: list[str], code: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "genlm.core", "conformance", *arguments]
+def test_the_exit_code_of_the_process(arguments: str, code: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "genlm.core", "conformance", *arguments.split()]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.returncode == code, ended.stderr
     assert "Traceback" not in ended.stderr
 
 
+def suite_given(flags: str) -> ConformanceSuite:
+    return suite_of(parser().parse_args(f"conformance mock --model m {flags}".split()))
+
+
 def test_the_dtype_sets_the_tolerance_and_is_no_option() -> None:
-    arguments = parser().parse_args(
-        ["conformance", "mock", "--model", "m", "--dtype", "bfloat16", "--option", "steps=2"]
-    )
-    suite = suite_of(arguments)
+    suite = suite_given("--dtype bfloat16 --option steps=2")
     assert suite.atol == ATOL["bfloat16"]
     assert suite.options == {"steps": 2}
 
@@ -155,9 +129,9 @@ def test_the_dtype_sets_the_tolerance_and_is_no_option() -> None:
 def test_what_a_class_says_can_be_said_by_a_flag() -> None:
     flags = "--window 9 --longest 99 --patience 7 --ignores-tokens --text-is-normalised"
     flags += " --no-second-model --reference mock"
-    suite = suite_of(parser().parse_args(["conformance", "mock", "--model", "m", *flags.split()]))
-    said = {name: getattr(suite, name) for name in ("window", "longest", "patience", "reference")}
-    assert said == {"window": 9, "longest": 99, "patience": 7.0, "reference": "mock"}
+    suite = suite_given(flags)
+    given = {name: getattr(suite, name) for name in ("window", "longest", "patience", "reference")}
+    assert given == {"window": 9, "longest": 99, "patience": 7.0, "reference": "mock"}
     assert suite.ignores_tokens
     assert suite.text_is_normalised
     assert not suite.second_model
@@ -192,20 +166,20 @@ def forgetful(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_model_that_forgets_is_told_of_the_window(
     forgetful: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["conformance", forgetful, "--model", "mock", "--quick", "--option", "max_context=64"]
-    assert main(command) == 1
+    command = f"{forgetful} --model mock --quick --option max_context=64"
+    assert run(command) == 1
     out = capsys.readouterr().out
     assert "say so by `window` (--window)" in out
     assert "Read row_depends_on_every_token first" in out
-    for remedy in (["--window", "20"], ["--ignores-tokens"]):
-        assert main([*command, *remedy]) == 0
+    for remedy in ("--window 20", "--ignores-tokens"):
+        assert run(f"{command} {remedy}") == 0
 
 
 def test_a_reference_shows_what_is_wrong_in_cold_rows_too(
     forgetful: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["conformance", forgetful, "--model", "mock", "--quick", "--option", "max_context=64"]
-    assert main([*command, "--ignores-tokens", "--reference", "mock"]) == 1
+    command = f"{forgetful} --model mock --quick --option max_context=64"
+    assert run(f"{command} --ignores-tokens --reference mock") == 1
     failed = [line for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
     assert [line.split()[0] for line in failed] == ["cold_rows_are_the_reference"]
 
@@ -213,14 +187,14 @@ def test_a_reference_shows_what_is_wrong_in_cold_rows_too(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "mock", "--option", "colour=red"], "has no option colour"),
-        (["--model", "./any"], "there is no folder"),
+        ("--model mock --option colour=red", "has no option colour"),
+        ("--model ./any", "there is no folder"),
     ],
 )
 def test_a_model_that_does_not_load_is_said_once_and_at_once(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["conformance", "mock", *arguments]) == 3
+    assert run(f"mock {arguments}") == 3
     out = capsys.readouterr().out
     assert out.count(message) == 1
     assert out.splitlines()[-1].startswith("mock could not be loaded: ")
@@ -228,9 +202,8 @@ def test_a_model_that_does_not_load_is_said_once_and_at_once(
 
 def test_a_report_to_publish(unnormalised: str, tmp_path: Path) -> None:
     page, data = tmp_path / "report.html", tmp_path / "report.json"
-    command = ["conformance", unnormalised, "--model", "mock", "--quick", "--seed", "3"]
     for file in (page, data):
-        assert main([*command, "--report", str(file)]) == 1
+        assert run(f"{unnormalised} --model mock --quick --seed 3 --report {file}") == 1
     report = json.loads(data.read_text())
     assert report["read_first"] == "row_is_normalised"
     assert report["setting"]["seed"] == "3"
@@ -251,7 +224,7 @@ def test_a_counterexample_of_long_contexts_is_short(
     )
     pretend_installed(tmp_path, "long", "genlm_long", source)
     monkeypatch.syspath_prepend(tmp_path)
-    assert main(["conformance", "long", "--model", "mock", "--quick"]) == 1
+    assert run("long --model mock --quick") == 1
     out = capsys.readouterr().out
     failure = out[out.index("\nrows_at_every_length") : out.index("\nrow_depends_on_every_token")]
     assert len(failure.splitlines()) < 8

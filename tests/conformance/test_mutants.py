@@ -127,17 +127,8 @@ class TestExcused(Mine):
 
 def test_a_clause_that_was_deleted_or_overridden(tmp_path: Path) -> None:
     (tmp_path / "test_defective.py").write_text(DEFECTIVE)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-rA",
-        "-k",
-        "no_clause_is_missing or large_batch",
-        "--rootdir",
-        ".",
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-rA", "--rootdir", "."]
+    command += ["-k", "no_clause_is_missing or large_batch"]
     output = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, check=False
     ).stdout
