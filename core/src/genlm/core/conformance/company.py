@@ -184,7 +184,7 @@ class CompanyClauses:
         return {each.hook for each in live.gate.recent_calls}
 
     def _tries(self, live: Subject) -> int:
-        """Once; but two machines race, and often the one with the long draw is the faster."""
+        """Once; more where two machines race, since the one with the long draw may be faster."""
         return 20 if live.lm.supports("genlm_wake") else 1
 
     def _length(self, live: Subject, prompt: TokenIds) -> int:

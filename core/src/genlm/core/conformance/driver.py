@@ -47,7 +47,7 @@ class Driver:
     def __init__(self, patience: float) -> None:
         self.patience = patience
         self._patience = patience
-        # Of the main thread: a new loop for every request would take longer than it.
+        # One loop for the main thread: to make one takes longer than a request.
         self._loop = asyncio.Runner()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -273,8 +273,7 @@ class Operations(RuleBasedStateMachine):
         for name, now in asdict(self.stats).items():
             was = getattr(before, name)
             check(now >= was, f"stats.{name} went from {was} to {now}")
-        # They stay in the list: what it holds decides which rules come next, and must not depend on
-        # who is answered when.
+        # They stay in the list: it decides which rules come next, so it must not depend on timing.
         for asked in self.asked:
             if asked.task.done():
                 self._look(asked)

@@ -253,7 +253,7 @@ class Subject(Driver):
             def example(**drawn: Any) -> None:
                 nonlocal shrink_until
                 if time.monotonic() > shrink_until and drawn not in failed:
-                    return  # good enough
+                    return  # simple enough
                 self.reset()
                 try:
                     holds(**drawn)

@@ -42,7 +42,7 @@ class Mailbox(Generic[T]):
             timeout: The most seconds to wait; ``None`` means no limit.
 
         Raises:
-            queue.Empty: None came in that time.
+            queue.Empty: no message came in that time.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._messages:

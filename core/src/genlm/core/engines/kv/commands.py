@@ -95,7 +95,7 @@ class Table(Protocol):
         """Carry out a command.
 
         Raises:
-            Exception: it was not carried out; the error reaches who asked the planner.
+            Exception: it was not carried out; the planner's caller gets the error.
         """
 
     def limit(self, used: int) -> int:

@@ -28,7 +28,7 @@ class Planner(Generic[A]):
     leaves the tree sound.
 
     An engine asks for :meth:`batches`, computes each, and commits what it has computed. What it
-    does not commit is given up, whatever became of it.
+    does not commit is given up.
 
     Args:
         table: What carries out commands.

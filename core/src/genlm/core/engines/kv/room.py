@@ -56,8 +56,8 @@ class Room:
         return used <= self._table.limit(used)
 
     def make(self, needs: Needs) -> bool:
-        """Drop what was used least recently until there is room, then have the table so large;
-        ``False`` if there cannot be room."""
+        """Drop what was used least recently until the batch fits, and resize the table; ``False``
+        if it cannot fit."""
         rows, least, trunks = self._taken(needs)
         used = rows * least + trunks
         if used > self._table.limit(used):
@@ -89,7 +89,7 @@ class Room:
         return True
 
     def trim(self) -> None:
-        """Have the table as small as it can be."""
+        """Shrink the table to its rows."""
         rows = self._tree.rows
         self._resize(len(rows), self._worth.columns(max((row.size for row in rows), default=0)))
 
@@ -106,8 +106,8 @@ class Room:
         self.clear()
 
     def _taken(self, needs: Needs) -> tuple[int, int, int]:
-        """What a batch and all that is pinned take: rows, the columns of these at the least, and
-        the positions of trunks."""
+        """What a batch and all that is pinned take: rows, their least columns, and the positions
+        of trunks."""
         tree = self._tree
         staying = tree.with_paths(needs.protected) | tree.pinned()
         rows = [one.size for one in staying if isinstance(one, Row)]

@@ -32,7 +32,7 @@ class KeyedSequence(Protocol):
 
 @frozen
 class Worth:
-    """The numbers that sharing is weighed with, in positions if nothing else is said.
+    """The numbers that sharing is weighed with, in positions unless noted.
 
     Attributes:
         step: Columns are allotted in steps of this many.

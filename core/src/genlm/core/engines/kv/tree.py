@@ -89,8 +89,8 @@ class Tree:
         return trunk
 
     def keep(self, segment: Segment) -> None:
-        """Find a running segment by its key from now on. If a trunk is there already, that stays,
-        and what stood on this segment stands on that then."""
+        """Index a running segment by its key. An equal trunk that is there already stays, and takes
+        over the children of this one."""
         twin = self.index.get(segment.key)
         if isinstance(twin, Trunk):
             for child in list(segment.children):
@@ -109,7 +109,7 @@ class Tree:
         self.running.add(row)
 
     def lengthen(self, trunk: Trunk, below: Trunk) -> None:
-        """A trunk has the positions of the one below it now, which goes."""
+        """Note that a trunk has taken over the positions of the one below it, which is dropped."""
         self.trunk_positions += trunk.start - below.start
         trunk.stand_on(below.parent, below.start)
         self.drop(below)
@@ -141,7 +141,7 @@ class Tree:
         self.resized(0, 0, ())
 
     def resized(self, slots: int, columns: int, kept: Iterable[Row]) -> None:
-        """The table has another size now, and these rows at its front."""
+        """Note the table's new size, and the rows at its front."""
         rows = list(kept)
         for slot, row in enumerate(rows):
             row.slot = slot

@@ -152,7 +152,7 @@ class Trunks:
         while (below := upper.parent) is not None:
             alone = below.children == {upper} and self._can_join(upper, below, staying)
             if alone and below.size <= 2 * upper.size:
-                self._join(upper)  # of like sizes only: nothing is copied more often than log(n)
+                self._join(upper)  # only of similar size: nothing is copied more often than log(n)
             else:
                 upper = below
         while len(path := [trunk, *(below for below, _ in trunk.path())]) > self._worth.path:
