@@ -15,10 +15,6 @@ from genlm.core.types import TokenIds
 if TYPE_CHECKING:
     import torch
 
-#: Beyond it a change of the batch's shape may move a drawing point across a boundary between two
-#: tokens.
-ROUNDING = 1e-3
-
 #: In vocabularies up to this size rounding hardly moves a draw. In one of 50,000 tokens a hundredth
 #: of the mass is of tokens so unlikely that a change of the last digits moves the boundary between
 #: them by more than their mass.

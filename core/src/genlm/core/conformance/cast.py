@@ -8,8 +8,8 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
-from genlm.core.conformance.agreement import ROUNDING, MovedDraw, expect_scores, may_follow, steady
-from genlm.core.conformance.compare import Violation, answered
+from genlm.core.conformance.agreement import MovedDraw, expect_scores, may_follow, steady
+from genlm.core.conformance.compare import ROUNDING, Violation, answered
 from genlm.core.conformance.driver import Outcome
 from genlm.core.conformance.subject import Subject, with_adapter
 from genlm.core.types import TokenIds

@@ -19,6 +19,10 @@ TOP = 10
 #: Their tolerance, in units of ``atol``.
 TOP_FACTOR = 10.0
 
+#: Beyond it a change of the batch's shape may move a drawing point across a boundary between two
+#: tokens.
+ROUNDING = 1e-3
+
 
 class Violation(AssertionError):
     """A clause does not hold."""

@@ -13,6 +13,7 @@ engine can bear: see :attr:`~genlm.core.conformance.subject.Subject.longest`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -121,32 +122,24 @@ class Contexts:
     def any(self, room_for: int = 4) -> SearchStrategy[TokenIds]:
         """One context that leaves room for that many tokens to follow."""
         longest = min(5, self.limit - room_for)
-        tails = st.lists(st.sampled_from(self.tokens), min_size=1, max_size=longest)
-        stems = st.sampled_from(
-            [length for length in STEMS if length + longest + room_for <= self.limit]
-        )
+        fitting = [n for n in STEMS if n + longest + room_for <= self.limit]
+        stems = st.sampled_from([self.stem[:n] for n in fitting])
+        return joined(stems, st.lists(st.sampled_from(self.tokens), min_size=1, max_size=longest))
 
-        @st.composite
-        # A composite, because Hypothesis would show a `map` as a call of it.
-        def contexts(draw: st.DrawFn) -> TokenIds:
-            return (*self.stem[: draw(stems)], *draw(tails))
-
-        return contexts()
-
-    def several(self, least: int = 2, most: int = 6) -> SearchStrategy[list[TokenIds]]:
+    def several(self, most: int = 6) -> SearchStrategy[list[TokenIds]]:
         """Some contexts, perhaps with duplicates."""
-        return st.lists(self.any(), min_size=least, max_size=most)
+        return st.lists(self.any(), min_size=2, max_size=most)
 
     def distinct(self, least: int = 2, most: int = 4) -> SearchStrategy[list[TokenIds]]:
         """Some contexts without duplicates."""
         return st.lists(self.any(), min_size=least, max_size=most, unique=True)
 
-    def tails(self, least: int = 1, most: int = 3) -> SearchStrategy[TokenIds]:
+    def tails(self, most: int = 3) -> SearchStrategy[TokenIds]:
         """A few tokens to follow a context."""
-        tokens = st.lists(st.sampled_from(self.tokens), min_size=least, max_size=most)
+        return joined(st.lists(st.sampled_from(self.tokens), min_size=1, max_size=most))
 
-        @st.composite
-        def tails(draw: st.DrawFn) -> TokenIds:
-            return tuple(draw(tokens))
 
-        return tails()
+@st.composite
+def joined(draw: st.DrawFn, *parts: SearchStrategy[Sequence[int]]) -> TokenIds:
+    """Tokens of all parts. (A composite, because Hypothesis shows a ``map`` as a call of it.)"""
+    return tuple(token for part in parts for token in draw(part))

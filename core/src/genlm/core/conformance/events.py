@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from attrs import frozen
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from genlm.core.conformance.cast import DIFFERENT
-
-T = TypeVar("T")
 
 #: How many events a schedule has at most.
 EVENTS = 10
@@ -52,24 +49,19 @@ class Rebinding:
 Event = Arrival | Leaving | Rebinding
 
 
-def schedules(kinds: Sequence[str], adapters: bool, most: int) -> SearchStrategy[list[Event]]:
-    """Schedules of some kinds of requests, with changes of adapters or without, and bursts of at
-    most ``most``."""
+def schedules(adapters: bool, most: int) -> SearchStrategy[list[Event]]:
+    """Schedules with changes of adapters or without, and bursts of at most ``most``. Most of their
+    places for events are filled, where the lists of Hypothesis are short on average; shrinking
+    empties them."""
     after = st.sampled_from((0, 1, 1, 2, 3, 5, 8))
     bursts = st.sampled_from([count for count in BURSTS if count <= most])
     events: list[SearchStrategy[Any]] = [
-        st.builds(Arrival, after, st.just(kind), bursts, st.integers(0, DIFFERENT[kind] - 1))
-        for kind in kinds
+        st.builds(Arrival, after, st.just(kind), bursts, st.integers(0, different - 1))
+        for kind, different in DIFFERENT.items()
     ]
     all_leave = st.sampled_from((False, False, False, True))
     events.append(st.builds(Leaving, after, st.integers(0, 99), all_leave))
     if adapters:
         events.append(st.builds(Rebinding, after, st.integers(0, 1), st.booleans()))
-    return filled_slots(st.one_of(*events), EVENTS)
-
-
-def filled_slots(one: SearchStrategy[T], slots: int) -> SearchStrategy[list[T]]:
-    """Lists that fill most of ``slots``, where the lists of Hypothesis are short on average.
-    Shrinking empties the slots."""
-    filled = st.tuples(*[st.one_of(st.none(), one)] * slots)
-    return filled.map(lambda found: [each for each in found if each is not None])
+    places = st.tuples(*[st.one_of(st.none(), st.one_of(*events))] * EVENTS)
+    return places.map(lambda found: [each for each in found if each is not None])

@@ -21,8 +21,8 @@ from hypothesis.stateful import (
 )
 
 from genlm.core.adapters import UNSET, LoraName
-from genlm.core.conformance.agreement import ROUNDING, steady
-from genlm.core.conformance.compare import TOP_FACTOR, check
+from genlm.core.conformance.agreement import steady
+from genlm.core.conformance.compare import ROUNDING, TOP_FACTOR, check
 from genlm.core.conformance.driver import Outcome, submitted
 from genlm.core.conformance.gate import FAILED
 from genlm.core.conformance.subject import Subject

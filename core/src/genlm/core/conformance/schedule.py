@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from genlm.core.conformance.cast import DIFFERENT
 from genlm.core.conformance.events import Arrival, Event, Leaving, schedules
 from genlm.core.conformance.performance import check_schedule
 from genlm.core.conformance.subject import Subject
@@ -26,12 +25,11 @@ class ScheduleClauses:
     def test_requests_on_a_schedule(self, live: Subject) -> None:
         """Rows, draws and scores of all lengths, options and adapters arrive alone and in bursts,
         some leave, and adapters change in between: each of them gives what it gives alone."""
-        names = list(live.adapters) if live.lm.supports("genlm_add_lora") else []
 
         @live.for_all(
             examples=14,
             least=4,
-            schedule=schedules(list(DIFFERENT), len(names) > 1, live.scaled(80, 17)),
+            schedule=schedules(len(live.loras) > 1, live.scaled(80, 17)),
         )
         def requests_on_a_schedule(schedule: list[Event]) -> None:
             check_schedule(live, schedule)

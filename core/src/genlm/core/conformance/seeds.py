@@ -7,7 +7,6 @@ from typing import Any
 from hypothesis import strategies as st
 
 from genlm.core.conformance.agreement import (
-    ROUNDING,
     expect_frequencies,
     expect_same_draw,
     for_each_seed,
@@ -27,7 +26,7 @@ class SeedClauses:
     def test_seed_fixes_the_draw(self, live: Subject) -> None:
         """A seeded continuation is the same alone, again, gathered with others, and as the first of
         a batch."""
-        live.needs_rounding_below(ROUNDING)
+        live.needs_little_rounding()
 
         how = steady(live)
 
@@ -65,7 +64,7 @@ class SeedClauses:
     def test_seeds_among_companions(self, live: Subject) -> None:
         """A seeded draw is the same among draws with other options, other seeds, none, and other
         adapters."""
-        live.needs_rounding_below(ROUNDING)
+        live.needs_little_rounding()
         name = next(iter(live.loras), None)
         neighbours = st.sampled_from(
             [

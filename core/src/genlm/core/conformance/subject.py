@@ -19,7 +19,15 @@ from hypothesis.errors import Flaky
 from hypothesis.strategies import SearchStrategy
 
 from genlm.core.cache import OutputCache
-from genlm.core.conformance.compare import Violation, answered, brief, check, deviation, difference
+from genlm.core.conformance.compare import (
+    ROUNDING,
+    Violation,
+    answered,
+    brief,
+    check,
+    deviation,
+    difference,
+)
 from genlm.core.conformance.contexts import EDGES, Contexts
 from genlm.core.conformance.driver import Driver, Outcome
 from genlm.core.conformance.gate import EngineGate
@@ -224,9 +232,9 @@ class Subject(Driver):
             )
         return list(self.adapters)
 
-    def needs_rounding_below(self, atol: float) -> None:
+    def needs_little_rounding(self) -> None:
         """Skip the clause where rounding may be so large that it changes draws."""
-        if self.atol > atol:
+        if self.atol > ROUNDING:
             pytest.skip(
                 f"rounding of this size (atol={self.atol:g}) may change a draw; run it in float32"
             )
