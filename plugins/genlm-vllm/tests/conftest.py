@@ -103,8 +103,9 @@ def make_tiny(real_model: str, tmp_path_factory: pytest.TempPathFactory) -> Call
     tokenizer: ``make_tiny("Llama", **config)`` gives its folder."""
     import transformers
 
+    tokenizer = transformers.AutoTokenizer.from_pretrained(real_model)
+
     def make(family: str, **config: Any) -> str:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(real_model)
         size = {
             "vocab_size": len(tokenizer),
             "hidden_size": 128,
