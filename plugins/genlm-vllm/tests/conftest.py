@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -142,6 +143,9 @@ def opening(tiny_path: str) -> Iterator[Callable[..., Driven]]:
         path: str = tiny_path, live_sessions: bool | int = True, **engine_opts: Any
     ) -> Driven:
         options = {"engine_opts": SMALL | engine_opts, "live_sessions": live_sessions}
+        # vLLM collects garbage five times as it loads, which takes longer than all else here. What
+        # is frozen now it thaws when it closes.
+        gc.freeze()
         opened.append(Driven(load(path, options)))
         return opened[-1]
 
