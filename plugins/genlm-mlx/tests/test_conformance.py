@@ -22,7 +22,6 @@ class TestLlama(ConformanceSuite):
 
 
 class Family(ConformanceSuite):
-    __test__ = False
     backend = "mlx"
     effort = 0.1
     family: str
@@ -34,22 +33,18 @@ class Family(ConformanceSuite):
 
 
 class TestGpt2(Family):
-    __test__ = True
     family = "gpt2"
 
 
 class TestGemma3(Family):
-    __test__ = True
     family = "gemma3"
 
 
 class TestMamba(Family):
-    __test__ = True
     family = "mamba"
 
 
 class TestLfm2(Family):
-    __test__ = True
     family = "lfm2"
 
 
