@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from genlm.core import Adapter, Query, UnsupportedError
+from genlm.core.conformance.adapter_outcomes import reference_rows
 from genlm.hf.engine import HFEngine
 from tests.engines import add_lora, rows_of
 
@@ -23,21 +24,12 @@ def engine(tiny: str) -> HFEngine:
     return HFEngine(AutoModelForCausalLM.from_pretrained(tiny), None)
 
 
-def reference(tiny: str, folder: str | None) -> Callable[[tuple[int, ...]], torch.Tensor]:
-    from peft import PeftModel
-
-    model: Any = AutoModelForCausalLM.from_pretrained(tiny)
-    if folder is not None:
-        model = PeftModel.from_pretrained(model, folder)
-    model.eval()
-
-    @torch.no_grad()
-    def row(context: tuple[int, ...]) -> torch.Tensor:
-        return (
-            model(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1].log_softmax(-1)
-        )
-
-    return row
+def check(engine: HFEngine, tiny: str, queries: Sequence[Query]) -> None:
+    """Rows that are asked together are those of transformers and PEFT."""
+    for query, row in zip(queries, rows_of(engine, queries), strict=True):
+        adapter = query.adapter and query.adapter.path
+        (expected,) = reference_rows(tiny, adapter, [query.token_ids])
+        torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
 
 
 def test_adapters_that_the_model_had_before_are_left_alone(
@@ -60,11 +52,6 @@ def test_a_mixed_batch_is_one_forward(
     engine: HFEngine, tiny: str, lora_folders: dict[str, str], contexts: Contexts
 ) -> None:
     adapters = [None, Adapter("a", lora_folders["a"], 1), Adapter("b", lora_folders["b"], 2)]
-    references = [
-        reference(tiny, None),
-        reference(tiny, lora_folders["a"]),
-        reference(tiny, lora_folders["b"]),
-    ]
     for adapter in adapters[1:]:
         assert add_lora(engine, adapter)
     forwards: list[int] = []
@@ -76,14 +63,10 @@ def test_a_mixed_batch_is_one_forward(
         queries = [
             Query(prompt + (7,) * grown, adapter) for prompt in prompts for adapter in adapters
         ]
-        rows = rows_of(engine, queries)
-        for query, row in zip(queries, rows, strict=True):
-            expected = references[adapters.index(query.adapter)](query.token_ids)
-            torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
+        check(engine, tiny, queries)
     assert forwards == [6 * 12, 6, 6]
-    for adapter, row_of in zip(adapters, references, strict=True):  # and each alone
-        row = rows_of(engine, [Query((1, 2, 3), adapter)])[0]
-        torch.testing.assert_close(row, row_of((1, 2, 3)), atol=1e-4, rtol=0)
+    for adapter in adapters:  # and each alone
+        check(engine, tiny, [Query((1, 2, 3), adapter)])
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError, KeyboardInterrupt])
@@ -107,10 +90,7 @@ def test_an_error_inside_a_mixed_batch_leaves_nothing(
         contexts = [(*context, at) for at in range(2)]
         queries = [Query(ids, each) for ids, each in zip(contexts, pair, strict=True)]
         engine.genlm_clear_kv_cache()
-        rows = rows_of(engine, queries)
-        for query, row in zip(queries, rows, strict=True):
-            expected = reference(tiny, query.adapter and query.adapter.path)(query.token_ids)
-            torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
+        check(engine, tiny, queries)
 
 
 def test_a_folder_that_is_not_there_is_said_before_peft_is_imported(tiny: str) -> None:
