@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from genlm.core import Query
+from genlm.core.conformance.adapter_outcomes import reference_rows
 from genlm.core.types import Request, SampleRequest
 from tests.fixtures import *  # noqa: F403
 from tools.tiny import write_tokenizer
@@ -89,20 +90,7 @@ def reference(tiny: str) -> Callable[..., torch.Tensor]:
     """Rows of the tiny model as transformers computes them, with an adapter's folder or without,
     ``[n, WIDTH]``."""
 
-    def rows(contexts: Iterable[Iterable[int]], adapter: str | None = None) -> torch.Tensor:
-        from peft import PeftModel
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(tiny)
-        if adapter is not None:
-            model = PeftModel.from_pretrained(model, adapter)
-        with torch.no_grad():
-            logits = [
-                model.eval()(torch.tensor([list(context)])).logits[0, -1] for context in contexts
-            ]
-        return torch.stack(logits).log_softmax(dim=-1)
-
-    return rows
+    return lambda contexts, adapter=None: torch.stack(reference_rows(tiny, adapter, contexts))
 
 
 class Hooks:

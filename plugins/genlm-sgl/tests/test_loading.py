@@ -20,6 +20,7 @@ from genlm.core import (
     Query,
     load_model_by_name,
 )
+from genlm.core.conformance.adapter_outcomes import reference_rows
 from genlm.sgl import AsyncSGLTransformer, plugin
 from genlm.sgl.options import gpu_index
 from genlm.sgl.plugin import genlm_backend_info, genlm_load
@@ -192,9 +193,6 @@ def test_prompts_run_in_chunks(tiny, contexts, reference):
 
 
 def test_a_real_model(real_model):
-    from transformers import AutoModelForCausalLM
-
-    reference = AutoModelForCausalLM.from_pretrained(real_model, dtype=torch.float32)
     with AsyncSGLTransformer.from_name(real_model, {"max_total_tokens": 4096}) as lm:
         asked = [
             lm.tokenizer.encode(text)
@@ -202,8 +200,5 @@ def test_a_real_model(real_model):
         ]
         rows = lm.batch_next_token_logprobs_sync(asked)
         assert type(lm.underlying_model).__name__ == "LlamaForCausalLM"
-    with torch.no_grad():
-        logits = torch.stack(
-            [reference(torch.tensor([context])).logits[0, -1] for context in asked]
-        )
-    torch.testing.assert_close(rows, logits.log_softmax(dim=-1), atol=1e-3, rtol=0)
+    expected = torch.stack(reference_rows(real_model, None, asked))
+    torch.testing.assert_close(rows, expected, atol=1e-3, rtol=0)

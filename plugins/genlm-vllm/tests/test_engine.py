@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from genlm.core.conformance.adapter_outcomes import reference_rows
 from genlm.core.errors import EngineError, UnsupportedError
 from genlm.core.types import Query, SampleRequest, SamplingParams, ScoreRequest
 from genlm.vllm.scoring import worth_scoring
@@ -32,16 +33,9 @@ def context(seed: int, length: int) -> tuple[int, ...]:
 
 
 def test_rows_are_those_of_transformers(engine, tiny_path):
-    from transformers import AutoModelForCausalLM
-
-    reference = AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.float32)
-    queries = [Query(context(seed, length)) for seed, length in enumerate([1, 7, 64, 65, 200])]
-    rows = engine.ask(*queries)
-    with torch.no_grad():
-        expected = [
-            reference(torch.tensor([query.token_ids])).logits[0, -1].log_softmax(-1)
-            for query in queries
-        ]
+    contexts = [context(seed, length) for seed, length in enumerate([1, 7, 64, 65, 200])]
+    rows = engine.ask(*map(Query, contexts))
+    expected = reference_rows(tiny_path, None, contexts)
     torch.testing.assert_close(torch.stack(rows), torch.stack(expected), atol=ATOL, rtol=0)
     assert all(row.shape == (engine.vocab_size,) and row.dtype == torch.float32 for row in rows)
 

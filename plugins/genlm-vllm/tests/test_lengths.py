@@ -9,6 +9,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from genlm.core.conformance.adapter_outcomes import reference_rows
 from genlm.core.types import Query
 
 CHANGE, LONGEST = 40, 80  # tokens
@@ -37,15 +38,6 @@ MIXED = {
 }
 
 
-def of_transformers(path, lengths):
-    """Rows, each by a forward of its own: the embeddings of some models depend on its length."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    with torch.no_grad():
-        return [model(torch.tensor([IDS[:n]])).logits[0, -1].log_softmax(-1) for n in lengths]
-
-
 @pytest.mark.parametrize(
     ("family", "config", "longest", "as_transformers"),
     [
@@ -72,7 +64,8 @@ def test_scores_and_rows_agree_across_a_change(
     for n in lengths:
         (warm,) = engine.ask(Query(IDS[:n]))
         torch.testing.assert_close(warm, cold[n], atol=ATOL, rtol=0)
-    expected = of_transformers(path, as_transformers)
+    # Each by a forward of its own: the embeddings of some models depend on its length.
+    expected = reference_rows(path, None, [IDS[:n] for n in as_transformers])
     for n, row in zip(as_transformers, expected, strict=True):
         torch.testing.assert_close(cold[n], row, atol=ATOL, rtol=0)
 
