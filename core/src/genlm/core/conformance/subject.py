@@ -29,6 +29,7 @@ from genlm.core.conformance.compare import (
     difference,
 )
 from genlm.core.conformance.contexts import EDGES, Contexts
+from genlm.core.conformance.declaration import Declaration
 from genlm.core.conformance.driver import Driver, Outcome
 from genlm.core.conformance.gate import EngineGate
 from genlm.core.contract import ContractCheck
@@ -38,8 +39,6 @@ from genlm.core.types import TokenIds
 
 if TYPE_CHECKING:
     import torch
-
-    from genlm.core.conformance.suite import ConformanceSuite
 
 T = TypeVar("T")
 
@@ -57,7 +56,7 @@ class Subject(Driver):
         suite: The class that was inherited, with what it says of the model.
     """
 
-    def __init__(self, suite: ConformanceSuite) -> None:
+    def __init__(self, suite: Declaration) -> None:
         super().__init__(suite.patience)
         self.suite = suite
         self.atol, self.effort, self.seed = suite.atol, suite.effort, suite.seed

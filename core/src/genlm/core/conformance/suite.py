@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
@@ -13,8 +10,9 @@ from genlm.core.conformance.adapter_files import AdapterFileClauses
 from genlm.core.conformance.adapters import AdapterClauses
 from genlm.core.conformance.callers import CallerClauses
 from genlm.core.conformance.company import CompanyClauses, CrowdClauses
-from genlm.core.conformance.compare import ATOL, check
-from genlm.core.conformance.faults import FaultClauses, failing_forward
+from genlm.core.conformance.compare import check
+from genlm.core.conformance.declaration import Declaration
+from genlm.core.conformance.faults import FaultClauses
 from genlm.core.conformance.histories import GrowthClauses, HistoryClauses
 from genlm.core.conformance.lengths import ContinuationClauses, LengthClauses
 from genlm.core.conformance.lifecycle import LifecycleClauses
@@ -28,11 +26,6 @@ from genlm.core.conformance.state import BatchClauses, StateClauses
 from genlm.core.conformance.subject import Subject
 from genlm.core.conformance.tokens import TokenizerClauses
 from genlm.core.conformance.wrappers import ChangedRowClauses, LostAnswerClauses
-from genlm.core.lm import AsyncLM, load_model_by_name
-from genlm.core.types import TokenIds
-
-if TYPE_CHECKING:
-    import torch
 
 SUBJECT = pytest.StashKey[Subject]()
 
@@ -70,6 +63,7 @@ class ConformanceSuite(
     BatchClauses,
     RowClauses,
     TokenizerClauses,
+    Declaration,
 ):
     """Every clause of the contract, as tests. Inherit it, name the backend and a model, and run
     pytest::
@@ -78,73 +72,15 @@ class ConformanceSuite(
             backend = "mine"
             model = "path-or-hub-id"
 
-    An attribute may be a property, for paths that are made when the tests run. Clauses are not
-    renamed lightly.
-
-    Attributes:
-        backend: The name of the entry point.
-        model: What ``load_model_by_name`` takes.
-        adapters: Paths of two or more LoRA adapters of that model, by name. With fewer, some
-            clauses are skipped.
-        atol: The tolerance of probabilities; ten times that of the top log-probabilities. For other
-            types than float32 see :data:`~genlm.core.conformance.compare.ATOL`.
-        options: Further ``llm_opts``.
-        effort: Multiplies the numbers of examples; 0.1 takes about a tenth of the time.
-        patience: The most seconds to wait for what must happen before the suite says that it hangs.
-        longest: The longest context to ask, in tokens; ``None`` is what the engine can bear.
-        window: How many tokens back the model looks; ``None`` is all of them.
-        ignores_tokens: Whether the model may give contexts that differ the same row, as a back-off
-            model does.
-        reference: Another backend that takes the same model, to compare the cold rows with.
-        second_model: Whether a second model of the backend has room in the process.
-        text_is_normalised: Whether the tokenizer changes text, for instance to lower case.
-        seed: Chooses the examples; the same seed gives the same ones in every run.
+    What can be said of the model is in
+    :class:`~genlm.core.conformance.declaration.Declaration`. Clauses are not renamed lightly.
     """
 
-    backend: str
-    model: str | os.PathLike[str]
-    adapters: Mapping[str, str | os.PathLike[str]] = {}
-    atol: float = ATOL["float32"]
-    options: Mapping[str, Any] = {}
-    effort: float = 1.0
-    patience: float = 120.0
-    longest: int | None = None
-    window: int | None = None
-    ignores_tokens: bool = False
-    reference: str | None = None
-    second_model: bool = True
-    text_is_normalised: bool = False
-    seed: int = 0
-
     clauses: ClassVar[tuple[str, ...]]
-
-    def load(self, wrappers: Sequence[object]) -> AsyncLM:
-        """Load the model with further wrappers around its engine. Override it for a model that is
-        made in another way."""
-        options = {**self.options, "wrappers": [*self.options.get("wrappers", ()), *wrappers]}
-        return load_model_by_name(os.fspath(self.model), self.backend, options)
-
-    def reference_rows(self, contexts: Sequence[TokenIds]) -> Sequence[torch.Tensor] | None:
-        """The rows of some contexts under the base model, computed without the backend; ``None``
-        where there are none. Override it, or set :attr:`reference`."""
-        if self.reference is None:
-            return None
-        with load_model_by_name(os.fspath(self.model), self.reference) as lm:
-            return [lm.next_token_logprobs_uncached(ids).cpu() for ids in contexts]
 
     def subject(self) -> Subject:
         """The model under test, not loaded yet."""
         return Subject(self)
-
-    def fail_inside(self, lm: AsyncLM) -> Callable[[int], AbstractContextManager[None]] | None:
-        """A way to make the engine itself fail in the middle of its work; ``None`` where there is
-        none. Override it for an engine whose model is not a torch module in this process.
-
-        Returns:
-            A function that takes a number of times and returns a context manager: inside it, that
-            many of the next evaluations fail.
-        """
-        return failing_forward(lm.underlying_model)
 
     @pytest.fixture
     def live(self, request: pytest.FixtureRequest) -> Subject:
