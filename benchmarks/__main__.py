@@ -104,7 +104,7 @@ def run(
         stdout=subprocess.PIPE,
         text=True,
     )
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     found: dict[str, Any] = {
         "workload": name,
         "machine": machine(),
@@ -114,9 +114,9 @@ def run(
         "processor": processor(),
     }
     found["load"] = round(os.getloadavg()[0], 2)
-    found["cases"] = [one for one in said if "case" in one]
-    found["notes"] = [one["note"] for one in said if "note" in one]
-    for one in said:
+    found["cases"] = [one for one in lines if "case" in one]
+    found["notes"] = [one["note"] for one in lines if "note" in one]
+    for one in lines:
         found |= {key: one[key] for key in ("python", "versions", "peak_mib") if key in one}
     if done.returncode:
         found["failed"] = done.returncode
@@ -135,19 +135,19 @@ def machine() -> str:
 def processor() -> str:
     """What kind of processor this is. Machines that are lent give several kinds one name, and one
     kind may take half the time of another."""
-    said = cpu()
-    if not said.keys() >= {"cpu family", "model", "flags"}:
+    facts = cpu()
+    if not facts.keys() >= {"cpu family", "model", "flags"}:
         return platform.processor() or platform.machine()
-    flags = said["flags"].split()
+    flags = facts["flags"].split()
     vectors = next((kind for kind in ("avx512_bf16", "avx512f", "avx2") if kind in flags), "sse")
-    return f"family {said['cpu family']}, model {said['model']}, {vectors}"
+    return f"family {facts['cpu family']}, model {facts['model']}, {vectors}"
 
 
 def cpu() -> dict[str, str]:
     """What Linux says of a core; nothing on other systems."""
     lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
-    said = (line.partition(":") for line in lines)
-    return {name.strip(): value.strip() for name, _, value in said}
+    facts = (line.partition(":") for line in lines)
+    return {name.strip(): value.strip() for name, _, value in facts}
 
 
 if __name__ == "__main__":

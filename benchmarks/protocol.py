@@ -123,8 +123,8 @@ class Bench:
         )
         self._say(peak_mib=round(most / (1 << 20 if sys.platform == "darwin" else 1 << 10), 1))
 
-    def _say(self, **said: Any) -> None:
-        print(json.dumps(said), flush=True)
+    def _say(self, **fields: Any) -> None:
+        print(json.dumps(fields), flush=True)
 
 
 def main(**sides: Callable[[Bench], None]) -> None:

@@ -237,12 +237,12 @@ def conformance(device: str, dtype: str) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(str(default_folder()), Path(folder) / "tiny")
         command = "import sys; from genlm.core.cli import main; sys.exit(main())"
-        said = ["conformance", "hf", "--model", model, "--dtype", dtype, "--quick"]
-        said += ["--option", f'device="{device}"', "--option", f'dtype="{dtype}"']
+        arguments = ["conformance", "hf", "--model", model, "--dtype", dtype, "--quick"]
+        arguments += ["--option", f'device="{device}"', "--option", f'dtype="{dtype}"']
         for seed, adapter in enumerate("ab"):
             path = write_adapter(model, Path(folder) / adapter, seed)
-            said += ["--adapter", f"{adapter}={path}"]
-        return subprocess.run([sys.executable, "-c", command, *said]).returncode == 0
+            arguments += ["--adapter", f"{adapter}={path}"]
+        return subprocess.run([sys.executable, "-c", command, *arguments]).returncode == 0
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ def problems(tag: str | None) -> list[str]:
     found = []
     if tag is not None and tag != f"v{ours}":
         found.append(f"the tag is {tag}, and VERSION says {ours}; tag v{ours}, or change VERSION")
-    for folder, said in projects().items():
-        project = said["project"]
+    for folder, declared in projects().items():
+        project = declared["project"]
         # genlm-backend continues the numbers of the distribution that it replaces.
         if "version" not in project.get("dynamic", []) and not folder.startswith("compat/"):
             found.append(f"{folder}/pyproject.toml has a version of its own; read that of VERSION")

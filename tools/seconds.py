@@ -1,4 +1,4 @@
-"""Print how long each session of nox took: python tools/seconds.py REPORT.json ..."""
+"""Print how long each run of nox took: python tools/seconds.py REPORT.json ..."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 
 def table(*reports: str) -> str:
-    """One line for each session, the longest first, and their sum."""
-    sessions = [said for report in reports for said in json.loads(report)["sessions"]]
-    rows = [(said["duration"], said.get("signatures") or [said["name"]], said) for said in sessions]
+    """One line for each run, the longest first, and their sum."""
+    sessions = [run for report in reports for run in json.loads(report)["sessions"]]
+    rows = [(run["duration"], run.get("signatures") or [run["name"]], run) for run in sessions]
     rows.sort(key=lambda row: -row[0])
-    lines = [f"{seconds:8.0f} s  {names[0]}  {said['result']}" for seconds, names, said in rows]
+    lines = [f"{seconds:8.0f} s  {names[0]}  {run['result']}" for seconds, names, run in rows]
     return "\n".join([*lines, f"{sum(row[0] for row in rows):8.0f} s  all"])
 
 

@@ -174,9 +174,9 @@ class Soak:
 
     def found(self, what: str | Exception) -> None:
         """Print a finding at once, since the end may hang, and let all users leave."""
-        said = what if isinstance(what, str) else "".join(traceback.format_exception(what)).rstrip()
-        self.findings.append(said)
-        print(said, flush=True)
+        text = what if isinstance(what, str) else "".join(traceback.format_exception(what)).rstrip()
+        self.findings.append(text)
+        print(text, flush=True)
         self.stopped.set()
 
     def stop(self, *_: object) -> None:

@@ -72,7 +72,7 @@ def write_adapter(model: str, folder: Path, seed: int, rank: int = 4) -> str:
                 weights[f"{place}.lora_{part}.weight"] = 0.3 * values
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "adapter_model.safetensors")
-    said = {
+    adapter_config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": model,
@@ -81,5 +81,5 @@ def write_adapter(model: str, folder: Path, seed: int, rank: int = 4) -> str:
         "target_modules": sorted(outputs),
         "bias": "none",
     }
-    (folder / "adapter_config.json").write_text(json.dumps(said))
+    (folder / "adapter_config.json").write_text(json.dumps(adapter_config))
     return str(folder)

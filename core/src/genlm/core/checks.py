@@ -31,10 +31,10 @@ def safe_repr(value: object) -> str:
 def describe_error(error: BaseException) -> str:
     """The kind of an error and what it says, for a message: never an exception itself."""
     try:
-        said = str(error)
+        text = str(error)
     except Exception as another:
-        said = f"<its text cannot be shown: {type(another).__name__}>"
-    return f"{type(error).__name__}: {said}"
+        text = f"<its text cannot be shown: {type(another).__name__}>"
+    return f"{type(error).__name__}: {text}"
 
 
 @overload

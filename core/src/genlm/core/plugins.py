@@ -90,8 +90,8 @@ class Backend:
         try:
             info = hook()
         except (Exception, SystemExit) as error:
-            said = describe_error(error)
-            raise PluginError(f"{self._owner}: genlm_backend_info raised {said}") from error
+            text = describe_error(error)
+            raise PluginError(f"{self._owner}: genlm_backend_info raised {text}") from error
         if not isinstance(info, BackendInfo):
             raise PluginError(f"{self._owner}: genlm_backend_info returned {info!r}")
         return info

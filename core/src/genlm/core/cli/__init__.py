@@ -42,8 +42,8 @@ def _line(error: Exception) -> str:
     """What the user reads of an error. One that no message was written for says where to look."""
     if isinstance(error, GenlmError | OSError):
         return str(error)
-    said = ", ".join([describe_error(error), *getattr(error, "__notes__", ())])
-    return f"{said} (`genlm --traceback ...` shows where)"
+    text = ", ".join([describe_error(error), *getattr(error, "__notes__", ())])
+    return f"{text} (`genlm --traceback ...` shows where)"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -80,5 +80,5 @@ def refuse_others(method: str, given: Iterable[str], known: list[str]) -> None:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = ELSEWHERE.get(name) or (f"did you mean {near[0]}?" if near else "")
-            said = f"{method} has no argument {name}{hint and f': {hint}'}"
-            raise InvalidOptionError(f"{said}; it has {', '.join(known)}")
+            message = f"{method} has no argument {name}{hint and f': {hint}'}"
+            raise InvalidOptionError(f"{message}; it has {', '.join(known)}")

@@ -132,8 +132,8 @@ def _smaller(settings: dict[str, Any], factor: int) -> dict[str, Any]:
         if not isinstance(name, str):  # numbered labels
             continue
         if name == "per_layer_config" and isinstance(value, dict):
-            told = {int(at): said for at, said in value.items()}
-            settings[name] = {n: told[at] for n, at in enumerate(kept) if at in told}
+            settings_of = {int(at): layer for at, layer in value.items()}
+            settings[name] = {n: settings_of[at] for n, at in enumerate(kept) if at in settings_of}
         elif isinstance(value, dict):
             settings[name] = _smaller(value, factor)
         elif kept and isinstance(value, list) and len(value) == layers:
@@ -163,12 +163,12 @@ def _smaller(settings: dict[str, Any], factor: int) -> dict[str, Any]:
 def _kinds_of_layers(settings: Mapping[str, Any], layers: int) -> list[int]:
     """One layer of every kind, and two at least."""
     lists = [value for value in settings.values() if isinstance(value, list)]
-    told = [value for value in lists if len(value) == layers]
-    others = {int(at): said for at, said in (settings.get("per_layer_config") or {}).items()}
-    told.append([others.get(at) for at in range(layers)])
+    by_layer = [value for value in lists if len(value) == layers]
+    others = {int(at): layer for at, layer in (settings.get("per_layer_config") or {}).items()}
+    by_layer.append([others.get(at) for at in range(layers)])
     first: dict[str, int] = {}
     for at in range(layers):
-        first.setdefault(repr([value[at] for value in told]), at)
+        first.setdefault(repr([value[at] for value in by_layer]), at)
     kept = set(first.values())
     return sorted(kept if len(kept) > 1 else {0, layers - 1} if layers > 1 else {0})
 

@@ -38,8 +38,8 @@ def end_fleet(name: str, address: str | None = None) -> int:
             if ours and each["namespace"] == NAMESPACE:
                 with contextlib.suppress(ValueError):  # it has ended since
                     actors.append(ray.get_actor(**each))
-        said = [actor.end.remote() for actor in actors]
-        ray.wait(said, num_returns=len(said), timeout=GOODBYE) if said else None
+        ending = [actor.end.remote() for actor in actors]
+        ray.wait(ending, num_returns=len(ending), timeout=GOODBYE) if ending else None
         for actor in actors:
             ray.kill(actor)
         return len(actors)
