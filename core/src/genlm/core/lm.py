@@ -26,6 +26,7 @@ from genlm.core.plugins import choose_backend, find_backend, installed_wrappers
 from genlm.core.runtime import replaced
 from genlm.core.runtime.batcher import Batcher
 from genlm.core.runtime.collection import rare_collections
+from genlm.core.runtime.delivery import results_of
 from genlm.core.runtime.executor import EngineCounters, EngineExecutor, Result, describe
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.runtime.replaced import missing_attribute
@@ -218,7 +219,8 @@ class AsyncLM(GenerationMixin):
         self, token_ids: Iterable[int], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
         """The row of one context."""
-        return await self._row(self._query(token_ids, lora_name))
+        query, row = self._look_up(token_ids, lora_name)
+        return await self._batcher.submit(query) if row is None else row
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Iterable[Iterable[int]], lora_name: LoraName = UNSET
@@ -226,9 +228,7 @@ class AsyncLM(GenerationMixin):
         """The rows of several contexts, ``[len(token_ids_list), len(lm.byte_vocab)]``."""
         found = [self._look_up(ids, lora_name) for ids in contexts_of(token_ids_list)]
         answers = iter(
-            await asyncio.gather(
-                *(self._batcher.submit(query) for query, row in found if row is None)
-            )
+            await results_of([self._batcher.submit(query) for query, row in found if row is None])
         )
         return self._stack([next(answers) if row is None else row for _, row in found])
 

@@ -97,3 +97,19 @@ def resolve(resolved: Sequence[tuple[Waiting[Any], Any]], timeline: Timeline, be
             refused.__cause__ = answer
             future.set_exception(refused)
     timeline.add("delivery", began, answers=len(resolved))
+
+
+async def results_of(futures: Sequence[asyncio.Future[A]]) -> list[A]:
+    """The results of futures that are resolved together, in order; ``asyncio.gather`` would call
+    back for each.
+
+    Raises:
+        Exception: the first error; futures that are not done yet are cancelled.
+    """
+    try:
+        return [await future for future in futures]
+    except BaseException:
+        for future in futures:
+            if not future.cancel() and not future.cancelled():
+                future.exception()  # has been looked at: nobody else will
+        raise
