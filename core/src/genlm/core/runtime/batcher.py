@@ -1,10 +1,10 @@
 """The engine thread: gathers requests, deduplicates them, batches them, and delivers the answers.
 
 A :class:`Batcher` knows nothing of language models. It owns one thread, on which it calls an
-:class:`Executor` with all that has been asked since the last call. Nothing waits by default: while
-the executor works, requests queue; when it is free it takes all of them. A request from a coroutine
-is held until one pass of its event loop adds no other, a batch is full, or a hundred passes are
-over. So requests gathered together make one batch, and a lone one is not held up.
+:class:`Executor` with everything asked since the last call. Nothing waits by default: while the
+executor works, requests queue; when it is free it takes all of them. A request from a coroutine is
+held until one pass of its event loop adds no other request, a batch is full, or a hundred passes
+are over. So requests gathered together make one batch, and a single one is not delayed.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ class Executor(Protocol[R, A_co]):
 
     @property
     def drops(self) -> bool:
-        """Whether ``step`` takes requests back."""
+        """Whether ``step`` drops requests."""
         return False
 
     def lane(self, request: R) -> Lane:
-        """What the request may be in flight with."""
+        """The lane of a request."""
         return ROWS
 
     def step(
         self, newcomers: Sequence[R], dropped: Sequence[R]
     ) -> Iterable[tuple[R, A_co | Exception]]:
-        """Admit ``newcomers``, drop ``dropped``, and return what has been answered; requests left
-        out are still in flight.
+        """Admit ``newcomers``, drop ``dropped``, and return the answers; requests without an answer
+        are still in flight.
 
-        Raising means that nothing can be answered from then on.
+        If it raises, nothing can be answered any more.
         """
         ...
 
     def wake(self) -> None:
-        """Make the step under way return early, if it can. Called on any thread."""
+        """Make the current step return early, if it can. Called on any thread."""
         return None
 
     def close(self) -> None:
@@ -89,8 +89,8 @@ class Batcher(Generic[R, A]):
         start: Builds the executor, on the engine thread. Its exception is raised here.
         name: The engine thread's name.
         batch_size: The most requests in flight at once; ``None`` means no limit.
-        timeout: Seconds to hold a batch open for latecomers after its first request.
-        share: Makes a further caller's own copy of an answer.
+        timeout: Seconds to hold a batch open after its first request.
+        share: Copies an answer for a further caller.
         timeline: Receives requests, batches, and the time spent queueing and delivering.
     """
 
@@ -111,14 +111,14 @@ class Batcher(Generic[R, A]):
         self._queue: RequestQueue[R, A] = RequestQueue(batch_size, self._timeline, self.counters)
         self._running: Pending[R, A] = {}  # the engine thread's own
         self._executor: Executor[R, A] | None = None  # until the engine thread ends
-        self._stepping = False  # whether a step is under way, and has not been woken
-        self._drops = False  # whether the executor takes requests back
+        self._stepping = False  # whether a step is running and has not been woken
+        self._drops = False  # whether the executor drops requests
         self._gone = False  # whether a caller has gone since the engine thread last looked
         self._thread = EngineThread(name, self.close)
         self._lock = self._thread.lock
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
-        # ``start`` travels in a list that the thread empties: what it refers to must be free to be
-        # collected while the thread runs.
+        # ``start`` is passed in a list that the thread empties: the objects that it refers to must
+        # be collectable while the thread runs.
         self._thread.start(functools.partial(self._main, [start], started))
         try:
             started.result()
@@ -136,10 +136,11 @@ class Batcher(Generic[R, A]):
         with self._lock:
             self._thread.check_open()
             if not self._queue.gathering(loop):
-                # Before there is a gathering: an interrupt must leave none without.
+                # Before the gathering exists: an interrupt must not leave one without a pass.
                 loop.call_soon(self._after_pass, loop)
             self._queue.gather(request, future, loop)
-            # Again: a signal handler may have closed the model since. Then nothing would answer.
+            # Checked again: a signal handler may have closed the model meanwhile. Then nothing
+            # would answer.
             self._thread.check_open()
             self.counters.requests += 1
             self._timeline.asked(request, future)
@@ -150,7 +151,7 @@ class Batcher(Generic[R, A]):
         """Ask from a plain thread, or from a coroutine that may block, and wait for all answers.
 
         Raises:
-            Exception: the first error among the answers, once all are there.
+            Exception: the first error among the answers, after all have arrived.
         """
         futures: list[concurrent.futures.Future[A]] = [
             concurrent.futures.Future() for _ in requests
@@ -192,7 +193,7 @@ class Batcher(Generic[R, A]):
             raise
 
     def require_open(self) -> None:
-        """Refuse, with the error for whoever asks now, a batcher that cannot answer."""
+        """Raise the error for a new request if the batcher cannot answer."""
         self._thread.check_process()
         with self._lock:
             self._thread.check_open()
@@ -213,11 +214,10 @@ class Batcher(Generic[R, A]):
             self._notify()
 
     def close(self, patience: float | None = None) -> None:
-        """Fail what is pending, let the step under way end, release the engine. Idempotent.
+        """Fail what is pending, let the current step end, release the engine. Idempotent.
 
         Args:
-            patience: The most seconds to wait for the engine thread to end; ``None`` waits for as
-                long as it takes.
+            patience: The most seconds to wait for the engine thread to end; ``None`` is no limit.
         """
         if self._thread.forked:
             return
@@ -242,7 +242,7 @@ class Batcher(Generic[R, A]):
             self._executor.wake()
 
     def _watch(self, future: Waiting[Any]) -> None:
-        """Notice when a caller goes, where the executor takes requests back."""
+        """Notice when a caller goes, if the executor drops requests."""
         if self._drops:
             future.add_done_callback(self._caller_done)
 
@@ -270,8 +270,7 @@ class Batcher(Generic[R, A]):
         try:
             while (work := self._take()) is not None:
                 self._do(executor, work)
-                # A task refers to who asked for it, who must be free to be collected while this
-                # waits.
+                # A task refers to its caller, who must be collectable while this waits.
                 del work
         except BaseException as error:
             self._die(error)
@@ -290,8 +289,7 @@ class Batcher(Generic[R, A]):
             self._timeline.batch(began, len(work.newcomers))
 
     def _take(self) -> Task[Any] | Step[R] | None:
-        """Wait for work. A step without newcomers means that requests are in flight and none joins
-        them."""
+        """Wait for work. No newcomers means a step for the requests in flight alone."""
         with self._lock:
             self._stepping = False
             while True:
@@ -311,7 +309,7 @@ class Batcher(Generic[R, A]):
                     return Step(work, dropped)
 
     def _drop(self) -> list[R]:
-        """The requests in flight all of whose callers have gone: no longer in flight."""
+        """Take the requests whose callers have all gone out of flight, and return them."""
         if not self._gone:
             return []
         self._gone = False
@@ -325,8 +323,8 @@ class Batcher(Generic[R, A]):
         return dropped
 
     def _hold_open(self) -> None:
-        """Wait up to ``timeout`` for the batch to fill. A task or the end of the model cuts it
-        short."""
+        """Wait up to ``timeout`` for the batch to fill. A task or the end of the model ends the
+        wait."""
         deadline = time.monotonic() + self._timeout
         while not (self._thread.stopping or self._queue.full()):
             remaining = deadline - time.monotonic()
@@ -339,12 +337,12 @@ class Batcher(Generic[R, A]):
         self._running.clear()
 
     def _die(self, cause: BaseException) -> None:
-        """The executor cannot go on: fail everything, refuse everything."""
+        """The executor cannot continue: fail everything, refuse everything."""
         own_words = isinstance(cause, EngineDeadError)
         message = str(cause) if own_words else f"the engine died: {safe_repr(cause)}"
         log.error("engine.died", error=safe_repr(cause))
         with self._lock:
-            # Without the cause, which has frames too.
+            # Without the cause, which also has frames.
             self._thread.refuse(functools.partial(EngineDeadError, message))
             dropped = self._queue.withdraw()
         dead = functools.partial(died, message, cause)

@@ -1,4 +1,4 @@
-"""Coroutines that are waited for without an event loop."""
+"""Waiting for coroutines without an event loop."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 def blocking(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in an event loop and a thread of its own, and wait for it: the calling
-    thread may have a running loop."""
+    """Run a coroutine in its own event loop and thread, and wait for it: the calling thread may
+    have a running loop."""
     answer: concurrent.futures.Future[T] = concurrent.futures.Future()
     tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
     abandoned = threading.Event()
@@ -22,7 +22,7 @@ def blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     async def run() -> T:
         task = asyncio.ensure_future(coroutine)
         tasks.append((asyncio.get_running_loop(), task))
-        if abandoned.is_set():  # before there was a task that could be cancelled
+        if abandoned.is_set():  # before a task existed to be cancelled
             task.cancel()
         return await task
 

@@ -1,4 +1,4 @@
-"""What follows a prompt, drawn or scored: by the engine where it can, else from rows."""
+"""Continuations of a prompt, drawn or scored: by the engine if it can, else from rows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: How many contexts of one continuation are asked at a time where the engine has no scores of its
-#: own. Each may take key/value state as large as the whole context's.
+#: How many contexts of one continuation are asked at a time, if the engine does not score itself.
+#: Each may take as much key/value state as the whole context.
 PREFIXES = 32
 
 
@@ -27,7 +27,7 @@ class Continuations:
 
     Args:
         engine: Says what it draws and scores itself.
-        batcher: Takes the requests for that.
+        batcher: Takes these requests.
         ask: Gives the row of a query.
     """
 
@@ -50,7 +50,7 @@ class Continuations:
         return [token_id async for token_id in self.stream(query, params)]
 
     async def stream(self, query: Query, params: SamplingParams) -> AsyncGenerator[int, None]:
-        """The same one by one, from rows: each as soon as it is drawn."""
+        """The ids one by one, from rows, each as soon as it is drawn."""
         drawer = TokenDrawer(params)
         async for token_id in self._drawn(query, params, drawer):
             if token_id not in params.stop_token_ids:
@@ -66,8 +66,8 @@ class Continuations:
     async def _drawn(
         self, query: Query, params: SamplingParams, drawer: TokenDrawer
     ) -> AsyncGenerator[int, None]:
-        """Every id that is drawn, a stop token as the last: one row a token. What is asked when
-        the loop over it is cancelled is cancelled, too."""
+        """Every id that is drawn, with a stop token as the last: one row a token. When the loop
+        over it is cancelled, so is its pending request."""
         for _ in range(params.max_tokens):
             token_id = drawer.draw(await self._ask(query))
             yield token_id
@@ -80,7 +80,7 @@ class Continuations:
         ``[len(continuation)]`` float32."""
         import torch
 
-        # A native score is normalised over the engine's rows, which is right unless those have
+        # A native score is normalised over the engine's rows. That is right unless they have
         # padding to drop.
         if self._engine.scores and self._engine.vocab_size <= self._engine.width:
             scores: torch.Tensor | None = await self._batcher.submit(
@@ -99,8 +99,7 @@ class Continuations:
 
 
 async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all; when one fails, the others are cancelled: their results are of no
-    use."""
+    """The results of all. When one fails, the others are cancelled: their results are useless."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

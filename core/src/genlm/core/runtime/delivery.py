@@ -20,7 +20,7 @@ class Delivery(Generic[A]):
     """Hands out answers and errors. For any thread.
 
     Args:
-        share: Makes a further caller's own copy of an answer.
+        share: Copies an answer for a further caller.
         counters: Receive failures.
         timeline: Receives the time spent delivering.
     """
@@ -48,7 +48,7 @@ class Delivery(Generic[A]):
     def _copy(self, answer: A | Exception) -> A | Exception:
         try:
             return another(answer) if isinstance(answer, Exception) else self._share(answer)
-        except Exception as error:  # no memory for one more copy concerns this caller alone
+        except Exception as error:  # no memory for one more copy: only this caller fails
             return error
 
     def _resolve(self, outcomes: Iterable[tuple[Waiting[Any], Any]]) -> None:
@@ -71,12 +71,12 @@ class Delivery(Generic[A]):
 
 
 def another(error: Exception) -> Exception:
-    """The same error for a further caller: an object that several tasks raise shows each the frames
-    of the others."""
+    """A copy of an error for a further caller: if several tasks raise one object, each sees the
+    frames of the others."""
     try:
         own = copy.copy(error)
         same = str(own) == str(error)
-    except Exception:  # some classes are not made from their ``args``, or cannot be shown
+    except Exception:  # some classes cannot be made from their ``args``, or not be shown
         return error
     own.__cause__ = error.__cause__
     return own if same else error
@@ -93,7 +93,7 @@ def resolve(resolved: Sequence[tuple[Waiting[Any], Any]], timeline: Timeline, be
         except (asyncio.InvalidStateError, concurrent.futures.InvalidStateError):
             continue
         except TypeError as refused:
-            # An asyncio future takes no StopIteration; those behind it must not wait for ever
+            # An asyncio future takes no StopIteration; the futures after it must not wait for ever
             refused.__cause__ = answer
             future.set_exception(refused)
     timeline.add("delivery", began, answers=len(resolved))

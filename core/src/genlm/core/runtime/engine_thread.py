@@ -1,5 +1,5 @@
-"""The engine thread, from its start to its end: who may ask it, how it sleeps, and what happens at
-a fork and when the interpreter exits."""
+"""The engine thread from start to end: who may ask it, how it sleeps, and what happens at a fork
+and when the interpreter exits."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from genlm.core.logs import get_logger
 
 log = get_logger()
 
-#: How long the interpreter waits at exit for a step under way, seconds.
+#: How long the interpreter waits at exit for the current step, seconds.
 EXIT_PATIENCE = 60.0
 
-#: How often a signal handler that asks looks for its answer, seconds. Only for one that interrupted
-#: code which was asking itself.
+#: How often a signal handler that asks looks for its answer, seconds. Only for a handler that
+#: interrupted code which holds the lock.
 POLL = 0.01
 
 
 class EngineThread:
-    """A thread that owns an engine, and the lock between it and everybody else.
+    """A thread that owns an engine, and the lock between it and all other threads.
 
     Args:
         name: The thread's name.
         close: Ends its work, given the most seconds to wait. Called when the interpreter exits.
 
     Attributes:
-        lock: Re-entrant, because a garbage collection may stop the thread, and a signal handler
-            close the model, at any line, also at one that holds it.
+        lock: Re-entrant, because at any line, also one that holds it, a garbage collection may stop
+            the thread and a signal handler may close the model.
         stopping: Whether the thread has been asked to end.
     """
 
@@ -43,10 +43,10 @@ class EngineThread:
         self._name = name
         self._close = close
         self._changed = threading.Condition(self.lock)
-        self._alarm = threading.Lock()  # free when there is something for the thread
-        # Makes the error for whoever asks from now on. An error that is raised keeps its callers'
-        # frames, and with them the model: one that was kept here and raised each time would keep
-        # the model for as long as the model keeps this.
+        self._alarm = threading.Lock()  # released to wake the thread
+        # Makes the error for every later caller. A raised error keeps its callers' frames, and with
+        # them the model: one error kept here would keep the model alive as long as the model keeps
+        # this.
         self._refusal: Callable[[], Exception] | None = None
         self._ended = False
         self._exiting = False
@@ -62,8 +62,8 @@ class EngineThread:
         self._thread.start()
 
     def _run(self, main: list[Callable[[], None]]) -> None:
-        # In a list that is emptied: a thread keeps its arguments for as long as it runs.
-        self._guard_exit()  # here, so that no hook is left where no thread could be started
+        # In a list that is emptied: a thread keeps its arguments as long as it runs.
+        self._guard_exit()  # here, so that no hook is left if no thread could be started
         try:
             main.pop()()
         finally:
@@ -88,8 +88,8 @@ class EngineThread:
             )
 
     def check_open(self) -> None:
-        """Refuse whoever cannot be answered. Called with the lock."""
-        # Asked first: a new thread may have the identity of an engine thread that has ended.
+        """Refuse callers that cannot be answered. Called with the lock."""
+        # Checked first: a new thread may have the identity of an engine thread that has ended.
         if self._refusal is not None:
             raise self._refusal()
         if threading.get_ident() == self._thread.ident:
@@ -99,17 +99,17 @@ class EngineThread:
             )
 
     def refuse(self, error: Callable[[], Exception]) -> None:
-        """Refuse everybody from now on, with the error that this makes. Called with the lock."""
+        """Refuse every caller from now on, with the error that this makes. Called with the lock."""
         self._refusal = error
 
     # --- waiting ----------------------------------------------------------------------------------
 
     def sleep(self, seconds: float = -1.0) -> None:
-        """Wait on the thread for :meth:`rouse`. Called with the lock, which others may take in the
-        meantime.
+        """Wait on the thread for :meth:`rouse`. Called with the lock, which others may take
+        meanwhile.
 
-        Not ``Condition.wait``: a garbage collection on this thread may stop it before that has
-        queued its waiter, and a notification that finds no waiter is lost.
+        Not ``Condition.wait``: a garbage collection on this thread may stop the thread before its
+        waiter is queued, and a notification without a waiter is lost.
         """
         self.lock.release()
         try:
@@ -119,22 +119,22 @@ class EngineThread:
 
     def rouse(self) -> None:
         """End the thread's sleep, or its next one."""
-        with contextlib.suppress(RuntimeError):  # it is free already
+        with contextlib.suppress(RuntimeError):  # it is already free
             self._alarm.release()
 
     def wait_for(self, futures: Iterable[concurrent.futures.Future[Any]]) -> None:
         """Wait, on another thread, until all are done."""
         for future in futures:
             while self._holds_lock() and not future.done():
-                # A signal handler that interrupted code which holds the lock. To wait on the
-                # condition releases it, so that the engine thread can go on.
+                # A signal handler that interrupted code which holds the lock. Waiting on the
+                # condition releases it, so that the engine thread can continue.
                 self._changed.wait(POLL)
             with contextlib.suppress(concurrent.futures.CancelledError):
                 future.exception()  # waits
 
     def _holds_lock(self) -> bool:
         try:
-            self._changed.notify(0)  # refused to who does not hold it
+            self._changed.notify(0)  # raises if this thread does not hold it
         except RuntimeError:
             return False
         return True
@@ -149,18 +149,19 @@ class EngineThread:
         self.rouse()
 
     def join(self, patience: float | None) -> None:
-        """Wait until the thread has ended, at most ``patience`` seconds; on itself, not at all."""
+        """Wait until the thread has ended, at most ``patience`` seconds; on the thread itself, do
+        not wait."""
         if threading.current_thread() is self._thread:
             return
-        # To wait releases the lock, also of the code under a signal handler.
+        # Waiting releases the lock, also for code that a signal handler interrupted.
         with self._changed:
             ended = self._changed.wait_for(lambda: self._ended, patience)
         if ended:
             self._thread.join()
 
     def engine_is_loaded(self) -> None:
-        """Register the exit hook again: hooks run in reverse, and this one must run before those
-        that the engine registered while it loaded, by which engines take themselves down."""
+        """Register the exit hook again: hooks run in reverse order, and this one must run before
+        those that the engine registered while it loaded, which shut engines down."""
         self._forget_exit_hook()
         self._guard_exit()
 
@@ -168,7 +169,7 @@ class EngineThread:
         atexit.register(self._at_exit)
 
     def _forget_exit_hook(self) -> None:
-        if not self._exiting:  # else the hooks are running, and this one is among them
+        if not self._exiting:  # else the hooks are running, with this one
             atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:

@@ -1,4 +1,4 @@
-"""What the engine thread does with a batch: look in the cache once more, ask the engine, keep the
+"""What the engine thread does with a batch: look in the cache again, ask the engine, keep the
 rows."""
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def describe(request: Request) -> dict[str, Any]:
 
 @define
 class EngineCounters:
-    """Written by the engine thread alone."""
+    """Written only by the engine thread."""
 
-    cache_hits: int = 0  # of requests that the batcher has counted already
+    cache_hits: int = 0  # of requests that the batcher has already counted
     batches: int = 0
     rows: int = 0
     draws: int = 0
@@ -48,7 +48,7 @@ class EngineCounters:
     failed_calls: int = 0
 
     def count(self, answers: Outcomes[Request, Result], in_flight: int) -> None:
-        """The engine has answered some of what it had in flight. What it declines is ``None``."""
+        """Count the engine's answers. A declined request has ``None``."""
         if not answers:
             return
         self.batches += 1
@@ -85,8 +85,8 @@ class EngineExecutor:
         return self.engine.drops
 
     def lane(self, request: Request) -> Lane:
-        """What the request may be in flight with: what the engine takes in its steps, or in one
-        call of one hook."""
+        """The lane of a request: all that the engine takes in its steps, or one kind for one call
+        of a hook."""
         if isinstance(request, Query):
             return COLD if request.cold else ROWS
         if isinstance(request, SampleRequest):
@@ -137,15 +137,15 @@ class EngineExecutor:
     # --- rows -------------------------------------------------------------------------------------
 
     def _known(self, requests: list[Request]) -> Outcomes[Request, Result]:
-        """The rows that the cache has after all; their queries are removed from ``requests``."""
+        """The rows that are in the cache now; their queries are removed from ``requests``."""
         known: Outcomes[Request, Result] = []
         with self.timeline.stage("caching"):
-            # Read first: what is dropped from here on must not be kept.
+            # Read first: what is dropped after this line must not be kept.
             generation = self.cache.generation
             for request in requests:
                 if not isinstance(request, Query) or request.cold:
                     continue  # these are never kept
-                # An equal request may have been answered since this one looked.
+                # An equal request may have been answered after this one looked.
                 row = self.cache.get(request, counted=False)
                 if row is None:
                     self._generation[request] = generation
@@ -201,7 +201,7 @@ class EngineExecutor:
     def _batch(
         self, requests: Sequence[Request], call: Callable[[], list[Any] | None]
     ) -> list[Result]:
-        """The result of each request; ``None`` where the engine declines."""
+        """The result of each request; ``None`` if the engine declines."""
 
         def answers() -> Outcomes[Request, Result]:
             results = call()
@@ -232,7 +232,7 @@ class EngineExecutor:
         return answers
 
     def _explained(self, query: Query, error: Exception) -> Exception:
-        """The engine's error, with the query that met it."""
+        """The engine's error, with the query that caused it."""
         if isinstance(error, GenlmError):
             return error
         what = f"backend {self.engine.backend!r} failed on {query}"

@@ -1,7 +1,7 @@
-"""Where the hooks of a loaded engine are called: inside its wrappers, which observe each call.
+"""Calls the hooks of a loaded engine inside its wrappers, which observe each call.
 
-pluggy finds the implementations and checks them. It would also make the calls, but there a wrapper
-can skip the engine, lose or replace its result, and raise in its name.
+pluggy finds the implementations and checks them. It could also make the calls, but then a wrapper
+could skip the engine, lose or replace its result, and raise in its name.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class HookCalls:
         self._manager = manager
 
     def call(self, hook: str, **arguments: Any) -> Any:
-        """What the engine returns; ``None`` where it does not implement the hook.
+        """What the engine returns; ``None`` if it does not implement the hook.
 
         Raises:
             PluginError: a wrapper raised, or returned another result.
@@ -75,8 +75,8 @@ class HookCalls:
         return self._observed(hook, arguments, lambda: self._engine(hook, arguments))
 
     def step(self, **arguments: Any) -> tuple[Sequence[Answer], dict[Request, Exception]]:
-        """What ``genlm_step`` returns, and an error for each request with whose answer a wrapper
-        interfered.
+        """What ``genlm_step`` returns, and an error for each request whose answer a wrapper
+        changed.
 
         Raises:
             Exception: the engine's own.
@@ -85,7 +85,7 @@ class HookCalls:
 
         def engine() -> list[Answer]:
             answers.extend(self._engine("genlm_step", arguments))
-            return [*answers]  # theirs: what a wrapper removes from it is not lost
+            return [*answers]  # a copy for wrappers: what one removes from it is not lost
 
         _, remarks = self._inside("genlm_step", arguments, engine)
         errors: dict[Request, Exception] = {}
@@ -103,11 +103,11 @@ class HookCalls:
         return answers, errors
 
     def process(self, queries: Sequence[Query], rows: torch.Tensor) -> torch.Tensor:
-        """Rows ``[len(queries), width]`` as each implementation of ``genlm_process_logprobs`` in
+        """Rows ``[len(queries), width]`` after each implementation of ``genlm_process_logprobs`` in
         turn has changed them.
 
         Raises:
-            PluginError: one of them raised, or returned no such rows.
+            PluginError: one of them raised, or returned something else.
         """
         hook = "genlm_process_logprobs"
 
@@ -127,7 +127,7 @@ class HookCalls:
         return result
 
     def _observed(self, hook: str, arguments: Mapping[str, Any], inner: Callable[[], Any]) -> Any:
-        """The result of ``inner``, unless a wrapper interfered."""
+        """The result of ``inner``, if no wrapper changed it."""
         result, remarks = self._inside(hook, arguments, inner)
         for remark in remarks:
             if (error := remark.raised()) is not None:
@@ -139,8 +139,8 @@ class HookCalls:
     def _inside(
         self, hook: str, arguments: Mapping[str, Any], inner: Callable[[], Any]
     ) -> tuple[Any, list[Remark]]:
-        """Begin the wrappers, the last one first; make the call in any case; let them see
-        its result, the first one first."""
+        """Begin the wrappers, the last one first; make the call in every case; let them see its
+        result, the first one first."""
         remarks: list[Remark] = []
         waiting: list[tuple[str, Waiting]] = []
         for wrapper in reversed(wrappers_of(self._manager, hook)):
@@ -199,7 +199,7 @@ def _end(name: str, generator: Waiting, result: Any) -> Remark:
 
 
 def _fail(name: str, generator: Waiting, error: BaseException) -> None:
-    """Let a wrapper see the error of a call, which stays the one to report."""
+    """Let a wrapper see the error of a call. It remains the error to report."""
     try:
         generator.throw(error)
         generator.close()
@@ -216,7 +216,7 @@ def _unyielding(error: Exception) -> Exception:
 
 def _differences(answers: Sequence[Answer], remark: Remark) -> Iterator[tuple[Request, Exception]]:
     """The requests whose answers a wrapper lost, doubled, changed or invented, each with its error.
-    An exception in place of a result is one that the wrapper gives the request."""
+    An exception instead of a result is the wrapper's error for the request."""
     results: dict[Request, list[Any]] = {answer.request: [] for answer in answers}
     own = {answer.request: answer.result for answer in answers}
     try:

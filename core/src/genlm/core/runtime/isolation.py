@@ -19,7 +19,8 @@ def evaluate_isolated(
 ) -> Outcomes[R, A]:
     """Evaluate a batch; if it raises, evaluate its halves, down to the requests that fail alone.
 
-    A batch of ``n`` with one culprit costs about ``2 * log2(n)`` further calls, most of them small.
+    A batch of ``n`` with one failing request costs about ``2 * log2(n)`` more calls, most of them
+    small.
     """
     if not requests:
         return []
@@ -37,15 +38,15 @@ def evaluate_isolated(
 
 
 class IsolatedSteps(Generic[R, A]):
-    """The same promise for an engine that is advanced step by step.
+    """The same promise for an engine that works in steps.
 
     When a step raises, everything that was in flight is suspect. The suspects are admitted again,
-    each alone, so that only the one that fails gets the error. What is asked meanwhile waits until
-    the last suspect is answered.
+    each alone, so that only the one that fails gets the error. New requests wait until the last
+    suspect is answered.
 
     Args:
         advance: Admits newcomers, drops requests, makes one step, returns what it finished. If it
-            raises, nothing is in flight from then on.
+            raises, nothing is in flight afterwards.
         drops: Whether the engine drops requests.
     """
 
@@ -59,7 +60,7 @@ class IsolatedSteps(Generic[R, A]):
         self._in_flight: dict[R, None] = {}
         self._suspects: dict[R, None] = {}  # one of them may be in flight, alone
         self._held: dict[R, None] = {}  # newcomers that wait for the last suspect
-        self._unwanted: dict[R, None] = {}  # the engine has them, and no caller waits for them
+        self._unwanted: dict[R, None] = {}  # in the engine, but no caller waits for them
         self._failure: BaseException | None = None  # the last one
 
     @property
@@ -72,7 +73,7 @@ class IsolatedSteps(Generic[R, A]):
 
         Raises:
             EngineDeadError: the engine cannot continue.
-            PluginError: it answered what is not in flight.
+            PluginError: it answered a request that is not in flight.
         """
         for request in dropped:
             self._forget(request)
@@ -93,7 +94,7 @@ class IsolatedSteps(Generic[R, A]):
         return finished
 
     def _forget(self, request: R) -> None:
-        """A request is dropped."""
+        """Drop a request."""
         self._suspects.pop(request, None)
         self._held.pop(request, None)
         if request in self._in_flight:
@@ -101,7 +102,8 @@ class IsolatedSteps(Generic[R, A]):
             self._unwanted[request] = None
 
     def _admit(self) -> list[R]:
-        """The requests that enter flight now; returns those that the engine does not have yet."""
+        """Note the requests that go in flight now; return those that the engine does not have
+        yet."""
         if self._suspects:
             entering = [] if self._in_flight else [next(iter(self._suspects))]
         else:
@@ -132,7 +134,7 @@ class IsolatedSteps(Generic[R, A]):
         return "" if self._failure is None else f" (it did: {describe_error(self._failure)})"
 
     def _failed(self, requests: Sequence[R], error: Exception) -> Outcomes[R, A]:
-        """``requests``, which the engine has dropped, met an error together."""
+        """A step raised, and the engine has dropped ``requests``: all are suspects."""
         self._failure = error
         for request in requests:
             self._in_flight.pop(request, None)

@@ -1,4 +1,4 @@
-"""Keyword arguments that a method lacks: the error says what to use instead."""
+"""Unknown keyword arguments of a method: the error says what to use instead."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ ELSEWHERE = {
 
 
 def known_keywords(more: type | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function refuse keywords that it lacks with :class:`InvalidOptionError`, where Python
-    has a bare ``TypeError``.
+    """Make a function refuse unknown keywords with :class:`InvalidOptionError`, where Python has a
+    bare ``TypeError``.
 
     Args:
         more: A ``TypedDict`` of the keywords that its ``**options`` take.
