@@ -4,7 +4,7 @@ import asyncio
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,16 @@ async def busy(lm: Any, gate: Gate, token_ids: Any, **options: Any) -> asyncio.F
     asked = asyncio.ensure_future(lm.next_token_logprobs(token_ids, **options))
     await asyncio.to_thread(gate.wait_entered)
     return asked
+
+
+def gathered(*asked: Coroutine[Any, Any, Any]) -> list[Any]:
+    """What becomes of requests that are asked together: answers, and errors among them."""
+
+    async def together() -> list[Any]:
+        outcomes = asyncio.gather(*asked, return_exceptions=True)
+        return await asyncio.wait_for(outcomes, PATIENCE)
+
+    return asyncio.run(together())
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,32 +11,13 @@ import pytest
 import torch
 
 from genlm.core import QueriesResetError
+from genlm.core.conformance.driver import started, submitted
 
-from .conftest import busy
-
-both = pytest.mark.parametrize("continuous", [False, True])
-
-
-def test_gathered_requests_make_one_batch(mock, gate):
-    lm = mock()
-
-    async def ask():
-        return await asyncio.gather(*(lm.next_token_logprobs([i, 7]) for i in range(100)))
-
-    rows = asyncio.run(ask())
-    assert [len(batch) for batch in gate.batches] == [100]
-    assert len({row.numpy().tobytes() for row in rows}) == 100
+from .conftest import busy, gathered
 
 
 def test_coroutines_that_ask_a_few_passes_apart_share_a_batch(mock, gate):
     lm = mock()
-
-    async def relay(depth):
-        return (
-            await lm.next_token_logprobs([depth])
-            if depth == 0
-            else await asyncio.create_task(relay(depth - 1))
-        )
 
     async def ask():  # each pass of the loop adds a request, so the batch stays open
         asked = []
@@ -79,15 +59,13 @@ def test_a_lone_request_waits_for_nobody(mock, gate):
     assert gate.batches == [[(1, 2)]]
 
 
-@both
-def test_while_the_engine_works_requests_queue_and_then_go_together(mock, gate, continuous):
-    lm = mock(continuous=continuous, steps=1) if continuous else mock()
+@pytest.mark.parametrize("options", [{}, {"continuous": True, "steps": 1}])
+def test_while_the_engine_works_requests_queue_and_then_go_together(mock, gate, options):
+    lm = mock(**options)
 
     async def ask():
         first = await busy(lm, gate, [0])
-        others = [asyncio.ensure_future(lm.next_token_logprobs([i])) for i in range(1, 10)]
-        for _ in range(5):
-            await asyncio.sleep(0)
+        others = await started(*(lm.next_token_logprobs([i]) for i in range(1, 10)))
         gate.open()
         await asyncio.gather(first, *others)
 
@@ -100,9 +78,7 @@ def test_newcomers_join_a_continuous_engine_between_its_steps(mock, gate):
 
     async def ask():
         first = await busy(lm, gate, [0])
-        second = asyncio.ensure_future(lm.next_token_logprobs([1]))
-        for _ in range(5):
-            await asyncio.sleep(0)
+        (second,) = await started(lm.next_token_logprobs([1]))
         gate.open()
         await asyncio.gather(first, second)
 
@@ -110,28 +86,12 @@ def test_newcomers_join_a_continuous_engine_between_its_steps(mock, gate):
     assert gate.batches == [[(0,)], [(0,), (1,)], [(0,), (1,)], [(1,)]]
 
 
-@both
-def test_equal_pending_requests_share_a_slot_and_own_their_rows(mock, gate, continuous):
-    lm = mock(cache_size=0, continuous=continuous)
-
-    async def ask():
-        return await asyncio.gather(*(lm.next_token_logprobs([5, 6]) for _ in range(4)))
-
-    first, *others = asyncio.run(ask())
-    assert gate.batches[0] == [(5, 6)]
-    assert lm.stats.dedup_hits == 3
-    first.zero_()
-    assert all(row.logsumexp(0).abs() < 1e-4 for row in others)
-
-
 def test_a_request_equal_to_one_under_way_is_answered_from_its_row(mock, gate):
     lm = mock()
 
     async def ask():
         first = await busy(lm, gate, [1])
-        second = asyncio.ensure_future(lm.next_token_logprobs([1]))
-        for _ in range(5):
-            await asyncio.sleep(0)
+        (second,) = await started(lm.next_token_logprobs([1]))
         gate.open()
         return await asyncio.gather(first, second)
 
@@ -141,14 +101,10 @@ def test_a_request_equal_to_one_under_way_is_answered_from_its_row(mock, gate):
     assert (lm.stats.requests, lm.stats.rows, lm.stats.cache_hits) == (2, 1, 1)
 
 
-@both
+@pytest.mark.parametrize("continuous", [False, True])
 def test_batch_size_caps_what_the_engine_has_in_hand(mock, gate, continuous):
     lm = mock(batch_size=4, continuous=continuous)
-
-    async def ask():
-        await lm.batch_next_token_logprobs([[i] for i in range(10)])
-
-    asyncio.run(ask())
+    lm.batch_next_token_logprobs_sync([[i] for i in range(10)])
     assert max(len(batch) for batch in gate.batches) == 4
     if not continuous:
         assert [len(batch) for batch in gate.batches] == [4, 4, 2]
@@ -185,66 +141,11 @@ def test_a_finished_batch_wakes_each_event_loop_once(mock, gate):
         assert runner.get_loop().wakeups == 2
 
 
-def test_two_event_loops_in_two_threads(mock):
-    lm = mock()
-    expected = lm.batch_next_token_logprobs_sync([[i] for i in range(40)])
-    lm.clear_cache()
-    both_ready = threading.Barrier(2)
-
-    def program(contexts):
-        async def ask():
-            both_ready.wait(30)
-            return await asyncio.gather(*(lm.next_token_logprobs([i]) for i in contexts))
-
-        return asyncio.run(ask())
-
-    with ThreadPoolExecutor(2) as pool:
-        low, high = pool.map(program, [range(25), range(15, 40)])
-    assert torch.equal(torch.stack(low), expected[:25])
-    assert torch.equal(torch.stack(high), expected[15:])
-
-
-def test_synchronous_requests_work_inside_a_running_loop(mock):
-    lm = mock()
-
-    async def ask():
-        pending = asyncio.ensure_future(lm.next_token_logprobs([1]))
-        await asyncio.sleep(0)  # it has asked, and its loop is now blocked by:
-        row = lm.next_token_logprobs_sync([2])
-        rows = lm.batch_next_token_logprobs_sync([[1], [2], [3]])
-        return row, rows, await pending
-
-    row, rows, pending = asyncio.run(ask())
-    assert torch.equal(rows[1], row)
-    assert torch.equal(rows[0], pending)
-
-
-def test_the_event_loop_runs_while_the_engine_works(mock, gate):
-    """The engine is held in the middle of a batch, and only the loop's own progress lets it go
-    on."""
-    lm = mock()
-
-    async def ask():
-        asked = await busy(lm, gate, [1])
-        gate.open()
-        return await asked
-
-    assert asyncio.run(ask()).shape == (258,)
-
-
-def test_one_loop_after_another(mock):
-    lm = mock()
-    for i in range(3):
-        asyncio.run(lm.next_token_logprobs([i]))
-    assert lm.stats.batches == 3
-
-
 def test_a_loop_closed_with_a_request_pending_harms_nobody(mock, gate):
     lm = mock()
     loop = asyncio.new_event_loop()
     gate.shut()
     task = loop.create_task(lm.next_token_logprobs([1]))
-    loop.run_until_complete(asyncio.sleep(0))
     loop.run_until_complete(asyncio.to_thread(gate.wait_entered))
     task.cancel()
     loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
@@ -283,8 +184,7 @@ def test_a_loop_whose_requests_were_withdrawn_has_nothing_left_to_do(mock):
     async def calls_of_some_passes():
         loop = asyncio.get_running_loop()
         before = loop.calls
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await submitted()
         return loop.calls - before
 
     async def ask():
@@ -302,24 +202,19 @@ def test_a_loop_whose_requests_were_withdrawn_has_nothing_left_to_do(mock):
 
 def test_an_empty_batch(mock):
     lm = mock()
-    assert lm.batch_next_token_logprobs_sync([]).shape == (0, 258)
-    assert asyncio.run(lm.batch_next_token_logprobs([])).shape == (0, 258)
     assert asyncio.run(lm.batch_sample([], 3, [])) == []
     torch.set_default_dtype(torch.float64)
     try:
-        assert lm.batch_next_token_logprobs_sync([]).dtype == torch.float32
+        rows = lm.batch_next_token_logprobs_sync([])
     finally:
         torch.set_default_dtype(torch.float32)
+    assert (rows.shape, rows.dtype) == ((0, 258), torch.float32)
 
 
 def test_stats_add_up(mock):
     lm = mock()
-
-    async def ask():
-        await asyncio.gather(*(lm.next_token_logprobs([i % 5]) for i in range(20)))
-        await asyncio.gather(*(lm.next_token_logprobs([i % 10]) for i in range(20)))
-
-    asyncio.run(ask())
+    for tokens in (5, 10):
+        gathered(*(lm.next_token_logprobs([i % tokens]) for i in range(20)))
     stats = lm.stats
     assert (stats.requests, stats.rows, stats.batches, stats.largest_batch) == (40, 10, 2, 5)
     assert stats.requests == stats.rows + stats.cache_hits + stats.dedup_hits
