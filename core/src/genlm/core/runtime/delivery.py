@@ -76,7 +76,7 @@ def another(error: Exception) -> Exception:
     try:
         own = copy.copy(error)
         same = str(own) == str(error)
-    except Exception:  # some classes cannot be made from their ``args``, or not be shown
+    except Exception:  # some classes cannot be made from their ``args``, or have no text
         return error
     own.__cause__ = error.__cause__
     return own if same else error

@@ -134,7 +134,8 @@ class IsolatedSteps(Generic[R, A]):
         return "" if self._failure is None else f" (it did: {describe_error(self._failure)})"
 
     def _failed(self, requests: Sequence[R], error: Exception) -> Outcomes[R, A]:
-        """A step raised, and the engine has dropped ``requests``: all are suspects."""
+        """A step raised, and the engine has dropped ``requests``: one alone failed, several are
+        suspects."""
         self._failure = error
         for request in requests:
             self._in_flight.pop(request, None)

@@ -49,12 +49,12 @@ class LoadedEngine:
     Args:
         engine: What ``genlm_load`` returned.
         backend: The backend's name, for messages.
-        wrappers: Objects that process rows, in this order, or observe hooks, of which the last
-            one is the outermost.
-        timeline: Receives the time in the evaluation hooks, and the time that their rows take.
+        wrappers: Objects that process rows, in this order, or observe hooks; the last one is
+            outermost.
+        timeline: Receives the time in the evaluation hooks, and the time for their rows.
 
     Raises:
-        PluginError: the engine lacks an attribute or has a misspelt hook or none that evaluates.
+        PluginError: the engine lacks an attribute, has a misspelt hook, or no hook that evaluates.
         VocabularyError: the tokenizer's tokens have no byte strings.
     """
 
@@ -87,12 +87,12 @@ class LoadedEngine:
                 "genlm_step"
             )
         processes = bool(implementations_of(manager, PROCESSOR))
-        #: By which hook the engine draws and scores itself. With processors it does not: what it
-        #: drew would not be of their rows.
+        #: By which hook the engine draws and scores itself. With processors it does not: its draws
+        #: would not be from their rows.
         self._native = {} if processes else self._native_hooks()
         called = {evaluates, *self._native.values(), *([PROCESSOR] if processes else ())}
         check_observers(manager, self._owner, evaluates, called)
-        #: Whether it takes back requests in its steps.
+        #: Whether its steps drop requests.
         self.drops = self.supports("genlm_step", "dropped")
         self.tokenizer = engine.tokenizer
         self.vocab_size = engine.vocab_size
@@ -107,7 +107,7 @@ class LoadedEngine:
         self._results = Results(
             self._owner, self.vocab_size, self.width, self._calls.process if processes else None
         )
-        # Of requests in flight: with these a wrapper interfered.
+        # Errors of requests in flight whose answers a wrapper changed.
         self._faults: dict[Request, Exception] = {}
 
     def _close_refused(self, engine: object) -> None:
@@ -125,7 +125,7 @@ class LoadedEngine:
 
     @property
     def model(self) -> Any:
-        """Raises: ModelClosedError: the engine has been let go."""
+        """Raises: ModelClosedError: the engine has been released."""
         model = self._model
         if self.closed:
             raise ModelClosedError(
@@ -190,8 +190,7 @@ class LoadedEngine:
     # --- evaluation -------------------------------------------------------------------------------
 
     def next_token_logprobs(self, queries: Sequence[Query]) -> list[Any]:
-        """For each query a row of its own over the tokenizer's vocabulary, or the exception that
-        it met."""
+        """For each query its own row over the tokenizer's vocabulary, or its exception."""
         with self._timeline.stage("engine", queries=len(queries)):
             rows = self._calls.call("genlm_next_token_logprobs", queries=queries)
         with self._timeline.stage("alignment"):
@@ -204,8 +203,8 @@ class LoadedEngine:
         scores: Sequence[ScoreRequest] = (),
         dropped: Sequence[Request] = (),
     ) -> list[tuple[Request, Any]]:
-        """Advance a continuous engine; what it finished: each request with its result, or with the
-        exception that it met."""
+        """Advance a continuous engine; return what it finished: each request with its result or its
+        exception."""
         newcomers = len(queries) + len(samples) + len(scores)
         try:
             with self._timeline.stage("engine", newcomers=newcomers):
@@ -225,7 +224,7 @@ class LoadedEngine:
         return [(request, self._faults.pop(request, result)) for request, result in results]
 
     def wake(self) -> None:
-        """Make the step under way return early, if the engine can. On any thread."""
+        """Make the current step return early, if the engine can. On any thread."""
         try:
             self._calls.call("genlm_wake")
         except Exception:
@@ -268,7 +267,7 @@ class LoadedEngine:
         self._calls.call("genlm_remove_lora", adapter=adapter)
 
     def close(self) -> None:
-        """End the engine and let go of it, so that its memory is free however long this object is
+        """End the engine and release it, so that its memory is free even while this object is
         kept."""
         try:
             self._calls.call("genlm_close")

@@ -41,7 +41,7 @@ TRIE: Mapping[str, str] = {
 
 
 def missing_attribute(owner: object, name: str, replaced: Mapping[str, str]) -> AttributeError:
-    """The error for an attribute that ``owner`` lacks. It says what replaced one of 0.3."""
+    """The error for an attribute that ``owner`` lacks. For one of 0.3, it says what replaced it."""
     kind = type(owner).__name__
     if name in replaced:
         message = f"{kind!r} has no attribute {name!r}, as it had in genlm-backend 0.3"

@@ -1,4 +1,4 @@
-"""The request queue: what has been asked, and has not been taken by the engine thread yet."""
+"""The request queue: requests that the engine thread has not taken yet."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Waiting = asyncio.Future[A] | concurrent.futures.Future[A]
 #: Requests, in the order asked, each with its callers.
 Pending = dict[R, list[Waiting[A]]]
 
-#: The most passes of an event loop that a gathering lasts while each adds something. Particles that
-#: start together, or in waves a pass apart, are all there after a few tens; a loop that asks
-#: something new in every pass is never done.
+#: The most passes of an event loop for one gathering, while each adds a request. Particles that
+#: start together, or in waves one pass apart, have all asked after a few tens of passes; a loop
+#: that asks in every pass never ends.
 PASSES = 100
 
 
@@ -51,7 +51,7 @@ ROWS = Lane("rows")
 
 @define(eq=False)
 class Gathering(Generic[R, A]):
-    """What one event loop has asked since its last quiet pass."""
+    """What one event loop has asked since its last pass without a new request."""
 
     pending: Pending[R, A] = Factory(dict)
     asked: int = 0
@@ -91,12 +91,12 @@ class RequestQueue(Generic[R, A]):
     """Requests and tasks in the order asked; equal requests share a place. The batcher calls it
     under its lock.
 
-    What may be in flight together is a lane. Within a lane the order is that of asking. Between
-    lanes it is turns: while requests of one lane are in flight, more of that lane may join, until
-    one of another lane waits. So no request is passed over for ever. A task waits for everything
-    asked before it, and everything asked after it waits for the task.
+    Requests that may be in flight together are a lane. Within a lane the order is that of asking.
+    Lanes take turns: while requests of one lane are in flight, more of that lane may join, until a
+    request of another lane waits. So no request waits for ever. A task waits for everything asked
+    before it, and everything asked after it waits for the task.
 
-    Taking a request costs the same however many wait.
+    Taking a request costs the same for any number that wait.
 
     Args:
         limit: The most requests in flight; ``None`` means no limit.
@@ -111,7 +111,7 @@ class RequestQueue(Generic[R, A]):
         self._timeline = timeline
         self._counters = counters
         self._gatherings: dict[asyncio.AbstractEventLoop, Gathering[R, A]] = {}
-        # What the engine thread has not looked at yet. It looks no further than the first task.
+        # Not sorted yet. Sorting stops at the first task.
         self._arrived: deque[Pending[R, A] | Task[Any]] = deque()
         # Requests before that task. The lane whose turn it is comes first.
         self._lanes: dict[Lane, OrderedDict[R, list[Waiting[A]]]] = {}
@@ -146,8 +146,8 @@ class RequestQueue(Generic[R, A]):
             self._counters.dedup_hits += 1
 
     def passed(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """A pass of the event loop is over. ``True`` if another one must be waited for, because
-        this one added something to what does not fill a batch yet."""
+        """A pass of the event loop is over. ``True`` if another pass must be waited for: this one
+        added a request, and the batch is not full."""
         gathering = self._gatherings.get(loop)
         if gathering is None:
             return False
@@ -180,8 +180,8 @@ class RequestQueue(Generic[R, A]):
     # --- what goes out ----------------------------------------------------------------------------
 
     def full(self) -> bool:
-        """Whether a batch that begins now would not grow by waiting: it has its limit, or
-        something that cannot join it waits too."""
+        """Whether a batch that begins now would not grow by waiting: it is full, or something that
+        cannot join it also waits."""
         self.sort({})
         return bool(self._arrived) or len(self._lanes) != 1 or self._fills(*self._lanes.values())
 
@@ -202,12 +202,12 @@ class RequestQueue(Generic[R, A]):
                     self._counters.dedup_hits += len(asked)
 
     def take(self, running: Pending[R, A], dropping: bool) -> Task[Any] | list[R]:
-        """What is next of what has been sorted: a task, alone and when nothing is running; or
-        requests, now in ``running``, that may join what is.
+        """What is next: a task, alone and when nothing is running; or requests that may join those
+        in flight, now in ``running``.
 
         Args:
             running: What is in flight.
-            dropping: Whether the engine still has requests that are to be dropped in the next step.
+            dropping: Whether the engine still has requests that the next step will drop.
         """
         newcomers: list[R] = []
         if self._lanes and not (running or dropping):
@@ -220,7 +220,7 @@ class RequestQueue(Generic[R, A]):
         return newcomers
 
     def _admit(self, lane: Lane, running: Pending[R, A]) -> list[R]:
-        """Move requests of one lane into ``running``, as many as fit, and return those."""
+        """Move requests of one lane into ``running``, as many as fit, and return them."""
         newcomers: list[R] = []
         taken = self._timeline.clock()
         pending = self._lanes.pop(lane)
@@ -232,18 +232,18 @@ class RequestQueue(Generic[R, A]):
                 running[request] = waiting
                 newcomers.append(request)
         if pending:
-            self._lanes[lane] = pending  # behind the others: it is their turn
+            self._lanes[lane] = pending  # last: it is the other lanes' turn
         if newcomers:
             self._in_flight = lane
             self._timeline.add("queue", self._queued_since, requests=len(newcomers))
-            self._queued_since = taken  # of those left behind, if any
+            self._queued_since = taken  # of the requests left in the queue, if any
         return newcomers
 
     def withdraw(self, tasks: bool = True) -> list[Waiting[Any]]:
         """Take back all requests; with ``tasks`` the tasks too."""
         for loop in list(self._gatherings):
             self.release(loop)
-        # At once, for a signal handler may look at any line.
+        # At once, because a signal handler may read it at any line.
         lanes, arrived, self._lanes, self._arrived = self._lanes, self._arrived, {}, deque()
         withdrawn: list[Waiting[Any]] = []
         for item in (*lanes.values(), *arrived):

@@ -18,7 +18,7 @@ Process = Callable[[Sequence[Query], "torch.Tensor"], "torch.Tensor"]
 
 
 class Results:
-    """Makes what an engine returned into what callers get.
+    """Turns what an engine returned into what callers get.
 
     Args:
         owner: The engine, for messages.
@@ -41,8 +41,8 @@ class Results:
         return self._own(queries, self._align(rows))
 
     def of_step(self, answers: Sequence[Answer]) -> list[tuple[Request, Any]]:
-        """Each request with its result, or with the exception that it met or that says what is
-        wrong with its result. Rows come first."""
+        """Each request with its result or its exception, which may say what is wrong with the
+        result. Rows come first."""
         queries: list[Query] = []
         rows: list[torch.Tensor] = []
         others: list[tuple[Request, Any]] = []
@@ -89,7 +89,7 @@ class Results:
             return error
 
     def _own(self, queries: Sequence[Query], rows: torch.Tensor | list[torch.Tensor]) -> list[Any]:
-        """Rows as callers get them, each in memory of its own."""
+        """Rows as callers get them, each in its own memory."""
         import torch
 
         if self._process is not None:
@@ -150,7 +150,7 @@ def wrong_tensor(rows: Any, shape: tuple[int, ...]) -> str | None:
 
 
 def _unbound(rows: torch.Tensor) -> list[torch.Tensor]:
-    """Each row in memory of its own."""
+    """Each row in its own memory."""
     import torch
 
     own: Any = torch.unbind_copy(rows)  # type: ignore[func-returns-value]  # so its stub says

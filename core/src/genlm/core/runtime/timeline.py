@@ -1,4 +1,4 @@
-"""Where the time goes: the seconds of every stage, always; every span of it too, while a trace is
+"""Where the time goes: the seconds of every stage, and every single span while a trace is
 recorded."""
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from genlm.core.errors import InvalidInputError
 
 Future = asyncio.Future[Any] | concurrent.futures.Future[Any]
 
-#: The stages of a request's way, in order; each is a ``..._seconds`` of
-#: :class:`~genlm.core.types.Stats`.
+#: The stages of a request, in order; each is a ``..._seconds`` of :class:`~genlm.core.types.Stats`.
 STAGES = ("queue", "engine", "alignment", "caching", "delivery")
 
 
 class Timeline:
-    """Adds up the seconds of every stage, and passes the spans on to a trace where there is one.
-    For any thread.
+    """Adds up the seconds of every stage, and passes the spans to a trace, if there is one. For any
+    thread.
 
     Args:
         describe: What a trace says of a request: names and JSON values.
@@ -42,8 +41,8 @@ class Timeline:
         self.clock = clock
         self.trace: Trace | None = None
         self._describe = describe
-        # By thread too, so that each writes its own alone and needs no lock: a signal handler would
-        # wait for ever for one that the code under it holds, and a forked child for one that a
+        # By thread too: each writes only its own and needs no lock. A signal handler would wait for
+        # ever for a lock held by the code that it interrupted, and a forked child for one that a
         # thread of its parent held.
         self._spent: dict[tuple[int, str], float] = {}
 
@@ -59,7 +58,7 @@ class Timeline:
         return Span(self, name, about)
 
     def add(self, stage: str, began: float, **about: Any) -> None:
-        """A stage that began then has ended now."""
+        """A stage that began at ``began`` has ended now."""
         ended = self.clock()
         mine = threading.get_ident(), stage
         self._spent[mine] = self._spent.get(mine, 0.0) + (ended - began)
@@ -104,10 +103,10 @@ BETWEEN_THREADS = ("queue", "delivery")
 
 class Trace:
     """Records while its ``with`` block runs, and then writes what Perfetto
-    (https://ui.perfetto.dev) and ``chrome://tracing`` show. It is kept in memory until then: about
-    half a kilobyte for each request.
+    (https://ui.perfetto.dev) and ``chrome://tracing`` show. The trace is kept in memory until then:
+    about half a kilobyte for each request.
 
-    Source: the "Trace Event Format" that both read. What one thread does is a complete event;
+    Source: the "Trace Event Format" that both read. The work of one thread is a complete event;
     requests, and stages between two threads, overlap, so they are asynchronous events.
 
     Args:

@@ -13,13 +13,13 @@ from genlm.core.engines.segments import Row, Segment, Trunk
 class Resize:
     """Change the size of the table.
 
-    Reads and writes every row. Rows need not be whole if this fails: then all are lost.
+    Reads and writes every row. If this fails, rows may be incomplete: then all are lost.
 
     Attributes:
         rows, columns: The new size.
-        kept: The rows that stay. Slot ``kept[i]`` becomes slot ``i``; the columns that the new size
-            has are kept. Everything else must be finite, such as zero: masked columns take part in
-            products.
+        kept: The rows that stay. Slot ``kept[i]`` becomes slot ``i``; its columns are kept up to
+            the new size. Everything else must be finite, for example zero: masked columns take part
+            in products.
     """
 
     rows: int
@@ -29,7 +29,7 @@ class Resize:
 
 @frozen
 class NewTrunk:
-    """Take memory for all positions of a trunk, and store it as ``trunk.layers``."""
+    """Allocate memory for all positions of a trunk, and store it as ``trunk.layers``."""
 
     trunk: Trunk
 
@@ -48,9 +48,9 @@ class Fork:
     """Copy the first columns of rows to other rows, pair by pair.
 
     Attributes:
-        sources: What is read; none of them is a target.
-        targets: What is written.
-        columns: How many columns any of them needs.
+        sources: The rows to read; none of them is a target.
+        targets: The rows to write.
+        columns: The most columns that one of them needs.
     """
 
     sources: tuple[Row, ...]
@@ -70,7 +70,7 @@ class Shift:
 @frozen
 class Join:
     """Put the first ``size`` positions of the trunk below in front of those of ``trunk``. If this
-    fails, ``trunk`` must be as before."""
+    fails, ``trunk`` must be unchanged."""
 
     trunk: Trunk
     below: Trunk
@@ -102,6 +102,6 @@ class Table(Protocol):
         """The most positions that rows and trunks may take together.
 
         Args:
-            used: What the batch in front and pinned contexts take of them. Beside longer rows that
-                may be up to twice what they need, since rows are all as long.
+            used: What the current batch and pinned contexts take. If there are longer rows, this
+                may be up to twice what they need, because all rows have the same length.
         """

@@ -17,18 +17,18 @@ class Placement(Generic[A]):
     """Where a sequence runs.
 
     Attributes:
-        index: Which of the sequences asked.
+        index: The number of the sequence among those asked.
         sequence: The sequence.
-        start: The first position to compute; all before it are there already.
-        row: The row that the sequence ends in; ``None`` where it ends in ``trunk``.
+        start: The first position to compute; all before it are already there.
+        row: The row that the sequence ends in; ``None`` if it ends in ``trunk``.
         trunk: A trunk that is computed for this sequence, before the row.
-        continued: Whether the row was there before, with a beginning of this sequence.
-        kept: Whether the sequence's state is kept; else its context is there already.
-        found: What it starts from.
-        parent: What its first new segment stands on.
+        continued: Whether the row already held a prefix of this sequence.
+        kept: Whether the sequence's state is kept; if not, its context is already there.
+        found: The segment that it starts from.
+        parent: The segment that its first new segment stands on.
         base: The first position of that segment.
         source: What positions ``base`` to ``start`` are copied from.
-        cut: Where the new trunk stops; ``base`` where there is none.
+        cut: Where the new trunk stops; ``base`` if there is none.
     """
 
     index: int
@@ -64,8 +64,8 @@ class Placement(Generic[A]):
         return self.sequence.length - max(self.base, self.cut)
 
     def segments(self, start: int, stop: int) -> list[tuple[Segment, int, int]]:
-        """Where positions ``start`` to ``stop`` (exclusive) go: segments, each with the positions
-        that it takes, again from a start to a stop."""
+        """Where positions ``start`` to ``stop`` (exclusive) go: segments, each with the start and
+        stop of its positions."""
         found: list[tuple[Segment, int, int]] = []
         if self.trunk is not None and start < self.trunk.stop:
             found.append((self.trunk, start, min(stop, self.trunk.stop)))

@@ -18,25 +18,25 @@ A = TypeVar("A", bound=KeyedSequence)
 
 
 class Planner(Generic[A]):
-    """Keeps the state of contexts as a tree of segments, within a budget, least recently used first
-    out.
+    """Keeps the state of contexts as a tree of segments, within a budget. The least recently used
+    is dropped first.
 
     A sequence starts from the kept context that shares the longest prefix with it. If it extends
-    that context, or ends within its row, it runs in that very row, and nothing is copied. Else it
-    is a fork: a long shared prefix is (or becomes) a trunk, a short one is copied to a new row. A
-    row's state is valid up to its key. What lies beyond is never read, so a batch that fails
-    leaves the tree sound.
+    that context, or ends within its row, it runs in the same row, and nothing is copied. Else it is
+    a fork: a long shared prefix is (or becomes) a trunk, a short one is copied to a new row. A
+    row's state is valid up to its key. Positions beyond the key are never read, so a failed batch
+    leaves the tree correct.
 
     An engine asks for :meth:`batches`, computes each, and commits what it has computed. What it
     does not commit is given up.
 
     Args:
-        table: What carries out commands.
-        worth: The numbers that sharing is weighed with.
-        shares: Whether prefixes may be shared; else every context has a row of its own.
+        table: Carries out commands.
+        worth: The numbers for decisions on sharing.
+        shares: Whether prefixes may be shared; else every context has its own row.
 
     Attributes:
-        tree: What there is.
+        tree: What is kept.
     """
 
     def __init__(self, table: Table, worth: Worth | None = None, shares: bool = True) -> None:
@@ -46,12 +46,12 @@ class Planner(Generic[A]):
         self.tree = Tree()
         self._room = Room(self.tree, table, self._worth)
         self._trunks = Trunks(self.tree, self._room, table, self._worth)
-        self._running: list[Placement[A]] = []  # the batch that is not settled yet
+        self._running: list[Placement[A]] = []  # the batch that is neither committed nor given up
 
     # --- what is known ----------------------------------------------------------------------------
 
     def fits(self, length: int) -> bool:
-        """Whether a context of this length can be kept beside the pinned ones."""
+        """Whether a context of this length can be kept besides the pinned ones."""
         if self._shares and length >= self._worth.trunk:
             return self._room.has(Needs(trunks=length))
         return self._room.has(Needs(rows=1, columns=self._worth.columns(length)))
@@ -59,11 +59,11 @@ class Planner(Generic[A]):
     def known(self, sequence: KeyedSequence) -> int:
         """How many leading tokens of a sequence need not be computed."""
         if prefix_of(sequence.key, sequence.latest_start) in self.tree.index:
-            return sequence.latest_start  # as a rule, and found faster
+            return sequence.latest_start  # the usual case, and faster
         return min(self.tree.nearest(sequence.key)[1], sequence.latest_start)
 
     def together(self) -> Together[Any]:
-        """What further sequences cost beside those of a batch."""
+        """What further sequences cost in a batch with these."""
         return Together(self._worth.waiting)
 
     # --- batches ----------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ class Planner(Generic[A]):
         and :meth:`commit` each batch before the next one.
 
         Raises:
-            Exception: the table's; what it was about to place is not placed.
+            Exception: the table's; the current batch is not placed then.
         """
         left = list(range(len(sequences)))
         while left and (batch := self.place([sequences[at] for at in left])):
@@ -84,8 +84,8 @@ class Planner(Generic[A]):
             yield batch
 
     def place(self, sequences: Sequence[A]) -> list[Placement[A]]:
-        """Place as many of some distinct sequences as fit together, less those that should wait for
-        one of these: the first at least, if it :meth:`fits`.
+        """Place as many of some distinct sequences as fit together, without those that should wait
+        for one of these: at least the first, if it :meth:`fits`.
 
         Raises:
             Exception: the table's; nothing is placed then.
@@ -100,7 +100,7 @@ class Planner(Generic[A]):
                 batch = self._planned(sequences, now, shared)
             if self._begin(batch):
                 return batch
-            if len(now) == 1:  # not even beside its own source: start from nothing
+            if len(now) == 1:  # not even with its own source: start from nothing
                 batch = [self._with_trunk(Placement(now[0], sequences[now[0]]), [])]
                 return batch if self._begin(batch) else []
             now = now[: len(now) // 2]
@@ -116,7 +116,7 @@ class Planner(Generic[A]):
         self._give_up([one for one in self._running if one not in wanted])
         computed = [one for one in self._running if one in wanted]
         self._running = []
-        for one in computed:  # first all: the new key of one may be the old key of another
+        for one in computed:  # all of these first: the new key of one may be the old key of another
             if one.kept and one.continued and one.row is not None:
                 self.tree.rename(one.row, one.sequence.key)
         for one in computed:
@@ -129,20 +129,20 @@ class Planner(Generic[A]):
                 self.tree.discard(one.row)
         ends = [one.end if one.kept else one.found for one in computed]
         staying = [end for end in ends if end is not None]
-        for one in computed:  # last: it drops what is kept, and may fail
+        for one in computed:  # last: it drops kept state, and may fail
             trunk = self.tree.index.get(one.trunk.key) if one.trunk is not None else None
             if isinstance(trunk, Trunk):
                 self._trunks.shorten(trunk, staying)
 
     def abandon(self) -> None:
-        """Give up the batch that is not committed, if there is one. What is asked of the planner
-        next does so, too."""
+        """Give up the batch that is not committed, if there is one. Any later call of the planner
+        does this too."""
         batch, self._running = self._running, []
         self._give_up(batch)
 
     def _give_up(self, batch: Sequence[Placement[A]]) -> None:
-        """Give back new segments, and overwrite what was written into rows, which may be no
-        numbers: a masked column still takes part in products."""
+        """Free new segments, and overwrite what was written into rows: it may be nan, and a masked
+        column still takes part in products."""
         for one in batch:
             if one.row is not None and not one.continued:
                 self.tree.discard(one.row)
@@ -202,8 +202,9 @@ class Planner(Generic[A]):
     # --- planning ---------------------------------------------------------------------------------
 
     def _leaders(self, sequences: Sequence[A]) -> tuple[list[int], dict[int, list[int]]]:
-        """Those to compute now; the others wait, because one of these computes much of what they
-        need. For some of them: how many leading tokens each that waits for it shares."""
+        """The sequences to compute now; the others wait, because one of these computes much of what
+        they need. For some of them, also how many leading tokens each sequence that waits for it
+        shares."""
         now: list[int] = []
         shared: dict[int, list[int]] = {}
         together: Together[int] = self.together()
@@ -235,7 +236,7 @@ class Planner(Generic[A]):
         return batch
 
     def _plan(self, one: Placement[A], taken: set[Segment], cuts: Sequence[int]) -> Placement[A]:
-        """Where it runs: in a row that is there, on a trunk, or in a new row with a copy."""
+        """Where it runs: in an existing row, on a trunk, or in a new row with a copy."""
         sequence = one.sequence
         found, common = self.tree.nearest(sequence.key)
         one.found, one.start = found, min(common, sequence.latest_start)
@@ -255,7 +256,7 @@ class Planner(Generic[A]):
         return self._with_trunk(one, cuts)
 
     def _with_trunk(self, one: Placement[A], cuts: Sequence[int]) -> Placement[A]:
-        """Give a new context a trunk of its own to where others will fork, or to its end if it is
+        """Give a new context its own trunk up to where others will fork, or to its end if it is
         long."""
         one.cut = one.base
         if self._shares and one.kept:
@@ -267,7 +268,7 @@ class Planner(Generic[A]):
         return one
 
     def _set_apart(self, batch: Sequence[Placement[A]]) -> None:
-        """Give trunks of their own to the few new contexts that would make all rows longer."""
+        """Give the few new contexts that would make all rows longer their own trunks."""
         tails: list[tuple[int, Placement[A] | None]] = [(row.size, None) for row in self.tree.rows]
         tails += [(one.tail, one) for one in batch if one.needs_row or one.continued]
         for outlier in self._worth.outliers_of(tails):
@@ -287,7 +288,7 @@ class Planner(Generic[A]):
     # --- carrying out -----------------------------------------------------------------------------
 
     def _begin(self, batch: Sequence[Placement[A]]) -> bool:
-        """Make room for a batch, take segments, and copy to them what is known; ``False`` if it
+        """Make room for a batch, take segments, and copy known positions to them; ``False`` if it
         does not fit."""
         if not self._room.make(self._needs(batch)):
             return False
@@ -317,7 +318,7 @@ class Planner(Generic[A]):
             one.row = self.tree.new_row(key, parent, base)
 
     def _copy(self, batch: Sequence[Placement[A]]) -> None:
-        """Copy what is known to new segments: the forks of rows together."""
+        """Copy known positions to new segments: the forks of rows together."""
         forks: list[tuple[Row, Row, int]] = []
         for one in batch:
             size, source, target = one.start - one.base, one.source, one.trunk or one.row

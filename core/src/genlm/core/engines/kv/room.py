@@ -1,4 +1,4 @@
-"""Room: what goes when the budget is spent, and how large the table is."""
+"""Room: what is dropped when the budget is spent, and how large the table is."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ logger = get_logger()
 
 @define(eq=False)
 class Needs:
-    """What a batch takes.
+    """The room that a batch takes.
 
     Attributes:
         rows: New rows.
-        columns: Of the longest row, new or continued.
+        columns: The columns of the longest row, new or continued.
         computed: The positions that are computed for rows.
         trunks: The positions of new trunks.
-        protected: What must stay.
+        protected: Segments that must stay.
     """
 
     rows: int = 0
@@ -36,11 +36,11 @@ class Needs:
 
 
 class Room:
-    """Keeps rows and trunks within the budget, least recently used first out.
+    """Keeps rows and trunks within the budget. The least recently used is dropped first.
 
     Args:
-        tree: What there is.
-        table: What carries out commands, and says what the budget is.
+        tree: What is kept.
+        table: Carries out commands, and says what the budget is.
         worth: The numbers.
     """
 
@@ -50,14 +50,14 @@ class Room:
         self._worth = worth
 
     def has(self, needs: Needs) -> bool:
-        """Whether there is room, once all that is neither needed nor pinned has gone."""
+        """Whether there is room after dropping all that is neither needed nor pinned."""
         rows, columns, trunks = self._taken(needs)
         used = rows * columns + trunks
         return used <= self._table.limit(used)
 
     def make(self, needs: Needs) -> bool:
-        """Drop what was used least recently until the batch fits, and resize the table; ``False``
-        if it cannot fit."""
+        """Drop the least recently used until the batch fits, and resize the table; ``False`` if it
+        cannot fit."""
         rows, least, trunks = self._taken(needs)
         used = rows * least + trunks
         if used > self._table.limit(used):
@@ -65,8 +65,8 @@ class Room:
         tree = self._tree
         sizes = Counter(self._worth.columns(row.size) for row in tree.rows)
         columns, count = max(needs.columns, *sizes, 0), sizes.total() + needs.rows
-        # Beside long rows a batch of short ones takes more, since rows are all as long. Beyond
-        # twice as much, it would be better without them.
+        # With long rows in the table a batch of short ones takes more, because all rows have the
+        # same length. If that is more than twice as much, the long rows should go.
         limit = self._table.limit(rows * max(least, min(columns, 2 * needs.columns)) + trunks)
         room = limit - tree.trunk_positions - needs.trunks
         dropped = True
@@ -94,12 +94,12 @@ class Room:
         self._resize(len(rows), self._worth.columns(max((row.size for row in rows), default=0)))
 
     def clear(self) -> None:
-        """Drop everything, and give the memory back."""
+        """Drop everything, and free the memory."""
         self._tree.clear()
         self._table.do(Resize(0, 0, ()))
 
     def lose(self, error: BaseException) -> None:
-        """Drop everything, because an error has left state that is not whole."""
+        """Drop everything, because an error has left incomplete state."""
         tree = self._tree
         pinned = sum(one.pinned for one in tree.index.values())
         logger.warning("kv.lost", rows=len(tree.rows), pinned=pinned, reason=describe_error(error))
@@ -118,8 +118,8 @@ class Room:
     def _fit(self, rows: int, columns: int, room: int) -> None:
         """Give the table at least ``rows`` rows of ``columns``, at most ``room`` positions in all.
 
-        Allocating memory is slow, so some more rows are allocated where the budget allows it: forks
-        find their rows there already.
+        Allocating memory is slow, so some more rows are allocated if the budget allows it: later
+        forks use them.
         """
         tree, step = self._tree, self._worth.step
         too_large = tree.slots * tree.columns > room
@@ -129,17 +129,17 @@ class Room:
         wider = self._worth.columns(columns + columns // 8)
         if columns > tree.columns and columns >= 8 * step and rows * wider <= room:
             wide = wider
-        # Many where they are short, so that rows of any length have about as much to spare.
+        # More rows if they are short, so that the spare memory is about the same for any length.
         more = min(rows // 2, max(rows // 8, rows * step // max(wide, 1)))
         spare = rows if too_large else max(rows + more, tree.slots)
         self._resize(max(rows, min(spare, room // max(wide, 1))), wide)
 
     def _resize(self, slots: int, columns: int) -> None:
-        """Resize the table, rows moved to its front."""
+        """Resize the table, and move rows to its front."""
         kept = sorted(self._tree.rows, key=lambda row: row.slot)
         try:
             self._table.do(Resize(slots, columns, tuple(row.slot for row in kept)))
-        except BaseException as error:  # with some layers moved and others not, no row is whole
+        except BaseException as error:  # with only some layers moved, no row is complete
             self.lose(error)
             raise
         self._tree.resized(slots, columns, kept)

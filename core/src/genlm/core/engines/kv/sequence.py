@@ -1,4 +1,4 @@
-"""A sequence of tokens to run through a model, and the rows wanted of it."""
+"""A sequence of tokens to run through a model, and the wanted rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TokenSequence:
     Attributes:
         tokens: The whole context; at least one token.
         adapter: The LoRA adapter; ``None`` is the base model.
-        keep: For how many of the last positions logits are wanted.
+        keep: How many of the last positions need logits.
         key: See :func:`~genlm.core.engines.prefixes.key_of`.
     """
 

@@ -1,4 +1,4 @@
-"""What is worth sharing, what is worth a copy, and what is worth waiting for."""
+"""When to share, when to copy, and when to wait."""
 
 from __future__ import annotations
 
@@ -32,25 +32,27 @@ class KeyedSequence(Protocol):
 
 @frozen
 class Worth:
-    """The numbers that sharing is weighed with, in positions unless noted.
+    """The numbers for decisions on sharing, in positions unless noted.
 
     Attributes:
         step: Columns are allotted in steps of this many.
-        waiting: A sequence waits for another one of the batch that computes at least this many
-            tokens that both need.
+        waiting: A sequence waits for another one of the batch if that computes at least this many
+            tokens for both.
         sharing: Forks share their parent's state as a trunk if it saves this many positions,
-            counted once for each fork. Fewer are copied: a trunk is another product in every layer
-            of every forward, which costs as much as attention over this many positions in rows.
-        product: One more context shares the beginning of a trunk if that has at least this many.
-        trunk: A new context with at least this many positions of its own gets a trunk of its own:
-            rows are all as long as the longest.
-        waste: The table may take this many times the positions that are in it; then the longest
+            counted once for each fork. Fewer are copied: a trunk needs one more product in every
+            layer of every forward, which costs as much as attention over this many positions in
+            rows.
+        product: One more context shares the first positions of a trunk if they are at least this
+            many.
+        trunk: A new context with at least this many own positions gets its own trunk, because all
+            rows are as long as the longest.
+        waste: The table may take up to this many times the positions in it; if more, the longest
             rows become trunks.
-        spare: Each row may take this many besides.
-        collecting: What rows have in common becomes a trunk, to save memory, if it has at least
+        spare: Each row may take this many more.
+        collecting: The common prefix of rows becomes a trunk, to save memory, if it has at least
             this many.
         outliers: The most rows that become trunks because they are longer than the others.
-        path: The most trunks below a context, as a rule.
+        path: The most trunks below a context, usually.
     """
 
     step: int = 32
@@ -74,10 +76,10 @@ class Worth:
         return with_others or start - trunk.start >= self.product
 
     def outliers_of(self, tails: Iterable[tuple[int, T]]) -> list[T]:
-        """The few long ones without which rows would not be much longer than what is in them.
+        """The few long rows that make all rows much longer than their contents.
 
         Args:
-            tails: The size of each row, and whose it is.
+            tails: The size of each row, and its owner.
         """
         ordered = sorted(tails, key=lambda one: one[0], reverse=True)
         total = sum(size for size, _ in ordered)
@@ -93,10 +95,10 @@ class Worth:
 
 
 class Together(Generic[T]):
-    """Sequences that are computed together, and what a further one would cost beside them.
+    """Sequences that are computed together, and what one more would cost.
 
     Args:
-        waiting: See :class:`Worth`; infinite where none waits for another.
+        waiting: See :class:`Worth`; infinite if none waits for another.
     """
 
     def __init__(self, waiting: float) -> None:
@@ -112,7 +114,7 @@ class Together(Generic[T]):
 
     def leader(self, sequence: KeyedSequence, known: int) -> tuple[T | None, int]:
         """Which of them a sequence should wait for, if any, and how many of its leading tokens it
-        need not compute then; ``known`` of them are there already."""
+        then need not compute; ``known`` of these are already there."""
         nearest, common = self._index.nearest(sequence.key)
         shared = min(tokens_in(common), sequence.latest_start)
         if nearest is None or shared - known < self._waiting:
@@ -120,13 +122,13 @@ class Together(Generic[T]):
         return self._index[nearest], shared
 
 
-#: Rows that stand side by side on the same trunk, in the order of their keys, and how many of their
-#: first positions two neighbours have in common.
+#: Rows on the same trunk, in the order of their keys, and how many first positions each two
+#: neighbours have in common.
 Family = tuple[list[Row], list[int]]
 
 
 def families_of(rows: Iterable[Row]) -> list[Family]:
-    """Rows by the place that they stand on, and what they have in common beyond it."""
+    """Rows by the place that they stand on, and their common positions after it."""
     families: dict[tuple[Trunk | None, int], list[Row]] = {}
     for row in sorted(rows, key=lambda row: row.key):
         families.setdefault((row.parent, row.start), []).append(row)
@@ -137,11 +139,11 @@ def families_of(rows: Iterable[Row]) -> list[Family]:
 
 
 def best_part(family: Family) -> tuple[int, list[Row], int]:
-    """The part of some rows that is worth most as a trunk: how many copies it saves, the rows, and
+    """The common part of rows that saves most as a trunk: how many copies it saves, the rows, and
     the position where it stops."""
     rows, shared = family
     saved, first, last, size = 0, 0, 0, 0
-    rising: list[tuple[int, int]] = []  # the first row, and what has been common since then
+    rising: list[tuple[int, int]] = []  # the first row, and what is common from there on
     for at, common in enumerate([*shared, 0]):
         since = at
         while rising and rising[-1][1] >= common:
@@ -153,8 +155,8 @@ def best_part(family: Family) -> tuple[int, list[Row], int]:
 
 
 def best_cut(cuts: Sequence[int], start: int) -> tuple[int, int]:
-    """Where to cut what is forked at ``cuts``, so that the most positions from ``start`` on are not
-    copied, and how many these are."""
+    """Where to cut a segment that is forked at ``cuts``, so that the most positions from ``start``
+    on need no copy, and how many these are."""
     ordered = sorted(cuts, reverse=True)
     return max(
         ((cut, (cut - start) * count) for count, cut in enumerate(ordered, 1)),

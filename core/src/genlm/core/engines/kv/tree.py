@@ -1,4 +1,4 @@
-"""The tree: which segments there are, which are kept, and where they lie."""
+"""The tree: which segments exist, which are kept, and where they are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Tree:
     """Segments of one table.
 
     Attributes:
-        index: Those that are kept, by key, the least recently used first.
+        index: The kept segments, by key, the least recently used first.
         rows: All rows, kept or running.
         running: Segments of a batch that is not committed yet.
         slots, columns: The size of the table.
@@ -31,11 +31,11 @@ class Tree:
 
     @property
     def positions(self) -> int:
-        """How many positions memory is taken for."""
+        """For how many positions memory is allocated."""
         return self.slots * self.columns + self.trunk_positions
 
     def nearest(self, key: bytes) -> tuple[Segment | None, int]:
-        """What shares the most leading tokens with ``key``, and how many."""
+        """The segment that shares the most leading tokens with ``key``, and how many."""
         nearest, common = self.index.nearest(key)
         shared = tokens_in(common)
         if nearest is None or shared == 0:
@@ -51,11 +51,11 @@ class Tree:
         return found
 
     def pinned(self) -> set[Segment]:
-        """What is pinned, with all trunks below."""
+        """The pinned segments, and all trunks below them."""
         return self.with_paths(one for one in self.index.values() if one.pinned)
 
     def above(self, trunk: Trunk, but: Segment) -> list[Segment]:
-        """All that stands on a trunk, except one child and what stands on that."""
+        """All segments on a trunk, except one child and the segments on that."""
         found: list[Segment] = []
         for child in trunk.children:
             if child is not but:
@@ -89,7 +89,7 @@ class Tree:
         return trunk
 
     def keep(self, segment: Segment) -> None:
-        """Index a running segment by its key. An equal trunk that is there already stays, and takes
+        """Index a running segment by its key. If there is an equal trunk, that one stays, and takes
         over the children of this one."""
         twin = self.index.get(segment.key)
         if isinstance(twin, Trunk):
@@ -103,7 +103,7 @@ class Tree:
         self.running.discard(segment)
 
     def rename(self, row: Row, key: bytes) -> None:
-        """Give a kept row the key of a longer context; it is running until it is kept."""
+        """Give a kept row the key of a longer context; it is running until it is kept again."""
         self.index.remove(row.key)
         row.key = key
         self.running.add(row)
@@ -120,7 +120,7 @@ class Tree:
         self.discard(segment)
 
     def discard(self, segment: Segment) -> None:
-        """Give back what a segment takes."""
+        """Free what a segment takes."""
         segment.leave()
         self.running.discard(segment)
         if isinstance(segment, Row):

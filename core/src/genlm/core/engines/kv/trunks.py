@@ -1,4 +1,4 @@
-"""Trunks: which positions of rows are kept once, for all that share them."""
+"""Trunks: which positions of rows are kept only once for all contexts that share them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Trunks:
     """Makes trunks of rows, and joins trunks.
 
     Args:
-        tree: What there is.
+        tree: What is kept.
         room: Makes room for them.
-        table: What carries out commands.
+        table: Carries out commands.
         worth: The numbers.
     """
 
@@ -34,8 +34,8 @@ class Trunks:
         self._worth = worth
 
     def share_forked(self, batch: Sequence[KeyedSequence]) -> None:
-        """Turn into trunks what several contexts are about to share, and the few rows that make
-        all others longer."""
+        """Turn into trunks what several contexts will share, and the few rows that make all others
+        longer."""
         wanted: dict[Row, list[int]] = {}
         protected: set[Segment] = set()
         for one in batch:
@@ -45,20 +45,20 @@ class Trunks:
             if isinstance(found, Row):
                 wanted.setdefault(found, []).append(min(shared, one.latest_start))
         for row, cuts in wanted.items():
-            # One that extends the row, or ends in it, runs there: nothing is shared.
+            # A context that extends the row, or ends in it, runs there: nothing is shared.
             alone = len(cuts) == 1 and cuts[0] >= row.stop - 1 and not row.pinned
             cut, saved = best_cut(cuts, row.start)
             worth_it = saved >= self._worth.sharing or cut - row.start >= self._worth.trunk
             if worth_it and not alone:
                 self.split([row], cut, protected)
         for row in self._worth.outliers_of([(row.size, row) for row in self._tree.rows]):
-            # Room for the one before may have been made of this one.
+            # This one may have been dropped to make room for the one before.
             if self._tree.index.get(row.key) is row:
                 self.split([row], row.stop, protected)
 
     def share_common(self, needs: Needs) -> bool:
-        """Turn into trunks what rows have in common, and the few rows that are longer than all
-        others: where the table would take much more than is in it.
+        """If the table would take much more than its contents, turn into trunks what rows have in
+        common, and the few rows that are longer than all others.
 
         Returns:
             Whether some were.
@@ -75,8 +75,8 @@ class Trunks:
                 return changed
 
     def _worth_splitting(self, needs: Needs) -> list[tuple[list[Row], int]]:
-        """Rows, and where to cut them; none where the table holds little else than what is in it,
-        or need not grow."""
+        """Rows, and where to cut them; none if the table has little unused room, or need not
+        grow."""
         tree, worth = self._tree, self._worth
         rows = list(tree.rows)
         count = len(rows) + needs.rows
@@ -98,16 +98,16 @@ class Trunks:
         return []
 
     def split(self, rows: Sequence[Row], cut: int, protected: Iterable[Segment] = ()) -> bool:
-        """Store as a trunk what rows have in common up to position ``cut``; what is left of them
-        stands on that.
+        """Store as a trunk what rows have in common up to position ``cut``; the rest of each row
+        stands on it.
 
         Args:
-            rows: They stand side by side.
-            cut: Beyond their first position, and within each of them.
-            protected: What must stay.
+            rows: Rows with the same parent and start.
+            cut: A position after their first one, and within each of them.
+            protected: Segments that must stay.
 
         Returns:
-            ``False`` where the budget does not allow it; then nothing was done.
+            ``False`` if the budget does not allow it; then nothing was done.
         """
         start, key = rows[0].start, prefix_of(rows[0].key, cut)
         trunk = self._tree.index.get(key)
@@ -136,23 +136,23 @@ class Trunks:
         return trunk
 
     def _move(self, row: Row, trunk: Trunk) -> None:
-        """What a row holds beyond a trunk stands on it from now on."""
+        """Let what a row holds beyond a trunk stand on that trunk."""
         try:
             self._table.do(Shift(row, trunk.stop - row.start))
-        except BaseException as error:  # with some layers moved and others not, it is not whole
+        except BaseException as error:  # with only some layers moved, it is incomplete
             logger.warning("kv.lost", rows=1, pinned=int(row.pinned), reason=describe_error(error))
             self._tree.drop(row)
             raise
         row.stand_on(trunk, trunk.stop)
 
     def shorten(self, trunk: Trunk, protected: Iterable[Segment]) -> None:
-        """Join trunks that one context alone goes through, and keep the path short."""
+        """Join trunks that only one context goes through, and keep the path short."""
         staying = {*protected}
         upper = trunk
         while (below := upper.parent) is not None:
             alone = below.children == {upper} and self._can_join(upper, below, staying)
             if alone and below.size <= 2 * upper.size:
-                self._join(upper)  # only of similar size: nothing is copied more often than log(n)
+                self._join(upper)  # only of similar size: nothing is copied over log(n) times
             else:
                 upper = below
         while len(path := [trunk, *(below for below, _ in trunk.path())]) > self._worth.path:
@@ -174,11 +174,11 @@ class Trunks:
             self._join(chosen)
 
     def _can_join(self, upper: Trunk, below: Trunk, staying: set[Segment]) -> bool:
-        """Whether the key of the trunk below may go, and what it has beyond ``upper.start``."""
+        """Whether the key of the trunk below may go, and its positions beyond ``upper.start``."""
         return not below.pinned and (below not in staying or below.stop == upper.start)
 
     def _join(self, upper: Trunk) -> None:
-        """Make a trunk and its parent, whose only child it is, one."""
+        """Join a trunk with its parent, whose only child it is."""
         below = upper.parent
         assert below is not None
         self._table.do(Join(upper, below, upper.start - below.start))
