@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import compress, islice, pairwise
+from itertools import compress, pairwise
 from typing import Any
 
 import numpy as np
@@ -54,10 +54,9 @@ class SortedItems:
         _refuse_duplicates(items, in_order, order)
         positions = np.array(order, np.int64)
         positions.flags.writeable = False  # users get it to read
-        lengths = (
-            np.fromiter(map(len, spelled), np.int64, len(spelled))[positions] // dtype.itemsize
-        )
-        return cls(positions, lengths, np.frombuffer(b"".join(in_order), dtype), alphabet)
+        sizes = np.fromiter(map(len, in_order), np.int64, len(order))
+        symbols = np.frombuffer(b"".join(in_order), dtype)
+        return cls(positions, sizes // dtype.itemsize, symbols, alphabet)
 
 
 def key_of(item: Any) -> Any:
@@ -98,7 +97,7 @@ def _refuse_duplicates(
     """Refuse an item that is given twice: it would have two weights. Different tokens may share
     their bytes."""
     seen: dict[Any, int] = {}
-    like_the_one_before = map(operator.eq, islice(in_order, 1, None), in_order)
+    like_the_one_before = map(operator.eq, in_order[1:], in_order)
     for before, position in compress(pairwise(order), like_the_one_before):
         seen.setdefault(key_of(items[before]), before)
         first = seen.setdefault(key_of(items[position]), position)
@@ -148,11 +147,10 @@ class Nodes:
         less than this prefix with the item before it.
         """
         visits = items.lengths + 1
-        by_item = np.repeat(np.arange(len(visits)), visits), _count_up(visits)
-        by_depth = np.argsort(
-            by_item[1].astype(np.min_scalar_type(int(visits.max()))), kind="stable"
-        )
-        rank, depth = by_item[0][by_depth], by_item[1][by_depth]
+        rank, depth = np.repeat(np.arange(len(visits)), visits), _count_up(visits)
+        narrow = depth.astype(np.min_scalar_type(int(visits.max())))  # quicker to sort
+        by_depth = np.argsort(narrow, kind="stable")
+        rank, depth = rank[by_depth], depth[by_depth]
         is_first = shared_prefixes(items)[rank] < depth
         first = np.flatnonzero(is_first)
         last = np.append(first[1:], len(rank)) - 1
@@ -161,10 +159,9 @@ class Nodes:
         node_of_visit[by_depth] = np.cumsum(is_first) - 1
         parent = node_of_visit[by_depth[first] - 1]  # an item visits the node above just before
         parent[0] = -1
-        begin, depth = rank[first], depth[first]
-        symbol = np.append(items.symbols, 0)[_starts(items.lengths)[begin] + depth - 1].astype(
-            np.int64
-        )
+        begin = rank[first]
+        last_symbol = _starts(items.lengths)[begin] + depth[first] - 1
+        symbol = np.append(items.symbols, 0)[last_symbol].astype(np.int64)
         symbol[0] = -1
         return cls(
             begin=begin,
@@ -180,14 +177,13 @@ def shared_prefixes(items: SortedItems) -> Ints:
     """``[items]`` How many symbols each item shares with the item before it; -1 for the first."""
     # One place more than the shorter item has: there they always differ.
     compared = np.minimum(items.lengths[1:], items.lengths[:-1]) + 1
-    starts, ends = _starts(compared), np.cumsum(compared)
-    symbol, begins = _count_up(compared), _starts(items.lengths)
-    symbols = np.append(items.symbols, 0)
-    differs = (
-        symbols[np.repeat(begins[:-1], compared) + symbol]
-        != symbols[np.repeat(begins[1:], compared) + symbol]
+    starts, symbol = _starts(compared), _count_up(compared)
+    begins, symbols = _starts(items.lengths), np.append(items.symbols, 0)
+    before, after = (
+        symbols[np.repeat(begin, compared) + symbol] for begin in (begins[:-1], begins[1:])
     )
-    differs[ends - 1] = True
+    differs = before != after
+    differs[starts + compared - 1] = True
     difference = np.flatnonzero(differs)
     return np.append(-1, difference[np.searchsorted(difference, starts)] - starts)
 

@@ -243,7 +243,7 @@ class Plan:
         pairing = Pairing(order, groups)
         values, group = pairing.rest()
         made = len(order) + sum(len(pairs.new) for pairs in pairing.rounds)
-        starts = np.flatnonzero(np.append(True, group[1:] != group[:-1])) if len(group) else group
+        _, starts = np.unique(group, return_index=True)
         index = np.arange(made + len(starts))
         first, rounds = _arrange(pairing.rounds, len(order), index)
         rest = Rest(index[values].astype(np.intp), starts.astype(np.intp), slice(made, len(index)))

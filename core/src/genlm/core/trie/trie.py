@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from genlm.core.errors import InvalidInputError, InvalidOptionError
-from genlm.core.runtime import replaced
-from genlm.core.runtime.replaced import missing_attribute
+from genlm.core.runtime.replaced import TRIE, missing_attribute
 from genlm.core.tokenization.token import Token
 from genlm.core.trie.drawing import draw_dot, draw_page
 from genlm.core.trie.kernels import CpuKernel, DeviceKernel, Kernel
@@ -80,17 +79,15 @@ class TokenCharacterTrie:
         self._items = SortedItems.of(self.decode)
         self._nodes = Nodes.of(self._items)
         self._walker = Walker(self._items, self._nodes)
-        self._kernel = self._make_kernel(Plan.of(self._items.order, self._nodes))
-
-    def _make_kernel(self, plan: Plan) -> Kernel:
-        if self.device == "cpu":
-            return CpuKernel(plan)
-        return DeviceKernel(plan, self.device)
+        plan = Plan.of(self._items.order, self._nodes)
+        self._kernel: Kernel = (
+            CpuKernel(plan) if self.device == "cpu" else DeviceKernel(plan, self.device)
+        )
 
     if not TYPE_CHECKING:  # a type checker must report every missing attribute
 
         def __getattr__(self, name):
-            raise missing_attribute(self, name, replaced.TRIE)
+            raise missing_attribute(self, name, TRIE)
 
     def __len__(self) -> int:
         """The number of nodes, leaves included."""
@@ -249,8 +246,7 @@ class TokenCharacterTrie:
     @cached_property
     def _is_special(self) -> npt.NDArray[np.bool_]:
         """``[len(decode)]`` Whether each item is a special token."""
-        special = [isinstance(item, Token) and item.is_special for item in self.decode]
-        return np.array(special, np.bool_)
+        return np.array([isinstance(item, Token) and item.is_special for item in self.decode])
 
     def _row(self, ws: Any) -> FloatArray:
         row = to_array(ws)

@@ -68,13 +68,13 @@ class Walker:
         weights = row[below].astype(np.float64)
         first, stop = self.nodes.first_child[node : node + 2]
         starts = self.nodes.begin[first:stop] - self.nodes.begin[node]
+        combined = operation.of(np).reduceat(weights, starts)
         # Items that equal the node's prefix come first.
-        ending = int(starts[0]) if len(starts) else len(below)
-        combined = operation.of(np).reduceat(weights, starts) if len(starts) else np.empty(0)
+        ending = len(below) if len(starts) == 0 else int(starts[0])
         leaves = ((None, position) for position in below[:ending].tolist())
         symbols = (self.items.alphabet[code] for code in self.nodes.symbol[first:stop])
         edges: list[Edge] = [*leaves, *symbols]
-        return dict(zip(edges, np.concatenate([weights[:ending], combined]).tolist(), strict=True))
+        return dict(zip(edges, [*weights[:ending].tolist(), *combined.tolist()], strict=True))
 
     @cached_property
     def _codes(self) -> dict[Hashable, int]:
@@ -88,10 +88,8 @@ class Walker:
 def children_view(items: SortedItems, nodes: Nodes) -> list[dict[Any, int]]:
     """The edges of each node: symbol to node, ``(None, position)`` to leaf. A leaf has none."""
     children: list[dict[Any, int]] = [{} for _ in range(nodes.size + len(items.order))]
-    edges = zip(
-        nodes.parent[1:].tolist(), nodes.symbol[1:].tolist(), range(1, nodes.size), strict=True
-    )
-    for parent, code, node in edges:
+    edges = zip(nodes.parent[1:].tolist(), nodes.symbol[1:].tolist(), strict=True)
+    for node, (parent, code) in enumerate(edges, 1):
         children[parent][items.alphabet[code]] = node
     for position, node in zip(items.order.tolist(), nodes.node_of_item.tolist(), strict=True):
         children[node][None, position] = nodes.size + position
@@ -101,9 +99,8 @@ def children_view(items: SortedItems, nodes: Nodes) -> list[dict[Any, int]]:
 def prefixes_view(items: SortedItems, nodes: Nodes) -> dict[int, list[Any]]:
     """The symbols that lead to each node; a leaf has those of its item."""
     prefixes: dict[int, list[Any]] = {0: []}
-    for node, (parent, code) in enumerate(
-        zip(nodes.parent[1:].tolist(), nodes.symbol[1:].tolist(), strict=True), 1
-    ):
+    edges = zip(nodes.parent[1:].tolist(), nodes.symbol[1:].tolist(), strict=True)
+    for node, (parent, code) in enumerate(edges, 1):
         prefixes[node] = [*prefixes[parent], items.alphabet[code]]
     for position, node in zip(items.order.tolist(), nodes.node_of_item.tolist(), strict=True):
         prefixes[nodes.size + position] = prefixes[node]

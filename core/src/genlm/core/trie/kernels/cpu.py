@@ -75,13 +75,11 @@ class CpuKernel:
         """Fill the work row, as :mod:`genlm.core.trie.plan` describes."""
         plan, combine = self.plan, operation.of(np)
         work[: plan.items] = row
-        if plan.rounds:
-            work[plan.rounds[0].new] = work[: plan.items].take(plan.first, mode=_UNCHECKED)
+        work[plan.items : plan.items + len(plan.first)] = work.take(plan.first, mode=_UNCHECKED)
         for step in plan.rounds:
             combine(work[step.new], work.take(step.other, mode=_UNCHECKED), out=work[step.results])
-        if len(plan.rest.starts):
-            values = work.take(plan.rest.values, mode=_UNCHECKED)
-            combine.reduceat(values, plan.rest.starts, out=work[plan.rest.results])
+        values = work.take(plan.rest.values, mode=_UNCHECKED)
+        combine.reduceat(values, plan.rest.starts, out=work[plan.rest.results])
 
     @property
     def _cores(self) -> int:

@@ -33,11 +33,8 @@ class TorchReducer:
         self._place = on_device(np.append(plan.place, np.arange(plan.items)), device)
 
     def reduce(self, operation: Operation, weights: torch.Tensor) -> torch.Tensor:
-        """See :class:`~genlm.core.trie.kernels.reducer.Reducer`."""
-        return self._work(operation, weights).index_select(1, self._place)
-
-    def _work(self, operation: Operation, weights: torch.Tensor) -> torch.Tensor:
-        """The work rows that :mod:`genlm.core.trie.plan` describes, ``[rows, width + 1]``."""
+        """See :class:`~genlm.core.trie.kernels.reducer.Reducer`. Fills the work rows that
+        :mod:`genlm.core.trie.plan` describes."""
         import torch
 
         plan, combine = self._plan, operation.of(torch)
@@ -52,7 +49,7 @@ class TorchReducer:
         values = work.index_select(1, self._rest.flatten()).view(len(work), *self._rest.shape)
         reduce = getattr(torch, operation.reduction)
         reduce(values, dim=2, out=work[:, plan.rest.results])
-        return work
+        return work.index_select(1, self._place)
 
 
 def on_device(indices: Indices, device: str) -> torch.Tensor:
