@@ -13,11 +13,11 @@ with :data:`hookimpl`::
                                              @hookimpl
                                              def genlm_load(model, options): ...
 
-**Which hooks an engine implements is its capability declaration.** There are no flags. Leave out
-what the engine cannot do.
+**The hooks that an engine implements declare what it can do.** There are no flags. Leave out what
+the engine cannot do.
 
-*Arguments.* An implementation may take any subset of a hook's arguments, by name; adding one breaks
-no plugin.
+*Arguments.* An implementation may take any subset of a hook's arguments, by name; a new argument
+breaks no plugin.
 
 *Threads.* Every model has one engine thread. ``genlm_load`` and all engine hooks run on it, one at
 a time, so an engine needs no locks, may keep thread-bound state, and may block. Only
@@ -27,44 +27,43 @@ a time, so an engine needs no locks, may keep thread-bound state, and may block.
 :class:`~genlm.core.types.SampleRequest` for one drawn continuation, a
 :class:`~genlm.core.types.ScoreRequest` for the log-probabilities of one continuation.
 
-*Order and fairness.* **No request is passed over for ever**, whatever stream of others never
-pauses. Requests that may be in flight together are admitted in the order asked, up to
-``batch_size`` of them. Requests that may not take turns: as soon as one of another sort waits, no
-more are admitted, and it is its turn when nothing is in flight. For an engine with ``genlm_step``
-everything that its steps take may be in flight together; a cold query is alone. An engine without
-is called for one kind at a time. What is not a request (adapters, key/value state) waits for
-everything asked before it, and everything asked after it waits behind it.
+*Order and fairness.* **No request waits for ever**, even if others never stop coming. Requests that
+may be in flight together are admitted in the order asked, up to ``batch_size`` of them. Requests
+that may not, take turns: as soon as one of another sort waits, no more are admitted, and its turn
+comes when nothing is in flight. For an engine with ``genlm_step``, everything that its steps take
+may be in flight together; a cold query is alone. An engine without it is called for one kind at a
+time. Calls that are not requests (adapters, key/value state) wait for everything asked before them,
+and everything asked after them waits for them.
 
 *Trust.* Queries have been checked (see :class:`~genlm.core.types.Query`): an engine validates
 nothing.
 
-*Tensors.* An engine gives away what it returns: the core may keep it or write into it. Rows may lie
-on any device, carry no autograd graph, and are log-probabilities, float32, each row normalised over
-its whole width within 1e-4.
+*Tensors.* What an engine returns belongs to the core, which may keep it or write into it. Rows may
+lie on any device, carry no autograd graph, and are log-probabilities, float32, each row normalised
+over its whole width within 1e-4.
 
 *Errors.* An exception from an evaluation hook is not fatal: the core asks again in smaller batches
-until only the query that causes it fails, so an engine must be sound after it has raised. An engine
-that cannot continue raises :class:`~genlm.core.errors.EngineDeadError`: everything pending fails
-and the model refuses further work.
+until only the query that causes it fails, so an engine must still work after it has raised. An
+engine that cannot continue raises :class:`~genlm.core.errors.EngineDeadError`: everything pending
+fails and the model refuses further work.
 
 *Adapters.* :class:`~genlm.core.types.Adapter` values are never reused: binding a name again gives a
-new ``version``. Keep weights and key/value state by ``adapter.version`` and no adapter can ever be
+new ``version``. Keep weights and key/value state by ``adapter.version``, and no adapter can be
 mistaken for another.
 
-*Wrappers.* A wrapper is an object with hooks of its own beside the engine's. The option
-``wrappers`` takes some for one model, and an entry point of group ``genlm.wrappers`` names one for
-every model. It can do two things. It **changes rows** by implementing
+*Wrappers.* A wrapper is an object with its own hooks around the engine's. The option ``wrappers``
+gives wrappers to one model, and an entry point of group ``genlm.wrappers`` gives one to every
+model. A wrapper can do two things. It **changes rows** by implementing
 :func:`genlm_process_logprobs`. It **observes** any other hook by an implementation with
-``@hookimpl(wrapper=True)``: a generator function that sees the arguments, yields once, and sees
-the result, into which it must not write. What it returns must be that result, or nothing. In
-place of a result in an :class:`~genlm.core.types.Answer` it may return an exception, which fails
-that request. Anything that it loses, changes or invents, and any error that it raises, is a
-:class:`~genlm.core.errors.PluginError` that names the wrapper, for the requests concerned; the
-engine is called all the same.
+``@hookimpl(wrapper=True)``: a generator function that sees the arguments, yields once, and sees the
+result, into which it must not write. It must return that result, or nothing. Instead of a result in
+an :class:`~genlm.core.types.Answer` it may return an exception, which fails that request. If it
+loses, changes or invents a result, or raises, the requests concerned get a
+:class:`~genlm.core.errors.PluginError` that names the wrapper; the engine is called in any case.
 
-A misspelt hook is an error when the model loads. So is a wrapper without a hook, and one of
-evaluation hooks by none of which this engine is called: an engine with ``genlm_step`` is never
-called by ``genlm_next_token_logprobs``. An observer of every engine goes around both.
+A misspelt hook is an error when the model loads. So is a wrapper without a hook, and a wrapper that
+has evaluation hooks but none by which this engine is called: an engine with ``genlm_step`` is never
+called by ``genlm_next_token_logprobs``. To observe every engine, implement both.
 
 Examples:
     An observer that counts the rows of each batch or step, on any engine:
@@ -127,7 +126,7 @@ def genlm_backend_info() -> BackendInfo:
 
     Called when backends are listed, and when one must be chosen automatically. Required.
 
-    Must be cheap and must import no engine: look at installed distributions
+    Must be fast and must import no engine: look at installed distributions
     (``importlib.util.find_spec``) and at the platform. ``import torch`` is too much.
     """
     raise NotImplementedError
@@ -147,7 +146,7 @@ def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
             :func:`~genlm.core.options.refuse_unknown`.
 
     Raises:
-        Exception: any; it reaches the user as it is.
+        Exception: any; it reaches the user unchanged.
     """
     raise NotImplementedError
 
@@ -162,8 +161,8 @@ def genlm_next_token_logprobs(queries: Sequence[Query]) -> torch.Tensor:
     """Answer a batch: ``[len(queries), vocab_size]`` float32 log-probabilities, row ``i`` for
     ``queries[i]``.
 
-    The queries are distinct and at least one. Order, grouping and chunking within the call are up
-    to the engine, but a query's row must not depend on its companions beyond rounding.
+    There is at least one query, and all are distinct. Order, grouping and chunking within the call
+    are up to the engine, but a query's row must not depend on the other queries beyond rounding.
 
     A query with ``cold=True`` comes alone; answer it from its tokens only.
     """
@@ -177,16 +176,16 @@ def genlm_step(
     scores: Sequence[ScoreRequest],
     dropped: Sequence[Request],
 ) -> Sequence[Answer]:
-    """Admit newcomers, drop what is no longer wanted, advance the engine by one step, and return
-    what that step finished.
+    """Admit new requests, drop unwanted ones, advance the engine by one step, and return what that
+    step finished.
 
     For engines that admit requests between steps (continuous batching). The core calls it again,
-    with newcomers or without, until every request in flight has been answered exactly once. It
-    never admits a request equal to one in flight. It is not called where nothing is in flight,
-    nothing is new and nothing is to be dropped.
+    with or without new requests, until every request in flight has been answered exactly once. It
+    never admits a request equal to one in flight. It is not called if nothing is in flight, nothing
+    is new and nothing must be dropped.
 
     **Naming an argument says that the engine takes it.** An engine that names only ``queries`` gets
-    only queries. Its draws and scores go to ``genlm_sample`` and ``genlm_sequence_logprobs``, if it
+    only queries. Draws and scores go to its ``genlm_sample`` and ``genlm_sequence_logprobs``, if it
     has them, while nothing is in flight; else they are made from rows.
 
     Args:
@@ -194,9 +193,9 @@ def genlm_step(
             tokens only.
         samples: New draws. Equal ones are separate draws.
         scores: New scores.
-        dropped: Requests in flight, of any kind, all of whose callers have gone. Drop them now and
+        dropped: Requests in flight, of any kind, whose callers have all gone. Drop them now and
             never answer them; an answer in this same step is ignored. An engine that does not name
-            ``dropped`` runs them to their end.
+            ``dropped`` computes them to the end.
 
     Returns:
         One :class:`~genlm.core.types.Answer` for each request that is finished: its result, its
@@ -206,7 +205,7 @@ def genlm_step(
 
     Raises:
         Exception: the engine must have dropped everything in flight. The core then admits the same
-            requests again, one at a time, to find the one that fails; newcomers wait meanwhile.
+            requests again, one at a time, to find the one that fails; new requests wait meanwhile.
 
     Every other hook but ``genlm_wake`` and ``genlm_close`` is called only while nothing is in
     flight.
@@ -216,20 +215,20 @@ def genlm_step(
 
 @hookspec
 def genlm_wake() -> None:
-    """Make the step under way return early; if none is, the next one. Optional.
+    """Make the current step return early; if there is none, the next one. Optional.
 
     For engines whose work happens elsewhere: in another process, on another machine. With this
     hook, ``genlm_step`` may block until something is finished. Without it, ``genlm_step`` must
-    return after a bounded time, for newcomers are not admitted before that.
+    return after a bounded time, because new requests are not admitted before that.
 
-    Called on **any thread**, when something waits for the engine thread while a step may be under
-    way: newcomers, requests to be dropped, a task, the end of the model. At most once for each
+    Called on **any thread**, when something waits for the engine thread while a step may be
+    running: new requests, requests to drop, a task, the end of the model. At most once for each
     step. It must return at once and must not raise. It may be called by a signal handler or by the
     garbage collector, in the middle of any line, so it must not take a lock that such a line may
     hold: put a message into a :class:`~genlm.core.engines.mailbox.Mailbox`, or write a byte into a
     pipe or socket.
 
-    The step that is woken returns what is finished, perhaps nothing. Work under way goes on.
+    The step then returns what is finished, maybe nothing. Unfinished work continues.
     """
 
 
@@ -240,18 +239,18 @@ def genlm_wake() -> None:
 
 @hookspec
 def genlm_process_logprobs(queries: Sequence[Query], rows: torch.Tensor) -> torch.Tensor:
-    """Change rows before anybody gets them: what elsewhere is called a logits processor.
+    """Change rows before anyone gets them, like a logits processor.
 
-    Called on the engine thread with the rows that an engine has just computed, whichever way it did
-    so: once for each batch, each step that finished rows, and each cold query. Everything is made
-    from what this returns: the rows of callers, the cache, draws and scores. So **draws and scores
-    are made from rows on every engine**, one row a token, and not by the engine itself.
+    Called on the engine thread with the rows that an engine has just computed: once for each batch,
+    each step that finished rows, and each cold query. Everything is made from the result: the rows
+    of callers, the cache, draws and scores. So **draws and scores are made from rows on every
+    engine**, one row a token, and not by the engine itself.
 
-    Several apply in the order in which they were given: those of installed distributions, then
-    those of the option ``wrappers``. Each gets the rows that the one before it returned.
+    Several apply in the order in which they were given: first those of installed distributions,
+    then those of the option ``wrappers``. Each gets the rows that the one before it returned.
 
-    A row must be a function of its query and its row alone, since rows are cached and shared. To
-    ask another model here is fine; to ask the same one is a
+    A row must be a function of its query and its row alone, since rows are cached and shared. The
+    hook may ask another model; asking its own model raises a
     :class:`~genlm.core.errors.ReentrancyError`.
 
     Args:
@@ -261,14 +260,14 @@ def genlm_process_logprobs(queries: Sequence[Query], rows: torch.Tensor) -> torc
 
     Returns:
         Log-probabilities of the same shape, dtype and device, each row normalised; ``rows`` itself
-        where nothing is to be changed. ``check=True`` looks at their mass.
+        if nothing changes. ``check=True`` checks their mass.
 
     Raises:
         Exception: the core asks again with fewer rows, until only the one that causes it fails,
             with a :class:`~genlm.core.errors.PluginError` that names the object.
 
     Examples:
-        Every row sharper, and with it every draw and score:
+        Make every row sharper, and with it every draw and score:
 
         >>> from genlm.core import hookimpl, load_model_by_name
         >>> class Sharper:
@@ -296,7 +295,7 @@ def genlm_sample(
     """Draw one continuation per query natively: token ids without the stop token, at most
     ``params[i].max_tokens``.
 
-    Return ``None`` if the engine does not support these parameters. Then, and without an
+    Return ``None`` if the engine does not support these parameters. Then, or without an
     implementation, the core draws from next-token rows. Equal queries with equal parameters are
     separate draws. The stop tokens are exactly ``params[i].stop_token_ids``: the model's own
     end-of-sequence token does not stop unless it is listed.
@@ -318,7 +317,7 @@ def genlm_sequence_logprobs(
     it, normalised over ``vocab_size``.
 
     Continuations are not empty, and context plus continuation without its last token fits
-    ``max_context``. Without an implementation, or on ``None``, the core asks one row per token.
+    ``max_context``. Without an implementation, or on ``None``, the core asks for one row per token.
     """
     raise NotImplementedError
 
@@ -353,8 +352,8 @@ def genlm_clear_kv_cache() -> None:
 def genlm_read_lora(adapter: Adapter) -> Any:
     """Fetch and check the adapter's files, and return what ``genlm_add_lora`` gets as ``contents``.
 
-    Called on the caller's thread before ``genlm_add_lora``, while the engine works, and by several
-    callers at once: it must change nothing of the engine. An exception reaches the caller.
+    Called on the caller's thread before ``genlm_add_lora``, while the engine works, and perhaps by
+    several callers at once: it must not change the engine. An exception reaches the caller.
     """
     raise NotImplementedError
 
@@ -365,8 +364,8 @@ def genlm_add_lora(adapter: Adapter, contents: Any) -> bool | None:
 
     ``contents`` is what ``genlm_read_lora`` returned, or ``None`` without that hook.
 
-    When a name is bound again the new version is added before the old one is removed. On an
-    exception nothing may remain of the new version.
+    When a name is bound again, the new version is added before the old one is removed. After an
+    exception nothing of the new version may remain.
     """
     raise NotImplementedError
 
@@ -389,5 +388,5 @@ def genlm_remove_lora(adapter: Adapter) -> bool | None:
 def genlm_close() -> None:
     """Release everything the engine holds. The last hook, on the engine thread, called once.
 
-    Requests may still be in flight: their callers have got an error. Drop them.
+    Requests may still be in flight: their callers already have an error. Drop them.
     """

@@ -72,8 +72,8 @@ def load_model_by_name(
     Args:
         name: A local path or a hub name, as the backend takes it.
         backend: An installed backend (``genlm backends`` lists them); ``None`` chooses the best for
-            this machine: vLLM where CUDA is, MLX on Apple silicon, else hf. The choice is logged,
-            which ``structlog.configure()`` shows (:mod:`genlm.core.logs`).
+            this machine: vLLM with CUDA, MLX on Apple silicon, else hf. The choice is logged;
+            ``structlog.configure()`` makes it visible (:mod:`genlm.core.logs`).
         llm_opts: Options of the backend, and of the core
             (:class:`~genlm.core.options.CoreOptions`).
         **options: The same, as keywords: ``load_model_by_name(name, "hf", batch_size=3)``.
@@ -104,17 +104,17 @@ class AsyncLM(GenerationMixin):
     """A language model that any number of coroutines and threads may ask for next-token
     log-probabilities.
 
-    Concurrent requests are batched, repeated ones answered from a cache. All methods may be called
-    from any thread and from any event loop; the blocking ones also inside a running loop.
+    Concurrent requests are batched, and repeated ones answered from a cache. All methods may be
+    called from any thread and from any event loop; the blocking ones also inside a running loop.
 
     A context is a non-empty sequence of token ids in ``range(vocab_size)``: ints, or a NumPy array
     or tensor of integers. A row is a float32 tensor ``[len(lm.byte_vocab)]`` of log-probabilities
-    on the engine's device, which belongs to the caller. Where a method takes ``lora_name``, a name
-    selects that adapter, ``None`` the base model, and leaving it out the default that
-    :meth:`set_lora` has set.
+    on the engine's device, which belongs to the caller. If a method takes ``lora_name``, a name
+    selects that adapter, ``None`` selects the base model, and without it the default of
+    :meth:`set_lora` holds.
 
     Every request may raise:
-        - InvalidQueryError: the context is empty, too long, or not of valid token ids (a
+        - InvalidQueryError: the context is empty or too long, or has invalid token ids (a
           ``ValueError``).
         - UnknownAdapterError: no adapter of that name is registered (a ``ValueError``).
         - EngineError: the engine failed on this request; the model still works.
@@ -127,7 +127,7 @@ class AsyncLM(GenerationMixin):
         options: The core's options; or give them by name.
 
     Examples:
-        What is asked together goes to the engine together:
+        Requests made together go to the engine together:
 
         >>> async def next_tokens(lm, contexts):
         ...     return await asyncio.gather(*map(lm.next_token_logprobs, contexts))
@@ -170,14 +170,14 @@ class AsyncLM(GenerationMixin):
             timeline=timeline,
         )
         self._engine = loaded.result()
-        self._name: str | None = None  # of the model, where it was loaded by name
+        self._name: str | None = None  # of the model, if it was loaded by name
         # At exit the batcher ends itself, and waits.
         weakref.finalize(self, self._batcher.stop).atexit = False
 
     @classmethod
     def from_backend(cls, backend: str, model: str, options: Mapping[str, Any]) -> Self:
         """Load a model with an installed backend. A backend's own class calls this in its
-        ``from_name``; the constructor of the class is passed over.
+        ``from_name``; the constructor of the class is not called.
 
         Args:
             backend: The backend's name.
@@ -210,8 +210,8 @@ class AsyncLM(GenerationMixin):
     # --- rows -------------------------------------------------------------------------------------
 
     def context(self, token_ids: Iterable[int]) -> Context:
-        """A context to be extended token by token. It goes wherever token ids go, and costs less
-        where it is long: ``context.extend(token_id)`` checks and hashes the new token alone."""
+        """A context to be extended token by token. It may be given in place of token ids. If it is
+        long, it costs less: ``context.extend(token_id)`` checks and hashes only the new token."""
         vocab_size, most = self._engine.vocab_size, self._engine.max_context
         return Context(token_ids_of("context", token_ids, vocab_size, most), vocab_size)
 
@@ -251,7 +251,7 @@ class AsyncLM(GenerationMixin):
     def next_token_logprobs_uncached(
         self, token_ids: Iterable[int], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
-        """The row of one context, blocking, computed alone and past every cache: of rows and of
+        """The row of one context, blocking, computed alone and without any cache, of rows or of
         key/value state."""
         return cast(
             "torch.Tensor",
@@ -280,7 +280,7 @@ class AsyncLM(GenerationMixin):
     def encode(self, text: str, **options: Any) -> list[int]:
         """The token ids of a text. The options are those of the tokenizer's ``encode``.
 
-        This and the other methods for text work after :meth:`close`, too: they need no engine.
+        This and the other methods for text also work after :meth:`close`: they need no engine.
 
         Raises:
             InvalidInputError: ``text`` is not a string.
@@ -292,7 +292,7 @@ class AsyncLM(GenerationMixin):
         return [int(token_id) for token_id in self._engine.tokenizer.encode(text, **options)]
 
     def decode(self, token_ids: Iterable[int], **options: Any) -> str:
-        """The text of token ids, perhaps none. The options are those of the tokenizer's
+        """The text of token ids, which may be none. The options are those of the tokenizer's
         ``decode``.
 
         Raises:
@@ -359,9 +359,9 @@ class AsyncLM(GenerationMixin):
     # --- adapters ---------------------------------------------------------------------------------
 
     def add_new_lora(self, lora_path: str | os.PathLike[str], lora_name: str = "lora_1") -> None:
-        """Load a LoRA adapter and bind it to a name; blocks until it is loaded. A name that is
-        bound already is bound anew, and what was cached under it is dropped. On an error the old
-        binding stands.
+        """Load a LoRA adapter and bind it to a name; blocks until it is loaded. If the name is
+        already bound, the new adapter replaces the old one, and what was cached under the name is
+        dropped. On an error the old adapter stays.
 
         Examples:
             >>> with load_model_by_name("mock", backend="mock") as lm:
@@ -406,7 +406,7 @@ class AsyncLM(GenerationMixin):
         return self._adapters.bound()
 
     def set_lora(self, lora_name: str) -> None:
-        """Make an adapter the default of all calls that do not give ``lora_name``.
+        """Make an adapter the default for all calls without ``lora_name``.
 
         Raises:
             UnknownAdapterError: no adapter of that name is registered.
@@ -421,12 +421,12 @@ class AsyncLM(GenerationMixin):
 
     def cache_kv(self, prompt_tokens: Iterable[int], lora_name: LoraName = UNSET) -> None:
         """Compute and pin the key/value state of a prompt, so that contexts which begin with it
-        start from there. Blocks. Does nothing where the engine keeps no such state."""
+        start from there. Blocks. Does nothing if the engine keeps no such state."""
         query = self._query(prompt_tokens, lora_name)
 
         def pin() -> None:
             if query.adapter is not None:
-                # It may have been removed while this was queueing.
+                # It may have been removed while this call waited.
                 self._adapters.require_current(query.adapter)
             self._engine.cache_prefix(query)
 
@@ -441,7 +441,7 @@ class AsyncLM(GenerationMixin):
         self._batcher.run(self._engine.clear_kv_cache)
 
     def reset_async_queries(self) -> None:
-        """Drop the requests that the engine has not taken; their callers get
+        """Drop the requests that the engine has not taken yet; their callers get
         :class:`QueriesResetError`."""
         self._batcher.reset()
 
@@ -464,13 +464,13 @@ class AsyncLM(GenerationMixin):
 
     @property
     def special_token_ids(self) -> list[int]:
-        """The ids of the special tokens, such as the end of the sequence: those for which
+        """The ids of the special tokens, such as the end of the sequence: those with
         ``byte_vocab[i].is_special``. Their bytes are names, not text that the model has written."""
         return list(self._engine.special_token_ids)
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """The tokens that end a text, as the tokenizer names them; perhaps none."""
+        """The tokens that end a text, as the tokenizer names them; there may be none."""
         named = getattr(self._engine.tokenizer, "eos_token_id", None)
         if named is None:
             return []
@@ -478,7 +478,7 @@ class AsyncLM(GenerationMixin):
 
     @property
     def max_context(self) -> int | None:
-        """The longest context that can be asked, in tokens; ``None`` where there is no limit."""
+        """The longest context that can be asked, in tokens; ``None`` if there is no limit."""
         return self._engine.max_context
 
     def supports(self, hook: str, argument: str | None = None) -> bool:
@@ -531,7 +531,7 @@ class AsyncLM(GenerationMixin):
         return Trace(self._timeline, path)
 
     def close(self) -> None:
-        """Fail what is pending, wait for the batch under way, release the engine. Idempotent."""
+        """Fail what is pending, wait for the current batch, release the engine. Idempotent."""
         self._batcher.close()
         self._cache.clear()
 
@@ -541,7 +541,8 @@ class AsyncLM(GenerationMixin):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """The model itself: objects that hold a model may be copied, and an engine exists once."""
+        """The model itself: objects that hold a model may be copied, but an engine exists only
+        once."""
         return self
 
     def __enter__(self) -> Self:
@@ -592,6 +593,17 @@ class AsyncLM(GenerationMixin):
         return torch.stack(list(rows))
 
 
+class NamedLM(AsyncLM):
+    """The base of a backend's class that loads models by name alone."""
+
+    def __init__(self, *loaded: object, **options: object) -> None:
+        """Raises: UnsupportedError: always. What is loaded already cannot be wrapped."""
+        name = type(self).__name__
+        raise UnsupportedError(
+            f"{name} cannot wrap what is loaded already; use {name}.from_name(model)"
+        )
+
+
 def _too_long(length: int, room_for: int, limit: int) -> str:
     if length > limit:
         return (
@@ -605,6 +617,6 @@ def _too_long(length: int, room_for: int, limit: int) -> str:
 
 
 def _copy(answer: Result) -> Result:
-    """A further caller's own copy. Draws are never shared, so this is a row or scores, or ``None``
+    """A copy for a further caller. Draws are never shared, so this is a row or scores, or ``None``
     for no native score."""
     return None if answer is None else answer.clone()

@@ -13,7 +13,7 @@ from genlm.core.context import TokenIds as TokenIds
 
 @frozen
 class Adapter:
-    """A LoRA adapter as it was bound to its name at one moment.
+    """A LoRA adapter, as it was bound to a name at one time.
 
     Binding a name again makes a new ``Adapter`` with a new ``version``. Versions start at 1, grow,
     and are never reused while the model lives, so an engine may key weights and key/value state by
@@ -53,7 +53,7 @@ class Query:
 
     @property
     def length(self) -> int:
-        """How many tokens the context has; known without a tuple of them."""
+        """How many tokens the context has; needs no tuple of them."""
         return len(self._ids)
 
     def extended(self, token_ids: TokenIds) -> Query:
@@ -104,12 +104,12 @@ class SamplingParams:
         stop_token_ids: Drawing one of these ends the continuation; it is not part of the result.
         temperature: Divides the log-probabilities before drawing; 0 takes the most likely token
             (lowest id on a tie).
-        seed: Fixes the result, whatever else is in the batch; ``None`` draws fresh entropy.
+        seed: Fixes the result, for any other requests in the batch; ``None`` draws fresh entropy.
         top_k: Draw among the ``top_k`` most likely tokens; ``None`` is all.
         top_p: Draw among the fewest most likely tokens that together have at least this share of
-            the mass that remains; ``None`` is all.
+            the remaining mass; ``None`` is all.
         min_p: Draw among tokens at least this fraction as likely as the most likely one; ``None``
-            is all. No engine sees it: where it is given, the core draws from rows.
+            is all. No engine sees it: if it is given, the core draws from rows.
     """
 
     max_tokens: int
@@ -123,7 +123,7 @@ class SamplingParams:
 
 @frozen(eq=False)
 class SampleRequest:
-    """A request for one continuation. No two are equal: each is a draw of its own."""
+    """A request for one continuation. No two are equal: each is a separate draw."""
 
     query: Query
     params: SamplingParams
@@ -141,21 +141,21 @@ Request = Query | SampleRequest | ScoreRequest
 
 
 def query_of(request: Request) -> Query:
-    """The query of a request of any kind: what it begins with."""
+    """The query of a request of any kind: its context and adapter."""
     return request if isinstance(request, Query) else request.query
 
 
 @frozen
 class BackendInfo:
-    """What a backend says of itself without importing its engine.
+    """What a backend says about itself without importing its engine.
 
     Attributes:
         summary: One line for ``genlm backends``.
         engine: The distribution that provides the engine, for instance ``"transformers"``.
-        unavailable: Why the backend cannot run on this machine, with the remedy; ``None`` when it
+        unavailable: Why the backend cannot run on this machine, with the remedy; ``None`` if it
             can.
-        preference: Where no backend is named, the available one with the highest preference on this
-            machine is chosen. A backend with a negative preference is used only when it is named.
+        preference: If no backend is named, the available one with the highest preference is chosen.
+            A backend with a negative preference is used only when it is named.
     """
 
     summary: str
@@ -176,9 +176,9 @@ class Stats:
     Attributes:
         requests: Requests by any method: rows, draws and scores.
         cache_hits: Requests answered from the output cache.
-        dedup_hits: Requests that shared the slot of an equal pending one.
-        cancelled: Requests whose callers had gone before the engine took them, or while the engine
-            had them, if it drops such requests.
+        dedup_hits: Requests that shared the answer of an equal pending one.
+        cancelled: Requests whose callers had gone before the engine took them, or while they were
+            in flight, if the engine drops such requests.
         failed: Requests that ended in an error.
         batches: Calls of the engine's evaluation hooks that answered something.
         rows: Rows that the engine computed.
@@ -186,10 +186,10 @@ class Stats:
         scores: Continuations that the engine scored itself.
         largest_batch: The most requests in one call.
         failed_calls: Calls of the engine's evaluation hooks that raised. The core asks again in
-            smaller parts, so what a caller sees of them may be slowness alone; the first one is
-            logged as a warning.
+            smaller parts, so a caller may notice only that it is slower; the first one is logged as
+            a warning.
         queue_seconds: From when requests were released to the engine thread until it took them.
-            This and those below are of wall time.
+            This and the following are wall time.
         engine_seconds: Spent in the engine's evaluation hooks.
         alignment_seconds: Spent bringing rows to the tokenizer's vocabulary, in
             ``genlm_process_logprobs``, and giving each row its own memory.
@@ -230,15 +230,15 @@ class Stats:
 
 @frozen(eq=False)
 class Answer:
-    """What a continuous engine says of one request: its result, or why it has none.
+    """A continuous engine's answer to one request: its result, or why it has none.
 
     Attributes:
-        request: The request, as it was admitted: a :class:`Query`, a :class:`SampleRequest` or a
+        request: The request as it was admitted: a :class:`Query`, a :class:`SampleRequest` or a
             :class:`ScoreRequest`.
         result: The result, or the request's own exception. For a query the row,
             ``[vocab_size]`` float32 log-probabilities. For a draw the ids drawn, without the stop
             token. For a score ``[len(continuation)]`` float32 log-probabilities. ``None`` for a
-            draw or a score says that the engine declines these parameters: the core then does it
+            draw or a score says that the engine declines these parameters; then the core does it
             from rows.
     """
 
@@ -248,7 +248,7 @@ class Answer:
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """The least that an engine's ``tokenizer`` must offer where it is not a Hugging Face
+    """The methods that an engine's ``tokenizer`` must have if it is not a Hugging Face
     tokenizer."""
 
     def encode(self, text: str) -> list[int]: ...
@@ -256,7 +256,7 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
     def token_bytes(self) -> Sequence[bytes]:
-        """The bytes of every token, by id; an id that no token has gives ``b""``."""
+        """The bytes of every token, by id; an unused id gives ``b""``."""
         ...
 
 
@@ -269,8 +269,8 @@ class Engine(Protocol):
         vocab_size: The width of the engine's rows; token ids in ``range(vocab_size)`` are valid
             input. It may exceed the tokenizer's vocabulary (padded embeddings): the core drops the
             surplus and renormalises.
-        max_context: The longest context, in tokens, whose next-token row can be asked; ``None``
-            where there is no limit.
+        max_context: The longest context, in tokens, whose next-token row can be asked; ``None`` if
+            there is no limit.
         device: Where rows live, as PyTorch spells it: ``"cpu"``, ``"cuda:0"``.
         model: The engine's own model object, given to users as ``lm.underlying_model``.
     """
