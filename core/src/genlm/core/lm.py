@@ -600,7 +600,7 @@ class NamedLM(AsyncLM):
         """Raises: UnsupportedError: always. What is loaded already cannot be wrapped."""
         name = type(self).__name__
         raise UnsupportedError(
-            f"{name} cannot wrap what is loaded already; use {name}.from_name(model)"
+            f"{name} cannot wrap what is loaded already; use {name}.from_name(name)"
         )
 
 

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from genlm.core import AsyncLM, UnsupportedError
+from genlm.core.lm import NamedLM
 
 
-class AsyncMlxLM(AsyncLM):
+class AsyncMlxLM(NamedLM):
     """A language model evaluated by mlx-lm; make one with :meth:`from_name`."""
-
-    def __init__(self, *loaded: object, **options: object) -> None:
-        """Raises: UnsupportedError: always. What is loaded already cannot be wrapped."""
-        raise UnsupportedError(
-            "AsyncMlxLM cannot wrap a model of mlx-lm that is loaded already; use "
-            "AsyncMlxLM.from_name(name)"
-        )
 
     @classmethod
     def from_name(

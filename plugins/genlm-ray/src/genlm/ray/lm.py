@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-from genlm.core import AsyncLM
+from genlm.core.lm import NamedLM
 
 
-class AsyncRayLM(AsyncLM):
+class AsyncRayLM(NamedLM):
     """A language model that several replicas evaluate; make one with :meth:`from_name`."""
 
     @classmethod

@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-from genlm.core import AsyncLM, UnsupportedError
+from genlm.core.lm import NamedLM
 
 
-class AsyncSGLTransformer(AsyncLM):
+class AsyncSGLTransformer(NamedLM):
     """A language model evaluated by SGLang in this process; make one with :meth:`from_name`."""
-
-    def __init__(self, *loaded: object, **options: object) -> None:
-        """Raises: UnsupportedError: always. What is loaded already cannot be wrapped."""
-        raise UnsupportedError(
-            "AsyncSGLTransformer cannot wrap a model of SGLang that is loaded already; use "
-            "AsyncSGLTransformer.from_name(name)"
-        )
 
     @classmethod
     def from_name(

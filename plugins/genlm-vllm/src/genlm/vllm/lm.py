@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-from genlm.core import AsyncLM, UnsupportedError
+from genlm.core.lm import NamedLM
 
 
-class AsyncVirtualLM(AsyncLM):
+class AsyncVirtualLM(NamedLM):
     """A language model evaluated by vLLM; make one with :meth:`from_name`."""
-
-    def __init__(self, *loaded: object, **options: object) -> None:
-        """Raises: UnsupportedError: always. What is loaded already cannot be wrapped."""
-        raise UnsupportedError(
-            "AsyncVirtualLM cannot wrap an engine of vLLM that is loaded already; use "
-            "AsyncVirtualLM.from_name(name)"
-        )
 
     @classmethod
     def from_name(
