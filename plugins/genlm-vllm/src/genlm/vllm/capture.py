@@ -1,13 +1,13 @@
-"""Full next-token rows out of vLLM, by its own hook for custom logits processors.
+"""Full next-token rows out of vLLM, through its own hook for custom logits processors.
 
-vLLM has two model runners, each with a logits-processor interface of its own: V1
+vLLM has two model runners, each with its own logits-processor interface: V1
 (``vllm.v1.sample.logits_processor.LogitsProcessor``) and, from 0.31 on, V2
 (``vllm.v1.worker.gpu.sample.logits_processor.LogitsProcessor``). Their methods do not collide, so
 one class serves both.
 
 A request names its row by ``SamplingParams.extra_args[ROW_KEY]``. The last row written under a key
-wins, which makes chunked prefill, preemption and recomputation harmless: the step that completes
-the request is the last one.
+counts. So chunked prefill, preemption and recomputation do no harm: the step that completes the
+request is the last one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RowStore:
         self._rows.update(zip(keys, block, strict=True))
 
     def take(self, keys: Iterable[int]) -> list[torch.Tensor | None]:
-        """Give up the rows under ``keys``; ``None`` for one that was never captured."""
+        """Take out the rows under ``keys``; ``None`` for one that was never captured."""
         return [self._rows.pop(key, None) for key in keys]
 
     def clear(self) -> None:
@@ -42,8 +42,8 @@ class RowStore:
 
 
 class RowCapture:
-    """A logits processor that copies rows and, of requests with a width, hides the padding.
-    Otherwise changes nothing."""
+    """A logits processor that copies rows and, for requests with a width, hides the padding. It
+    changes nothing else."""
 
     store: RowStore
 
@@ -53,16 +53,16 @@ class RowCapture:
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Both interfaces: anything goes."""
+        """Both interfaces: anything is valid."""
 
     def is_argmax_invariant(self) -> bool:
-        """V1: ``False``, or greedy batches would skip it and others show logits that temperature
-        has scaled."""
+        """V1: ``False``, or greedy batches would skip it and others would show logits scaled by
+        temperature."""
         return False
 
     def update_state(self, batch_update: Any) -> None:
         """V1: follow the requests as the batch is rearranged, in the order that the interface
-        prescribes."""
+        requires."""
         if batch_update is None:
             return
         for slot in batch_update.removed:
@@ -87,8 +87,8 @@ class RowCapture:
         return wanted
 
     def apply(self, logits: torch.Tensor, context: Any = None) -> torch.Tensor:
-        """Both: ``logits`` is ``[requests, vocab_size]`` float32, before temperature; ``context``
-        is given by V2."""
+        """Both: ``logits`` is ``[requests, vocab_size]`` float32, before temperature; only V2 gives
+        ``context``."""
         if not self._wishes:
             return logits
         slots = range(logits.shape[0]) if context is None else context.idx_mapping_np.tolist()
@@ -108,8 +108,8 @@ class RowCapture:
 
 
 def capture_into(rows: RowStore) -> type:
-    """The class for vLLM's ``logits_processors``: fills ``rows``, and serves every interface that
-    this vLLM has."""
+    """The class for vLLM's ``logits_processors``: fills ``rows``, and serves every interface of
+    this vLLM."""
     from genlm.vllm.internals import logits_processor_interfaces
 
     return type("GenlmRowCapture", (RowCapture, *logits_processor_interfaces()), {"store": rows})

@@ -31,8 +31,9 @@ class VllmEngine:
         llm: The ``vllm.LLM``.
         core: Its engine core.
         rows: Where captured rows come from.
-        sessions: Records of the contexts that stay with vLLM.
-        live: Whether every answered context stays, so that extending it costs only the new tokens.
+        sessions: Records of the contexts that stay in vLLM.
+        live: Whether every answered context stays in vLLM, so that extending it costs only the new
+            tokens.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class VllmEngine:
             return answers
 
     def _receive(self, requests: Sequence[Request]) -> list[Answer]:
-        """Queue newcomers; the answers are for those that vLLM cannot serve: ``None``."""
+        """Queue new requests; those that vLLM cannot serve are answered with ``None``."""
         declined = []
         for request in requests:
             if self._is_native(request):
@@ -111,17 +112,16 @@ class VllmEngine:
         self._waiting = sorted([*turn, *self._waiting], key=attrgetter("key"))
 
     def _next_turn(self) -> list[InFlightRequest]:
-        """Those of the waiting requests that may be in one batch with those in flight: all."""
+        """The waiting requests that may be in one batch with those in flight: all."""
         turn, self._waiting = self._waiting, []
         return turn
 
     def _launch(self, request: InFlightRequest) -> None:
-        """Have vLLM work on a request: continue a live session, or begin anew."""
+        """Let vLLM work on a request: continue a live session, or start a new one."""
         prompt, params = request.prompt, self._params(request)
         session = self._sessions.take(prompt) if request.resumable else None
         if session is None:
-            # A cold query has a cache salt of its own, so that vLLM finds no key/value state for
-            # it.
+            # A cold query has its own cache salt, so that vLLM finds no key/value state for it.
             salt = f"cold-{request.key}" if prompt.cold else None
             self._in_flight.launch(request, prompt.token_ids, params, salt)
         else:
@@ -133,7 +133,7 @@ class VllmEngine:
             case SampleRequest(_, params):
                 return draw_params(params, len(self.tokenizer))
             case ScoreRequest(_, continuation):
-                # Of one token the row says all.
+                # For one token the row is enough.
                 return row_params(request.key, scores=len(continuation) > 1)
         return row_params(request.key)
 
@@ -149,25 +149,25 @@ class VllmEngine:
         return answers
 
     def _drop(self, requests: Sequence[Request]) -> None:
-        """Let go of requests that have no callers any more."""
+        """Release requests that no longer have callers."""
         if not requests:
             return
         gone = set(requests)
         self._waiting = [each for each in self._waiting if each.request not in gone]
         dropped = self._in_flight.drop(gone)
         self._core.abort([each.request_id for each in dropped])
-        # Of a prompt that was computed in part there may be a row.
+        # A partly computed prompt may have a row.
         self._rows.take([each.key for each in dropped if each.wants_row])
 
     def _park(self, over: Sequence[InFlightRequest]) -> None:
-        """What vLLM holds on to becomes a live session."""
+        """Turn finished requests that vLLM keeps into live sessions."""
         for each in over:
             if each.resumable and each.failure is None:
                 self._release(self._sessions.park(_session(each)))
         self._make_room()
 
     def _make_room(self) -> None:
-        """Let sessions go until the rest and all that is in flight fit the key/value cache
+        """Release sessions until the rest and everything in flight fit in the key/value cache
         together."""
         self._release(self._sessions.trim(self._in_flight.tokens))
 
@@ -195,7 +195,7 @@ class VllmEngine:
         self._forget()
 
     def _pin(self, query: Query) -> None:
-        """Hold ``query`` as a session that is never extended: its blocks stay in vLLM's prefix
+        """Keep ``query`` as a session that is never extended: its blocks stay in vLLM's prefix
         cache."""
         request = self._prepared(query)
         request.resumable = True
@@ -207,8 +207,8 @@ class VllmEngine:
         self._sessions.pin(_session(request))
 
     def _restore_pins(self) -> None:
-        """Compute again what was pinned when a failure made vLLM forget everything; what fails now
-        is given up."""
+        """Compute the pinned prompts again after a failure made vLLM forget everything; prompts
+        that fail now are given up."""
         while self._lost_pins:
             query = self._lost_pins.pop(0)
             try:
@@ -227,8 +227,8 @@ class VllmEngine:
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """After an exception nothing is in flight, and no key/value state is left that a failed
-        step may have spoilt.
+        """Ensure that after an exception nothing is in flight, and no key/value state is left that
+        a failed step may have damaged.
 
         vLLM enters blocks in its prefix cache when it schedules them, before they are computed.
         """
@@ -249,7 +249,7 @@ class VllmEngine:
             raise
 
     def _forget(self) -> None:
-        """Have vLLM drop all requests and all key/value state.
+        """Let vLLM drop all requests and all key/value state.
 
         Raises:
             EngineDeadError: it cannot.
@@ -280,7 +280,7 @@ class VllmEngine:
 
 
 def _max_context(core: EngineCore) -> int:
-    """The longest context, tokens. vLLM counts the token that it draws besides."""
+    """The longest context, tokens. vLLM also counts the token that it draws."""
     longest = core.max_model_len - 1
     if core.max_positions is None or core.max_positions >= longest:
         return longest
@@ -297,10 +297,10 @@ def _session(request: InFlightRequest) -> Session:
 
 
 def _result(over: InFlightRequest, row: torch.Tensor | None) -> torch.Tensor | list[int]:
-    """What a request that is over has come to.
+    """The result of a finished request.
 
     Raises:
-        EngineError: vLLM ended it without that.
+        EngineError: vLLM ended it without one.
     """
     if isinstance(over.request, SampleRequest):
         if over.failure is not None:

@@ -1,14 +1,14 @@
-"""Forks for the price of extensions: a new request takes over what a live one has of a partial
+"""Forks that cost the same as extensions: a new request takes over a live request's part of a
 block.
 
-vLLM's prefix cache shares full blocks alone, so a fork of a live session would compute up to a
-block of tokens again. But vLLM can copy a block on write: where the hit that
+vLLM's prefix cache shares only full blocks, so a fork of a live session would compute up to a block
+of tokens again. But vLLM can copy a block on write: if the hit that
 ``KVCacheManager.get_computed_blocks`` reports ends inside its last block, the cache manager gives
-the request a block of its own, and the workers copy the shared one into it before the forward pass.
-vLLM reports such hits for models with Mamba layers alone. Here they are reported for live requests.
+the request its own block, and the workers copy the shared one into it before the forward pass. vLLM
+reports such hits only for models with Mamba layers. Here they are reported for live requests.
 
-vLLM imports this module by name, in the process of its engine core. All names of vLLM's that it
-uses are checked when a model is loaded; without them, or where they would not do, forks are off.
+vLLM imports this module by name, in the process of its engine core. All names of vLLM that it uses
+are checked when a model is loaded; without them, or if they do not suffice, forks are off.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ REQUEST_NAMES = (
 )  # fmt: skip
 SIGNATURES = (["request"], ["request", "max_cache_hit_length"])  # to 0.32; 0.33
 
-#: By how requests begin: the tokens of their next block, and their ids; sorted.
+#: By the first blocks of requests: the tokens of their next block, and their ids; sorted.
 Sources = dict[Hashable, list[tuple[list[int], str]]]
 
 
 def forking_scheduler(vllm_config: Any, **parts: Any) -> Any:
-    """For vLLM's option ``scheduler_cls``: the scheduler that vLLM would take itself, with forks
-    where they are possible."""
+    """For vLLM's option ``scheduler_cls``: the scheduler that vLLM would take itself, with forks if
+    possible."""
     config = copy.copy(vllm_config.scheduler_config)
     config.scheduler_cls = None
     scheduler = config.get_scheduler_cls()(vllm_config=vllm_config, **parts)
@@ -57,11 +57,11 @@ def forking_scheduler(vllm_config: Any, **parts: Any) -> Any:
 
 
 class Forks:
-    """Goes around two methods of a scheduler.
+    """Wraps two methods of a scheduler.
 
-    The source of a fork may be any request that holds blocks: an idle session, one that goes on in
-    this very step (it writes behind what is taken over, and after the copy), a prompt computed in
-    part.
+    The source of a fork may be any request that holds blocks: an idle session, a request that
+    continues in the same step (it writes after the copy, and beyond the copied part), a partly
+    computed prompt.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -69,7 +69,7 @@ class Forks:
         (self._blocks,) = manager.coordinator.single_type_managers
         self._requests: dict[str, Any] = scheduler.requests
         self._size: int = self._blocks.block_size
-        # Of this step: what it admitted; and the sources, by how many full blocks they share.
+        # In this step: the admitted requests; and the sources, by how many full blocks they share.
         self._admitted: set[str] = set()
         self._sources: dict[int, Sources] = {}
         self._find, manager.get_computed_blocks = manager.get_computed_blocks, self._computed_blocks
@@ -83,16 +83,16 @@ class Forks:
     def _computed_blocks(
         self, request: Any, max_cache_hit_length: int | None = None
     ) -> tuple[Any, int, int]:
-        """Blocks, how many tokens are computed in them, and what vLLM returns besides.
+        """Blocks, how many tokens are computed in them, and vLLM's third value.
 
-        vLLM calls this for each request that it is about to admit. ``max_cache_hit_length`` is the
-        most tokens that may be taken over; only 0.33 may give it.
+        vLLM calls this for each request before it admits it. ``max_cache_hit_length`` is the most
+        tokens that may be taken over; only 0.33 may give it.
         """
         limit = [] if max_cache_hit_length is None else [max_cache_hit_length]
         blocks, known, boundary = self._find(request, *limit)
         # Copies are made before the forward pass, but vLLM enters blocks in its prefix cache when
-        # it schedules them: the computed tokens of what is admitted in a step may be those that
-        # another request computes in this step. So it is no source yet.
+        # it schedules them: a request admitted in this step may count tokens as computed that
+        # another request computes in this step. So it is not a source yet.
         self._admitted.add(request.request_id)
         # Prompts whose log-probabilities are wanted must be computed.
         if limit or request.skip_reading_prefix_cache or not _is_text(request):
@@ -104,15 +104,15 @@ class Forks:
         return type(blocks)(([*blocks.blocks[0], partial],)), shared, boundary
 
     def _best_source(self, request: Any, known: int) -> tuple[str | None, int]:
-        """The live request that shares most tokens beyond the ``known`` ones, which fill blocks;
-        and how many it shares, those included."""
+        """The live request that shares the most tokens beyond the ``known`` ones, which fill
+        blocks; and how many it shares, with these."""
         full = known // self._size
         if full not in self._sources:
             self._sources[full] = self._sources_behind(full)
         # The last token must be computed. A whole block more would have been found.
         ours = request.all_token_ids[known : min(request.num_tokens, known + self._size) - 1]
         sources = self._sources[full].get(_beginning(request, full), [])
-        # Of sorted sequences those that share most with another are its neighbours.
+        # In a sorted list, the sequences that share most with another are its neighbours.
         at = bisect.bisect(sources, (ours,))
         near = [
             (_agreeing(ours, tokens), source) for tokens, source in sources[max(at - 1, 0) : at + 1]
@@ -121,13 +121,13 @@ class Forks:
         return (source, known + shared) if shared else (None, known)
 
     def _sources_behind(self, full: int) -> Sources:
-        """What each live request has computed of the block behind ``full`` ones.
+        """What each live request has computed of the block after ``full`` blocks.
 
-        During a step no request computes or loses more of it: vLLM preempts before it admits.
+        During a step this does not change: vLLM preempts before it admits.
         """
         known, sources = full * self._size, collections.defaultdict(list)
         for source in self._requests.values():
-            # Without those that an asynchronous scheduler has computed and does not know yet.
+            # Without those that an asynchronous scheduler has computed but does not know yet.
             end = min(source.num_computed_tokens, known + self._size)
             computed = source.all_token_ids[known:end]
             if computed and source.request_id not in self._admitted and _is_text(source):
@@ -138,27 +138,27 @@ class Forks:
 
 
 def _is_text(request: Any) -> bool:
-    """Whether token ids say all of a request's prompt."""
+    """Whether a request's prompt is nothing but token ids."""
     return not request.mm_features and request.prompt_embeds is None
 
 
 def _beginning(request: Any, full: int) -> Hashable:
-    """Equal for two requests if they agree in their first ``full`` blocks, in adapter and in cache
+    """Equal for two requests if they have the same first ``full`` blocks, adapter and cache
     salt."""
-    if full:  # hashes chain, and cover all of this
+    if full:  # hashes are chained, and cover all of this
         return cast(Hashable, request.block_hashes[full - 1])
     adapter = request.lora_request
     return adapter and adapter.lora_name, request.cache_salt
 
 
 def _agreeing(ours: list[int], theirs: list[int]) -> int:
-    """How many tokens agree from the first on."""
+    """How many first tokens are equal."""
     pairs = enumerate(zip(ours, theirs, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
 
 
 def _missing_names(scheduler: Any) -> list[str]:
-    """Names of vLLM's that forks need and this vLLM does not have."""
+    """The names that forks need and this vLLM lacks."""
     from vllm import SamplingParams
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -186,7 +186,7 @@ def _found(owner: Any, path: str, absent: object) -> Any:
 
 
 def _unsuited(scheduler: Any) -> str | None:
-    """Why a model cannot have forks; ``None`` where it can."""
+    """Why a model cannot have forks; ``None`` if it can."""
     from vllm.platforms import current_platform
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
@@ -194,15 +194,16 @@ def _unsuited(scheduler: Any) -> str | None:
         return "prefix caching is off"
     if scheduler.connector is not None:
         return "a KV connector fills blocks too"
-    # vLLM copies the n-th part of a cache's memory, which is a block only where blocks come first.
-    # They do for all attention of vLLM's own on these platforms; not for ROCM_ATTN of 0.28.
+    # vLLM copies the n-th part of a cache's memory, which is a block only if blocks are the first
+    # dimension. They are for all of vLLM's own attention on these platforms, but not for ROCM_ATTN
+    # of 0.28.
     chosen = scheduler.vllm_config.attention_config.backend
     if not (current_platform.is_cuda() or current_platform.is_cpu()) or (
         chosen is not None and chosen.name == "CUSTOM"
     ):
         return "the layout of the key/value cache is not known"
-    # Of a window or of Mamba layers the source may have let go what a fork from an earlier place
-    # needs.
+    # With a window or Mamba layers, the source may have dropped state that a fork from an earlier
+    # position needs.
     specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
     if len(specs) != 1 or type(specs[0]) not in (FullAttentionSpec, MLAAttentionSpec):
         return "not all layers have full attention"

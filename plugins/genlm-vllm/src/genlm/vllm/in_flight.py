@@ -12,23 +12,24 @@ from genlm.core.errors import EngineError
 from genlm.core.types import Query, Request, SampleRequest
 from genlm.vllm.internals import EngineCore, Output, TokenIds
 
-# Steps beyond those that prompts in flight explain, before an engine that computes nothing is given
-# up.
+# Steps without any computed token, beyond those that the prompts in flight explain, before the
+# engine is given up.
 PATIENCE = 1000
 
 
 @define(eq=False)
 class InFlightRequest:
-    """One request on its way through vLLM.
+    """One request in vLLM.
 
     Attributes:
         request: As the core admitted it.
-        prompt: What vLLM computes: the context, and of a score all of the continuation but its last
-            token.
+        prompt: What vLLM computes: the context, and for a score also the continuation without its
+            last token.
         key: The number of the request; its row is captured under it.
-        request_id: By which vLLM knows it.
-        tokens: The most that it takes of the key/value cache, with what it may still draw.
-        resumable: Whether vLLM keeps it when it is over, for more tokens to come.
+        request_id: Its id in vLLM.
+        tokens: The most tokens that it takes in the key/value cache, with those that it may still
+            draw.
+        resumable: Whether vLLM keeps it when it is finished, for more tokens.
         new_tokens: Tokens that vLLM has to compute before it draws the first one.
         drawn: The tokens drawn so far.
         failure: Why vLLM ended it without drawing anything.
@@ -53,14 +54,14 @@ class InFlightRequest:
 
     @property
     def is_seeded(self) -> bool:
-        """Whether vLLM gives it a generator of its own; the likeliest token needs none."""
+        """Whether vLLM gives it its own generator; the likeliest token needs none."""
         if not isinstance(self.request, SampleRequest):
             return False
         params = self.request.params
         return params.seed is not None and params.temperature > 0
 
     def take(self, output: Output) -> bool:
-        """Note what a step gave. ``True`` when the request is over."""
+        """Note the result of a step. ``True`` when the request is finished."""
         self.drawn += output.token_ids
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
@@ -76,7 +77,7 @@ class RequestsInFlight:
         self._core = core
         self._by_id: dict[str, InFlightRequest] = {}
         self._idle_steps = 0
-        self.tokens = 0  # the most that they take of the key/value cache together
+        self.tokens = 0  # the most that all take in the key/value cache
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -99,7 +100,7 @@ class RequestsInFlight:
 
     @property
     def next_tokens(self) -> int:
-        """The most tokens that the next step could have to compute for these."""
+        """The most tokens that the next step may have to compute for these."""
         return sum(1 if each.drawn else each.new_tokens for each in self._by_id.values())
 
     def launch(
@@ -113,9 +114,9 @@ class RequestsInFlight:
 
         Args:
             request: The request.
-            token_ids: Its prompt, or what to append to the session that it continues.
+            token_ids: Its prompt, or the tokens to append to the session that it continues.
             params: vLLM's sampling parameters.
-            cache_salt: Only requests of one salt share key/value state.
+            cache_salt: Only requests with the same salt share key/value state.
         """
         request.new_tokens = len(token_ids)
         self._by_id[request.request_id] = request
@@ -130,7 +131,7 @@ class RequestsInFlight:
         )
 
     def advance(self) -> list[InFlightRequest]:
-        """One step of vLLM. Returns the requests that it brought to their end."""
+        """One step of vLLM. Returns the requests that it finished."""
         over = []
         outputs = self._core.step()
         for output in outputs:
@@ -149,7 +150,7 @@ class RequestsInFlight:
         return over
 
     def drop(self, requests: Iterable[Request]) -> list[InFlightRequest]:
-        """Forget some; vLLM must be told to let them go. Those not in flight are passed over."""
+        """Forget some; vLLM must be told to drop them. Requests not in flight are ignored."""
         gone = set(requests)
         dropped = [each for each in self._by_id.values() if each.request in gone]
         for each in dropped:
@@ -157,7 +158,7 @@ class RequestsInFlight:
         return dropped
 
     def clear(self) -> list[str]:
-        """Forget all; the request ids that vLLM must let go."""
+        """Forget all; the request ids that vLLM must drop."""
         dropped = list(self._by_id)
         self._by_id.clear()
         self.tokens = self._idle_steps = 0
@@ -168,9 +169,9 @@ class RequestsInFlight:
         self.tokens -= request.tokens
 
     def _watch(self, outputs: Sequence[Output]) -> None:
-        """Nothing ever hangs: give up on an engine that goes on without computing anything.
+        """Avoid a hang: give up an engine that makes steps without computing anything.
 
-        A step that gives no request anything may be one of many that compute a long prompt.
+        A step without results may be one of many that compute a long prompt.
         """
         self._idle_steps = 0 if outputs or not self._by_id else self._idle_steps + 1
         if self._idle_steps > PATIENCE + self.tokens // self._core.max_num_batched_tokens:

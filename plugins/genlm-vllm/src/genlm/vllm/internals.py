@@ -4,8 +4,8 @@ loaded.
 Documented and used elsewhere: ``vllm.LLM`` and its options, ``SamplingParams``, custom logits
 processors,
 ``worker_extension_cls``. Here: the engine-core client below ``LLM``, which takes requests while
-others are running and, with ``resumable=True``, the continuation of one that it holds (vLLM's own
-streaming-input API is a layer above it).
+others are running and, with ``resumable=True``, the continuation of a request that it holds (vLLM's
+own streaming-input API is a layer above it).
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ REQUEST_FIELDS = (
 )  # fmt: skip
 OUTPUT_FIELDS = ("request_id", "new_token_ids", "finish_reason", "new_prompt_logprobs_tensors")
 
-#: The ids of adapters of zeros in vLLM, beyond all versions.
+#: The ids of adapters of zeros in vLLM, greater than all versions.
 SPARE_IDS = 1 << 30
 
-LIVENESS = 1.0  # seconds between two looks whether an engine process that says nothing is alive
+LIVENESS = 1.0  # seconds between checks whether a silent engine process is alive
 
 
 @frozen
@@ -62,8 +62,9 @@ class Output:
         token_ids: The tokens drawn in this step; empty while a prompt is still being computed.
         finished: Why vLLM ended the request (``"stop"``, ``"length"``, ``"error"``, ...); ``None``
             if it did not.
-        prompt_logprobs: ``[prompt - 1]`` float32, of every prompt token but the first given those
-            before it; only of a request that wants them, in the step that completes its prompt.
+        prompt_logprobs: ``[prompt - 1]`` float32, of every prompt token except the first, given
+            those before it; only for a request that wants them, in the step that completes its
+            prompt.
     """
 
     request_id: str
@@ -95,7 +96,7 @@ def _unsupported(reason: str) -> BackendUnavailableError:
 
 
 def logits_processor_interfaces() -> list[type]:
-    """The base classes that vLLM's model runners demand of a logits processor: V1's, and V2's where
+    """The base classes that vLLM's model runners require of a logits processor: V1's, and V2's if
     there is one."""
     from vllm.v1.sample.logits_processor import LogitsProcessor as V1
 
@@ -111,12 +112,12 @@ class EngineCore:
 
     Args:
         llm: The model.
-        stream: What it computes on.
-        spare_slot: Whether it was loaded with one slot and one adapter more than the user's, for
-            :meth:`keep_spare_slot`.
+        stream: The stream that it computes on.
+        spare_slot: Whether it was loaded with one slot and one adapter more than the user asked
+            for, for :meth:`keep_spare_slot`.
 
     Raises:
-        BackendUnavailableError: this vLLM lacks something that the plugin needs, in spite of its
+        BackendUnavailableError: this vLLM lacks something that the plugin needs, despite its
             version.
     """
 
@@ -145,7 +146,7 @@ class EngineCore:
         self.max_num_seqs: int = _require(config, "scheduler_config.max_num_seqs")
         limits = _require(config, "scheduler_config")
         tokens = _require(limits, "max_num_batched_tokens")
-        # Of a step; and of one prompt in it, which is computed in chunks beyond that.
+        # For a step; and for one prompt in it: a longer prompt is computed in chunks.
         self.max_num_batched_tokens: int = min(tokens, limits.max_num_scheduled_tokens or tokens)
         self.longest_chunk: int = min(
             self.max_num_batched_tokens, limits.long_prefill_token_threshold or tokens
@@ -153,7 +154,7 @@ class EngineCore:
         self.prefix_caching: bool = bool(_require(config, "cache_config.enable_prefix_caching"))
         self.block_size: int = _require(config, "cache_config.block_size")
         self.device_type: str = _require(config, "device_config.device").type
-        # Whether a seed fixes a draw also beside requests without one.
+        # Whether a seed fixes a draw also if other requests in the step have none.
         self.mixes_seeds = self.device_type != "cpu" or not _forgets_seeds()
         lora = _require(config, "lora_config")
         most = (lora.max_cpu_loras or lora.max_loras) if lora else 0
@@ -166,7 +167,7 @@ class EngineCore:
         self.kv_capacity = self._kv_capacity(_require(config, "cache_config"))
 
     def _kv_capacity(self, cache_config: Any) -> int:
-        """Tokens that the key/value cache holds; the exact figure for hybrid models where this vLLM
+        """Tokens that the key/value cache holds; the exact number for hybrid models if this vLLM
         gives it."""
         tokens: int | None = getattr(cache_config, "kv_cache_size_tokens", None)
         blocks = (cache_config.num_gpu_blocks or 0) - 1  # vLLM keeps one block for itself
@@ -177,8 +178,8 @@ class EngineCore:
         )
 
     def footprint(self, length: int) -> int:
-        """What a context takes of the key/value cache, in tokens: whole blocks, with a place for
-        the token drawn."""
+        """What a context takes in the key/value cache, in tokens: whole blocks, with room for the
+        token drawn."""
         return (length // self.block_size + 1) * self.block_size
 
     # --- requests ---------------------------------------------------------------------------------
@@ -210,7 +211,7 @@ class EngineCore:
         self._client.add_request(request)
 
     def step(self) -> list[Output]:
-        """Advance by one step (in process), or wait for the next step of the engine's own
+        """Make one step (in this process), or wait for the next step of the engine's own
         process."""
         return [_output(raw) for raw in self._step().outputs]
 
@@ -234,8 +235,8 @@ class EngineCore:
             self._client.abort_requests(list(request_ids))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all key/value state that no request holds; ``False`` if some request still holds
-        any."""
+        """Forget all key/value state that no request holds; ``False`` if a request still holds
+        some."""
         with self._stream.entered():
             return bool(self._client.reset_prefix_cache())
 
@@ -250,9 +251,9 @@ class EngineCore:
     def add_lora(self, adapter: Adapter, folder: str) -> None:
         """Load an adapter from a folder, which must stay as long as the adapter.
 
-        Both its integer id and its name are used up with the version: vLLM keeps weights by the
-        first, and tells the key/value state of adapters apart by the second, so that a name bound
-        again would meet the state of its predecessor.
+        Each version gets a new integer id and a new name: vLLM keeps weights by the id and
+        key/value state by the name, so with the same name an adapter would use its predecessor's
+        state.
         """
         from vllm.lora.request import LoRARequest
 
@@ -283,14 +284,15 @@ class EngineCore:
         finally:
             for each in ids:
                 self._client.remove_lora(each)
-        # What the scheduler puts into one batch must fit into the other slots.
+        # The adapters of one batch must fit into the other slots.
         scheduler.lora_config = copy.copy(_require(scheduler, "lora_config"))
         scheduler.lora_config.max_loras = self._slots - 1
 
     # --- the end ----------------------------------------------------------------------------------
 
     def is_dead(self, error: BaseException) -> bool:
-        """Whether vLLM cannot go on after ``error``: its process or one of its workers has gone."""
+        """Whether vLLM cannot continue after ``error``: its process or one of its workers has
+        ended."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         executor = getattr(self._llm.llm_engine, "model_executor", None)
@@ -299,9 +301,9 @@ class EngineCore:
     def shutdown(self) -> None:
         """Stop the engine.
 
-        In this process vLLM's own shutdown would also destroy the process groups, which every other
-        model in the process shares; so the parts are stopped one by one, and its finalizer, which
-        would do the same at exit, is disarmed.
+        In this process vLLM's own shutdown would also destroy the process groups, which all models
+        in the process share. So the parts are stopped one by one, and its finalizer, which would do
+        the same at exit, is disabled.
         """
         if not self._in_process:
             self._client.shutdown()
@@ -311,7 +313,7 @@ class EngineCore:
         with self._stream.entered():
             for part in IN_PROCESS_PARTS:
                 _require(self._client, part)()
-        # vLLM froze what was alive after loading; without this its cycles would never be collected.
+        # vLLM froze all objects after loading; without this its cycles would never be collected.
         gc.unfreeze()
         self._llm = self._client = None
         gc.collect()
@@ -323,14 +325,14 @@ def _output(raw: Any) -> Output:
         raw.request_id,
         raw.new_token_ids,
         None if finished is None else str(finished),
-        # Further columns would be those of likelier tokens.
+        # Other columns are those of likelier tokens.
         None if scores is None else scores.logprobs[:, 0],
     )
 
 
 def _max_positions(config: Any) -> int | None:
-    """How many positions dynamic rotary embeddings have in vLLM: it lets contexts be ``factor``
-    times longer, and reads beyond their table there. ``None`` for other embeddings."""
+    """How many positions dynamic rotary embeddings have in vLLM. It allows contexts ``factor``
+    times longer, and then reads beyond their table. ``None`` for other embeddings."""
     rope = getattr(config, "rope_parameters", None) or {}
     every = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # by kind of layer
     if any(each.get("rope_type") == "dynamic" for each in every):
@@ -339,8 +341,8 @@ def _max_positions(config: Any) -> int | None:
 
 
 def _forgets_seeds() -> bool:
-    """Whether this vLLM's sampler for CPUs looks at seeds only if all requests of a step have one:
-    0.28 does, 0.32 not."""
+    """Whether this vLLM's sampler for CPUs uses seeds only if all requests of a step have one: 0.28
+    does, 0.32 does not."""
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
     return "compiled_random_sample" in TopKTopPSampler.forward_cpu.__code__.co_names
@@ -357,12 +359,12 @@ def _require(owner: Any, path: str) -> Any:
 
 @contextlib.contextmanager
 def engine_core_here() -> Iterator[bool]:
-    """While a model loads: the engine core in this process, unless the user's environment says
+    """While a model loads: keep the engine core in this process, unless the user's environment says
     otherwise.
 
-    vLLM takes this choice from the environment alone, and keeps what it read there when the first
-    model was loaded. The variable is put back at the end. Yields whether the engine core will be in
-    this process.
+    vLLM takes this choice only from the environment, and keeps what it read when the first model
+    was loaded. The variable is restored at the end. Yields whether the engine core will be in this
+    process.
     """
     import vllm.envs
 

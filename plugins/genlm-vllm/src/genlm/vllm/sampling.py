@@ -10,7 +10,7 @@ from genlm.vllm.in_flight import InFlightRequest, RequestsInFlight
 from genlm.vllm.internals import EngineCore
 from genlm.vllm.sessions import Sessions
 
-LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this, and takes the very lowest for 0
+LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this, and treats the very lowest as 0
 HIGHEST_TEMPERATURE = 2.0  # vLLM refuses higher ones
 SEEDS = 1 << 63
 
@@ -19,7 +19,7 @@ def row_params(key: int, *, scores: bool = False) -> Any:
     """One next-token row, captured under ``key``, and, if wanted, the log-probabilities of the
     prompt's tokens.
 
-    vLLM must draw a token besides: the likeliest, which is the cheapest.
+    vLLM must also draw a token: the likeliest, which is the cheapest.
     """
     from vllm import SamplingParams as VllmSamplingParams
 
@@ -44,7 +44,7 @@ def draw_params(params: SamplingParams, width: int) -> Any:
         temperature=params.temperature,
         top_k=params.top_k or 0,
         top_p=1.0 if params.top_p is None else params.top_p,
-        seed=None if params.seed is None else params.seed % SEEDS,  # vLLM takes -1 for no seed
+        seed=None if params.seed is None else params.seed % SEEDS,  # vLLM treats -1 as no seed
         stop_token_ids=sorted(params.stop_token_ids),
         ignore_eos=True,
         detokenize=False,
@@ -59,11 +59,11 @@ def drawn_ids(drawn: list[int], params: SamplingParams) -> list[int]:
 
 
 def vllm_draws(request: SampleRequest, core: EngineCore) -> bool:
-    """Whether vLLM draws from exactly the distribution that is asked for, and reproducibly if there
-    is a seed.
+    """Whether vLLM draws from exactly the requested distribution, and reproducibly if there is a
+    seed.
 
-    Not at temperatures that it raises or refuses. And on a CPU it fails on a seeded prompt that it
-    must compute in chunks.
+    It does not at temperatures that it raises or refuses. And on a CPU it fails on a seeded prompt
+    that it must compute in chunks.
     """
     params = request.params
     if params.temperature and not LOWEST_TEMPERATURE <= params.temperature <= HIGHEST_TEMPERATURE:
@@ -78,10 +78,11 @@ def may_join(
     """Whether a request may join those in flight now.
 
     Always, except for seeds on a CPU: there vLLM fails on a seeded prompt that it computes in
-    chunks, also after it has preempted a draw. So beside a seeded draw nothing joins that might
-    exhaust the cache. And until its prompt is computed, the next step must have room for that and
-    for all else: vLLM computes what live sessions append before new prompts. Where vLLM forgets
-    seeds beside requests without one, those with and without take turns.
+    chunks, also after it has preempted a draw. So nothing joins a seeded draw that might exhaust
+    the cache. And until its prompt is computed, the next step must have room for it and for
+    everything else, because vLLM computes the new tokens of live sessions before new prompts. If
+    vLLM ignores seeds in a step with requests without one, requests with and without a seed take
+    turns.
     """
     if core.device_type != "cpu" or not len(others):
         return True

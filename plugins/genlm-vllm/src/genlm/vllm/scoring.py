@@ -1,4 +1,4 @@
-"""Scores of continuations, by the log-probabilities that vLLM gives of a prompt's tokens."""
+"""Scores of continuations, from the log-probabilities that vLLM gives for a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from genlm.vllm.internals import EngineCore, TokenIds
 
 
 def scored(request: ScoreRequest) -> Query:
-    """The context and all of the continuation but its last token: as short as if rows were asked.
-    The last token's log-probability is read from the row that follows."""
+    """The context and the continuation without its last token: not longer than for rows. The last
+    token's log-probability is read from the next row."""
     query = request.query
     return Query(query.token_ids + request.continuation[:-1], query.adapter)
 
@@ -23,12 +23,12 @@ def scores(
 
     Args:
         continuation: The tokens to score.
-        row: ``[vocab_size]``, of what follows all but the last of them.
+        row: ``[vocab_size]``, the row for the last of these tokens.
         prompt_logprobs: Of the prompt's tokens from the second on; a continuation of one token
             needs none.
 
     Raises:
-        EngineError: vLLM gave none, though they are needed.
+        EngineError: vLLM gave none, but they are needed.
     """
     last = row[continuation[-1]].reshape(1)
     if len(continuation) == 1:
@@ -41,8 +41,8 @@ def scores(
 def worth_scoring(request: ScoreRequest, core: EngineCore) -> bool:
     """Whether this takes less than a row per token.
 
-    vLLM reads no key/value state for a prompt whose log-probabilities are wanted: the context is
-    computed anew. Rows find all full blocks, and recompute half a block each on average. With
+    vLLM reads no key/value state for a prompt whose log-probabilities are wanted: it computes the
+    context again. Rows find all full blocks, and each recomputes half a block on average. With
     ``logprobs_mode`` the user may have asked for logits.
     """
     context, continuation = len(request.query.token_ids), len(request.continuation)

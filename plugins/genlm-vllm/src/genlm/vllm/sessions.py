@@ -1,10 +1,10 @@
-"""Live sessions: contexts whose key/value state vLLM holds ready, so that extending one costs only
-the new tokens.
+"""Live sessions: contexts whose key/value state vLLM keeps, so that extending one costs only the
+new tokens.
 
-Pure bookkeeping; vLLM is told by the engine. A session is an unfinished streaming request. It keeps
-its blocks and one of the scheduler's ``max_num_seqs`` places, so idle ones are bounded in number
-and give way under key/value pressure: as long as idle sessions and the contexts in flight fit the
-cache together, vLLM can always go on.
+These are only records; the engine tells vLLM. A session is an unfinished streaming request. It
+keeps its blocks and one of the scheduler's ``max_num_seqs`` places. So the number of idle sessions
+is limited, and they are dropped when the key/value cache is full: as long as idle sessions and the
+contexts in flight fit in the cache together, vLLM can always continue.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from genlm.vllm.internals import TokenIds
 
 @frozen
 class Session:
-    """A context that vLLM has computed and not yet let go, under the request id by which it goes
-    on."""
+    """A context that vLLM has computed and still holds, with the request id that continues it."""
 
     request_id: str
     token_ids: TokenIds
@@ -39,10 +38,10 @@ class Sessions:
     Args:
         limit: The most sessions, pinned ones included.
         capacity: Tokens that the key/value cache holds.
-        footprint: Tokens that a context of a given length takes of it.
-        longest: The longest context, tokens: pinned sessions always leave room for one such.
-        reach: The most new tokens for which a session is worth extending. With prefix caching a new
-            request finds all full blocks, so that beyond one block a session saves nothing.
+        footprint: Tokens that a context of a given length takes in it.
+        longest: The longest context, tokens: pinned sessions always leave room for one.
+        reach: The most new tokens for which extending a session pays. With prefix caching a new
+            request finds all full blocks, so beyond one block a session saves nothing.
     """
 
     def __init__(
@@ -74,19 +73,19 @@ class Sessions:
         return [Query(session.token_ids, session.adapter) for session in self._pinned.values()]
 
     def find(self, query: Query) -> Session | None:
-        """The idle session with the longest context that ``query`` extends; ``None`` if there is
-        none near."""
+        """The idle session with the longest context that ``query`` extends; ``None`` if none is
+        within reach."""
         key = (query.adapter, query.token_ids[:-1])
         return self._idle.get(key) or self._longest_prefix(query)
 
     def take(self, query: Query) -> Session | None:
-        """Give up what :meth:`find` finds."""
+        """Take out what :meth:`find` finds."""
         session = self.find(query)
         return self._remove(session) if session else None
 
     def park(self, session: Session) -> list[Session]:
-        """Keep ``session`` as the most recently used. Returns those to let go: a twin that it
-        replaces."""
+        """Keep ``session`` as the most recently used. Returns those to release: an equal one that
+        it replaces."""
         twin = self._idle.get(session.key)
         released = [self._remove(twin)] if twin else []
         self._idle[session.key] = session
@@ -125,8 +124,8 @@ class Sessions:
         return (query.adapter, query.token_ids) in self._pinned
 
     def trim(self, tokens_in_flight: int) -> list[Session]:
-        """Give up the least recently used until the rest is within the limit and fits beside what
-        is in flight."""
+        """Take out the least recently used until the rest is within the limit and fits with the
+        requests in flight."""
         released = []
         while self._idle and (
             len(self) > self._limit
@@ -136,7 +135,7 @@ class Sessions:
         return released
 
     def drop(self, adapter: Adapter) -> list[Session]:
-        """Give up everything computed with ``adapter``, pinned or not."""
+        """Take out everything computed with ``adapter``, pinned or not."""
         gone = [session for session in self._pinned.values() if session.adapter == adapter]
         for session in gone:
             del self._pinned[session.key]
@@ -146,7 +145,7 @@ class Sessions:
         ]
 
     def clear(self) -> list[Session]:
-        """Give up everything."""
+        """Take out everything."""
         released = [*self._pinned.values(), *self._idle.values()]
         self._pinned.clear()
         self._idle.clear()
@@ -157,7 +156,7 @@ class Sessions:
         """For tests.
 
         Raises:
-            AssertionError: the books do not agree.
+            AssertionError: the records do not agree.
         """
         if self._idle_tokens != sum(
             self._footprint(len(session.token_ids)) for session in self._idle.values()
@@ -176,8 +175,8 @@ class Sessions:
                 raise AssertionError(f"session {session} is kept under {key}")
 
     def _longest_prefix(self, query: Query) -> Session | None:
-        """A scan: at most ``limit`` comparisons of one token, and of whole contexts only where that
-        one agrees."""
+        """A scan: at most ``limit`` comparisons of one token, and whole contexts are compared only
+        if it is equal."""
         ids, best = query.token_ids, None
         for session in self._idle.values():
             size = len(session.token_ids)

@@ -1,4 +1,4 @@
-"""Calls of vLLM that compute: on its own CUDA stream, where it has one, and one at a time."""
+"""Calls of vLLM that compute: on its own CUDA stream, if it has one, and one at a time."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from contextlib import contextmanager
 
 import torch
 
-# The forward pass under way, the configuration of the model being loaded and, on a CPU, scratch
-# memory are globals of vLLM's (``forward_context.py``, ``config/vllm.py``): of two models whose
-# threads compute at once, one reads the other's, or the process dies.
+# In vLLM, the current forward pass, the configuration of the model being loaded and, on a CPU,
+# scratch memory are globals (``forward_context.py``, ``config/vllm.py``): if two models compute in
+# two threads at once, one reads the other's, or the process dies.
 _one_at_a_time = threading.RLock()
 
 
 class EngineStream:
-    """The stream that vLLM makes the current one of its thread.
+    """The stream that vLLM makes the current one in its thread.
 
-    Graphs cannot be captured on the default stream, and communication between GPUs is slower
-    there. So vLLM may replace the thread's stream, at any call (``current_stream`` in its
-    ``utils/torch_utils.py``). Such a stream does not wait for the default one, which the rest of a
-    process is on, nor that for it.
+    Graphs cannot be captured on the default stream, and communication between GPUs is slower there.
+    So vLLM may replace the thread's stream in any call (``current_stream`` in its
+    ``utils/torch_utils.py``). Such a stream and the default one, which the rest of the process
+    uses, do not wait for each other.
     """
 
     def __init__(self) -> None:
@@ -28,8 +28,8 @@ class EngineStream:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """For a call of vLLM: on its stream, after all that the thread's own stream has been given;
-        what the latter is given afterwards waits for vLLM's. Other models' calls wait meanwhile."""
+        """For a call of vLLM: on its stream, after all earlier work of the thread's own stream;
+        later work of that stream waits for vLLM's. Other models' calls wait meanwhile."""
         with _one_at_a_time:
             outside = _current()
             if self._own is not None and outside is not None:
@@ -48,15 +48,15 @@ class EngineStream:
 
 
 def used_here(row: torch.Tensor) -> torch.Tensor:
-    """A tensor of vLLM's stream that the thread's own stream reads: its memory is kept from vLLM
-    until that is done."""
+    """A tensor of vLLM's stream that the thread's own stream reads: vLLM does not reuse its memory
+    before that."""
     if row.is_cuda:
         row.record_stream(torch.cuda.current_stream(row.device))
     return row
 
 
 def _current() -> torch.cuda.Stream | None:
-    """``None`` where CUDA is not in use: asking PyTorch would start it, which no process may do
-    that vLLM's workers are to be forked from."""
+    """``None`` if CUDA is not in use: asking PyTorch would start it, and then vLLM could not fork
+    its workers from this process."""
     in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.cuda.current_stream() if in_use else None

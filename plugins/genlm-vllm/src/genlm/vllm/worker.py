@@ -1,7 +1,7 @@
 """Rows from workers in other processes (tensor parallelism, ray, a separate engine process).
 
-vLLM imports this module by name in every worker process. Such a process serves one engine for all
-its life, which is why its row store may be a module's.
+vLLM imports this module by name in every worker process. Such a process serves only one engine, so
+its row store may belong to the module.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ class RowAccess:
     parallel_config: Any
 
     def genlm_take_rows(self, keys: Sequence[int]) -> bytes | None:
-        """The rows under ``keys``, ``[len(keys), vocab_size]`` float32, as bytes; ``None`` where
+        """The rows under ``keys``, ``[len(keys), vocab_size]`` float32, as bytes; ``None`` if
         another rank has them.
 
-        Bytes, because vLLM's channel to a separate engine process does not carry tensors
-        faithfully.
+        Bytes, because vLLM's channel to a separate engine process may change tensors.
         """
         rows = [row for row in ROWS.take(keys) if row is not None]
-        # Workers that share a layer have the same rows, or only the first of them has any.
+        # Workers that share a layer all have the same rows, or only the first of them has any.
         first = self.rank % self.parallel_config.tensor_parallel_size == 0
         if not first or len(rows) < len(keys):
             return None
