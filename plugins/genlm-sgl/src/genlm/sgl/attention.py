@@ -1,7 +1,7 @@
-"""Attention on a CPU in plain PyTorch, for requests of like length at once.
+"""Attention on a CPU in plain PyTorch, for requests of similar length together.
 
-SGLang's own (``torch_native``) takes one request after the other, and for each of them computes all
-positions of its prompt, though only the new ones are wanted.
+SGLang's own (``torch_native``) takes one request after the other, and for each computes all
+positions of its prompt, although only the new ones are needed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from attrs import frozen
 from torch.nn.functional import scaled_dot_product_attention
 
-#: Positions that one group gathers at most: 48 MiB of keys in a model of 135M parameters.
+#: The most positions that one group gathers: 48 MiB of keys in a model of 135M parameters.
 MOST_POSITIONS = 1 << 16
 
 #: How much of a group may be padding.
@@ -22,14 +22,14 @@ WASTE = 0.25
 
 @frozen(eq=False)
 class Group:
-    """Requests with as many new tokens, computed together.
+    """Requests with the same number of new tokens, computed together.
 
     Attributes:
-        tokens: ``[requests, new]``, which tokens of the batch are theirs.
-        places: ``[requests, length]``, where in the pool their keys and values are. What follows
-            the end of a shorter one is its last place again, and masked.
-        mask: Added to the scores, ``[requests, 1, new, length]``; ``None`` where all is attended
-            to, or a prompt from its beginning on.
+        tokens: ``[requests, new]``, their tokens in the batch.
+        places: ``[requests, length]``, where in the pool their keys and values are. A shorter
+            request repeats its last place, masked.
+        mask: Added to the scores, ``[requests, 1, new, length]``; ``None`` if everything is
+            attended to, or for a whole prompt.
         from_the_beginning: Whether nothing comes before the new tokens.
     """
 
@@ -47,7 +47,7 @@ class Group:
             query: ``[tokens, heads, size]``, of the whole batch.
             keys: ``[places, key heads, size]``, the pool.
             values: ``[places, key heads, size]``, the pool.
-            scaling: What scores are multiplied with; ``None`` is one over the root of the size.
+            scaling: The factor of scores; ``None`` is one over the root of the size.
 
         Returns:
             ``[requests, new, heads, size]``.
@@ -57,7 +57,7 @@ class Group:
             each[self.places].transpose(1, 2).to(query.dtype) for each in (keys, values)
         )
         requests, heads, new, size = asked.shape
-        if new == 1:  # the heads that share a key are then as many questions to it
+        if new == 1:  # then the heads that share a key count as queries of it
             asked = asked.reshape(requests, known.shape[1], -1, size)
         out = scaled_dot_product_attention(
             asked,
@@ -78,9 +78,9 @@ def groups(
 
     Args:
         tables: ``[requests, longest]``, where in the pool each position of each request is.
-        lengths: The length of each request, its new tokens with it.
+        lengths: The length of each request, with its new tokens.
         new: How many of its tokens are new.
-        dtype: That of the queries.
+        dtype: The dtype of the queries.
     """
     ends = torch.tensor(new).cumsum(0).tolist()
     for members in _alike(lengths, new):
@@ -120,7 +120,7 @@ def _alike(lengths: Sequence[int], new: Sequence[int]) -> Iterator[list[int]]:
 
 
 def install() -> None:
-    """Have SGLang use it where ``torch_native`` is asked for."""
+    """Let SGLang use it for ``torch_native``."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     register_attention_backend("torch_native")(_backend())
@@ -130,7 +130,7 @@ def _backend() -> type:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     class GroupedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
-        """SGLang's own, but for attention to all that comes before."""
+        """SGLang's own, except for attention to all earlier positions."""
 
         _groups: list[Group] | None = None
 

@@ -1,4 +1,4 @@
-"""The construction of SGLang's scheduler in this process, and what is left of it at the end."""
+"""The construction of SGLang's scheduler in this process, and the cleaning up at the end."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 from genlm.core.options import unknown_argument
 from genlm.sgl import attention
 
-#: SGLang's watchdog sends SIGQUIT to the parent process when a step takes longer than this. It is
-#: also disarmed at load; this keeps it asleep until then. Seconds.
+#: SGLang's watchdog sends SIGQUIT to the parent process when a step takes longer than this many
+#: seconds. It is disabled at load; this keeps it quiet until then.
 NEVER = 1e8
 
 
 def construct(options: Mapping[str, Any], gpu_id: int) -> Any:
-    """What ``run_scheduler_process`` does, without making the process a worker: no title, no
+    """Does what ``run_scheduler_process`` does, without making the process a worker: no title, no
     handlers, no affinity."""
     from sglang.srt.managers.scheduler import Scheduler as SglScheduler
     from sglang.srt.plugins import load_plugins
@@ -55,8 +55,8 @@ def construct(options: Mapping[str, Any], gpu_id: int) -> Any:
     try:
         scheduler.__init__(arguments, ports, **place)
     finally:
-        # Also when the constructor fails: an open socket waits, when it is collected, until what
-        # is in it has been read: for ever.
+        # Also when the constructor fails: when an open socket is collected, it waits for ever until
+        # its messages are read.
         if hasattr(scheduler, "ipc_channels"):
             _close_channels(scheduler)
     return scheduler
@@ -77,8 +77,8 @@ def _server_args(options: Mapping[str, Any]) -> Any:
 
 
 def _ports(arguments: Any) -> Any:
-    """Addresses of the other processes, which are not there; and not the files that SGLang makes to
-    reserve their names."""
+    """Addresses of the other processes, which do not exist here; without the files that SGLang
+    makes to reserve their names."""
     from sglang.srt.server_args import PortArgs
 
     ports = PortArgs.init_new(arguments)
@@ -90,7 +90,7 @@ def _ports(arguments: Any) -> Any:
 
 def disarm_watchdog(scheduler: Any) -> None:
     """Make sure that SGLang never signals a process, and that its thread, which never ends, does
-    not hold the model."""
+    not keep the model alive."""
     watchdog = scheduler.watchdog
     watchdog.is_active = lambda: False
     watchdog.get_counter = lambda: 0
@@ -98,12 +98,12 @@ def disarm_watchdog(scheduler: Any) -> None:
 
 
 def _close_channels(scheduler: Any) -> None:
-    """Close the sockets to the tokenizer and detokenizer processes, which are not there: what is
-    sent would pile up."""
+    """Close the sockets to the tokenizer and detokenizer processes, which do not exist here:
+    messages would pile up."""
     channels = scheduler.ipc_channels
     for sender in (channels.send_to_tokenizer, channels.send_to_detokenizer):
-        sender.socket = None  # SGLang's own way to say that nothing listens
-    # And all of its sockets, of which options add some.
+        sender.socket = None  # SGLang's own sign that nobody listens
+    # And all of its sockets; options add some.
     channels.recv_from_tokenizer.context.destroy(linger=0)
 
 
@@ -116,7 +116,7 @@ def release_globals() -> None:
 
 @contextlib.contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """SGLang seeds the generators of the whole process: put them back."""
+    """SGLang seeds the generators of the whole process: restore them."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         try:

@@ -24,7 +24,7 @@ PROBE = Query(token_ids=(0,), cold=True)
 
 
 class SglEngine:
-    """One model in SGLang's scheduler, which admits newcomers between its steps."""
+    """One model in SGLang's scheduler, which admits new requests between its steps."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -62,7 +62,7 @@ class SglEngine:
             raise
 
     def _receive(self, queries: Sequence[Query], samples: Sequence[SampleRequest]) -> list[Answer]:
-        """Hand newcomers to SGLang; the answers are for draws that it cannot make: ``None``."""
+        """Hand new requests to SGLang; draws that it cannot make are answered with ``None``."""
         for query in queries:
             self._submit(query)
         declined = []
@@ -75,14 +75,15 @@ class SglEngine:
         return declined
 
     def _drop(self, requests: Sequence[Request]) -> None:
-        """Let go of requests that have no callers any more."""
+        """Release requests that no longer have callers."""
         gone = set(requests)
         for key in [key for key, request in self._in_flight.items() if request in gone]:
             del self._in_flight[key]
             self.scheduler.abort(key)
 
     def _settle(self) -> None:
-        """SGLang lets go of what was running at its next step, and no other may follow."""
+        """Step until SGLang is idle: it releases dropped requests that run only in its next
+        step."""
         while self.scheduler.is_busy and self.scheduler.step() is not None:
             pass
 
@@ -98,9 +99,9 @@ class SglEngine:
         )
 
     def _advance(self) -> list[tuple[Request, Finished | EngineError]]:
-        """One step: how what it ended has ended."""
+        """One step: the results of the requests that it finished."""
         finished = self.scheduler.step()
-        # Nothing runs and nothing can start, so the first in the queue never will.
+        # Nothing runs and nothing can start, so the first in the queue will never start.
         if finished is None:
             key, needed = self.scheduler.refuse_next()
             return [(self._in_flight.pop(key), self._does_not_fit(needed))]
@@ -143,7 +144,7 @@ class SglEngine:
     # --- after a failure --------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        """Drop everything in flight, then prove that the scheduler still works by computing the
+        """Drop everything in flight, then check that the scheduler still works by computing the
         pinned prefixes again."""
         pinned = list(self._pinned)
         self._pinned.clear()
@@ -197,6 +198,6 @@ def _unless_aborted(finished: Finished) -> Finished | EngineError:
 
 
 def adapter_id(query: Query) -> str | None:
-    """The adapter's id in SGLang. Versions are never reused, so neither are ids, and the radix
-    cache is keyed by them."""
+    """The adapter's id in SGLang. Versions are never reused, so ids are not either, and they are
+    keys of the radix cache."""
     return None if query.adapter is None else f"adapter-{query.adapter.version}"

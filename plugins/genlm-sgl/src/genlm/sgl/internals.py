@@ -1,9 +1,9 @@
-"""Every part of SGLang that this plugin touches, behind one small typed face.
+"""Every part of SGLang that this plugin uses, behind one small typed interface.
 
-SGLang has no public way to drive its scheduler in process. What is used here is what
+SGLang has no public way to drive its scheduler in this process. This file uses what
 ``run_scheduler_process`` and ``Scheduler.event_loop_normal`` use, in the releases that
-:data:`genlm.sgl.versions.SUPPORTED` names. Where they differ, the comment says how. Beside
-this file only ``construction.py`` and ``attention.py`` may import ``sglang``.
+:data:`genlm.sgl.versions.SUPPORTED` names. Comments say where these differ. Besides this file only
+``construction.py`` and ``attention.py`` may import ``sglang``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Finished:
     Attributes:
         key: The request's name.
         row: ``[vocab_size]`` float32; ``None`` or meaningless after a draw.
-        drawn: What was drawn, without the stop token.
-        failure: Why SGLang aborted the request; then nothing else counts.
+        drawn: The ids drawn, without the stop token.
+        failure: Why SGLang aborted the request; then ignore the other attributes.
     """
 
     key: str
@@ -46,9 +46,9 @@ class Finished:
 class Scheduler:
     """SGLang's scheduler, owned by one thread and driven step by step.
 
-    A row is a request for no new token: SGLang runs its prompt. Where all of a batch are such,
-    SGLang samples nothing, and leaves the logits as they are. A draw among them makes SGLang's
-    sampler overwrite the logits of the whole batch: then rows are read just before.
+    A row is a request for no new token: SGLang runs its prompt. If a batch has only such requests,
+    SGLang samples nothing, and does not change the logits. With a draw in the batch, SGLang's
+    sampler overwrites the logits of the whole batch: then rows are read just before.
 
     Args:
         options: SGLang's server arguments.
@@ -83,12 +83,12 @@ class Scheduler:
             self._scheduler.schedule_stream = self._scheduler.device_module.Stream(priority=0)
         self._no_draw = SamplingParams(max_new_tokens=0)
         self._no_draw.normalize(None)
-        # The rows of the step under way, if it samples and some of them are wanted.
+        # The rows of the current step, if it samples and some of them are wanted.
         self._rows_wanted = False
         self._rows: torch.Tensor | None = None
         sampler = self._scheduler.tp_worker.model_runner.sampler
         sampler.register_forward_pre_hook(self._before_sampling)
-        #: How many tokens have been run through the model.
+        #: How many tokens the model has computed.
         self.computed_tokens = 0
 
     def _require_room(self) -> None:
@@ -123,7 +123,7 @@ class Scheduler:
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
-        """The tokens that end every draw, unless none is to end it: the model's own and the
+        """The tokens that end every draw that is not told to ignore them: the model's own and the
         tokenizer's."""
         stops = {*(self._scheduler.model_config.hf_eos_token_id or ()), self.tokenizer.eos_token_id}
         stops |= set(getattr(self.tokenizer, "additional_stop_token_ids", None) or ())
@@ -131,7 +131,7 @@ class Scheduler:
 
     @property
     def longest_prompt(self) -> int:
-        """The longest prompt, in tokens, that the scheduler does not refuse."""
+        """The longest prompt, in tokens, that the scheduler takes."""
         return int(self._scheduler.max_req_input_len) - 1
 
     @property
@@ -154,8 +154,8 @@ class Scheduler:
 
         Args:
             key: Names the request; no key may be a prefix of another.
-            adapter: The id of a loaded adapter. The radix cache is kept apart for each.
-            namespace: Only requests of one namespace share the radix cache.
+            adapter: The id of a loaded adapter. Each has its own part of the radix cache.
+            namespace: Only requests of the same namespace share the radix cache.
             draw: SGLang's sampling parameters, for a draw.
         """
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
@@ -184,7 +184,7 @@ class Scheduler:
         self._scheduler.process_input_requests([request])
 
     def step(self) -> list[Finished] | None:
-        """Run the batch that the scheduler chooses; ``None`` when it can run nothing."""
+        """Run the batch that the scheduler chooses; ``None`` if it can run nothing."""
         scheduler = self._scheduler
         with self._on_its_stream():
             batch = self._next_batch()
@@ -204,7 +204,7 @@ class Scheduler:
                 scheduler.process_batch_result(batch, result)
             scheduler.last_batch = batch
         if rows is not None and rows.is_cuda:
-            # This thread's own stream reads them: keep their memory from SGLang until that is done.
+            # This thread's own stream reads them: SGLang must not reuse their memory before that.
             rows.record_stream(torch.cuda.current_stream(rows.device))
         return [
             _finished(request, None if rows is None else rows[i])
@@ -213,8 +213,8 @@ class Scheduler:
         ]
 
     def abort(self, key: str) -> None:
-        """Drop a request. One that waits goes now; of another, the next step may still say that it
-        finished."""
+        """Drop a request. A waiting one goes at once; the next step may still report a running one
+        as finished."""
         from sglang.srt.managers.io_struct import AbortReq
 
         with self._on_its_stream():
@@ -240,11 +240,11 @@ class Scheduler:
         """Drop the request that the scheduler would have taken first.
 
         Returns:
-            Its key, and how many tokens of the pool it asks for, with those to be drawn.
+            Its key, and how many tokens of the pool it needs, with those to be drawn.
 
         Raises:
-            EngineError: none waits: the pool was exhausted in the middle of a draw, and SGLang has
-                dropped that already.
+            EngineError: none waits: the pool was full in the middle of a draw, and SGLang has
+                already dropped the draw.
         """
         if not self._scheduler.waiting_queue:
             raise EngineError(
@@ -261,7 +261,7 @@ class Scheduler:
         ) + request.sampling_params.max_new_tokens
 
     def drop_everything(self) -> None:
-        """Forget all requests, also those that an exception left half done, and empty the caches.
+        """Forget all requests, also those that an exception left unfinished, and empty the caches.
 
         Raises:
             EngineError: the scheduler still holds something.
@@ -277,8 +277,8 @@ class Scheduler:
         self.flush()
 
     def _next_batch(self) -> Any:
-        """The scheduler's choice. It would compute prompts for as long as some come: after each
-        batch of them, the draws that run have a turn."""
+        """The scheduler's choice of a batch. It would compute prompts as long as new ones come, so
+        after each batch of prompts the running draws have a turn."""
         if not self._is_the_turn_of_draws():
             return self._choice()
         with self._without_prompts():
@@ -297,14 +297,14 @@ class Scheduler:
 
     @contextlib.contextmanager
     def _without_prompts(self) -> Iterator[None]:
-        """Hide the prompts that wait, and the one that is half computed, from the scheduler."""
+        """Hide the waiting prompts, and the partly computed one, from the scheduler."""
         scheduler = self._scheduler
         waiting, half_computed = scheduler.waiting_queue, scheduler.chunked_req
         scheduler.waiting_queue, scheduler.chunked_req = [], None
         try:
             yield
         finally:
-            # First what the scheduler has set back to make room for other draws.
+            # First the requests that the scheduler has put back to make room for other draws.
             scheduler.waiting_queue += waiting
             scheduler.chunked_req = half_computed
 
@@ -315,18 +315,18 @@ class Scheduler:
                 running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
             )
             scheduler.running_batch = plan.running_batch
-            # scheduler.cur_batch_for_debug stays None: it would wake the watchdog.
+            # scheduler.cur_batch_for_debug stays None: else the watchdog would act.
             if plan.batch_to_run is not None:
                 return plan.batch_to_run
             scheduler.last_batch = None
-            # In early releases it still is when all have left: look again.
+            # In early releases this stays true after all have left: clear it and look again.
             scheduler.running_batch.batch_is_full = False
         return None
 
     @contextlib.contextmanager
     def _on_its_stream(self) -> Iterator[None]:
-        """As in SGLang's own loop: on its stream. That waits for what this thread's own stream has
-        been given, and the latter for it afterwards."""
+        """Work on SGLang's stream, as its own loop does. That stream first waits for this thread's
+        own stream, which waits for it afterwards."""
         device, stream = self._scheduler.device_module, self._scheduler.schedule_stream
         own = device.current_stream()
         stream.wait_stream(own)
@@ -339,16 +339,16 @@ class Scheduler:
     # --- the radix cache --------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Empty the radix cache and the key/value pool. Locks are gone too."""
+        """Empty the radix cache and the key/value pool. Locks are removed too."""
         from sglang.srt.managers.schedule_batch import ScheduleBatch
 
         scheduler = self._scheduler
         scheduler.last_batch = None
         if all(request.finished() for request in scheduler.running_batch.reqs):
-            # Early releases keep those that have finished until their next step.
+            # Early releases keep finished requests until their next step.
             scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
-        # Not the device's memory as well: the pool stays, and collecting garbage for nothing takes
-        # a second.
+        # Not the device's memory as well: the pool stays, and a useless garbage collection takes a
+        # second.
         with self._on_its_stream():
             flushed = scheduler.flush_cache(empty_cache=False)
         if not flushed:
@@ -358,7 +358,7 @@ class Scheduler:
             )
 
     def lock(self, token_ids: Sequence[int], adapter: str | None) -> Any:
-        """Protect a cached prompt from eviction; returns what :meth:`unlock` takes."""
+        """Protect a cached prompt from eviction; returns what :meth:`unlock` needs."""
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -386,7 +386,7 @@ class Scheduler:
         Args:
             adapter: The id.
             path: The folder.
-            named: What errors call it.
+            named: Its name in errors.
 
         Raises:
             EngineError: SGLang refuses it. Nothing of it remains.
@@ -406,7 +406,7 @@ class Scheduler:
                 # an adapter: do it now.
                 manager.fetch_new_loras({adapter})
         except Exception as error:
-            # SGLang keeps what it had of an adapter when it failed.
+            # After a failure SGLang keeps what it had loaded of an adapter.
             for remains in (manager.configs, manager.loras, manager.lora_refs):
                 remains.pop(adapter, None)
             raise EngineError(
@@ -428,7 +428,8 @@ class Scheduler:
     # --- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Release the weights, the pool and SGLang's globals: another model may be loaded."""
+        """Release the weights, the pool and SGLang's globals, so that another model can be
+        loaded."""
         self._scheduler.release_host_resources()
         del self._scheduler
         release_globals()
@@ -451,9 +452,9 @@ def _finished(request: Any, row: torch.Tensor | None) -> Finished:
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     reason = request.finished_reason
-    aborted = isinstance(reason, FINISH_ABORT)  # SGLang has run something else in its place
+    aborted = isinstance(reason, FINISH_ABORT)  # SGLang has run something else instead
     drawn = list(request.output_ids)
-    # Whatever the reason: early releases call it the length if the last token allowed is a stop.
+    # For any reason: early releases name the length if the last allowed token is a stop.
     if drawn and drawn[-1] in (request.sampling_params.stop_token_ids or ()):
         drawn.pop()
     return Finished(str(request.rid), row, drawn, failure=str(reason.message) if aborted else None)

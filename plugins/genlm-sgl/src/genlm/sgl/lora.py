@@ -1,4 +1,4 @@
-"""LoRA adapters: an engine with two hooks more, for models loaded with ``enable_lora``."""
+"""LoRA adapters: an engine with more hooks, for models loaded with ``enable_lora``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from genlm.core.engines.adapter_files import (
 )
 from genlm.sgl.engine import SglEngine, adapter_id
 
-#: What is applied rightly once the scale is multiplied into the matrices: SGLang (to 0.5.23) scales
-#: by ``lora_alpha / r``, and ignores what the configuration says.
+#: Settings that are applied correctly after the scale is multiplied into the matrices: SGLang (to
+#: 0.5.23) always scales by ``lora_alpha / r``.
 APPLIED = frozenset({Feature.RSLORA, Feature.RANKS, Feature.ALPHAS})
 
-#: Last parts of the names of modules that SGLang has as one, of which it needs all or none.
+#: Last parts of the names of modules that SGLang joins into one; it needs all or none of them.
 ONE_MODULE = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -33,7 +33,7 @@ class SglLoraEngine(SglEngine):
 
     @hookimpl
     def genlm_read_lora(self, adapter: Adapter) -> AdapterFolder:
-        """Raises: InvalidAdapterError: it is not sound, or of a kind that SGLang applies
+        """Raises: InvalidAdapterError: it is not valid, or of a kind that SGLang applies
         wrongly."""
         folder = read_adapter(adapter.path)
         folder.require(APPLIED, "SGLang")
@@ -61,7 +61,7 @@ class SglLoraEngine(SglEngine):
         return shapes_in_transformers(self.scheduler.config)
 
     def _missing(self, folder: AdapterFolder) -> dict[str, tuple[int, int]]:
-        """The modules that SGLang has as one with an adapted one, and that the adapter lacks."""
+        """The modules that SGLang joins with an adapted one, and that the adapter lacks."""
         missing = {}
         for name in folder.modules:
             parent, _, last = name.rpartition(".")

@@ -1,5 +1,4 @@
-"""The options of SGLang: defaults for each device, and those that this plugin must keep for
-itself."""
+"""The options of SGLang: defaults for each device, and options that only this plugin may set."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ from genlm.sgl.construction import NEVER
 #: The options of this backend.
 OPTIONS = ("engine_opts", "gpu_id")
 
-#: What driving the scheduler in this process requires.
+#: Required to drive the scheduler in this process.
 REQUIRED: Mapping[str, Any] = {
     "allow_auto_truncate": False,
     "disable_overlap_schedule": True,  # rows are read before the next batch is planned
     "disaggregation_mode": "null",
     "dp_size": 1,
-    # Their registry is the process's, where a second model would find its names taken.
+    # Their registry belongs to the process, and a second model would find its names taken.
     "enable_metrics": False,
     "is_embedding": False,
     "lora_paths": None,  # adapters come by add_new_lora, which gives them names for requests
@@ -33,14 +32,13 @@ REQUIRED: Mapping[str, Any] = {
 }
 
 DEFAULTS: Mapping[str, Any] = {
-    # Graphs are captured for decoding, and every request here is a prefill.
+    # Graphs are captured for decoding, but a row is a prefill.
     "disable_cuda_graph": True,
     "grammar_backend": "none",
     "log_level": "warning",
 }
 
-#: On the CPU, rows in full precision, through plain PyTorch, and a pool that leaves room for
-#: others.
+#: On the CPU: rows in full precision, plain PyTorch, and a pool that leaves memory for others.
 CPU_DEFAULTS: Mapping[str, Any] = {
     "attention_backend": "torch_native",
     "dtype": "float32",
@@ -58,7 +56,7 @@ CPU_LORA_DEFAULTS: Mapping[str, Any] = {"lora_backend": "torch_native"}
 
 
 def server_options(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The server arguments for a model, from what the user gave.
+    """The server arguments for a model, from the user's options.
 
     Raises:
         InvalidOptionError: an option contradicts what this plugin requires.
@@ -82,7 +80,7 @@ def server_options(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_pinned_memory() -> None:
-    """SGLang's LoRA layers ask for pinned memory on every device: say so before loading.
+    """SGLang's LoRA layers need pinned memory on every device: check before loading.
 
     Raises:
         BackendUnavailableError: this PyTorch has none.
@@ -98,7 +96,7 @@ def _require_pinned_memory() -> None:
 
 
 def gpu_index(device: str, gpu_id: int) -> int:
-    """The GPU to take; 0 on the CPU, where SGLang would read another number as a NUMA node.
+    """The GPU to use; 0 on the CPU, where SGLang would take another number for a NUMA node.
 
     Raises:
         InvalidOptionError: there is no such GPU.

@@ -7,21 +7,21 @@ from typing import Any
 
 from genlm.core import SamplingParams
 
-#: More than any model has tokens; SGLang keeps the number in 32 bits.
+#: More tokens than any model has; SGLang keeps the number in 32 bits.
 GREATEST_TOP_K = 1 << 30
 
 
 def native_draw(params: SamplingParams, always_stop: Set[int]) -> dict[str, Any] | None:
-    """SGLang's sampling parameters for a draw, or ``None`` where it would draw something else.
+    """SGLang's sampling parameters for a draw, or ``None`` if it would draw something else.
 
     * A seed fixes its draws only in a mode that few attention backends have.
-    * It stops at no token at all (``ignore_eos``), or at the model's own end as well as at those
-      that are listed.
-    * Of ``top_k`` and ``top_p`` together, it takes the mass before cutting off the tail, and the
-      contract after.
+    * It stops at no token at all (``ignore_eos``), or at the model's own end in addition to the
+      listed tokens.
+    * With ``top_k`` and ``top_p`` together, it takes the mass before ``top_k`` cuts off the tail;
+      the contract takes it after that.
 
     Args:
-        always_stop: The tokens at which it stops unless told to stop at none.
+        always_stop: The tokens at which it stops, unless told to stop at none.
     """
     if params.seed is not None or (params.top_k is not None and params.top_p is not None):
         return None

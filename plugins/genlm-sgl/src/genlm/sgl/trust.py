@@ -1,4 +1,4 @@
-"""What a model folder may do: run none of its own code, unless the user trusts it."""
+"""Trust: a model folder may not run its own code, unless the user trusts it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from genlm.core.errors import InvalidOptionError
 def refuse_code(arguments: Mapping[str, Any]) -> None:
     """Refuse a model whose configuration names code, before SGLang sees it.
 
-    Where SGLang has no implementation of a model, it falls back to transformers' and runs the code
-    that ``auto_map`` names, also with ``trust_remote_code=False``.
+    If SGLang has no implementation of a model, it uses transformers' and runs the code that
+    ``auto_map`` names, even with ``trust_remote_code=False``.
 
     Args:
         arguments: SGLang's server arguments.

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from importlib import metadata
 
-#: SGLang promises nothing of its scheduler between releases: both ends are tested, and what lies
-#: beyond is refused.
+#: SGLang's scheduler may change with any release: the first and the last of these are tested, and
+#: others are refused.
 SUPPORTED = ">=0.5.17,<0.5.24"
 
 
 def why_unavailable() -> str | None:
-    """Why the installed SGLang cannot be used, with the remedy; ``None`` when it can."""
+    """Why the installed SGLang cannot be used, with the remedy; ``None`` if it can."""
     try:
         installed = metadata.version("sglang")
     except metadata.PackageNotFoundError:
         return "sglang is not installed; pip install genlm-sgl"
-    from packaging.specifiers import SpecifierSet  # wherever there is an engine, this is too
+    from packaging.specifiers import SpecifierSet  # installed with every engine
 
     if SpecifierSet(SUPPORTED).contains(installed, prereleases=True):
         return None
