@@ -1,17 +1,21 @@
-"""Clauses on LoRA adapters: they never mix."""
+"""Clauses on LoRA adapters: they never mix, and are what their folders hold."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
+import os
+import shutil
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import strategies as st
 
-from genlm.core.conformance.compare import TOP_FACTOR, Violation, answered, brief, check, difference
-from genlm.core.conformance.driver import Outcome, submitted
+from genlm.core.conformance.agreement import expect_score
+from genlm.core.conformance.compare import Violation, answered, brief, check, difference
+from genlm.core.conformance.driver import Outcome, started, submitted
 from genlm.core.conformance.subject import Subject
 from genlm.core.errors import UnknownAdapterError, UnsupportedError
 from genlm.core.types import TokenIds
@@ -44,12 +48,9 @@ class AdapterClauses:
         theirs."""
         names = [None, *live.needs_adapters()]
 
-        @live.for_all(
-            least=6,
-            asked=st.lists(
-                st.tuples(live.contexts.any(), st.sampled_from(names)), min_size=2, max_size=5
-            ),
-        )
+        queries = st.tuples(live.contexts.any(), st.sampled_from(names))
+
+        @live.for_all(least=6, asked=st.lists(queries, min_size=2, max_size=5))
         def adapters_in_one_batch(asked: list[tuple[TokenIds, str | None]]) -> None:
             how = f"in a batch with {', '.join(_named(name) for _, name in asked)}"
             live.check_rows(*zip(*asked, strict=True), how=how)
@@ -74,8 +75,7 @@ class AdapterClauses:
                 if pinned:
                     live.lm.cache_kv(context, lora_name=name)
                 for end in range(len(tail) + 1):
-                    asked = context + tail[:end]
-                    live.check_row(asked, name, how=before)
+                    live.check_row(context + tail[:end], name, how=before)
 
     def test_default_adapter(self, live: Subject) -> None:
         """``set_lora`` is for the calls that give no ``lora_name``; an explicit ``None`` is the
@@ -84,13 +84,15 @@ class AdapterClauses:
 
         @live.for_all(examples=5, context=live.contexts.any())
         def default_adapter(context: TokenIds) -> None:
+            def check_default(name: str | None, how: str) -> None:
+                row = live.run(live.lm.next_token_logprobs(context))
+                live.expect(row, context, name, how)
+
             live.lm.set_lora(name)
-            row = live.run(live.lm.next_token_logprobs(context))
-            live.expect(row, context, name, how="as the default")
+            check_default(name, "as the default")
             live.check_row(context, None, how="by an explicit None")
             live.lm.clear_lora()
-            row = live.run(live.lm.next_token_logprobs(context))
-            live.expect(row, context, None, how="after clear_lora")
+            check_default(None, "after clear_lora")
 
     def test_rebound_adapter(self, live: Subject) -> None:
         """A name that is bound to another adapter gives that one's rows from then on, whatever was
@@ -104,8 +106,8 @@ class AdapterClauses:
             old, new = live.cold(context, first), live.cold(context, second)
 
             def expect(row: torch.Tensor, how: str) -> None:
-                what = f"{list(context)} with {first!r}{how}"
-                live.expect_row(live.ask(context, first), row, what)
+                asked = live.ask(context, first)
+                live.expect_row(asked, row, f"{list(context)} with {first!r}{how}")
 
             if pinned:
                 live.lm.cache_kv(context[:-1] or context, lora_name=first)
@@ -150,9 +152,9 @@ class AdapterClauses:
         asked."""
         first, second, *_ = live.needs_adapters(2)
         changes: dict[str, Callable[[], None]] = {
-            f"{first!r} is bound anew": functools.partial(live.bind, first, live.adapters[second]),
-            f"{first!r} is removed": functools.partial(live.remove, first),
-            "another is added": functools.partial(live.bind, "another", live.adapters[first]),
+            f"{first!r} is bound anew": lambda: live.bind(first, live.adapters[second]),
+            f"{first!r} is removed": lambda: live.remove(first),
+            "another is added": lambda: live.bind("another", live.adapters[first]),
         }
         context, tail = live.contexts.stem[:4], live.contexts.tokens[:2]
         names = [None, first, second]
@@ -165,13 +167,8 @@ class AdapterClauses:
                 live.expect_row(answer, row, f"{brief(context)} with {name!r}, while {what}")
             # Where the core makes a score of several rows, it is refused if its adapter goes.
             if not isinstance(score, UnknownAdapterError):
-                answered(score, f"a score with {first!r}, while {what}")
-                tolerance = TOP_FACTOR * live.atol * max(1, abs(expected))
-                check(
-                    abs(float(score[1]) - expected) <= tolerance,
-                    f"{brief(tail)} after {brief(context)} with {first!r}, while {what}: token 1 "
-                    f"scores {float(score[1]):.6g}, its row has {expected:.6g}",
-                )
+                asked = f"{brief(tail)} after {brief(context)} with {first!r}, while {what}"
+                expect_score(live, float(answered(score, asked)[1]), expected, f"{asked}: token 1")
             for name in [None, *live.bound]:
                 live.check_row(context, name, how=f"after {what}")
 
@@ -181,20 +178,18 @@ class AdapterClauses:
         """The outcomes of a row with each adapter and of a score, asked before a change."""
         lm, context, tail = live.lm, live.contexts.stem[:4], live.contexts.tokens[:2]
         with live.gate.held():
-            asked: list[asyncio.Future[Outcome]] = [
-                asyncio.ensure_future(lm.next_token_logprobs(context, lora_name=name))
-                for name in names
-            ]
-            asked.append(asyncio.ensure_future(lm.sequence_logprobs(context, tail, names[1])))
-            draw = asyncio.ensure_future(lm.sample(context, DRAWN, [], lora_name=names[1]))
-            await submitted()
+            *asked, draw = await started(
+                *(lm.next_token_logprobs(context, lora_name=name) for name in names),
+                lm.sequence_logprobs(context, tail, names[1]),
+                lm.sample(context, DRAWN, [], lora_name=names[1]),
+            )
             await live.engine_held()
             draw.cancel()
             await submitted()
             changed = live.thread(change)
         outcomes = await live.soon(asyncio.gather(*asked, return_exceptions=True))
         await live.soon(asyncio.wrap_future(changed))
-        return list(outcomes)
+        return outcomes
 
     def test_adapter_that_fails_to_load(self, live: Subject) -> None:
         """If loading an adapter fails, the name keeps its old binding and every row is as
@@ -252,6 +247,69 @@ class AdapterClauses:
                 "add_new_lora raised no UnsupportedError, and the engine does not implement "
                 "genlm_add_lora"
             )
+
+
+class AdapterFileClauses:
+    """Folders that change, and folders that are wrong."""
+
+    def test_same_path_with_other_weights(self, live: Subject) -> None:
+        """An adapter that is removed and added again from the same folder has the weights that the
+        folder holds now."""
+        first, second, *_ = live.needs_adapters(2)
+        folders = [live.adapters[first], live.adapters[second]]
+        if not all(map(os.path.isdir, folders)):
+            pytest.skip("the adapters are not folders")
+        context = live.contexts.long(min(20, live.contexts.limit))
+        rows = [live.cold(context, first), live.cold(context, second)]
+        with tempfile.TemporaryDirectory() as scratch:
+            same = os.path.join(scratch, "adapter")
+            for i in (0, 1, 0):
+                shutil.rmtree(same, ignore_errors=True)
+                shutil.copytree(folders[i], same)
+                live.bind("moving", same)
+                what = f"an adapter from a copy of {folders[i]}"
+                live.expect_row(live.ask(context, "moving"), rows[i], what)
+                live.remove("moving")
+
+    def test_adapter_of_another_model(self, live: Subject) -> None:
+        """An adapter whose matrices do not fit the model is refused, and every row is as before."""
+        name, *_ = live.needs_adapters()
+        context = live.contexts.stem[:4]
+        live.cold(context), live.cold(context, name)
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = os.path.join(scratch, "wider")
+            if not _write_wider(live.adapters[name], folder):
+                pytest.skip("the adapter is not a folder with adapter_model.safetensors")
+            try:
+                live.bind("wider", folder)
+            except Exception as error:
+                check(bool(str(error)), f"{type(error).__name__} without a message")
+            else:
+                (outcome,) = live.gather([context], ["wider"])
+                live.remove("wider")
+                raise Violation(
+                    "an adapter of a model of twice the width was accepted, and gives "
+                    f"{outcome!r:.80}"
+                )
+        for chosen in (None, name):
+            live.check_row(context, chosen, how="after a wrong adapter")
+
+
+def _write_wider(source: str, target: str) -> bool:
+    """Copy an adapter with matrices of twice the width; returns whether there was one to copy."""
+    weights = Path(source) / "adapter_model.safetensors"
+    if not weights.is_file():
+        return False
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target)
+    wider = {
+        name: torch.cat([tensor, tensor], dim="lora_A" in name).contiguous()
+        for name, tensor in load_file(str(weights)).items()
+    }
+    save_file(wider, os.path.join(target, weights.name), metadata={"format": "pt"})
+    return True
 
 
 def _named(name: str | None) -> str:

@@ -90,13 +90,16 @@ def expect_scores(
         f"{what}: shape {tuple(scores.shape)} for {len(tokens)} tokens",
     )
     for i in range(len(tokens)) if places is None else places:
-        score = float(scores[i])
         expected = float(live.cold(prompt + tokens[:i], adapter)[tokens[i]])
-        near = abs(score - expected) <= TOP_FACTOR * live.atol * max(1.0, abs(expected))
-        check(  # two infinities are equal, and not near
-            score == expected or near,
-            f"{what}: token {i} scores {score:.6g}, its row has {expected:.6g}",
-        )
+        expect_score(live, float(scores[i]), expected, f"{what}: token {i}")
+
+
+def expect_score(live: Subject, score: float, expected: float, what: str) -> None:
+    """Check that a score is an entry of a row."""
+    near = abs(score - expected) <= TOP_FACTOR * live.atol * max(1.0, abs(expected))
+    check(  # two infinities are equal, and not near
+        score == expected or near, f"{what} scores {score:.6g}, its row has {expected:.6g}"
+    )
 
 
 def expect_greedy(
@@ -142,9 +145,3 @@ def expect_frequencies(
 def single_tokens(mass: torch.Tensor) -> dict[tuple[int, ...], float]:
     """The masses of all draws of one token."""
     return {(token_id,): p for token_id, p in enumerate(mass.tolist())}
-
-
-def probability_among(row: torch.Tensor, k: int, token_id: int) -> float:
-    """The probability of a token among the ``k`` most likely ones."""
-    top = row.double().topk(k)
-    return float((row[token_id].double() - top.values.logsumexp(0)).exp())

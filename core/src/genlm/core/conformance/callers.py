@@ -1,28 +1,46 @@
 """Clauses on callers: many of them, in any loop and thread, leaving and failing without a trace on
-the others."""
+the others, also where the engine fails in the middle of its work."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import itertools
-from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import strategies as st
 
-from genlm.core.conformance.compare import answered, check
-from genlm.core.conformance.driver import Outcome, submitted
+from genlm.core.conformance.compare import answered, brief, check
+from genlm.core.conformance.driver import Outcome, started, submitted
 from genlm.core.conformance.gate import FAILED
 from genlm.core.conformance.subject import Subject
-from genlm.core.errors import QueriesResetError
+from genlm.core.errors import PluginError, QueriesResetError
 from genlm.core.types import TokenIds
-
-if TYPE_CHECKING:
-    import torch
 
 
 class CallerClauses:
     """Callers do not disturb each other."""
+
+    def test_lost_answer_is_an_error(self, live: Subject) -> None:
+        """Where a wrapper loses the row of one request of several, that request gets a
+        ``PluginError`` that names the wrapper, and the others their rows."""
+        contexts = live.contexts.many(8)
+        lost = contexts[3]
+        for context in contexts:
+            live.cold(context)
+        live.reset()
+        live.gate.lose(lost)
+        for outcome, context in zip(live.gather(contexts), contexts, strict=True):
+            if context == lost:
+                check(
+                    isinstance(outcome, PluginError) and "EngineGate" in str(outcome),
+                    f"a wrapper, EngineGate, lost the row of {brief(lost)}; its caller got "
+                    f"{outcome!r:.200}, and not a PluginError that names the wrapper",
+                )
+            else:
+                live.expect(outcome, context, how=f"while a wrapper lost the row of {brief(lost)}")
+        live.gate.reset()
+        live.check_row(lost, how="after a wrapper had lost its row once")
 
     def test_cancelled_caller_leaves_others_alone(self, live: Subject) -> None:
         """Cancelling one caller, alone or beside another with the same request, leaves every other
@@ -40,25 +58,22 @@ class CallerClauses:
 
             async def scenario() -> list[Outcome]:
                 with live.gate.held():
-                    blocker = None if while_running else await self._blocked(live)
-                    tasks = await self._ask(live, contexts)
+                    blocker = [] if while_running else await self._blocked(live)
+                    tasks = await started(*map(live.lm.next_token_logprobs, contexts))
                     if while_running:
                         await live.engine_held()
                     tasks[cancelled].cancel()
                     await submitted()
-                if blocker is not None:
-                    await live.soon(blocker)
+                for one in blocker:
+                    await live.soon(one)
                 return await live.soon(asyncio.gather(*tasks, return_exceptions=True))
 
             outcomes = live.run(scenario())
             left = outcomes.pop(cancelled)
-            check(
-                isinstance(left, asyncio.CancelledError), f"the cancelled caller got {left!r:.200}"
-            )
+            gone = isinstance(left, asyncio.CancelledError)
+            check(gone, f"the cancelled caller got {left!r:.200}")
             how = f"while the caller of {list(contexts[cancelled])} cancelled"
-            others = contexts[:cancelled] + contexts[cancelled + 1 :]
-            for row, context in zip(outcomes, others, strict=True):
-                live.expect(row, context, how=how)
+            live.expect_all(outcomes, contexts[:cancelled] + contexts[cancelled + 1 :], how=how)
 
     def test_abandoned_question_is_dropped(self, live: Subject) -> None:
         """A request all of whose callers have gone does not reach the engine."""
@@ -66,9 +81,10 @@ class CallerClauses:
         @live.for_all(examples=5, context=live.contexts.any())
         def abandoned_question_is_dropped(context: TokenIds) -> None:
             async def scenario() -> None:
+                ask = live.lm.next_token_logprobs
                 with live.gate.held():
-                    blocker = await self._blocked(live)
-                    for task in await self._ask(live, [context, context]):
+                    (blocker,) = await self._blocked(live)
+                    for task in await started(ask(context), ask(context)):
                         task.cancel()
                     await submitted()
                 await live.soon(blocker)
@@ -81,19 +97,11 @@ class CallerClauses:
                 f"both callers of {list(context)} had cancelled, and the engine evaluated it",
             )
 
-    async def _blocked(self, live: Subject) -> asyncio.Future[Outcome]:
+    async def _blocked(self, live: Subject) -> list[asyncio.Future[Outcome]]:
         """A request that the engine has in hand, so that all others wait."""
-        (blocker,) = await self._ask(live, [live.contexts.stem[:2]])
+        blocker = await started(live.lm.next_token_logprobs(live.contexts.stem[:2]))
         await live.engine_held()
         return blocker
-
-    async def _ask(
-        self, live: Subject, contexts: list[TokenIds]
-    ) -> list[asyncio.Future[torch.Tensor]]:
-        """Requests that wait for the engine."""
-        tasks = [asyncio.ensure_future(live.lm.next_token_logprobs(ids)) for ids in contexts]
-        await submitted()
-        return [*tasks]
 
     def test_failing_question_fails_alone(self, live: Subject) -> None:
         """If the engine fails on one request of a batch, its caller gets the error and the others
@@ -125,8 +133,8 @@ class CallerClauses:
         def reset_fails_what_is_pending(contexts: list[TokenIds]) -> None:
             async def scenario() -> tuple[Outcome, list[Outcome]]:
                 with live.gate.held():
-                    blocker = await self._blocked(live)
-                    tasks = await self._ask(live, contexts)
+                    (blocker,) = await self._blocked(live)
+                    tasks = await started(*map(live.lm.next_token_logprobs, contexts))
                     live.lm.reset_async_queries()
                     dropped = await live.soon(asyncio.gather(*tasks, return_exceptions=True))
                 return await live.soon(blocker), dropped
@@ -147,7 +155,7 @@ class CallerClauses:
         @live.for_all(examples=5, contexts=live.contexts.distinct(least=2, most=2))
         def blocking_call_inside_a_running_loop(contexts: list[TokenIds]) -> None:
             async def scenario() -> tuple[Outcome, Outcome]:
-                (task,) = await self._ask(live, contexts[:1])
+                (task,) = await started(live.lm.next_token_logprobs(contexts[0]))
                 return live.lm.next_token_logprobs_sync(contexts[1]), await live.soon(task)
 
             # In a thread, so that it is noticed if it hangs: nothing can interrupt a loop that is
@@ -176,8 +184,7 @@ class CallerClauses:
             ]
             for contexts, call in zip(shares, calls, strict=True):
                 rows = answered(live.outcome(call), f"a thread among {len(shares)}")
-                for row, context in zip(rows, contexts, strict=True):
-                    live.expect(row, context, how=f"by one of {len(shares)} threads")
+                live.expect_all(rows, contexts, how=f"by one of {len(shares)} threads")
 
     def test_loops_one_after_the_other(self, live: Subject) -> None:
         """The model works in one event loop after another, also when a loop was closed with
@@ -196,3 +203,37 @@ class CallerClauses:
             for _ in range(2):
                 live.check_rows(contexts, how="in another event loop, after one was closed")
             del tasks
+
+
+class FaultClauses:
+    """The engine fails in the middle of its work."""
+
+    def test_error_inside_the_engine(self, live: Subject) -> None:
+        """An error in the middle of a batch, with adapters and without: whoever gets no row gets
+        the error, and the same batches are right afterwards."""
+        names = [None, *live.loras][:3]
+        most = live.contexts.limit - 1
+        contexts = [live.contexts.long(min(n, most), i) for i, n in enumerate((3, 3, 5, 18))]
+        mixed = [(context, name) for context in contexts[:2] for name in names]
+        plain = [(context, None) for context in contexts]
+        for context, name in {*mixed, *plain}:
+            live.cold(context, name)
+        failing = live.suite.fail_inside(live.lm)
+        if failing is None:
+            pytest.skip(
+                "the suite cannot make this engine fail from inside; override fail_inside() where "
+                "you can"
+            )
+        for asked in (mixed, plain, mixed[:1]):
+            for times in (1, 1 << 20):
+                live.clear()
+                with failing(times):
+                    outcomes = live.gather(*zip(*asked, strict=True))
+                for outcome, (context, name) in zip(outcomes, asked, strict=True):
+                    if not isinstance(outcome, Exception):
+                        live.expect(outcome, context, name, how="in a batch that failed inside")
+                # The same batch, the base model alone, and both.
+                for again in (asked, plain, mixed, mixed[::-1]):
+                    live.lm.clear_cache()
+                    how = f"after the engine had failed inside {times}x"
+                    live.check_rows(*zip(*again, strict=True), how=how)

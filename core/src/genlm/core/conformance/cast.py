@@ -3,7 +3,7 @@ them gives alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from attrs import evolve, field, frozen
@@ -132,10 +132,9 @@ class Draw:
         place = next((i for i, (one, other) in enumerate(pairs) if one != other), shorter)
         # Where the draw parted from the one alone it drew this, or a stop token, which is left out.
         parted = (drawn[place],) if place < len(drawn) else self.stops
-        same_length = place < shorter or self.stops
-        if len(drawn) > self.most or not same_length:
-            raise Violation(message)
-        if not may_follow(live, self.prompt + drawn[:place], parted, self.options, owner):
+        right_length = len(drawn) <= self.most and (place < shorter or self.stops)
+        before = self.prompt + drawn[:place]
+        if not right_length or not may_follow(live, before, parted, self.options, owner):
             raise Violation(message)
         # Of two tokens that are as likely either may be drawn, and then others follow.
         if self.options.get("temperature") != 0.0:
@@ -190,8 +189,3 @@ def _seeded(live: Subject, options: Mapping[str, Any], seed: int) -> dict[str, A
     if options.get("temperature") == 0.0:
         return dict(options)
     return {**steady(live), **options, "seed": seed}
-
-
-def owners_of(request: Request, names: Sequence[str]) -> list[str | None]:
-    """The adapters that a request's name may stand for."""
-    return list(names) if request.adapter == MOVING else [request.adapter]

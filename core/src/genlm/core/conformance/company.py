@@ -8,10 +8,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from genlm.core.conformance.agreement import expect_scores
-from genlm.core.conformance.clock import after_each_call
+from genlm.core.conformance.agreement import expect_greedy, expect_scores
 from genlm.core.conformance.compare import Violation, check
-from genlm.core.conformance.driver import Outcome, submitted
+from genlm.core.conformance.driver import Outcome, started, submitted
 from genlm.core.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
@@ -30,9 +29,74 @@ BOUND_ELSEWHERE = 2000
 #: requests.
 TIMES = 8
 
+#: Who waits among the crowd.
+CROWDED = ("a row", "a draw of 2 tokens", "a score of 2 tokens")
+
 
 class CompanyClauses:
-    """Long work and short work together."""
+    """Long work and short work together, and whose turn it is."""
+
+    def test_nobody_waits_behind_a_crowd(self, live: Subject) -> None:
+        """A long row, a draw and a score are answered, and right, while 64 callers with short
+        contexts each ask again when the call after their answer ends."""
+        callers = live.scaled(64, 20)
+        contexts = live.contexts
+        crowd = contexts.many(callers * TIMES)
+        long = contexts.long(min(100, contexts.limit - 3, live.longest), 3)
+        row, drawn, scored = long, long[:-1], long[:-2]
+        tokens = contexts.tokens[:2]
+        waiting: dict[str, asyncio.Future[Outcome]] = {}
+        passed_over: list[str] = []
+        answered = 0
+        call_ended = asyncio.Event()
+
+        async def one_of_the_crowd(number: int) -> None:
+            nonlocal answered
+            if number % 2:  # half of them begin a call later, so newcomers come with every call
+                await call_ended.wait()
+            for context in crowd[number::callers]:
+                await live.lm.next_token_logprobs(context)
+                answered += 1
+                if answered == 3 * len(crowd) // 4:  # at the end the crowd is gone
+                    passed_over.extend(name for name, one in waiting.items() if not one.done())
+                if answered > 3 * len(crowd) // 4:
+                    return
+                await call_ended.wait()
+
+        async def call_ends() -> None:
+            nonlocal call_ended
+            call_ended.set()
+            call_ended = asyncio.Event()
+            await submitted()
+
+        async def scenario() -> list[Outcome]:
+            with live.gate.held():
+                others = [asyncio.ensure_future(one_of_the_crowd(n)) for n in range(callers)]
+                asked = await started(
+                    live.lm.next_token_logprobs(row),
+                    live.lm.sample(drawn, 2, [], temperature=0.0),
+                    live.lm.sequence_logprobs(scored, tokens),
+                )
+                waiting.update(zip(CROWDED, asked, strict=True))
+            async with live.after_each_call(call_ends):
+                await live.all_done(asked)
+                for one in (*others, *asked):  # who is not answered at all
+                    one.cancel()
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+        live.reset()
+        outcomes = live.drive(scenario())
+        how = f"while {callers} callers ask again and again"
+        check(
+            not passed_over,
+            f"{' and '.join(passed_over)} got no answer while {callers} others, who came together "
+            f"with them, asked again and again, and were answered {3 * len(crowd) // 4} times",
+        )
+        for what, outcome in zip(waiting, outcomes, strict=True):
+            check(not isinstance(outcome, BaseException), f"{what}, {how}: {outcome!r}")
+        live.expect(outcomes[0], row, how=how)
+        expect_greedy(live, outcomes[1], drawn, how=how)
+        expect_scores(live, outcomes[2], scored, tuple(tokens), how=how)
 
     def test_short_draw_returns_before_a_long_one(self, live: Subject) -> None:
         """A draw of one token, asked together with one of many, is answered first."""
@@ -41,10 +105,9 @@ class CompanyClauses:
         length = self._length(live, long)
 
         async def together() -> list[str]:
-            draws = {"long": (long, length), "short": (short, 1)}
             asked = {
-                name: asyncio.ensure_future(live.lm.sample(prompt, most, [], seed=most))
-                for name, (prompt, most) in draws.items()
+                "long": asyncio.ensure_future(live.lm.sample(long, length, [], seed=length)),
+                "short": asyncio.ensure_future(live.lm.sample(short, 1, [], seed=1)),
             }
             return await _in_order(asked)
 
@@ -67,14 +130,11 @@ class CompanyClauses:
             asked: dict[str, asyncio.Future[Outcome]] = {}
             live.gate.hold()
             for i in range(3):
-                draw = lm.sample(long, length, [], seed=i)
-                asked[f"draw {i}"] = asyncio.ensure_future(draw)
-                await submitted()
+                (asked[f"draw {i}"],) = await started(lm.sample(long, length, [], seed=i))
                 if i:  # the engine has been woken, if it waits for what is finished
-                    live.gate.step()
+                    live.gate.release(calls=1)
                 await live.engine_held()
-            asked["row"] = asyncio.ensure_future(lm.next_token_logprobs(row))
-            await submitted()
+            (asked["row"],) = await started(lm.next_token_logprobs(row))
             live.gate.release()
             order = await _in_order(asked)
             return order, (await asyncio.gather(asked["row"], return_exceptions=True))[0]
@@ -99,8 +159,7 @@ class CompanyClauses:
 
         async def scenario() -> None:
             with live.gate.held():
-                draw = asyncio.ensure_future(live.lm.sample(long, length, [], seed=1))
-                await submitted()
+                (draw,) = await started(live.lm.sample(long, length, [], seed=1))
                 await live.engine_held()
                 draw.cancel()
                 await submitted()
@@ -127,7 +186,7 @@ class CompanyClauses:
         bound = BOUND_ELSEWHERE if elsewhere else BOUND
         contexts = live.contexts.many(bound + 12)
         victims = [context for context in contexts if len(context) > 4][:2]
-        others = [c for c in contexts if not any(_of(c, victim) for victim in victims)]
+        others = [c for c in contexts if all(c[: len(one)] != one for one in victims)]
         bound = min(bound, len(others))
         draws = "genlm_sample" not in self._hooks_of_a_draw(live)
         asked: dict[str, asyncio.Future[Outcome]] = {}
@@ -135,9 +194,7 @@ class CompanyClauses:
         passed_over: set[str] = set()
 
         async def ask_another() -> None:
-            context = others[len(stream)]
-            stream.append(asyncio.ensure_future(live.lm.next_token_logprobs(context)))
-            await submitted()
+            stream.extend(await started(live.lm.next_token_logprobs(others[len(stream)])))
 
         async def after_a_call() -> None:
             # A request that comes in now wakes the next call, if it can be woken. That one may end
@@ -154,12 +211,11 @@ class CompanyClauses:
             live.gate.hold()
             await ask_another()
             await live.engine_held()
-            asked["a row"] = asyncio.ensure_future(live.lm.next_token_logprobs(victims[0]))
+            (asked["a row"],) = await started(live.lm.next_token_logprobs(victims[0]))
             if draws:
                 drawn = live.lm.sample(victims[1], 2, [], seed=1)
-                asked["a draw of 2 tokens"] = asyncio.ensure_future(drawn)
-            await submitted()
-            async with after_each_call(live, after_a_call):
+                (asked["a draw of 2 tokens"],) = await started(drawn)
+            async with live.after_each_call(after_a_call):
                 live.gate.release()
                 row, *_ = await asyncio.gather(*asked.values(), return_exceptions=True)
             await asyncio.gather(*stream)
@@ -199,73 +255,3 @@ async def _in_order(asked: Mapping[str, asyncio.Future[Outcome]]) -> list[str]:
     await asyncio.wait(asked.values())
     await asyncio.sleep(0)  # callbacks are called in the pass after
     return order
-
-
-def _of(token_ids: TokenIds, prompt: TokenIds) -> bool:
-    return token_ids[: len(prompt)] == prompt
-
-
-class CrowdClauses:
-    """Whose turn it is."""
-
-    def test_nobody_waits_behind_a_crowd(self, live: Subject) -> None:
-        """A long row, a draw and a score are answered, and right, while 64 callers with short
-        contexts each ask again when the call after their answer ends."""
-        callers = live.scaled(64, 20)
-        contexts = live.contexts
-        crowd = contexts.many(callers * TIMES)
-        long = contexts.long(min(100, contexts.limit - 3, live.longest), 3)
-        row, drawn, scored = long, long[:-1], long[:-2]
-        tokens = contexts.tokens[:2]
-        waiting: dict[str, asyncio.Future[Outcome]] = {}
-        passed_over: list[str] = []
-        answered = 0
-        call_ended = asyncio.Event()
-
-        async def one_of_the_crowd(number: int) -> None:
-            nonlocal answered
-            if number % 2:  # half of them begin a call later, so newcomers come with every call
-                await call_ended.wait()
-            for context in crowd[number::callers]:
-                await live.lm.next_token_logprobs(context)
-                answered += 1
-                if answered == 3 * len(crowd) // 4:  # at the end the crowd is gone
-                    passed_over.extend(name for name, one in waiting.items() if not one.done())
-                if answered > 3 * len(crowd) // 4:
-                    return
-                await call_ended.wait()
-
-        async def call_ends() -> None:
-            nonlocal call_ended
-            call_ended.set()
-            call_ended = asyncio.Event()
-            await submitted()
-
-        async def scenario() -> list[Outcome]:
-            with live.gate.held():
-                others = [asyncio.ensure_future(one_of_the_crowd(n)) for n in range(callers)]
-                for what, asked in (
-                    ("a row", live.lm.next_token_logprobs(row)),
-                    ("a draw of 2 tokens", live.lm.sample(drawn, 2, [], temperature=0.0)),
-                    ("a score of 2 tokens", live.lm.sequence_logprobs(scored, tokens)),
-                ):
-                    waiting[what] = asyncio.ensure_future(asked)
-                await submitted()
-            async with after_each_call(live, call_ends):
-                await live.all_done([*waiting.values()])
-                for one in (*others, *waiting.values()):  # who is not answered at all
-                    one.cancel()
-            return list(await asyncio.gather(*waiting.values(), return_exceptions=True))
-
-        live.reset()
-        outcomes = live.drive(scenario())
-        how = f"while {callers} callers ask again and again"
-        check(
-            not passed_over,
-            f"{' and '.join(passed_over)} got no answer while {callers} others, who came together "
-            f"with them, asked again and again, and were answered {3 * len(crowd) // 4} times",
-        )
-        for what, outcome in zip(waiting, outcomes, strict=True):
-            check(not isinstance(outcome, BaseException), f"{what}, {how}: {outcome!r}")
-        live.expect(outcomes[0], row, how=how)
-        expect_scores(live, outcomes[2], scored, tuple(tokens), how=how)

@@ -73,10 +73,8 @@ def difference(row: torch.Tensor, expected: torch.Tensor, atol: float) -> str | 
         return f"its shape is {tuple(row.shape)}, not {tuple(expected.shape)}"
     row, expected = row.cpu().double(), expected.cpu().double()
 
-    def at(token_id: int, p: torch.Tensor, q: torch.Tensor) -> str:
-        return (
-            f"of token {token_id} is {float(p[token_id]):.6g} instead of {float(q[token_id]):.6g}"
-        )
+    def at(i: int, p: torch.Tensor, q: torch.Tensor) -> str:
+        return f"of token {i} is {float(p[i]):.6g} instead of {float(q[i]):.6g}"
 
     impossible = (row == -math.inf) != (expected == -math.inf)
     if bool(impossible.any()):

@@ -17,24 +17,6 @@ Outcome = Any  # an answer, or the exception in its place
 CALLS = 1000
 
 
-class Standstill:
-    """What the engine does while somebody waits.
-
-    Args:
-        calls: Counts the calls of the engine that have ended.
-    """
-
-    def __init__(self, calls: Callable[[], int]) -> None:
-        self._calls = calls
-        self._begun = self._last = calls()
-
-    def is_reached(self) -> bool:
-        """Whether the engine has made no call since this was asked last, or too many in all for
-        what it answers."""
-        last, self._last = self._last, self._calls()
-        return self._last == last or self._last - self._begun > CALLS
-
-
 class Driver:
     """Runs coroutines and calls, and says so when one hangs. An engine that is slow, on a machine
     that has other work, does not hang: it goes on from call to call.
@@ -45,8 +27,7 @@ class Driver:
     """
 
     def __init__(self, patience: float) -> None:
-        self.patience = patience
-        self._patience = patience
+        self.patience = self._patience = patience
         # One loop for the main thread: to make one takes longer than a request.
         self._loop = asyncio.Runner()
 
@@ -81,8 +62,8 @@ class Driver:
         """What ``awaitable`` gives; that it hangs is a violation."""
         task = asyncio.ensure_future(awaitable)
         try:
-            if not await self._answered([task]):
-                raise self._hang("a caller got no answer")
+            if hangs := await self._hanging([task], "a caller"):
+                raise hangs
             return task.result()
         finally:
             task.cancel()
@@ -93,23 +74,19 @@ class Driver:
     async def all_done(self, futures: Sequence[asyncio.Future[Any]]) -> bool:
         """Wait for all of them; ``False`` if some hang: none ends for as long as there is
         patience."""
-        answered = await self._answered(futures)
-        if not answered:
-            self._hang("some callers got no answer")
-        return answered
+        return await self._hanging(futures, "some callers") is None
 
-    async def _answered(self, futures: Sequence[asyncio.Future[Any]]) -> bool:
-        pending = set(futures)
-        standstill = Standstill(self.calls)
+    async def _hanging(self, futures: Sequence[asyncio.Future[Any]], who: str) -> Violation | None:
+        pending, standstill = set(futures), self._standstill()
         while pending:
             done, pending = await asyncio.wait(
                 pending, timeout=self._patience, return_when=asyncio.FIRST_COMPLETED
             )
             if done:
-                standstill = Standstill(self.calls)
-            elif standstill.is_reached():
-                return False
-        return True
+                standstill = self._standstill()
+            elif standstill():
+                return self._hang(f"{who} got no answer")
+        return None
 
     def thread(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
         """Make a call in a thread of its own, which may hang without holding up the suite."""
@@ -137,25 +114,44 @@ class Driver:
 
     def wait(self, future: concurrent.futures.Future[T]) -> T:
         """The result of a call in another thread; that it hangs is a violation."""
-        standstill = Standstill(self.calls)
+        standstill = self._standstill()
         while True:
             try:
                 return future.result(self._patience)
             except TimeoutError:
                 if future.done():
                     raise
-                if standstill.is_reached():
+                if standstill():
                     raise self._hang("a call did not return") from None
 
     def calls(self) -> int:
         """How many calls of the engine have ended."""
         return 0
 
+    def _standstill(self) -> Callable[[], bool]:
+        """Tells whether the engine has made no call since it was asked last, or too many in all for
+        what it answers."""
+        begun = last = self.calls()
+
+        def is_reached() -> bool:
+            nonlocal last
+            before, last = last, self.calls()
+            return last == before or last - begun > CALLS
+
+        return is_reached
+
     def _hang(self, what: str) -> Violation:
         violation = Violation(f"{what} within {self._patience:g} s: it hangs")
         # Shrinking would hang again and again, and so may every clause that follows.
         self._patience = self.patience / 20
         return violation
+
+
+async def started(*requests: Coroutine[Any, Any, Any]) -> list[asyncio.Future[Any]]:
+    """Ask, and hand the requests to the engine's queue."""
+    asked: list[asyncio.Future[Any]] = [asyncio.ensure_future(request) for request in requests]
+    await submitted()
+    return asked
 
 
 async def submitted() -> None:

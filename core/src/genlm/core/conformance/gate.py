@@ -16,9 +16,7 @@ from genlm.core.hookspecs import hookimpl
 from genlm.core.types import (
     Answer,
     Query,
-    Request,
     SampleRequest,
-    SamplingParams,
     ScoreRequest,
     TokenIds,
     query_of,
@@ -38,10 +36,9 @@ FAILED = (EngineError, PluginError)
 
 @frozen
 class EngineCall:
-    """One call of an evaluation hook: what was new in it, and what it answered."""
+    """One call of an evaluation hook, and what it answered."""
 
     hook: str
-    asked: tuple[Query, ...]
     answered: tuple[Query, ...]
 
 
@@ -55,42 +52,31 @@ class EngineGate:
     def __init__(self, patience: float) -> None:
         self._patience = patience
         self._changed = threading.Condition()
-        self._passes = math.inf  # how many calls may begin
         self._inside = False
-        self._seen: list[Query] = []
-        self._poison: TokenIds | None = None
-        self._lost: TokenIds | None = None
-        #: The calls that have ended since the last reset.
-        self.recent_calls: list[EngineCall] = []
         #: How many calls have ended, of all.
         self.calls = 0
-        #: Called in the engine's thread when a call has been answered and before it returns.
-        self.on_call: Callable[[EngineCall], None] | None = None
-        #: What genlm_cache_prefix has returned since the last reset.
-        self.pinned: list[bool | None] = []
         #: What the engine has written into after it had returned it, in words.
         self.rewritten: list[str] = []
         self._returned: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self.reset()
 
     # --- for the clauses: any thread --------------------------------------------------------------
 
     def reset(self) -> None:
         """Forget what was seen, fail nothing, hold nothing."""
+        #: The queries that have reached the engine since then.
+        self.seen: list[Query] = []
+        #: The calls that have ended since then.
+        self.recent_calls: list[EngineCall] = []
+        #: What genlm_cache_prefix has returned since then.
+        self.pinned: list[bool | None] = []
+        #: Called in the engine's thread when a call has been answered and before it returns.
+        self.on_call: Callable[[], None] | None = None
+        self._poison: TokenIds | None = None
+        self._lost: TokenIds | None = None
         with self._changed:
-            self._seen.clear()
-            self.recent_calls = []
-            self.pinned = []
-            self._poison = None
-            self._lost = None
-            self._passes = math.inf
-            self.on_call = None
+            self._passes = math.inf  # how many calls may begin
             self._changed.notify_all()
-
-    @property
-    def seen(self) -> list[Query]:
-        """The queries that have reached the engine since the last reset."""
-        with self._changed:
-            return list(self._seen)
 
     def poison(self, token_ids: Sequence[int]) -> None:
         """Make every evaluation fail that has the context ``token_ids`` in it."""
@@ -114,17 +100,10 @@ class EngineGate:
         """Hold the engine at the beginning of its next evaluation, until :meth:`release`."""
         self._passes = 0
 
-    def step(self) -> None:
-        """Let the evaluation go on that is being held, and hold the next one."""
-        self._let(1)
-
-    def release(self) -> None:
-        """Let the engine go on."""
-        self._let(math.inf)
-
-    def _let(self, passes: float) -> None:
+    def release(self, calls: float = math.inf) -> None:
+        """Let the engine go on, and hold it again after so many calls."""
         with self._changed:
-            self._passes, self._inside = passes, False
+            self._passes, self._inside = calls, False
             self._changed.notify_all()
 
     def wait_inside(self) -> None:
@@ -137,7 +116,7 @@ class EngineGate:
 
     def _enter(self, queries: Sequence[Query]) -> None:
         with self._changed:
-            self._seen += queries
+            self.seen += queries
             if self._passes == math.inf:
                 return
             self._inside = True
@@ -148,16 +127,11 @@ class EngineGate:
         if not released:
             raise TimeoutError(f"the suite held the engine for more than {self._patience:g} s")
 
-    def _ended(self, hook: str, asked: Sequence[Query], answered: Sequence[Query]) -> None:
-        ended = EngineCall(hook, tuple(asked), tuple(answered))
-        with self._changed:
-            self.recent_calls.append(ended)
-            self.calls += 1
+    def _ended(self, hook: str, answered: Sequence[Query]) -> None:
+        self.recent_calls.append(EngineCall(hook, tuple(answered)))
+        self.calls += 1
         if self.on_call is not None:
-            self.on_call(ended)
-
-    def _poisons(self, query: Query) -> bool:
-        return query.token_ids == self._poison
+            self.on_call()
 
     def _planted(self) -> PlantedError:
         return PlantedError(f"planted by the conformance suite for the context {self._poison}")
@@ -167,13 +141,14 @@ class EngineGate:
         self, queries: Sequence[Query]
     ) -> Generator[None, torch.Tensor, torch.Tensor]:
         self._enter(queries)
-        if any(map(self._poisons, queries)):
+        contexts = [query.token_ids for query in queries]
+        if self._poison in contexts:
             raise self._planted()
         rows = yield
-        self._ended("genlm_next_token_logprobs", queries, queries)
+        self._ended("genlm_next_token_logprobs", queries)
         self._look_back()
         self._keep("genlm_next_token_logprobs", rows)
-        return rows[1:] if any(query.token_ids == self._lost for query in queries) else rows
+        return rows[1:] if self._lost in contexts else rows
 
     def _keep(self, hook: str, rows: Any) -> None:
         """Keep what the engine returned beside a copy: so an engine that uses the memory again is
@@ -197,47 +172,38 @@ class EngineGate:
         samples: Sequence[SampleRequest],
         scores: Sequence[ScoreRequest],
     ) -> Generator[None, Sequence[Answer], Sequence[Answer]]:
-        requests: list[Request] = [*queries, *samples, *scores]
-        asked = [query_of(request) for request in requests]
-        self._enter(asked)
+        self._enter([*queries, *(one.query for one in samples), *(one.query for one in scores)])
         # To raise here would break the engine's promise to have dropped what is in flight: fail the
         # one query instead.
         answers = yield
-        self._ended("genlm_step", asked, [query_of(answer.request) for answer in answers])
+        self._ended("genlm_step", [query_of(answer.request) for answer in answers])
         if answers:
             self._look_back()
-        return [self._passed_on(answer) for answer in answers if not self._loses(answer)]
+        return [passed_on for answer in answers for passed_on in self._passed_on(answer)]
 
-    def _loses(self, answer: Answer) -> bool:
-        return isinstance(answer.request, Query) and answer.request.token_ids == self._lost
-
-    def _passed_on(self, answer: Answer) -> Answer:
+    def _passed_on(self, answer: Answer) -> list[Answer]:
+        """An answer as it leaves, if it does."""
         if not isinstance(answer.request, Query):
-            return answer
-        if self._poisons(answer.request):
-            return evolve(answer, result=self._planted())
+            return [answer]
+        if answer.request.token_ids == self._lost:
+            return []
+        if answer.request.token_ids == self._poison:
+            return [evolve(answer, result=self._planted())]
         if getattr(answer.result, "ndim", None) == 1:
             self._keep("genlm_step", answer.result[None])
-        return answer
+        return [answer]
 
     @hookimpl(wrapper=True)
-    def genlm_cache_prefix(self, query: Query) -> Generator[None, bool | None, bool | None]:
-        done = yield
-        self.pinned.append(done)
-        return done
+    def genlm_cache_prefix(self) -> Generator[None, bool | None, None]:
+        self.pinned.append((yield))
 
     @hookimpl(wrapper=True)
-    def genlm_sample(
-        self, queries: Sequence[Query], params: Sequence[SamplingParams]
-    ) -> Generator[None, Any, Any]:
+    def genlm_sample(self, queries: Sequence[Query]) -> Generator[None, Any, None]:
         self._enter(queries)
-        drawn = yield
-        self._ended("genlm_sample", queries, queries)
-        return drawn
+        yield
+        self._ended("genlm_sample", queries)
 
     @hookimpl(wrapper=True)
-    def genlm_sequence_logprobs(
-        self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
-    ) -> Generator[None, Any, Any]:
+    def genlm_sequence_logprobs(self, queries: Sequence[Query]) -> Generator[None, Any, None]:
         self._enter(queries)
-        return (yield)
+        yield

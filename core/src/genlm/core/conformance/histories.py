@@ -27,19 +27,16 @@ class HistoryClauses:
         """A context that is scored, drawn after, pinned, extended and asked, in any order: every
         answer is the oracle's."""
 
-        def check_operation(operation: str, context: TokenIds, tail: TokenIds, how: str) -> None:
-            if operation == "ask":
-                live.check_row(context, how=how)
-            elif operation == "ask longer":
-                live.check_row(context + tail, how=how)
-            elif operation == "ask shorter":
-                live.check_row(context[: max(1, len(context) - 2)], how=how)
-            elif operation == "score":
-                expect_scores(live, live.score(context, tail), context, tail, how=how)
+        def check_operation(operation: str, ids: TokenIds, tail: TokenIds, how: str) -> None:
+            if operation == "score":
+                expect_scores(live, live.score(ids, tail), ids, tail, how=how)
             elif operation == "draw":
-                expect_greedy(live, live.sample(context, 3, temperature=0.0), context, how=how)
+                expect_greedy(live, live.sample(ids, 3, temperature=0.0), ids, how=how)
+            elif operation == "pin":
+                live.lm.cache_kv(ids)
             else:
-                live.lm.cache_kv(context)
+                asked = {"ask": ids, "ask longer": ids + tail, "ask shorter": ids[:-2] or ids[:1]}
+                live.check_row(asked[operation], how=how)
 
         lengths = [n for n in (3, 17, 33, 65) if n + 4 <= live.contexts.limit]
 
@@ -89,11 +86,8 @@ class HistoryClauses:
         live.lm.clear_cache()
         source = live.random("many")
         chosen = source.sample(many, live.scaled(120, 50))
-        longer = [
-            (*context, source.choice(tokens))
-            for context in chosen
-            if len(context) < live.contexts.limit
-        ]
+        fitting = [context for context in chosen if len(context) < live.contexts.limit]
+        longer = [(*context, source.choice(tokens)) for context in fitting]
         for asked in (chosen, longer):
             live.check_rows(asked, how=f"after {len(many)} others")
 
@@ -126,15 +120,13 @@ class HistoryClauses:
         for context in contexts:
             live.lm.cache_kv(context[:-1])
         with _changed_weights(model):
-            live.lm.clear_cache()
-            live.lm.clear_kv_cache()
+            live.clear()
             for context, row in zip(contexts, old, strict=True):
                 cold = live.lm.next_token_logprobs_uncached(context)
                 if cold.equal(row):
                     pytest.skip("the weights in this process are not those that the engine uses")
                 live.expect_row(live.ask(context), cold, f"{brief(context)} with other weights")
-        live.lm.clear_cache()
-        live.lm.clear_kv_cache()
+        live.clear()
         for context in contexts:
             live.check_row(context, how="with the old weights again")
 

@@ -3,8 +3,6 @@ what they do."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from genlm.core.conformance.agreement import expect_greedy, expect_scores
@@ -12,9 +10,6 @@ from genlm.core.conformance.compare import check
 from genlm.core.conformance.contexts import EDGES
 from genlm.core.conformance.subject import Subject
 from genlm.core.types import TokenIds
-
-if TYPE_CHECKING:
-    import torch
 
 #: A prompt of this many tokens is computed in chunks by most engines.
 CHUNK = 256
@@ -65,40 +60,33 @@ class LengthClauses:
             pytest.skip("this class says that the model may ignore tokens (ignores_tokens)")
         contexts = live.contexts
         most = min(live.longest, live.suite.window or live.longest)
+
+        def expect_another(text: TokenIds, changes: dict[int, int], what: str) -> None:
+            row = live.cold(text)
+            changed = tuple(changes.get(place, token) for place, token in enumerate(text))
+            check(
+                not live.cold(changed).equal(row),
+                f"the row of a context of {len(text)} tokens is the same {what}. If the model "
+                "forgets what is further back, say so by `window` (--window); if it may ignore "
+                "tokens, as a back-off model does, by `ignores_tokens` (--ignores-tokens)",
+            )
+
         for length in sorted({min(length, most) for length in (8, 40, 100, 200, 600, most)}):
             text = contexts.long(length)
-            row = live.cold(text)
-            for place in sorted({0, 1, length // 2, length - 2, length - 1} & set(range(length))):
-                other = next(token for token in contexts.tokens if token != text[place])
-                changed = (*text[:place], other, *text[place + 1 :])
-                what = f"with token {other} instead of {text[place]} at position {place}"
-                self._expect_another(live, changed, row, what)
-            for one, other in (
-                (1, length // 2),
-                (length // 2, length - 4),
-                (length - 9, length - 3),
-            ):
-                other = next((i for i in range(other, 0, -1) if text[i] != text[one]), other)
-                if 0 < one < other:
-                    changed = (*text[:one], text[other], *text[one + 1 :])
-                    changed = (*changed[:other], text[one], *changed[other + 1 :])
-                    what = f"with the tokens at positions {one} and {other} exchanged"
-                    self._expect_another(live, changed, row, what)
+            for at in sorted({0, 1, length // 2, length - 2, length - 1} & set(range(length))):
+                other = next(token for token in contexts.tokens if token != text[at])
+                what = f"with token {other} instead of {text[at]} at position {at}"
+                expect_another(text, {at: other}, what)
+            for at, to in ((1, length // 2), (length // 2, length - 4), (length - 9, length - 3)):
+                to = next((i for i in range(to, 0, -1) if text[i] != text[at]), to)
+                if 0 < at < to:
+                    what = f"with the tokens at positions {at} and {to} exchanged"
+                    expect_another(text, {at: text[to], to: text[at]}, what)
         rows: dict[bytes, int] = {}
         for token_id in contexts.spread:
             key = live.cold((*contexts.stem[:3], token_id)).cpu().numpy().tobytes()
             other = rows.setdefault(key, token_id)
             check(other == token_id, f"tokens {other} and {token_id} at the end give the same row")
-
-    def _expect_another(
-        self, live: Subject, changed: TokenIds, row: torch.Tensor, what: str
-    ) -> None:
-        check(
-            not live.cold(changed).equal(row),
-            f"the row of a context of {len(changed)} tokens is the same {what}. If the model "
-            "forgets what is further back, say so by `window` (--window); if it may ignore tokens, "
-            "as a back-off model does, by `ignores_tokens` (--ignores-tokens)",
-        )
 
     def test_tokens_from_all_over_the_vocabulary(self, live: Subject) -> None:
         """Special tokens, the first and the last ones: gathered, extended and asked again, their
@@ -176,31 +164,20 @@ class ContinuationClauses:
     """Continuations of hundreds of tokens."""
 
     def test_long_continuations(self, live: Subject) -> None:
-        """Continuations of up to 500 tokens score what the cold rows say, alone and beside others
-        of other lengths; drawn ones have all their tokens, each the most likely one; and contexts
-        go on from them."""
-        self._scores(live)
-        self._draws(live)
-
-    def _scores(self, live: Subject) -> None:
-        prompts = (3, 40)
-        room = min(live.longest, live.contexts.limit - 1)
-        lengths = [min(n, room - 40) for n in (500, 150)]
-        cases = [
-            (text[:prompt], text[prompt:])
-            for prompt, n in zip(prompts, lengths, strict=True)
-            if n > 1
-            for text in [live.contexts.long(prompt + n, prompt)]
-        ]
-        for prompt, tokens in cases:
-            scores, places = live.score(prompt, tokens), _around(len(tokens))
-            expect_scores(live, scores, prompt, tokens, places=places, how="a long continuation")
-            for end in (len(prompt) + len(tokens) - 1, len(prompt) + len(tokens)):
-                longer = (*(prompt + tokens)[:end], live.contexts.tokens[1])
-                live.check_row(longer, how="going on from what was scored")
-
-    def _draws(self, live: Subject) -> None:
+        """Continuations of up to 500 tokens score what the cold rows say; drawn ones have all their
+        tokens, each the most likely one; and contexts go on from them."""
         contexts = live.contexts
+        room = min(live.longest, contexts.limit - 1)
+        for cut, n in ((3, min(500, room - 40)), (40, min(150, room - 40))):
+            if n < 2:
+                continue
+            text = contexts.long(cut + n, cut)
+            prompt, tokens = text[:cut], text[cut:]
+            scores, places = live.score(prompt, tokens), _around(n)
+            expect_scores(live, scores, prompt, tokens, places=places, how="a long continuation")
+            for longer in (text[:-1], text):
+                after = (*longer, contexts.tokens[1])
+                live.check_row(after, how="going on from what was scored")
         for n, stops in ((live.scaled(200, 140), False), (21, True)):
             prompt = contexts.long(min(9, contexts.limit - 2), 2)
             most = min(n, live.longest, contexts.limit - len(prompt) - 1)

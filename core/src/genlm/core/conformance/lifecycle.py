@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import importlib.metadata
 import json
@@ -13,13 +12,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 from attrs import frozen
 
 from genlm.core.conformance.compare import Violation, brief, check
-from genlm.core.conformance.driver import Outcome, submitted
+from genlm.core.conformance.driver import Outcome, started
 from genlm.core.conformance.subject import Subject
 from genlm.core.errors import ModelClosedError
 from genlm.core.lm import AsyncLM
@@ -106,21 +104,23 @@ class LifecycleClauses:
                 f"without a seed, two models draw the same {length} tokens after loading: "
                 f"{brief(drawn[0])}",
             )
-            for lm, name in zip(models, names, strict=False):
+            adapted = list(zip(models, names, strict=False))
+            for lm, name in adapted:
                 lm.add_new_lora(live.adapters[name], "mine")
             longer = (*prompt, live.contexts.tokens[0])
             for lm in models:
                 lm.cache_kv(prompt)
                 live.expect(lm.next_token_logprobs_sync(longer), longer, how="of one of two models")
-            for lm, name in zip(models, names, strict=False):
-                row = lm.next_token_logprobs_sync(prompt, lora_name="mine")
-                how = "under a name that another model has for another"
-                live.expect(row, prompt, name, how)
+
+            def check_adapters(adapted: list[tuple[AsyncLM, str]], how: str) -> None:
+                for lm, name in adapted:
+                    row = lm.next_token_logprobs_sync(prompt, lora_name="mine")
+                    live.expect(row, prompt, name, how)
+
+            check_adapters(adapted, "under a name that another model has for another")
             models[0].close()
             models[1].clear_cache()  # so that the engine is asked again
-            for lm, name in zip(models[1:], names[1:], strict=False):
-                row = lm.next_token_logprobs_sync(prompt, lora_name="mine")
-                live.expect(row, prompt, name, "after another model was closed")
+            check_adapters(adapted[1:], "after another model was closed")
             row = models[1].next_token_logprobs_sync(prompt)
             live.expect(row, prompt, how="after another model was closed")
         live.lm.clear_cache()
@@ -137,8 +137,7 @@ class LifecycleClauses:
             live.gather(contexts[turn * third : (turn + 1) * third])
             live.sample(contexts[0], 3, seed=0)
             live.lm.cache_kv(contexts[turn])
-            live.lm.clear_cache()
-            live.lm.clear_kv_cache()
+            live.clear()
             if turn:  # what the first one leaves may be made once
                 left.append(alive())
         before, after = left
@@ -236,55 +235,50 @@ class LifecycleClauses:
             live.cold(live.contexts.stem[:2])
             live.reset()
             farewell = live.run(_say_goodbye(live))
-            live.forget()
+            live.end(closed=True)
             return farewell
 
         return live.noted("farewell", say_goodbye)
 
 
 async def _say_goodbye(live: Subject) -> Farewell:
-    lm, stem = live.lm, live.contexts.stem
+    lm, stem, six = live.lm, live.contexts.stem, live.contexts.stem[:6]
+
+    def called(call: Callable[[], object]) -> Awaitable[object]:
+        return asyncio.wrap_future(live.thread(call))
+
+    async def outcome(awaitable: Awaitable[object]) -> Outcome:
+        try:
+            return await live.soon(awaitable)
+        except (asyncio.CancelledError, Exception) as error:
+            return error
+
     live.gate.hold()
-    taken = asyncio.ensure_future(lm.next_token_logprobs(stem[:2]))
-    await submitted()
+    (taken,) = await started(lm.next_token_logprobs(stem[:2]))
     await live.engine_held()
-    waiting = [asyncio.ensure_future(lm.next_token_logprobs(stem[:n])) for n in (3, 4, 4)]
-    await submitted()
-    blocked = live.thread(lambda: lm.next_token_logprobs_sync(stem[:5]))
-    closing = live.thread(lm.close)
+    waiting = await started(*(lm.next_token_logprobs(stem[:n]) for n in (3, 4, 4)))
+    blocked = called(lambda: lm.next_token_logprobs_sync(stem[:5]))
+    closing = called(lm.close)
     # These must end while the engine is still busy with the first request.
-    ended = [await _outcome(live, one) for one in (*waiting, asyncio.wrap_future(blocked))]
+    ended = [await outcome(one) for one in (*waiting, blocked)]
     live.gate.release()
-    six = stem[:6]
-    called: dict[str, Callable[[], object]] = {
-        "next_token_logprobs_sync": lambda: lm.next_token_logprobs_sync(six),
-        "next_token_logprobs_uncached": lambda: lm.next_token_logprobs_uncached(six),
-        "cache_kv": lambda: lm.cache_kv(six),
-        "clear_kv_cache": lm.clear_kv_cache,
-    }
-    afterwards: dict[str, Callable[[], Awaitable[object]]] = {
+    asked: dict[str, Callable[[], Awaitable[object]]] = {
         "next_token_logprobs": lambda: lm.next_token_logprobs(six),
         "batch_next_token_logprobs": lambda: lm.batch_next_token_logprobs([six]),
         "sample": lambda: lm.sample(six, 1, []),
-        **{name: functools.partial(_called, live, call) for name, call in called.items()},
+        "next_token_logprobs_sync": lambda: called(lambda: lm.next_token_logprobs_sync(six)),
+        "next_token_logprobs_uncached": lambda: called(
+            lambda: lm.next_token_logprobs_uncached(six)
+        ),
+        "cache_kv": lambda: called(lambda: lm.cache_kv(six)),
+        "clear_kv_cache": lambda: called(lm.clear_kv_cache),
     }
     return Farewell(
         waiting=ended,
-        taken=await _outcome(live, taken),
+        taken=await outcome(taken),
         closed={
-            "close()": await _outcome(live, asyncio.wrap_future(closing)),
-            "a second close()": await _outcome(live, _called(live, lm.close)),
+            "close()": await outcome(closing),
+            "a second close()": await outcome(called(lm.close)),
         },
-        afterwards={name: await _outcome(live, ask()) for name, ask in afterwards.items()},
+        afterwards={method: await outcome(ask()) for method, ask in asked.items()},
     )
-
-
-async def _called(live: Subject, call: Callable[[], Any]) -> object:
-    return await asyncio.wrap_future(live.thread(call))
-
-
-async def _outcome(live: Subject, awaitable: Awaitable[Any]) -> Outcome:
-    try:
-        return await live.soon(awaitable)
-    except (asyncio.CancelledError, Exception) as error:
-        return error

@@ -7,7 +7,7 @@ import asyncio
 import functools
 import threading
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import hypothesis
 from attrs import asdict, define
@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 from genlm.core.adapters import UNSET, LoraName
 from genlm.core.conformance.agreement import steady
 from genlm.core.conformance.compare import ROUNDING, TOP_FACTOR, check
-from genlm.core.conformance.driver import Outcome, submitted
+from genlm.core.conformance.driver import Outcome, started, submitted
 from genlm.core.conformance.gate import FAILED
 from genlm.core.conformance.subject import Subject
 from genlm.core.errors import QueriesResetError, UnknownAdapterError
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+
+Expected: TypeAlias = "torch.Tensor | type[Exception]"
 
 #: Operations in one example.
 STEPS = 50
@@ -83,8 +85,8 @@ class Asked:
 
     what: str
     loop: Loop
-    task: asyncio.Task[torch.Tensor]
-    expected: torch.Tensor | type[Exception]
+    task: asyncio.Future[torch.Tensor]
+    expected: Expected
     excuses: tuple[type[BaseException], ...] = ()  # what it may end in instead
     looked_at: bool = False
 
@@ -99,7 +101,9 @@ class Operations(RuleBasedStateMachine):
         self.names = live.loras[:2]
         self.loras = [DEFAULT, None, *self.names]
         self.tokens = live.contexts.tokens[:2]
-        self.contexts = self._tree()
+        stems = [live.contexts.stem[:n] for n in STEMS if n + 3 <= live.contexts.limit]
+        ones = [(*stem, token) for stem in stems for token in self.tokens]
+        self.contexts = ones + [(*context, token) for context in ones for token in self.tokens]
         self.bound = {name: name for name in self.names}  # name -> whose adapter it stands for
         self.default: str | None = None
         self.last = self.contexts[0]
@@ -113,33 +117,18 @@ class Operations(RuleBasedStateMachine):
         self.loops = [Loop(live), Loop(live)]
         self.stats = live.lm.stats
 
-    def _tree(self) -> list[TokenIds]:
-        stems = [
-            self.live.contexts.stem[:length]
-            for length in STEMS
-            if length + 3 <= self.live.contexts.limit
-        ]
-        ones = [(*stem, token) for stem in stems for token in self.tokens]
-        return ones + [(*context, token) for context in ones for token in self.tokens]
-
     # --- requests --------------------------------------------------------------------------------
 
     @rule(context=drawn("contexts"), lora=drawn("loras"), loop=st.integers(0, 1))
     def ask(self, context: TokenIds, lora: str | None, loop: int) -> None:
         """Ask in one of the loops; the answer is looked at later."""
         self.last = context
+        where, what = self.loops[loop], f"{list(context)} with {lora}"
         expected = self._expected(context, lora)
-
-        async def start() -> asyncio.Task[torch.Tensor]:
-            task = asyncio.ensure_future(
-                self.live.lm.next_token_logprobs(context, lora_name=_given(lora))
-            )
-            await submitted()
-            return task
-
         self.live.gate.hold()
-        task = self.loops[loop].run(start())
-        self.asked.append(Asked(f"{list(context)} with {lora}", self.loops[loop], task, expected))
+        row = self.live.lm.next_token_logprobs(context, lora_name=_given(lora))
+        (task,) = where.run(started(row))
+        self.asked.append(Asked(what, where, task, expected))
 
     @rule(token=drawn("tokens"), lora=drawn("loras"))
     def extend(self, token: int, lora: str | None) -> None:
@@ -190,18 +179,15 @@ class Operations(RuleBasedStateMachine):
         if isinstance(expected, type):
             return
         self.live.gate.release()
+        what = f"{list(context)} with {lora}"
         (best,) = self.live.sample(context, 1, temperature=0.0, lora_name=_given(lora))
-        behind = float(expected.max() - expected[best])
-        check(
-            behind <= TOP_FACTOR * self.live.atol,
-            f"{list(context)} with {lora}: {best} is not the most likely token",
-        )
+        is_best = float(expected.max() - expected[best]) <= TOP_FACTOR * self.live.atol
+        check(is_best, f"{what}: {best} is not the most likely token")
         if self.live.atol <= ROUNDING:
             options = steady(self.live, top_k=2)
             ids = self.live.sample(context, 2, seed=seed, lora_name=_given(lora), **options)
             before = self.seeded.setdefault((context, self._stands_for(lora), seed), ids)
-            what = f"{list(context)} with {lora} and seed {seed}"
-            check(ids == before, f"{what} draws {ids}, and drew {before} before")
+            check(ids == before, f"{what} and seed {seed} draws {ids}, and drew {before} before")
 
     @rule(context=drawn("contexts"))
     def fail(self, context: TokenIds) -> None:
@@ -240,8 +226,7 @@ class Operations(RuleBasedStateMachine):
     @precondition(lambda self: self.names)
     @rule(name=drawn("names"), adapter=drawn("names"))
     def bind(self, name: str, adapter: str) -> None:
-        """Bind a name, perhaps anew. What was asked before is answered with what it stood for
-        then."""
+        """Bind a name, perhaps anew: what was asked before is answered with what it stood for."""
         self.live.gate.release()
         self.live.bind(name, self.live.adapters[adapter])
         self.bound[name] = adapter
@@ -290,7 +275,7 @@ class Operations(RuleBasedStateMachine):
         name = self.default if lora == DEFAULT else lora
         return None if name is None else self.bound[name]
 
-    def _expected(self, context: TokenIds, lora: str | None) -> torch.Tensor | type[Exception]:
+    def _expected(self, context: TokenIds, lora: str | None) -> Expected:
         try:
             return self.rows[context, self._stands_for(lora)]
         except KeyError:
@@ -311,19 +296,15 @@ class Operations(RuleBasedStateMachine):
         if not isinstance(outcome, asked.excuses):
             self._compare(asked.what, outcome, asked.expected)
 
-    def _compare(
-        self, what: str, outcome: Outcome, expected: torch.Tensor | type[Exception]
-    ) -> None:
+    def _compare(self, what: str, outcome: Outcome, expected: Expected) -> None:
         if isinstance(expected, type):
-            check(
-                isinstance(outcome, expected),
-                f"{what}: {outcome!r:.200} instead of {expected.__name__}",
-            )
+            as_expected = isinstance(outcome, expected)
+            check(as_expected, f"{what}: {outcome!r:.200} instead of {expected.__name__}")
         else:
             self.live.expect_row(outcome, expected, what)
 
 
-async def _outcome(task: asyncio.Task[torch.Tensor]) -> Outcome:
+async def _outcome(task: asyncio.Future[torch.Tensor]) -> Outcome:
     (outcome,) = await asyncio.gather(task, return_exceptions=True)
     return outcome
 

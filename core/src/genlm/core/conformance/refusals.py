@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,16 +36,14 @@ class RefusalClauses:
         ways: list[Callable[[Any], object]] = [
             lambda bad: live.run(lm.next_token_logprobs(bad)),
             lambda bad: live.run(lm.batch_next_token_logprobs([live.contexts.stem[:2], bad])),
-            lambda bad: lm.next_token_logprobs_sync(bad),
-            lambda bad: lm.next_token_logprobs_uncached(bad),
-            lambda bad: lm.cache_kv(bad),
+            lm.next_token_logprobs_sync,
+            lm.next_token_logprobs_uncached,
+            lm.cache_kv,
             lambda bad: live.sample(bad, 1),
             lambda bad: live.score(bad, [1]),
         ]
-        for what, bad in GARBAGE.items():
-            for ask in ways:
-                self._refused(live, what, InvalidQueryError, functools.partial(ask, bad))
-        self._still_works(live)
+        asked = [(what, partial(ask, bad)) for what, bad in GARBAGE.items() for ask in ways]
+        _check_refused(live, InvalidQueryError, asked)
 
     def test_too_long_context_is_refused(self, live: Subject) -> None:
         """More than ``max_context`` tokens, or no room to draw or to score: an
@@ -59,23 +57,18 @@ class RefusalClauses:
             f"2 tokens to draw after {limit}": lambda: live.sample(longer[:-1], 2),
             f"3 tokens to score after {limit - 1}": lambda: live.score(longer[:-2], longer[:3]),
         }
-        for what, ask in asked.items():
-            self._refused(live, what, InvalidQueryError, ask)
-        self._still_works(live)
+        _check_refused(live, InvalidQueryError, asked.items())
 
     def test_unknown_adapter_is_refused(self, live: Subject) -> None:
         """A name that no adapter has: an ``UnknownAdapterError``, in requests, ``set_lora`` and
         ``remove_lora``."""
-        lm, name, context = live.lm, "no-such-adapter", live.contexts.stem[:2]
-
+        name, context = "no-such-adapter", live.contexts.stem[:2]
         asked: dict[str, Callable[[], object]] = {
             f"lora_name={name!r}": lambda: live.ask(context, name),
-            f"set_lora({name!r})": lambda: lm.set_lora(name),
-            f"remove_lora({name!r})": lambda: lm.remove_lora(name),
+            f"set_lora({name!r})": lambda: live.lm.set_lora(name),
+            f"remove_lora({name!r})": lambda: live.lm.remove_lora(name),
         }
-        for what, ask in asked.items():
-            self._refused(live, what, UnknownAdapterError, ask)
-        self._still_works(live)
+        _check_refused(live, UnknownAdapterError, asked.items())
 
     def test_bad_sampling_option_is_refused(self, live: Subject) -> None:
         """Negative or non-numeric options: an ``InvalidOptionError``."""
@@ -95,10 +88,8 @@ class RefusalClauses:
             given = {"max_tokens": 1, "eos_token_ids": [], **options}
             return live.run(live.lm.sample(live.contexts.stem[:2], **given))
 
-        for options in bad:
-            ask = functools.partial(draw, options)
-            self._refused(live, f"sample(..., {options})", InvalidOptionError, ask)
-        self._still_works(live)
+        asked = [(f"sample(..., {options})", partial(draw, options)) for options in bad]
+        _check_refused(live, InvalidOptionError, asked)
 
     def test_unknown_option_is_refused(self, live: Subject) -> None:
         """An option that the backend does not have is refused before the model is loaded."""
@@ -112,9 +103,12 @@ class RefusalClauses:
             lm.close()
             raise Violation("the option no_such_option=1 was accepted")
 
-    def _refused(
-        self, live: Subject, what: str, error: type[Exception], call: Callable[[], Any]
-    ) -> None:
+
+def _check_refused(
+    live: Subject, error: type[Exception], asked: Iterable[tuple[str, Callable[[], object]]]
+) -> None:
+    """Check that all calls are refused before the engine sees them, and that the model goes on."""
+    for what, call in asked:
         live.gate.reset()
         try:
             result = call()
@@ -130,7 +124,4 @@ class RefusalClauses:
             raise Violation(f"{what} was answered: {result!r:.200}")
         seen = [query.token_ids for query in live.gate.seen]
         check(not seen, f"{what} was refused only after the engine had seen {seen}")
-
-    def _still_works(self, live: Subject) -> None:
-        context = live.contexts.stem[:2]
-        live.check_row(context, how="after bad input")
+    live.check_row(live.contexts.stem[:2], how="after bad input")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import time
 import traceback
@@ -69,11 +70,11 @@ class Report:
 
     @property
     def failed(self) -> tuple[Verdict, ...]:
-        return self._of("failed")
+        return tuple(verdict for verdict in self.verdicts if verdict.status == "failed")
 
     @property
     def skipped(self) -> tuple[Verdict, ...]:
-        return self._of("skipped")
+        return tuple(verdict for verdict in self.verdicts if verdict.status == "skipped")
 
     @property
     def first(self) -> Verdict | None:
@@ -84,21 +85,16 @@ class Report:
             self.failed, key=lambda one: (not one.violation, one.clause in involved), default=None
         )
 
-    def _of(self, status: Status) -> tuple[Verdict, ...]:
-        return tuple(verdict for verdict in self.verdicts if verdict.status == status)
-
     def summary(self) -> str:
         """The verdict in one line."""
         if self.not_loaded is not None:
             return f"{self.backend} could not be loaded: {self.not_loaded}"
-        failed, skipped = len(self.failed), len(self.skipped)
-        counts = (
-            f"{len(self.verdicts) - failed - skipped} passed, {skipped} skipped, {failed} failed"
-        )
+        total, failed, skipped = len(self.verdicts), len(self.failed), len(self.skipped)
         seconds = sum(verdict.seconds for verdict in self.verdicts)
         outcome = "conforms" if self.conforms else "DOES NOT CONFORM"
         return (
-            f"{self.backend} {outcome}: {len(self.verdicts)} clauses, {counts}, in {seconds:.0f} s"
+            f"{self.backend} {outcome}: {total} clauses, {total - failed - skipped} passed, "
+            f"{skipped} skipped, {failed} failed, in {seconds:.0f} s"
         )
 
     def advice(self) -> str:
@@ -120,12 +116,8 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """All of it, for JSON."""
         first = self.first and self.first.clause
-        return {
-            "conforms": self.conforms,
-            "summary": self.summary(),
-            "read_first": first,
-            **asdict(self),
-        }
+        found = {"conforms": self.conforms, "summary": self.summary(), "read_first": first}
+        return {**found, **asdict(self)}
 
     def as_html(self) -> str:
         """All of it as one page, without anything from elsewhere."""
@@ -177,20 +169,16 @@ def run(
         only: Whether to run the clause of this name, for instance ``"row_is_normalised"``.
     """
     verdicts = []
-    subject = suite.subject()
-    try:
+    with contextlib.closing(suite.subject()) as subject:
         try:
             setting = _setting(suite, subject)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             return Report(suite.backend, str(suite.model), (), not_loaded=reason)
         for name in clause_names(type(suite)):
-            if not only(name.removeprefix("test_")):
-                continue
-            verdicts.append(_verdict(suite, name, subject))
-            on_verdict(verdicts[-1])
-    finally:
-        subject.close()
+            if only(name.removeprefix("test_")):
+                verdicts.append(_verdict(suite, name, subject))
+                on_verdict(verdicts[-1])
     return Report(suite.backend, str(suite.model), tuple(verdicts), setting=setting)
 
 
@@ -226,27 +214,20 @@ def _version(distribution: str) -> str:
 
 
 def _verdict(suite: ConformanceSuite, name: str, subject: Subject) -> Verdict:
-    clause = getattr(suite, name)
     arguments = () if name == "test_no_clause_is_missing" else (subject.begin(),)
     began, rows = time.perf_counter(), subject.rows
     status: Status = "passed"
     detail, violation = "", False
     try:
-        clause(*arguments)
+        getattr(suite, name)(*arguments)
     except pytest.skip.Exception as skipped:
         status, detail = "skipped", str(skipped)
     except Exception as error:
         status, detail = "failed", counterexample(error)
         violation = violation_in(error) is not None
-    return Verdict(
-        name.removeprefix("test_"),
-        status,
-        detail,
-        time.perf_counter() - began,
-        max(0, subject.rows - rows),
-        subject.deviation,
-        violation,
-    )
+    seconds, rows = time.perf_counter() - began, max(0, subject.rows - rows)
+    clause = name.removeprefix("test_")
+    return Verdict(clause, status, detail, seconds, rows, subject.deviation, violation)
 
 
 def counterexample(error: BaseException) -> str:

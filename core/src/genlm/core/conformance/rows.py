@@ -17,21 +17,43 @@ if TYPE_CHECKING:
 #: How far the logarithm of a row's total mass may be from 0.
 NORMALISATION = 1e-4
 
+#: Printable ASCII, and every character of two bytes in UTF-8.
+ASCII = "".join(map(chr, range(0x20, 0x7F)))
+TWO_BYTES = "".join(map(chr, range(0x80, 0x800)))
+
 
 class RowClauses:
-    """What a row is."""
+    """What a row is, and what its tokens are."""
+
+    def test_bytes_of_text(self, live: Subject) -> None:
+        """The bytes of ``encode(text)`` joined are the text, over printable ASCII and characters of
+        two bytes. (Set ``text_is_normalised`` where the tokenizer changes text.)"""
+        if live.suite.text_is_normalised:
+            pytest.skip("this class says that the tokenizer changes text (text_is_normalised)")
+        tokenizer, vocab = live.lm.tokenizer, live.lm.byte_vocab
+        special = set(live.contexts.special)
+        texts = [ASCII, ASCII[::-1], "a b  c", "1 + 1 = 2"]
+        texts += [TWO_BYTES[i : i + 40] for i in range(0, len(TWO_BYTES), 40)]
+        for text in texts:
+            try:
+                ids = [int(token_id) for token_id in tokenizer.encode(text)]
+            except (AttributeError, TypeError, ValueError) as error:
+                pytest.skip(f"the tokenizer does not encode text: {error}")
+            if getattr(tokenizer, "unk_token_id", None) in ids:
+                continue  # a character that the vocabulary does not have
+            found = b"".join(vocab[i].byte_string for i in ids if i not in special)
+            # Some put a space before the first word.
+            check(
+                found.removeprefix(b" ") == text.encode().removeprefix(b" "),
+                f"the tokens of {text[:20]!r}... have the bytes {found[:40]!r}...",
+            )
 
     def test_vocabulary_is_consistent(self, live: Subject) -> None:
         """``byte_vocab[i].token_id == i``, ``str_vocab`` is as long, and some tokens have bytes."""
-        vocab = live.lm.byte_vocab
-        check(
-            [token.token_id for token in vocab] == list(range(len(vocab))),
-            "byte_vocab[i].token_id is not i",
-        )
-        check(
-            len(live.lm.str_vocab) == len(vocab),
-            f"{len(live.lm.str_vocab)} strings for {len(vocab)} tokens",
-        )
+        vocab, strings = live.lm.byte_vocab, len(live.lm.str_vocab)
+        in_order = all(token.token_id == i for i, token in enumerate(vocab))
+        check(in_order, "byte_vocab[i].token_id is not i")
+        check(strings == len(vocab), f"{strings} strings for {len(vocab)} tokens")
         check(any(token.byte_string for token in vocab), "no token has bytes")
 
     def test_row_has_shape_and_type(self, live: Subject) -> None:
@@ -41,10 +63,8 @@ class RowClauses:
         @live.for_all(context=live.contexts.any())
         def row_has_shape_and_type(context: TokenIds) -> None:
             for way, row in every_way(live, context).items():
-                check(
-                    tuple(row.shape) == (len(live.lm.byte_vocab),),
-                    f"{way}: shape {tuple(row.shape)}",
-                )
+                shape = tuple(row.shape)
+                check(shape == (len(live.lm.byte_vocab),), f"{way}: shape {shape}")
                 check(str(row.dtype) == "torch.float32", f"{way}: {row.dtype}, not torch.float32")
                 check(not row.requires_grad, f"{way}: the row requires grad")
 

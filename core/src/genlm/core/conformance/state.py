@@ -10,8 +10,8 @@ from genlm.core.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
 
-class BatchClauses:
-    """A row does not depend on its companions."""
+class StateClauses:
+    """A row depends neither on its companions nor on what is kept."""
 
     def test_batch_answers_in_order(self, live: Subject) -> None:
         """Row ``i`` of a batch is the cold row of context ``i``: any order, any lengths, with
@@ -21,8 +21,7 @@ class BatchClauses:
         def batch_answers_in_order(contexts: list[TokenIds]) -> None:
             rows = live.run(live.lm.batch_next_token_logprobs(contexts))
             check(len(rows) == len(contexts), f"{len(rows)} rows for {len(contexts)} contexts")
-            for row, context in zip(rows, contexts, strict=True):
-                live.expect(row, context, how=f"in a batch of {len(contexts)}")
+            live.expect_all(rows, contexts, how=f"in a batch of {len(contexts)}")
             live.lm.clear_cache()
             live.check_rows(contexts, how=f"gathered with {len(contexts) - 1} others")
 
@@ -69,10 +68,6 @@ class BatchClauses:
                 live.lm.cache_kv(prefix)
             contexts = [prefix + tail for prefix in prefixes]
             live.check_rows(contexts, how="together with others of the same tail")
-
-
-class StateClauses:
-    """Warm equals cold."""
 
     def test_warm_row_equals_cold_row(self, live: Subject) -> None:
         """Asked again, from the row cache or with what the engine has kept of it, a context has its
@@ -134,7 +129,6 @@ class StateClauses:
             for context in contexts:
                 live.lm.cache_kv(context)
             live.gather(contexts)
-            live.lm.clear_kv_cache()
-            live.lm.clear_cache()
+            live.clear()
             for context in [*contexts, *(context + tail for context in contexts)]:
                 live.check_row(context, how="after clear_kv_cache")

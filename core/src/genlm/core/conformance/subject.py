@@ -9,7 +9,8 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import hypothesis
@@ -72,7 +73,7 @@ class Subject(Driver):
         self._broken: Exception | None = None
         self._clean = False
         self._bound: dict[str, str] = {}
-        self._notes: dict[object, Any] = {}
+        self._noted: dict[object, Any] = {}
         #: The first cold rows of the base model, to be asked for once more at the end.
         self.first_rows: dict[TokenIds, torch.Tensor] = {}
         self._cold = OutputCache(maxsize=None, max_bytes=512 << 20, move_to_cpu=True)
@@ -163,6 +164,10 @@ class Subject(Driver):
             for name, path in self.adapters.items():
                 if self._bound.get(name) != path:
                     self.bind(name, path)
+        self.clear()
+
+    def clear(self) -> None:
+        """Clear the rows and the key/value state."""
         self.lm.clear_cache()
         # It waits for what was asked before it, which an engine may never answer.
         self.wait(self.thread(self.lm.clear_kv_cache))
@@ -189,10 +194,9 @@ class Subject(Driver):
 
     def noted(self, key: object, make: Callable[[], T]) -> T:
         """What clauses keep for each other, made when it is first needed."""
-        if key not in self._notes:
-            self._notes[key] = make()
-        found: T = self._notes[key]
-        return found
+        if key not in self._noted:
+            self._noted[key] = make()
+        return self._noted[key]  # type: ignore[no-any-return]
 
     def path_of(self, name: str | None) -> str | None:
         """The path of the adapter that a name stands for now."""
@@ -203,15 +207,12 @@ class Subject(Driver):
         self._loop.close()
         self.end()
 
-    def end(self) -> None:
-        """Close the model if it is open. A clause that needs one loads it again."""
+    def end(self, closed: bool = False) -> None:
+        """Close the model if it is open, unless it is ``closed`` already. A clause that needs one
+        loads it again."""
         self.gate.reset()
-        if self._lm is not None:
+        if self._lm is not None and not closed:
             self._lm.close()
-        self.forget()
-
-    def forget(self) -> None:
-        """Note that the model has been closed: a clause that needs one loads it again."""
         self._lm = None
 
     # --- what it can do ---------------------------------------------------------------------------
@@ -323,6 +324,19 @@ class Subject(Driver):
             f"the context {brief(token_ids)}{with_adapter(adapter)}, {how}",
         )
 
+    def expect_all(
+        self,
+        rows: Iterable[Outcome],
+        contexts: Sequence[Sequence[int]],
+        adapters: Sequence[str | None] | None = None,
+        *,
+        how: str,
+    ) -> None:
+        """Check that each of ``rows`` is the one of its context."""
+        chosen = adapters or [None] * len(contexts)
+        for row, ids, name in zip(rows, contexts, chosen, strict=True):
+            self.expect(row, ids, name, how)
+
     def expect_row(self, row: Outcome, expected: torch.Tensor, what: str) -> None:
         """Check that ``row`` is ``expected`` within the tolerance."""
         row = answered(row, what, self._together)
@@ -363,10 +377,7 @@ class Subject(Driver):
         how: str,
     ) -> None:
         """The same of requests asked together."""
-        adapters = adapters or [None] * len(contexts)
-        rows = self.gather(contexts, adapters)
-        for row, ids, name in zip(rows, contexts, adapters, strict=True):
-            self.expect(row, ids, name, how)
+        self.expect_all(self.gather(contexts, adapters), contexts, adapters, how=how)
 
     async def engine_held(self) -> None:
         """Wait until the engine is being held at the beginning of an evaluation."""
@@ -376,21 +387,35 @@ class Subject(Driver):
         self, contexts: Sequence[Sequence[int]], adapters: Sequence[str | None] | None = None
     ) -> list[Outcome]:
         """The outcomes of requests asked together, each by a coroutine of its own."""
-        chosen = adapters if adapters is not None else [None] * len(contexts)
-        asked_together = [
-            f"{brief(ids)}{with_adapter(name)}" for ids, name in zip(contexts, chosen, strict=True)
-        ]
-        more = f", and {len(contexts) - 6} more" if len(contexts) > 6 else ""
-        self._together = f"\n  asked together: {', '.join(asked_together[:6])}{more}"
+        asked = list(zip(contexts, adapters or [None] * len(contexts), strict=True))
+        shown = ", ".join(f"{brief(ids)}{with_adapter(name)}" for ids, name in asked[:6])
+        more = f", and {len(asked) - 6} more" if len(asked) > 6 else ""
+        self._together = f"\n  asked together: {shown}{more}"
 
         async def together() -> list[Outcome]:
-            asked = [
-                self.lm.next_token_logprobs(ids, lora_name=a)
-                for ids, a in zip(contexts, chosen, strict=True)
-            ]
-            return await asyncio.gather(*asked, return_exceptions=True)
+            rows = [self.lm.next_token_logprobs(ids, lora_name=name) for ids, name in asked]
+            return await asyncio.gather(*rows, return_exceptions=True)
 
         return self.run(together())
+
+    @asynccontextmanager
+    async def after_each_call(
+        self, happens: Callable[[], Coroutine[Any, Any, None]]
+    ) -> AsyncIterator[None]:
+        """Inside the block, something happens in this event loop at the end of each call of the
+        engine, which waits for it: what is asked then is there for the next call."""
+        loop = asyncio.get_running_loop()
+
+        def ended() -> None:
+            self.wait(asyncio.run_coroutine_threadsafe(happens(), loop))
+
+        self.gate.on_call = ended
+        try:
+            yield
+        finally:
+            self.gate.on_call = None
+            # A call may be under way still, and wait for this loop.
+            await self.all_done([asyncio.wrap_future(self.thread(self.lm.clear_kv_cache))])
 
 
 def violation_in(error: BaseException) -> Violation | None:

@@ -6,13 +6,11 @@ from typing import ClassVar
 
 import pytest
 
-from genlm.core.conformance.adapter_files import AdapterFileClauses
-from genlm.core.conformance.adapters import AdapterClauses
-from genlm.core.conformance.callers import CallerClauses
-from genlm.core.conformance.company import CompanyClauses, CrowdClauses
+from genlm.core.conformance.adapters import AdapterClauses, AdapterFileClauses
+from genlm.core.conformance.callers import CallerClauses, FaultClauses
+from genlm.core.conformance.company import CompanyClauses
 from genlm.core.conformance.compare import check
 from genlm.core.conformance.declaration import Declaration
-from genlm.core.conformance.faults import FaultClauses
 from genlm.core.conformance.histories import GrowthClauses, HistoryClauses
 from genlm.core.conformance.lengths import ContinuationClauses, LengthClauses
 from genlm.core.conformance.lifecycle import LifecycleClauses
@@ -21,11 +19,9 @@ from genlm.core.conformance.refusals import RefusalClauses
 from genlm.core.conformance.rows import OwnershipClauses, RowClauses
 from genlm.core.conformance.sampling import SamplingClauses
 from genlm.core.conformance.schedule import ScheduleClauses
-from genlm.core.conformance.seeds import SeedClauses
-from genlm.core.conformance.state import BatchClauses, StateClauses
+from genlm.core.conformance.state import StateClauses
 from genlm.core.conformance.subject import Subject
-from genlm.core.conformance.tokens import TokenizerClauses
-from genlm.core.conformance.wrappers import ChangedRowClauses, LostAnswerClauses
+from genlm.core.conformance.wrappers import ChangedRowClauses
 
 SUBJECT = pytest.StashKey[Subject]()
 
@@ -48,21 +44,16 @@ class ConformanceSuite(
     AdapterFileClauses,
     RefusalClauses,
     SamplingClauses,
-    SeedClauses,
     AdapterClauses,
     CallerClauses,
-    LostAnswerClauses,
     OwnershipClauses,
     GrowthClauses,
     ScheduleClauses,
     ContinuationClauses,
     CompanyClauses,
-    CrowdClauses,
     LengthClauses,
     StateClauses,
-    BatchClauses,
     RowClauses,
-    TokenizerClauses,
     Declaration,
 ):
     """Every clause of the contract, as tests. Inherit it, name the backend and a model, and run

@@ -1,5 +1,4 @@
-"""Clauses on wrappers: one that changes rows is heard by every method, and one that loses an answer
-is an error."""
+"""A clause on wrappers: one that changes rows is heard by every method."""
 
 from __future__ import annotations
 
@@ -7,9 +6,9 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from genlm.core.conformance.compare import TOP_FACTOR, brief, check
+from genlm.core.conformance.agreement import expect_score
+from genlm.core.conformance.compare import TOP_FACTOR, check
 from genlm.core.conformance.subject import Subject
-from genlm.core.errors import PluginError
 from genlm.core.hookspecs import hookimpl
 from genlm.core.types import Query, TokenIds
 
@@ -30,31 +29,6 @@ class Changing:
         for query, row in zip(queries, changed, strict=True):
             self.returned[query.token_ids] = row.clone()
         return changed
-
-
-class LostAnswerClauses:
-    """What a wrapper loses."""
-
-    def test_lost_answer_is_an_error(self, live: Subject) -> None:
-        """Where a wrapper loses the row of one request of several, that request gets a
-        ``PluginError`` that names the wrapper, and the others their rows."""
-        contexts = live.contexts.many(8)
-        lost = contexts[3]
-        for context in contexts:
-            live.cold(context)
-        live.reset()
-        live.gate.lose(lost)
-        for outcome, context in zip(live.gather(contexts), contexts, strict=True):
-            if context == lost:
-                check(
-                    isinstance(outcome, PluginError) and "EngineGate" in str(outcome),
-                    f"a wrapper, EngineGate, lost the row of {brief(lost)}; its caller got "
-                    f"{outcome!r:.200}, and not a PluginError that names the wrapper",
-                )
-            else:
-                live.expect(outcome, context, how=f"while a wrapper lost the row of {brief(lost)}")
-        live.gate.reset()
-        live.check_row(lost, how="after a wrapper had lost its row once")
 
 
 class ChangedRowClauses:
@@ -85,11 +59,9 @@ class ChangedRowClauses:
                 what = f"token {token_id} at place {i} of a draw, where a wrapper bans a token"
                 check(changed is not None, f"{what}: not of a row that the wrapper had")
                 assert changed is not None
-                expected = float(changed[token_id])
-                behind = float(changed.max()) - expected
-                near = TOP_FACTOR * live.atol * max(1.0, abs(expected))
-                check(behind <= near, f"{what}: {behind:.3g} (log) behind the most likely one")
+                behind = float(changed.max() - changed[token_id])
                 check(
-                    abs(float(score[i]) - expected) <= near,
-                    f"{what}: scores {float(score[i]):.6g}, its row has {expected:.6g}",
+                    behind <= TOP_FACTOR * live.atol,
+                    f"{what}: {behind:.3g} (log) behind the most likely one",
                 )
+                expect_score(live, float(score[i]), float(changed[token_id]), what)
