@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import queue
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from genlm.core import Answer, AsyncLM, EngineError, ModelClosedError, Query, hookimpl
+from genlm.core import Answer, AsyncLM, EngineError, ModelClosedError, hookimpl
 from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine, hashed_row
 from genlm.core.types import SampleRequest, ScoreRequest
 
-from .conftest import PATIENCE
+from .conftest import PATIENCE, gathered
 
 
 def row_of(*token_ids):
@@ -59,13 +58,8 @@ class Elsewhere:
         if isinstance(happened, Exception):
             self.in_flight.clear()
             raise happened
-        finished = [request for request in self.in_flight if happened(request)]
-        for request in finished:
-            del self.in_flight[request]
-        return [Answer(request, self.result(request)) for request in finished]
-
-    def result(self, request):
-        return result_of(request)
+        finished, self.in_flight = self.in_flight, {}
+        return [Answer(request, result_of(request)) for request in finished]
 
     @hookimpl
     def genlm_wake(self):
@@ -78,8 +72,9 @@ class Elsewhere:
 
     # --- for the test -----------------------------------------------------------------------------
 
-    def finish(self, which=lambda request: True):
-        self._events.put(which)
+    def finish(self):
+        """Answer everything in the step under way."""
+        self._events.put("finished")
 
     def fail(self, error):
         self._events.put(error)
@@ -95,13 +90,8 @@ class Elsewhere:
                 return step[what]
 
 
-@contextlib.contextmanager
-def opened(engine, **options):
-    lm = AsyncLM(lambda: engine, backend="elsewhere", **options)
-    try:
-        yield lm
-    finally:
-        lm.close()  # wakes the engine
+def opened(engine):
+    return AsyncLM(lambda: engine, backend="elsewhere")  # closing it wakes the engine
 
 
 def kinds(requests):
@@ -125,41 +115,6 @@ def test_every_kind_of_request_is_in_flight_together():
     assert torch.equal(row, row_of(1))
     assert drawn == [1] * 5
     assert scores.tolist() == [0.0, 0.0]
-
-
-def test_newcomers_of_any_kind_wake_the_engine_and_are_answered_before_a_long_draw():
-    engine = Elsewhere()
-
-    async def ask(lm):
-        long = asyncio.ensure_future(lm.sample([1], 100, []))
-        await engine.step_with(0)
-        row = asyncio.ensure_future(lm.next_token_logprobs([2]))
-        assert kinds(await engine.step_with(0)) == ["Query"]  # the step under way was woken
-        engine.finish(lambda request: isinstance(request, Query))
-        await row
-        short = asyncio.ensure_future(lm.sample([3], 1, []))
-        await engine.step_with(0)
-        engine.finish(lambda request: request.params.max_tokens == 1)
-        assert await short == [1]
-        assert not long.done()
-        engine.finish()
-        assert await long == [1] * 100
-
-    with opened(engine) as lm:
-        asyncio.run(ask(lm))
-
-
-def test_a_request_from_a_thread_wakes_the_engine():
-    engine = Elsewhere()
-    with opened(engine) as lm, ThreadPoolExecutor() as threads:
-        first = threads.submit(lm.next_token_logprobs_sync, [1])
-        engine.next_step()
-        second = threads.submit(lm.next_token_logprobs_sync, [2])
-        newcomers, _ = engine.next_step()
-        assert [request.token_ids for request in newcomers] == [(2,)]
-        engine.finish()
-        assert torch.equal(first.result(PATIENCE), row_of(1))
-        assert torch.equal(second.result(PATIENCE), row_of(2))
 
 
 def test_a_request_equal_to_one_in_flight_shares_its_answer():
@@ -188,16 +143,16 @@ def test_nothing_joins_a_cold_row():
         row.result(PATIENCE)
 
 
-def test_a_request_without_callers_is_dropped_and_may_be_asked_again():
+def test_a_request_none_of_whose_callers_is_left_is_dropped_and_may_be_asked_again():
     engine = Elsewhere()
 
     async def ask(lm):
         draw = asyncio.ensure_future(lm.sample([1], 100, []))
         row = asyncio.ensure_future(lm.next_token_logprobs([2]))
-        kept = asyncio.ensure_future(lm.next_token_logprobs([3]))
+        kept, twin = (asyncio.ensure_future(lm.next_token_logprobs([3])) for _ in range(2))
         await engine.step_with(0)
-        draw.cancel()
-        row.cancel()
+        for gone in (draw, row, twin):
+            gone.cancel()
         dropped = await engine.step_with(1)
         while len(dropped) < 2:
             dropped += await engine.step_with(1)
@@ -212,23 +167,6 @@ def test_a_request_without_callers_is_dropped_and_may_be_asked_again():
         assert lm.stats.cancelled == 2
     assert torch.equal(again, row_of(2))
     assert torch.equal(kept, row_of(3))
-
-
-def test_a_request_keeps_running_for_the_caller_that_is_left():
-    engine = Elsewhere()
-
-    async def ask(lm):
-        one = asyncio.ensure_future(lm.next_token_logprobs([1]))
-        two = asyncio.ensure_future(lm.next_token_logprobs([1]))
-        await engine.step_with(0)
-        one.cancel()
-        # The cancellation wakes the engine; nothing is dropped.
-        assert await asyncio.to_thread(engine.next_step) == ([], [])
-        engine.finish()
-        return await two
-
-    with opened(engine) as lm:
-        assert torch.equal(asyncio.run(ask(lm)), row_of(1))
 
 
 def test_an_answer_for_a_request_that_is_dropped_in_the_same_step_is_ignored():
@@ -284,6 +222,7 @@ def test_a_task_wakes_the_engine_and_waits_until_nothing_is_in_flight():
         engine.next_step()
         cleared = threads.submit(lm.clear_kv_cache)
         assert engine.next_step() == ([], [])  # woken
+        lm.reset_async_queries()  # drops no task
         later = threads.submit(lm.next_token_logprobs_sync, [2])
         assert engine.next_step() == ([], [])  # woken, but what was asked later waits
         assert engine.cleared == 0
@@ -293,19 +232,6 @@ def test_a_task_wakes_the_engine_and_waits_until_nothing_is_in_flight():
         assert [query.token_ids for query in engine.next_step()[0]] == [(2,)]
         engine.finish()
         later.result(PATIENCE)
-
-
-def test_a_reset_drops_no_task():
-    engine = Elsewhere()
-    with opened(engine) as lm, ThreadPoolExecutor() as threads:
-        row = threads.submit(lm.next_token_logprobs_sync, [1])
-        engine.next_step()
-        cleared = threads.submit(lm.clear_kv_cache)
-        assert engine.next_step() == ([], [])  # woken: it waits
-        lm.reset_async_queries()
-        engine.finish()
-        row.result(PATIENCE), cleared.result(PATIENCE)
-    assert engine.cleared == 1
 
 
 def test_closing_wakes_the_engine():
@@ -342,12 +268,11 @@ def test_what_the_engine_declines_is_made_from_rows():
             declined = [Answer(request, None) for request in (*samples, *scores)]
             return [*self.advance(queries, dropped), *declined]
 
-    async def ask(lm):
-        return await lm.sample([1], 3, [], seed=1), await lm.sequence_logprobs([1], [2, 3])
-
     with opened(Declines(ByteTokenizer())) as lm, opened(MockEngine(ByteTokenizer())) as plain:
-        drawn, scores = asyncio.run(ask(lm))
-        expected, expected_scores = asyncio.run(ask(plain))
+        (drawn, scores), (expected, expected_scores) = (
+            gathered(one.sample([1], 3, [], seed=1), one.sequence_logprobs([1], [2, 3]))
+            for one in (lm, plain)
+        )
     assert drawn == expected
     assert torch.allclose(scores, expected_scores)
 
@@ -357,15 +282,10 @@ def test_a_wrong_result_is_an_error_of_its_own_request():
         def _result(self, request):
             return torch.zeros(7) if isinstance(request, ScoreRequest) else super()._result(request)
 
-    async def ask(lm):
-        return await asyncio.gather(
-            lm.sequence_logprobs([1], [2, 3]), lm.sample([1], 2, []), return_exceptions=True
-        )
-
     with opened(Wrong(ByteTokenizer())) as lm:
-        wrong, drawn = asyncio.run(ask(lm))
-        assert "genlm_step returned shape (7,)" in str(wrong)
-        assert len(drawn) == 2
+        wrong, drawn = gathered(lm.sequence_logprobs([1], [2, 3]), lm.sample([1], 2, []))
+    assert "genlm_step returned shape (7,)" in str(wrong)
+    assert len(drawn) == 2
 
 
 def test_an_engine_that_names_queries_alone_draws_while_nothing_is_in_flight():
@@ -383,13 +303,8 @@ def test_an_engine_that_names_queries_alone_draws_while_nothing_is_in_flight():
             asked.append(("sample", len(queries)))
             return super().genlm_sample(queries, params)
 
-    async def ask(lm):
-        await asyncio.gather(
-            lm.next_token_logprobs([1]), lm.sample([2], 3, []), lm.next_token_logprobs([3])
-        )
-
     with opened(RowsOnly(ByteTokenizer())) as lm:
-        asyncio.run(ask(lm))
+        gathered(lm.next_token_logprobs([1]), lm.sample([2], 3, []), lm.next_token_logprobs([3]))
     assert asked == [("step", 2), ("step", 0), ("sample", 1)]
 
 
@@ -426,13 +341,10 @@ def test_the_engine_drops_requests_before_anything_that_cannot_join_them(other):
         engine.finish()  # that step
         engine.finish()  # the one of the cold row
         await asyncio.wait_for(asked, PATIENCE)
-        return await asyncio.wait_for(one_more(lm), PATIENCE)
-
-    async def one_more(lm):
         row = asyncio.ensure_future(lm.next_token_logprobs([3]))
         await engine.step_with(0)
         engine.finish()
-        return await row
+        return await asyncio.wait_for(row, PATIENCE)
 
     with opened(engine) as lm:
         assert torch.equal(asyncio.run(ask(lm)), row_of(3))
@@ -476,39 +388,6 @@ def test_after_a_failure_requests_are_admitted_one_by_one_and_newcomers_wait():
 
 
 # --- fairness -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("continuous", [False, True])
-@pytest.mark.parametrize("batch_size", [None, 4])
-def test_a_stream_of_rows_that_never_pauses_does_not_starve_other_requests(
-    mock, continuous, batch_size
-):
-    """A cold row is alone; draws have a call of their own on a simple engine."""
-    lm = mock(continuous=continuous, batch_size=batch_size)
-
-    async def ask():
-        numbers = itertools.count()
-        stop = asyncio.Event()
-
-        async def stream():
-            while not stop.is_set():
-                number = next(numbers)
-                await lm.next_token_logprobs([number % 250, number // 250 % 250, number // 62_500])
-
-        streams = [asyncio.ensure_future(stream()) for _ in range(20)]
-        await asyncio.sleep(0)
-        others = asyncio.gather(
-            lm.sample([1], 2, []),
-            lm.sequence_logprobs([1], [2]),
-            asyncio.to_thread(lm.next_token_logprobs_uncached, [9]),
-        )
-        try:
-            await asyncio.wait_for(others, PATIENCE)
-        finally:
-            stop.set()
-            await asyncio.gather(*streams)
-
-    asyncio.run(ask())
 
 
 @pytest.mark.parametrize("continuous", [False, True])
