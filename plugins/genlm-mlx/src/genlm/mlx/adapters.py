@@ -24,7 +24,7 @@ from genlm.mlx.folders import MlxFolder, Weights
 from genlm.mlx.repairs import folded
 from mlx.utils import tree_unflatten
 
-#: What PEFT may save beyond plain LoRA that is applied by row.
+#: Settings of PEFT beyond plain LoRA that can be applied by row.
 APPLIED = frozenset({
     Feature.RSLORA, Feature.RANKS, Feature.ALPHAS, Feature.HEAD, Feature.SAVED_EMBEDDINGS,
 })  # fmt: skip
@@ -32,14 +32,14 @@ APPLIED = frozenset({
 
 @define
 class Selection:
-    """Which adapter each row of the coming forward pass has; 0 is none. The adapters set it, all
-    layers read it."""
+    """The adapter of each row of the next forward pass; 0 is none. The adapters set it, all layers
+    read it."""
 
     versions: Sequence[int] = ()
 
 
 class RowLoRA(nn.Module):  # type: ignore[misc]
-    """A linear layer that adds to every row what the row's adapter says."""
+    """A linear layer that adds to every row the result of the row's adapter."""
 
     def __init__(self, base: Any, selection: Selection) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class RowLoRA(nn.Module):  # type: ignore[misc]
 class Adapters:
     """The adapters of one model.
 
-    Layers are wrapped when the first adapter touches them, and stay so: without an adapter a
+    Layers are wrapped when the first adapter changes them, and stay wrapped: without an adapter a
     wrapper only calls its layer.
     """
 
@@ -72,7 +72,7 @@ class Adapters:
         self._selection = Selection()
 
     def select(self, versions: Sequence[int]) -> None:
-        """Say which adapter each row of the coming forward pass has."""
+        """Set the adapter of each row of the next forward pass."""
         self._selection.versions = versions if any(versions) else ()
 
     def add(self, adapter: Adapter, contents: AdapterFolder | MlxFolder) -> None:
@@ -83,8 +83,8 @@ class Adapters:
             contents: What :func:`read_folder` found.
 
         Raises:
-            InvalidAdapterError: it is not sound, made for another model, or touches layers that
-                cannot be applied by row.
+            InvalidAdapterError: it is not valid, made for another model, or changes layers that
+                cannot be adapted by row.
         """
         modules = dict(self._model.named_modules())
         weights = self._read(contents, modules)
@@ -127,12 +127,12 @@ class Adapters:
         }
 
     def _require_same_weights(self, adapter: AdapterFolder, modules: Mapping[str, Any]) -> None:
-        """PEFT saves a layer of the model beside LoRA matrices of the output layer; it may be
-        another model's.
+        """With LoRA on the output layer, PEFT also saves that layer of the model; it may be another
+        model's.
 
         Raises:
-            InvalidAdapterError: it is, or this model's weights are quantised, so that it cannot be
-                told.
+            InvalidAdapterError: it is another model's, or this model's weights are quantised, so
+                they cannot be compared.
         """
         tensors = _tensors(adapter)
         for name, saved in adapter.saved_copies.items():
@@ -153,10 +153,10 @@ class Adapters:
 
 
 def read_folder(path: str) -> AdapterFolder | MlxFolder:
-    """What the files of an adapter hold, without its weights. Called from any thread.
+    """The contents of an adapter's files, without its weights. Called from any thread.
 
     Raises:
-        InvalidAdapterError: it is not sound, or of a kind that cannot be applied by row.
+        InvalidAdapterError: it is not valid, or of a kind that cannot be applied by row.
     """
     folder = find_adapter(path)
     config = read_config(folder)

@@ -1,7 +1,7 @@
-"""Attention over keys and values that lie in several places, merged exactly.
+"""Attention over keys and values in several places, merged exactly.
 
-MLX's fused kernel does not say by how much its result was divided, and only with that can results
-over different positions be merged. So where a prefix is shared, attention is two products.
+MLX's fused kernel does not return its divisor, which is needed to merge results over different
+positions. So for a shared prefix, attention is two products.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from attrs import frozen
 
 import mlx.core as mx
 
-#: By this name the model files of mlx-lm call attention.
+#: The name by which mlx-lm's model files call attention.
 NAME = "scaled_dot_product_attention"
 
 
 class Attended(Protocol):
-    """Keys and values that know how to be attended to."""
+    """Keys and values with their own attention."""
 
     def attend(self, queries: mx.array, scale: float) -> mx.array:
         """Attention of ``[tokens, heads, 1, dim]`` queries."""
@@ -53,11 +53,11 @@ class Partial:
         return cls(total, factors.sum(axis=-1, keepdims=True), largest)
 
     def map(self, move: Callable[[mx.array], mx.array]) -> Partial:
-        """The same, laid out otherwise."""
+        """The same in another layout."""
         return Partial(move(self.total), move(self.weight), move(self.largest))
 
     def merged(self, other: Partial, tokens: mx.array | None) -> Partial:
-        """With further positions of all tokens, or of some."""
+        """Merged with more positions of all tokens, or of some."""
         if tokens is None:
             return self._with(other)
         both = self.map(lambda part: part[tokens])._with(other)
@@ -84,8 +84,8 @@ class Partial:
 
 
 def hook(model: Any) -> None:
-    """Let the model's attention take keys that know how to be attended to. All other calls go on
-    as before."""
+    """Let the model's attention take keys with their own attention. All other calls are
+    unchanged."""
     for _, module in model.named_modules():
         source = sys.modules.get(type(module).__module__)
         if source is not None and hasattr(source, NAME):

@@ -9,27 +9,27 @@ from typing import Any
 import mlx.core as mx
 from genlm.mlx.runner import Cache, Key, Runner
 
-#: Tokens by which a cache grows when it is full. With mlx-lm's 256 a batch of short contexts would
-#: be mostly room to grow.
+#: Tokens by which a cache grows when it is full. With mlx-lm's 256, the cache of short contexts
+#: would be mostly empty.
 GROWTH = 32
 
 
 class RowBlock:
-    """Rows of a batch cache, and what they hold. Built on the public methods of mlx-lm's batch
-    caches alone.
+    """Rows of a batch cache, and what they hold. Uses only the public methods of mlx-lm's batch
+    caches.
 
-    A method that makes blocks of blocks uses them up, layer by layer, so that old and new are never
-    both there in full.
+    A method that makes blocks from blocks consumes them, layer by layer, so that old and new never
+    both take full memory.
 
     Attributes:
-        keys: Row by row, the adapter's version and the tokens whose state the cache holds.
+        keys: For each row, the adapter's version and the tokens whose state the cache holds.
         cache: One batch cache per layer.
-        logits: ``[rows, vocab_size]`` float32, of what follows each row; ``None`` while the block
-            is being built.
-        costly: Row by row, whether its state took a long prefill that nothing else in the pool
-            could repeat.
-        living: The rows that the pool can find. Others have moved on to another block.
-        used: When it was last of use, in the pool's ticks.
+        logits: ``[rows, vocab_size]`` float32, of the next token of each row; ``None`` while the
+            block is being built.
+        costly: For each row, whether its state took a long prefill that no other state in the pool
+            could replace.
+        living: The rows that the pool can find. Others have moved to another block.
+        used: When it was last used, in the pool's ticks.
         pinned: Whether it stays until the pool is cleared.
     """
 
@@ -50,7 +50,7 @@ class RowBlock:
 
     @property
     def length(self) -> int:
-        """Tokens in the longest row: the width that all rows take up."""
+        """Tokens in the longest row: the width of all rows."""
         return max(map(len, self.keys)) - 1
 
     @property
@@ -61,18 +61,18 @@ class RowBlock:
 
     @property
     def trimmable(self) -> bool:
-        """Whether tokens can be taken off the end of a row."""
+        """Whether tokens can be removed from the end of a row."""
         return all(layer.is_trimmable() for layer in self.cache)
 
     def split(self, parts: Sequence[Sequence[int]]) -> list[RowBlock]:
-        """One block for each of the given lists of rows, in which a row may occur again."""
+        """One block for each of the given lists of rows; a row may occur more than once."""
         if len(parts) == 1 and list(parts[0]) == list(range(len(self.keys))):
             return [self]
         blocks = [self._with(part) for part in parts]
         while self.cache:
             layer = self.cache.pop(0)
             for part, block in zip(parts, blocks, strict=True):
-                # Copies handles: arrays stay shared until written to.
+                # Copies handles: arrays stay shared until they are written to.
                 block.cache.append(copy.deepcopy(layer))
                 block.cache[-1].filter(mx.array(part, mx.int32))
             del layer
@@ -80,10 +80,10 @@ class RowBlock:
         return blocks
 
     def copied(self, rows: Sequence[int], spent: Sequence[RowBlock] = ()) -> RowBlock:
-        """A new block of the given rows, in which a row may occur again. This block stays.
+        """A new block of the given rows; a row may occur more than once. This block stays.
 
-        The ``spent`` blocks are used up, layer by layer: the copy gets their memory, which no page
-        fault holds up.
+        The ``spent`` blocks are consumed, layer by layer: the copy gets their memory, which saves
+        page faults.
         """
         cache = copy.deepcopy(self.cache)  # copies handles: arrays stay shared until written to
         for layer in cache:
@@ -121,7 +121,7 @@ class RowBlock:
         self._append(tokens)
 
     def step(self, runner: Runner, tokens: Sequence[int]) -> None:
-        """Append one token to each row and compute what follows."""
+        """Append one token to each row and compute the logits of the next."""
         self.logits = runner.step(self.cache, [key[0] for key in self.keys], tokens)
         self._append([(token,) for token in tokens])
 
@@ -135,11 +135,11 @@ class RowBlock:
         return block
 
     def settle(self) -> None:
-        """Lay rotating rows out anew, oldest token first.
+        """Lay out rotating rows again, oldest token first.
 
-        mlx-lm 0.32.2 masks a block of several tokens wrongly where a rotating cache has taken
-        single tokens and a row is padded on the left. Taken apart and merged again the cache is as
-        after a prefill, which it masks correctly.
+        mlx-lm 0.32.2 masks several new tokens wrongly if a rotating cache has taken single tokens
+        and a row is padded on the left. Split and merged again, the cache is as after a prefill,
+        and masked correctly.
         """
         if not self.cache or not any(_rotates(layer) for layer in self.cache):
             return

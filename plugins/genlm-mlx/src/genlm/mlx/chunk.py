@@ -19,7 +19,7 @@ class Chunk:
 
     Attributes:
         segment: Where their state goes.
-        start: The position of the first of them.
+        start: The position of the first token.
         tokens: The tokens.
         version: The version of the context's adapter.
     """
@@ -35,7 +35,7 @@ class Chunk:
 
     @property
     def columns(self) -> range:
-        """The columns of the segment that they take."""
+        """The columns of the segment that the tokens take."""
         return range(self.start - self.segment.start, self.stop - self.segment.start)
 
     @property

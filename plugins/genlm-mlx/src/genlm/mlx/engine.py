@@ -19,15 +19,15 @@ from genlm.mlx.store import Store
 
 
 class MlxEngine:
-    """A model of mlx-lm. It must be made, used and closed on one thread: MLX evaluates an array
-    where it was built.
+    """A model of mlx-lm. It must be made, used and closed on one thread: MLX evaluates an array on
+    the thread that built it.
 
     Attributes:
-        pool: The key/value rows; ``None`` where the model's caches cannot be batched, and every
-            query is computed alone.
+        pool: The key/value rows; ``None`` if the model's caches cannot be batched: then every query
+            is computed alone.
     """
 
-    device = "cpu"  # where rows are given away; MLX may compute elsewhere
+    device = "cpu"  # of the returned rows; MLX may compute elsewhere
 
     def __init__(
         self,
@@ -54,18 +54,18 @@ class MlxEngine:
 
     @hookimpl
     def genlm_step(self, queries: Sequence[Query], dropped: Sequence[Query]) -> list[Answer]:
-        """Answer all but the queries that lack more than a chunk, and compute one chunk of the
-        oldest of those."""
+        """Answer the queries that need at most a chunk, and compute one chunk of the oldest of the
+        others."""
         gone, before = set(dropped), self._waiting
-        self._waiting = []  # also where what follows fails
-        # A newcomer may be equal to one that is dropped.
+        self._waiting = []  # also if the following code fails
+        # A new query may be equal to a dropped one.
         waiting = [*(query for query in before if query not in gone), *queries]
         chunks = {query: chunk for query in waiting if (chunk := self._chunk(query))}
         now = [query for query in waiting if query not in chunks]
         oldest, self._chunked = next(iter(chunks.values()), None), None
         if oldest is not None and self.pool is not None:
-            # With the others, so that its row is not the least recently used. It may be one of
-            # them, and keys are distinct.
+            # Together with the others, so that its row is not the least recently used. Its key may
+            # be one of theirs, and keys must be distinct.
             keys = dict.fromkeys([*map(key_of, now), oldest])
             rows = _rows(self.pool.logits([*keys])[: len(now)])
         else:
@@ -74,7 +74,7 @@ class MlxEngine:
         return [Answer(query, row) for query, row in zip(now, rows, strict=True)]
 
     def _chunk(self, query: Query) -> Key | None:
-        """What to compute of a query first; ``None`` if all of it fits into a chunk.
+        """What to compute first of a query; ``None`` if all of it fits into a chunk.
 
         Without a pool nothing can be kept between two chunks.
         """
@@ -83,7 +83,7 @@ class MlxEngine:
             return None
         known = self.pool.known(key)
         chunk = key[: known + size]
-        # Where nothing is kept of a chunk that was computed (it is nan), there is no next one.
+        # If nothing of a computed chunk was kept (it is nan), there is no next one.
         return chunk if len(key) - known > size and chunk != self._chunked else None
 
     def logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
@@ -102,7 +102,7 @@ class MlxEngine:
         ]
 
     def _score(self, key: Key, continuation: Key) -> torch.Tensor:
-        """One pass over what is new of the context and over the continuation."""
+        """One pass over the new tokens of the context and over the continuation."""
         version, *context = key
         if self.pool is None:
             cache, known = self._runner.empty_cache(), 0
@@ -158,12 +158,12 @@ class MlxEngine:
 
 
 def key_of(query: Query) -> Key:
-    """The pool's name of a query: the adapter's version (0 is the base model), then the tokens."""
+    """The pool's name for a query: the adapter's version (0 is the base model), then the tokens."""
     return (0 if query.adapter is None else query.adapter.version, *query.token_ids)
 
 
 def _rows(logits: mx.array) -> torch.Tensor:
-    """Log-probabilities, in memory that MLX does not know of.
+    """Log-probabilities, in memory outside MLX.
 
     By PyTorch: MLX's sum over a large vocabulary is 1.7e-4 off on the CPU, and a row would not be
     normalised.

@@ -12,24 +12,24 @@ import mlx.core as mx
 from genlm.core.engines.adapter_files import SCALE, Tensor, is_scale, read_header
 from genlm.core.errors import InvalidAdapterError
 
-#: Where mlx-lm saves weights, and the ends of the names of the two matrices of a layer.
+#: Where mlx-lm saves weights, and how the names of a layer's two matrices end.
 WEIGHTS = "adapters.safetensors"
 DOWN, UP = ".lora_a", ".lora_b"
 
 FUSE = "merge the adapter into the model's weights, or train plain LoRA"
 
 #: A [in, rank], and B [rank, out] with the scale multiplied in; float32, as PEFT and mlx-lm
-#: compute, also where the adapter was saved in another type.
+#: compute, even if the adapter was saved in another type.
 Weights = tuple[mx.array, mx.array]
 
 
 @frozen
 class MlxFolder:
-    """What the files of a folder say, without its weights.
+    """The contents of a folder's files, without its weights.
 
     Attributes:
         path: The folder.
-        scale: What the product of the two matrices is multiplied with.
+        scale: The factor of the product of the two matrices.
         layers: By name, how many features each layer takes and gives.
     """
 

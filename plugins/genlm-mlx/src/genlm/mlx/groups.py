@@ -1,4 +1,4 @@
-"""Groups of tokens that are attended together, and the trunks below them."""
+"""Groups of tokens whose attention is computed together, and the trunks below them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from genlm.core.engines.segments import Trunk
 from genlm.mlx.attention import Partial
 from genlm.mlx.chunk import Chunk, LayerState
 
-#: Added to the logit of a position that is not attended to, where that may be all positions of a
-#: part: no infinity, for then nothing is left to compare with.
+#: Added to the logit of a masked position if all positions of a part may be masked. Not infinity:
+#: then the part would have no finite maximum.
 FAR_BELOW = -1e30
 
 
@@ -36,13 +36,13 @@ class Below:
     tokens: mx.array | None
 
     def is_within(self, window: int | None) -> bool:
-        """Whether some token attends to a position of the trunk."""
+        """Whether any token attends to a position of the trunk."""
         last = self.trunk.start + self.size - 1
         return window is None or bool(self.positions.min() - last < window)
 
     def partial(self, queries: mx.array, layer: int, window: int | None) -> Partial:
-        """The attention of the group's scaled queries, ``[tokens, heads, dim]``: all of them in one
-        product for each head of the keys."""
+        """The attention of the group's scaled queries, ``[tokens, heads, dim]``: all in one product
+        for each head of the keys."""
         keys, values = (state[0, :, : self.size] for state in self.trunk.layers[layer])
         if self.tokens is not None:
             queries = queries[self.tokens]
@@ -70,7 +70,7 @@ class Below:
 
 @define(eq=False)
 class Group:
-    """Tokens that are attended together.
+    """Tokens whose attention is computed together.
 
     Attributes:
         tokens: Which tokens of the forward pass.
@@ -94,13 +94,13 @@ class Group:
         return found.output[:, :, None].astype(queries.dtype)
 
     def own(self, state: LayerState, layer: int) -> LayerState:
-        """The keys and values that are theirs alone."""
+        """The tokens' own keys and values, without trunks."""
         raise NotImplementedError
 
     def plain(
         self, queries: mx.array, own: LayerState, scale: float, window: int | None
     ) -> mx.array:
-        """Attention to these alone."""
+        """Attention only to these."""
         raise NotImplementedError
 
     def partial(self, queries: mx.array, own: LayerState, window: int | None) -> Partial:
@@ -153,13 +153,13 @@ class TrunkGroup(Group):
 
 @define(eq=False)
 class RowGroup(Group):
-    """New tokens of rows of the table, padded to one number of them.
+    """New tokens of rows of the table, padded to the same number.
 
     Attributes:
         slots: The rows: a slice of the table, or an array of them.
         columns: How many columns are read.
-        grid: The token at each place, ``[rows * width]``, and the place of each token; ``None``
-            where they are the same.
+        grid: The token at each place, ``[rows * width]``, and the place of each token; ``None`` if
+            they are the same.
         last: The last column that each place reads, ``[rows, width]``.
     """
 
@@ -207,8 +207,8 @@ class RowGroup(Group):
         return places if self.grid is None else places[self.grid[1]]
 
     def _mask(self, window: int | None, repeats: int = 0) -> mx.array | None:
-        """The mask as MLX's kernel takes it, or to be added for ``repeats`` heads of queries to
-        each of keys; ``None`` where every place reads all columns."""
+        """The mask for MLX's kernel, or a mask to add, with ``repeats`` heads of queries to each of
+        keys; ``None`` if every place reads all columns."""
         kind = window, repeats
         if kind not in self._masks:
             mask = _readable(self.last, self.columns, window)[:, None]
@@ -223,7 +223,7 @@ class RowGroup(Group):
 
 
 def below_of(chunks: Sequence[Chunk]) -> list[Below]:
-    """The trunks below tokens, with which tokens each."""
+    """The trunks below tokens, each with its tokens."""
     found: dict[tuple[Trunk, int], list[range]] = defaultdict(list)
     start = 0
     for chunk in chunks:
@@ -245,7 +245,7 @@ def row_group(tokens: slice, chunks: Sequence[Chunk]) -> RowGroup:
     widths = [len(chunk.tokens) for chunk in chunks]
     width, columns = max(widths), max(chunk.columns.stop for chunk in chunks)
     span = slots[-1] - slots[0] + 1
-    # Rows between those wanted are read in vain, where few; else what is wanted is copied.
+    # If few other rows lie between the wanted ones, read them too; else copy the wanted ones.
     whole = span <= 2 * len(slots)
     lines = [slot - slots[0] for slot in slots] if whole else list(range(len(slots)))
     count = span if whole else len(slots)
@@ -274,8 +274,7 @@ def row_group(tokens: slice, chunks: Sequence[Chunk]) -> RowGroup:
 
 
 def _readable(last: np.ndarray, columns: int, window: int | None) -> np.ndarray:
-    """Which of ``columns`` columns places read that read up to their own: ``[..., columns]``
-    booleans."""
+    """Which of ``columns`` columns each place reads, up to its own: ``[..., columns]`` booleans."""
     each = np.arange(columns)
     seen = each <= last[..., None]
     return seen if window is None else seen & (each > last[..., None] - window)

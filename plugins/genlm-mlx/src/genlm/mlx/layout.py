@@ -1,6 +1,6 @@
 """The layout of one forward pass: where each token's keys and values go, and what it attends to.
 
-Each token is a row of its own for the model, so nothing is padded outside attention.
+For the model each token is its own row, so nothing is padded outside attention.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class Layout:
     def attend(
         self, queries: mx.array, state: LayerState, layer: int, scale: float, window: int | None
     ) -> mx.array:
-        """Attention of ``[tokens, heads, 1, dim]`` queries, to a window or to all before."""
+        """Attention of ``[tokens, heads, 1, dim]`` queries, to a window or to all earlier
+        positions."""
         found = [
             group.attend(queries[group.tokens], state, layer, scale, window)
             for group in self._groups
@@ -84,7 +85,7 @@ class Layout:
     # --- how it is laid out -----------------------------------------------------------------------
 
     def _row_places(self) -> tuple[Any, Any]:
-        """Where the rows' tokens go: a run of slots and one column, or an array of each."""
+        """Where the rows' tokens go: neighbouring slots and one column, or an array of each."""
         columns = [chunk.columns for chunk in self._rows]
         slots = [chunk.slot for chunk in self._rows]
         alike = set(columns)
@@ -112,8 +113,8 @@ class Layout:
 
 
 def _order(chunk: Chunk) -> tuple[bool, int, int]:
-    """Trunks first, those below before those above; then rows with about as many new tokens, in the
-    order of the table."""
+    """Trunks first, those below before those above; then rows, grouped by about the same number of
+    new tokens, in the order of the table."""
     if isinstance(chunk.segment, Trunk):
         return False, 0, chunk.start
     return True, ((len(chunk.tokens) + FEW - 1) // FEW).bit_length(), chunk.slot

@@ -1,5 +1,4 @@
-"""Loading: what mlx-lm reads wrongly is put right, and what the model's caches can do is found out
-by trying."""
+"""Loading: correct what mlx-lm reads wrongly, and test what the model's caches can do."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from genlm.mlx.runner import Runner
 from genlm.mlx.settings import refuse_unread, settings_of
 from genlm.mlx.store import Store
 
-#: What mlx-lm itself fetches of a repository.
+#: The files that mlx-lm itself fetches from a repository.
 FILES = (
     "*.json",
     "model*.safetensors",
@@ -87,10 +86,10 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
 
 
 def honoured(model: Any, settings: Any, longest: int | None) -> int | None:
-    """Have the model compute what transformers' settings say.
+    """Let the model compute what transformers' settings say.
 
     Returns:
-        The longest context, ``longest`` or fewer where it cannot be had beyond.
+        The longest context with right rows: ``longest`` or shorter.
 
     Raises:
         EngineError: rows would be wrong.
@@ -109,9 +108,9 @@ def amended(config: Mapping[str, Any]) -> dict[str, Any]:
     """What to add to a checkpoint's configuration so that mlx-lm 0.32 understands what transformers
     5 writes.
 
-    Above all the rotary embedding: transformers 5 writes ``rope_parameters``, most of mlx-lm's
-    models read ``rope_theta`` and ``rope_scaling`` alone and take a default where they find none:
-    the logits are then wrong without a word.
+    Above all the rotary embedding: transformers 5 writes ``rope_parameters``, but most of mlx-lm's
+    models read only ``rope_theta`` and ``rope_scaling``, and take a default if there are none: then
+    the logits are wrong without any message.
     """
     lifted: dict[str, Any] = {}
     if "n_positions" in config:
@@ -136,7 +135,7 @@ def amended(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def max_context(config: Mapping[str, Any]) -> int | None:
-    """The longest context the model was made for, where it says so."""
+    """The longest context the model was made for, if its configuration says so."""
     config = config.get("text_config") or config
     return next(
         (config[name] for name in ("max_position_embeddings", "n_positions") if config.get(name)),

@@ -1,5 +1,5 @@
-"""The pool of key/value rows: what contexts share is computed once, and what is known is never
-computed again."""
+"""The pool of key/value rows: shared prefixes are computed once, and known ones are not computed
+again."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from genlm.mlx.aside import Aside
 from genlm.mlx.block import RowBlock
 from genlm.mlx.runner import Key, Runner
 
-#: The least tokens for which a shared prefix is computed on its own first, a longer row is trimmed
-#: rather than left aside, and state that cannot be trimmed is kept when a context goes beyond it.
+#: The least tokens for which a shared prefix is computed first, a longer row is trimmed and used,
+#: and state that cannot be trimmed is kept when a context extends it.
 WORTHWHILE = 16
 
-#: Where at least this share of a block stays when rows move on, it stays as it is: a copy costs
-#: more than the room.
+#: If at least this share of a block stays when rows leave it, the block is not changed: a copy
+#: costs more than the unused room.
 STAYS_WHOLE = 1 / 4
 
 #: Rows with at most this many padded positions are always evaluated together.
@@ -42,29 +42,29 @@ class Place:
 
 @frozen(eq=False)
 class UnfinishedBlock:
-    """A block on its way: row ``i`` is to become ``targets[i]``."""
+    """A block in work: row ``i`` will become ``targets[i]``."""
 
     block: RowBlock
     targets: list[Key]
 
     @property
     def missing(self) -> int:
-        """Tokens that its first row lacks before the last."""
+        """Tokens that its first row lacks, without the last."""
         return len(self.targets[0]) - len(self.block.keys[0]) - 1
 
 
 class Pool:
     """Evaluates contexts, each starting from the longest part of it that some row holds.
 
-    Rows that contexts extend move on with them: their tokens stay findable as a prefix. What they
-    leave behind in their block is room, until the block goes or little else of it is left. Rows
-    whose state cannot be trimmed (recurrent, or a window that has wrapped) and took a long prefill
-    stay as well.
+    Rows that contexts extend move to a new block: their tokens can still be found as a prefix. They
+    leave unused room in the old block, until the block is dropped or little else of it is left.
+    Rows whose state cannot be trimmed (recurrent, or a window that has wrapped) and took a long
+    prefill also stay.
 
     Args:
         runner: The model.
-        max_bytes: The most bytes to keep beside the rows of the last call; least recently used
-            blocks go first. ``None`` is what :class:`~genlm.mlx.aside.Aside` says.
+        max_bytes: The most bytes to keep besides the rows of the last call; the least recently used
+            blocks are dropped first. For ``None`` see :class:`~genlm.mlx.aside.Aside`.
         ragged: Whether rows of unequal length can be fed together.
     """
 
@@ -84,8 +84,8 @@ class Pool:
         return _nbytes(self._blocks)
 
     def logits(self, keys: Sequence[Key]) -> mx.array:
-        """The logits of what follows each of the distinct ``keys``, ``[len(keys), vocab_size]``
-        float32."""
+        """The logits of the next token of each of the distinct ``keys``, ``[len(keys),
+        vocab_size]`` float32."""
         self._tick += 1
         self._ensure_shared(keys)
         known = {key: self._recalled(self._index[key]) for key in keys if key in self._index}
@@ -99,11 +99,12 @@ class Pool:
         return mx.stack([known[key] for key in keys])
 
     def known(self, key: Key) -> int:
-        """How much of ``key`` is known, in its elements: its adapter's version at least."""
+        """How many elements of ``key`` are known: at least its adapter's version."""
         return len(key) if key in self._index else max(1, self._source(key)[1])
 
     def branch(self, key: Key) -> RowBlock:
-        """A block of one row, apart from the pool: what is known of ``key`` but its last token."""
+        """A block of one row, outside the pool: the known part of ``key`` without its last
+        token."""
         place, reused = self._source(key)
         if place is None:
             return RowBlock.empty(self._runner, key[:1])
@@ -115,7 +116,7 @@ class Pool:
         return branch
 
     def pin(self, key: Key) -> None:
-        """Compute ``key`` if need be, and keep it until it is dropped."""
+        """Compute ``key`` if necessary, and keep it until it is dropped."""
         if key not in self._index:
             self.logits([key])
         place = self._index[key]
@@ -140,7 +141,7 @@ class Pool:
         self._index = PrefixIndex()
         self._aside.clear()
 
-    # --- the plot ---------------------------------------------------------------------------------
+    # --- the course of a call ---------------------------------------------------------------------
 
     def _ensure_shared(self, keys: Sequence[Key]) -> None:
         """Compute the long prefixes that several of ``keys`` share, shorter ones first."""
@@ -150,7 +151,7 @@ class Pool:
             self._advance([key for key in shared if key not in self._index])
 
     def _branches(self, keys: Sequence[Key]) -> list[Key]:
-        """The prefixes of two keys or more that are worth a pass of their own."""
+        """The prefixes of two or more keys that are worth their own pass."""
         ordered = sorted(keys)
         shared = {a[: common_length(a, b)] for a, b in itertools.pairwise(ordered)}
         worthwhile: list[Key] = []
@@ -178,7 +179,7 @@ class Pool:
     # --- where contexts start ---------------------------------------------------------------------
 
     def _source(self, key: Key) -> tuple[Place | None, int]:
-        """The row that ``key`` can start from, and how much of it, in elements of the key."""
+        """The row that ``key`` can start from, and how many of its elements."""
         prefix = self._index.longest_prefix(key[:-1])
         whole = len(prefix) if prefix else 0
         near, common = self._index.nearest(key)
@@ -200,7 +201,7 @@ class Pool:
             else:
                 extended[place.block].append((place.row, key))
         for block, items in extended.items():
-            # By row alone, and so in the order asked where that is the order of the rows.
+            # Sorted only by row: keys of the same row stay in the order asked.
             works.append(self._moved_on(block, sorted(items, key=itemgetter(0)), needed=extended))
         if fresh:
             works.append(
@@ -211,8 +212,8 @@ class Pool:
     def _moved_on(
         self, block: RowBlock, items: Sequence[tuple[int, Key]], needed: Collection[RowBlock]
     ) -> UnfinishedBlock:
-        """Take the rows that are extended out of their block, which is ``needed`` in this call;
-        leave the others."""
+        """Take the rows that are extended out of their block and leave the others. ``needed``
+        blocks are used in this call."""
         rows, targets = [row for row, _ in items], [key for _, key in items]
         if self._stays(block):
             return UnfinishedBlock(block.copied(rows), targets)
@@ -235,8 +236,8 @@ class Pool:
     # --- feeding ----------------------------------------------------------------------------------
 
     def _by_width(self, works: Iterable[UnfinishedBlock]) -> list[UnfinishedBlock]:
-        """Part works so that each is to be fed rows of about one length; works of nothing to feed
-        stay as they are."""
+        """Split works so that each gets rows of about the same number of new tokens; works without
+        any stay unchanged."""
         parted = []
         for work in works:
             groups: dict[int, list[int]] = defaultdict(list)
@@ -278,7 +279,7 @@ class Pool:
             self._index.remove(block.keys[row])
 
     def _replace(self, block: RowBlock, parts: Sequence[Sequence[int]]) -> list[RowBlock]:
-        """Split a block of the pool; empty parts give none."""
+        """Split a block of the pool; empty parts give no block."""
         self._forget(block)
         blocks = block.split([part for part in parts if part])
         for split in blocks:
@@ -293,11 +294,11 @@ class Pool:
     def _evict(
         self, needed: Collection[RowBlock] = (), left: RowBlock | None = None
     ) -> list[RowBlock]:
-        """Forget the least recently used blocks beyond the limit; gives them.
+        """Forget the least recently used blocks beyond the limit, and return them.
 
         Args:
             needed: Blocks whose rows this call still takes.
-            left: One of them that will be aside once its rows are copied.
+            left: One of them that is no longer needed after its rows are copied.
         """
         in_hand = [block for block in self._blocks if block.used == self._tick or block in needed]
         aside = [block for block in self._blocks if block is left or block not in in_hand]
@@ -315,8 +316,7 @@ def _nbytes(blocks: Iterable[RowBlock]) -> int:
 
 
 def _packed(works: Sequence[UnfinishedBlock]) -> list[UnfinishedBlock]:
-    """Join works, the longest first, as long as padding does not take up more than half of what is
-    joined."""
+    """Join works, the longest first, as long as padding is not more than half of the result."""
     packed: list[list[UnfinishedBlock]] = []
     for work in sorted(works, key=lambda work: -work.block.length):
         if packed and _dense([*packed[-1], work]):

@@ -1,4 +1,4 @@
-"""What a model's caches can do, found out by comparing with rows computed alone."""
+"""Tests what a model's caches can do, by comparing with rows computed alone."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ from genlm.mlx.windows import narrowed
 from mlx.utils import tree_flatten
 
 #: The most total variation between a batched row and the same row alone, for float32 weights and
-#: for coarser ones.
+#: for less precise ones.
 TOLERANCE, COARSE_TOLERANCE = 5e-4, 0.1
 
-#: Rows in a batch of the probe. Masks and states of the wrong shape may broadcast by accident where
-#: the batch is as large as some number of heads: no number equals both.
+#: Rows in a batch of the probe. Masks and states of the wrong shape may broadcast by accident if
+#: the batch is as large as some number of heads: no number of heads equals both.
 BATCHES = (5, 7)
 
-#: The most tokens of each row that the probe feeds at a time: unequal rows take several chunks.
+#: The most tokens of each row that the probe feeds at a time, so that unequal rows take several
+#: chunks.
 CHUNK = 3
 
-#: Sharing that short contexts reach.
+#: Numbers for sharing that short contexts reach.
 WORTH = Worth(sharing=2, product=2, trunk=16)
 
-#: How wide a repaired window is while the probe looks: contexts go beyond it.
+#: The width of a repaired window during the probe: contexts are longer.
 WINDOW = 6
 
-#: What models raise of a cache that they were not written for.
+#: What models raise for a cache that they were not written for.
 REFUSED = (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError)
 
 
 class CacheSupport(Enum):
-    """How rows can share a batch cache: not at all, if fed equally many tokens, freely; or even
-    with tokens laid out one by one and prefixes shared."""
+    """How rows can share a batch cache: not at all, only if each is fed the same number of tokens,
+    freely, or even with tokens laid out one by one and shared prefixes."""
 
     NONE = 0
     EQUAL = 1
@@ -51,7 +52,7 @@ class CacheSupport(Enum):
 
 def probe(runner: Runner) -> CacheSupport:
     """Try batches of rows of unequal length, and extend them."""
-    with narrowed(runner.model, WINDOW):  # as far as a short context is beyond
+    with narrowed(runner.model, WINDOW):  # so narrow that short contexts are longer
         return _support(runner)
 
 
@@ -67,13 +68,13 @@ def _support(runner: Runner) -> CacheSupport:
 
 
 def _batches(runner: Runner, rows: int, ragged: bool) -> bool:
-    """Whether ``rows`` rows, equal or not, are right in one cache."""
+    """Whether ``rows`` rows, of equal length or not, are right in one cache."""
     chunked = Runner(runner.model, runner.adapters, CHUNK * rows)
     return _right(chunked, Pool(chunked, 0, ragged), _unequal(rows))
 
 
 def _shares(runner: Runner) -> bool:
-    """Whether attention over keys that lie in several places is that of the model."""
+    """Whether attention over keys in several places agrees with the model's."""
     if not all(type(layer) is KVCache for layer in runner.empty_cache()):
         return False
     hook(runner.model)
@@ -83,7 +84,7 @@ def _shares(runner: Runner) -> bool:
     except REFUSED:
         return False
     right = _right(runner, store, [*_unequal(few), *_behind_prompts(more)])
-    store.clear()  # its parts refer to one another, and would stay until the next collection
+    store.clear()  # its parts refer to each other, and would stay until the next collection
     return right
 
 
@@ -96,7 +97,7 @@ def _unequal(rows: int) -> list[list[Key]]:
 
 
 def _behind_prompts(rows: int) -> list[list[Key]]:
-    """``rows`` contexts behind two prompts, one of which begins with the other, and behind none."""
+    """``rows`` contexts after two prompts, one a prefix of the other, and without a prompt."""
     prompt: Key = (0, *(3 + at % 5 for at in range(20)))
     prompts: list[Key] = [
         *((*prompt, *range(1, 2 + row)) for row in range(rows // 2)),
@@ -121,8 +122,7 @@ def _right(runner: Runner, pool: Pool | Store, batches: Sequence[Sequence[Key]])
 
 
 def _probabilities(logits: mx.array) -> Any:
-    """By NumPy, and in double precision: MLX's sum over a large vocabulary is inexact on the
-    CPU."""
+    """With NumPy, in double precision: MLX's sum over a large vocabulary is inexact on the CPU."""
     exact = np.array(logits).astype(np.float64)
     odds = np.exp(exact - exact.max(axis=-1, keepdims=True))
     return odds / odds.sum(axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""What mlx-lm 0.32 computes wrongly, put right in a model that it has loaded."""
+"""Corrects what mlx-lm 0.32 computes wrongly, in a model that it has loaded."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Gemma2Attention(gemma2.Attention):  # type: ignore[misc]
     """Gemma 2's attention with masks that differ by row.
 
     With several query heads for each key/value head, mlx-lm's scores have five axes,
-    ``[rows, kv_heads, repeats, new, all]``. It lines up the mask of a batch, ``[rows, 1, new,
-    all]``, with the last four: rows meet key/value heads, which fits by accident where there are as
-    many of both.
+    ``[rows, kv_heads, repeats, new, all]``. It aligns the mask of a batch, ``[rows, 1, new, all]``,
+    with the last four: rows meet key/value heads, which fits by accident if there are as many of
+    both.
     """
 
     def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
@@ -25,10 +25,10 @@ class Gemma2Attention(gemma2.Attention):  # type: ignore[misc]
 
 
 class Gemma3Embedding:
-    """Embeddings that Gemma 3 multiplies with the root of their size in the type that they have.
+    """Embeddings that Gemma 3 multiplies with the root of their size in their own type.
 
-    mlx-lm rounds the root to bfloat16 for all types. They are multiplied here with what is missing
-    then: nothing for bfloat16, and where the root is exact.
+    mlx-lm rounds the root to bfloat16 for all types. Here they are multiplied with the missing
+    factor: it is 1 for bfloat16, and if the root is exact.
     """
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -39,17 +39,17 @@ class Gemma3Embedding:
 
 
 def repair(model: Any) -> None:
-    """Put right, in place, what rows would get wrong."""
+    """Correct the model in place, so that rows are right."""
     if isinstance(model, falcon_h1.Model):
         for name, module in model.named_modules():
             if (factor := _left_out(model, name)) != 1:
-                # Of a quantised layer, what its packed weights are multiplied with and added to.
+                # For a quantised layer, the scales and biases of its packed weights.
                 packed = "scales" in module
                 for part in ("scales", "biases", "bias") if packed else ("weight", "bias"):
                     if part in module and (part != "bias" or name.endswith("k_proj")):
                         module[part] = module[part] * factor
     for _, module in model.named_modules():
-        # The class alone: parameters, and the names by which adapters find them, stay.
+        # Only the class: parameters, and the names by which adapters find them, stay.
         if type(module) is gemma2.Attention:
             module.__class__ = Gemma2Attention
         if type(module) is gemma3_text.Gemma3Model:
@@ -58,11 +58,11 @@ def repair(model: Any) -> None:
 
 
 def folded(model: Any, name: str, outputs: int) -> Any:
-    """What a linear layer's outputs are multiplied with by its weights here, and not in
-    transformers: a number, or ``[outputs]``.
+    """The factor of a linear layer's outputs that is in its weights here, but not in transformers:
+    a number, or ``[outputs]``.
 
-    Falcon-H1 multiplies what goes through its layers; mlx-lm multiplies their weights instead.
-    What it makes of ones says by how much.
+    Falcon-H1 multiplies the values that go through its layers; mlx-lm multiplies the weights
+    instead. Weights of one show the factor.
     """
     if not isinstance(model, falcon_h1.Model):
         return 1.0
@@ -73,8 +73,8 @@ def folded(model: Any, name: str, outputs: int) -> Any:
 
 
 def _left_out(model: Any, name: str) -> float:
-    """By what mlx-lm should multiply the weights of a layer of Falcon-H1 too, and does not: keys
-    are named otherwise there, and values are forgotten."""
+    """The factor that mlx-lm leaves out in a layer of Falcon-H1: it has another name for keys
+    there, and forgets values."""
     if name.endswith("self_attn.k_proj"):
         return float(model.args.key_multiplier)
     if name.endswith("self_attn.v_proj"):

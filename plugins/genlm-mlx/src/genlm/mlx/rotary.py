@@ -30,9 +30,9 @@ class Rotary(nn.Module):  # type: ignore[misc]
     """Rotates the first ``dims`` features of a head.
 
     Args:
-        like: The module whose place it takes: as many features, in the same order.
-        periods: By how many positions each pair of features turns once, over 2 pi: ``[dims / 2]``.
-        factor: What rotated features are multiplied with.
+        like: The module that it replaces: as many features, in the same order.
+        periods: In how many positions each pair of features turns by one radian: ``[dims / 2]``.
+        factor: The factor of rotated features.
     """
 
     def __init__(self, like: Any, periods: mx.array, factor: float) -> None:
@@ -57,8 +57,8 @@ class Rotary(nn.Module):  # type: ignore[misc]
 
 
 def repair(model: Any, settings: Any) -> None:
-    """Replace rotary embeddings that are not those of transformers: most of mlx-lm's models know
-    few kinds, none knows all of their settings, and some count layers to find out their type."""
+    """Replace rotary embeddings that differ from transformers': most of mlx-lm's models know few
+    kinds, none knows all settings, and some count layers to find their type."""
     theirs = _of_transformers(settings)
     if theirs is None:
         return
@@ -81,7 +81,7 @@ def repair(model: Any, settings: Any) -> None:
 
 
 def _of_transformers(settings: Any) -> Any:
-    """The rotary embeddings that transformers has for these settings, if it has one kind."""
+    """The rotary embeddings that transformers has for these settings, if they are one kind."""
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(settings), None)
     if model is None:
         return None
@@ -114,7 +114,7 @@ def limit(settings: Any) -> int | None:
 
 
 def _by_layer_type(settings: Any) -> dict[str | None, dict[str, Any]]:
-    """The rotary settings of each type of layer; under ``None`` where all have the same."""
+    """The rotary settings of each type of layer; under ``None`` if all have the same."""
     parameters = getattr(settings, "rope_parameters", None) or {}
     nested = {kind: given for kind, given in parameters.items() if isinstance(given, dict)}
     return nested or {None: parameters}

@@ -15,8 +15,8 @@ from genlm.mlx.adapters import Adapters
 Key = tuple[int, ...]  # the version of an adapter, then tokens
 Cache = list[Any]  # one mlx-lm cache per layer
 
-#: The most bytes of logits that are computed together for a score, and how many rows of them before
-#: the model's vocabulary is known.
+#: The most bytes of logits that are computed together for a score, and how many rows before the
+#: size of the model's vocabulary is known.
 LOGITS_BYTES = 128 << 20
 FIRST_LOGITS = 64
 
@@ -38,18 +38,19 @@ class Runner:
         self.step_size = step_size
 
     def empty_cache(self) -> Cache:
-        """The cache of one row without tokens, as the model makes it."""
+        """The model's cache of one row, without tokens."""
         return make_prompt_cache(self.model)  # type: ignore[no-any-return]
 
     def feed(self, cache: Cache, versions: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
-        """Append ``tokens[i]``, one or more, to row ``i``. Rows of unequal length are padded on the
-        right meanwhile."""
+        """Append ``tokens[i]``, one or more, to row ``i``. Meanwhile, rows of unequal length are
+        padded on the right."""
         lengths = [len(row) for row in tokens]
         width = max(lengths)
         block = mx.array([[*row, *[0] * (width - len(row))] for row in tokens], mx.int32)
         self.adapters.select(versions)
         for start, stop in _chunks(width, self.step_size // len(tokens)):
-            # Each chunk by itself: mlx-lm takes the lengths of recurrent rows for places in it.
+            # Each chunk by itself: mlx-lm treats the lengths of recurrent rows as places in the
+            # chunk.
             own = [min(max(length, start), stop) - start for length in lengths]
             ragged = min(own) < stop - start
             if ragged:
@@ -72,10 +73,10 @@ class Runner:
         return logits
 
     def one_by_one(self, cache: Cache, versions: Sequence[int], tokens: Sequence[int]) -> mx.array:
-        """Run tokens, each as a row of its own, over a cache that knows where they belong.
+        """Run tokens, each as its own row, over a cache that knows where they belong.
 
         Returns:
-            The logits after each, ``[tokens, vocab_size]``: not computed unless they are read.
+            The logits after each, ``[tokens, vocab_size]``: computed only if they are read.
         """
         self.adapters.select(versions)
         logits: mx.array = self.model(mx.array(tokens, mx.int32)[:, None], cache=cache)[:, -1, :]
@@ -86,7 +87,7 @@ class Runner:
 
         Yields:
             The logits after each of the ``last`` tokens, ``[n, vocab_size]`` float32: a few at a
-            time, for those of a long text together may not fit into memory.
+            time, because all of a long text may not fit into memory.
         """
         if head := tokens[:-last]:
             self.feed(cache, [version], [head])
@@ -101,7 +102,7 @@ class Runner:
             width = max(1, min(self.step_size, LOGITS_BYTES // (4 * logits.shape[-1])))
 
     def cold(self, key: Key) -> mx.array:
-        """The logits after ``key``, ``[1, vocab_size]`` float32, by way of no batch and no kept
+        """The logits after ``key``, ``[1, vocab_size]`` float32, without a batch and without kept
         state."""
         version, *tokens = key
         cache = self.empty_cache()
@@ -111,7 +112,8 @@ class Runner:
 
 
 def _chunks(width: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut ``width`` columns into chunks of about one length, at most ``most`` if that is possible:
-    none of a single column among several, for rotating caches take no ragged one."""
+    """Cut ``width`` columns into chunks of about the same length, at most ``most`` if possible. If
+    there are several, none has a single column, because rotating caches do not take such a chunk of
+    rows of unequal length."""
     count = max(1, min(ceil(width / max(most, 2)), width // 2))
     return pairwise(width * at // count for at in range(count + 1))

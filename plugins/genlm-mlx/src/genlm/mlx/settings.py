@@ -1,4 +1,4 @@
-"""The configuration as transformers reads it, and what mlx-lm does not read of it."""
+"""The configuration as transformers reads it, and the settings that mlx-lm does not read."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from genlm.core.logs import get_logger
 
 log = get_logger()
 
-#: Settings of which mlx-lm's models know the family's default alone, also where they have the name.
+#: Settings for which mlx-lm's models know only the family's default, even if they have the name.
 FIXED = re.compile(r"(^|_)act(ivation)?(_|$)")
 
-#: Settings that change rows, and that models of mlx-lm which do not have the name do not look at.
+#: Settings that change rows, and that models of mlx-lm without the name ignore.
 PERHAPS_READ = re.compile(
     r"softcapping$|^clip_qkv$|^norm_topk_prob$|^rope_interleave$|^use_bidirectional_attention$"
     r"|^scale_attn_(weights|by_inverse_layer_idx)$"
@@ -26,23 +26,24 @@ PERHAPS_READ = re.compile(
 #: Families whose rows are wrong for every checkpoint, and why.
 WRONG = {"ernie4_5_moe": "leaves out the router's e_score_correction_bias"}
 
-#: Settings of single families that mlx-lm computes otherwise, and with which values: the features
-#: that latent attention rotates are not counted, and the weight of one expert is not normalised.
+#: Settings of single families that mlx-lm computes differently, and for which values: it does not
+#: count the features that latent attention rotates, and does not normalise the weight of one
+#: expert.
 MISREAD: dict[tuple[str, str], Callable[[Any], bool]] = {
     ("glm4_moe_lite", "partial_rotary_factor"): lambda factor: factor not in (None, 1),
     ("nemotron_h", "num_experts_per_tok"): lambda experts: experts == 1,
 }
 
-#: One function by several names, or one and its approximation.
+#: Several names of one function, or a function and its approximation.
 SAME = {"swish": "silu", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu"}
 
 
 def settings_of(folder: Path) -> Any:
-    """The settings of the language model in a folder as transformers completes them; ``None`` where
+    """The settings of the language model in a folder, as transformers completes them; ``None`` if
     it does not know the model."""
     try:
         whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # also what a class says of values that it does not expect
+    except Exception as error:  # also errors of a class for unexpected values
         log.info("settings.unknown", model=str(folder), error=str(error)[:200])
         return None
     return whole.get_text_config(decoder=True)
@@ -52,8 +53,8 @@ def refuse_unread(settings: Any, model: Any) -> None:
     """Refuse a checkpoint whose rows mlx-lm would get wrong.
 
     Raises:
-        EngineError: a setting differs from the family's default, and the model does not read it;
-            or the family is one that is wrong in any case.
+        EngineError: a setting differs from the family's default, and the model does not read it; or
+            the family is always wrong.
     """
     if settings.model_type in WRONG:
         raise EngineError(

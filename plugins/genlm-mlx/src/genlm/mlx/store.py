@@ -1,4 +1,4 @@
-"""The store: contexts whose attention is plain, computed where the core's planner places them."""
+"""The store: contexts with plain attention, computed where the core's planner places them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from genlm.mlx.layout import Layout
 from genlm.mlx.runner import Key, Runner
 from genlm.mlx.table import Table
 
-#: What sharing is weighed with.
+#: The numbers for decisions on sharing.
 WORTH = Worth(sharing=512, waste=2.0)
 
 #: Up to this many tokens before the last of a context are computed together with it. More are
 #: computed first, without their logits.
 FEW_MORE = 4
 
-#: The most products of queries and keys for each head that one forward pass of a long context
-#: computes, unless it would have fewer tokens than this.
+#: The most products of queries and keys for each head in one forward pass of a long context, unless
+#: it would have fewer tokens than this.
 MOST_PRODUCTS, LEAST_FED = 1 << 21, 256
 
 
@@ -55,7 +55,7 @@ class VersionedSequence:
         return self.length - 1
 
     def chunk(self, segment: Segment, start: int, stop: int) -> Chunk:
-        """The tokens of some positions, which a segment is to hold."""
+        """The tokens of some positions, for a segment."""
         return Chunk(segment, start, self.name[start + 1 : stop + 1], self.name[0])
 
 
@@ -65,9 +65,9 @@ class Store:
 
     Args:
         runner: The model.
-        max_bytes: The most bytes to keep beside the batch in hand and what is pinned; the least
-            recently used go first. ``None`` is what :class:`~genlm.mlx.aside.Aside` says.
-        worth: What sharing is weighed with.
+        max_bytes: The most bytes to keep besides the current batch and pinned contexts; the least
+            recently used are dropped first. For ``None`` see :class:`~genlm.mlx.aside.Aside`.
+        worth: The numbers for decisions on sharing.
     """
 
     def __init__(self, runner: Runner, max_bytes: int | None, worth: Worth = WORTH) -> None:
@@ -85,8 +85,8 @@ class Store:
     # --- what the engine asks for -----------------------------------------------------------------
 
     def logits(self, keys: Sequence[Key]) -> mx.array:
-        """The logits of what follows each of the distinct ``keys``, ``[len(keys), vocab_size]``
-        float32."""
+        """The logits of the next token of each of the distinct ``keys``, ``[len(keys),
+        vocab_size]`` float32."""
         order: list[int] = []
         parts: list[mx.array] = []
         self._table.in_hand = 0
@@ -98,12 +98,12 @@ class Store:
         return _ordered(logits, sorted(range(len(order)), key=order.__getitem__))
 
     def known(self, key: Key) -> int:
-        """How much of ``key`` but its last token is known, in its elements: its adapter's version
-        at least."""
+        """How many elements of ``key`` without its last token are known: at least its adapter's
+        version."""
         return self._planner.known(VersionedSequence(key)) + 1
 
     def branch(self, key: Key) -> RowBlock:
-        """A block of one row, apart from the store: what is known of ``key`` but its last
+        """A block of one row, outside the store: the known part of ``key`` without its last
         token."""
         context, tree = VersionedSequence(key), self._planner.tree
         found, common = tree.nearest(context.key)
@@ -115,7 +115,7 @@ class Store:
         return RowBlock([key[: known + 1]], cache)
 
     def pin(self, key: Key) -> None:
-        """Compute ``key`` if need be, and keep it until it is dropped."""
+        """Compute ``key`` if necessary, and keep it until it is dropped."""
         if not self._planner.pin(VersionedSequence(key)):
             self.logits([key])
             self._planner.pin(VersionedSequence(key))
@@ -132,7 +132,7 @@ class Store:
         """Raises: RuntimeError: rows, free rows and the tree do not add up."""
         self._planner.tree.check_integrity()
 
-    # --- the plot ---------------------------------------------------------------------------------
+    # --- the course of a call ---------------------------------------------------------------------
 
     def _computed(self, batch: Sequence[Placement[VersionedSequence]]) -> mx.array:
         """The logits of a batch, whose state is kept."""
@@ -141,13 +141,13 @@ class Store:
             # State with nan must not stay: a masked column still takes part in products.
             broken = mx.isnan(logits[:, 0]).tolist()
         except BaseException:
-            self._planner.abandon()  # now: what the table is asked for later would fail, too
+            self._planner.abandon()  # now: a later command of the table would fail, too
             raise
         self._planner.commit([one for one, bad in zip(batch, broken, strict=True) if not bad])
         return logits
 
     def _positions_of(self, batch: Sequence[Placement[VersionedSequence]]) -> int:
-        """How many positions are taken for contexts that have been computed."""
+        """How many positions the computed contexts take."""
         tree = self._planner.tree
         ends = {one.end for one in batch}
         return sum(
@@ -172,7 +172,7 @@ class Store:
         return logits
 
     def _feed(self, chunks: Iterable[Chunk]) -> None:
-        """Compute chunks in order, as many tokens at a time as one forward pass may have."""
+        """Compute chunks in order, with as many tokens at a time as one forward pass may have."""
         batch: list[Chunk] = []
         room = self._runner.step_size
         for chunk in chunks:

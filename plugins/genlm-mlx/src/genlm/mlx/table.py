@@ -14,15 +14,16 @@ from genlm.mlx.layout import Layout
 from genlm.mlx.runner import Runner
 from genlm.mlx.windows import windows_of
 
-#: Where fewer than one row of this many is a fork, each fork is copied alone. Else the whole table
-#: is copied at once: MLX does that faster, row for row, as nothing has to be cut out.
+#: If less than one in this many rows is a fork, each fork is copied alone. Else the whole table is
+#: copied at once, which costs less per row in MLX, because no row has to be cut out.
 FEW_FORKS = 6
 
 
 class TableLayer:
-    """One layer, as mlx-lm's models see a cache: keys and values ``[slots, heads, columns, dim]``.
+    """One layer, in the form of a cache of mlx-lm: keys and values ``[slots, heads, columns,
+    dim]``.
 
-    Each token of a forward pass comes as a row of its own.
+    Each token of a forward pass comes as its own row.
 
     Attributes:
         index: Its number.
@@ -54,7 +55,7 @@ class TableLayer:
             raise NotImplementedError("another window, or tokens that are laid out anew")
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[TableLayer, TableLayer]:
-        """Write new keys and values; gives itself, to be attended to."""
+        """Write new keys and values; return itself for attention."""
         self._table.layout.write(self.state, self.index, (keys, values))
         return self, self
 
@@ -63,19 +64,19 @@ class TableLayer:
 
 
 class Table:
-    """Rows of all layers, and trunks beside them, as
-    :class:`~genlm.core.engines.kv.commands.Table`: it moves what the planner wants moved.
+    """Rows of all layers, and trunks, as a :class:`~genlm.core.engines.kv.commands.Table`: it moves
+    what the planner wants moved.
 
     Args:
         runner: The model.
-        max_bytes: The most bytes to keep beside the batch in hand and what is pinned; ``None`` is
-            what :class:`~genlm.mlx.aside.Aside` says.
+        max_bytes: The most bytes to keep besides the current batch and pinned contexts. For
+            ``None`` see :class:`~genlm.mlx.aside.Aside`.
 
     Attributes:
-        layers: The layers, to be given to the model as its cache.
-        layout: Where tokens go; there only while a forward pass is asked for.
-        in_hand: The positions of contexts that were placed before for the same call: the batch that
-            the planner is asked for now must not take their room.
+        layers: The layers, given to the model as its cache.
+        layout: Where tokens go; set only during a forward pass.
+        in_hand: The positions of contexts that were placed earlier in the same call: the next batch
+            must not take their room.
         position_bytes: What one position takes in all layers.
     """
 
@@ -84,7 +85,7 @@ class Table:
         self.in_hand = 0
         self._aside = Aside(max_bytes)
         cache = runner.empty_cache()
-        runner.feed(cache, [0], [[0]])  # only then it is known what a position takes
+        runner.feed(cache, [0], [[0]])  # only after this the size of a position is known
         self.layers = [
             TableLayer(self, index, window, layer.keys[:0, :, :0], layer.values[:0, :, :0])
             for index, (layer, window) in enumerate(
@@ -99,16 +100,16 @@ class Table:
         )
 
     def evaluate(self) -> None:
-        """Carry out what has been asked for."""
+        """Evaluate the state."""
         mx.eval([layer.state for layer in self.layers])
 
     def limit(self, used: int) -> int:
-        """The most positions: those of the call in hand and of what is pinned, and some aside."""
+        """The most positions: for the current call, for pinned contexts, and some aside."""
         used += self.in_hand
         return used + self._aside.limit(used * self.position_bytes) // self.position_bytes
 
     def do(self, command: commands.Command) -> None:
-        """One layer at a time, so that memory peaks low."""
+        """Work on one layer at a time, to keep the peak of memory low."""
         match command:
             case commands.Resize(rows, columns, kept):
                 self._resize(rows, columns, kept)
@@ -146,7 +147,7 @@ class Table:
     def _front(self, segment: Segment, layer: TableLayer, size: int) -> LayerState:
         """A copy of the first positions of a segment."""
         states, slot = _place(segment, layer)
-        taken = mx.array([slot], mx.int32)  # a slice would be a view, and keep all of the table
+        taken = mx.array([slot], mx.int32)  # a slice would be a view, and keep the whole table
         keys, values = (state[:, :, :size][taken] for state in states)
         mx.eval(keys, values)
         return keys, values
@@ -186,7 +187,8 @@ class Table:
         taken = mx.array(sources, mx.int32)
         for layer in self.layers:
             for state in layer.state:
-                # Apart first: a part of the table that is still held would have all of it copied.
+                # Copied out first: with a view of the table still in use, MLX would copy the whole
+                # table.
                 moved = state[:, :, start : start + columns][taken]
                 mx.eval(moved)
                 for at, target in enumerate(targets):
@@ -203,7 +205,7 @@ def _place(segment: Segment, layer: TableLayer) -> tuple[LayerState, int]:
 
 
 def _joined(parts: Sequence[Sequence[Sequence[mx.array]]]) -> list[LayerState]:
-    """Positions one after the other."""
+    """The positions of all parts, one after the other."""
     states = []
     for layer in zip(*parts, strict=True):
         keys, values = (mx.concatenate(some, axis=2) for some in zip(*layer, strict=True))

@@ -1,4 +1,4 @@
-"""Windows: layers whose tokens attend only to a number of last positions."""
+"""Windows: layers whose tokens attend only to the last few positions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from genlm.core.errors import EngineError
 class Windowed:
     """Attention that asks its own cache for a mask.
 
-    Most of mlx-lm's models make one mask for all layers, and know of no window.
+    Most of mlx-lm's models make one mask for all layers, and have no windows.
 
     Attributes:
         window: The most positions that a token attends to, its own included.
@@ -34,7 +34,7 @@ def repair(model: Any, settings: Any) -> int | None:
     """Give attention the windows that it has in transformers.
 
     Returns:
-        The longest context that is right, where that could not be done; else ``None``.
+        The longest context that is right, if that could not be done; else ``None``.
 
     Raises:
         EngineError: mlx-lm has windows in other layers.
@@ -58,11 +58,11 @@ def repair(model: Any, settings: Any) -> int | None:
     if not plain or not all(map(_takes_mask, attentions)):
         return min(window for window in wanted if window)
     for attention, window in zip(attentions, wanted, strict=True):
-        if hasattr(attention, "use_sliding_window"):  # Cohere 2 rotates there alone
+        if hasattr(attention, "use_sliding_window"):  # Cohere 2 rotates only there
             attention.use_sliding_window = window is not None
         if window is not None:
             kind = type(attention)
-            # The class alone: parameters, and the names by which adapters find them, stay.
+            # Only the class: parameters, and the names by which adapters find them, stay.
             attention.__class__ = type(kind.__name__, (Windowed, kind), {})
             attention.window = window
     return None
@@ -75,7 +75,7 @@ def windows_of(model: Any) -> list[int | None]:
 
 @contextmanager
 def narrowed(model: Any, window: int) -> Iterator[None]:
-    """Let no repaired window be wider than this for some time."""
+    """Make no repaired window wider than this during the block."""
     found = [one for layer in model.layers if (one := _windowed(layer)) is not None]
     before = [one.window for one in found]
     for one in found:
@@ -97,15 +97,15 @@ def _wanted(settings: Any, layers: int) -> list[int | None]:
     window = getattr(settings, "sliding_window", None)
     if not window or getattr(settings, "use_sliding_window", True) is False:
         return [None] * layers
-    # Families whose configuration does not declare the types of layers do not look at them.
+    # Families whose configuration does not declare the types of layers do not use them.
     if "layer_types" not in signature(type(settings)).parameters:
         return [window] * layers
     return [window if one == "sliding_attention" else None for one in settings.layer_types]
 
 
 def _forget_pattern(model: Any) -> None:
-    """Where a model has fewer layers than the pattern of its windows (Gemma 3, Cohere 2), mlx-lm
-    looks for a layer that is not there."""
+    """If a model has fewer layers than the pattern of its windows (Gemma 3, Cohere 2), mlx-lm looks
+    for a missing layer."""
     for _, module in model.named_modules():
         holders: list[Any] = [module, getattr(module, "args", None)]
         for holder in holders:
