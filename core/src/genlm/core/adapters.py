@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 from enum import Enum
 from typing import Any, Final, Literal
 
@@ -24,13 +23,15 @@ LoraName = str | None | Literal[Unset.UNSET]
 
 
 class AdapterRegistry:
-    """Names, the adapters bound to them, and the default. Safe to use from any thread."""
+    """Names, the adapters bound to them, and the default.
+
+    Safe to use from any thread, but :meth:`bind` and :meth:`unbind` are for one: the engine's.
+    """
 
     def __init__(self) -> None:
         self._bound: dict[str, Adapter] = {}
         self._default: str | None = None
         self._versions = itertools.count(1)
-        self._lock = threading.Lock()
 
     def new(self, name: str, path: str | bytes | os.PathLike[Any]) -> Adapter:
         """An adapter with a version of its own, not bound yet.
@@ -52,16 +53,14 @@ class AdapterRegistry:
 
     def bind(self, adapter: Adapter) -> Adapter | None:
         """Bind an adapter to its name; returns the one that was bound before."""
-        with self._lock:
-            old = self._bound.get(adapter.name)
-            self._bound[adapter.name] = adapter
-            return old
+        old = self._bound.get(adapter.name)
+        self._bound[adapter.name] = adapter
+        return old
 
     def unbind(self, name: str) -> Adapter:
         """Raises: UnknownAdapterError: the name is not bound."""
         adapter = self.named(name)
-        with self._lock:
-            self._bound.pop(name, None)
+        del self._bound[name]
         return adapter
 
     def named(self, name: str) -> Adapter:

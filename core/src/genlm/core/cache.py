@@ -106,7 +106,7 @@ class OutputCache:
         nbytes = row.nbytes + (ID_BYTES * key.length if isinstance(key, Query) else 0)
         if self.max_bytes is not None and nbytes > self.max_bytes:
             return
-        own = row.cpu() if self.move_to_cpu and row.device.type != "cpu" else row.clone()
+        own = row.to("cpu" if self.move_to_cpu else row.device, copy=True)
         with self._lock:
             if generation != self._generation:
                 return

@@ -51,9 +51,7 @@ class ContractCheck:
         rows = yield
         hook = "genlm_next_token_logprobs"
         if getattr(rows, "ndim", None) != 2 or len(rows) != len(queries):
-            self._report(
-                self._violation(hook, f"{_shape(rows)} for {len(queries)} queries", queries[0])
-            )
+            self._check(hook, queries[0], f"{_shape(rows)} for {len(queries)} queries")
             return rows
         for query, row in zip(queries, rows, strict=True):
             self._check(hook, query, _wrong_row(row))
@@ -132,20 +130,12 @@ class ContractCheck:
         self, hook: str, queries: Sequence[Query], results: Sequence[object], what: str
     ) -> None:
         if len(results) != len(queries):
-            self._report(
-                self._violation(
-                    hook, f"{len(results)} {what} for {len(queries)} queries", queries[0]
-                )
-            )
+            self._check(hook, queries[0], f"{len(results)} {what} for {len(queries)} queries")
 
     def _check(self, hook: str, subject: object, wrong: str | None) -> None:
         if wrong is not None:
-            self._report(self._violation(hook, wrong, subject))
-
-    def _violation(self, hook: str, what: str, subject: object) -> PluginError:
-        return PluginError(
-            f"backend {self._backend!r}: {hook} returned {what}, for {subject!r:.200}"
-        )
+            where = f"backend {self._backend!r}: {hook}"
+            self._report(PluginError(f"{where} returned {wrong}, for {subject!r:.200}"))
 
 
 def _wrong_result(request: Request, result: Any) -> str | None:

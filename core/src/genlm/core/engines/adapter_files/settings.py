@@ -51,11 +51,8 @@ class Settings:
         self.target_parameters = frozenset(self._names("target_parameters"))
         self._owners = {target.rpartition(".")[0] for target in self.target_parameters}
         targets = config.get("target_modules")
-        self._targets = (
-            {each for each in targets if isinstance(each, str)}
-            if (isinstance(targets, list))
-            else set()
-        )
+        listed = targets if isinstance(targets, list) else ()  # an expression is not run
+        self._targets = {each for each in listed if isinstance(each, str)}
 
     def rank(self, module: str) -> int:
         """The rank of a module or parameter, by its name in the model."""
