@@ -23,10 +23,10 @@ def add_to(commands: Commands) -> None:
 def print_top(options: argparse.Namespace) -> int:
     """Print a line for each token: its probability, its text, its id, a bar."""
     k = integer("-k", options.k, least=1)
-    with loaded(options, options.backend) as (lm, out):
+    with loaded(options, options.backend) as (lm, _):
         row = lm.next_token_logprobs_sync(prompt_ids(lm, options))
         tokens = lm.top_logprobs(row, k)
-        print(lines(tokens), file=out)
+    print(lines(tokens))  # here the bars suit the output, not the standard error
     return 0
 
 
