@@ -26,7 +26,7 @@ BAD_CONTEXTS = [
         [258],
         "token id 258 at position 0 of the context is out of range; the model has ids 0 to 257",
     ),
-    ([1, -1], "token id -1 at position 1"),
+    ([0, -1], "token id -1 at position 1"),
     ([1, 2.0], "token ids must be integers; position 1 of the context is 2.0"),
     ([True], "position 0 of the context is True"),
     ([None], "position 0 of the context is None"),

@@ -28,7 +28,14 @@ class Watcher:
         ),
         ({"timeout": 10**5000}, "timeout must be .* got an integer of 16610 bits"),
         ({"timeout": True}, "timeout must be .* got True"),
+        ({"timeout": -1}, "timeout must be .* got -1"),
+        ({"timeout": float("nan")}, "timeout must be .* got nan"),
+        ({"timeout": "soon"}, "timeout must be a finite number .* got 'soon'"),
         ({"batch_size": True}, "batch_size must be an integer of at least 1, or None; got True"),
+        ({"batch_size": 0}, "batch_size must be an integer of at least 1, or None; got 0"),
+        ({"cache_size": -1}, "cache_size must be an integer of at least 0, or None; got -1"),
+        ({"cache_size": "many"}, "cache_size must be .* got 'many'"),
+        ({"cache_size": 2, "cache_opts": {"maxsize": 3}}, "contradicts"),
         ({"wrappers": None}, r"wrappers must be a list of objects, \[\] for none; got None"),
         ({"wrappers": Watcher()}, "wrappers must be a list of objects"),
         ({"wrappers": [Watcher]}, "the wrapper Watcher is a class; give an instance"),
@@ -36,6 +43,11 @@ class Watcher:
             {"cache_opts": 5},
             "cache_opts must be a dict of maxsize, max_bytes, move_to_cpu; got 5",
         ),
+        (
+            {"cache_opts": {"max_size": 3}},
+            "cache_opts has no max_size; it has maxsize, max_bytes, move_to_cpu",
+        ),
+        ({"cache_opts": {"max_bytes": -5}}, "max_bytes"),
         (
             {"cache_opts": {"move_to_cpu": "no"}},
             r"cache_opts\['move_to_cpu'\] must be True, False or None; got 'no'",
@@ -50,6 +62,10 @@ class Watcher:
 def test_values_that_are_refused(options, message):
     with pytest.raises(InvalidOptionError, match=message):
         CoreOptions(**options)
+
+
+def test_by_default_nothing_waits_and_a_batch_has_no_limit():
+    assert (CoreOptions().timeout, CoreOptions().batch_size) == (0, None)
 
 
 @pytest.mark.parametrize("timeout", [0, 0.1, np.float32(0.1), np.int64(1), threading.TIMEOUT_MAX])

@@ -17,7 +17,6 @@ from genlm.core import (
     BackendNotFoundError,
     BackendUnavailableError,
     InvalidInputError,
-    InvalidOptionError,
     ModelClosedError,
     PluginError,
     VocabularyError,
@@ -50,12 +49,6 @@ def test_a_backends_own_class_loads_by_name(install):
     with Mine.from_name("any", delay=0, batch_size=3) as lm:
         assert isinstance(lm, Mine)
         assert lm.next_token_logprobs_sync([1]).shape == (258,)
-
-
-def test_a_backends_own_class_says_how_to_install_a_missing_engine(install):
-    install("mine", unavailable="numpy is not installed: pip install numpy")
-    with pytest.raises(BackendUnavailableError, match=r"'mine' cannot run .*: pip install numpy"):
-        Mine.from_name("any")
 
 
 def test_a_name_that_nobody_has():
@@ -182,7 +175,10 @@ def test_two_distributions_that_claim_one_name(install):
 
 def test_an_unavailable_backend_says_why(install, capsys):
     install("elsewhere", unavailable="needs an abacus; buy one")
-    with pytest.raises(BackendUnavailableError, match="needs an abacus; buy one"):
+    with pytest.raises(
+        BackendUnavailableError,
+        match="backend 'elsewhere' cannot run on this machine: needs an abacus; buy one",
+    ):
         load_model_by_name("any", backend="elsewhere")
     main(["backends"])
     assert "no: needs an abacus; buy one" in capsys.readouterr().out
@@ -249,11 +245,6 @@ def test_a_module_without_a_required_hook(install):
         load_model_by_name("any", backend="half")
 
 
-def test_an_unknown_option_is_named(install):
-    with pytest.raises(InvalidOptionError, match="backend 'mock' has no option gpu"):
-        load_model_by_name("mock", backend="mock", llm_opts={"gpu": 1})
-
-
 # --- engines --------------------------------------------------------------------------------------
 
 
@@ -265,56 +256,44 @@ class Engine:
         return torch.zeros(len(queries), 258).log_softmax(-1)
 
 
-def test_a_misspelt_hook_is_an_error_at_load():
-    class Misspelt(Engine):
-        @hookimpl
-        def genlm_next_token_logprob(self, queries): ...
-
-    with pytest.raises(PluginError, match="genlm_next_token_logprob"):
-        AsyncLM(Misspelt, backend="x")
+@hookimpl
+def no_hook(self): ...
 
 
-def test_a_hook_without_its_mark_is_an_error_at_load():
-    class Unmarked(Engine):
-        def genlm_close(self): ...
-
-    with pytest.raises(PluginError, match="genlm_close is not marked; put @hookimpl"):
-        AsyncLM(Unmarked, backend="x")
+@hookimpl
+def greedy(self, politely): ...
 
 
-def test_an_unknown_argument_is_an_error_at_load():
-    class Greedy(Engine):
-        @hookimpl
-        def genlm_close(self, politely): ...
-
-    with pytest.raises(PluginError, match="politely"):
-        AsyncLM(Greedy, backend="x")
+@hookimpl(wrapper=True)
+def misspelt(self, queries):
+    return (yield)
 
 
-def test_an_engine_that_evaluates_nothing():
-    class Idle:
-        tokenizer, vocab_size, max_context, device, model = ByteTokenizer(), 258, None, "cpu", None
-
-    with pytest.raises(PluginError, match="implement one of genlm_next_token_logprobs, genlm_step"):
-        AsyncLM(Idle, backend="x")
-
-
-class Misspelt:
-    @hookimpl(wrapper=True)
-    def genlm_next_token_logprob(self, queries):
-        return (yield)
+MISSPELT = type("Misspelt", (), {"genlm_next_token_logprob": misspelt})
 
 
 @pytest.mark.parametrize(
-    ("attributes", "wrappers", "refusal"),
+    ("attributes", "wrappers", "refusal", "message"),
     [
-        ({"tokenizer": object()}, [], VocabularyError),  # whose tokens have no bytes
-        ({}, [Misspelt()], PluginError),
-        ({"genlm_next_token_logprobs": None}, [], PluginError),  # nothing evaluates
-        ({"genlm_clear_kv_cache": lambda self: None}, [], PluginError),  # without its mark
+        ({"tokenizer": object()}, [], VocabularyError, "bytes"),
+        ({}, [MISSPELT()], PluginError, "genlm_next_token_logprob"),
+        ({"genlm_next_token_logprob": no_hook}, [], PluginError, "genlm_next_token_logprob"),
+        ({"genlm_clear_kv_cache": greedy}, [], PluginError, "politely"),
+        (
+            {"genlm_next_token_logprobs": None},
+            [],
+            PluginError,
+            "implement one of genlm_next_token_logprobs, genlm_step",
+        ),
+        (
+            {"genlm_clear_kv_cache": lambda self: None},
+            [],
+            PluginError,
+            "genlm_clear_kv_cache is not marked; put @hookimpl",
+        ),
     ],
 )
-def test_an_engine_that_is_refused_is_closed(attributes, wrappers, refusal):
+def test_an_engine_that_is_refused_is_closed(attributes, wrappers, refusal, message):
     closed = []
 
     @hookimpl
@@ -322,7 +301,7 @@ def test_an_engine_that_is_refused_is_closed(attributes, wrappers, refusal):
         closed.append(self)
 
     refused = type("Refused", (Engine,), {"genlm_close": genlm_close, **attributes})
-    with pytest.raises(refusal):
+    with pytest.raises(refusal, match=message):
         AsyncLM(refused, backend="x", wrappers=wrappers)
     assert len(closed) == 1
 
@@ -335,7 +314,7 @@ def test_an_engine_without_attributes_is_closed_and_a_failure_of_that_is_logged_
 
     with (
         structlog.testing.capture_logs() as logs,
-        pytest.raises(PluginError, match="lacks tokenizer"),
+        pytest.raises(PluginError, match="lacks tokenizer, vocab_size, max_context, device, model"),
     ):
         AsyncLM(Bare, backend="x")
     assert {"event": "engine.close_failed", "backend": "x"}.items() <= logs[-1].items()
@@ -369,17 +348,6 @@ def test_supports_knows_the_hooks():
             InvalidInputError, match=r"there is no hook 'LoRA'; there are .*genlm_step"
         ):
             lm.supports("LoRA")
-
-
-def test_an_engine_without_its_attributes():
-    class Bare:
-        @hookimpl
-        def genlm_next_token_logprobs(self, queries): ...
-
-    with pytest.raises(
-        PluginError, match="lacks tokenizer, vocab_size, max_context, device, model"
-    ):
-        AsyncLM(Bare, backend="x")
 
 
 @pytest.mark.parametrize(
