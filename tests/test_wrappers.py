@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 import structlog
 import torch
@@ -19,97 +17,54 @@ from genlm.core import (
 )
 from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine, hashed_row
 
-from .conftest import PATIENCE
+from .conftest import gathered
 
-BANNED = 5
 ENGINES = [MockEngine, ContinuousMockEngine]
 
 
-def opened(engine=MockEngine, *wrappers, **options):
-    made = engine if callable(engine) else lambda: engine
-    load = (lambda: engine(ByteTokenizer())) if isinstance(engine, type) else made
+def opened(engine, *wrappers, **options):
+    """A model of an engine, or of a class of engines."""
+    load = (lambda: engine(ByteTokenizer())) if isinstance(engine, type) else lambda: engine
     return AsyncLM(load, backend="mock", wrappers=wrappers, **options)
 
 
-def gathered(*coroutines):
-    async def together():
-        answers = asyncio.gather(*coroutines, return_exceptions=True)
-        return await asyncio.wait_for(answers, PATIENCE)
+class Processor:
+    """Changes rows by a function."""
 
-    return asyncio.run(together())
+    def __init__(self, change):
+        self.change = change
 
-
-def sharp(*token_ids):
-    return (2 * hashed_row(token_ids, None, 258)).log_softmax(-1)
-
-
-class Sharper:
     @hookimpl
     def genlm_process_logprobs(self, rows):
-        return (2 * rows).log_softmax(-1)
-
-
-class Ban:
-    """Forbids a token; writes into the rows that it is given."""
-
-    def __init__(self, token_id=BANNED):
-        self.token_id = token_id
-
-    @hookimpl
-    def genlm_process_logprobs(self, queries, rows):
-        assert len(queries) == len(rows)
-        rows[:, self.token_id] = -float("inf")
-        return rows.log_softmax(-1)
+        return self.change(rows)
 
 
 # --- changing rows --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_processed_rows_are_what_every_method_gives(engine):
-    with opened(engine, Sharper()) as lm:
-        expected = [sharp(1), sharp(1, 2), sharp(3)]
-        rows = gathered(*map(lm.next_token_logprobs, [[1], [1, 2], [3]]))
-        again = lm.batch_next_token_logprobs_sync([[1], [1, 2], [3]])
-        assert lm.stats.cache_hits == 3
-        for row, kept, right in zip(rows, again, expected, strict=True):
-            assert torch.allclose(row, right)
-            assert torch.equal(row, kept)
-        assert torch.allclose(lm.next_token_logprobs_uncached([4]), sharp(4))
-        best = int(sharp(7).argmax())
-        assert lm.sample_sync([7], 1, [], temperature=0) == [best]
-        second = int(sharp(7, best).argmax())
-        scores = lm.sequence_logprobs_sync([7], [best, second])
-        assert torch.allclose(scores, torch.stack([sharp(7)[best], sharp(7, best)[second]]))
-        assert (lm.stats.draws, lm.stats.scores) == (0, 0), "the engine must not draw its own"
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_banned_token_is_never_drawn(engine):
-    with opened(engine) as lm:
-        likely = int(lm.next_token_logprobs_sync([1]).argmax())
-    with opened(engine, Ban(likely)) as lm:
-        row = lm.next_token_logprobs_sync([1])
-        assert row[likely] == -float("inf")
-        assert abs(row.logsumexp(0)) < 1e-5
-        assert [likely] not in lm.batch_sample_sync([[1]] * 50, 1, [], seed=1)
-        assert lm.sequence_logprobs_sync([1], [likely]).item() == -float("inf")
-
-
-@pytest.mark.parametrize("engine", ENGINES)
 def test_a_processor_is_called_once_for_what_a_batch_or_step_finished(engine):
+    """Its rows are as wide as the vocabulary, and not as the engine."""
     calls = []
+
+    class Padded(engine):
+        def __init__(self, tokenizer):
+            super().__init__(tokenizer)
+            self.vocab_size = 320
 
     class Watching:
         @hookimpl
         def genlm_process_logprobs(self, queries, rows):
             calls.append(([query.token_ids for query in queries], tuple(rows.shape)))
-            return rows
+            rows[:, 5] = -float("inf")  # it may write into them
+            return rows.log_softmax(-1)
 
-    with opened(engine, Watching()) as lm:
+    with opened(Padded, Watching()) as lm:
         lm.batch_next_token_logprobs_sync([[1], [2], [3]])
-        lm.next_token_logprobs_uncached([4])
+        row = lm.next_token_logprobs_uncached([4])
     assert calls == [([(1,), (2,), (3,)], (3, 258)), ([(4,)], (1, 258))]
+    assert row.shape == (258,)
+    assert abs(row.logsumexp(0)) < 1e-5
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -129,27 +84,6 @@ def test_several_apply_in_the_order_given(engine):
     with opened(engine, *given) as lm:
         lm.next_token_logprobs_sync([1])
     assert order == ["first", "b", "c", "last"]
-
-
-def test_rows_are_as_wide_as_the_vocabulary_and_not_as_the_engine():
-    class Padded(MockEngine):
-        def __init__(self, tokenizer):
-            super().__init__(tokenizer)
-            self.vocab_size = 320
-
-    seen = []
-
-    class Watching(Ban):
-        @hookimpl
-        def genlm_process_logprobs(self, queries, rows):
-            seen.append(tuple(rows.shape))
-            return super().genlm_process_logprobs(queries, rows)
-
-    with opened(Padded, Watching()) as lm:
-        row = lm.next_token_logprobs_sync([1])
-    assert seen == [(1, 258)]
-    assert row.shape == (258,)
-    assert abs(row.logsumexp(0)) < 1e-5
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -186,27 +120,17 @@ def test_what_a_processor_raises_names_it_and_concerns_one_request_alone(engine)
 )
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_a_processor_must_not_return(engine, returned, wrong):
-    class Wrong:
-        @hookimpl
-        def genlm_process_logprobs(self, rows):
-            return returned(rows)
-
     with (
-        opened(engine, Wrong()) as lm,
-        pytest.raises(PluginError, match=f"Wrong: genlm_process_logprobs returned {wrong}"),
+        opened(engine, Processor(returned)) as lm,
+        pytest.raises(PluginError, match=f"Processor: genlm_process_logprobs returned {wrong}"),
     ):
         lm.next_token_logprobs_sync([1])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_check_looks_at_processed_rows(engine):
-    class Doubling:
-        @hookimpl
-        def genlm_process_logprobs(self, rows):
-            return 2 * rows
-
     with (
-        opened(engine, Doubling(), check=True) as lm,
+        opened(engine, Processor(lambda rows: 2 * rows), check=True) as lm,
         pytest.raises(PluginError, match=r"genlm_process_logprobs returned .* normalise"),
     ):
         lm.next_token_logprobs_sync([1])
@@ -214,16 +138,14 @@ def test_the_check_looks_at_processed_rows(engine):
 
 def test_a_processor_may_ask_another_model():
     class Product:
-        def __init__(self, other):
-            self.other = other
-
         @hookimpl
         def genlm_process_logprobs(self, queries, rows):
-            others = self.other.batch_next_token_logprobs_sync([q.token_ids for q in queries])
+            others = other.batch_next_token_logprobs_sync([q.token_ids for q in queries])
             return (rows + others).log_softmax(-1)
 
-    with opened(MockEngine) as other, opened(ContinuousMockEngine, Product(other)) as lm:
-        assert torch.allclose(lm.next_token_logprobs_sync([1]), sharp(1))
+    with opened(MockEngine) as other, opened(ContinuousMockEngine, Product()) as lm:
+        row = hashed_row([1], None, 258)
+        assert torch.allclose(lm.next_token_logprobs_sync([1]), (2 * row).log_softmax(-1))
 
 
 def test_an_installed_processor_comes_before_those_given(install):
@@ -243,13 +165,11 @@ def test_an_installed_processor_comes_before_those_given(install):
     )
     seen = []
 
-    class Watching:
-        @hookimpl
-        def genlm_process_logprobs(self, rows):
-            seen.append(float(rows[0, 9]))
-            return rows
+    def watch(rows):
+        seen.append(float(rows[0, 9]))
+        return rows
 
-    with load_model_by_name("mock", backend="mock", wrappers=[Watching()]) as lm:
+    with load_model_by_name("mock", backend="mock", wrappers=[Processor(watch)]) as lm:
         assert lm.next_token_logprobs_sync([1])[9] == -float("inf")
     assert seen == [-float("inf")]
 
@@ -266,12 +186,6 @@ def test_an_installed_wrapper_that_cannot_be_made_is_named(install):
         match=r"wrapper 'demanding' is installed \(demanding 1\.2\).*no configuration",
     ):
         load_model_by_name("mock", backend="mock")
-
-
-def test_each_model_has_wrappers_of_its_own():
-    with opened(MockEngine, Ban(1)) as a, opened(MockEngine, Ban(2)) as b:
-        rows = a.next_token_logprobs_sync([7]), b.next_token_logprobs_sync([7])
-        assert [row.isinf().nonzero().flatten().tolist() for row in rows] == [[1], [2]]
 
 
 # --- refused at load ------------------------------------------------------------------------------
@@ -296,7 +210,7 @@ ROWS, STEP = "genlm_next_token_logprobs", "genlm_step"
         (ContinuousMockEngine, [], [ROWS, "genlm_sample"], STEP),
         (ContinuousMockEngine, [], [ROWS, "genlm_add_lora"], STEP),
         (MockEngine, [], [STEP], ROWS),
-        (MockEngine, [Sharper()], ["genlm_sample"], ROWS),
+        (MockEngine, [Processor(abs)], ["genlm_sample"], ROWS),
         (MockEngine, [], ["genlm_process_logprobs"], ROWS),
     ],
 )
@@ -315,27 +229,27 @@ def test_an_observer_that_is_called_is_accepted(engine, hooks):
     opened(engine, around(*hooks)).close()
 
 
-def test_an_object_without_a_hook_is_refused():
-    with pytest.raises(PluginError, match=r"wrapper builtins.object has no hook; mark its methods"):
-        opened(MockEngine, object())
+class Unmarked:
+    def genlm_process_logprobs(self, rows):
+        return rows
 
 
-def test_an_unmarked_hook_of_a_wrapper_is_refused():
-    class Unmarked:
-        def genlm_process_logprobs(self, rows):
-            return rows
-
-    with pytest.raises(PluginError, match=r"Unmarked: genlm_process_logprobs is not marked"):
-        opened(MockEngine, Unmarked())
+class Shadow:
+    @hookimpl
+    def genlm_close(self): ...
 
 
-def test_a_wrapper_that_would_shadow_the_engine():
-    class Shadow:
-        @hookimpl
-        def genlm_close(self): ...
-
-    with pytest.raises(PluginError, match="would shadow"):
-        opened(MockEngine, Shadow())
+@pytest.mark.parametrize(
+    ("wrapper", "said"),
+    [
+        (object(), r"wrapper builtins.object has no hook; mark its methods"),
+        (Unmarked(), "Unmarked: genlm_process_logprobs is not marked"),
+        (Shadow(), "would shadow"),
+    ],
+)
+def test_what_is_no_wrapper_is_refused(wrapper, said):
+    with pytest.raises(PluginError, match=said):
+        opened(MockEngine, wrapper)
 
 
 # --- observing ------------------------------------------------------------------------------------
@@ -367,17 +281,18 @@ class Interfering:
         return self.how(answers)
 
 
-def evolved(answer, result):
-    return Answer(answer.request, result)
-
-
 @pytest.mark.parametrize(
     ("how", "concerned", "did"),
     [
         (lambda answers: answers[1:], {0}, "lost the answer"),
         (lambda answers: [], {0, 1, 2}, "lost the answer"),
         (lambda answers: [*answers, answers[2]], {2}, "more than one answer"),
-        (lambda answers: [evolved(answers[0], answers[1].result), *answers[1:]], {0}, "changed"),
+        (
+            lambda answers: [Answer(answers[0].request, answers[1].result), *answers[1:]],
+            {0},
+            "changed",
+        ),
+        (lambda answers: answers.pop(0) and answers, {0}, "lost the answer"),
         (lambda answers: 5, {0, 1, 2}, "returned 5"),
     ],
 )
@@ -400,19 +315,6 @@ def test_what_a_wrapper_of_a_step_does_to_answers_concerns_those_requests_alone(
         for context in contexts:
             row = lm.next_token_logprobs_sync(context)
             assert torch.equal(row, sound.next_token_logprobs_sync(context))
-
-
-def popped(answers):
-    answers.pop(0)
-    return answers
-
-
-def test_an_answer_that_a_wrapper_removes_from_the_list_is_missed():
-    with opened(ContinuousMockEngine, Interfering(popped)) as lm:
-        lost, row = gathered(lm.next_token_logprobs([1]), lm.next_token_logprobs([2]))
-        assert isinstance(lost, PluginError)
-        assert "lost the answer" in str(lost)
-        assert torch.equal(row, hashed_row([2], None, 258))
 
 
 def test_answers_may_come_from_a_generator():
@@ -442,9 +344,7 @@ def test_an_invented_answer_is_an_error_for_its_request():
 def test_changed_rows_of_a_batch_are_an_error_with_the_remedy():
     with (
         opened(MockEngine, Interfering(lambda rows: 2 * rows)) as lm,
-        pytest.raises(
-            PluginError, match=r"Interfering: genlm_next_token_logprobs returned another"
-        ),
+        pytest.raises(PluginError, match="Interfering: genlm_next_token_logprobs returned another"),
     ):
         lm.next_token_logprobs_sync([1])
 
@@ -461,7 +361,7 @@ def test_a_wrapper_may_fail_a_request():
         def genlm_step(self):
             answers = yield
             return [
-                evolved(a, OSError("not today")) if a.request.token_ids == (2,) else a
+                Answer(a.request, OSError("not today")) if a.request.token_ids == (2,) else a
                 for a in answers
             ]
 
@@ -472,19 +372,23 @@ def test_a_wrapper_may_fail_a_request():
         assert "not today" in str(refused)
 
 
+class Both:
+    """Goes around batches and steps."""
+
+    @hookimpl(wrapper=True)
+    def genlm_next_token_logprobs(self):
+        return (yield from self.observe())
+
+    @hookimpl(wrapper=True)
+    def genlm_step(self):
+        return (yield from self.observe())
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("before", [True, False])
 def test_what_a_wrapper_raises_names_it_and_the_engine_goes_on(engine, before):
-    class Broken:
+    class Broken(Both):
         left = 1
-
-        @hookimpl(wrapper=True)
-        def genlm_next_token_logprobs(self):
-            yield from self.observe()
-
-        @hookimpl(wrapper=True)
-        def genlm_step(self):
-            yield from self.observe()
 
         def observe(self):
             if before:
@@ -492,6 +396,7 @@ def test_what_a_wrapper_raises_names_it_and_the_engine_goes_on(engine, before):
             result = yield
             if not before and len(result):
                 self.perhaps_raise()
+            return result
 
         def perhaps_raise(self):
             if self.left:
@@ -517,15 +422,7 @@ def test_what_a_wrapper_raises_names_it_and_the_engine_goes_on(engine, before):
 def test_the_engines_error_stays_the_one_to_report(engine):
     seen = []
 
-    class Swallowing:
-        @hookimpl(wrapper=True)
-        def genlm_next_token_logprobs(self):
-            return (yield from self.observe())
-
-        @hookimpl(wrapper=True)
-        def genlm_step(self):
-            return (yield from self.observe())
-
+    class Swallowing(Both):
         def observe(self):
             try:
                 return (yield)
