@@ -81,6 +81,12 @@ def test_a_backend_may_be_asked_for_by_the_name_of_its_engine(engine, meant):
         find_backend(engine)
 
 
+def test_what_is_meant_and_installed_is_not_to_be_installed(install):
+    install("sgl")
+    with pytest.raises(BackendNotFoundError, match=r"did you mean 'sgl'\?$"):
+        find_backend("sglang")
+
+
 def test_a_plugin_that_fails_to_import_is_not_called_missing(install):
     install("broken", "import a_cuda_library_of_another_version")
     with pytest.raises(

@@ -166,13 +166,9 @@ def choose_backend() -> str:
             f"{pip_install('genlm-hf')}, or name one of those installed: "
             f"{', '.join(backend_names()) or 'none'}; `genlm backends` says why one cannot run"
         )
-    _, name = max(candidates)
-    log.info(
-        "backend.chosen",
-        backend=name,
-        available=[name for _, name in sorted(candidates, reverse=True)],
-    )
-    return name
+    ranked = [name for _, name in sorted(candidates, reverse=True)]
+    log.info("backend.chosen", backend=ranked[0], available=ranked)
+    return ranked[0]
 
 
 def plugin_manager(
@@ -218,11 +214,12 @@ def arguments_of(
     """For every hook the arguments that a plugin's own implementation takes; ``None`` where it has
     none."""
     hooks = [name for name in vars(hookspecs) if name.startswith(f"{hookspecs.PROJECT}_")]
-    own = {
-        hook: [i.argnames for i in implementations_of(manager, hook) if i.plugin is plugin]
+    return {
+        hook: next(
+            (i.argnames for i in implementations_of(manager, hook) if i.plugin is plugin), None
+        )
         for hook in hooks
     }
-    return {hook: found[0] if found else None for hook, found in own.items()}
 
 
 def name_of(plugin: object) -> str:
@@ -262,11 +259,8 @@ def check_engine(engine: object, owner: str) -> None:
 
 def distribution(entry_point: EntryPoint) -> str:
     """Name and version of the distribution of an entry point."""
-    return (
-        f"{entry_point.dist.name} {entry_point.dist.version}"
-        if entry_point.dist
-        else "unknown distribution"
-    )
+    found = entry_point.dist
+    return f"{found.name} {found.version}" if found else "unknown distribution"
 
 
 def _attributed(kind: str, entry_point: EntryPoint, load: Callable[[EntryPoint], T]) -> T:
@@ -277,8 +271,7 @@ def _attributed(kind: str, entry_point: EntryPoint, load: Callable[[EntryPoint],
     except (Exception, SystemExit) as error:  # a module that exits must not end the whole program
         raise BackendImportError(
             f"{kind} {entry_point.name!r} is installed ({distribution(entry_point)}), but "
-            f"importing {entry_point.value} "
-            f"failed: {describe_error(error)}; repair or uninstall it"
+            f"importing {entry_point.value} failed: {describe_error(error)}; repair or uninstall it"
         ) from error
 
 
@@ -297,8 +290,7 @@ def _not_found(name: str) -> str:
     if not close:
         return message
     meant = near[close[0]]
-    absent = meant in KNOWN and meant not in installed
-    remedy = f"; {pip_install(KNOWN[meant])}" if absent else ""
+    remedy = "" if meant in installed else f"; {pip_install(KNOWN[meant])}"
     return f"{message}; did you mean {meant!r}?{remedy}"
 
 
@@ -306,10 +298,8 @@ def _check_marks(owner: str, plugin: object) -> None:
     """pluggy takes no notice of a function that lacks its mark: say so instead."""
     mark = f"{hookspecs.PROJECT}_impl"
     for name in dir(plugin):
-        named_so = name.startswith(f"{hookspecs.PROJECT}_") and callable(
-            getattr(plugin, name, None)
-        )
-        if named_so and not hasattr(getattr(plugin, name), mark):
+        hook = getattr(plugin, name, None) if name.startswith(f"{hookspecs.PROJECT}_") else None
+        if callable(hook) and not hasattr(hook, mark):
             raise PluginError(
                 f"{owner}: {name} is not marked; put @hookimpl (from genlm.core) above it"
             )
