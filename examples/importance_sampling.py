@@ -1,9 +1,9 @@
 """Importance sampling of a regular expression: texts that match it, with weights.
 
 Each draw writes one token after the other. A walk over the byte trie finds the tokens that keep a
-match possible, and the draw takes one of them, as likely as the model has it among them. Its weight
-is the product of what these tokens had of the model's probability. So the mean weight estimates the
-probability that the model itself writes a matching text and ends there.
+match possible, and the draw takes one of them, with the model's probabilities. Its weight is the
+product of the model's probability of all these tokens at each step. So the mean weight estimates
+the probability that the model itself writes a matching text and ends there.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Constraint:
         self._known: dict[bytes, torch.Tensor] = {}
 
     def allowed(self, text: bytes) -> torch.Tensor:
-        """The ids of the tokens after which ``text`` can still become a match, and of the end where
-        it is one."""
+        """The ids of the tokens after which ``text`` can still become a match, and of the end if it
+        is one."""
         if text not in self._known:
             ending = [self.end] if self.pattern.fullmatch(text) else []
             self._known[text] = torch.tensor([*self._tokens(text), *ending], dtype=torch.long)
@@ -58,7 +58,7 @@ class Constraint:
 
 @frozen
 class Draw:
-    """A text, and the logarithm of its importance weight: -inf where it did not end in time."""
+    """A text, and the logarithm of its importance weight: -inf if it did not end in time."""
 
     text: bytes
     log_weight: float
@@ -99,7 +99,7 @@ class Estimate:
     Attributes:
         log_probability: The logarithm of the mean weight.
         relative_error: The standard error of the mean weight, as a share of it.
-        effective_size: The number of equal weights that would say as much.
+        effective_size: The number of equal weights with the same information.
     """
 
     log_probability: float

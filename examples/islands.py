@@ -1,6 +1,5 @@
-"""The sequential Monte Carlo of smc.py, where the program goes to the model: each island is a Ray
-actor with a model of its own and a share of the particles. Weights and token ids travel, rows do
-not.
+"""The sequential Monte Carlo of smc.py, but the program goes to the model: each island is a Ray
+actor with its own model and a share of the particles. Weights and token ids travel, rows do not.
 
 On the same seed the result is that of smc.py, for any number of islands: random numbers are drawn
 here, in the same order, and particles are resampled here, all of them together. An island keeps
@@ -35,7 +34,7 @@ from genlm.core import Token, load_model_by_name
 
 
 class Island:
-    """A model, and the program that runs beside it."""
+    """A model, and the part of the program that runs with it."""
 
     def __init__(
         self, model: str, backend: str, options: dict[str, Any], prompt: str, avoid: str
@@ -47,7 +46,7 @@ class Island:
     async def advance(
         self, particles: list[Particle], uniforms: list[list[float]]
     ) -> list[Particle]:
-        """The particles with a token more for each of their random numbers."""
+        """The particles, with one more token for each of their random numbers."""
         await asyncio.gather(*map(self.walk, particles, uniforms))
         return particles
 
@@ -67,7 +66,7 @@ class Island:
 def settle(
     n: int, *island: Any, num_cpus: float = 1, num_gpus: float = 0
 ) -> list[ray.actor.ActorHandle]:
-    """Start ``n`` islands. Ray starts a lost one again, and repeats what it was asked."""
+    """Start ``n`` islands. Ray restarts a lost one, and repeats its call."""
     actor = ray.remote(Island).options(
         num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=-1, max_task_retries=-1
     )
@@ -77,8 +76,8 @@ def settle(
 def smc(
     islands: list[ray.actor.ActorHandle], n: int, max_tokens: int, every: int, rng: random.Random
 ) -> tuple[list[Particle], float]:
-    """Run ``n`` particles; return them and the estimate of the log normalising constant. Their
-    weights are looked at after every ``every`` tokens."""
+    """Run ``n`` particles; return them and the estimate of the log normalising constant. Weights
+    are looked at every ``every`` tokens."""
     particles = [Particle() for _ in range(n)]
     log_constant = 0.0
     for begin in range(0, max_tokens, every):
@@ -92,8 +91,8 @@ def smc(
 def advance(
     islands: list[ray.actor.ActorHandle], particles: list[Particle], steps: int, rng: random.Random
 ) -> None:
-    """Give each island as many of the unfinished particles as any other. Neighbours stay together:
-    after resampling they are copies, which share key/value state."""
+    """Give all islands the same number of unfinished particles. Neighbours stay together: after
+    resampling they are copies, which share key/value state."""
     moving = [index for index, particle in enumerate(particles) if not particle.finished]
     uniforms = {index: [rng.random() for _ in range(steps)] for index in moving}
     bounds = [len(moving) * i // len(islands) for i in range(len(islands) + 1)]
@@ -109,8 +108,7 @@ def advance(
 
 def connect(address: str | None) -> None:
     """Join a cluster, or start one here; its workers find the modules of this folder."""
-    # Ray lets its workers give way to all other programs, which hardly lets them run on shared
-    # processors.
+    # Ray gives its workers a low priority: on shared processors they would hardly run.
     os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
         address or os.environ.get("RAY_ADDRESS") or "local",

@@ -1,7 +1,7 @@
-"""The exact probability of the next bytes, beside that of the next token.
+"""The exact probability of the next bytes, compared with that of the next token.
 
 A model can write the same bytes with many sequences of tokens. The mass under a prefix in the byte
-trie counts the next token alone; ``next_bytes_logprob`` counts them all.
+trie counts only the next token; ``next_bytes_logprob`` counts all sequences.
 """
 
 from __future__ import annotations

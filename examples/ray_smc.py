@@ -1,4 +1,4 @@
-"""The sequential Monte Carlo of smc.py over two replicas of the model. Nothing of it changes.
+"""The sequential Monte Carlo of smc.py over two replicas of the model. The program is the same.
 
 On one machine both replicas share its cores, so this shows that it works, not that it is faster.
 With ``--address`` the replicas are placed on a running Ray cluster.

@@ -1,4 +1,4 @@
-"""Rows from kept state, held against rows computed from their tokens alone."""
+"""Rows from kept state, compared with rows computed from their tokens alone."""
 
 import random
 from collections.abc import Sequence
@@ -118,6 +118,6 @@ class Contexts:
         return TokenSequence((*tokens, *self._tokens(more))[:1500], before.adapter)
 
     def _tokens(self, count: int) -> tuple[int, ...]:
-        """Of several, one of a few, so that contexts meet again."""
+        """One of a few tokens, so that contexts share prefixes."""
         seed = self._source.randrange(3 if count > 1 else 30)
         return tuple(random.Random(seed).choices(range(256), k=count))

@@ -18,7 +18,7 @@ class NumpyEngine:
     """Rows from a transformer in NumPy; the state of contexts is kept.
 
     Args:
-        path: A file as :meth:`Network.save` writes it.
+        path: A file written by :meth:`Network.save`.
         kept: The most positions whose state is kept, besides what a batch and pinned prefixes take.
     """
 

@@ -47,7 +47,7 @@ class Network:
         return Network({**weights, "attention": weights["attention"] + update})
 
     def cold(self, tokens: Sequence[int]) -> Array:
-        """The scores of what may follow a context, ``[vocab_size]``."""
+        """The scores of the next token of a context, ``[vocab_size]``."""
 
         def attend(layer: int, *states: Array) -> Array:
             return attention(0, *states)
@@ -58,7 +58,7 @@ class Network:
     def forward(
         self, tokens: Sequence[int], positions: Sequence[int], wanted: Indices, attend: Attend
     ) -> Array:
-        """The scores of what may follow some of the tokens, ``[len(wanted), vocab_size]``."""
+        """The scores after some of the tokens, ``[len(wanted), vocab_size]``."""
         weights = self.weights
         state = weights["embedding"][np.array(tokens)] + _waves(np.array(positions), self.width)
         for layer in range(self.layers):

@@ -1,4 +1,4 @@
-"""Key/value state of contexts: the core's planner says where it lies and what is kept of it."""
+"""Key/value state of contexts: the core's planner says where it is and what is kept."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Placement = kv.Placement[kv.TokenSequence]
 
 
 class Table:
-    """Rows of equal length, and trunks beside them. It moves what the planner wants moved."""
+    """Rows of equal length, and trunks. It moves what the planner wants moved."""
 
     def __init__(self, network: Network, kept: int) -> None:
         self._rows = np.zeros((network.layers, 2, 0, 0, network.width), dtype=np.float32)
         self._kept = kept
 
     def limit(self, used: int) -> int:
-        """The most positions; a batch that takes more is computed all the same."""
+        """The most positions; a larger batch is computed all the same."""
         return max(used, self._kept)
 
     def layers(self, segment: Segment) -> list[Array]:
@@ -59,7 +59,7 @@ class Table:
 
 
 class States:
-    """Computes contexts, each from the longest part of it that is known."""
+    """Computes contexts, each from its longest known prefix."""
 
     def __init__(self, networks: dict[int, Network], kept: int, worth: kv.Worth) -> None:
         self._networks = networks  # by the adapter's version
@@ -73,12 +73,12 @@ class States:
             for version in {one.sequence.version for one in batch}:
                 some = [one for one in batch if one.sequence.version == version]
                 rows |= self._forward(self._networks[version], some)
-            # What is not committed is given up: state must be numbers.
+            # State with nan is not committed, and so given up.
             self.planner.commit([one for one in batch if not np.isnan(rows[one.index][0])])
         return np.stack([rows[at] for at in range(len(sequences))])
 
     def _forward(self, network: Network, batch: Sequence[Placement]) -> dict[int, Array]:
-        """One forward over what is not known of each sequence; rows by index."""
+        """One forward over the unknown tokens of each sequence; rows by index."""
         tokens = [token for one in batch for token in one.sequence.tokens[one.start :]]
         positions = [at for one in batch for at in range(one.start, one.sequence.length)]
         stops = np.cumsum([one.sequence.length - one.start for one in batch])

@@ -233,7 +233,7 @@ class LoadedEngine:
     def sample(
         self, queries: Sequence[Query], params: Sequence[SamplingParams]
     ) -> list[list[int]] | None:
-        """Native draws, or ``None`` where the engine declines."""
+        """Native draws, or ``None`` if the engine declines."""
         with self._timeline.stage("engine", draws=len(queries)):
             drawn = self._calls.call("genlm_sample", queries=queries, params=params)
         return None if drawn is None else self._results.of_draws(queries, drawn)
@@ -241,7 +241,7 @@ class LoadedEngine:
     def sequence_logprobs(
         self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
     ) -> list[torch.Tensor] | None:
-        """Native scores, or ``None`` where the engine declines."""
+        """Native scores, or ``None`` if the engine declines."""
         with self._timeline.stage("engine", scores=len(queries)):
             scores = self._calls.call(
                 "genlm_sequence_logprobs", queries=queries, continuations=continuations

@@ -89,7 +89,7 @@ Command = Resize | NewTrunk | Copy | Fork | Shift | Join | Blank
 
 
 class Table(Protocol):
-    """What an engine offers: rows of equal length, and trunks beside them."""
+    """The engine's part: rows of equal length, and trunks."""
 
     def do(self, command: Command) -> None:
         """Carry out a command.
