@@ -8,6 +8,8 @@ import pytest
 
 from genlm.core import EngineError, InvalidInputError
 
+from .conftest import busy, gathered
+
 
 def recorded(path):
     return json.loads(path.read_text())["traceEvents"]
@@ -22,16 +24,16 @@ def path(tmp_path):
     return tmp_path / "trace.json"
 
 
-def test_requests_batches_engine_and_hits(mock, path):
+def finish(lm):
+    lm.clear_kv_cache()  # returns once the batch before it has been dealt with
+
+
+def test_requests_batches_stages_and_hits(mock, path):
     lm = mock()
-
-    async def ask():
-        await asyncio.gather(*(lm.next_token_logprobs([i]) for i in range(5)))
-        await lm.next_token_logprobs([0])
-
     with lm.trace(path):
-        asyncio.run(ask())
-        lm.clear_kv_cache()  # returns once the batch before it has been dealt with
+        gathered(*(lm.next_token_logprobs([i]) for i in range(5)))
+        lm.next_token_logprobs_sync([0])
+        finish(lm)
     events = recorded(path)
 
     requests = {event["id"]: event for event in named(events, "request", "b")}
@@ -41,45 +43,25 @@ def test_requests_batches_engine_and_hits(mock, path):
     assert all(ends[number]["ts"] >= requests[number]["ts"] for number in requests)
     assert {end["args"]["end"] for end in ends.values()} == {"answered"}
     assert requests[min(requests)]["args"] == {"asked": "Query", "tokens": 1, "adapter": None}
-
-    assert [batch["args"] for batch in named(events, "batch", "X")] == [{"requests": 5}]
-    assert [span["args"] for span in named(events, "engine", "X")] == [{"queries": 5}]
     assert len(named(events, "cache hit", "i")) == 1
 
-
-def test_stages_lie_within_their_batch(mock, path):
-    lm = mock()
-    with lm.trace(path):
-        lm.batch_next_token_logprobs_sync([[1], [2]])
-        lm.clear_kv_cache()
-    events = recorded(path)
     (batch,) = named(events, "batch", "X")
-    within = [
-        *named(events, "engine", "X"),
-        *named(events, "alignment", "X"),
-        *named(events, "caching", "X"),
+    assert batch["args"] == {"requests": 5}
+    assert [span["args"] for span in named(events, "engine", "X")] == [{"queries": 5}]
+    stages = [
+        span for name in ("engine", "alignment", "caching") for span in named(events, name, "X")
     ]
-    assert len(within) == 4
-    for span in within:
+    assert len(stages) == 4
+    for span in stages:
         assert span["tid"] == batch["tid"]
         assert batch["ts"] <= span["ts"]
         # Rounded to nanoseconds.
         assert span["ts"] + span["dur"] <= batch["ts"] + batch["dur"] + 0.01
     (thread,) = [event for event in events if event["ph"] == "M" and event["tid"] == batch["tid"]]
     assert thread["args"] == {"name": "genlm-mock"}
-
-
-def test_what_overlaps_is_asynchronous(mock, path):
-    lm = mock()
-    with lm.trace(path):
-        lm.next_token_logprobs_sync([1])
-        lm.clear_kv_cache()
-    events = recorded(path)
-    for stage in ("queue", "delivery"):
-        assert Counter(event["ph"] for event in events if event["name"] == stage) == {
-            "b": 1,
-            "e": 1,
-        }
+    for overlapping in ("queue", "delivery"):
+        phases = Counter(event["ph"] for event in events if event["name"] == overlapping)
+        assert phases == {"b": 1, "e": 1}
 
 
 def test_how_a_request_ended(mock, gate, path):
@@ -89,10 +71,8 @@ def test_how_a_request_ended(mock, gate, path):
             lm.next_token_logprobs_sync([7])
 
         async def cancel():
-            gate.shut()
-            asked = asyncio.ensure_future(lm.next_token_logprobs([1]))
-            await asyncio.to_thread(gate.wait_entered)
-            await asyncio.to_thread(gate.wait_entered)
+            gate.wait_entered()  # the batch before
+            asked = await busy(lm, gate, [1])
             asked.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asked
@@ -108,22 +88,17 @@ def test_how_a_request_ended(mock, gate, path):
 def test_nothing_is_recorded_outside_the_block(mock, path):
     lm = mock()
     lm.next_token_logprobs_sync([1])
-    lm.clear_kv_cache()
+    finish(lm)
     with lm.trace(path):
         pass
     lm.next_token_logprobs_sync([2])
     assert recorded(path) == []
 
 
-async def one_good_one_bad(lm):
-    await lm.next_token_logprobs([1])
-    await lm.next_token_logprobs([258])
-
-
 def test_an_error_in_the_block_leaves_a_trace(mock, path):
     lm = mock()
     with pytest.raises(InvalidInputError), lm.trace(path):
-        asyncio.run(one_good_one_bad(lm))
+        [lm.next_token_logprobs_sync([token_id]) for token_id in (1, 258)]
     assert len(named(recorded(path), "request", "b")) == 1
 
 
@@ -146,7 +121,7 @@ def test_a_second_block_holds_what_happened_in_it(mock, path):
     for context in ([1], [2, 3]):
         with trace:
             lm.next_token_logprobs_sync(context)
-            lm.clear_kv_cache()
+            finish(lm)
     assert [request["args"]["tokens"] for request in named(recorded(path), "request", "b")] == [2]
 
 
@@ -162,9 +137,6 @@ def test_a_continuous_engine(mock, path):
     lm = mock(continuous=True, steps=3)
     with lm.trace(path):
         lm.next_token_logprobs_sync([1])
-        lm.clear_kv_cache()
-    assert [span["args"] for span in named(recorded(path), "engine", "X")] == [
-        {"newcomers": 1},
-        {"newcomers": 0},
-        {"newcomers": 0},
-    ]
+        finish(lm)
+    steps = [span["args"]["newcomers"] for span in named(recorded(path), "engine", "X")]
+    assert steps == [1, 0, 0]
