@@ -2,8 +2,8 @@
 
 Each draw writes one token after the other. A walk over the byte trie finds the tokens that keep a
 match possible, and the draw takes one of them, with the model's probabilities. Its weight is the
-product of the model's probability of all these tokens at each step. So the mean weight estimates
-the probability that the model itself writes a matching text and ends there.
+product, over all steps, of the probability that the model gives to these tokens. So the mean weight
+estimates the probability that the model itself writes a matching text and ends there.
 """
 
 from __future__ import annotations
