@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from genlm.core import Adapter, MockAsyncLM, load_model_by_name
-from genlm.core.mock import ByteTokenizer, hashed_row
+from genlm.core import Adapter, MockAsyncLM, Query, SamplingParams, load_model_by_name
+from genlm.core.mock import ByteTokenizer, MockEngine, hashed_row
 
 
 def test_no_files_and_no_engine_are_needed():
@@ -85,10 +85,21 @@ def test_a_distribution_that_changes_is_asked_every_time():
         assert int(lm.next_token_logprobs_sync([1]).argmax()) == 3
         lm.best = 9
         assert int(lm.next_token_logprobs_sync([1]).argmax()) == 9
-    with Changing(cache_size=10) as lm:
-        lm.next_token_logprobs_sync([1])
-        lm.best = 9
-        assert int(lm.next_token_logprobs_sync([1]).argmax()) == 3
+    for kept in ({"cache_size": 10}, {"cache_opts": {"maxsize": 10}}):
+        with Changing(**kept) as lm:
+            lm.next_token_logprobs_sync([1])
+            lm.best = 9
+            assert int(lm.next_token_logprobs_sync([1]).argmax()) == 3
+
+
+def test_every_evaluation_takes_the_delay(monkeypatch):
+    waited = []
+    monkeypatch.setattr("genlm.core.mock.time.sleep", waited.append)
+    engine = MockEngine(ByteTokenizer(), delay=3.0)
+    engine.genlm_next_token_logprobs([Query((1,))])
+    engine.genlm_sample([Query((1,))], [SamplingParams(max_tokens=1)])
+    engine.genlm_sequence_logprobs([Query((1,))], [(2,)])
+    assert waited == [3.0] * 3
 
 
 def test_a_hugging_face_tokenizer(tmp_path):

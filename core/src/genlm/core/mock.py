@@ -109,23 +109,21 @@ class MockEngine:
     def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
         import torch
 
-        self._obey(queries)
-        self._wait()
+        self._evaluate(queries)
         return torch.stack([self.row(query) for query in queries])
 
     @hookimpl
     def genlm_sample(
         self, queries: Sequence[Query], params: Sequence[SamplingParams]
     ) -> list[list[int]]:
-        self._obey(queries)
-        self._wait()
+        self._evaluate(queries)
         return [self._draw(query, how) for query, how in zip(queries, params, strict=True)]
 
     @hookimpl
     def genlm_sequence_logprobs(
         self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        self._obey(queries)
+        self._evaluate(queries)
         return [self._score(query, ids) for query, ids in zip(queries, continuations, strict=True)]
 
     def row(self, query: Query) -> torch.Tensor:
@@ -166,7 +164,8 @@ class MockEngine:
             if query.adapter is not None and query.adapter.version not in self.adapters:
                 raise RuntimeError(f"the mock has no adapter {query.adapter}")
 
-    def _wait(self) -> None:
+    def _evaluate(self, queries: Sequence[Query]) -> None:
+        self._obey(queries)
         if self._delay:
             time.sleep(self._delay)
 

@@ -77,14 +77,13 @@ class TokenDrawer:
         """Draw one token id from ``row``, ``[vocab_size]`` float32 log-probabilities.
 
         Raises:
-            EngineError: the row has no mass, or is not a number somewhere.
+            EngineError: the row has no mass, or a NaN or +inf.
         """
         logprobs = row.detach().cpu().numpy().astype(np.float64)
-        if not logprobs.max() > -math.inf:
+        if not math.isfinite(logprobs.max()):
             raise EngineError(
-                "the row to draw from has no mass, or a NaN; look at next_token_logprobs() of the "
-                "context, and at wrappers "
-                "that mask tokens"
+                "the row to draw from has no mass, or a NaN or +inf; look at next_token_logprobs() "
+                "of the context, and at wrappers that mask tokens"
             )
         if self._params.temperature == 0:
             token_id = int(np.argmax(logprobs))
@@ -92,12 +91,9 @@ class TokenDrawer:
             weights = self._weights(logprobs)
             mass = np.cumsum(weights)
             # The first token whose cumulative mass exceeds the point, so that one without mass is
-            # never drawn.
+            # never drawn. There is one: of a mass of at least 1, a share below 1 is less than all.
             point = self._random.random() * mass[-1]
-            token_id = min(
-                int(np.searchsorted(mass, point, side="right")),
-                int(np.searchsorted(mass, mass[-1], side="left")),
-            )
+            token_id = int(np.searchsorted(mass, point, side="right"))
             self.proposal_logprob += math.log(weights[token_id] / mass[-1])
         self.logprob += float(logprobs[token_id])
         return token_id
