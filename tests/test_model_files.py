@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +13,7 @@ from genlm.core.engines.model_files import require_model
 
 hub = pytest.importorskip("huggingface_hub")
 constants = pytest.importorskip("huggingface_hub.constants")
+errors = pytest.importorskip("huggingface_hub.errors")
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./model", "~/model", "a/b/c", "tests/none"])
@@ -58,6 +61,24 @@ def test_a_hub_that_cannot_be_reached(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub.HfApi, "model_info", unreachable)
     with pytest.raises(ModelNotFoundError, match=r"cannot be reached \(ConnectionError: no route"):
+        require_model("no-such/model")
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "refused"),
+    [
+        (errors.RepositoryNotFoundError, 404, pytest.raises(ModelNotFoundError, match="misspelt")),
+        (errors.GatedRepoError, 403, contextlib.nullcontext()),  # the engine says how to get it
+        (errors.HfHubHTTPError, 500, contextlib.nullcontext()),
+    ],
+)
+def test_what_the_hub_answers(monkeypatch, kind, status, refused):
+    def answer(*_, **__):
+        raise kind("", response=SimpleNamespace(status_code=status, headers={}, request=None))
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub.HfApi, "model_info", answer)
+    with refused:
         require_model("no-such/model")
 
 

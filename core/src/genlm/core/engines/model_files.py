@@ -46,7 +46,7 @@ def require_model(name: str, files: Sequence[str] = ("config.json",)) -> None:
 
 
 def _require_on_hub(name: str, files: Sequence[str]) -> None:
-    first, *rest = Path(name).parts or ("",)
+    first, *rest = Path(name).parts
     if not HUB_NAME.fullmatch(name) or (rest and Path(first).is_dir()):
         home = "; write the whole path instead of '~'" if name.startswith("~") else ""
         raise ModelNotFoundError(

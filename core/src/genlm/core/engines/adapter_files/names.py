@@ -48,8 +48,6 @@ class NamePattern:
 
 def ends(name: str) -> Iterator[str]:
     """The name, and what is left of it after each of its dots."""
-    while True:
+    while name:
         yield name
-        _, dot, name = name.partition(".")
-        if not dot:
-            return
+        name = name.partition(".")[2]
