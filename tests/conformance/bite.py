@@ -30,6 +30,7 @@ from attrs import asdict, frozen
 
 from genlm.core.conformance import ConformanceSuite
 from genlm.core.conformance.report import Verdict, run
+from genlm.core.conformance.subject import SHRINKING
 from genlm.core.errors import EngineDeadError
 from genlm.core.mock import ContinuousMockEngine, MockEngine
 
@@ -118,7 +119,7 @@ def bite(
     suite = known[name](EFFORTS[effort])
     suite.seed = seed
     suite.patience = PATIENCE
-    suite.simplifies = read
+    suite.shrinking = SHRINKING if read else 0.0
     failed = False
 
     def tell(verdict: Verdict) -> None:

@@ -28,16 +28,15 @@ class Faulty(ConformanceSuite):
     """The suite on an engine that is to fail.
 
     Attributes:
-        simplifies: Whether counterexamples are made simple, which takes most of the time.
+        shrinking: For how many seconds a counterexample is made simple.
     """
 
     patience = PATIENCE
-    simplifies = False
+    shrinking = 0.0
 
     def subject(self) -> Subject:
         subject = super().subject()
-        if not self.simplifies:
-            subject.shrinking = 0.0
+        subject.shrinking = self.shrinking
         return subject
 
 

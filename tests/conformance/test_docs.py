@@ -9,7 +9,8 @@ from genlm.core.conformance import ConformanceSuite
 from .kit import ROOT
 from .mutants import MUTANTS
 
-#: Faults that no mock can have: they are planted in other ways.
+#: Clauses that no mock can break: those on the plugin's module and on the class have tests of their
+#: own, those on torch modules and on the folders of adapters have mutants of a tiny real model.
 PLANTED = {
     "import_of_plugin_imports_no_engine": "a plugin module that imports torch",
     "no_clause_is_missing": "a class that deletes a clause, one that overrides it",
@@ -28,7 +29,8 @@ def table() -> str:
             "``", "`"
         )
         mutants = [f"`{mutant}`" for mutant, fault in MUTANTS.items() if fault.breaks == clause]
-        lines.append(f"| `{clause}` | {promise} | {', '.join(mutants) or PLANTED[clause]} |")
+        broken = ", ".join(mutants) or PLANTED[clause]
+        lines.append(f"| `{clause}` | {promise} | {broken} |")
     return "\n".join(lines)
 
 

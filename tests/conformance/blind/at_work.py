@@ -9,83 +9,75 @@ from __future__ import annotations
 import threading
 from typing import ClassVar
 
-import torch
 from attrs import evolve
 
-from genlm.core import Adapter, Answer, Query, hookimpl
+from genlm.core import Adapter, Answer, hookimpl
 from genlm.core.sampling import TokenDrawer
 from genlm.core.types import Request
 
-from .common import Keeping, cited
+from .common import Keeping, Mutants
 from .working_engine import BLOCK, Job, WorkingEngine
+
+MUTANTS = Mutants()
+seen_in = MUTANTS.seen_in
 
 # --- what a place in the batch holds ----------------------------------------------------------
 
 
+@seen_in("https://github.com/EleutherAI/lm-evaluation-harness/pull/3825")
 class StopsStayWithThePlace(WorkingEngine):
-    """When a draw ends, the last draw takes its place, and its stop tokens with it.
+    """When a draw ends, the last draw takes its place, and its stop tokens with it."""
 
-    https://github.com/EleutherAI/lm-evaluation-harness/pull/3825
-    """
-
-    def move(self, source: int, target: int) -> None:
+    def move(self, source, target):
         stops = self.batch[target].stops
         super().move(source, target)
         self.batch[target].stops = stops
 
 
+@seen_in("https://github.com/tenstorrent/tt-metal/issues/46350")
 class GeneratorsDoNotMoveUp(WorkingEngine):
-    """A draw that takes another one's place goes on with that one's random numbers.
+    """A draw that takes another one's place goes on with that one's random numbers."""
 
-    https://github.com/tenstorrent/tt-metal/issues/46350
-    """
-
-    def move(self, source: int, target: int) -> None:
+    def move(self, source, target):
         drawer = self.batch[target].drawer
         super().move(source, target)
         if drawer is not None and self.batch[target].drawer is not None:
             self.batch[target].drawer = drawer
 
 
+@seen_in("https://github.com/vllm-project/vllm/pull/51890")
 class AdapterStaysWithThePlace(WorkingEngine):
-    """A draw that takes the place of another is drawn to its end with that one's adapter.
+    """A draw that takes the place of another is drawn to its end with that one's adapter."""
 
-    https://github.com/vllm-project/vllm/pull/51890
-    """
-
-    def move(self, source: int, target: int) -> None:
+    def move(self, source, target):
         adapter = self.batch[target].adapter
         super().move(source, target)
         self.batch[target].adapter = adapter
 
 
+@seen_in("https://github.com/vllm-project/vllm/pull/51890")
 class MovedStateIsShared(Keeping, WorkingEngine, left=dict):
-    """What moves to another place is left at the old one too: the next draw there shares it.
+    """What moves to another place is left at the old one too: the next draw there shares it."""
 
-    https://github.com/vllm-project/vllm/pull/51890
-    """
-
-    def move(self, source: int, target: int) -> None:
+    def move(self, source, target):
         super().move(source, target)
         self.left[source] = self.batch[target].drawer
 
-    def place(self, job: Job) -> None:
+    def place(self, job):
         super().place(job)
         left = self.left.pop(len(self.batch) - 1, None)
         if job.drawer is not None and left is not None:
             job.drawer = left
 
 
+@seen_in("https://github.com/EvolvingLMMs-Lab/lmms-eval/pull/1423")
 class StopsOfTheSixtyFourBefore(WorkingEngine):
-    """A batch is sampled 64 at a time, all of them with the stop tokens of the first 64.
-
-    https://github.com/EvolvingLMMs-Lab/lmms-eval/pull/1423
-    """
+    """A batch is sampled 64 at a time, all of them with the stop tokens of the first 64."""
 
     places = 256
     chunk = 1024
 
-    def ends(self, at: int, job: Job, answers: list[Answer]) -> bool:
+    def ends(self, at, job, answers):
         if at >= 64:
             job = evolve(job, stops=self.batch[at % 64].stops)
             ended = super().ends(at, job, answers)
@@ -94,13 +86,11 @@ class StopsOfTheSixtyFourBefore(WorkingEngine):
         return super().ends(at, job, answers)
 
 
+@seen_in("https://github.com/vllm-project/vllm/pull/14301")
 class MixedTopK(WorkingEngine):
-    """Of draws with ``top_k`` and without, those without get the largest of the others.
+    """Of draws with ``top_k`` and without, those without get the largest of the others."""
 
-    https://github.com/vllm-project/vllm/pull/14301
-    """
-
-    def draw(self, job: Job, row: torch.Tensor) -> int:
+    def draw(self, job, row):
         assert job.params is not None
         assert job.drawer is not None
         given = [one.params.top_k for one in self.batch if one.params and one.params.top_k]
@@ -112,13 +102,11 @@ class MixedTopK(WorkingEngine):
             job.drawer._params = job.params
 
 
+@seen_in("https://github.com/vllm-project/vllm/pull/9945")
 class ChunkOfAPromptDraws(WorkingEngine):
-    """A draw whose prompt comes in chunks takes a random number for each of them.
+    """A draw whose prompt comes in chunks takes a random number for each of them."""
 
-    https://github.com/vllm-project/vllm/pull/9945
-    """
-
-    def advance(self, job: Job, stop: int) -> None:
+    def advance(self, job, stop):
         super().advance(job, stop)
         if job.drawer is not None and stop < job.prompt:
             job.drawer.draw(self.row_at(job, stop))
@@ -127,30 +115,26 @@ class ChunkOfAPromptDraws(WorkingEngine):
 # --- draws that are set back ------------------------------------------------------------------
 
 
+@seen_in("https://github.com/vllm-project/vllm/pull/6698")
 class SetBackDrawBeginsItsNumbersAgain(WorkingEngine):
-    """Where memory runs out a draw is set back, and its random numbers with it.
-
-    https://github.com/vllm-project/vllm/pull/6698
-    """
+    """Where memory runs out a draw is set back, and its random numbers with it."""
 
     blocks = 96
 
-    def set_back(self, at: int) -> None:
+    def set_back(self, at):
         params = self.batch[at].params
         super().set_back(at)
         if params is not None:
             self.waiting[0].drawer = TokenDrawer(params)
 
 
+@seen_in("https://github.com/vllm-project/vllm/issues/16832")
 class SetBackDrawEndsATokenShort(WorkingEngine):
-    """Where memory runs out a draw is set back, and then ends one token short.
-
-    https://github.com/vllm-project/vllm/issues/16832
-    """
+    """Where memory runs out a draw is set back, and then ends one token short."""
 
     blocks = 96
 
-    def set_back(self, at: int) -> None:
+    def set_back(self, at):
         super().set_back(at)
         if self.waiting[0].drawn:
             self.waiting[0].most -= 1
@@ -159,13 +143,11 @@ class SetBackDrawEndsATokenShort(WorkingEngine):
 # --- requests that are cancelled --------------------------------------------------------------
 
 
+@seen_in("https://github.com/raullenchai/Rapid-MLX/issues/1759")
 class PlaceLeaksWithADroppedDraw(WorkingEngine):
-    """A draw that has begun and is dropped keeps its place for ever.
+    """A draw that has begun and is dropped keeps its place for ever."""
 
-    https://github.com/raullenchai/Rapid-MLX/issues/1759
-    """
-
-    def drop(self, request: Request) -> None:
+    def drop(self, request):
         if any(job.request is request and job.drawn for job in self.batch):
             self.places -= 1
         super().drop(request)
@@ -184,114 +166,100 @@ class Half(WorkingEngine):
         raise NotImplementedError
 
 
+@seen_in("https://github.com/sgl-project/sglang/pull/1858")
 class BlocksLeakWithAHalfComputedPrompt(Half):
-    """A prompt that is dropped between two chunks keeps its blocks for ever.
+    """A prompt that is dropped between two chunks keeps its blocks for ever."""
 
-    https://github.com/sgl-project/sglang/pull/1858
-    """
-
-    def half(self, job: Job) -> None:
+    def half(self, job):
         job.table = []
 
 
+@seen_in("https://github.com/openvinotoolkit/model_server/issues/4428")
 class BlocksAreGivenBackTwice(Half):
-    """A prompt that is dropped between two chunks gives its blocks back twice.
+    """A prompt that is dropped between two chunks gives its blocks back twice."""
 
-    https://github.com/openvinotoolkit/model_server/issues/4428
-    """
-
-    def half(self, job: Job) -> None:
+    def half(self, job):
         self.free += job.table
 
 
+@seen_in("https://github.com/sgl-project/sglang/pull/36926")
 class HalfComputedPromptIsKept(Half):
-    """A prompt that is dropped between two chunks is kept as if it had been computed.
+    """A prompt that is dropped between two chunks is kept as if it had been computed."""
 
-    https://github.com/sgl-project/sglang/pull/36926
-    """
-
-    def half(self, job: Job) -> None:
+    def half(self, job):
         self.kept[self.key(job.adapter, job.tokens)] = self.read(job, len(job.tokens))
 
 
+@seen_in("https://github.com/sgl-project/sglang-jax/pull/1008")
 class ProgressOfADroppedPrompt(Half):
-    """The next in its place goes on where a dropped prompt had stopped.
-
-    https://github.com/sgl-project/sglang-jax/pull/1008
-    """
+    """The next in its place goes on where a dropped prompt had stopped."""
 
     stopped: int | None = None
 
-    def half(self, job: Job) -> None:
+    def half(self, job):
         self.stopped = job.computed
 
-    def start_from_what_is_known(self, job: Job) -> None:
+    def start_from_what_is_known(self, job):
         if self.stopped is None:
             super().start_from_what_is_known(job)
         else:
             job.computed, self.stopped = min(self.stopped, job.prompt - 1), None
 
 
+@seen_in("https://github.com/vllm-project/vllm/pull/14875")
 class ScoresOfADroppedPrompt(WorkingEngine):
-    """The scores of a continuation that is dropped half-way go to the next one.
-
-    https://github.com/vllm-project/vllm/pull/14875
-    """
+    """The scores of a continuation that is dropped half-way go to the next one."""
 
     begun: list[float] | None = None
 
-    def drop(self, request: Request) -> None:
+    def drop(self, request):
         for job in self.batch:
             if job.request is request and job.scores:
                 self.begun = job.scores
         super().drop(request)
 
-    def place(self, job: Job) -> None:
+    def place(self, job):
         super().place(job)
         if job.scores is not None and self.begun:
             most = len(job.tokens) - job.prompt + 1
             job.scores, self.begun = self.begun[: most - 1], None
 
-    def ends(self, at: int, job: Job, answers: list[Answer]) -> bool:
+    def ends(self, at, job, answers):
         if job.scores is not None:
             job.scores = job.scores[: len(job.tokens) - job.prompt + 1]
         return super().ends(at, job, answers)
 
 
+@seen_in("https://github.com/sgl-project/sglang/pull/36988")
 class LateTokenOfADroppedDraw(WorkingEngine):
-    """The last token of a dropped draw comes late, and enters the context of who has its place.
-
-    https://github.com/sgl-project/sglang/pull/36988
-    """
+    """The last token of a dropped draw comes late, and enters the context of who has its place."""
 
     late: int | None = None
 
-    def drop(self, request: Request) -> None:
+    def drop(self, request):
         for job in self.batch:
             if job.request is request and job.drawn:
                 self.late = job.tokens[-1]
         super().drop(request)
 
-    def step(self) -> list[Answer]:
+    def step(self):
         try:
             return super().step()
         finally:
             self.late = None
 
-    def place(self, job: Job) -> None:
+    def place(self, job):
         super().place(job)
         if self.late is not None:
             job.tokens[job.prompt - 1], self.late = self.late, None
 
 
+@seen_in("https://github.com/vllm-project/vllm/pull/29987")
 class LeavesTwice(WorkingEngine):
     """A draw that is dropped in the step in which it ends leaves twice, the second time with the
-    one that has taken its place.
+    one that has taken its place."""
 
-    https://github.com/vllm-project/vllm/pull/29987
-    """
-
-    def drop(self, request: Request) -> None:
+    def drop(self, request):
         for at, job in enumerate(self.batch):
             if job.request is request and job.drawer and len(job.drawn) + 1 == job.most:
                 super().drop(request)
@@ -301,16 +269,15 @@ class LeavesTwice(WorkingEngine):
         super().drop(request)
 
 
+@seen_in("https://github.com/waybarrios/vllm-mlx/pull/769")
 class DeclinedTakesAnotherWithIt(WorkingEngine):
-    """Declined draws leave first; then those that have ended, by the places that they had before.
+    """Declined draws leave first; then those that have ended, by the places that they had
+    before."""
 
-    https://github.com/waybarrios/vllm-mlx/pull/769
-    """
-
-    def declines(self, job: Job) -> bool:
+    def declines(self, job):
         return job.params is not None and job.params.top_p is not None
 
-    def finish(self, finished: list[int]) -> None:
+    def finish(self, finished):
         declined = [at for at in finished if self.declines(self.batch[at])]
         if not declined:
             super().finish(finished)
@@ -329,25 +296,21 @@ class DeclinedTakesAnotherWithIt(WorkingEngine):
 # --- whose turn it is -------------------------------------------------------------------------
 
 
+@seen_in("https://github.com/sgl-project/sglang/issues/32549")
 class EightShortestRun(WorkingEngine):
-    """In every step the eight shortest run.
+    """In every step the eight shortest run."""
 
-    https://github.com/sgl-project/sglang/issues/32549
-    """
-
-    def order(self) -> list[int]:
+    def order(self):
         return sorted(super().order(), key=lambda at: len(self.batch[at].tokens))[:8]
 
 
+@seen_in("https://github.com/ggml-org/llama.cpp/issues/15008")
 class DeferredBehindNewcomers(WorkingEngine):
-    """Of eight places, one that is free goes to a newcomer before those who wait.
-
-    https://github.com/ggml-org/llama.cpp/issues/15008
-    """
+    """Of eight places, one that is free goes to a newcomer before those who wait."""
 
     places = 8
 
-    def enter(self, newcomers: list[Job]) -> None:
+    def enter(self, newcomers):
         self.waiting = newcomers + self.waiting
 
 
@@ -371,21 +334,19 @@ class Woken(Keeping, WorkingEngine, bell=threading.Event):
         return False
 
 
+@seen_in("https://github.com/vllm-project/vllm/issues/17972")
 class SecondWakeIsLost(Woken):
-    """Woken once, an engine is not woken again before something is finished.
-
-    https://github.com/vllm-project/vllm/issues/17972
-    """
+    """Woken once, an engine is not woken again before something is finished."""
 
     awake = False
 
-    def step(self) -> list[Answer]:
+    def step(self):
         answers = super().step()
         if answers:
             self.awake = False
         return answers
 
-    def woken(self) -> bool:
+    def woken(self):
         if self.awake:
             self.bell.clear()
         woken = super().woken()
@@ -396,13 +357,11 @@ class SecondWakeIsLost(Woken):
 # --- what is kept -----------------------------------------------------------------------------
 
 
+@seen_in("https://github.com/karpathy/nanochat/issues/187")
 class TablesGrowByTheirFirstColumns(WorkingEngine):
-    """When a ninth, a 17th or a 33rd request runs, the tables grow, and 256 columns are copied.
+    """When a ninth, a 17th or a 33rd request runs, the tables grow, and 256 columns are copied."""
 
-    https://github.com/karpathy/nanochat/issues/187
-    """
-
-    def place(self, job: Job) -> None:
+    def place(self, job):
         if len(self.batch) in (8, 16, 32):
             for other in self.batch:
                 for block in other.table[256 // BLOCK :]:
@@ -410,28 +369,25 @@ class TablesGrowByTheirFirstColumns(WorkingEngine):
         super().place(job)
 
 
+@seen_in("https://github.com/EricLBuehler/mistral.rs/pull/917")
 class KeptTablesGrowByTheirFirstColumns(WorkingEngine):
-    """The same of the contexts that are kept.
-
-    https://github.com/EricLBuehler/mistral.rs/pull/917
-    """
+    """The same of the contexts that are kept."""
 
     prefixes = 64
 
-    def keep(self, job: Job) -> None:
+    def keep(self, job):
         if len(self.kept) in (8, 16, 32):
             for state in self.kept.values():
                 state[256:] = [0] * len(state[256:])
         super().keep(job)
 
 
+@seen_in("https://github.com/ggml-org/llama.cpp/issues/12253")
 class PinnedAreNotMoved(WorkingEngine):
-    """When kept contexts make room, the others move up by a block; the pinned ones are forgotten.
+    """When kept contexts make room, the others move up by a block; the pinned ones are
+    forgotten."""
 
-    https://github.com/ggml-org/llama.cpp/issues/12253
-    """
-
-    def keep(self, job: Job) -> None:
+    def keep(self, job):
         full = len(self.kept) == self.prefixes
         super().keep(job)
         if full:
@@ -439,25 +395,21 @@ class PinnedAreNotMoved(WorkingEngine):
                 state[:] = state[BLOCK:] + state[:BLOCK]
 
 
+@seen_in("https://github.com/vllm-project/vllm/issues/54839")
 class PinsOfRemovedAdaptersStay(WorkingEngine):
-    """Removing an adapter leaves its pinned contexts in their places.
+    """Removing an adapter leaves its pinned contexts in their places."""
 
-    https://github.com/vllm-project/vllm/issues/54839
-    """
-
-    def forget(self, adapter: Adapter) -> None:
+    def forget(self, adapter):
         pinned = dict(self.pinned_keys)
         super().forget(adapter)
         self.pinned_keys = pinned
 
 
+@seen_in("https://github.com/ml-explore/mlx-lm/pull/602")
 class DrawIsKeptWithATokenThatWasNotComputed(WorkingEngine):
-    """A continuation that was drawn is kept for those that extend it, its last token too.
+    """A continuation that was drawn is kept for those that extend it, its last token too."""
 
-    https://github.com/ml-explore/mlx-lm/pull/602
-    """
-
-    def keep(self, job: Job) -> None:
+    def keep(self, job):
         super().keep(job)
         if job.drawn and len(job.tokens) > job.computed and len(job.tokens) % BLOCK:
             state = self.read(job, len(job.tokens))
@@ -468,36 +420,30 @@ class DrawIsKeptWithATokenThatWasNotComputed(WorkingEngine):
 # --- long continuations, long contexts --------------------------------------------------------
 
 
+@seen_in("https://github.com/vllm-project/vllm/pull/29216")
 class ScoresFromAHundredOn(WorkingEngine):
-    """From position 100 of a continuation on, the score is that of the token before.
+    """From position 100 of a continuation on, the score is that of the token before."""
 
-    https://github.com/vllm-project/vllm/pull/29216
-    """
-
-    def target(self, number: int) -> int:
+    def target(self, number):
         return number - (number >= 100)
 
 
+@seen_in("https://github.com/huggingface/transformers/issues/37574")
 class DrawsInARingOf128(WorkingEngine):
-    """Tokens that are drawn are written into a ring of 128.
+    """Tokens that are drawn are written into a ring of 128."""
 
-    https://github.com/huggingface/transformers/issues/37574
-    """
-
-    def output(self, job: Job) -> list[int]:
+    def output(self, job):
         ring = [0] * 128
         for at, token in enumerate(job.drawn):
             ring[at % 128] = token
         return [ring[at % 128] for at in range(len(job.drawn))]
 
 
+@seen_in("https://github.com/kvcache-ai/ktransformers/issues/73")
 class PositionsEndAt512(WorkingEngine):
-    """Positions are clamped to 511, in cold rows too: beyond it the order of tokens is lost.
+    """Positions are clamped to 511, in cold rows too: beyond it the order of tokens is lost."""
 
-    https://github.com/kvcache-ai/ktransformers/issues/73
-    """
-
-    def row(self, query: Query) -> torch.Tensor:
+    def row(self, query):
         ids = query.token_ids
         if len(ids) > 512:
             query = evolve(query, token_ids=(*ids[:511], *sorted(ids[511:])))
@@ -507,33 +453,29 @@ class PositionsEndAt512(WorkingEngine):
 # --- adapters ---------------------------------------------------------------------------------
 
 
+@seen_in("https://github.com/ml-explore/mlx-lm/issues/1776")
 class AdaptersOfAllModelsByName(WorkingEngine):
-    """The adapters of all models of the process are in one table, by name.
-
-    https://github.com/ml-explore/mlx-lm/issues/1776
-    """
+    """The adapters of all models of the process are in one table, by name."""
 
     loaded: ClassVar[dict[str, Adapter]] = {}
 
     @hookimpl
-    def genlm_add_lora(self, adapter: Adapter) -> bool:
+    def genlm_add_lora(self, adapter):
         self.loaded[adapter.name] = adapter
         return super().genlm_add_lora(adapter)
 
-    def row(self, query: Query) -> torch.Tensor:
+    def row(self, query):
         if query.adapter is not None:
             query = evolve(query, adapter=self.loaded[query.adapter.name])
         return super().row(query)
 
 
+@seen_in("https://github.com/vllm-project/vllm/issues/42633")
 class NameOfARemovedAdapter(Keeping, WorkingEngine, by_name=dict, current=dict):
-    """An adapter that is removed leaves its weights under its name, for the next of that name.
-
-    https://github.com/vllm-project/vllm/issues/42633
-    """
+    """An adapter that is removed leaves its weights under its name, for the next of that name."""
 
     @hookimpl
-    def genlm_add_lora(self, adapter: Adapter) -> bool:
+    def genlm_add_lora(self, adapter):
         if adapter.name in self.current:  # bound anew
             self.by_name[adapter.name] = adapter
         self.current[adapter.name] = adapter
@@ -541,15 +483,12 @@ class NameOfARemovedAdapter(Keeping, WorkingEngine, by_name=dict, current=dict):
         return super().genlm_add_lora(adapter)
 
     @hookimpl
-    def genlm_remove_lora(self, adapter: Adapter) -> bool:
+    def genlm_remove_lora(self, adapter):
         if self.current[adapter.name] == adapter:
             del self.current[adapter.name]
         return super().genlm_remove_lora(adapter)
 
-    def row(self, query: Query) -> torch.Tensor:
+    def row(self, query):
         if query.adapter is not None and query.adapter == self.current.get(query.adapter.name):
             query = evolve(query, adapter=self.by_name[query.adapter.name])
         return super().row(query)
-
-
-MUTANTS = cited(globals())

@@ -13,16 +13,19 @@ from typing import Any, ClassVar
 import torch
 from attrs import evolve
 
-from genlm.core import Adapter, Answer, Query, hookimpl
-from genlm.core.engines.kv.commands import Command, Copy
+from genlm.core import Answer, Query, hookimpl
+from genlm.core.engines.kv.commands import Copy
 from genlm.core.engines.prefixes import key_of
 from genlm.core.engines.segments import Row, Trunk
 from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
 from tests.engines import add_lora
 
-from .common import Forgetting, Keeping, cited
-from .of_a_real_model import Hooked, rotary_of
+from .common import Forgetting, Keeping, Mutants
+from .of_a_real_model import Positions
+
+MUTANTS = Mutants()
+seen_in = MUTANTS.seen_in
 
 
 class Steps(HFEngine):
@@ -70,7 +73,10 @@ class Steps(HFEngine):
 
     def given(self, queries: list[Query], dropped: list[Query]) -> list[tuple[Query, Query]]:
         """The newcomers that the engine gets, and what it is asked in place of each."""
-        return [(query, query) for query in queries]
+        return [(query, self.instead(query)) for query in queries]
+
+    def instead(self, query: Query) -> Query:
+        return query
 
     def lost(self) -> None:
         """The engine has dropped everything."""
@@ -86,24 +92,41 @@ class Steps(HFEngine):
         super().genlm_close()
 
 
+class Waiting(Keeping, Steps, waiting=list):
+    """Has places for some requests; the others wait."""
+
+    places = 8
+
+    def given(self, queries: list[Query], dropped: list[Query]) -> list[tuple[Query, Query]]:
+        waiting = [query for query in self.waiting if query not in dropped]
+        queue = self.queue(waiting, queries)
+        free = max(self.places - len(self.asked), 0)
+        self.waiting = queue[free:]
+        return super().given(queue[:free], dropped)
+
+    def queue(self, waiting: list[Query], newcomers: list[Query]) -> list[Query]:
+        return waiting + newcomers
+
+    def lost(self) -> None:
+        self.waiting.clear()
+
+
 # --- requests that are cancelled --------------------------------------------------------------
 
 
+@seen_in("https://github.com/sgl-project/sglang-jax/pull/1008")
 class ProgressOfADroppedPrompt(Steps):
-    """A newcomer begins with what was computed of a prompt that is dropped in that step.
-
-    https://github.com/sgl-project/sglang-jax/pull/1008
-    """
+    """A newcomer begins with what was computed of a prompt that is dropped in that step."""
 
     left: tuple[int, ...] | None = None
 
-    def let_go(self, dropped: list[Query]) -> list[Query]:
+    def let_go(self, dropped):
         for query in dropped:
             if self.begun(query):
                 self.left = query.token_ids[:16]
         return super().let_go(dropped)
 
-    def given(self, queries: list[Query], dropped: list[Query]) -> list[tuple[Query, Query]]:
+    def given(self, queries, dropped):
         given = super().given(queries, dropped)
         if self.left is not None and queries:
             query, left, self.left = queries[0], self.left, None
@@ -112,45 +135,33 @@ class ProgressOfADroppedPrompt(Steps):
         return given
 
 
+@seen_in("https://github.com/sgl-project/sglang/pull/36988")
 class RowOfADroppedOne(Steps):
-    """A row that is dropped is computed all the same, and given to a newcomer.
+    """A row that is dropped is computed all the same, and given to a newcomer."""
 
-    https://github.com/sgl-project/sglang/pull/36988
-    """
-
-    def given(self, queries: list[Query], dropped: list[Query]) -> list[tuple[Query, Query]]:
+    def given(self, queries, dropped):
         given = super().given(queries, dropped)
         if dropped and queries:
             given[0] = queries[0], dropped[0]
         return given
 
 
-class PlaceLeaksWithADroppedRow(Keeping, Steps, waiting=list):
-    """Of 64 places each dropped request keeps one for ever.
-
-    https://github.com/raullenchai/Rapid-MLX/issues/1759
-    """
+@seen_in("https://github.com/raullenchai/Rapid-MLX/issues/1759")
+class PlaceLeaksWithADroppedRow(Waiting):
+    """Of 64 places each dropped request keeps one for ever."""
 
     places = 64
 
-    def given(self, queries: list[Query], dropped: list[Query]) -> list[tuple[Query, Query]]:
+    def given(self, queries, dropped):
         self.places -= sum(query not in self.waiting for query in dropped)
-        self.waiting = [query for query in self.waiting if query not in dropped] + queries
-        free = max(self.places - len(self.asked), 0)
-        admitted, self.waiting = self.waiting[:free], self.waiting[free:]
-        return [(query, query) for query in admitted]
-
-    def lost(self) -> None:
-        self.waiting.clear()
+        return super().given(queries, dropped)
 
 
+@seen_in("https://github.com/waybarrios/vllm-mlx/pull/769")
 class DroppedTakesAnotherWithIt(Steps):
-    """The request behind one that is dropped leaves with it, by its old place in the list.
+    """The request behind one that is dropped leaves with it, by its old place in the list."""
 
-    https://github.com/waybarrios/vllm-mlx/pull/769
-    """
-
-    def let_go(self, dropped: list[Query]) -> list[Query]:
+    def let_go(self, dropped):
         known = list(self.asked)
         gone = super().let_go(dropped)
         for query in gone:
@@ -161,13 +172,11 @@ class DroppedTakesAnotherWithIt(Steps):
         return list(dict.fromkeys(gone))
 
 
+@seen_in("https://github.com/sgl-project/sglang/pull/36926")
 class HalfComputedPromptIsBlank(Steps):
-    """What was computed of a dropped prompt is made blank, and found by the next that begins so.
+    """What was computed of a dropped prompt is made blank, and found by the next that begins so."""
 
-    https://github.com/sgl-project/sglang/pull/36926
-    """
-
-    def let_go(self, dropped: list[Query]) -> list[Query]:
+    def let_go(self, dropped):
         tree = self._strategy.planner.tree
         for query in dropped:
             if self.begun(query):
@@ -184,62 +193,41 @@ class HalfComputedPromptIsBlank(Steps):
 # --- whose turn it is -------------------------------------------------------------------------
 
 
-class EightShortestRun(Keeping, Steps, waiting=list):
-    """In every step the eight shortest run.
+@seen_in("https://github.com/sgl-project/sglang/issues/32549")
+class EightShortestRun(Waiting):
+    """In every step the eight shortest run."""
 
-    https://github.com/sgl-project/sglang/issues/32549
-    """
-
-    def given(self, queries: list[Query], dropped: list[Query]) -> list[tuple[Query, Query]]:
-        self.waiting = [query for query in self.waiting if query not in dropped] + queries
-        self.waiting.sort(key=lambda query: query.length)
-        free = max(8 - len(self.asked), 0)
-        admitted, self.waiting = self.waiting[:free], self.waiting[free:]
-        return [(query, query) for query in admitted]
-
-    def lost(self) -> None:
-        self.waiting.clear()
+    def queue(self, waiting, newcomers):
+        return sorted(waiting + newcomers, key=lambda query: query.length)
 
 
-class DeferredBehindNewcomers(Keeping, Steps, waiting=list):
-    """Of eight places, one that is free goes to a newcomer before those who wait.
+@seen_in("https://github.com/ggml-org/llama.cpp/issues/15008")
+class DeferredBehindNewcomers(Waiting):
+    """Of eight places, one that is free goes to a newcomer before those who wait."""
 
-    https://github.com/ggml-org/llama.cpp/issues/15008
-    """
-
-    def given(self, queries: list[Query], dropped: list[Query]) -> list[tuple[Query, Query]]:
-        self.waiting = queries + [query for query in self.waiting if query not in dropped]
-        free = max(8 - len(self.asked), 0)
-        admitted, self.waiting = self.waiting[:free], self.waiting[free:]
-        return [(query, query) for query in admitted]
-
-    def lost(self) -> None:
-        self.waiting.clear()
+    def queue(self, waiting, newcomers):
+        return newcomers + waiting
 
 
 # --- requests in flight together --------------------------------------------------------------
 
 
+@seen_in("https://github.com/ggml-org/llama.cpp/pull/14853")
 class NewcomersBesideAChunkSwapped(Steps):
-    """Of newcomers that come while a long prompt is under way, the first two change places.
+    """Of newcomers that come while a long prompt is under way, the first two change places."""
 
-    https://github.com/ggml-org/llama.cpp/pull/14853
-    """
-
-    def given(self, queries: list[Query], dropped: list[Query]) -> list[tuple[Query, Query]]:
+    def given(self, queries, dropped):
         given = super().given(queries, dropped)
         if self.asked and len(queries) > 1:
             given[:2] = [(queries[0], queries[1]), (queries[1], queries[0])]
         return given
 
 
+@seen_in("https://github.com/vllm-project/vllm-metal/pull/351")
 class AdapterOfTheFirstBeyondEight(Steps):
-    """From the ninth newcomer of a step on, who has an adapter gets the first one's.
+    """From the ninth newcomer of a step on, who has an adapter gets the first one's."""
 
-    https://github.com/vllm-project/vllm-metal/pull/351
-    """
-
-    def given(self, queries: list[Query], dropped: list[Query]) -> list[tuple[Query, Query]]:
+    def given(self, queries, dropped):
         first = next((query.adapter for query in queries if query.adapter), None)
         return [
             (query, evolve(query, adapter=first) if at >= 8 and query.adapter else query)
@@ -247,22 +235,15 @@ class AdapterOfTheFirstBeyondEight(Steps):
         ]
 
 
-class PositionsOneOffInCompany(Hooked):
-    """Tokens from position 256 on get positions one too high, where others run beside them.
+@seen_in("https://github.com/tenstorrent/vllm/issues/415")
+class PositionsOneOffInCompany(Positions):
+    """Tokens from position 256 on get positions one too high, where others run beside them."""
 
-    https://github.com/tenstorrent/vllm/issues/415
-    """
-
-    def hook(self, model: Any) -> None:
-        def shift(module: Any, arguments: Any, keywords: Any) -> Any:
-            position_ids = keywords.get("position_ids", arguments[-1])
-            if position_ids.shape[0] > 1:
-                resumed = position_ids.flatten()[0] > 0
-                if bool(resumed) or bool((position_ids.flatten().diff() > 1).any()):
-                    position_ids = position_ids + (position_ids >= 256)
-            return (arguments[0],), {"position_ids": position_ids}
-
-        rotary_of(model).register_forward_pre_hook(shift, with_kwargs=True)
+    def changed(self, positions):
+        resumed = bool(positions.flatten()[0] > 0)
+        if positions.shape[0] > 1 and (resumed or bool((positions.flatten().diff() > 1).any())):
+            return positions + (positions >= 256)
+        return positions
 
 
 # --- state that grows and moves ---------------------------------------------------------------
@@ -284,85 +265,72 @@ class Pooled(HFEngine):
         raise NotImplementedError
 
 
-class TablesGrowByTheirFirstColumns(Pooled):
-    """When the tables grow, 256 columns of each row are copied.
-
-    https://github.com/karpathy/nanochat/issues/187
-    """
+class Resized(Pooled):
+    """Calls :meth:`moved` when the tables have grown, with how many rows were kept."""
 
     def spoil(self, pool: Any, planner: Any) -> None:
         resize = pool.resize
 
-        def first_columns(rows: int, columns: int, kept: Sequence[int] = ()) -> None:
+        def and_moved(rows: int, columns: int, kept: Sequence[int] = ()) -> None:
             resize(rows, columns, kept)
             with torch.inference_mode():
-                for layer in pool.layers if kept else ():
-                    layer.keys[: len(kept), :, 256:] = 0
-                    layer.values[: len(kept), :, 256:] = 0
+                if kept:
+                    self.moved(pool, planner, len(kept))
 
-        pool.resize = first_columns
+        pool.resize = and_moved
 
-
-class RowsBeyond64AreNotMoved(Pooled):
-    """When the tables grow, 64 rows are copied.
-
-    https://github.com/ml-explore/mlx-lm/pull/1141
-    """
-
-    def spoil(self, pool: Any, planner: Any) -> None:
-        resize = pool.resize
-
-        def first_rows(rows: int, columns: int, kept: Sequence[int] = ()) -> None:
-            resize(rows, columns, kept)
-            with torch.inference_mode():
-                for layer in pool.layers if kept else ():
-                    layer.keys[64:] = 0
-                    layer.values[64:] = 0
-
-        pool.resize = first_rows
+    def moved(self, pool: Any, planner: Any, rows: int) -> None:
+        raise NotImplementedError
 
 
-class PinnedAreNotMoved(Pooled):
-    """When the tables grow, the rows move up; what is pinned stays where it was.
+@seen_in("https://github.com/karpathy/nanochat/issues/187")
+class TablesGrowByTheirFirstColumns(Resized):
+    """When the tables grow, 256 columns of each row are copied."""
 
-    https://github.com/ggml-org/llama.cpp/issues/12253
-    """
-
-    def spoil(self, pool: Any, planner: Any) -> None:
-        resize = pool.resize
-
-        def without_the_pinned(rows: int, columns: int, kept: Sequence[int] = ()) -> None:
-            resize(rows, columns, kept)
-            with torch.inference_mode():
-                for one in planner.tree.index.values() if kept else ():
-                    for keys, values in one.layers if one.pinned and hasattr(one, "layers") else ():
-                        keys.copy_(keys.roll(1, 2)), values.copy_(values.roll(1, 2))
-
-        pool.resize = without_the_pinned
+    def moved(self, pool, planner, rows):
+        for layer in pool.layers:
+            layer.keys[:rows, :, 256:] = 0
+            layer.values[:rows, :, 256:] = 0
 
 
+@seen_in("https://github.com/ml-explore/mlx-lm/pull/1141")
+class RowsBeyond64AreNotMoved(Resized):
+    """When the tables grow, 64 rows are copied."""
+
+    def moved(self, pool, planner, rows):
+        for layer in pool.layers:
+            layer.keys[64:] = 0
+            layer.values[64:] = 0
+
+
+@seen_in("https://github.com/ggml-org/llama.cpp/issues/12253")
+class PinnedAreNotMoved(Resized):
+    """When the tables grow, the rows move up; what is pinned stays where it was."""
+
+    def moved(self, pool, planner, rows):
+        for one in planner.tree.index.values():
+            for keys, values in one.layers if one.pinned and hasattr(one, "layers") else ():
+                keys.copy_(keys.roll(1, 2)), values.copy_(values.roll(1, 2))
+
+
+@seen_in("https://github.com/ml-explore/mlx-lm/pull/1000")
 class ForksCopy128Columns(Pooled):
-    """A fork copies 128 columns of its parent's row.
+    """A fork copies 128 columns of its parent's row."""
 
-    https://github.com/ml-explore/mlx-lm/pull/1000
-    """
-
-    def spoil(self, pool: Any, planner: Any) -> None:
+    def spoil(self, pool, planner):
         fork = pool.fork
         pool.fork = lambda sources, targets, columns: fork(sources, targets, min(columns, 128))
 
 
+@seen_in("https://github.com/strands-rl/strands-sglang/issues/34")
 class TrunkWithoutItsLastColumn(Pooled):
-    """Where several rows stand on a long beginning, its last position is not copied.
+    """Where several rows stand on a long beginning, its last position is not copied."""
 
-    https://github.com/strands-rl/strands-sglang/issues/34
-    """
-
-    def spoil(self, pool: Any, planner: Any) -> None:
+    def spoil(self, pool, planner):
         table = planner._table
         do = table.do
 
-        def all_but_one(command: Command) -> None:
+        def all_but_one(command):
             do(command)
             if isinstance(command, Copy) and isinstance(command.target, Trunk):
                 with torch.inference_mode():
@@ -373,34 +341,30 @@ class TrunkWithoutItsLastColumn(Pooled):
         table.do = all_but_one
 
 
+@seen_in("https://github.com/waybarrios/vllm-mlx/pull/353")
 class RestOfARowOneOff(Pooled):
-    """Where a long beginning is taken out of a row, the rest moves one column too far.
+    """Where a long beginning is taken out of a row, the rest moves one column too far."""
 
-    https://github.com/waybarrios/vllm-mlx/pull/353
-    """
-
-    def spoil(self, pool: Any, planner: Any) -> None:
+    def spoil(self, pool, planner):
         shift = pool.shift
 
-        def too_far(slot: int, columns: slice) -> None:
+        def too_far(slot, columns):
             begin = columns.start + (columns.start >= 128)
             shift(slot, slice(begin, columns.stop))
 
         pool.shift = too_far
 
 
+@seen_in("https://github.com/vllm-project/vllm/issues/54839")
 class PinsOfRemovedAdaptersStay(Pooled):
-    """Removing an adapter leaves its pinned contexts in memory.
-
-    https://github.com/vllm-project/vllm/issues/54839
-    """
+    """Removing an adapter leaves its pinned contexts in memory."""
 
     budget = 2 << 20  # 8,192 positions
 
-    def spoil(self, pool: Any, planner: Any) -> None:
+    def spoil(self, pool, planner):
         tree, drop_adapter, drop = planner.tree, planner.drop_adapter, planner.tree.drop
 
-        def all_but_pinned(version: int) -> None:
+        def all_but_pinned(version):
             tree.drop = lambda one: one.pinned or drop(one)
             try:
                 drop_adapter(version)
@@ -410,16 +374,14 @@ class PinsOfRemovedAdaptersStay(Pooled):
         planner.drop_adapter = all_but_pinned
 
 
+@seen_in("https://github.com/openvinotoolkit/model_server/issues/4428")
 class RowsOfARemovedAdapterAreFreeTwice(Pooled):
-    """The rows of a removed adapter are given out twice.
+    """The rows of a removed adapter are given out twice."""
 
-    https://github.com/openvinotoolkit/model_server/issues/4428
-    """
-
-    def spoil(self, pool: Any, planner: Any) -> None:
+    def spoil(self, pool, planner):
         tree, drop = planner.tree, planner.drop_adapter
 
-        def twice(version: int) -> None:
+        def twice(version):
             before = set(tree._free)
             drop(version)
             freed = [slot for slot in tree._free if slot not in before]
@@ -431,16 +393,12 @@ class RowsOfARemovedAdapterAreFreeTwice(Pooled):
 # --- long continuations, long contexts --------------------------------------------------------
 
 
+@seen_in("https://github.com/vllm-project/vllm/pull/29216")
 class ScoresFromAHundredOn(HFEngine):
-    """From position 100 of a continuation on, the score is that of the token before.
-
-    https://github.com/vllm-project/vllm/pull/29216
-    """
+    """From position 100 of a continuation on, the score is that of the token before."""
 
     @hookimpl
-    def genlm_sequence_logprobs(
-        self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
-    ) -> Sequence[torch.Tensor]:
+    def genlm_sequence_logprobs(self, queries, continuations):
         scores = super().genlm_sequence_logprobs(queries, continuations)
         return [
             torch.cat([score[:100], score[99:-1]]) if len(score) > 100 else score
@@ -448,71 +406,51 @@ class ScoresFromAHundredOn(HFEngine):
         ]
 
 
+@seen_in("https://github.com/ml-explore/mlx-lm/pull/602")
 class ScoredContinuationsOneTokenShort(Forgetting, Steps, scored=set):
-    """A context that goes on where a continuation was scored starts without that one's last token.
-
-    https://github.com/ml-explore/mlx-lm/pull/602
-    """
+    """A context that goes on where a continuation was scored starts without that one's last
+    token."""
 
     @hookimpl
-    def genlm_sequence_logprobs(
-        self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
-    ) -> Sequence[torch.Tensor]:
+    def genlm_sequence_logprobs(self, queries, continuations):
         pairs = zip(queries, continuations, strict=True)
         self.scored |= {(*query.token_ids, *continuation) for query, continuation in pairs}
         return super().genlm_sequence_logprobs(queries, continuations)
 
-    def given(self, queries: list[Query], dropped: list[Query]) -> list[tuple[Query, Query]]:
-        return [(query, self.short(query)) for query in queries]
-
-    def short(self, query: Query) -> Query:
+    def instead(self, query):
         ids = query.token_ids
         if len(ids) > 2 and ids[:-1] in self.scored:
             return evolve(query, token_ids=(*ids[:-2], ids[-1]))
         return query
 
 
-class PositionsEndAt512(Hooked):
-    """Positions are clamped to 511, in cold rows too.
+@seen_in("https://github.com/kvcache-ai/ktransformers/issues/73")
+class PositionsEndAt512(Positions):
+    """Positions are clamped to 511, in cold rows too."""
 
-    https://github.com/kvcache-ai/ktransformers/issues/73
-    """
-
-    def hook(self, model: Any) -> None:
-        def clamp(module: Any, arguments: Any, keywords: Any) -> Any:
-            position_ids = keywords.get("position_ids", arguments[-1])
-            return (arguments[0],), {"position_ids": position_ids.clamp(max=511)}
-
-        rotary_of(model).register_forward_pre_hook(clamp, with_kwargs=True)
+    def changed(self, positions):
+        return positions.clamp(max=511)
 
 
-class PositionsInBfloat16(Hooked):
-    """Positions are rounded to bfloat16: beyond 256 neighbours have the same, in cold rows too.
+@seen_in("https://github.com/huggingface/transformers/pull/29285")
+class PositionsInBfloat16(Positions):
+    """Positions are rounded to bfloat16: beyond 256 neighbours have the same, in cold rows too."""
 
-    https://github.com/huggingface/transformers/pull/29285
-    """
-
-    def hook(self, model: Any) -> None:
-        def rounded(module: Any, arguments: Any, keywords: Any) -> Any:
-            position_ids = keywords.get("position_ids", arguments[-1])
-            return (arguments[0],), {"position_ids": position_ids.bfloat16().long()}
-
-        rotary_of(model).register_forward_pre_hook(rounded, with_kwargs=True)
+    def changed(self, positions):
+        return positions.bfloat16().long()
 
 
 # --- adapters ---------------------------------------------------------------------------------
 
 
+@seen_in("https://github.com/ml-explore/mlx-lm/issues/1776")
 class AdaptersOfAllModelsByNumber(HFEngine):
-    """The adapters of all models of the process are in one table, by number.
-
-    https://github.com/ml-explore/mlx-lm/issues/1776
-    """
+    """The adapters of all models of the process are in one table, by number."""
 
     paths: ClassVar[dict[int, str]] = {}
 
     @hookimpl
-    def genlm_add_lora(self, adapter: Adapter) -> bool:
+    def genlm_add_lora(self, adapter):
         path = self.paths.setdefault(adapter.version, adapter.path)
         try:
             return add_lora(super(), evolve(adapter, path=path))
@@ -521,31 +459,26 @@ class AdaptersOfAllModelsByNumber(HFEngine):
             raise
 
     @hookimpl
-    def genlm_remove_lora(self, adapter: Adapter) -> bool:
+    def genlm_remove_lora(self, adapter):
         self.paths.pop(adapter.version, None)
         path = adapter.path
         return super().genlm_remove_lora(evolve(adapter, path=path))
 
 
+@seen_in("https://github.com/vllm-project/vllm/issues/42633")
 class NameOfARemovedAdapter(Keeping, HFEngine, current=dict, left=dict):
-    """An adapter that is removed leaves its files under its name, for the next of that name.
-
-    https://github.com/vllm-project/vllm/issues/42633
-    """
+    """An adapter that is removed leaves its files under its name, for the next of that name."""
 
     @hookimpl
-    def genlm_add_lora(self, adapter: Adapter) -> bool:
+    def genlm_add_lora(self, adapter):
         path = self.left.get(adapter.name, adapter.path)
         added = add_lora(super(), evolve(adapter, path=path))
         self.current[adapter.name] = adapter
         return added
 
     @hookimpl
-    def genlm_remove_lora(self, adapter: Adapter) -> bool:
+    def genlm_remove_lora(self, adapter):
         if self.current.get(adapter.name) == adapter:
             self.left[adapter.name] = adapter.path
             del self.current[adapter.name]
         return super().genlm_remove_lora(adapter)
-
-
-MUTANTS = cited(globals())

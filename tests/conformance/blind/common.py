@@ -39,12 +39,14 @@ class Forgetting(Keeping):
         self._forget()
 
 
-def cited(module: Mapping[str, Any]) -> list[type]:
-    """The classes of a module that cite a thread."""
-    return [
-        value
-        for value in module.values()
-        if isinstance(value, type)
-        and value.__module__ == module["__name__"]
-        and "https://" in (value.__doc__ or "")
-    ]
+class Mutants(dict[type, str]):
+    """The faulty engines of a module, with a clause that catches each where one is given."""
+
+    def seen_in(self, thread: str, clause: str = "") -> Callable[[type], type]:
+        """Add an engine. The thread reports its bug, or one of its kind."""
+
+        def add(engine: type) -> type:
+            self[engine] = clause
+            return engine
+
+        return add

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from genlm.core import Adapter, AsyncLM, Query, hookimpl
+from genlm.core import AsyncLM, Query, hookimpl
 from genlm.core.mock import ByteTokenizer, MockEngine
 
 from ..blind.common import Forgetting
@@ -17,7 +17,7 @@ from .registry import breaks
 
 @breaks("adapter_changes_the_rows")
 class AdaptersIgnored(MockEngine):
-    def row(self, query: Query) -> torch.Tensor:
+    def row(self, query):
         return super().row(evolve(query, adapter=None))
 
 
@@ -26,7 +26,7 @@ class AdapterBleedsIntoTheBatch(MockEngine):
     """The adapter of the first query is applied to the whole batch."""
 
     @hookimpl
-    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+    def genlm_next_token_logprobs(self, queries):
         return super().genlm_next_token_logprobs(
             [evolve(query, adapter=queries[0].adapter) for query in queries]
         )
@@ -36,7 +36,7 @@ class AdapterBleedsIntoTheBatch(MockEngine):
 class StateKeptWithoutItsAdapter(Forgetting, MockEngine, by_tokens=dict):
     """State is kept by tokens alone: the next adapter reads what the last one left."""
 
-    def row(self, query: Query) -> torch.Tensor:
+    def row(self, query):
         if query.cold:
             return super().row(query)
         return super().row(self.by_tokens.setdefault(query.token_ids, query))
@@ -46,7 +46,7 @@ class StateKeptWithoutItsAdapter(Forgetting, MockEngine, by_tokens=dict):
 class NoneIsTheDefault(AsyncLM):
     """An explicit ``None`` is taken for no choice."""
 
-    async def next_token_logprobs(self, token_ids: Any, lora_name: Any = None) -> torch.Tensor:
+    async def next_token_logprobs(self, token_ids, lora_name=None):
         chosen = {} if lora_name is None else {"lora_name": lora_name}
         return await super().next_token_logprobs(token_ids, **chosen)
 
@@ -55,7 +55,7 @@ class NoneIsTheDefault(AsyncLM):
 class ReboundNameKeepsItsWeights(MockEngine):
     """Weights are kept by name: a name bound again has those of before."""
 
-    def row(self, query: Query) -> torch.Tensor:
+    def row(self, query):
         if query.adapter is None:
             return super().row(query)
         path = self.__dict__.setdefault("paths", {}).setdefault(
@@ -67,7 +67,7 @@ class ReboundNameKeepsItsWeights(MockEngine):
 @breaks("removed_adapter")
 class RemovingOneRemovesAll(MockEngine):
     @hookimpl
-    def genlm_remove_lora(self, adapter: Adapter) -> bool:
+    def genlm_remove_lora(self, adapter):
         # The newest is spared, as it may be the one that takes the removed one's place.
         for version in sorted(self.adapters)[:-1]:
             del self.adapters[version]
@@ -76,7 +76,7 @@ class RemovingOneRemovesAll(MockEngine):
 
 @breaks("adapter_that_fails_to_load")
 class FailedLoadingLosesTheOldOne(AsyncLM):
-    def add_new_lora(self, lora_path: Any, lora_name: str = "lora_1") -> None:
+    def add_new_lora(self, lora_path, lora_name="lora_1"):
         if lora_path == "there-is-no-such-adapter":
             self.remove_lora(lora_name)
             raise FileNotFoundError(lora_path)
@@ -100,8 +100,8 @@ class EngineWithoutLoRA:
 class MissingLoRAPassedOver(AsyncLM):
     """Adding an adapter does nothing where the engine cannot."""
 
-    def __init__(self, load: Any, **options: Any) -> None:
+    def __init__(self, load, **options):
         super().__init__(lambda: EngineWithoutLoRA(ByteTokenizer(), max_context=64), **options)
 
-    def add_new_lora(self, lora_path: Any, lora_name: str = "lora_1") -> None:
+    def add_new_lora(self, lora_path, lora_name="lora_1"):
         pass

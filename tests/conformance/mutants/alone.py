@@ -23,13 +23,11 @@ from genlm.core.errors import (
     UnknownAdapterError,
 )
 from genlm.core.mock import MockEngine
-from genlm.core.types import SamplingParams
 
 from ..blind.common import Forgetting, Keeping
 from .callers import BoundToAnAbandonedLoop
 from .registry import breaks
 from .rows import LMWith
-from .sampling import SamplingMutant
 
 BLOCK = 16
 LONG = 2 * BLOCK
@@ -63,7 +61,7 @@ def replayed(query: Query) -> Query:
 class NormalisedRoughly(LMWith):
     """The sum of a row is computed in a shorter type."""
 
-    def changed(self, row: torch.Tensor) -> torch.Tensor:
+    def changed(self, row):
         return row + 1.1e-4
 
 
@@ -71,7 +69,7 @@ class NormalisedRoughly(LMWith):
 class ColdRowsInUsedBlocks(Remembering, cold=set):
     """A cold evaluation is given the blocks of one before it, into which a batch wrote."""
 
-    def confused(self, query: Query, together: int) -> Query:
+    def confused(self, query, together):
         ids = query.token_ids
         if not query.cold or len(ids) <= LONG:
             return query
@@ -80,15 +78,12 @@ class ColdRowsInUsedBlocks(Remembering, cold=set):
         return replayed(query) if used else query
 
 
-@breaks("large_batch")
+@breaks("large_batch", "https://github.com/ggml-org/llama.cpp/pull/14853")
 class SecondMicroBatchReversed(MockEngine):
-    """What is beyond the first 128 rows of a batch comes back in the opposite order.
-
-    https://github.com/ggml-org/llama.cpp/pull/14853
-    """
+    """What is beyond the first 128 rows of a batch comes back in the opposite order."""
 
     @hookimpl
-    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+    def genlm_next_token_logprobs(self, queries):
         rows = super().genlm_next_token_logprobs(queries)
         return torch.cat([rows[:128], rows[128:].flip(0)])
 
@@ -97,7 +92,7 @@ class SecondMicroBatchReversed(MockEngine):
 class ThirdCallerAlone(AsyncLM):
     """What is pending has places for two callers: a third one's request is evaluated again."""
 
-    async def next_token_logprobs(self, token_ids: Any, **options: Any) -> torch.Tensor:
+    async def next_token_logprobs(self, token_ids, **options):
         key = repr((token_ids, options))
         callers = self.__dict__.setdefault("callers", [])
         again = callers.count(key) == 2
@@ -117,13 +112,13 @@ class DeduplicationBehindPinnedPrefixes(MockEngine):
     """Of contexts behind pinned prefixes only what follows the prefix is compared."""
 
     @hookimpl
-    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+    def genlm_next_token_logprobs(self, queries):
         by_tail: dict[Any, Query] = {}
         return super().genlm_next_token_logprobs(
             [by_tail.setdefault(self.key(query), query) for query in queries]
         )
 
-    def key(self, query: Query) -> Any:
+    def key(self, query):
         for pinned in self.pinned:
             length = len(pinned.token_ids)
             of_it = pinned.adapter == query.adapter and pinned.token_ids == query.token_ids[:length]
@@ -133,17 +128,14 @@ class DeduplicationBehindPinnedPrefixes(MockEngine):
 
 
 @breaks("longest_context")
-class DrawEndsBeforeTheLimit(SamplingMutant):
+class DrawEndsBeforeTheLimit(MockEngine):
     """A draw that would fill the context ends one token before."""
 
     @hookimpl
-    def genlm_sample(
-        self, queries: Sequence[Query], params: Sequence[SamplingParams]
-    ) -> list[list[int]]:
+    def genlm_sample(self, queries, params):
         limit = (self.max_context or 1 << 30) - 1
         room = [limit - len(query.token_ids) for query in queries]
-        return MockEngine.genlm_sample(
-            self,
+        return super().genlm_sample(
             queries,
             [
                 evolve(p, max_tokens=max(min(p.max_tokens, left), 1)) if p.max_tokens > 1 else p
@@ -152,15 +144,12 @@ class DrawEndsBeforeTheLimit(SamplingMutant):
         )
 
 
-@breaks("warm_row_equals_cold_row")
+@breaks("warm_row_equals_cold_row", "https://github.com/yanun0323/Whallm/issues/5")
 class PartlyFullBlockReplayed(Remembering):
     """A context that was the last one, found again, replays the last token of a block that is
-    about half full.
+    about half full."""
 
-    https://github.com/yanun0323/Whallm/issues/5
-    """
-
-    def confused(self, query: Query, together: int) -> Query:
+    def confused(self, query, together):
         ids = query.token_ids
         half_full = len(ids) > BLOCK and 6 <= len(ids) % BLOCK <= 10
         longer = any(len(a) > len(ids) and a[: len(ids)] == ids for a in self.asked)
@@ -174,7 +163,7 @@ class PartlyFullBlockReplayed(Remembering):
 class FourthStepOneOff(Remembering):
     """The position is kept beside the state, and is one off after four steps of one token."""
 
-    def confused(self, query: Query, together: int) -> Query:
+    def confused(self, query, together):
         ids, last = query.token_ids, self.asked[-4:]
         steps = [ids[:-n] for n in (4, 3, 2, 1)]
         return replayed(query) if len(ids) > 4 and last == steps and not query.cold else query
@@ -184,7 +173,7 @@ class FourthStepOneOff(Remembering):
 class StemMovedByItsForks(Remembering):
     """Two forks leave the state of their stem behind the second one."""
 
-    def confused(self, query: Query, together: int) -> Query:
+    def confused(self, query, together):
         ids = query.token_ids
         if query.cold or query.adapter or together > 1 or ids not in self.asked:
             return query
@@ -196,7 +185,7 @@ class StemMovedByItsForks(Remembering):
 class PinnedPrefixMovedByItsReaders(Remembering):
     """Two contexts that begin with a pinned prefix leave its state behind the second one."""
 
-    def confused(self, query: Query, together: int) -> Query:
+    def confused(self, query, together):
         ids = query.token_ids
         is_pinned = any(p.token_ids == ids and p.adapter is None for p in self.pinned)
         if not is_pinned or query.cold or query.adapter or ids in self.asked:
@@ -212,12 +201,12 @@ class DroppedBatchIsFoundAgain(Remembering):
 
     stale: frozenset[tuple[int, ...]] = frozenset()
 
-    def confused(self, query: Query, together: int) -> Query:
+    def confused(self, query, together):
         found = query.token_ids in self.stale and query.adapter is None and not query.cold
         return replayed(query) if found else query
 
     @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
+    def genlm_clear_kv_cache(self):
         pinned = {p.token_ids for p in self.pinned if len(p.token_ids) > LONG}
         self.stale = frozenset(pinned & self.batched)
         super().genlm_clear_kv_cache()
@@ -227,7 +216,7 @@ class DroppedBatchIsFoundAgain(Remembering):
 class FailureIsKept(AsyncLM):
     """A context of full blocks that failed once fails until the cache is cleared."""
 
-    async def next_token_logprobs(self, token_ids: Any, **options: Any) -> torch.Tensor:
+    async def next_token_logprobs(self, token_ids, **options):
         failed = self.__dict__.setdefault("failed", {})
         key = repr(token_ids)
         if key in failed:
@@ -239,7 +228,7 @@ class FailureIsKept(AsyncLM):
                 failed[key] = error
             raise
 
-    def clear_cache(self) -> None:
+    def clear_cache(self):
         self.__dict__.pop("failed", None)
         super().clear_cache()
 
@@ -248,7 +237,7 @@ class FailureIsKept(AsyncLM):
 class ResetForgetsLongRequests(AsyncLM):
     """Requests of several blocks wait in a queue of their own, which a reset drops silently."""
 
-    async def next_token_logprobs(self, token_ids: Any, **options: Any) -> torch.Tensor:
+    async def next_token_logprobs(self, token_ids, **options):
         try:
             return await super().next_token_logprobs(token_ids, **options)
         except QueriesResetError:
@@ -261,21 +250,21 @@ class ResetForgetsLongRequests(AsyncLM):
 class ThreadsShareScratch(AsyncLM):
     """Contexts of several blocks are prepared in memory that belongs to the first thread."""
 
-    def _prepared(self, token_ids: Any, row: torch.Tensor) -> torch.Tensor:
+    def _prepared(self, token_ids, row):
         threads = self.__dict__.setdefault("threads", [])
         thread = threading.current_thread()
         if len(token_ids) > LONG and thread not in threads:
             threads.append(thread)
         return torch.roll(row, 1) if thread in threads[1:] else row
 
-    async def next_token_logprobs(self, token_ids: Any, **options: Any) -> torch.Tensor:
+    async def next_token_logprobs(self, token_ids, **options):
         row = await super().next_token_logprobs(token_ids, **options)
         return self._prepared(token_ids, row)
 
-    def next_token_logprobs_sync(self, token_ids: Any, **options: Any) -> torch.Tensor:
+    def next_token_logprobs_sync(self, token_ids, **options):
         return self._prepared(token_ids, super().next_token_logprobs_sync(token_ids, **options))
 
-    def clear_kv_cache(self) -> None:
+    def clear_kv_cache(self):
         super().clear_kv_cache()
         self.__dict__.pop("threads", None)
 
@@ -284,7 +273,7 @@ class ThreadsShareScratch(AsyncLM):
 class ClosedLoopIsRemembered(BoundToAnAbandonedLoop):
     """Until state is dropped, nothing can be asked after callers were left in a closed loop."""
 
-    def clear_cache(self) -> None:
+    def clear_cache(self):
         super().clear_cache()
         self.__dict__.pop("waiting", None)
 
@@ -293,7 +282,7 @@ class ClosedLoopIsRemembered(BoundToAnAbandonedLoop):
 class UnknownDefaultAccepted(AsyncLM):
     """An unknown name can be made the default, and is then passed over."""
 
-    def set_lora(self, lora_name: Any) -> None:
+    def set_lora(self, lora_name):
         try:
             super().set_lora(lora_name)
         except UnknownAdapterError:
@@ -304,21 +293,18 @@ class UnknownDefaultAccepted(AsyncLM):
 class LongRequestsForgetTheDefault(AsyncLM):
     """Requests of several blocks are prepared apart, without the default adapter."""
 
-    async def next_token_logprobs(self, token_ids: Any, **options: Any) -> torch.Tensor:
+    async def next_token_logprobs(self, token_ids, **options):
         long = isinstance(token_ids, tuple) and len(token_ids) > LONG
         if long and "lora_name" not in options:
             options["lora_name"] = None
         return await super().next_token_logprobs(token_ids, **options)
 
 
-@breaks("adapters_in_turn")
+@breaks("adapters_in_turn", "https://github.com/ggml-org/llama.cpp/issues/26207")
 class ExtensionsReadTheFirstAdaptersBlocks(Remembering, first=dict):
-    """The blocks of a prompt are those of the adapter that filled them first.
+    """The blocks of a prompt are those of the adapter that filled them first."""
 
-    https://github.com/ggml-org/llama.cpp/issues/26207
-    """
-
-    def confused(self, query: Query, together: int) -> Query:
+    def confused(self, query, together):
         ids = query.token_ids
         if query.cold or together > 1:
             return query
@@ -329,14 +315,11 @@ class ExtensionsReadTheFirstAdaptersBlocks(Remembering, first=dict):
         return evolve(query, adapter=parents[0].adapter) if parents else query
 
 
-@breaks("rebound_adapter")
+@breaks("rebound_adapter", "https://github.com/vllm-project/vllm/issues/42125")
 class ReboundNameKeepsItsBlocks(Forgetting, MockEngine, first=dict):
-    """Blocks are found by the name of the adapter: a name bound anew finds those of before.
+    """Blocks are found by the name of the adapter: a name bound anew finds those of before."""
 
-    https://github.com/vllm-project/vllm/issues/42125
-    """
-
-    def row(self, query: Query) -> torch.Tensor:
+    def row(self, query):
         if query.cold or query.adapter is None or len(query.token_ids) <= LONG:
             return super().row(query)
         first = self.first.setdefault((query.adapter.name, query.token_ids), query)
@@ -348,7 +331,7 @@ class RowsOutliveTheirAdapter(AsyncLM):
     """A row of several blocks is answered from a cache that does not ask whether its adapter is
     still there."""
 
-    async def next_token_logprobs(self, token_ids: Any, **options: Any) -> torch.Tensor:
+    async def next_token_logprobs(self, token_ids, **options):
         kept = self.__dict__.setdefault("kept", {})
         key = repr((token_ids, options))
         try:
@@ -361,22 +344,17 @@ class RowsOutliveTheirAdapter(AsyncLM):
             kept[key] = row.clone()
         return row
 
-    def clear_cache(self) -> None:
+    def clear_cache(self):
         super().clear_cache()
         self.__dict__.pop("kept", None)
 
 
-@breaks("operations_in_turn")
+@breaks("operations_in_turn", "https://github.com/ggml-org/llama.cpp/issues/7859")
 class DrawnTokensStay(Forgetting, MockEngine, left=dict):
-    """What was drawn stays in a sequence of several blocks: the next request decodes after it.
-
-    https://github.com/ggml-org/llama.cpp/issues/7859
-    """
+    """What was drawn stays in a sequence of several blocks: the next request decodes after it."""
 
     @hookimpl
-    def genlm_sample(
-        self, queries: Sequence[Query], params: Sequence[SamplingParams]
-    ) -> list[list[int]]:
+    def genlm_sample(self, queries, params):
         drawn = super().genlm_sample(queries, params)
         for query, ids in zip(queries, drawn, strict=True):
             if len(query.token_ids) > LONG:
@@ -384,7 +362,7 @@ class DrawnTokensStay(Forgetting, MockEngine, left=dict):
         return drawn
 
     @hookimpl
-    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+    def genlm_next_token_logprobs(self, queries):
         self._obey(queries)
         left = [() if q.cold else tuple(self.left.pop(q, ())) for q in queries]
         return torch.stack(
@@ -392,14 +370,11 @@ class DrawnTokensStay(Forgetting, MockEngine, left=dict):
         )
 
 
-@breaks("many_contexts_without_clearing")
+@breaks("many_contexts_without_clearing", "https://github.com/ggml-org/llama.cpp/issues/12253")
 class EvictedAndStillFound(Forgetting, MockEngine, table=list, places=dict):
-    """A table for 320 contexts: when it is full, the first are overwritten and still found.
+    """A table for 320 contexts: when it is full, the first are overwritten and still found."""
 
-    https://github.com/ggml-org/llama.cpp/issues/12253
-    """
-
-    def row(self, query: Query) -> torch.Tensor:
+    def row(self, query):
         if query.cold:
             return super().row(query)
         if query not in self.places:
@@ -408,24 +383,21 @@ class EvictedAndStillFound(Forgetting, MockEngine, table=list, places=dict):
         return super().row(self.table[self.places[query]])
 
 
-@breaks("two_long_contexts_in_turn")
+@breaks("two_long_contexts_in_turn", "https://github.com/huggingface/transformers/pull/24653")
 class ColdTablesOfTheLongOne(MockEngine):
     """A context as long as the model takes changes the tables by which short ones are computed
-    cold, until key/value state is dropped.
-
-    https://github.com/huggingface/transformers/pull/24653
-    """
+    cold, until key/value state is dropped."""
 
     changed = False
 
-    def row(self, query: Query) -> torch.Tensor:
+    def row(self, query):
         length = len(query.token_ids)
         self.changed |= length == self.max_context and not query.cold
         small = BLOCK // 2 < length < BLOCK - 1
         return super().row(replayed(query) if self.changed and small and query.cold else query)
 
     @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
+    def genlm_clear_kv_cache(self):
         super().genlm_clear_kv_cache()
         self.changed = False
 
@@ -434,7 +406,7 @@ class ColdTablesOfTheLongOne(MockEngine):
 class ColdRowsDrift(Keeping, MockEngine, evaluated=int, born=dict):
     """A cold row of several blocks is another one after thousands of evaluations."""
 
-    def row(self, query: Query) -> torch.Tensor:
+    def row(self, query):
         self.evaluated += 1
         row = super().row(query)
         if not query.cold or len(query.token_ids) <= LONG:
@@ -448,7 +420,7 @@ class KeepsEveryRow(Keeping, MockEngine, kept=list):
     """Rows are kept until the model is closed."""
 
     @hookimpl
-    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+    def genlm_next_token_logprobs(self, queries):
         rows = super().genlm_next_token_logprobs(queries)
         self.kept.append(rows.clone())
         return rows
@@ -459,18 +431,18 @@ class FailedLoadingEmptiesTheSlot(AsyncLM):
     """An adapter that cannot be loaded has emptied the slot of its name: the base model answers,
     until key/value state is dropped."""
 
-    def add_new_lora(self, lora_path: Any, lora_name: str = "lora_1") -> None:
+    def add_new_lora(self, lora_path, lora_name="lora_1"):
         if lora_path == "there-is-no-such-adapter":
             self.empty = lora_name
             raise FileNotFoundError(lora_path)
         super().add_new_lora(lora_path, lora_name)
 
-    async def next_token_logprobs(self, token_ids: Any, **options: Any) -> torch.Tensor:
+    async def next_token_logprobs(self, token_ids, **options):
         if options.get("lora_name") == self.__dict__.get("empty", self):
             options["lora_name"] = None
         return await super().next_token_logprobs(token_ids, **options)
 
-    def clear_kv_cache(self) -> None:
+    def clear_kv_cache(self):
         super().clear_kv_cache()
         self.__dict__.pop("empty", None)
 
@@ -479,23 +451,20 @@ class FailedLoadingEmptiesTheSlot(AsyncLM):
 class BatchSeedsFromOne(AsyncLM):
     """The places of a batch take seeds after the one that was given, the first one too."""
 
-    async def batch_sample(self, prompts: Any, *arguments: Any, **options: Any) -> list[list[int]]:
+    async def batch_sample(self, prompts, *arguments, **options):
         if options.get("seed") is not None:
             options["seed"] += 1
         return await super().batch_sample(prompts, *arguments, **options)
 
 
-@breaks("draws_at_every_length", max_context=1024)
+@breaks(
+    "draws_at_every_length", "https://github.com/vllm-project/vllm/pull/34587", max_context=1024
+)
 class DrawStumblesOverTheBlock(MockEngine):
-    """The token drawn first in a new block does not see the one before it.
-
-    https://github.com/vllm-project/vllm/pull/34587
-    """
+    """The token drawn first in a new block does not see the one before it."""
 
     @hookimpl
-    def genlm_sample(
-        self, queries: Sequence[Query], params: Sequence[SamplingParams]
-    ) -> list[list[int]]:
+    def genlm_sample(self, queries, params):
         self.drawing = True
         try:
             return super().genlm_sample(queries, params)
@@ -504,7 +473,7 @@ class DrawStumblesOverTheBlock(MockEngine):
 
     drawing = False
 
-    def row(self, query: Query) -> torch.Tensor:
+    def row(self, query):
         ids = query.token_ids
         if self.drawing and len(ids) > 64 and len(ids) % 64 == 1:
             query = evolve(query, token_ids=(*ids[:-2], ids[-1]))
@@ -515,42 +484,32 @@ class DrawStumblesOverTheBlock(MockEngine):
 
 
 @breaks("draws_are_separate")
-class OneStreamForTheCall(SamplingMutant):
+class OneStreamForTheCall(MockEngine):
     """Draws without a seed that are made in one call come from one seed."""
 
     @hookimpl
-    def genlm_sample(
-        self, queries: Sequence[Query], params: Sequence[SamplingParams]
-    ) -> list[list[int]]:
+    def genlm_sample(self, queries, params):
         seed = int(torch.randint(1 << 30, ()))
         seeded = [p if p.seed is not None else evolve(p, seed=seed) for p in params]
-        return MockEngine.genlm_sample(self, queries, seeded)
+        return super().genlm_sample(queries, seeded)
 
 
 @breaks("temperature_zero_is_argmax")
 class DraftAccepted(MockEngine):
     """Within the first block the third token of a greedy draw is taken from a draft, unseen."""
 
-    def _draw(self, query: Query, params: SamplingParams) -> list[int]:
+    def _draw(self, query, params):
         drawn = super()._draw(query, params)
         if params.temperature == 0.0 and len(drawn) > 2 and len(query.token_ids) < BLOCK // 2:
             drawn[2] = int(self.row(query.extended(tuple(drawn[:2]))).topk(2).indices[1])
         return drawn
 
 
-@breaks("top_k_and_top_p")
-class TinyNucleusIsNone(SamplingMutant):
-    """A top_p that is 0 in half precision is taken for none."""
-
-    def faulty(self, params: SamplingParams, place: int, together: int) -> SamplingParams:
-        return evolve(params, top_p=None) if (params.top_p or 1.0) < 1e-5 else params
-
-
 @breaks("stop_token_ends_the_draw")
 class TokenBeforeTheStopLost(MockEngine):
     """What is held back until it is known whether the draw stops is lost when it does."""
 
-    def _draw(self, query: Query, params: SamplingParams) -> list[int]:
+    def _draw(self, query, params):
         drawn = super()._draw(query, params)
         stopped = len(drawn) < params.max_tokens and len(params.stop_token_ids) == 1
         return drawn[:-1] if stopped else drawn
@@ -560,9 +519,7 @@ class TokenBeforeTheStopLost(MockEngine):
 class FourthStopTokenForgotten(AsyncLM):
     """There is room for three stop tokens; the others are left out."""
 
-    async def sample(
-        self, prompt: Any, max_tokens: int, eos_token_ids: Any = None, **options: Any
-    ) -> list[int]:
+    async def sample(self, prompt, max_tokens, eos_token_ids=None, **options):
         if isinstance(eos_token_ids, list):
             eos_token_ids = eos_token_ids[:3]
         return await super().sample(prompt, max_tokens, eos_token_ids, **options)
@@ -572,24 +529,15 @@ class FourthStopTokenForgotten(AsyncLM):
 class NoTokensAreOne(AsyncLM):
     """``max_tokens=0`` is taken for no limit given, and one token is drawn."""
 
-    async def sample(self, prompt: Any, max_tokens: int, *args: Any, **options: Any) -> list[int]:
+    async def sample(self, prompt, max_tokens, *args, **options):
         return await super().sample(prompt, max_tokens or 1, *args, **options)
-
-
-@breaks("frequencies_agree_with_rows")
-class PlainTemperatureClipped(SamplingMutant):
-    """The fast path for draws without top_k and top_p takes no temperature above 1."""
-
-    def faulty(self, params: SamplingParams, place: int, together: int) -> SamplingParams:
-        plain = params.top_k is None and params.top_p is None
-        return evolve(params, temperature=min(params.temperature, 1.0)) if plain else params
 
 
 @breaks("adapter_in_sampling")
 class SecondTokenOfTheBaseModel(MockEngine):
     """The prompt is computed with the adapter, and the steps after it without."""
 
-    def _draw(self, query: Query, params: SamplingParams) -> list[int]:
+    def _draw(self, query, params):
         if query.adapter is None or params.max_tokens < 2:
             return super()._draw(query, params)
         first = super()._draw(query, evolve(params, max_tokens=1))
@@ -604,11 +552,11 @@ class SecondTokenOfTheBaseModel(MockEngine):
 class CallersLeftAtTheEnd(AsyncLM):
     """Who waits when the model is closed waits for ever; who asks later is refused."""
 
-    def close(self) -> None:
+    def close(self):
         self.closing = True
         super().close()
 
-    async def next_token_logprobs(self, *args: Any, **options: Any) -> torch.Tensor:
+    async def next_token_logprobs(self, *args, **options):
         early = "closing" not in self.__dict__
         try:
             return await super().next_token_logprobs(*args, **options)
@@ -622,7 +570,7 @@ class CallersLeftAtTheEnd(AsyncLM):
 class ClearedAfterTheEnd(AsyncLM):
     """Clearing a closed model passes, as if there were something to clear."""
 
-    def clear_kv_cache(self) -> None:
+    def clear_kv_cache(self):
         try:
             super().clear_kv_cache()
         except ModelClosedError:

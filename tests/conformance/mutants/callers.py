@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,6 +12,28 @@ from genlm.core import AsyncLM
 from genlm.core.errors import EngineError, GenlmError, PluginError, QueriesResetError
 
 from .registry import breaks
+
+
+class Unanswered(AsyncLM):
+    """A model whose callers get no answer where the core has the error :attr:`error` for them."""
+
+    error: ClassVar[type[Exception] | tuple[type[Exception], ...]]
+
+    async def next_token_logprobs(self, *args: Any, **options: Any) -> torch.Tensor:
+        try:
+            return await super().next_token_logprobs(*args, **options)
+        except self.error:
+            return await self.instead()
+
+    async def instead(self) -> torch.Tensor:
+        return await asyncio.get_running_loop().create_future()
+
+
+class Flat(Unanswered):
+    """Callers get a flat row in the place of the error."""
+
+    async def instead(self) -> torch.Tensor:
+        return torch.zeros(len(self.byte_vocab)).log_softmax(dim=0)
 
 
 class LMWithTasks(AsyncLM):
@@ -33,7 +55,7 @@ class LMWithTasks(AsyncLM):
 class CancelledNeighbour(LMWithTasks):
     """Cancelling one caller cancels all who asked for the same context."""
 
-    async def answer(self, task: asyncio.Task[torch.Tensor]) -> torch.Tensor:
+    async def answer(self, task):
         return await task
 
 
@@ -41,37 +63,29 @@ class CancelledNeighbour(LMWithTasks):
 class AbandonedRequestsEvaluated(LMWithTasks):
     """A request lives on when all its callers have gone."""
 
-    async def answer(self, task: asyncio.Task[torch.Tensor]) -> torch.Tensor:
+    async def answer(self, task):
         return await asyncio.shield(task)
 
 
 @breaks("failing_question_fails_alone")
-class SwallowedError(AsyncLM):
+class SwallowedError(Flat):
     """A request that fails is answered with a flat row."""
 
-    async def next_token_logprobs(self, *args: Any, **options: Any) -> torch.Tensor:
-        try:
-            return await super().next_token_logprobs(*args, **options)
-        except (EngineError, PluginError):
-            return torch.zeros(len(self.byte_vocab)).log_softmax(dim=0)
+    error = (EngineError, PluginError)
 
 
 @breaks("reset_fails_what_is_pending")
-class ResetForgetsTheCallers(AsyncLM):
+class ResetForgetsTheCallers(Unanswered):
     """A request that a reset drops is never answered."""
 
-    async def next_token_logprobs(self, *args: Any, **options: Any) -> torch.Tensor:
-        try:
-            return await super().next_token_logprobs(*args, **options)
-        except QueriesResetError:
-            return await asyncio.get_running_loop().create_future()
+    error = QueriesResetError
 
 
 @breaks("blocking_call_inside_a_running_loop")
 class BlockingCallsRunALoop(AsyncLM):
     """The blocking call runs the coroutine, which no thread with a running loop can."""
 
-    def next_token_logprobs_sync(self, *args: Any, **options: Any) -> torch.Tensor:
+    def next_token_logprobs_sync(self, *args, **options):
         coroutine = self.next_token_logprobs(*args, **options)
         try:
             return asyncio.run(coroutine)
@@ -83,7 +97,7 @@ class BlockingCallsRunALoop(AsyncLM):
 class ThreadsMixedUp(AsyncLM):
     """What a thread is computing is kept where another one takes it for its own."""
 
-    def next_token_logprobs_sync(self, token_ids: Any, **options: Any) -> torch.Tensor:
+    def next_token_logprobs_sync(self, token_ids, **options):
         main = threading.current_thread() is threading.main_thread()
         row = super().next_token_logprobs_sync(token_ids, **options)
         return row if main or "lora_name" in options else torch.roll(row, 1)
@@ -93,7 +107,7 @@ class ThreadsMixedUp(AsyncLM):
 class BoundToAnAbandonedLoop(AsyncLM):
     """Nobody can ask while callers of a loop that was closed are counted as waiting."""
 
-    async def next_token_logprobs(self, *args: Any, **options: Any) -> torch.Tensor:
+    async def next_token_logprobs(self, *args, **options):
         waiting = self.__dict__.setdefault("waiting", {})
         if any(loop.is_closed() for loop in waiting.values()):
             raise RuntimeError("bound to a different event loop")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from attrs import evolve
 
-from genlm.core import Adapter, Answer, Query, hookimpl
+from genlm.core import Answer, Query, hookimpl
 from genlm.core.mock import ContinuousMockEngine
 from genlm.core.types import Request, SampleRequest, ScoreRequest
 
@@ -40,10 +39,10 @@ class Continuous(ContinuousMockEngine):
 class RowsBeforeDraws(Continuous):
     """A row takes one step; while rows keep coming, a draw under way waits."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments, **options):
         super().__init__(*arguments, **{**options, "steps": 1})
 
-    def step(self, newcomers: list[Request], dropped: Sequence[Request]) -> list[Answer]:
+    def step(self, newcomers, dropped):
         for request in dropped:
             del self._in_flight[request]
         if not newcomers:
@@ -58,7 +57,7 @@ class RowsBeforeDraws(Continuous):
 class DrawsEndTogether(Continuous):
     """A batch of draws is returned when the longest of them ends."""
 
-    def step(self, newcomers: list[Request], dropped: Sequence[Request]) -> list[Answer]:
+    def step(self, newcomers, dropped):
         longest = max(
             (r.params.max_tokens for r in newcomers if isinstance(r, SampleRequest)), default=0
         )
@@ -73,7 +72,7 @@ class DrawsEndTogether(Continuous):
 class RowsWaitForTheDraw(Continuous):
     """While a draw is in flight, rows are admitted and make no progress."""
 
-    def step(self, newcomers: list[Request], dropped: Sequence[Request]) -> list[Answer]:
+    def step(self, newcomers, dropped):
         in_flight = [*self._in_flight, *newcomers]
         if any(isinstance(request, SampleRequest) for request in in_flight):
             for request in in_flight:
@@ -87,42 +86,36 @@ class RowsWaitForTheDraw(Continuous):
 class DroppedDrawsRunOn(Continuous):
     """What is dropped is drawn to its end, and then answered."""
 
-    def step(self, newcomers: list[Request], dropped: Sequence[Request]) -> list[Answer]:
+    def step(self, newcomers, dropped):
         answers = self.advance(newcomers)
         while any(request in self._in_flight for request in dropped):
             answers += self.advance([])
         return answers
 
 
-@breaks("adapters_changed_in_flight")
+@breaks("adapters_changed_in_flight", "https://github.com/sgl-project/sglang/pull/37824")
 class DroppedDrawKeepsItsAdapter(Keeping, Continuous, in_use=list):
-    """A draw that is dropped does not give back its adapter, so that one is never unloaded.
+    """A draw that is dropped does not give back its adapter, so that one is never unloaded."""
 
-    https://github.com/sgl-project/sglang/pull/37824
-    """
-
-    def step(self, newcomers: list[Request], dropped: Sequence[Request]) -> list[Answer]:
+    def step(self, newcomers, dropped):
         draws = [r for r in dropped if isinstance(r, SampleRequest)]
         self.in_use += [draw.query.adapter for draw in draws if draw.query.adapter]
         return self.advance(newcomers, dropped)
 
     @hookimpl
-    def genlm_remove_lora(self, adapter: Adapter) -> bool:
+    def genlm_remove_lora(self, adapter):
         if adapter in self.in_use:
             raise RuntimeError(f"the adapter {adapter.name} is in use")
         return super().genlm_remove_lora(adapter)
 
 
-@breaks("contract_is_kept_throughout")
+@breaks("contract_is_kept_throughout", "https://github.com/sgl-project/sglang/pull/35546")
 class StepsShareOneBuffer(Continuous):
-    """The rows of every step are views of one buffer, which the next step writes.
-
-    https://github.com/sgl-project/sglang/pull/35546
-    """
+    """The rows of every step are views of one buffer, which the next step writes."""
 
     buffer: torch.Tensor | None = None
 
-    def step(self, newcomers: list[Request], dropped: Sequence[Request]) -> list[Answer]:
+    def step(self, newcomers, dropped):
         answers = self.advance(newcomers, dropped)
         if self.buffer is None:
             self.buffer = torch.empty(64, self.vocab_size)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from attrs import evolve
 
-from genlm.core import Answer, AsyncLM, Query, hookimpl
+from genlm.core import AsyncLM, hookimpl
 from genlm.core.errors import ModelClosedError
 from genlm.core.mock import ContinuousMockEngine
 
+from .callers import Unanswered
 from .registry import breaks
 
 
@@ -20,25 +18,21 @@ from .registry import breaks
 class ResetForgetsTheDefaultAdapter(AsyncLM):
     """Every operation is right by itself; only after one another are they not."""
 
-    def reset_async_queries(self) -> None:
+    def reset_async_queries(self):
         super().reset_async_queries()
         self.clear_lora()
 
 
 @breaks("close_fails_what_is_pending")
-class HangAfterClose(AsyncLM):
+class HangAfterClose(Unanswered):
     """Whoever waits when the model is closed waits for ever."""
 
-    async def next_token_logprobs(self, *args: Any, **options: Any) -> torch.Tensor:
-        try:
-            return await super().next_token_logprobs(*args, **options)
-        except ModelClosedError:
-            return await asyncio.get_running_loop().create_future()
+    error = ModelClosedError
 
 
 @breaks("close_again_and_use_after_close")
 class ClosedTwiceFails(AsyncLM):
-    def close(self) -> None:
+    def close(self):
         if self.__dict__.setdefault("closed", False):
             raise RuntimeError("closed already")
         self.closed = True
@@ -50,7 +44,7 @@ class ContinuousDeduplicationBySuffix(ContinuousMockEngine):
     """Queries in flight together whose last token is the same share a row."""
 
     @hookimpl
-    def genlm_step(self, queries: Sequence[Query]) -> list[Answer]:
+    def genlm_step(self, queries):
         answers = self.advance(queries)
         by_tail: dict[int, Any] = {}
         return [

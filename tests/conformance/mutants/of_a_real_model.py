@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from attrs import evolve
 
 from genlm.core import hookimpl
-from genlm.core.types import Adapter, Query
 from genlm.hf.engine import HFEngine
 
 from ..blind.common import Keeping
@@ -26,18 +23,18 @@ class WeightsKeptByPath(Keeping, Batched, by_path=dict):
     """
 
     @hookimpl
-    def genlm_add_lora(self, adapter: Adapter, contents: Any) -> bool:
+    def genlm_add_lora(self, adapter, contents):
         if adapter.path not in self.by_path:
             super().genlm_add_lora(adapter, contents)
             self.by_path[adapter.path] = adapter
         return True
 
     @hookimpl
-    def genlm_remove_lora(self, adapter: Adapter) -> bool:
+    def genlm_remove_lora(self, adapter):
         return True
 
     @hookimpl
-    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+    def genlm_next_token_logprobs(self, queries):
         known = [
             evolve(query, adapter=query.adapter and self.by_path[query.adapter.path])
             for query in queries
@@ -54,7 +51,7 @@ class FolderReadOnce(Keeping, HFEngine, downloads=tempfile.mkdtemp, by_path=dict
     """
 
     @hookimpl
-    def genlm_read_lora(self, adapter: Adapter) -> Any:
+    def genlm_read_lora(self, adapter):
         if adapter.path not in self.by_path and os.path.isdir(adapter.path):
             copy = os.path.join(self.downloads, str(len(self.by_path)))
             self.by_path[adapter.path] = shutil.copytree(adapter.path, copy)
@@ -62,7 +59,7 @@ class FolderReadOnce(Keeping, HFEngine, downloads=tempfile.mkdtemp, by_path=dict
         return super().genlm_read_lora(evolve(adapter, path=path))
 
     @hookimpl
-    def genlm_close(self) -> None:
+    def genlm_close(self):
         super().genlm_close()
         shutil.rmtree(self.downloads)
 
@@ -74,7 +71,7 @@ class WrongAdapterPassedOver(Keeping, Batched, passed_over=set):
     """
 
     @hookimpl
-    def genlm_add_lora(self, adapter: Adapter, contents: Any) -> bool:
+    def genlm_add_lora(self, adapter, contents):
         try:
             return super().genlm_add_lora(adapter, contents)
         except Exception:
@@ -84,11 +81,11 @@ class WrongAdapterPassedOver(Keeping, Batched, passed_over=set):
             return True
 
     @hookimpl
-    def genlm_remove_lora(self, adapter: Adapter) -> bool:
+    def genlm_remove_lora(self, adapter):
         return adapter.version in self.passed_over or super().genlm_remove_lora(adapter)
 
     @hookimpl
-    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+    def genlm_next_token_logprobs(self, queries):
         return super().genlm_next_token_logprobs(
             [
                 evolve(query, adapter=None)

@@ -31,9 +31,10 @@ MUTANTS: dict[str, Mutant] = {}
 
 
 def breaks(
-    clause: str, max_context: int = 64, engine: type[MockEngine] = MockEngine
+    clause: str, thread: str = "", *, max_context: int = 64, engine: type[MockEngine] = MockEngine
 ) -> Callable[[type], type]:
-    """Register a faulty engine, or a faulty ``AsyncLM`` over a sound one."""
+    """Register a faulty engine, or a faulty ``AsyncLM`` over a sound one. The thread reports its
+    bug, or one of its kind."""
 
     def register(faulty: type) -> type:
         load = functools.partial(_load, faulty, engine, max_context)

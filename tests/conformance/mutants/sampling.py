@@ -2,68 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
 
 from attrs import evolve
 
-from genlm.core import Query, SamplingParams, hookimpl
+from genlm.core import SamplingParams, hookimpl
 from genlm.core.mock import MockEngine
 
 from .registry import breaks
 
 
-class SamplingMutant(MockEngine):
-    """An engine that draws with other parameters than it was given."""
+def drawing(name: str, change: Callable[[SamplingParams, int], SamplingParams]) -> type:
+    """An engine that draws with what ``change`` makes of the parameters it is given, and of how
+    many draws are made together."""
 
-    def faulty(self, params: SamplingParams, place: int, together: int) -> SamplingParams:
-        raise NotImplementedError
+    class Drawing(MockEngine):
+        @hookimpl
+        def genlm_sample(self, queries, params):
+            return super().genlm_sample(queries, [change(p, len(params)) for p in params])
 
-    @hookimpl
-    def genlm_sample(
-        self, queries: Sequence[Query], params: Sequence[SamplingParams]
-    ) -> list[list[int]]:
-        return super().genlm_sample(
-            queries, [self.faulty(p, i, len(params)) for i, p in enumerate(params)]
-        )
+    Drawing.__name__ = name
+    return Drawing
 
 
-@breaks("seed_fixes_the_draw")
-class SeedDependsOnTheBatch(SamplingMutant):
-    """One generator for the whole batch: the size of the batch goes into every draw."""
-
-    def faulty(self, params: SamplingParams, place: int, together: int) -> SamplingParams:
-        return params if params.seed is None else evolve(params, seed=params.seed + together - 1)
-
-
-@breaks("draws_are_separate")
-class DrawsWithoutEntropy(SamplingMutant):
-    """Without a seed, the seed is 0."""
-
-    def faulty(self, params: SamplingParams, place: int, together: int) -> SamplingParams:
-        return evolve(params, seed=params.seed or 0)
-
-
-@breaks("temperature_zero_is_argmax")
-class ColdIsOnlyCool(SamplingMutant):
-    """Temperature 0 is a low one: the second most likely token has its chances."""
-
-    def faulty(self, params: SamplingParams, place: int, together: int) -> SamplingParams:
-        return params if params.temperature else evolve(params, temperature=0.5, seed=0)
-
-
-@breaks("top_k_and_top_p")
-class TopKIgnored(SamplingMutant):
-    def faulty(self, params: SamplingParams, place: int, together: int) -> SamplingParams:
-        return evolve(params, top_k=None)
+for name, clause, change in (
+    # One generator for the whole batch: the size of the batch goes into every draw.
+    (
+        "SeedDependsOnTheBatch",
+        "seed_fixes_the_draw",
+        lambda p, n: p if p.seed is None else evolve(p, seed=p.seed + n - 1),
+    ),
+    ("DrawsWithoutEntropy", "draws_are_separate", lambda p, n: evolve(p, seed=p.seed or 0)),
+    # Temperature 0 is a low one: the second most likely token has its chances.
+    (
+        "ColdIsOnlyCool",
+        "temperature_zero_is_argmax",
+        lambda p, n: p if p.temperature else evolve(p, temperature=0.5, seed=0),
+    ),
+    ("TopKIgnored", "top_k_and_top_p", lambda p, n: evolve(p, top_k=None)),
+    # A top_p that is 0 in half precision is taken for none.
+    (
+        "TinyNucleusIsNone",
+        "top_k_and_top_p",
+        lambda p, n: evolve(p, top_p=None) if (p.top_p or 1.0) < 1e-5 else p,
+    ),
+    ("OneTokenTooMany", "max_tokens", lambda p, n: evolve(p, max_tokens=p.max_tokens + 1)),
+    (
+        "TemperatureIgnored",
+        "frequencies_agree_with_rows",
+        lambda p, n: evolve(p, temperature=min(p.temperature, 1.0)),
+    ),
+    # The fast path for draws without top_k and top_p takes no temperature above 1.
+    (
+        "PlainTemperatureClipped",
+        "frequencies_agree_with_rows",
+        lambda p, n: p if p.top_k or p.top_p else evolve(p, temperature=min(p.temperature, 1.0)),
+    ),
+):
+    breaks(clause)(drawing(name, change))
 
 
 @breaks("stop_token_ends_the_draw")
 class StopTokenLeftIn(MockEngine):
     @hookimpl
-    def genlm_sample(
-        self, queries: Sequence[Query], params: Sequence[SamplingParams]
-    ) -> list[list[int]]:
+    def genlm_sample(self, queries, params):
         free = super().genlm_sample(
             queries, [evolve(p, stop_token_ids=frozenset()) for p in params]
         )
@@ -76,24 +78,10 @@ class StopTokenLeftIn(MockEngine):
         return [ids[:end] for ids, end in zip(free, ends, strict=True)]
 
 
-@breaks("max_tokens")
-class OneTokenTooMany(SamplingMutant):
-    def faulty(self, params: SamplingParams, place: int, together: int) -> SamplingParams:
-        return evolve(params, max_tokens=params.max_tokens + 1)
-
-
-@breaks("frequencies_agree_with_rows")
-class TemperatureIgnored(SamplingMutant):
-    def faulty(self, params: SamplingParams, place: int, together: int) -> SamplingParams:
-        return evolve(params, temperature=min(params.temperature, 1.0))
-
-
 @breaks("adapter_in_sampling")
 class DrawsFromTheBaseModel(MockEngine):
     @hookimpl
-    def genlm_sample(
-        self, queries: Sequence[Query], params: Sequence[SamplingParams]
-    ) -> list[list[int]]:
+    def genlm_sample(self, queries, params):
         return super().genlm_sample([evolve(query, adapter=None) for query in queries], params)
 
 
@@ -102,9 +90,7 @@ class ScoresOffByOne(MockEngine):
     """Each token is scored by the row of the token before it."""
 
     @hookimpl
-    def genlm_sequence_logprobs(
-        self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
-    ) -> Any:
+    def genlm_sequence_logprobs(self, queries, continuations):
         shorter = [
             evolve(query, token_ids=query.token_ids[:-1] or query.token_ids) for query in queries
         ]

@@ -6,13 +6,10 @@ Those that real engines had stand in ``blind/``; a clause that has one there has
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any
 
-import torch
 from attrs import evolve
 
-from genlm.core import AsyncLM, Query, hookimpl
+from genlm.core import AsyncLM, hookimpl
 from genlm.core.mock import ContinuousMockEngine, MockEngine
 
 from ..blind import of_the_mock
@@ -41,7 +38,7 @@ class LongScoresFromTheEnd(ContinuousMockEngine):
     """A score that reaches beyond 512 tokens takes every place for one beyond: as a rope that
     changes there does, where the whole text is one forward."""
 
-    def _score(self, query: Query, continuation: Sequence[int]) -> torch.Tensor:
+    def _score(self, query, continuation):
         if query.length + len(continuation) > 512:
             query = evolve(query, token_ids=(0, *query.token_ids[1:]))
         return super()._score(query, continuation)
@@ -51,7 +48,7 @@ class LongScoresFromTheEnd(ContinuousMockEngine):
 class FirstTokenForgotten(MockEngine):
     """A long context is evaluated without its first token, in cold rows too."""
 
-    def row(self, query: Query) -> torch.Tensor:
+    def row(self, query):
         if len(query.token_ids) > 48:
             query = evolve(query, token_ids=(0, *query.token_ids[1:]))
         return super().row(query)
@@ -62,7 +59,7 @@ class LastTokenOutOfTheTable(MockEngine):
     """The last token of the vocabulary has no place in the table of a batch."""
 
     @hookimpl
-    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+    def genlm_next_token_logprobs(self, queries):
         last = self.vocab_size - 1
         if len(queries) > 1:
             queries = [
@@ -78,7 +75,7 @@ class ThirdSiblingGetsTheFirst(MockEngine):
     gets the first's row."""
 
     @hookimpl
-    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+    def genlm_next_token_logprobs(self, queries):
         rows = super().genlm_next_token_logprobs(queries)
         children: dict[tuple[int, ...], list[int]] = {}
         for i, query in enumerate(queries):
@@ -96,14 +93,14 @@ class LongContextChangesTheTables(MockEngine):
 
     changed = False
 
-    def row(self, query: Query) -> torch.Tensor:
+    def row(self, query):
         self.changed |= len(query.token_ids) == self.max_context
         if self.changed and len(query.token_ids) <= 3:
             query = evolve(query, token_ids=(*query.token_ids, 0))
         return super().row(query)
 
     @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
+    def genlm_clear_kv_cache(self):
         super().genlm_clear_kv_cache()
         self.changed = False
 
@@ -114,12 +111,12 @@ class DriftsWithEveryAdapter(MockEngine):
 
     removed = 0
 
-    def row(self, query: Query) -> torch.Tensor:
+    def row(self, query):
         row = super().row(query)
         return (row * (1 + 1e-3 * self.removed)).log_softmax(-1)
 
     @hookimpl
-    def genlm_remove_lora(self, adapter: Any) -> bool:
+    def genlm_remove_lora(self, adapter):
         self.removed += 1
         return super().genlm_remove_lora(adapter)
 
@@ -128,7 +125,7 @@ class DriftsWithEveryAdapter(MockEngine):
 class SeedStaysSet(AsyncLM):
     """A seed sets the one generator of the process: draws without a seed follow from it."""
 
-    async def sample(self, prompt: Any, *arguments: Any, **options: Any) -> list[int]:
+    async def sample(self, prompt, *arguments, **options):
         if options.get("seed") is None and "last" in self.__dict__:
             options["seed"] = self.last + 1
         if options.get("seed") is not None:
@@ -140,6 +137,6 @@ class SeedStaysSet(AsyncLM):
 class ThreadOutlivesTheModel(MockEngine):
     """A worker thread is not stopped."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         threading.Thread(target=threading.Event().wait, daemon=True, name="worker").start()

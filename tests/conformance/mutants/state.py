@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import torch
 from attrs import evolve
 
 from genlm.core import AsyncLM, Query, hookimpl
@@ -18,7 +14,7 @@ from .registry import breaks
 @breaks("batch_answers_in_order")
 class RowsInTheWrongOrder(MockEngine):
     @hookimpl
-    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+    def genlm_next_token_logprobs(self, queries):
         return super().genlm_next_token_logprobs(queries).flip(0)
 
 
@@ -26,7 +22,7 @@ class RowsInTheWrongOrder(MockEngine):
 class BatchesSorted(AsyncLM):
     """A batch comes back sorted by length, as it went to the engine."""
 
-    async def batch_next_token_logprobs(self, token_ids_list: Any, **options: Any) -> torch.Tensor:
+    async def batch_next_token_logprobs(self, token_ids_list, **options):
         rows = await super().batch_next_token_logprobs(token_ids_list, **options)
         return rows[sorted(range(len(rows)), key=lambda i: len(token_ids_list[i]))]
 
@@ -35,7 +31,7 @@ class BatchesSorted(AsyncLM):
 class NothingShared(AsyncLM):
     """A request is evaluated again for a further caller."""
 
-    async def next_token_logprobs(self, *args: Any, **options: Any) -> torch.Tensor:
+    async def next_token_logprobs(self, *args, **options):
         await super().next_token_logprobs(*args, **options)
         self.clear_cache()
         return await super().next_token_logprobs(*args, **options)
@@ -46,7 +42,7 @@ class DeduplicationBySuffix(MockEngine):
     """Queries of one batch whose last token is the same share a row."""
 
     @hookimpl
-    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+    def genlm_next_token_logprobs(self, queries):
         by_tail: dict[int, Query] = {}
         return super().genlm_next_token_logprobs(
             [by_tail.setdefault(q.token_ids[-1], q) for q in queries]
@@ -58,7 +54,7 @@ class WarmRowsOneTokenShort(Forgetting, MockEngine, known=set):
     """A context that was evaluated before starts from its own state, and is evaluated without its
     last token."""
 
-    def row(self, query: Query) -> torch.Tensor:
+    def row(self, query):
         again = not query.cold and query in self.known and len(query.token_ids) > 1
         self.known.add(query)
         return super().row(evolve(query, token_ids=query.token_ids[:-1]) if again else query)
@@ -68,7 +64,7 @@ class WarmRowsOneTokenShort(Forgetting, MockEngine, known=set):
 class ExtensionsAtTheWrongPosition(Forgetting, MockEngine, last=tuple):
     """A context that extends one evaluated just before is evaluated as if that were not there."""
 
-    def row(self, query: Query) -> torch.Tensor:
+    def row(self, query):
         if query.cold:
             return super().row(query)
         extends = bool(self.last) and query.token_ids[:-1] == self.last
@@ -81,7 +77,7 @@ class StateChangedByItsReader(Forgetting, MockEngine, states=dict):
     """The state of a context grows with whoever extends it, so that later readers start from
     something else."""
 
-    def row(self, query: Query) -> torch.Tensor:
+    def row(self, query):
         if query.cold:
             return super().row(query)
         own = self.states.setdefault(query, query)
@@ -95,7 +91,7 @@ class StateChangedByItsReader(Forgetting, MockEngine, states=dict):
 class PinnedPrefixCountedTwice(MockEngine):
     """A context that begins with a pinned prefix is evaluated with the prefix twice."""
 
-    def row(self, query: Query) -> torch.Tensor:
+    def row(self, query):
         for pinned in [] if query.cold else self.pinned:
             n = len(pinned.token_ids)
             if (
@@ -110,13 +106,13 @@ class PinnedPrefixCountedTwice(MockEngine):
 class DroppedStateStillUsed(MockEngine):
     """After the state was dropped, what was pinned is read as if it were nothing."""
 
-    def row(self, query: Query) -> torch.Tensor:
+    def row(self, query):
         stale = self.__dict__.get("stale", set())
         if not query.cold and query in stale:
             return super().row(evolve(query, token_ids=query.token_ids * 2))
         return super().row(query)
 
     @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
+    def genlm_clear_kv_cache(self):
         self.stale = set(self.pinned)
         super().genlm_clear_kv_cache()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
-
 import torch
 
 from genlm.core import AsyncLM, PluginError
 from genlm.core.mock import ContinuousMockEngine, hashed_row
 
+from .callers import Flat, Unanswered
 from .registry import breaks
 
 
@@ -17,7 +15,7 @@ from .registry import breaks
 class DrawsPastTheWrapper(AsyncLM):
     """A greedy draw takes the model's own most likely token."""
 
-    async def sample(self, ids: Any, n: int, *args: Any, **options: Any) -> list[int]:
+    async def sample(self, ids, n, *args, **options):
         if options.get("temperature") != 0.0:
             return await super().sample(ids, n, *args, **options)
         drawn = list(ids)
@@ -30,28 +28,20 @@ class DrawsPastTheWrapper(AsyncLM):
 class ScoresPastTheWrapper(AsyncLM):
     """A continuation is scored by the model's own rows."""
 
-    async def sequence_logprobs(self, ids: Any, tokens: Any, **options: Any) -> torch.Tensor:
+    async def sequence_logprobs(self, ids, tokens, **options):
         rows = [hashed_row([*ids, *tokens[:i]], None, 258) for i in range(len(tokens))]
         return torch.stack([row[token] for row, token in zip(rows, tokens, strict=True)])
 
 
 @breaks("lost_answer_is_an_error")
-class LostAnswerIsAFlatRow(AsyncLM):
+class LostAnswerIsAFlatRow(Flat):
     """A row that a wrapper has lost is replaced by a flat one."""
 
-    async def next_token_logprobs(self, *args: Any, **options: Any) -> torch.Tensor:
-        try:
-            return await super().next_token_logprobs(*args, **options)
-        except PluginError:
-            return torch.zeros(len(self.byte_vocab)).log_softmax(dim=0)
+    error = PluginError
 
 
 @breaks("lost_answer_is_an_error", engine=ContinuousMockEngine)
-class LostAnswerIsWaitedFor(AsyncLM):
+class LostAnswerIsWaitedFor(Unanswered):
     """Who asked for a row that a wrapper has lost waits for ever."""
 
-    async def next_token_logprobs(self, *args: Any, **options: Any) -> torch.Tensor:
-        try:
-            return await super().next_token_logprobs(*args, **options)
-        except PluginError:
-            return await asyncio.get_running_loop().create_future()
+    error = PluginError
