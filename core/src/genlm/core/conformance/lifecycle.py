@@ -89,7 +89,6 @@ class LifecycleClauses:
     def test_two_models_in_one_process(self, live: Subject) -> None:
         """Two more models of the same backend draw differently without a seed, keep their own
         adapters and state, and one closes without a trace on the others."""
-        self._needs_a_second_model(live)
         prompt = live.contexts.stem[:4]
         length = min(24, live.contexts.limit - 5)
         live.cold(prompt)
@@ -145,7 +144,6 @@ class LifecycleClauses:
 
     def test_nothing_is_left_after_close(self, live: Subject) -> None:
         """A model that has been used and closed leaves no tensors, threads or open files."""
-        self._needs_a_second_model(live)
         contexts = live.contexts.many(30)
 
         def use() -> None:
@@ -169,18 +167,16 @@ class LifecycleClauses:
 
     def _further(self, live: Subject) -> AsyncLM:
         """Another model of the backend. One that refuses it, and says so, is not tested for it."""
+        if not live.suite.second_model:
+            pytest.skip(
+                "this class says that there is no room for a second model (second_model = False)"
+            )
         try:
             return live.suite.load([])
         except Exception as error:
             pytest.skip(
                 "the backend refuses another model while one is open "
                 f"({type(error).__name__}: {error!s:.100})"
-            )
-
-    def _needs_a_second_model(self, live: Subject) -> None:
-        if not live.suite.second_model:
-            pytest.skip(
-                "this class says that there is no room for a second model (second_model = False)"
             )
 
     def test_close_fails_what_is_pending(self, live: Subject) -> None:

@@ -48,11 +48,11 @@ class SamplingClauses:
             again = live.sample(prompts[0], 4, seed=seed, **how)
             expect_same_draw(again, alone, f"{what} {alone}, then {again}")
             live.lm.clear_cache()
-            first, *_ = live.run(live.lm.batch_sample(prompts, 4, [], seed=seed, **how))
+            first, *_ = live.samples(prompts, 4, seed=seed, **how)
             expect_same_draw(first, alone, f"{what} {alone} alone and {first} first in a batch")
             live.lm.clear_cache()
             last, again = (
-                live.run(live.lm.batch_sample([other, prompts[0]], 4, [], seed=seed, **how))[1]
+                live.samples([other, prompts[0]], 4, seed=seed, **how)[1]
                 for other in (prompts[1], prompts[-1])
             )
             beside = f"{last} or {again} second in a batch, beside others"
@@ -63,39 +63,31 @@ class SamplingClauses:
         own stream."""
         prompt = live.contexts.stem[:4]
         for seed in (None, 1):
-            draws = live.lm.batch_sample([prompt] * 4, 6, [], temperature=100.0, seed=seed)
-            drawn = live.run(draws)
-            check(
-                len(set(map(tuple, drawn))) > 1,
-                f"four draws of six tokens in a batch at temperature 100, seed={seed}: all "
-                f"{drawn[0]}",
-            )
+            drawn = live.samples([prompt] * 4, 6, temperature=100.0, seed=seed)
+            what = f"four draws of six tokens in a batch at temperature 100, seed={seed}"
+            check(len(set(map(tuple, drawn))) > 1, f"{what}: all {drawn[0]}")
 
     def test_seeds_among_companions(self, live: Subject) -> None:
         """A seeded draw is the same among draws with other options, other seeds, none, and other
         adapters."""
         live.needs_little_rounding()
-        name = next(iter(live.loras), None)
-        neighbours = st.sampled_from(
-            [
-                {"seed": None},
-                {"seed": 3},
-                {"top_k": 2, "seed": 5},
-                {"top_p": 0.5},
-                {"temperature": 0.0},
-                {"temperature": 3.0, "seed": 1},
-                {"lora_name": name},
-            ]
-        )
-
         how = steady(live)
+        neighbours = (
+            {"seed": None},
+            {"seed": 3},
+            {"top_k": 2, "seed": 5},
+            {"top_p": 0.5},
+            {"temperature": 0.0},
+            {"temperature": 3.0, "seed": 1},
+            {"lora_name": next(iter(live.loras), None)},
+        )
 
         @live.for_all(
             examples=15,
             least=8,
             prompt=live.contexts.any(room_for=5),
             seed=SEEDS,
-            others=st.lists(neighbours, min_size=1, max_size=5),
+            others=st.lists(st.sampled_from(neighbours), min_size=1, max_size=5),
             place=st.integers(0, 5),
         )
         @for_each_seed
@@ -107,13 +99,8 @@ class SamplingClauses:
             place %= len(others) + 1
             given = [*others[:place], {"seed": seed, **how}, *others[place:]]
             draws = live.run_all(live.lm.sample(prompt, 5, [], **options) for options in given)
-            drawn = draws[place]
-            expect_same_draw(
-                drawn,
-                alone,
-                f"{brief(prompt)} with seed {seed} draws {alone} alone, and {drawn} beside "
-                f"{others}",
-            )
+            what = f"{brief(prompt)} with seed {seed} draws {alone} alone, and {draws[place]}"
+            expect_same_draw(draws[place], alone, f"{what} beside {others}")
 
     def test_successive_tokens_are_independent(self, live: Subject) -> None:
         """Draws of two tokens, with seeds one after the other: all pairs come at the frequencies
@@ -182,14 +169,13 @@ class SamplingClauses:
                 free = live.sample(prompt, 4, **how)
                 stops = [free[place], *others]
                 first = min(free.index(stop) for stop in stops if stop in free)
+                what = (
+                    f"{list(prompt)} with {_given(how)} draws {free}, with the stop tokens {stops}"
+                )
                 for most in (4, first + 1):
                     stopped = live.sample(prompt, most, stops, **how)
-                    expect_same_draw(
-                        stopped,
-                        free[:first],
-                        f"{list(prompt)} with {_given(how)} draws {free}, with the stop tokens "
-                        f"{stops} and max_tokens={most} {stopped}",
-                    )
+                    found = f"{what} and max_tokens={most} {stopped}"
+                    expect_same_draw(stopped, free[:first], found)
 
     def test_max_tokens(self, live: Subject) -> None:
         """Without stop tokens a continuation has exactly ``max_tokens`` tokens; 0 gives none."""
@@ -198,11 +184,8 @@ class SamplingClauses:
         def max_tokens(prompt: TokenIds, count: int) -> None:
             drawn = live.sample(prompt, count, seed=0)
             check(len(drawn) == count, f"max_tokens={count} gave {len(drawn)} tokens")
-            vocab_size = len(live.lm.byte_vocab)
-            check(
-                all(0 <= token_id < vocab_size for token_id in drawn),
-                f"{drawn} is not all in range({vocab_size})",
-            )
+            known = range(len(live.lm.byte_vocab))
+            check(all(token_id in known for token_id in drawn), f"{drawn} is not all in {known}")
 
     def test_frequencies_agree_with_rows(self, live: Subject) -> None:
         """The frequencies of drawn tokens are those of the cold row, at temperature 1 and others (a
@@ -210,9 +193,7 @@ class SamplingClauses:
         prompt = live.contexts.stem[:6]
         count = max(200, round(DRAWS * live.effort))
         for temperature in (1.0, 0.5, 2.0):
-            drawn = live.run(
-                live.lm.batch_sample([prompt] * count, 1, [], temperature=temperature, seed=2026)
-            )
+            drawn = live.samples([prompt] * count, 1, temperature=temperature, seed=2026)
             mass = (live.cold(prompt).double() / temperature).softmax(dim=0)
             what = f"{count} draws after {list(prompt)} at temperature {temperature}"
             expect_frequencies(what, drawn, single_tokens(mass))
@@ -233,16 +214,12 @@ class SamplingClauses:
             (0.02, None, None),
         ):
             options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-            drawn = live.run(
-                live.lm.batch_sample([prompt] * count, 1, [], seed=7, **options)  # type: ignore[arg-type]
-            )
+            drawn = live.samples([prompt] * count, 1, seed=7, **options)
             mass, unsure = _left(row, temperature, top_k, top_p, live.atol)
             what = f"{count} draws after {brief(prompt)} with {_given(options)}"
             for ids in drawn:
-                check(
-                    len(ids) == 1 and (bool(mass[ids[0]] > 0) or ids[0] in unsure),
-                    f"{what}: {ids} is not among the tokens that are left",
-                )
+                is_left = len(ids) == 1 and (bool(mass[ids[0]] > 0) or ids[0] in unsure)
+                check(is_left, f"{what}: {ids} is not among the tokens that are left")
             # Rounding decides whether the unsure ones are left: compare the others.
             sure = mass.clone()
             sure[list(unsure)] = 0.0
@@ -276,19 +253,16 @@ class SamplingClauses:
             others = [token for token in live.contexts.plain[:40] if token not in free][:3]
             stopped = live.sample(prompt, 6, [*others, *stops], seed=seed, **how)
             first = min(free.index(stop) for stop in stops)
-            expect_same_draw(
-                stopped,
-                free[:first],
-                f"{brief(prompt)} with seed {seed} draws {free}, with stop tokens "
-                f"{sorted({*stops, *others})} {stopped}",
-            )
+            what = f"{brief(prompt)} with seed {seed} draws {free}, with stop tokens"
+            found = f"{what} {sorted({*stops, *others})} {stopped}"
+            expect_same_draw(stopped, free[:first], found)
 
     def test_draws_of_full_length(self, live: Subject) -> None:
         """Without stop tokens nothing stops, at a temperature at which every token comes up."""
         count = live.scaled(200, 60)
         prompts = [live.contexts.stem[:n] for n in (2, 4, 5)] * (count // 3)
         length = min(16, live.contexts.limit - 5)
-        for ids in live.run(live.lm.batch_sample(prompts, length, [], temperature=100.0)):
+        for ids in live.samples(prompts, length, temperature=100.0):
             check(len(ids) == length, f"without stop tokens {length} were asked, {len(ids)} drawn")
 
     def test_adapter_in_sampling(self, live: Subject) -> None:

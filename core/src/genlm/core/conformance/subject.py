@@ -72,7 +72,8 @@ class Subject(Driver):
         self._lm: AsyncLM | None = None
         self._broken: Exception | None = None
         self._clean = False
-        self._bound: dict[str, str] = {}
+        #: The paths of the adapters that are bound now, by name.
+        self.bound: dict[str, str] = {}
         self._noted: dict[object, Any] = {}
         #: The first cold rows of the base model, to be asked for once more at the end.
         self.first_rows: dict[TokenIds, torch.Tensor] = {}
@@ -94,7 +95,7 @@ class Subject(Driver):
             except Exception as error:
                 self._broken = error
                 raise
-            self._bound = {}
+            self.bound = {}
         if not self._clean:
             self._clean = True
             self.reset()
@@ -159,10 +160,10 @@ class Subject(Driver):
         self._together = ""
         self.lm.clear_lora()
         if self.lm.supports("genlm_add_lora"):
-            for name in sorted(set(self._bound) - set(self.adapters)):
+            for name in sorted(set(self.bound) - set(self.adapters)):
                 self.remove(name)
             for name, path in self.adapters.items():
-                if self._bound.get(name) != path:
+                if self.bound.get(name) != path:
                     self.bind(name, path)
         self.clear()
 
@@ -175,22 +176,17 @@ class Subject(Driver):
     def bind(self, name: str, path: str) -> None:
         """Add an adapter."""
         self.lm.add_new_lora(path, name)
-        self._bound[name] = path
+        self.bound[name] = path
 
     def remove(self, name: str) -> None:
         """Remove an adapter."""
         self.lm.remove_lora(name)
-        del self._bound[name]
+        del self.bound[name]
 
     @property
     def loras(self) -> list[str]:
         """The names of the given adapters; none where the engine has no LoRA."""
         return list(self.adapters) if self.lm.supports("genlm_add_lora") else []
-
-    @property
-    def bound(self) -> list[str]:
-        """The names of the adapters that are bound now."""
-        return list(self._bound)
 
     def noted(self, key: object, make: Callable[[], T]) -> T:
         """What clauses keep for each other, made when it is first needed."""
@@ -200,7 +196,7 @@ class Subject(Driver):
 
     def path_of(self, name: str | None) -> str | None:
         """The path of the adapter that a name stands for now."""
-        return None if name is None else self._bound[name]
+        return None if name is None else self.bound[name]
 
     def close(self) -> None:
         """The end of all clauses."""
@@ -356,6 +352,12 @@ class Subject(Driver):
     ) -> list[int]:
         """A draw."""
         return self.run(self.lm.sample(prompt, most, stops, **options))
+
+    def samples(
+        self, prompts: Sequence[Sequence[int]], most: int, **options: Any
+    ) -> list[list[int]]:
+        """Draws in one batch, without stop tokens."""
+        return self.run(self.lm.batch_sample(prompts, most, [], **options))
 
     def score(
         self, prompt: Sequence[int], tokens: Sequence[int], adapter: str | None = None
