@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import math
 
 import pytest
@@ -178,10 +177,13 @@ def test_scores_by_rows_ask_few_contexts_at_a_time(mock, monkeypatch, gate):
 
 
 def drawable(row, **options):
-    """The ids that can be drawn, with their probabilities, over many draws."""
+    """The ids that are drawn, each with the probability that the drawer says it had."""
     drawer = TokenDrawer(SamplingParams(max_tokens=1, seed=0, **options))
-    counts = collections.Counter(drawer.draw(row) for _ in range(4000))
-    return {token_id: count / 4000 for token_id, count in sorted(counts.items())}
+    found = {}
+    for _ in range(1000):
+        before, token_id = drawer.proposal_logprob, drawer.draw(row)
+        found[token_id] = math.exp(drawer.proposal_logprob - before)
+    return found
 
 
 def by_hand(row, temperature=1.0, top_k=None, top_p=None, min_p=None):
@@ -198,7 +200,7 @@ def by_hand(row, temperature=1.0, top_k=None, top_p=None, min_p=None):
         kept = few
     if min_p is not None:
         kept = [i for i in kept if weights[i] >= min_p * max(weights.values())]
-    return {i: weights[i] / sum(weights[j] for j in kept) for i in sorted(kept)}
+    return {i: weights[i] / sum(weights[j] for j in kept) for i in kept}
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -208,9 +210,7 @@ def by_hand(row, temperature=1.0, top_k=None, top_p=None, min_p=None):
 def test_filters_apply_in_the_stated_order(temperature, top_k, top_p, min_p):
     row = torch.tensor([0.05, 0.35, 0.1, 0.27, 0.23]).log()
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    drawn, expected = drawable(row, **options), by_hand(row, **options)
-    assert drawn.keys() == expected.keys()
-    assert all(abs(drawn[i] - expected[i]) < 0.05 for i in expected)
+    assert drawable(row, **options) == pytest.approx(by_hand(row, **options))
 
 
 def test_the_order_of_top_k_and_top_p_matters():
