@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -25,3 +27,20 @@ def example() -> Callable[[str], ModuleType]:
         return module
 
     return load
+
+
+@pytest.fixture
+def run_on_the_mock(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Runs an example with arguments; returns what it printed."""
+
+    def run(name: str, *arguments: str) -> str:
+        program = str(FOLDER / f"{name}.py")
+        monkeypatch.setattr(sys, "argv", [program, *arguments, "--backend", "mock"])
+        runpy.run_path(program, run_name="__main__")
+        printed = capsys.readouterr()
+        assert printed.err == ""
+        return printed.out
+
+    return run

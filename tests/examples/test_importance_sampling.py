@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import subprocess
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from genlm.core import MockAsyncLM
 
-PROGRAM = Path(__file__).parents[2] / "examples" / "importance_sampling.py"
 VOCAB = [b"a", b"b", b"ab", b"ba", b"<end>", b"<pad>", b"c"]
 PROMPT = [0, 6]
 
@@ -36,7 +31,7 @@ class Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def program(example) -> ModuleType:
+def program(example):
     pytest.importorskip("regex", reason="the example matches with the package regex")
     return example("importance_sampling")
 
@@ -99,10 +94,6 @@ def test_a_text_that_does_not_end_in_time_weighs_nothing(program, lm):
     assert only.log_weight == -math.inf
 
 
-def test_the_program_runs_on_the_mock(program) -> None:
-    arguments = ["--backend", "mock", "--pattern", "[a-c]+", "--samples", "40"]
-    ran = subprocess.run(
-        [sys.executable, PROGRAM, *arguments], capture_output=True, text=True, check=True
-    )
-    assert "effective sample size" in ran.stdout
-    assert ran.stderr == ""
+def test_the_program_runs(program, run_on_the_mock) -> None:
+    printed = run_on_the_mock("importance_sampling", "--pattern", "[a-c]+", "--samples", "40")
+    assert "effective sample size" in printed
