@@ -123,7 +123,7 @@ def decode_pieces(pieces: Sequence[str], definition: Definition) -> list[bytes]:
     """
     decoded: Sequence[Piece] = pieces
     joined = False
-    for step in _steps(definition):
+    for step in steps(definition):
         if step["type"] in _LOSSY:
             raise undecodable(
                 f"the tokenizer's decoder {step['type']} "
@@ -138,18 +138,19 @@ def decode_pieces(pieces: Sequence[str], definition: Definition) -> list[bytes]:
     return [piece if isinstance(piece, bytes) else piece.encode() for piece in decoded]
 
 
-def _steps(definition: Definition) -> list[Definition]:
-    """The chain of steps, flat."""
+def steps(definition: Definition) -> list[Definition]:
+    """The chain of a component's steps, flat."""
     if definition["type"] != "Sequence":
         return [definition]
-    return [step for part in definition["decoders"] for step in _steps(part)]
+    parts = next(value for value in definition.values() if isinstance(value, list))
+    return [step for part in parts for step in steps(part)]
 
 
 def _change_of_piece(step: Definition) -> Callable[[Piece], Piece]:
     """What a step that still sees single pieces does to each."""
     match step["type"]:
         case "ByteFallback":
-            return _on_text(_named_byte)
+            return _on_text(_byte_or_piece)
         case "Metaspace":
             return _on_text(_replacing(step["replacement"], " "))
         case "Replace":
@@ -194,12 +195,16 @@ def _on_text(change: Callable[[str], Piece]) -> Callable[[Piece], Piece]:
     return lambda piece: change(piece) if isinstance(piece, str) else piece
 
 
-def _named_byte(piece: str) -> Piece:
-    """A byte for a piece such as ``<0x0A>``; as text where it is ASCII, for the steps that
-    follow."""
-    if len(piece) != 6 or not _BYTE_PIECE.fullmatch(piece):
+def named_byte(piece: str) -> int | None:
+    """The byte that a piece such as ``<0x0A>`` names."""
+    return int(piece[3:5], 16) if len(piece) == 6 and _BYTE_PIECE.fullmatch(piece) else None
+
+
+def _byte_or_piece(piece: str) -> Piece:
+    """The byte that the piece names; as text where it is ASCII, for the steps that follow."""
+    byte = named_byte(piece)
+    if byte is None:
         return piece
-    byte = int(piece[3:5], 16)
     return chr(byte) if byte < 0x80 else bytes([byte])
 
 

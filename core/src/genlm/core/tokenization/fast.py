@@ -13,6 +13,7 @@ from genlm.core.tokenization.decoder import (
     checked_size,
     decode_pieces,
     refusing_panics,
+    steps,
     undecodable,
 )
 from genlm.core.tokenization.probe import matches_all
@@ -44,7 +45,7 @@ def fast_token_bytes(tokenizer: Any) -> list[bytes]:
     """
     backend = _backend(tokenizer)
     decoder = _decoder_definition(backend)
-    _check_matches_all(backend, decoder)
+    _check_keeps_text(backend, decoder)
     pieces, added = _pieces(backend), backend.get_added_tokens_decoder()
     token_bytes = decode_pieces(pieces, decoder)
     for token_id, token in added.items():
@@ -110,7 +111,7 @@ def _decoder_definition(backend: Any) -> Definition:
     return definition
 
 
-def _check_matches_all(backend: Any, decoder: Definition) -> None:
+def _check_keeps_text(backend: Any, decoder: Definition) -> None:
     """Refuse a tokenizer whose pieces do not tell what text they stand for."""
     model = backend.model
     if type(model).__name__ == "WordPiece":
@@ -118,7 +119,8 @@ def _check_matches_all(backend: Any, decoder: Definition) -> None:
     for affix in ("continuing_subword_prefix", "end_of_word_suffix"):
         if getattr(model, affix, None):
             raise _loses(f"{affix} {getattr(model, affix)!r}", "the white space of the text")
-    _check_splits(_steps(backend.pre_tokenizer), prepends="Prepend" in _kinds(backend.normalizer))
+    prepends = any(step["type"] == "Prepend" for step in _steps(backend.normalizer))
+    _check_splits(_steps(backend.pre_tokenizer), prepends)
     _check_round_trip(backend, decoder)
 
 
@@ -190,16 +192,7 @@ def _check_round_trip(backend: Any, decoder: Definition) -> None:
 def _steps(component: Any) -> list[Definition]:
     """The chain of a component's steps, flat; empty for one written in Python."""
     definition = None if component is None else _definition(component)
-    return [] if definition is None else _flat(definition)
-
-
-def _flat(definition: Definition) -> list[Definition]:
-    parts = definition.get("pretokenizers") or definition.get("normalizers") or ()
-    return [step for part in parts for step in _flat(part)] if parts else [definition]
-
-
-def _kinds(component: Any) -> set[str]:
-    return {step["type"] for step in _steps(component)}
+    return [] if definition is None else steps(definition)
 
 
 def _loses(culprit: str, lost: str) -> VocabularyError:

@@ -3,13 +3,10 @@ mistral-common's, and Hugging Face's that are written in Python."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from genlm.core.tokenization.decoder import checked_size, undecodable
-
-_BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+from genlm.core.tokenization.decoder import checked_size, named_byte, undecodable
 
 
 def library_token_bytes(tokenizer: Any) -> list[bytes] | None:
@@ -38,11 +35,8 @@ def library_special_ids(tokenizer: Any) -> list[int]:
 
 def piece_bytes(piece: str) -> bytes:
     """What a SentencePiece piece stands for: ``▁`` is a space, and ``<0x0A>`` names a byte."""
-    return (
-        bytes([int(piece[3:5], 16)])
-        if _BYTE_PIECE.fullmatch(piece)
-        else piece.replace("▁", " ").encode()
-    )
+    byte = named_byte(piece)
+    return piece.replace("▁", " ").encode() if byte is None else bytes([byte])
 
 
 def _sentencepiece_bytes(model: Any, piece_id: int) -> bytes:
@@ -109,25 +103,16 @@ def _decoding(tokenizer: Any, pieces: Mapping[int, Any]) -> Callable[[Any], byte
         return bytes
     if hasattr(tokenizer, "sp_model") or hasattr(getattr(tokenizer, "tokenizer", None), "sp_model"):
         return piece_bytes
-    if isinstance(getattr(tokenizer, "byte_decoder", None), Mapping):
-        return _byte_decoder(tokenizer.byte_decoder)
+    if isinstance(byte_of := getattr(tokenizer, "byte_decoder", None), Mapping):
+        # GPT-2 and its successors: a byte for each character.
+        return lambda piece: bytes(byte_of[character] for character in piece)
     if (
         _BYTE_ALPHABET.issuperset(pieces.values())
         and tokenizer.convert_tokens_to_string(["Ã", "©"]) == "é"
     ):
         # ByT5: each token is the character whose code point is the byte.
-        return _latin_1
+        return lambda piece: str(piece).encode("latin-1")
     raise undecodable(
-        f"{type(tokenizer).__name__} is neither byte-level nor "
-        "SentencePiece; give the tokenizer a method token_bytes() that returns them, or load its "
-        "fast version"
+        f"{type(tokenizer).__name__} is neither byte-level nor SentencePiece; give the tokenizer a "
+        "method token_bytes() that returns them, or load its fast version"
     )
-
-
-def _latin_1(piece: str) -> bytes:
-    return piece.encode("latin-1")
-
-
-def _byte_decoder(byte_of: Mapping[str, int]) -> Callable[[str], bytes]:
-    """GPT-2 and its successors: a byte for each character."""
-    return lambda piece: bytes(map(byte_of.__getitem__, piece))

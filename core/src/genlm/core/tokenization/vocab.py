@@ -69,8 +69,9 @@ def decode_vocab(
 
 def _token_bytes(tokenizer: Any) -> Sequence[bytes]:
     if hasattr(tokenizer, "token_bytes"):
-        tokens = islice(tokenizer.token_bytes(), MOST_IDS + 1)
-        return [_checked(checked_size(i + 1) - 1, token) for i, token in enumerate(tokens)]
+        tokens = list(islice(tokenizer.token_bytes(), MOST_IDS + 1))
+        checked_size(len(tokens))
+        return [_checked(i, token) for i, token in enumerate(tokens)]
     if is_fast(tokenizer):
         return fast_token_bytes(tokenizer)
     token_bytes = library_token_bytes(tokenizer)
