@@ -4,8 +4,7 @@ Most faults sit in the engine, as a plugin's would; those of what the core does 
 refusals) in a subclass of :class:`~genlm.core.AsyncLM`.
 """
 
-from . import rows, state, callers, adapters, sampling, endings, space, company  # noqa: F401, I001  (each registers its own)
-from . import at_work, alone, wrappers  # noqa: F401
+from . import rows, state, callers, adapters, sampling, space, company, alone  # noqa: F401, I001  (each registers its own)
 from .registry import MUTANTS, Mutant
 
 __all__ = ["MUTANTS", "Mutant"]

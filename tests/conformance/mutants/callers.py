@@ -1,4 +1,4 @@
-"""Faults towards callers, and in what is refused."""
+"""Faults towards callers, in what is refused, in what wrappers do, and in the end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from typing import Any, ClassVar
 import torch
 
 from genlm.core import AsyncLM
-from genlm.core.errors import EngineError, GenlmError, PluginError, QueriesResetError
+from genlm.core.errors import (
+    EngineError,
+    GenlmError,
+    ModelClosedError,
+    PluginError,
+    QueriesResetError,
+)
+from genlm.core.mock import ContinuousMockEngine, hashed_row
 
 from .registry import breaks
 
@@ -163,3 +170,70 @@ class UnknownAdapterIsTheBaseModel(LenientLM):
 @breaks("bad_sampling_option_is_refused")
 class BadOptionIgnored(LenientLM):
     lenient = (ValueError, "top_k")
+
+
+# --- wrappers ---------------------------------------------------------------------------------
+
+
+@breaks("changed_rows_are_what_every_method_gives")
+class DrawsPastTheWrapper(AsyncLM):
+    """A greedy draw takes the model's own most likely token."""
+
+    async def sample(self, ids, n, *args, **options):
+        if options.get("temperature") != 0.0:
+            return await super().sample(ids, n, *args, **options)
+        drawn = list(ids)
+        for _ in range(n):
+            drawn.append(int(hashed_row(drawn, None, 258).argmax()))
+        return drawn[len(ids) :]
+
+
+@breaks("changed_rows_are_what_every_method_gives", engine=ContinuousMockEngine)
+class ScoresPastTheWrapper(AsyncLM):
+    """A continuation is scored by the model's own rows."""
+
+    async def sequence_logprobs(self, ids, tokens, **options):
+        rows = [hashed_row([*ids, *tokens[:i]], None, 258) for i in range(len(tokens))]
+        return torch.stack([row[token] for row, token in zip(rows, tokens, strict=True)])
+
+
+@breaks("lost_answer_is_an_error")
+class LostAnswerIsAFlatRow(Flat):
+    """A row that a wrapper has lost is replaced by a flat one."""
+
+    error = PluginError
+
+
+@breaks("lost_answer_is_an_error", engine=ContinuousMockEngine)
+class LostAnswerIsWaitedFor(Unanswered):
+    """Who asked for a row that a wrapper has lost waits for ever."""
+
+    error = PluginError
+
+
+# --- the end ----------------------------------------------------------------------------------
+
+
+@breaks("any_order_of_operations")
+class ResetForgetsTheDefaultAdapter(AsyncLM):
+    """Every operation is right by itself; only after one another are they not."""
+
+    def reset_async_queries(self):
+        super().reset_async_queries()
+        self.clear_lora()
+
+
+@breaks("close_fails_what_is_pending")
+class HangAfterClose(Unanswered):
+    """Whoever waits when the model is closed waits for ever."""
+
+    error = ModelClosedError
+
+
+@breaks("close_again_and_use_after_close")
+class ClosedTwiceFails(AsyncLM):
+    def close(self):
+        if self.__dict__.setdefault("closed", False):
+            raise RuntimeError("closed already")
+        self.closed = True
+        super().close()

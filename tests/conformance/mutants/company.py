@@ -11,7 +11,7 @@ from genlm.core import Answer, Query, hookimpl
 from genlm.core.mock import ContinuousMockEngine
 from genlm.core.types import Request, SampleRequest, ScoreRequest
 
-from ..blind import of_the_mock
+from ..blind import at_work, of_the_mock
 from ..blind.common import Keeping
 from .registry import breaks
 
@@ -124,3 +124,21 @@ class StepsShareOneBuffer(Continuous):
             evolve(a, result=place.copy_(a.result)) if isinstance(a.request, Query) else a
             for a, place in found
         ] + answers[64:]
+
+
+#: What shows where requests meet.
+for engine, clause in {
+    at_work.GeneratorsDoNotMoveUp: "requests_on_a_schedule",
+    at_work.PlaceLeaksWithADroppedDraw: "cancelled_requests_leave_nothing",
+    at_work.ScoresOfADroppedPrompt: "cancelled_requests_leave_nothing",
+    at_work.EightShortestRun: "nobody_waits_behind_a_crowd",
+    at_work.DeferredBehindNewcomers: "nobody_waits_behind_a_crowd",
+    at_work.SecondWakeIsLost: "row_during_a_draw",
+    at_work.KeptTablesGrowByTheirFirstColumns: "long_contexts_grow",
+    at_work.PinnedAreNotMoved: "pinned_contexts_are_moved_with_the_others",
+    at_work.PinsOfRemovedAdaptersStay: "adapters_are_bound_and_pinned_again_and_again",
+    at_work.ScoresFromAHundredOn: "long_continuations",
+    at_work.DrawsInARingOf128: "long_continuations",
+    at_work.PositionsEndAt512: "cold_rows_are_the_reference",
+}.items():
+    breaks(clause, max_context=1024)(engine)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attrs import evolve
 
 from genlm.core import AsyncLM, Query, hookimpl
-from genlm.core.mock import MockEngine
+from genlm.core.mock import ContinuousMockEngine, MockEngine
 
 from ..blind.common import Forgetting
 from .registry import breaks
@@ -47,6 +47,19 @@ class DeduplicationBySuffix(MockEngine):
         return super().genlm_next_token_logprobs(
             [by_tail.setdefault(q.token_ids[-1], q) for q in queries]
         )
+
+
+@breaks("same_tail_under_different_prefixes")
+class ContinuousDeduplicationBySuffix(ContinuousMockEngine):
+    """Queries in flight together whose last token is the same share a row."""
+
+    @hookimpl
+    def genlm_step(self, queries):
+        answers = self.advance(queries)
+        by_tail = {}
+        return [
+            evolve(a, result=by_tail.setdefault(a.request.token_ids[-1], a.result)) for a in answers
+        ]
 
 
 @breaks("warm_row_equals_cold_row")
