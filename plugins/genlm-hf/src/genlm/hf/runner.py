@@ -18,6 +18,9 @@ from genlm.hf.pool import RowPool
 from genlm.hf.positions import DynamicRope
 from genlm.hf.upload import Indices, Upload
 
+#: What models call the cache that they are given and return; from transformers 5.24 on, the first.
+CACHE_NAMES = ("cache", "cache_params", "past_key_values")
+
 
 class Runner:
     """Runs forwards.
@@ -43,7 +46,7 @@ class Runner:
         self._wanted: torch.Tensor | None = None
         self._selected = False  # whether the hook chose the wanted positions
         takes = inspect.signature(model.forward).parameters
-        self._cache_name = "cache_params" if "cache_params" in takes else "past_key_values"
+        self._cache_name = next((name for name in CACHE_NAMES if name in takes), CACHE_NAMES[-1])
         self._rope = DynamicRope(model)
         self._hook: Any = None
         self._hook_head()
@@ -104,8 +107,7 @@ class Runner:
             position_ids=layout.positions.on(device)[:, None],
             # Of four dimensions, so that the model makes no mask of its own; the layout has them.
             attention_mask=torch.zeros(len(tokens), 1, 1, 1, dtype=torch.bool, device=device),
-            past_key_values=self.pool,
-            **{LAYOUT_ARGUMENT: layout},
+            **{self._cache_name: self.pool, LAYOUT_ARGUMENT: layout},
         )
 
     def uniform(
@@ -122,7 +124,11 @@ class Runner:
         ids, places = self._ids(tokens, len(chunks), wanted, upload)
         positions = torch.arange(chunks[0].start, chunks[0].stop, device=ids.device).expand_as(ids)
         return self._forward(
-            adapters, places, input_ids=ids, position_ids=positions, past_key_values=self.pool
+            adapters,
+            places,
+            input_ids=ids,
+            position_ids=positions,
+            **{self._cache_name: self.pool},
         )
 
     def plain(
