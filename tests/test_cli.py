@@ -216,7 +216,13 @@ def test_bars_are_ascii_where_the_output_shows_nothing_else(monkeypatch):
 # --- doctor, backends -----------------------------------------------------------------------------
 
 
-def test_doctor_says_what_there_is_and_what_would_be_used(genlm, monkeypatch, tmp_path: Path):
+def test_doctor_says_what_there_is_and_what_would_be_used(
+    install, genlm, monkeypatch, tmp_path: Path
+):
+    install("good", preference=1000)
+    install("better", preference=2000)
+    install("best", preference=3000, unavailable="not here")
+    install("broken", "raise RuntimeError")
     cache = tmp_path / "hub"
     cache.mkdir()
     (cache / "weights").write_bytes(bytes(2_500_000))
@@ -226,9 +232,28 @@ def test_doctor_says_what_there_is_and_what_would_be_used(genlm, monkeypatch, tm
     for word in ("platform", "processors", "accelerator", "mock", "threads:", "dtype:"):
         assert f"\n{word} " in out
     (said,) = [line for line in out.splitlines() if line.startswith("Without --backend: ")]
-    assert "hf; it has the highest" in said or "no backend can be chosen" in said
+    assert "better; it has the highest preference (2000) of those that run" in said
+    others, _, only = said.partition("; only by name: ")
+    assert ", before good (1000)" in others
+    assert "mock" in only
     (models,) = [line for line in out.splitlines() if line.startswith("cache: models (hub)")]
     assert models.split()[3:] == ["2.5", "MB", str(cache)]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows runs no scripts of a shell")
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo 'H100, 80 GiB'", "CUDA: H100, 80 GiB"),
+        ("echo 'no driver'; exit 9", "CUDA: nvidia-smi failed: no driver"),
+    ],
+)
+def test_accelerators_are_what_their_tool_says(monkeypatch, tmp_path: Path, script, said):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert said in accelerators()
 
 
 @pytest.mark.parametrize(("two", "warned"), [(0.0005, False), (0.0011, False), (0.02, True)])

@@ -81,22 +81,22 @@ def _lines_of(command: list[str]) -> list[str]:
 
 def choice() -> str:
     """Which backend would be chosen, and why."""
-    preferences: dict[str, int] = {}
+    preferences: list[tuple[int, str]] = []
     for name in backend_names():
         try:
             info = find_backend(name).info()
         except (BackendImportError, PluginError):
             continue  # the table of backends says so
         if info.available:
-            preferences[name] = info.preference
+            preferences.append((info.preference, name))
     try:
         chosen = choose_backend()
     except BackendNotFoundError as error:
         return str(error)
-    ranked = sorted((rank, name) for name, rank in preferences.items() if rank >= 0)
-    others = [f"{name} ({rank})" for rank, name in reversed(ranked) if name != chosen]
-    named = sorted(name for name in preferences if preferences[name] < 0)
-    why = f"it has the highest preference ({preferences[chosen]}) of those that run here"
+    (highest, _), *rest = sorted(preferences, reverse=True)
+    others = [f"{name} ({rank})" for rank, name in rest if rank >= 0]
+    named = sorted(name for rank, name in rest if rank < 0)
+    why = f"it has the highest preference ({highest}) of those that run here"
     only = f"; only by name: {', '.join(named)}" if named else ""
     return f"{chosen}; {why}{', before ' + ', '.join(others) if others else ''}{only}"
 
