@@ -261,6 +261,7 @@ def test_expressions_of_the_configuration_are_not_run(write: Write) -> None:
         ({f"base_model.model.{Q}.lora_A.weight": [2, 8]}, "only one of the two matrices"),
         ({name[17:]: shape for name, shape in lora(Q).items()}, "must begin with 'base_model"),
         ({"base_model.model.lm_head.weight": [8, 8]}, "has no LoRA matrices"),
+        (lora(Q, rank=0), r"shapes \[0, 8\] and \[8, 0\]"),
         (
             {**lora(Q), f"base_model.model.{Q}.lora_B.weight": [8, 3]},
             r"shapes \[2, 8\] and \[8, 3\]",

@@ -134,7 +134,6 @@ def _place(
         found(Feature.TOKENS, name)
     # PEFT takes every module whose name ends so: "norm" is also "input_layernorm".
     elif saved := {each for each in adapter.settings.modules_to_save if f"{each}." in rest}:
-        found(Feature.RETRAINED, name)
         adapter.retrained.update(saved)
     elif rest.endswith(".bias"):
         found(Feature.BIAS, name)
