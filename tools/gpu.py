@@ -31,6 +31,7 @@ from genlm.core.trie.kernels.reducer import Reducer, proven_reducer
 from genlm.core.trie.kernels.torch_reducer import TorchReducer
 from genlm.core.trie.weights import SUM
 from genlm.hf import AsyncTransformer
+from genlm.hf.runner import CACHE_NAMES
 from tools.shapes import SHAPES, VOCABULARY, model_of
 from tools.smollm2 import default_folder
 from tools.trie_traffic import SIZES, plan_of, real_words
@@ -104,12 +105,11 @@ class Raw:
     def __init__(self, model: Any, contexts: list[list[int]]) -> None:
         self._model = model
         takes = inspect.signature(model.forward).parameters
-        self._is_recurrent = "cache_params" in takes
-        self._name = "cache_params" if self._is_recurrent else "past_key_values"
+        self._name = next(name for name in CACHE_NAMES if name in takes)
         self._cache: Any = None
         ids = torch.tensor(contexts, device=model.device)
         # A recurrent model continues its cache by single tokens alone.
-        width = ids.shape[1] if self._is_recurrent else max(RAW_TOKENS // len(ids), 1)
+        width = ids.shape[1] if model._is_stateful else max(RAW_TOKENS // len(ids), 1)
         for start in range(0, ids.shape[1], width):
             self.rows = self._forward(ids[:, start : start + width])
 
