@@ -98,6 +98,23 @@ def test_an_error_of_a_plugin_is_a_line_and_its_traceback_is_there_on_request(in
     assert raised.traceback[-1].name == "genlm_load"
 
 
+def test_an_interrupted_command_ends_as_shells_expect(monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("genlm.core.cli.backends.backend_table", interrupted)
+    assert main(["backends"]) == 130
+
+
+def test_a_reader_that_has_seen_enough_is_told_nothing():
+    with subprocess.Popen(
+        [*GENLM, "backends"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
 # --- sample ---------------------------------------------------------------------------------------
 
 
