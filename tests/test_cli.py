@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import subprocess
@@ -322,6 +323,22 @@ def test_bench_measures_every_backend_and_says_why_one_cannot(genlm, monkeypatch
     _, _, plot, reason, *_ = shown.strip().split("\n\n")
     assert plot.split()[:2] == ["2", "mock"]
     assert reason == "dies: its process ended with code 7"
+
+
+def test_bench_without_a_name_measures_what_runs_here_but_the_mock(install, monkeypatch, capsys):
+    install("good")
+    install("elsewhere", unavailable="not here")
+    install("broken", "raise RuntimeError")
+    there = ["broken", "elsewhere", "good", "mock"]
+    monkeypatch.setattr("genlm.core.cli.bench.backend_names", lambda: there)
+    bench = ["bench", "any", "--seconds=0.1", "--particles=1", "--json"]
+    assert main(bench) == 0
+    out, err = capsys.readouterr()
+    assert [measured["backend"] for measured in json.loads(out)] == ["good"]
+    assert err.startswith("genlm: broken is left out: ")
+    there[:] = ["mock"]
+    assert main(bench) == 1
+    assert "no backend runs here but the mock; pip install" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
