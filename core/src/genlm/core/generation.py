@@ -13,8 +13,8 @@ from genlm.core.runtime.blocking import blocking
 from genlm.core.runtime.continuations import Continuations, all_of
 from genlm.core.runtime.executor import Result
 from genlm.core.runtime.keywords import known_keywords
-from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.sampling import Particle, SamplingOptions, checked_params, seeded
+from genlm.core.text import TextMixin
 from genlm.core.types import Query, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class GenerationMixin:
+class GenerationMixin(TextMixin):
     """What :class:`~genlm.core.lm.AsyncLM` draws and scores."""
 
-    _engine: LoadedEngine
     _batcher: Batcher[Request, Result]
 
     def _query(self, token_ids: Iterable[int], lora_name: LoraName, room_for: int = 1) -> Query:
@@ -35,11 +34,6 @@ class GenerationMixin:
 
     async def _row(self, query: Query) -> torch.Tensor:
         """The row of a query."""
-        raise NotImplementedError
-
-    @property
-    def eos_token_ids(self) -> list[int]:
-        """The tokens that end a text."""
         raise NotImplementedError
 
     @known_keywords()

@@ -9,7 +9,7 @@ from genlm.core.checks import integer
 from genlm.core.cli.arguments import Commands
 from genlm.core.cli.model import add_model, add_prompt, loaded, prompt_ids
 from genlm.core.cli.tables import bar, table
-from genlm.core.lm import TopToken
+from genlm.core.text import TopToken
 
 
 def add_to(commands: Commands) -> None:

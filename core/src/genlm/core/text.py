@@ -1,0 +1,141 @@
+"""The methods of a model that know text: its tokenizer, its vocabulary, and what tokens say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from genlm.core.checks import integer, safe_repr
+from genlm.core.context import token_ids_of
+from genlm.core.errors import InvalidInputError, UnsupportedError
+from genlm.core.runtime.loaded_engine import LoadedEngine
+from genlm.core.tokenization import Token
+
+
+class TopToken(NamedTuple):
+    """One of the most likely tokens of a row.
+
+    Attributes:
+        token: The token: its bytes, with ``token.token_id``.
+        text: The token as a string, for display.
+        logprob: Its log-probability.
+    """
+
+    token: Token
+    text: str
+    logprob: float
+
+
+class TextMixin:
+    """What :class:`~genlm.core.lm.AsyncLM` says of text. It needs no engine, so it works after the
+    model has been closed, too."""
+
+    _engine: LoadedEngine
+
+    @property
+    def byte_vocab(self) -> list[Token]:
+        """The tokens; ``byte_vocab[i].token_id == i``."""
+        return self._engine.byte_vocab
+
+    @property
+    def str_vocab(self) -> list[str]:
+        """The tokens as strings, for display."""
+        return self._engine.str_vocab
+
+    @property
+    def tokenizer(self) -> Any:
+        """The engine's tokenizer."""
+        return self._engine.tokenizer
+
+    @property
+    def special_token_ids(self) -> list[int]:
+        """The ids of the special tokens, such as the end of the sequence: those with
+        ``byte_vocab[i].is_special``. Their bytes are names, not text that the model has written."""
+        return list(self._engine.special_token_ids)
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """The tokens that end a text, as the tokenizer names them; there may be none."""
+        named = getattr(self._engine.tokenizer, "eos_token_id", None)
+        if named is None:
+            return []
+        return [int(named)] if isinstance(named, int) else [int(token_id) for token_id in named]
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        """The token ids of a text. The options are those of the tokenizer's ``encode``.
+
+        This and the other methods for text also work after :meth:`close`: they need no engine.
+
+        Raises:
+            InvalidInputError: ``text`` is not a string.
+        """
+        if not isinstance(text, str):
+            raise InvalidInputError(
+                f"text must be a string; got {safe_repr(text)}; token ids need no encoding"
+            )
+        return [int(token_id) for token_id in self._engine.tokenizer.encode(text, **options)]
+
+    def decode(self, token_ids: Iterable[int], **options: Any) -> str:
+        """The text of token ids, which may be none. The options are those of the tokenizer's
+        ``decode``.
+
+        Raises:
+            InvalidQueryError: they are not token ids.
+        """
+        known = max(self._engine.vocab_size, self._engine.width)
+        ids = token_ids_of("list to decode", token_ids, known, least=0)
+        text: str = self._engine.tokenizer.decode(list(ids), **options)
+        return text
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], **options: Any
+    ) -> list[int]:
+        """The token ids of a conversation, up to where the model's answer begins.
+
+        Args:
+            messages: ``{"role": "user", "content": "..."}``, in order.
+            **options: Those of the tokenizer's ``apply_chat_template``.
+
+        Raises:
+            InvalidInputError: ``messages`` is not a list of dicts.
+            UnsupportedError: the tokenizer has no chat template.
+        """
+        if isinstance(messages, str) or not all(isinstance(m, Mapping) for m in messages):
+            raise InvalidInputError(
+                "messages must be a list of dicts, each with a role and its content; got "
+                f"{safe_repr(messages)}"
+            )
+        tokenizer = self._engine.tokenizer
+        apply = getattr(tokenizer, "apply_chat_template", None)
+        if apply is None or not (getattr(tokenizer, "chat_template", None) or options):
+            raise UnsupportedError(
+                "the tokenizer has no chat template; write the prompt as the model's page shows "
+                "it, or take an instruction-tuned model"
+            )
+        chosen = {"add_generation_prompt": True, **options, "tokenize": True, "return_dict": False}
+        return [int(token_id) for token_id in apply(list(messages), **chosen)]
+
+    def top_logprobs(self, row: Any, k: int = 10) -> list[TopToken]:
+        """The ``k`` most likely tokens of a row, the most likely first.
+
+        Args:
+            row: ``[len(lm.byte_vocab)]`` log-probabilities, as the methods for rows give them.
+            k: How many.
+
+        Raises:
+            InvalidInputError: ``row`` has another shape.
+            InvalidOptionError: ``k`` is not an integer of at least 1.
+        """
+        import torch
+
+        k = integer("k", k, least=1)
+        values = torch.as_tensor(row)
+        if tuple(values.shape) != (self._engine.width,):
+            raise InvalidInputError(
+                f"row must have the shape ({self._engine.width},); it has {tuple(values.shape)}"
+            )
+        best = values.topk(min(k, self._engine.width))
+        return [
+            TopToken(self.byte_vocab[i], self.str_vocab[i], logprob)
+            for i, logprob in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
