@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import sys
 from collections.abc import Callable
@@ -10,35 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import __main__ as command
 from benchmarks.cases import Case, cases_of, changes, read, record, write
-from benchmarks.parts import Rows, forwards_of
+from benchmarks.parts import forwards_of
 from benchmarks.report import text_of
-from genlm.core import MockAsyncLM
 
 
 def runs_of(workload: str, side: str, value: float, unit: str = "ms") -> list[dict[str, Any]]:
     """What a side of a workload prints in one round."""
-    return [
-        {
-            "workload": workload,
-            "machine": "a machine",
-            "side": side,
-            "round": 0,
-            "date": "2026-02-02",
-            "load": 1.0,
-            "processor": "a processor",
-            "notes": [],
-            "cases": [{"case": "sum", "x": 8, "unit": unit, "values": [value]}],
-        }
-    ]
+    kept = {"workload": workload, "machine": "a machine", "side": side, "round": 0, "load": 1.0}
+    kept |= {"date": "2026-02-02", "processor": "a processor", "notes": []}
+    return [kept | {"cases": [{"case": "sum", "x": 8, "unit": unit, "values": [value]}]}]
 
 
-def results(ours: float, theirs: float | None = None, unit: str = "ms") -> list[dict[str, Any]]:
-    runs = runs_of("trie", "ours", ours, unit)
-    return [record(runs + (runs_of("trie", "theirs", theirs, unit) if theirs else []))]
+def results(
+    ours: float, theirs: float | None = None, unit: str = "ms", workload: str = "trie"
+) -> list[dict[str, Any]]:
+    runs = runs_of(workload, "ours", ours, unit)
+    return [record(runs + (runs_of(workload, "theirs", theirs, unit) if theirs else []))]
 
 
 @pytest.mark.parametrize(
@@ -87,12 +76,9 @@ def test_the_spread_of_a_single_value_is_not_known() -> None:
 
 
 def test_a_run_of_some_workloads_compares_these_and_says_which_are_new() -> None:
-    def named(workload: str, ours: float) -> dict[str, Any]:
-        return record(runs_of(workload, "ours", ours))
-
-    assert changes(
-        [named("trie", 10), named("batcher", 10)], [named("batcher", 20), named("new", 1)]
-    ) == [
+    before = results(10) + results(10, workload="batcher")
+    after = results(20, workload="batcher") + results(1, workload="new")
+    assert changes(before, after) == [
         "  0.50 times, WORSE: batcher: sum at 8 (the value itself)",
         "1 cases compared, 1 moved by more than 10%",
         "new: 1 cases had nothing to compare with",
@@ -216,23 +202,3 @@ def test_compare_says_when_the_processor_is_another() -> None:
 def test_the_forward_passes_of_a_program_have_its_batches_and_its_new_tokens() -> None:
     batches = [[(1, 2, 3)], [(1, 2, 3, 4), (1, 2, 3, 5)], [(1, 2, 3, 5, 6, 7), (8,)]]
     assert forwards_of(batches) == [(1, 0, 3), (2, 3, 1), (1, 4, 2), (1, 0, 1)]
-
-
-def test_rows_that_are_played_back_are_those_that_were_recorded() -> None:
-    with MockAsyncLM() as lm:
-        rows = Rows(lm)
-
-        async def program() -> list[torch.Tensor]:
-            first = await asyncio.gather(*(lm.next_token_logprobs([i]) for i in range(3)))
-            several = await lm.batch_next_token_logprobs([[4], [5]])
-            return [*first, *several, lm.next_token_logprobs_sync([6])]
-
-        with rows.recorded():
-            recorded = asyncio.run(program())
-        asked = lm.stats.requests
-        with rows.played_back():
-            assert all(map(torch.equal, recorded, asyncio.run(program())))
-            with pytest.raises(KeyError):
-                lm.next_token_logprobs_sync([7])
-        assert lm.stats.requests == asked
-        assert torch.equal(lm.next_token_logprobs_sync([6]), recorded[-1])

@@ -35,7 +35,7 @@ soak(wrappers=[Stuck()], patience=1.0).run()
 """
 
 
-def soak(minutes: float = 0.05, patience: float = 120.0, **options: Any) -> Soak:
+def soak(minutes: float = 0.02, patience: float = 120.0, **options: Any) -> Soak:
     suite = ConformanceSuite()
     suite.backend = suite.model = "mock"
     suite.adapters = {"first": "first", "second": "second"}
@@ -111,7 +111,7 @@ def test_an_engine_that_fails_is_found(capsys: pytest.CaptureFixture[str]) -> No
     ("until_it_closes", "holder"), [(True, "a model with empty caches"), (False, "closed models")]
 )
 def test_a_leak_is_found(until_it_closes: bool, holder: str) -> None:
-    one = soak(minutes=0.02, wrappers=[Leaking(until_it_closes)])
+    one = soak(wrappers=[Leaking(until_it_closes)])
     assert not one.run()
     assert any(each.startswith(holder) and "more pending" in each for each in one.findings)
 
