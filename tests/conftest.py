@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import textwrap
 import threading
@@ -15,6 +16,11 @@ from tools import any_speed  # noqa: F401
 
 #: How long a test waits for what must happen before it says that it did not, seconds.
 PATIENCE = 30.0
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported need not be searched for garbage by every test."""
+    gc.freeze()
 
 
 #: The module of a backend.
