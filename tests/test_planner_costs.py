@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import pytest
 
@@ -17,6 +18,9 @@ from genlm.core.engines.kv.planner import Planner
 from .test_planner import Wanted
 
 Program = Iterator[Sequence[Sequence[int]]]
+
+#: Batches, tokens computed, positions moved, and positions of memory at the most.
+Cost = tuple[int, int, int, int]
 
 
 class Meter:
@@ -49,23 +53,22 @@ class Meter:
                 self.moved += trunk.size + size
 
 
-def cost(program: Program, budget: int) -> tuple[int, int, int, int]:
-    """How many batches, tokens computed, positions moved, and positions of memory at the most."""
+def cost(program: Program, budget: int) -> Cost:
     meter = Meter(budget)
     planner: Planner[Wanted] = Planner(meter)
     batches = computed = most = 0
     for contexts in program:
-        left = [*{one.key: one for one in map(Wanted, contexts)}.values()]
-        while left:
-            batch = planner.place(left)
-            assert batch
+        for batch in planner.batches([*{one.key: one for one in map(Wanted, contexts)}.values()]):
             batches += 1
             computed += sum(one.sequence.length - one.start for one in batch)
             planner.commit(batch)
             most = max(most, planner.tree.positions)
-            done = {one.index for one in batch}
-            left = [one for at, one in enumerate(left) if at not in done]
     return batches, computed, meter.moved, most
+
+
+def some(rng: random.Random, count: int) -> tuple[int, ...]:
+    """Tokens that contexts hardly have in common."""
+    return tuple(rng.randrange(99) for _ in range(count))
 
 
 def particles(prompt: int, every: int, steps: int = 60, count: int = 32) -> Program:
@@ -84,7 +87,7 @@ def thresholds() -> Program:
     """Contexts on both sides of every threshold, which are extended and forked."""
     rng = random.Random(4)
     for length in sorted({at + by for at in (32, 64, 256, 512, 1024) for by in (-1, 0, 1)}):
-        head = tuple(rng.randrange(99) for _ in range(length))
+        head = some(rng, length)
         yield [head]
         yield [(*head, 1), (*head, 2)]
         yield [(*head, 1, 1), (*head, 1, 2), (*head, 2, 1), (*head[: length // 2], 3)]
@@ -95,7 +98,7 @@ def uneven() -> Program:
     rng = random.Random(5)
     for long, short in [(6, 12), (5, 5), (3, 9), (2, 4), (1, 1)]:
         sizes = [rng.randrange(60, 330) for _ in range(long)] + [rng.randrange(1, 40)] * short
-        live = [tuple(rng.randrange(99) for _ in range(size)) for size in sizes]
+        live = [some(rng, size) for size in sizes]
         for _ in range(5):
             yield live
             live = [(*ids, rng.randrange(4)) for ids in live]
@@ -104,7 +107,7 @@ def uneven() -> Program:
 def mixed() -> Program:
     """A few long contexts beside many short ones."""
     rng = random.Random(1)
-    live = [tuple(rng.randrange(99) for _ in range(n)) for n in [1500, 400, *range(10, 40)]]
+    live = [some(rng, n) for n in [1500, 400, *range(10, 40)]]
     for _ in range(40):
         yield live
         live = [(*ids, rng.randrange(4)) for ids in live]
@@ -115,7 +118,7 @@ def turns() -> Program:
     rng = random.Random(2)
     context: tuple[int, ...] = ()
     for _ in range(12):
-        context += tuple(rng.randrange(99) for _ in range(150))
+        context += some(rng, 150)
         drafts = [context] * 4
         for _ in range(12):
             drafts = [(*ids, rng.randrange(99)) for ids in drafts]
@@ -126,9 +129,9 @@ def turns() -> Program:
 def prompts() -> Program:
     """Many prompts that begin alike, each asked a few times."""
     rng = random.Random(3)
-    heads = [tuple(rng.randrange(99) for _ in range(n)) for n in (90, 300, 700)]
+    heads = [some(rng, n) for n in (90, 300, 700)]
     for _ in range(25):
-        asked = [(*rng.choice(heads), *(rng.randrange(99) for _ in range(9))) for _ in range(6)]
+        asked = [(*rng.choice(heads), *some(rng, 9)) for _ in range(6)]
         yield asked
         yield [(*ids, 1) for ids in asked]
 
@@ -137,7 +140,7 @@ def by_turns() -> Program:
     """Two programs, whose contexts differ in length: a batch of the short ones must not drive out
     the long ones."""
     rng = random.Random(6)
-    groups = [[tuple(rng.randrange(99) for _ in range(n)) for _ in range(32)] for n in (45, 20)]
+    groups = [[some(rng, n) for _ in range(32)] for n in (45, 20)]
     for step in range(12):
         live = groups[step % 2]
         yield live
@@ -147,47 +150,35 @@ def by_turns() -> Program:
 def lone_requests() -> Program:
     """A lone short context between the steps of a program: it must not drive out the program."""
     rng = random.Random(7)
-    live = [tuple(rng.randrange(99) for _ in range(60)) for _ in range(32)]
+    live = [some(rng, 60) for _ in range(32)]
     for step in range(12):
         yield live
         yield [(step, 5)]
         live = [(*ids, rng.randrange(4)) for ids in live]
 
 
-@pytest.mark.parametrize(
-    ("program", "budget", "expected"),
-    [
-        pytest.param(by_turns, 0, (12, 2392, 2056, 6144), id="by turns"),
-        pytest.param(lone_requests, 0, (24, 2290, 2374, 4704), id="lone requests"),
-        pytest.param(lambda: particles(20, 5), 10**6, (61, 1813, 23910, 14097), id="particles"),
-        pytest.param(
-            lambda: particles(20, 1),
-            4_000,
-            (61, 1631, 60398, 4000),
-            id="particles in little memory",
-        ),
-        pytest.param(
-            lambda: particles(700, 5),
-            10**6,
-            (61, 2493, 22421, 14777),
-            id="particles of a long prompt",
-        ),
-        pytest.param(
-            lambda: particles(200, 0, 300, 8), 10**6, (301, 2590, 10597, 4808), id="long particles"
-        ),
-        pytest.param(mixed, 10**6, (40, 3883, 2893, 7065), id="mixed lengths"),
-        pytest.param(mixed, 5_000, (40, 3883, 2048, 4972), id="mixed lengths in little memory"),
-        pytest.param(thresholds, 10**6, (45, 5753, 8125, 10498), id="thresholds"),
-        pytest.param(thresholds, 4_000, (45, 5753, 22365, 4000), id="thresholds in little memory"),
-        pytest.param(uneven, 10**6, (25, 3642, 20200, 18592), id="uneven lengths"),
-        pytest.param(uneven, 2_600, (27, 3644, 8449, 2597), id="uneven lengths in little memory"),
-        pytest.param(turns, 10**6, (156, 2374, 9518, 6541), id="a conversation"),
-        pytest.param(turns, 3_000, (156, 2374, 25518, 2983), id="a conversation in little memory"),
-        pytest.param(prompts, 10**6, (51, 2564, 6968, 6004), id="prompts"),
-        pytest.param(prompts, 6_000, (51, 2564, 6968, 5972), id="prompts in little memory"),
-    ],
-)
-def test_what_a_program_costs(
-    program: Callable[[], Program], budget: int, expected: tuple[int, int, int, int]
-) -> None:
+#: Programs, the budget of positions, and what they cost.
+COSTS: dict[str, tuple[Callable[[], Program], int, Cost]] = {
+    "by turns": (by_turns, 0, (12, 2392, 2056, 6144)),
+    "lone requests": (lone_requests, 0, (24, 2290, 2374, 4704)),
+    "particles": (partial(particles, 20, 5), 10**6, (61, 1813, 23910, 14097)),
+    "particles, little memory": (partial(particles, 20, 1), 4_000, (61, 1631, 60398, 4000)),
+    "particles, long prompt": (partial(particles, 700, 5), 10**6, (61, 2493, 22421, 14777)),
+    "long particles": (partial(particles, 200, 0, 300, 8), 10**6, (301, 2590, 10597, 4808)),
+    "mixed": (mixed, 10**6, (40, 3883, 2893, 7065)),
+    "mixed, little memory": (mixed, 5_000, (40, 3883, 2048, 4972)),
+    "thresholds": (thresholds, 10**6, (45, 5753, 8125, 10498)),
+    "thresholds, little memory": (thresholds, 4_000, (45, 5753, 22365, 4000)),
+    "uneven": (uneven, 10**6, (25, 3642, 20200, 18592)),
+    "uneven, little memory": (uneven, 2_600, (27, 3644, 8449, 2597)),
+    "a conversation": (turns, 10**6, (156, 2374, 9518, 6541)),
+    "a conversation, little memory": (turns, 3_000, (156, 2374, 25518, 2983)),
+    "prompts": (prompts, 10**6, (51, 2564, 6968, 6004)),
+    "prompts, little memory": (prompts, 6_000, (51, 2564, 6968, 5972)),
+}
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_what_a_program_costs(name: str) -> None:
+    program, budget, expected = COSTS[name]
     assert cost(program(), budget) == expected
