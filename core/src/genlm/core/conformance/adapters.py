@@ -158,11 +158,27 @@ class AdapterClauses:
         }
         context, tail = live.contexts.stem[:4], live.contexts.tokens[:2]
         names = [None, first, second]
+
+        async def changed_in_flight(change: Callable[[], None]) -> list[Outcome]:
+            with live.gate.held():
+                *asked, draw = await started(
+                    *(live.lm.next_token_logprobs(context, lora_name=name) for name in names),
+                    live.lm.sequence_logprobs(context, tail, first),
+                    live.lm.sample(context, DRAWN, [], lora_name=first),
+                )
+                await live.engine_held()
+                draw.cancel()
+                await submitted()
+                changed = live.thread(change)
+            outcomes = await live.soon(asyncio.gather(*asked, return_exceptions=True))
+            await live.soon(asyncio.wrap_future(changed))
+            return outcomes
+
         for what, change in changes.items():
             live.reset()
             rows = [live.cold(context, name) for name in names]
             expected = float(live.cold((*context, tail[0]), first)[tail[1]])
-            *answers, score = live.run(self._changed_in_flight(live, names, change))
+            *answers, score = live.run(changed_in_flight(change))
             for name, answer, row in zip(names, answers, rows, strict=True):
                 live.expect_row(answer, row, f"{brief(context)} with {name!r}, while {what}")
             # Where the core makes a score of several rows, it is refused if its adapter goes.
@@ -171,25 +187,6 @@ class AdapterClauses:
                 expect_score(live, float(answered(score, asked)[1]), expected, f"{asked}: token 1")
             for name in [None, *live.bound]:
                 live.check_row(context, name, how=f"after {what}")
-
-    async def _changed_in_flight(
-        self, live: Subject, names: list[str | None], change: Callable[[], None]
-    ) -> list[Outcome]:
-        """The outcomes of a row with each adapter and of a score, asked before a change."""
-        lm, context, tail = live.lm, live.contexts.stem[:4], live.contexts.tokens[:2]
-        with live.gate.held():
-            *asked, draw = await started(
-                *(lm.next_token_logprobs(context, lora_name=name) for name in names),
-                lm.sequence_logprobs(context, tail, names[1]),
-                lm.sample(context, DRAWN, [], lora_name=names[1]),
-            )
-            await live.engine_held()
-            draw.cancel()
-            await submitted()
-            changed = live.thread(change)
-        outcomes = await live.soon(asyncio.gather(*asked, return_exceptions=True))
-        await live.soon(asyncio.wrap_future(changed))
-        return outcomes
 
     def test_adapter_that_fails_to_load(self, live: Subject) -> None:
         """If loading an adapter fails, the name keeps its old binding and every row is as
@@ -305,7 +302,7 @@ def _write_wider(source: str, target: str) -> bool:
 
     shutil.copytree(source, target)
     wider = {
-        name: torch.cat([tensor, tensor], dim="lora_A" in name).contiguous()
+        name: torch.cat([tensor, tensor], dim=1 if "lora_A" in name else 0).contiguous()
         for name, tensor in load_file(str(weights)).items()
     }
     save_file(wider, os.path.join(target, weights.name), metadata={"format": "pt"})

@@ -100,9 +100,8 @@ class CompanyClauses:
 
     def test_short_draw_returns_before_a_long_one(self, live: Subject) -> None:
         """A draw of one token, asked together with one of many, is answered first."""
-        self._needs_draws_in_steps(live)
-        short, long = live.contexts.long(3, 2), live.contexts.long(5, 1)
-        length = self._length(live, long)
+        short = live.contexts.long(3, 2)
+        long, length = self._long_draw(live)
 
         async def together() -> list[str]:
             asked = {
@@ -120,9 +119,8 @@ class CompanyClauses:
     def test_row_during_a_draw(self, live: Subject) -> None:
         """While a long draw is under way another one comes, then a third, then a row: it is
         answered before any draw ends, and is right."""
-        self._needs_draws_in_steps(live)
-        row, long = live.contexts.long(3, 2), live.contexts.long(5, 1)
-        length = self._length(live, long)
+        row = live.contexts.long(3, 2)
+        long, length = self._long_draw(live)
         live.cold(row)
         lm = live.lm
 
@@ -150,9 +148,7 @@ class CompanyClauses:
     def test_cancelled_draw_ends(self, live: Subject) -> None:
         """A long draw whose caller has gone is not drawn to its end, and what is asked next is
         right."""
-        self._needs_draws_in_steps(live)
-        long = live.contexts.long(5, 1)
-        length = self._length(live, long)
+        long, length = self._long_draw(live)
         takes = live.lm.supports
         if takes("genlm_step", "samples") and not takes("genlm_step", "dropped"):
             pytest.skip("the engine draws in its steps, and takes nothing back (no `dropped`)")
@@ -230,9 +226,12 @@ class CompanyClauses:
             "engine, while each of them brought another request",
         )
 
-    def _needs_draws_in_steps(self, live: Subject) -> None:
+    def _long_draw(self, live: Subject) -> tuple[TokenIds, int]:
+        """A prompt, and how many tokens to draw after it, where the engine draws in its steps."""
         if "genlm_sample" in self._hooks_of_a_draw(live):
             pytest.skip("the engine draws in one call of genlm_sample, not in its steps")
+        prompt = live.contexts.long(5, 1)
+        return prompt, min(LONG, live.contexts.limit - len(prompt))
 
     def _hooks_of_a_draw(self, live: Subject) -> set[str]:
         live.reset()
@@ -242,9 +241,6 @@ class CompanyClauses:
     def _tries(self, live: Subject) -> int:
         """Once; more where two machines race, since the one with the long draw may be faster."""
         return 20 if live.lm.supports("genlm_wake") else 1
-
-    def _length(self, live: Subject, prompt: TokenIds) -> int:
-        return min(LONG, live.contexts.limit - len(prompt))
 
 
 async def _in_order(asked: Mapping[str, asyncio.Future[Outcome]]) -> list[str]:
