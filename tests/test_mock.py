@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 
 import numpy as np
 import pytest
 import torch
 
 from genlm.core import Adapter, MockAsyncLM, Query, SamplingParams, load_model_by_name
-from genlm.core.mock import ByteTokenizer, MockEngine, hashed_row
+from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine, hashed_row
 
 
 def test_no_files_and_no_engine_are_needed():
@@ -100,6 +101,16 @@ def test_every_evaluation_takes_the_delay(monkeypatch):
     engine.genlm_sample([Query((1,))], [SamplingParams(max_tokens=1)])
     engine.genlm_sequence_logprobs([Query((1,))], [(2,)])
     assert waited == [3.0] * 3
+
+
+def test_a_step_that_is_woken_is_continued_by_the_next(monkeypatch):
+    engine = ContinuousMockEngine(ByteTokenizer(), steps=1, delay=3600.0)
+    engine.genlm_wake()
+    assert engine.advance([Query((1,))]) == []
+    later = time.monotonic() + 3600
+    monkeypatch.setattr("genlm.core.mock.time.monotonic", lambda: later)
+    (answer,) = engine.advance([])
+    assert answer.request == Query((1,))
 
 
 def test_a_hugging_face_tokenizer(tmp_path):

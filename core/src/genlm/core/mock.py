@@ -96,7 +96,6 @@ class MockEngine:
         self.device = "cpu"
         self.model = None
         self.adapters: dict[int, Adapter] = {}  # by version
-        self.pinned: set[Query] = set()
         self._row = row
         self._delay = delay
         self._fail_on = fail_on
@@ -173,12 +172,10 @@ class MockEngine:
 
     @hookimpl
     def genlm_cache_prefix(self, query: Query) -> bool:
-        self.pinned.add(query)
-        return True
+        return True  # there is no state to compute
 
     @hookimpl
-    def genlm_clear_kv_cache(self) -> None:
-        self.pinned.clear()
+    def genlm_clear_kv_cache(self) -> None: ...
 
     @hookimpl
     def genlm_add_lora(self, adapter: Adapter) -> bool:
@@ -188,13 +185,11 @@ class MockEngine:
     @hookimpl
     def genlm_remove_lora(self, adapter: Adapter) -> bool:
         del self.adapters[adapter.version]
-        self.pinned = {query for query in self.pinned if query.adapter != adapter}
         return True
 
     @hookimpl
     def genlm_close(self) -> None:
         self.adapters.clear()
-        self.pinned.clear()
 
 
 class ContinuousMockEngine(MockEngine):
