@@ -18,9 +18,8 @@ CORPUS = [
 SPECIAL = ["<s>", "</s>", "<unk>"]
 
 
-def byte_level(**options: Any) -> Any:
+def byte_level(tok: Any) -> Any:
     """GPT-2."""
-    tok = pytest.importorskip("tokenizers", reason="trains a tokenizer of the library tokenizers")
     tokenizer = tok.Tokenizer(tok.models.BPE())
     tokenizer.pre_tokenizer = tok.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tok.decoders.ByteLevel()
@@ -32,10 +31,9 @@ def byte_level(**options: Any) -> Any:
     return tokenizer
 
 
-def split_byte_level() -> Any:
+def split_byte_level(tok: Any) -> Any:
     """Llama 3, Qwen, GPT-4o: a pattern of its own before the byte level."""
-    tok = pytest.importorskip("tokenizers", reason="trains a tokenizer of the library tokenizers")
-    tokenizer = byte_level()
+    tokenizer = byte_level(tok)
     pattern = tok.Regex(r"\p{N}{1,3}|[^\r\n\p{L}\p{N}]?\p{L}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+")
     split = tok.pre_tokenizers.Split(pattern, "isolated")
     plain = tok.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -43,10 +41,9 @@ def split_byte_level() -> Any:
     return tokenizer
 
 
-def deepseek_coder() -> Any:
+def deepseek_coder(tok: Any) -> Any:
     """DeepSeek-Coder: the pieces of the 13 bytes that UTF-8 does not use are added tokens too."""
-    tok = pytest.importorskip("tokenizers", reason="trains a tokenizer of the library tokenizers")
-    tokenizer = byte_level()
+    tokenizer = byte_level(tok)
     unused = [0xC0, 0xC1, *range(0xF5, 0x100)]
     before = tokenizer.get_vocab_size()
     tokenizer.add_tokens([tok.AddedToken(chr(byte), normalized=True) for byte in unused])
@@ -54,8 +51,7 @@ def deepseek_coder() -> Any:
     return tokenizer
 
 
-def byte_fallback(normalizer: Any, decoders: list[Any]) -> Any:
-    tok = pytest.importorskip("tokenizers", reason="trains a tokenizer of the library tokenizers")
+def byte_fallback(tok: Any, normalizer: Any, decoders: list[Any]) -> Any:
     tokenizer = tok.Tokenizer(tok.models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizer
     tokenizer.decoder = tok.decoders.Sequence(decoders)
@@ -64,13 +60,12 @@ def byte_fallback(normalizer: Any, decoders: list[Any]) -> Any:
         vocab_size=480, special_tokens=[*SPECIAL, *names], limit_alphabet=60, show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    return without_added(tokenizer, names)
+    return without_added(tok, tokenizer, names)
 
 
-def without_added(tokenizer: Any, names: list[str]) -> Any:
+def without_added(tok: Any, tokenizer: Any, names: list[str]) -> Any:
     """The byte names were special only to get them into the vocabulary; they are ordinary
     pieces."""
-    tok = pytest.importorskip("tokenizers")
     definition = json.loads(tokenizer.to_str())
     definition["added_tokens"] = [
         token for token in definition["added_tokens"] if token["content"] not in names
@@ -78,33 +73,30 @@ def without_added(tokenizer: Any, names: list[str]) -> Any:
     return tok.Tokenizer.from_str(json.dumps(definition))
 
 
-def llama() -> Any:
+def llama(tok: Any) -> Any:
     """Llama 2, Mistral, Yi, Phi-3."""
-    tok = pytest.importorskip("tokenizers", reason="trains a tokenizer of the library tokenizers")
     normalizer = tok.normalizers.Sequence(
         [tok.normalizers.Prepend("▁"), tok.normalizers.Replace(" ", "▁")]
     )
     d = tok.decoders
     return byte_fallback(
-        normalizer, [d.Replace("▁", " "), d.ByteFallback(), d.Fuse(), d.Strip(" ", 1, 0)]
+        tok, normalizer, [d.Replace("▁", " "), d.ByteFallback(), d.Fuse(), d.Strip(" ", 1, 0)]
     )
 
 
-def gemma() -> Any:
+def gemma(tok: Any) -> Any:
     """Gemma: no leading space, and runs of spaces that are pieces and added tokens at once."""
-    tok = pytest.importorskip("tokenizers", reason="trains a tokenizer of the library tokenizers")
     d = tok.decoders
     tokenizer = byte_fallback(
-        tok.normalizers.Replace(" ", "▁"), [d.Replace("▁", " "), d.ByteFallback(), d.Fuse()]
+        tok, tok.normalizers.Replace(" ", "▁"), [d.Replace("▁", " "), d.ByteFallback(), d.Fuse()]
     )
     assert tokenizer.token_to_id("▁▁") is not None
     tokenizer.add_tokens([tok.AddedToken("▁▁", normalized=False)])
     return tokenizer
 
 
-def unigram() -> Any:
+def unigram(tok: Any) -> Any:
     """T5, XLM-R: no bytes, a space before the text."""
-    tok = pytest.importorskip("tokenizers", reason="trains a tokenizer of the library tokenizers")
     tokenizer = tok.Tokenizer(tok.models.Unigram())
     tokenizer.pre_tokenizer = tok.pre_tokenizers.Metaspace()
     tokenizer.decoder = tok.decoders.Metaspace()
@@ -123,7 +115,8 @@ FAMILIES = {
 @pytest.fixture(scope="session", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> tuple[str, Any]:
     """A family's name, and a ``tokenizers.Tokenizer`` of it."""
-    return request.param, FAMILIES[request.param]()
+    tok = pytest.importorskip("tokenizers", reason="trains a tokenizer of the library tokenizers")
+    return request.param, FAMILIES[request.param](tok)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,8 @@ makes of it."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -176,6 +178,13 @@ def test_slow_byte_level():
         b"<|end|>",
     ]
     assert special(Slow({"Ġa": 0}, byte_decoder=byte_decoder)) == [b"<|end|>"]
+
+
+@pytest.mark.parametrize(
+    "model", [{"sp_model": None}, {"tokenizer": SimpleNamespace(sp_model=None)}]
+)
+def test_slow_sentencepiece(model):
+    assert contents(Slow({"▁a": 0, "<0x0A>": 2}, **model)) == [b" a", b"", b"\n", b"", b"<|end|>"]
 
 
 def test_slow_with_tokens_that_are_bytes():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib.resources import files
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import assume, given
@@ -63,31 +64,34 @@ def test_smollm2_tokens(smollm2, smollm2_bytes):
     assert wrong == []
 
 
-MISTRAL = ["tokenizer.model.v1", "mistral_instruct_tokenizer_240323.model.v3", "tekken_240911.json"]
+#: Files that mistral-common ships, and what may be around the tokenizer of each.
+MISTRAL = {
+    "tokenizer.model.v1": lambda whole: whole.instruct_tokenizer.tokenizer,
+    "mistral_instruct_tokenizer_240323.model.v3": lambda whole: whole,
+    "tekken_240911.json": lambda whole: SimpleNamespace(tokenizer=whole),  # as in transformers
+}
 
 
 @pytest.fixture(scope="module", params=MISTRAL)
-def mistral(request):
-    """mistral-common's tokenizer of one of the files that it ships."""
+def both(request):
+    """mistral-common's tokenizer of one file, and the bytes of its tokens."""
     module = pytest.importorskip(
         "mistral_common.tokens.tokenizers.mistral", reason="mistral-common ships real vocabularies"
     )
     path = files("mistral_common") / "data" / request.param
-    return module.MistralTokenizer.from_file(str(path)).instruct_tokenizer.tokenizer
-
-
-@pytest.fixture(scope="module")
-def mistral_bytes(mistral):
-    return decode_vocab(mistral)[0]
+    whole = module.MistralTokenizer.from_file(str(path))
+    return whole.instruct_tokenizer.tokenizer, decode_vocab(MISTRAL[request.param](whole))[0]
 
 
 @given(text=TEXTS)
-def test_mistral_texts(mistral, mistral_bytes, text):
+def test_mistral_texts(both, text):
+    mistral, mistral_bytes = both
     joined = b"".join(mistral_bytes[i] for i in mistral.encode(text, bos=False, eos=False))
     assert joined in (text.encode(), b" " + text.encode())
 
 
-def test_mistral_tokens(mistral, mistral_bytes):
+def test_mistral_tokens(both):
+    mistral, mistral_bytes = both
     assert len(mistral_bytes) == mistral.n_words
     assert mistral_bytes[1] == b"<s>"
     assert mistral_bytes[1].is_special
@@ -98,7 +102,7 @@ def test_mistral_tokens(mistral, mistral_bytes):
     )
 
 
-@pytest.mark.parametrize("file", MISTRAL[:2])
+@pytest.mark.parametrize("file", [*MISTRAL][:2])
 def test_sentencepiece_itself_agrees(file):
     spm = pytest.importorskip("sentencepiece", reason="reads mistral-common's SentencePiece files")
     data = pytest.importorskip("mistral_common", reason="ships real SentencePiece files")
