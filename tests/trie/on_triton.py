@@ -19,9 +19,8 @@ from genlm.core.trie.kernels import device, triton_kernels
 from genlm.core.trie.kernels.reducer import proven_reducer
 from genlm.core.trie.kernels.torch_reducer import TorchReducer
 from genlm.core.trie.kernels.triton_reducer import TritonReducer
-from genlm.core.trie.nodes import Nodes, SortedItems
-from genlm.core.trie.plan import Plan
 from genlm.core.trie.weights import MAX, SUM
+from tools.trie_traffic import plan_of
 
 DEVICE = "cpu:0" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
@@ -106,8 +105,3 @@ def test_the_kernels_prove_themselves():
     with structlog.testing.capture_logs() as events:
         reducer = proven_reducer(plan, DEVICE, TorchReducer(plan, DEVICE))
     assert (type(reducer), events) == (TritonReducer, [])
-
-
-def plan_of(words):
-    items = SortedItems.of(words)
-    return Plan.of(items.order, Nodes.of(items))

@@ -11,7 +11,6 @@ import weakref
 
 import numpy as np
 import pytest
-import torch
 
 from genlm.core import InvalidInputError, InvalidOptionError, ModelClosedError
 from genlm.core.trie import AsyncTokenCharacterTrie, ParallelTokenCharacterTrie, TokenCharacterTrie
@@ -147,11 +146,6 @@ def test_it_works_in_several_event_loops_at_once(trie, weights):
     for thread in threads:
         thread.join(PATIENCE)
     assert np.array_equal([answers[i] for i in range(4)], trie.trie.batch_weight_sum(weights[:4]))
-
-
-def test_tensors(trie, weights):
-    answer = asyncio.run(trie.weight_sum(torch.from_numpy(weights[0])))
-    assert np.array_equal(answer, trie.trie.weight_sum(weights[0]))
 
 
 def test_it_works_again_after_a_shutdown(trie, weights):

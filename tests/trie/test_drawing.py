@@ -68,6 +68,13 @@ def test_a_large_trie_is_pruned_to_its_heaviest_part(graphviz, trie, sums):
     assert '"5 more"' in source  # at the root, of six children
 
 
+def test_as_much_is_drawn_as_people_can_look_at(graphviz):
+    trie = TokenCharacterTrie([n.to_bytes(2, "big") for n in range(10_000)])
+    assert trie.visualize().source.count("circle") == 100
+    (nodes,) = re.findall(r'"node":\[(.*?)\]', trie.visualize(format="html"))
+    assert nodes.count(",") == 20_000 - 1
+
+
 def test_graphviz_missing_is_said(trie, monkeypatch):
     monkeypatch.setitem(sys.modules, "graphviz", None)
     with pytest.raises(ImportError, match=r"pip install .*\[visualize\]"):

@@ -1,4 +1,5 @@
-"""``next_bytes_logprob`` against brute force, over random vocabularies, rows and texts."""
+"""The exact probability of the next bytes: against brute force, over random vocabularies, rows and
+texts; and what is not asked."""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ class Asked(MockAsyncLM):
     context=st.lists(st.integers(0, 12), min_size=1, max_size=3),
     target=text(1, 6),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_it_is_the_sum_over_all_tokenisations(vocab, special, seed, spread, context, target):
     random = Random(vocab, {i for i in special if i < len(vocab)}, seed, spread)
     context = [i % len(random) for i in context]
@@ -103,7 +104,7 @@ def test_it_is_the_sum_over_all_tokenisations(vocab, special, seed, spread, cont
 
 
 @given(vocab=st.lists(text(1, 3), min_size=1, max_size=6, unique=True), target=text(1, 6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_limit_is_the_number_of_contexts(vocab, target):
     """All the beginnings of tokenisations, also of those that cannot be completed."""
     random = Random(vocab, set(), 0, 0.0)
@@ -122,3 +123,59 @@ def test_the_limit_is_the_number_of_contexts(vocab, target):
         asyncio.run(next_bytes_logprob(lm, [0], target, max_contexts=len(beginnings)))
         with pytest.raises(InvalidInputError, match=f"of {len(beginnings)} contexts"):
             asyncio.run(next_bytes_logprob(lm, [0], target, max_contexts=len(beginnings) - 1))
+
+
+#: Several ways to write each text; token 7 is special.
+VOCAB = [b"a", b"ab", b"b", b"ba", b"abb", b"bab", b"", b"<a>", b"ab"]
+
+
+@pytest.fixture
+def lm():
+    with Asked(Random(VOCAB, {7}, 0, 1.0)) as lm:
+        yield lm
+
+
+def test_what_cannot_be_written(lm):
+    assert asyncio.run(next_bytes_logprob(lm, [0], b"abz")) == -math.inf
+    assert asyncio.run(next_bytes_logprob(lm, [0], b"<a>")) == -math.inf
+    assert asyncio.run(next_bytes_logprob(lm, [0], b"")) == 0.0
+
+
+def test_a_token_that_the_model_never_draws_is_not_followed():
+    class Never(Asked):
+        def _get_logprobs(self, token_ids):
+            assert 0 not in token_ids[1:], "asked after a token of probability 0"
+            row = torch.zeros(len(self.random))
+            row[0] = -torch.inf
+            return row.log_softmax(0)
+
+    with Never(Random(VOCAB, {7}, 0, 1.0)) as lm:
+        logprob = asyncio.run(next_bytes_logprob(lm, [1], b"ab"))
+        assert math.exp(logprob) == pytest.approx(3 / 9, rel=1e-6)
+
+
+def test_contexts_are_asked_together(lm):
+    asyncio.run(next_bytes_logprob(lm, [0], b"abbab"))
+    assert lm.stats.largest_batch > 1
+    assert lm.stats.batches <= 5  # one for each token in a row at most
+
+
+def test_a_trie_can_be_given(lm):
+    trie = TokenCharacterTrie(lm.byte_vocab)
+    given = asyncio.run(next_bytes_logprob(lm, [0], b"ab", trie=trie))
+    assert given == asyncio.run(next_bytes_logprob(lm, [0], b"ab"))
+    with pytest.raises(
+        InvalidInputError, match="the trie has 1 items, but the model has 10 tokens"
+    ):
+        asyncio.run(next_bytes_logprob(lm, [0], b"ab", trie=TokenCharacterTrie([b"a"])))
+
+
+def test_too_many_tokenisations_are_refused_before_any_is_asked(lm):
+    with pytest.raises(InvalidInputError, match="contexts, but at most 10000 are asked"):
+        asyncio.run(next_bytes_logprob(lm, [0], b"ab" * 40))
+    assert lm.stats.rows == 0
+
+
+def test_a_str_is_refused(lm):
+    with pytest.raises(InvalidInputError, match="next_bytes must be bytes; got 'ab'"):
+        asyncio.run(next_bytes_logprob(lm, [0], "ab"))

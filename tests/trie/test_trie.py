@@ -169,15 +169,6 @@ def test_small_masses_survive_beside_large_ones():
 
 
 @tries
-def test_log_weights(trie_class):
-    trie = trie_class([b"a", b"ab", b"b"])
-    ws = np.array([-3.0, -1.0, -math.inf])
-    maxima = trie.weight_max(ws)
-    assert maxima[trie.root] == maxima[trie.find(b"a")] == -1.0
-    assert maxima[trie.find(b"b")] == -math.inf
-
-
-@tries
 def test_a_batch_is_its_rows(trie_class, vocabulary, weights):
     trie = trie_class(vocabulary)
     for batch, single in (
@@ -214,11 +205,8 @@ def test_large_results_are_never_written_to_while_anything_refers_to_them():
     assert np.array_equal(tensor.numpy(), expected[4])
     assert np.array_equal(np.asarray(part), expected[5, ::2])
     assert np.array_equal(whole, expected)
-
-
-def test_an_empty_batch(vocabulary):
-    trie = TokenCharacterTrie(vocabulary)
-    assert trie.batch_weight_sum(np.empty((0, len(vocabulary)))).shape == (0, len(trie))
+    twice = np.concatenate([ws, ws])  # of the memory that has been released, none is large enough
+    assert np.array_equal(trie.batch_weight_sum(twice), np.concatenate([expected, expected]))
 
 
 def test_older_names(vocabulary, weights):
@@ -425,15 +413,4 @@ def test_on_cuda_nothing_waits(vocabulary, weights):
     np.testing.assert_allclose(sums.cpu(), on_cpu.batch_weight_sum(weights), rtol=2e-6, atol=1e-37)
     np.testing.assert_allclose(
         maxima.cpu(), on_cpu.batch_weight_max(weights), rtol=1e-6, atol=1e-37
-    )
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_cuda(vocabulary, weights):
-    trie = ParallelTokenCharacterTrie(vocabulary, device="cuda")
-    ws = torch.from_numpy(weights).cuda()
-    sums = trie.batch_weight_sum(ws, dtype=torch.float64)
-    assert sums.is_cuda
-    np.testing.assert_allclose(
-        sums.cpu().numpy(), TokenCharacterTrie(vocabulary).batch_weight_sum(weights), rtol=1e-14
     )

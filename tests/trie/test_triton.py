@@ -15,8 +15,7 @@ import torch
 
 from genlm.core.trie.kernels import reducer
 from genlm.core.trie.kernels.torch_reducer import TorchReducer
-from genlm.core.trie.nodes import Nodes, SortedItems
-from genlm.core.trie.plan import Plan
+from tools.trie_traffic import plan_of
 
 HERE = Path(__file__).parent
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
@@ -25,28 +24,21 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 def run(*command, **environment):
     """Run Python in a process where nothing has imported Triton."""
-    variables = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         capture_output=True,
         text=True,
-        env=variables | environment,
+        env=os.environ | {"TRITON_INTERPRET": "0"} | environment,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @needs_triton
-def test_in_the_interpreter():
+@pytest.mark.parametrize("interpret", ["1", pytest.param("0", marks=needs_cuda)])
+def test_in_the_interpreter_and_on_cuda(interpret):
     tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / "on_triton.py")
-    assert " passed" in run(*tests, TRITON_INTERPRET="1")
-
-
-@needs_triton
-@needs_cuda
-def test_on_cuda():
-    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / "on_triton.py")
-    assert " passed" in run(*tests)
+    assert " passed" in run(*tests, TRITON_INTERPRET=interpret)
 
 
 @needs_triton
@@ -60,8 +52,7 @@ def test_the_kernels_compile_for_a_gpu(tmp_path):
 
 @pytest.fixture
 def plan():
-    items = SortedItems.of([bytes([first, second]) for first in range(9) for second in range(30)])
-    return Plan.of(items.order, Nodes.of(items))
+    return plan_of([bytes([first, second]) for first in range(9) for second in range(30)])
 
 
 @pytest.fixture

@@ -40,6 +40,8 @@ def test_the_items_below_a_node_are_a_slice_of_one_array(trie, vocabulary):
                 i for i, token in enumerate(vocabulary) if token.startswith(bytes(prefix))
             }
             assert np.shares_memory(below, trie.positions)
+    with pytest.raises(ValueError, match="read-only"):
+        trie.positions[0] = 0
 
 
 def test_children_of_each_node_have_what_the_whole_array_says(trie, weights):
@@ -75,9 +77,10 @@ def test_the_heaviest_children_come_first():
 
 def test_what_is_not_there_is_refused(trie, weights):
     for node in (-1, len(trie)):
-        with pytest.raises(InvalidInputError, match=f"no node {node}"):
+        refusal = f"no node {node}: nodes are 0 to {len(trie) - 1}"
+        with pytest.raises(InvalidInputError, match=refusal):
             trie.positions_under(node)
-        with pytest.raises(InvalidInputError, match=f"no node {node}"):
+        with pytest.raises(InvalidInputError, match=refusal):
             trie.children_sum(node, weights[0])
     with pytest.raises(InvalidInputError, match="the trie needs"):
         trie.children_sum(trie.root, weights)
