@@ -46,17 +46,7 @@ def test_every_hook_runs_on_one_thread_that_is_not_the_callers():
             super().__init__(ByteTokenizer(), on_batch=note)
             note()
 
-        @hookimpl
-        def genlm_cache_prefix(self):
-            note()
-
-        @hookimpl
-        def genlm_clear_kv_cache(self):
-            note()
-
-        @hookimpl
-        def genlm_close(self):
-            note()
+        genlm_cache_prefix = genlm_clear_kv_cache = genlm_close = hookimpl(note)
 
     with AsyncLM(Recording, backend="recording") as lm:
         lm.next_token_logprobs_sync([1])
@@ -74,9 +64,10 @@ def test_an_error_while_loading_reaches_the_caller_and_leaves_no_thread():
 
     with pytest.raises(OSError, match="no such model"):
         AsyncLM(load, backend="broken")
-    assert not [
-        thread for thread in engine_threads() if thread.name == "genlm-broken" and thread.join(30)
-    ]
+    for thread in engine_threads():
+        if thread.name == "genlm-broken":
+            thread.join(30)
+            assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(
