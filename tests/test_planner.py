@@ -6,6 +6,8 @@ included. So wherever a sequence starts, it can be seen whether the state is tha
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -78,35 +80,22 @@ class Wanted:
         return self.length - self.keep
 
 
-class Contexts:
-    """A number for every context."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[tuple[int, int], int] = {}
-        self._cells: dict[bytes, list[int]] = {}
-
-    def cells(self, key: bytes) -> list[int]:
-        """What lies at each position of a context."""
-        if key not in self._cells:
-            version, *tokens = array("I", key)
-            at = -2 - version
-            found = []
-            for token in tokens:
-                at = self._numbers.setdefault((at, token), len(self._numbers) + 1)
-                found.append(at)
-            self._cells[key] = found
-        return self._cells[key]
+@functools.lru_cache(1024)
+def cells_of(key: bytes) -> list[int]:
+    """What lies at each position of a context: a number for the context up to there."""
+    version, *tokens = array("I", key)
+    numbers = itertools.accumulate(tokens, lambda at, token: hash((at, token)), initial=~version)
+    return list(numbers)[1:]
 
 
 class Cells:
     """A table of such numbers; 0 is nothing."""
 
-    def __init__(self, contexts: Contexts, budget: int, aside: int | None) -> None:
+    def __init__(self, budget: int, aside: int | None) -> None:
         self.rows: list[list[int]] = []
         self.fail_at: int | None = None  # after this many commands
         self.can_blank = True
         self.failed: Command | None = None
-        self._contexts = contexts
         self._budget = budget
         self._aside = aside
 
@@ -163,7 +152,7 @@ class Cells:
     def _valid(self, source: Segment, size: int) -> list[int]:
         """The first cells of a segment, which must be its context's."""
         cells = self.own(source)[:size]
-        assert cells == self._contexts.cells(source.key)[source.start :][:size]
+        assert cells == cells_of(source.key)[source.start :][:size]
         return cells
 
     def _spoil(self, command: Command) -> None:
@@ -191,8 +180,7 @@ class PlannerMachine(RuleBasedStateMachine):
         seed=st.integers(0, 2**32),
     )
     def begin(self, worth: Worth, budget: int, aside: int | None, shares: bool, seed: int) -> None:
-        self.contexts = Contexts()
-        self.table = Cells(self.contexts, budget, aside)
+        self.table = Cells(budget, aside)
         self.planner: Planner[Wanted] = Planner(self.table, worth, shares)
         self.bounded = budget if aside is None else None
         self.long = worth.step == Worth().step
@@ -296,12 +284,12 @@ class PlannerMachine(RuleBasedStateMachine):
     def _compute(self, batch: Sequence[Placement[Wanted]]) -> None:
         written: set[tuple[int, int]] = set()
         for one in batch:
-            cells = self.contexts.cells(one.sequence.key)
+            cells = cells_of(one.sequence.key)
             end = one.row or one.trunk
             assert 0 <= one.start <= one.sequence.latest_start
             assert self.table.read(end, one.start) == cells[: one.start]
         for one in batch:
-            cells = self.contexts.cells(one.sequence.key)
+            cells = cells_of(one.sequence.key)
             stop = one.start
             for segment, first, last in one.segments(one.start, one.sequence.length):
                 assert first == stop < last
@@ -395,7 +383,7 @@ class PlannerMachine(RuleBasedStateMachine):
         tree.check_integrity()
         for one in tree.index.values():
             size = length_of(one.key)
-            assert self.table.read(one, size) == self.contexts.cells(one.key)
+            assert self.table.read(one, size) == cells_of(one.key)
         for pinned in self.pinned.values():
             assert self.planner.known(pinned) == pinned.latest_start
 
@@ -428,7 +416,7 @@ def test_any_sequence_of_plans_keeps_what_it_says() -> None:
 
 
 def planner(budget: int, worth: Worth = WORTHS[2]) -> Planner[Wanted]:
-    return Planner(Cells(Contexts(), budget, None), worth)
+    return Planner(Cells(budget, None), worth)
 
 
 def ask(planner: Planner[Wanted], *contexts: Sequence[int]) -> None:
