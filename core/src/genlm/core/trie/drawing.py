@@ -79,9 +79,8 @@ def excerpt(trie: Drawable, ws: Any, max_nodes: int) -> list[Drawn]:
     """
     if max_nodes < 1:
         raise InvalidOptionError(f"max_nodes must be at least 1; got {max_nodes}")
-    weights = to_array(trie.weight_sum(np.ones(len(trie.decode))) if ws is None else ws).astype(
-        np.float64
-    )
+    given = trie.weight_sum(np.ones(len(trie.decode))) if ws is None else ws
+    weights = to_array(given).astype(np.float64)
     if weights.shape != (len(trie),):
         raise InvalidInputError(
             f"ws has the shape {list(weights.shape)}, but the trie has {len(trie)} nodes: give "
@@ -137,10 +136,8 @@ def _shares(weights: Floats) -> Floats:
     finite = weights[np.isfinite(weights)]
     low = min(float(finite.min(initial=0.0)), 0.0)
     high = float(finite.max(initial=low))
-    shares = (np.nan_to_num(weights, nan=low, neginf=low, posinf=high) - low) / (
-        (high - low) or 1.0
-    )
-    return np.clip(shares, 0.0, 1.0)
+    bounded = np.nan_to_num(weights, nan=low, neginf=low, posinf=high)
+    return (bounded - low) / ((high - low) or 1.0)
 
 
 def draw_dot(trie: Drawable, ws: Any, max_nodes: int) -> Any:
@@ -194,10 +191,8 @@ def draw_page(trie: Drawable, ws: Any, max_nodes: int) -> str:
     drawn = excerpt(trie, ws, max_nodes)
     template = files("genlm.core.trie").joinpath("page.html").read_text(encoding="utf-8")
     # So that no "<" in the data can end the script element that holds it.
-    data = json.dumps(_columns(drawn), ensure_ascii=False, separators=(",", ":")).replace(
-        "<", "\\u003c"
-    )
-    return template.replace("/*DATA*/", data)
+    data = json.dumps(_columns(drawn), ensure_ascii=False, separators=(",", ":"))
+    return template.replace("/*DATA*/", data.replace("<", "\\u003c"))
 
 
 def _columns(drawn: list[Drawn]) -> dict[str, Any]:

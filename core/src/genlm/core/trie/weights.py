@@ -40,16 +40,13 @@ class ResultType:
         if dtype is None:
             return cls(default, tensor=False)
         library, _, torch_name = str(dtype).rpartition(".")
-        wanted = (
-            cls(torch_name, tensor=True)
-            if library == "torch"
-            else cls(_numpy_name(dtype), tensor=False)
-        )
-        if wanted.name not in ("float64", "float32"):
+        tensor = library == "torch"
+        name = torch_name if tensor else _numpy_name(dtype)
+        if name not in ("float64", "float32"):
             raise InvalidOptionError(
                 f"dtype must be float64 or float32, of NumPy or PyTorch; got {dtype}"
             )
-        return wanted
+        return cls(name, tensor)
 
     def of_array(self, result: FloatArray) -> FloatArray | torch.Tensor:
         """Convert ``result``, which has the right precision."""

@@ -83,11 +83,9 @@ class CpuKernel:
 
     @property
     def _cores(self) -> int:
-        return (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
+        if hasattr(os, "sched_getaffinity"):
+            return len(os.sched_getaffinity(0))
+        return os.cpu_count() or 1
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:

@@ -38,16 +38,10 @@ class DeviceKernel:
         """
         import torch
 
-        try:
-            kind = torch.device(device).type
-        except RuntimeError as error:
-            raise InvalidOptionError(
-                f"device is {device!r}: it must be a PyTorch device, such as 'cuda:0' or 'cpu'"
-            ) from error
         self.plan = plan
         self.device = device
-        self._has_float64 = kind != "mps"
         try:
+            self._has_float64 = torch.device(device).type != "mps"
             self._reducer = reducer_for(plan, device)
         except (AssertionError, RuntimeError) as error:  # PyTorch raises either, by device
             raise InvalidOptionError(
@@ -61,12 +55,9 @@ class DeviceKernel:
         if batch and isinstance(ws, list | tuple):
             none = torch.empty((0, self.plan.items), dtype=dtype, device=self.device)
             return torch.cat([none, *(self._rows(row, False, dtype) for row in ws)])
-        tensor = (
-            ws.detach()
-            if isinstance(ws, torch.Tensor)
-            else torch.from_numpy(np.ascontiguousarray(to_array(ws)))
-        )
-        rows: torch.Tensor = tensor if batch else tensor[None]
+        if not isinstance(ws, torch.Tensor):
+            ws = torch.from_numpy(np.ascontiguousarray(to_array(ws)))
+        rows: torch.Tensor = ws.detach() if batch else ws.detach()[None]
         check_shape(rows.shape[1:], self.plan.items)
         # The type first: MPS cannot even receive float64, and float32 is half as much to move.
         return rows.to(dtype).to(self.device)
