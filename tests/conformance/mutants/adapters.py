@@ -11,7 +11,7 @@ from attrs import evolve
 from genlm.core import AsyncLM, Query, hookimpl
 from genlm.core.mock import ByteTokenizer, MockEngine
 
-from ..blind.common import Forgetting
+from ..blind.common import Forgetting, Keeping
 from .registry import breaks
 
 
@@ -52,15 +52,13 @@ class NoneIsTheDefault(AsyncLM):
 
 
 @breaks("rebound_adapter")
-class ReboundNameKeepsItsWeights(MockEngine):
+class ReboundNameKeepsItsWeights(Keeping, MockEngine, paths=dict):
     """Weights are kept by name: a name bound again has those of before."""
 
     def row(self, query):
         if query.adapter is None:
             return super().row(query)
-        path = self.__dict__.setdefault("paths", {}).setdefault(
-            query.adapter.name, query.adapter.path
-        )
+        path = self.paths.setdefault(query.adapter.name, query.adapter.path)
         return super().row(evolve(query, adapter=evolve(query.adapter, path=path)))
 
 

@@ -27,7 +27,6 @@ from genlm.core.mock import MockEngine
 from ..blind.common import Forgetting, Keeping
 from .callers import BoundToAnAbandonedLoop
 from .registry import breaks
-from .rows import LMWith
 
 BLOCK = 16
 LONG = 2 * BLOCK
@@ -57,14 +56,6 @@ def replayed(query: Query) -> Query:
     return evolve(query, token_ids=(*query.token_ids, query.token_ids[-1]))
 
 
-@breaks("row_is_normalised")
-class NormalisedRoughly(LMWith):
-    """The sum of a row is computed in a shorter type."""
-
-    def changed(self, row):
-        return row + 1.1e-4
-
-
 @breaks("cold_row_is_repeatable")
 class ColdRowsInUsedBlocks(Remembering, cold=set):
     """A cold evaluation is given the blocks of one before it, into which a batch wrote."""
@@ -89,14 +80,13 @@ class SecondMicroBatchReversed(MockEngine):
 
 
 @breaks("equal_questions_share_one_slot")
-class ThirdCallerAlone(AsyncLM):
+class ThirdCallerAlone(Keeping, AsyncLM, callers=list):
     """What is pending has places for two callers: a third one's request is evaluated again."""
 
     async def next_token_logprobs(self, token_ids, **options):
         key = repr((token_ids, options))
-        callers = self.__dict__.setdefault("callers", [])
-        again = callers.count(key) == 2
-        callers.append(key)
+        again = self.callers.count(key) == 2
+        self.callers.append(key)
         try:
             row = await super().next_token_logprobs(token_ids, **options)
             if again:
@@ -104,7 +94,7 @@ class ThirdCallerAlone(AsyncLM):
                 row = await super().next_token_logprobs(token_ids, **options)
             return row
         finally:
-            callers.remove(key)
+            self.callers.remove(key)
 
 
 @breaks("same_tail_under_different_prefixes")
@@ -213,23 +203,22 @@ class DroppedBatchIsFoundAgain(Remembering):
 
 
 @breaks("failing_question_fails_alone")
-class FailureIsKept(AsyncLM):
+class FailureIsKept(Keeping, AsyncLM, failed=dict):
     """A context of full blocks that failed once fails until the cache is cleared."""
 
     async def next_token_logprobs(self, token_ids, **options):
-        failed = self.__dict__.setdefault("failed", {})
         key = repr(token_ids)
-        if key in failed:
-            raise failed[key]
+        if key in self.failed:
+            raise self.failed[key]
         try:
             return await super().next_token_logprobs(token_ids, **options)
         except (EngineError, PluginError) as error:
             if len(token_ids) > LONG:
-                failed[key] = error
+                self.failed[key] = error
             raise
 
     def clear_cache(self):
-        self.__dict__.pop("failed", None)
+        self._forget()
         super().clear_cache()
 
 
@@ -247,15 +236,14 @@ class ResetForgetsLongRequests(AsyncLM):
 
 
 @breaks("several_threads")
-class ThreadsShareScratch(AsyncLM):
+class ThreadsShareScratch(Keeping, AsyncLM, threads=list):
     """Contexts of several blocks are prepared in memory that belongs to the first thread."""
 
     def _prepared(self, token_ids, row):
-        threads = self.__dict__.setdefault("threads", [])
         thread = threading.current_thread()
-        if len(token_ids) > LONG and thread not in threads:
-            threads.append(thread)
-        return torch.roll(row, 1) if thread in threads[1:] else row
+        if len(token_ids) > LONG and thread not in self.threads:
+            self.threads.append(thread)
+        return torch.roll(row, 1) if thread in self.threads[1:] else row
 
     async def next_token_logprobs(self, token_ids, **options):
         row = await super().next_token_logprobs(token_ids, **options)
@@ -266,7 +254,7 @@ class ThreadsShareScratch(AsyncLM):
 
     def clear_kv_cache(self):
         super().clear_kv_cache()
-        self.__dict__.pop("threads", None)
+        self._forget()
 
 
 @breaks("loops_one_after_the_other")
@@ -275,7 +263,7 @@ class ClosedLoopIsRemembered(BoundToAnAbandonedLoop):
 
     def clear_cache(self):
         super().clear_cache()
-        self.__dict__.pop("waiting", None)
+        self._forget()
 
 
 @breaks("unknown_adapter_is_refused")
@@ -327,26 +315,25 @@ class ReboundNameKeepsItsBlocks(Forgetting, MockEngine, first=dict):
 
 
 @breaks("removed_adapter")
-class RowsOutliveTheirAdapter(AsyncLM):
+class RowsOutliveTheirAdapter(Keeping, AsyncLM, kept=dict):
     """A row of several blocks is answered from a cache that does not ask whether its adapter is
     still there."""
 
     async def next_token_logprobs(self, token_ids, **options):
-        kept = self.__dict__.setdefault("kept", {})
         key = repr((token_ids, options))
         try:
             row = await super().next_token_logprobs(token_ids, **options)
         except UnknownAdapterError:
-            if key not in kept:
+            if key not in self.kept:
                 raise
-            return kept[key].clone()
+            return self.kept[key].clone()
         if len(token_ids) > LONG:
-            kept[key] = row.clone()
+            self.kept[key] = row.clone()
         return row
 
     def clear_cache(self):
         super().clear_cache()
-        self.__dict__.pop("kept", None)
+        self._forget()
 
 
 @breaks("operations_in_turn", "https://github.com/ggml-org/llama.cpp/issues/7859")

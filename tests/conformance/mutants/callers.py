@@ -11,13 +11,13 @@ import torch
 from genlm.core import AsyncLM
 from genlm.core.errors import (
     EngineError,
-    GenlmError,
     ModelClosedError,
     PluginError,
     QueriesResetError,
 )
 from genlm.core.mock import ContinuousMockEngine, hashed_row
 
+from ..blind.common import Keeping
 from .registry import breaks
 
 
@@ -43,11 +43,11 @@ class Flat(Unanswered):
         return torch.zeros(len(self.byte_vocab)).log_softmax(dim=0)
 
 
-class LMWithTasks(AsyncLM):
+class LMWithTasks(Keeping, AsyncLM, tasks=dict):
     """A model that makes a task of each request of a context, which all who ask for it share."""
 
     async def next_token_logprobs(self, token_ids: Any, **options: Any) -> torch.Tensor:
-        tasks = self.__dict__.setdefault("tasks", {})
+        tasks = self.tasks
         key = asyncio.get_running_loop(), repr(token_ids), *options.items()
         if key not in tasks:
             tasks[key] = asyncio.ensure_future(super().next_token_logprobs(token_ids, **options))
@@ -111,11 +111,11 @@ class ThreadsMixedUp(AsyncLM):
 
 
 @breaks("loops_one_after_the_other")
-class BoundToAnAbandonedLoop(AsyncLM):
+class BoundToAnAbandonedLoop(Keeping, AsyncLM, waiting=dict):
     """Nobody can ask while callers of a loop that was closed are counted as waiting."""
 
     async def next_token_logprobs(self, *args, **options):
-        waiting = self.__dict__.setdefault("waiting", {})
+        waiting = self.waiting
         if any(loop.is_closed() for loop in waiting.values()):
             raise RuntimeError("bound to a different event loop")
         caller = object()
@@ -126,50 +126,37 @@ class BoundToAnAbandonedLoop(AsyncLM):
             del waiting[caller]
 
 
-class LenientLM(AsyncLM):
-    """A model that answers with something where the core refuses."""
+def lenient(name: str, text: str) -> type:
+    """A model that answers with something where the core refuses with this text."""
 
-    lenient: tuple[type[Exception], str]
+    class Lenient(AsyncLM):
+        async def next_token_logprobs(self, token_ids, **options):
+            try:
+                return await super().next_token_logprobs(token_ids, **options)
+            except ValueError as error:
+                if text not in str(error):
+                    raise
+                return await super().next_token_logprobs([0])
 
-    def _lenient(self, error: Exception) -> bool:
-        kind, text = self.lenient
-        return isinstance(error, kind) and text in str(error)
+        async def sample(self, *args, **options):
+            try:
+                return await super().sample(*args, **options)
+            except ValueError as error:
+                if text not in str(error):
+                    raise
+                return []
 
-    async def next_token_logprobs(self, token_ids: Any, **options: Any) -> torch.Tensor:
-        try:
-            return await super().next_token_logprobs(token_ids, **options)
-        except GenlmError as error:
-            if not self._lenient(error):
-                raise
-            return await super().next_token_logprobs([0])
-
-    async def sample(self, *args: Any, **options: Any) -> list[int]:
-        try:
-            return await super().sample(*args, **options)
-        except GenlmError as error:
-            if not self._lenient(error):
-                raise
-            return []
+    Lenient.__name__ = name
+    return Lenient
 
 
-@breaks("bad_context_is_refused")
-class EmptyContextAnswered(LenientLM):
-    lenient = (ValueError, "is empty")
-
-
-@breaks("too_long_context_is_refused")
-class LongContextCut(LenientLM):
-    lenient = (ValueError, "exceeds")
-
-
-@breaks("unknown_adapter_is_refused")
-class UnknownAdapterIsTheBaseModel(LenientLM):
-    lenient = (ValueError, "no LoRA adapter")
-
-
-@breaks("bad_sampling_option_is_refused")
-class BadOptionIgnored(LenientLM):
-    lenient = (ValueError, "top_k")
+for name, clause, text in (
+    ("EmptyContextAnswered", "bad_context_is_refused", "is empty"),
+    ("LongContextCut", "too_long_context_is_refused", "exceeds"),
+    ("UnknownAdapterIsTheBaseModel", "unknown_adapter_is_refused", "no LoRA adapter"),
+    ("BadOptionIgnored", "bad_sampling_option_is_refused", "top_k"),
+):
+    breaks(clause)(lenient(name, text))
 
 
 # --- wrappers ---------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from attrs import evolve
@@ -11,18 +11,8 @@ from attrs import evolve
 from genlm.core import AsyncLM, hookimpl
 from genlm.core.mock import MockEngine
 
-from ..blind.common import Forgetting
+from ..blind.common import Forgetting, Keeping
 from .registry import breaks
-
-
-class LMWith(AsyncLM):
-    """A model that changes the rows of the asynchronous single request."""
-
-    async def next_token_logprobs(self, *args: Any, **options: Any) -> torch.Tensor:
-        return self.changed(await super().next_token_logprobs(*args, **options))
-
-    def changed(self, row: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
 
 
 @breaks("vocabulary_is_consistent")
@@ -31,18 +21,6 @@ class TokensInDisorder(AsyncLM):
     def byte_vocab(self):
         first, second, *others = super().byte_vocab
         return [second, first, *others]
-
-
-@breaks("row_has_shape_and_type")
-class DoubleRows(LMWith):
-    def changed(self, row):
-        return row.double()
-
-
-@breaks("row_has_shape_and_type")
-class RowsWithGraph(LMWith):
-    def changed(self, row):
-        return row.requires_grad_()
 
 
 @breaks("row_is_normalised")
@@ -98,16 +76,30 @@ class LastPositionMissing(MockEngine):
 
 
 @breaks("row_belongs_to_its_caller")
-class SharedRows(AsyncLM):
+class SharedRows(Keeping, AsyncLM, rows=weakref.WeakValueDictionary):
     """Who asks for a context of which somebody has the row gets that very tensor."""
 
     async def next_token_logprobs(self, token_ids, **options):
         row = await super().next_token_logprobs(token_ids, **options)
-        rows = self.__dict__.setdefault("rows", weakref.WeakValueDictionary())
-        return rows.setdefault((tuple(token_ids), *options.items()), row)
+        return self.rows.setdefault((tuple(token_ids), *options.items()), row)
 
 
-@breaks("row_does_not_keep_its_batch")
-class RowsThatAreViews(LMWith):
-    def changed(self, row):
-        return torch.stack([row, row])[0]
+def giving(name: str, changed: Callable[[torch.Tensor], torch.Tensor]) -> type:
+    """A model that changes the rows of the asynchronous single request."""
+
+    class Giving(AsyncLM):
+        async def next_token_logprobs(self, *args, **options):
+            return changed(await super().next_token_logprobs(*args, **options))
+
+    Giving.__name__ = name
+    return Giving
+
+
+for name, clause, changed in (
+    ("DoubleRows", "row_has_shape_and_type", lambda row: row.double()),
+    ("RowsWithGraph", "row_has_shape_and_type", lambda row: row.requires_grad_()),
+    ("RowsThatAreViews", "row_does_not_keep_its_batch", lambda row: torch.stack([row, row])[0]),
+    # The sum of a row is computed in a shorter type.
+    ("NormalisedRoughly", "row_is_normalised", lambda row: row + 1.1e-4),
+):
+    breaks(clause)(giving(name, changed))

@@ -119,9 +119,10 @@ class PinnedPrefixCountedTwice(MockEngine):
 class DroppedStateStillUsed(MockEngine):
     """After the state was dropped, what was pinned is read as if it were nothing."""
 
+    stale = frozenset()
+
     def row(self, query):
-        stale = self.__dict__.get("stale", set())
-        if not query.cold and query in stale:
+        if not query.cold and query in self.stale:
             return super().row(evolve(query, token_ids=query.token_ids * 2))
         return super().row(query)
 
