@@ -35,8 +35,8 @@ class Processor:
         self.change = change
 
     @hookimpl
-    def genlm_process_logprobs(self, rows):
-        return self.change(rows)
+    def genlm_process_logprobs(self, queries, rows):
+        return self.change(queries, rows)
 
 
 # --- changing rows --------------------------------------------------------------------------------
@@ -52,14 +52,12 @@ def test_a_processor_is_called_once_for_what_a_batch_or_step_finished(engine):
             super().__init__(tokenizer)
             self.vocab_size = 320
 
-    class Watching:
-        @hookimpl
-        def genlm_process_logprobs(self, queries, rows):
-            calls.append(([query.token_ids for query in queries], tuple(rows.shape)))
-            rows[:, 5] = -float("inf")  # it may write into them
-            return rows.log_softmax(-1)
+    def change(queries, rows):
+        calls.append(([query.token_ids for query in queries], tuple(rows.shape)))
+        rows[:, 5] = -float("inf")  # it may write into them
+        return rows.log_softmax(-1)
 
-    with opened(Padded, Watching()) as lm:
+    with opened(Padded, Processor(change)) as lm:
         lm.batch_next_token_logprobs_sync([[1], [2], [3]])
         row = lm.next_token_logprobs_uncached([4])
     assert calls == [([(1,), (2,), (3,)], (3, 258)), ([(4,)], (1, 258))]
@@ -88,20 +86,18 @@ def test_several_apply_in_the_order_given(engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_a_processor_raises_names_it_and_concerns_one_request_alone(engine):
-    class Choosy:
-        @hookimpl
-        def genlm_process_logprobs(self, queries, rows):
-            if any(query.token_ids[0] == 2 for query in queries):
-                raise KeyError("no rule for this context")
-            return rows
+    def choose(queries, rows):
+        if any(query.token_ids[0] == 2 for query in queries):
+            raise KeyError("no rule for this context")
+        return rows
 
     asked = []
     made = engine(ByteTokenizer(), on_batch=lambda queries: asked.append(len(queries)))
-    with opened(made, Choosy()) as lm:
+    with opened(made, Processor(choose)) as lm:
         rows = gathered(*(lm.next_token_logprobs([i]) for i in range(4)))
         calls = len(asked)
         assert [type(row) for row in rows] == [torch.Tensor] * 2 + [PluginError] + [torch.Tensor]
-        for word in ("Choosy", "genlm_process_logprobs", "no rule for this context"):
+        for word in ("Processor", "genlm_process_logprobs", "no rule for this context"):
             assert word in str(rows[2])
         assert isinstance(rows[2].__cause__, KeyError)
         assert torch.equal(lm.next_token_logprobs_sync([3]), rows[3])
@@ -112,10 +108,10 @@ def test_what_a_processor_raises_names_it_and_concerns_one_request_alone(engine)
 @pytest.mark.parametrize(
     ("returned", "wrong"),
     [
-        (lambda rows: None, "NoneType, not a tensor"),
-        (lambda rows: rows[:, 1:], r"shape \(1, 257\)"),
-        (lambda rows: rows.double(), ".*torch.float64"),
-        (lambda rows: rows.requires_grad_(), ".*requires_grad=True"),
+        (lambda _, rows: None, "NoneType, not a tensor"),
+        (lambda _, rows: rows[:, 1:], r"shape \(1, 257\)"),
+        (lambda _, rows: rows.double(), ".*torch.float64"),
+        (lambda _, rows: rows.requires_grad_(), ".*requires_grad=True"),
     ],
 )
 @pytest.mark.parametrize("engine", ENGINES)
@@ -130,20 +126,18 @@ def test_what_a_processor_must_not_return(engine, returned, wrong):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_check_looks_at_processed_rows(engine):
     with (
-        opened(engine, Processor(lambda rows: 2 * rows), check=True) as lm,
+        opened(engine, Processor(lambda _, rows: 2 * rows), check=True) as lm,
         pytest.raises(PluginError, match=r"genlm_process_logprobs returned .* normalise"),
     ):
         lm.next_token_logprobs_sync([1])
 
 
 def test_a_processor_may_ask_another_model():
-    class Product:
-        @hookimpl
-        def genlm_process_logprobs(self, queries, rows):
-            others = other.batch_next_token_logprobs_sync([q.token_ids for q in queries])
-            return (rows + others).log_softmax(-1)
+    def product(queries, rows):
+        others = other.batch_next_token_logprobs_sync([q.token_ids for q in queries])
+        return (rows + others).log_softmax(-1)
 
-    with opened(MockEngine) as other, opened(ContinuousMockEngine, Product()) as lm:
+    with opened(MockEngine) as other, opened(ContinuousMockEngine, Processor(product)) as lm:
         row = hashed_row([1], None, 258)
         assert torch.allclose(lm.next_token_logprobs_sync([1]), (2 * row).log_softmax(-1))
 
@@ -165,7 +159,7 @@ def test_an_installed_processor_comes_before_those_given(install):
     )
     seen = []
 
-    def watch(rows):
+    def watch(queries, rows):
         seen.append(float(rows[0, 9]))
         return rows
 
@@ -210,7 +204,7 @@ ROWS, STEP = "genlm_next_token_logprobs", "genlm_step"
         (ContinuousMockEngine, [], [ROWS, "genlm_sample"], STEP),
         (ContinuousMockEngine, [], [ROWS, "genlm_add_lora"], STEP),
         (MockEngine, [], [STEP], ROWS),
-        (MockEngine, [Processor(abs)], ["genlm_sample"], ROWS),
+        (MockEngine, [Processor(None)], ["genlm_sample"], ROWS),
         (MockEngine, [], ["genlm_process_logprobs"], ROWS),
     ],
 )
@@ -255,30 +249,33 @@ def test_what_is_no_wrapper_is_refused(wrapper, said):
 # --- observing ------------------------------------------------------------------------------------
 
 
-class Interfering:
-    """An observer of steps, and of batches, that does not only observe: once."""
+class Both:
+    """Goes around batches and steps."""
+
+    @hookimpl(wrapper=True)
+    def genlm_next_token_logprobs(self):
+        return (yield from self.observe())
+
+    @hookimpl(wrapper=True)
+    def genlm_step(self):
+        return (yield from self.observe())
+
+
+class Interfering(Both):
+    """Does not only observe: once."""
 
     def __init__(self, how):
         self.how = how
         self.done = False
-        self.steps = 0
+        self.calls = 0
 
-    @hookimpl(wrapper=True)
-    def genlm_next_token_logprobs(self):
-        rows = yield
-        if self.done:
-            return rows
+    def observe(self):
+        self.calls += 1
+        result = yield
+        if self.done or not len(result):
+            return result
         self.done = True
-        return self.how(rows)
-
-    @hookimpl(wrapper=True)
-    def genlm_step(self):
-        self.steps += 1
-        answers = yield
-        if self.done or not answers:
-            return answers
-        self.done = True
-        return self.how(answers)
+        return self.how(result)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +308,7 @@ def test_what_a_wrapper_of_a_step_does_to_answers_concerns_those_requests_alone(
                 assert "genlm_process_logprobs" in str(row)
             else:
                 assert torch.equal(row, sound.next_token_logprobs_sync(context))
-        assert wrapper.steps == 2, "the steps that the rows took"
+        assert wrapper.calls == 2, "the steps that the rows took"
         for context in contexts:
             row = lm.next_token_logprobs_sync(context)
             assert torch.equal(row, sound.next_token_logprobs_sync(context))
@@ -370,18 +367,6 @@ def test_a_wrapper_may_fail_a_request():
         assert isinstance(row, torch.Tensor)
         assert isinstance(refused, EngineError)
         assert "not today" in str(refused)
-
-
-class Both:
-    """Goes around batches and steps."""
-
-    @hookimpl(wrapper=True)
-    def genlm_next_token_logprobs(self):
-        return (yield from self.observe())
-
-    @hookimpl(wrapper=True)
-    def genlm_step(self):
-        return (yield from self.observe())
 
 
 @pytest.mark.parametrize("engine", ENGINES)
