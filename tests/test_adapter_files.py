@@ -168,7 +168,8 @@ def test_scales_and_ranks_by_module(write: Write) -> None:
 def test_the_same_as_plain_lora(write: Write, tmp_path: Path) -> None:
     adapter = read_adapter(
         write(
-            {**lora(Q), **lora(V, rank=3)},
+            {**lora(Q, rank=1), **lora(V, rank=3)},
+            r=1,
             rank_pattern={"v_proj": 3},
             use_rslora=True,
             target_modules="(.*)*Z",
@@ -207,6 +208,28 @@ def test_an_adapter_of_another_model_names_both_shapes(write: Write) -> None:
     adapter = read_adapter(write(lora(f"base_model.model.{Q}")))
     with pytest.raises(InvalidAdapterError, match="no such module"):
         adapter.require_modules({Q: (8, 8)})
+
+
+@pytest.mark.parametrize(
+    ("target", "module", "adapted"),
+    [
+        ("experts.down_proj", "model.layers.0.experts", True),
+        ("experts.down_proj", "model.layers.0.experts.base_layer", True),
+        ("experts.down_proj", Q, False),
+        ("down_proj", "model.layers.0.experts", True),
+        ("down_proj", Q, False),  # which is a target itself
+    ],
+)
+def test_where_parameters_are_adapted_ranks_are_of_all_experts_together(
+    write: Write, target: str, module: str, adapted: bool
+) -> None:
+    shapes = lora(module, rank=16)
+    folder = write(shapes, target_parameters=[target], target_modules=["q_proj"])
+    if adapted:
+        assert read_adapter(folder).modules[module].rank == 16
+    else:
+        with pytest.raises(InvalidAdapterError, match=r"rank 16 at .*q_proj, and 2 by"):
+            read_adapter(folder)
 
 
 def test_shapes_of_a_model() -> None:
