@@ -134,7 +134,7 @@ class HFEngine:
         return logprobs(self._evaluator.cold(sequence).logits)[0]
 
     def _answers(
-        self, sequences: Sequence[TokenSequence], chunk: TokenSequence | None = None
+        self, sequences: Sequence[TokenSequence], chunk: TokenSequence | None
     ) -> torch.Tensor:
         """A row for each sequence; the chunk is computed for its state."""
         # First: where memory is short, the others may drive out what it goes on from.
@@ -233,7 +233,6 @@ class HFEngine:
     @hookimpl
     def genlm_close(self) -> None:
         """Leave the model as it was before."""
-        self._schedule.clear()
         self._strategy.clear()
         self._restore()
         del self.model._genlm_engine

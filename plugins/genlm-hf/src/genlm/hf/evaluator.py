@@ -41,8 +41,8 @@ class Evaluator:
         self,
         strategy: Strategy,
         adapters: AdapterSet,
-        reuse_limit: int | None = None,
-        rows_apart: bool = True,
+        reuse_limit: int | None,
+        rows_apart: bool,
     ) -> None:
         self._strategy = strategy
         self._adapters = adapters
@@ -90,17 +90,13 @@ class Evaluator:
         wanted, parts = list(sequences), self._parts(sequences)
         while parts:
             indices, kept = parts.pop()
-            results, given = self._results(wanted, indices, kept), Counter[int]()
-            while True:
-                try:
-                    result = next(results, None)
-                except torch.OutOfMemoryError as error:
-                    parts += self._smaller(wanted, given, indices, kept, error)
-                    break
-                if result is None:
-                    break
-                yield result
-                given.update(result.owners)
+            given = Counter[int]()
+            try:
+                for result in self._results(wanted, indices, kept):
+                    yield result
+                    given.update(result.owners)
+            except torch.OutOfMemoryError as error:
+                parts += self._smaller(wanted, given, indices, kept, error)
 
     def pieces(self, sequence: TokenSequence) -> list[TokenSequence]:
         """Sequences whose wanted rows, one after the other, are those of ``sequence`` as if each
@@ -128,10 +124,9 @@ class Evaluator:
         """Whether a sequence can be computed in parts, each from the state of the one before."""
         return self._strategy.continues and self.keeps(sequence)
 
-    def lacks(self, sequence: TokenSequence) -> int:
-        """How many tokens of a sequence have to be computed."""
-        known = 0 if self._is_beyond(sequence) else self._strategy.known(sequence)
-        return sequence.length - known
+    def known(self, sequence: TokenSequence) -> int:
+        """How many leading tokens of a sequence need not be computed."""
+        return 0 if self._is_beyond(sequence) else self._strategy.known(sequence)
 
     def together(self) -> Together[Any]:
         """What further sequences cost beside those of a batch."""

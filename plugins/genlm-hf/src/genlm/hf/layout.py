@@ -330,17 +330,18 @@ def _products(chunks: Sequence[Chunk], positions: Indices, upload: Upload) -> li
 def _groups(chunks: Sequence[Chunk], upload: Upload) -> list[Group]:
     """Cut the rows where padding them together would waste more attention than another call
     costs."""
-    if not chunks:
-        return []
-    groups: list[Group] = []
-    first, token, longest, total = 0, 0, 0, 0
-    for at, chunk in enumerate(chunks):
-        padded = max(longest, chunk.size) * (at - first + 1)
-        if at > first and padded > 1.5 * (total + chunk.size) + SPARE_TOKENS:
-            rows, tokens = slice(first, at), slice(token, token + total)
-            groups.append(Group(rows, tokens, chunks[first:at], upload))
-            first, token, longest, total = at, token + total, 0, 0
+    parts: list[list[Chunk]] = []
+    longest = total = 0
+    for chunk in chunks:
         longest, total = max(longest, chunk.size), total + chunk.size
-    rows, tokens = slice(first, len(chunks)), slice(token, token + total)
-    groups.append(Group(rows, tokens, chunks[first:], upload))
+        if not parts or longest * (len(parts[-1]) + 1) > 1.5 * total + SPARE_TOKENS:
+            parts.append([])
+            longest = total = chunk.size
+        parts[-1].append(chunk)
+    groups: list[Group] = []
+    row = token = 0
+    for part in parts:
+        size = sum(chunk.size for chunk in part)
+        groups.append(Group(slice(row, row + len(part)), slice(token, token + size), part, upload))
+        row, token = row + len(part), token + size
     return groups

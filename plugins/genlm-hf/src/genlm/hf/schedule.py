@@ -41,7 +41,7 @@ class Schedule(Generic[R]):
     for lack of memory, the context is computed whole: it is not evicted a second time.
 
     Args:
-        evaluator: Says what sequences lack.
+        evaluator: Says what is known of sequences.
         size: The most tokens of a chunk.
     """
 
@@ -82,10 +82,11 @@ class Schedule(Generic[R]):
             return StepPlan(dict(self._waiting))  # without a look at what is known
         # Each lacks a token at least, so no more of them can be answered.
         waiting = dict(islice(self._waiting.items(), self._size))
-        lacks = {request: self._evaluator.lacks(one) for request, one in waiting.items()}
+        known = {request: self._evaluator.known(one) for request, one in waiting.items()}
+        lacks = {request: one.length - known[request] for request, one in waiting.items()}
         if sum(lacks.values()) <= self._size:
             return StepPlan(waiting)
-        chosen = _Chosen(waiting, lacks, self._size, self._evaluator.together())
+        chosen = _Chosen(waiting, known, self._size, self._evaluator.together())
         for request in sorted(waiting, key=lacks.__getitem__):
             if not chosen.takes(request, leaving=self._size - self._size // 2):
                 break
@@ -107,11 +108,10 @@ class Schedule(Generic[R]):
 
     def _divisible(self, request: R, chosen: _Chosen[R]) -> bool:
         """Whether a beginning of a context can be computed first."""
-        sequence = chosen.waiting[request]
-        known = sequence.length - chosen.lacks[request]
-        if self._begun is not None and self._begun[0] == request and known < self._begun[1]:
+        begun, stop = self._begun or (None, 0)
+        if begun == request and chosen.known[request] < stop:
             return False  # its beginning has been lost
-        return self._evaluator.continues(sequence)
+        return self._evaluator.continues(chosen.waiting[request])
 
     def _chunk(self, request: R, chosen: _Chosen[R]) -> TokenSequence | None:
         if 2 * chosen.room < self._size:
@@ -129,19 +129,19 @@ class _Chosen(Generic[R]):
         requests: In the order chosen.
         room: The tokens left.
         waiting: All requests.
-        lacks: How many tokens of each have to be computed if it were alone.
+        known: How many leading tokens of each need not be computed.
         together: Says what one costs beside others.
     """
 
     def __init__(
         self,
         waiting: Mapping[R, TokenSequence],
-        lacks: Mapping[R, int],
+        known: Mapping[R, int],
         room: int,
         together: Together[R],
     ) -> None:
         self.waiting = waiting
-        self.lacks = lacks
+        self.known = known
         self.room = room
         self.requests: list[R] = []
         self._together = together
@@ -152,7 +152,7 @@ class _Chosen(Generic[R]):
     def cost(self, request: R) -> int:
         """How many more tokens to compute for a request, beside those chosen."""
         sequence = self.waiting[request]
-        _, known = self._together.leader(sequence, sequence.length - self.lacks[request])
+        _, known = self._together.leader(sequence, self.known[request])
         return sequence.length - known
 
     def takes(self, request: R, leaving: int = 0) -> bool:

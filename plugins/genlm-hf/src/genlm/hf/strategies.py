@@ -63,8 +63,6 @@ class Computed:
 
     def broken(self) -> set[int]:
         """The works with a row of nan; the device is waited for, if it still computes."""
-        if not self.flags:
-            return set()
         values = torch.cat(self.flags).tolist()
         return {owner for owner, bad in zip(self.owners, values, strict=True) if bad}
 

@@ -41,6 +41,9 @@ INNER_WIDTH = re.compile(r"intermediate_size|ffn_size|ffn_hidden_size|ffn_dim$|^
 #: Options that say how many layers there are.
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 
+#: Options that say nothing of a twin.
+LEFT_OUT = ("quantization_config", "dtype", "torch_dtype", "attn_implementation")
+
 #: How much narrower than the model a twin is tried.
 FACTORS = (64, 32, 16, 8, 4, 2, 1)
 
@@ -81,7 +84,7 @@ def small_config(config: Any, factor: int, changed: Mapping[tuple[str, ...], int
     Raises:
         ValueError: a width cannot be divided so.
     """
-    settings = _smaller(deepcopy(config.to_dict()), factor)
+    settings = _smaller(config.to_dict(), factor)
     for path, value in changed.items():
         inner = settings
         for key in path[:-1]:
@@ -125,39 +128,48 @@ def _random(kind: Any, config: Any, device: torch.device) -> Any:
     return twin
 
 
-def _smaller(settings: dict[str, Any], factor: int) -> dict[str, Any]:
-    layers = next((settings[name] for name in LAYERS if _is_number(settings.get(name))), None)
+def _smaller(settings: Mapping[str, Any], factor: int) -> dict[str, Any]:
+    layers = next((settings[name] for name in LAYERS if _is_number(settings.get(name))), 0)
     kept = _kinds_of_layers(settings, layers) if layers else []
+    smaller: dict[str, Any] = {}
     for name, value in settings.items():
-        if not isinstance(name, str):  # numbered labels
+        if name in LEFT_OUT:
             continue
         if name == "per_layer_config" and isinstance(value, dict):
-            settings_of = {int(at): layer for at, layer in value.items()}
-            settings[name] = {n: settings_of[at] for n, at in enumerate(kept) if at in settings_of}
-        elif isinstance(value, dict):
-            settings[name] = _smaller(value, factor)
+            others = {int(at): layer for at, layer in value.items()}
+            smaller[name] = {n: others[at] for n, at in enumerate(kept) if at in others}
         elif kept and isinstance(value, list) and len(value) == layers:
-            settings[name] = [value[at] for at in kept]
-        elif name.endswith(("_factor", "mrope_section")) and isinstance(value, list):
-            divided = [part // factor for part in value]
-            settings[name] = divided if name == "mrope_section" else value[::factor]
-        elif name.endswith("token_id"):
-            settings[name] = _token(value)
-        elif not _is_number(value):
-            continue
-        elif name in LAYERS:
-            settings[name] = len(kept)
-        elif "vocab_size" in name:
-            settings[name] = TOKENS
-        elif INNER_WIDTH.search(name):
-            settings[name] = max(value // factor, min(value, 8))
-        elif WIDTH.search(name) and value >= factor:
-            if value % factor:
-                raise ValueError(f"{name}={value} is not a multiple of {factor}")
-            settings[name] = value // factor
-    for name in ("quantization_config", "dtype", "torch_dtype", "attn_implementation"):
-        settings.pop(name, None)
-    return settings
+            smaller[name] = [value[at] for at in kept]
+        elif name in LAYERS and _is_number(value):
+            smaller[name] = len(kept)
+        else:
+            smaller[name] = _narrower(name, value, factor)
+    return smaller
+
+
+def _narrower(name: Any, value: Any, factor: int) -> Any:
+    """One setting; its name is a number where it is a label."""
+    if not isinstance(name, str):
+        return value
+    if isinstance(value, dict):
+        return _smaller(value, factor)
+    if isinstance(value, list) and name == "mrope_section":
+        return [part // factor for part in value]
+    if isinstance(value, list) and name.endswith("_factor"):
+        return value[::factor]
+    if name.endswith("token_id"):
+        return _token(value)
+    if not _is_number(value):
+        return value
+    if "vocab_size" in name:
+        return TOKENS
+    if INNER_WIDTH.search(name):
+        return max(value // factor, min(value, 8))
+    if WIDTH.search(name) and value >= factor:
+        if value % factor:
+            raise ValueError(f"{name}={value} is not a multiple of {factor}")
+        return value // factor
+    return value
 
 
 def _kinds_of_layers(settings: Mapping[str, Any], layers: int) -> list[int]:
@@ -170,7 +182,7 @@ def _kinds_of_layers(settings: Mapping[str, Any], layers: int) -> list[int]:
     for at in range(layers):
         first.setdefault(repr([value[at] for value in by_layer]), at)
     kept = set(first.values())
-    return sorted(kept if len(kept) > 1 else {0, layers - 1} if layers > 1 else {0})
+    return sorted(kept if len(kept) > 1 else {0, layers - 1})
 
 
 def _token(value: Any) -> Any:
