@@ -84,6 +84,12 @@ def test_a_short_context_is_answered_beside_a_chunk(chunked: Pair, contexts: Con
     assert finish(chunked, (1, 2))[0] == {(1, 2)}
 
 
+def test_a_step_is_filled_to_its_last_token(chunked: Pair, contexts: Contexts) -> None:
+    (short,), (one, other) = contexts(1, CHUNK // 4), contexts(2, CHUNK - CHUNK // 4, seed=1)
+    assert set(step(chunked, short, one, other)) == {short, one}
+    assert chunked.forwards == [CHUNK]
+
+
 def test_a_prompt_costs_those_that_grow_no_more_than_its_own_tokens(
     chunked: Pair, contexts: Contexts
 ) -> None:

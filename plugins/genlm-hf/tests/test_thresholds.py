@@ -120,28 +120,25 @@ def test_scores_on_both_sides_of_a_threshold(
     name, arguments, length = THRESHOLDS[family]
     model = unproven(getattr(transformers, f"{name}Config")(**arguments))
     whole, other = contexts(2, 3 * length)
+    asked = [
+        (whole[:start], whole[start:stop])
+        for start, stop in (
+            (1, length),
+            (3, 3 * length),
+            (length - 1, length + 2),
+            (length, length + 4),
+            (length + 1, length + 7),
+            (2 * length - 9, 2 * length + 9),
+        )
+    ] + [(other[:7], other[7 : length + 9]), (whole[: length - 3], other[:6])]
+    queries = [Query(context) for context, _ in asked]
+    expected = [scores_of_rows(model, *pair) for pair in asked]
     for known in ((), (whole[: length - 5],), (whole[: length + 5], whole[: 2 * length], other)):
         model.engine.genlm_clear_kv_cache()
         if known:
             model.ask(*known)
-        asked = [
-            (whole[:start], whole[start:stop])
-            for start, stop in (
-                (1, length),
-                (3, 3 * length),
-                (length - 1, length + 2),
-                (length, length + 4),
-                (length + 1, length + 7),
-                (2 * length - 9, 2 * length + 9),
-            )
-        ] + [(other[:7], other[7 : length + 9]), (whole[: length - 3], other[:6])]
-        given = model.engine.genlm_sequence_logprobs(
-            [Query(context) for context, _ in asked], [continuation for _, continuation in asked]
-        )
-        for score, (context, continuation) in zip(given, asked, strict=True):
-            torch.testing.assert_close(
-                score, scores_of_rows(model, context, continuation), atol=1e-4, rtol=0
-            )
+        given = model.engine.genlm_sequence_logprobs(queries, [tail for _, tail in asked])
+        torch.testing.assert_close([*given], expected, atol=1e-4, rtol=0)
 
 
 @pytest.fixture
