@@ -76,20 +76,6 @@ async def busy(lm: Any, gate: Gate, token_ids: Any, **options: Any) -> asyncio.F
     return asked
 
 
-async def submitted() -> None:
-    """Let the event loop start the tasks made so far, and hand their requests to the engine's
-    queue."""
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
-async def started(*requests: Coroutine[Any, Any, Any]) -> list[asyncio.Future[Any]]:
-    """Ask, and hand the requests to the engine's queue."""
-    asked = [asyncio.ensure_future(request) for request in requests]
-    await submitted()
-    return asked
-
-
 def gathered(*asked: Coroutine[Any, Any, Any]) -> list[Any]:
     """What becomes of requests that are asked together: answers, and errors among them."""
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from genlm.core import QueriesResetError
+from genlm.core.conformance.driver import started, submitted
 
-from .conftest import busy, gathered, started, submitted
+from .conftest import busy, gathered
 
 
 def test_coroutines_that_ask_a_few_passes_apart_share_a_batch(mock, gate):

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from genlm.core import EngineDeadError, EngineError, ReentrancyError, hookimpl
+from genlm.core.conformance.driver import started, submitted
 from genlm.core.mock import MockEngine
 
-from .conftest import PATIENCE, busy, gathered, started, submitted
+from .conftest import PATIENCE, busy, gathered
 
 both = pytest.mark.parametrize("continuous", [False, True])
 
