@@ -53,18 +53,16 @@ def main() -> None:
     if unknown := sorted(set(names) - set(workloads())):
         parser.error(f"no workload {', '.join(unknown)}; there are {', '.join(workloads())}")
     rounds = options.rounds or (1 if options.quick else 3)
-    measured = [
-        record(runs)
+    runs = [
+        [
+            run(name, side, turn, pythons, options.model, options.quick)
+            for turn in range(rounds)
+            for side in sides_of(name)
+            if environment_of(name, side) in pythons
+        ]
         for name in names
-        if (
-            runs := [
-                run(name, side, turn, pythons, options.model, options.quick)
-                for turn in range(rounds)
-                for side in sides_of(name)
-                if environment_of(name, side) in pythons
-            ]
-        )
     ]
+    measured = [record(of_one) for of_one in runs if of_one]
     if options.compare is not None:
         before = newest(read(options.compare), machine())
         print(f"compared with {options.compare}:")
@@ -90,20 +88,9 @@ def run(
 ) -> dict[str, Any]:
     """One side of a workload, once, in a process of its own."""
     print(f"{name}: {side}, round {turn + 1}", file=sys.stderr, flush=True)
-    command = [
-        pythons[environment_of(name, side)],
-        "-m",
-        f"benchmarks.{name}",
-        side,
-        "--model",
-        model,
-    ]
-    done = subprocess.run(
-        [*command, *(["--quick"] if quick else [])],
-        cwd=FOLDER.parent,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = [pythons[environment_of(name, side)], "-m", f"benchmarks.{name}", side]
+    command += ["--model", model, *["--quick"] * quick]
+    done = subprocess.run(command, cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     found: dict[str, Any] = {
         "workload": name,
@@ -112,17 +99,15 @@ def run(
         "round": turn,
         "date": str(datetime.date.today()),
         "processor": processor(),
+        "load": round(os.getloadavg()[0], 2),
+        "cases": [one for one in lines if "case" in one],
+        "notes": [one["note"] for one in lines if "note" in one],
     }
-    found["load"] = round(os.getloadavg()[0], 2)
-    found["cases"] = [one for one in lines if "case" in one]
-    found["notes"] = [one["note"] for one in lines if "note" in one]
     for one in lines:
         found |= {key: one[key] for key in ("python", "versions", "peak_mib") if key in one}
     if done.returncode:
-        found["failed"] = done.returncode
-        print(
-            f"{name}: {side} FAILED with exit status {done.returncode}", file=sys.stderr, flush=True
-        )
+        found["failed"] = status = done.returncode
+        print(f"{name}: {side} FAILED with exit status {status}", file=sys.stderr, flush=True)
     return found
 
 

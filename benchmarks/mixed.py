@@ -80,18 +80,12 @@ def measure(bench: Bench, backend: str, options: dict[str, Any]) -> None:
     for name, ask in cases.items():
         waited = [asyncio.run(during(ask)) for _ in range(repeat)]
         bench.record(f"{name} during a draw of {LONG} tokens", waited, unit="steps")
-    bench.record(
-        "the first of a draw of 1 and one of 100 tokens asked together",
-        [asyncio.run(first_of_two()) for _ in range(repeat)],
-        unit="steps",
-    )
+    waited = [asyncio.run(first_of_two()) for _ in range(repeat)]
+    case = "the first of a draw of 1 and one of 100 tokens asked together"
+    bench.record(case, waited, unit="steps")
     bench.clock = time.process_time
-    bench.time(
-        f"{DRAWS} draws of {TOKENS} tokens, per token (CPU time)",
-        lambda: asyncio.run(draws()),
-        per=DRAWS * TOKENS,
-        repeat=3,
-    )
+    case = f"{DRAWS} draws of {TOKENS} tokens, per token (CPU time)"
+    bench.time(case, lambda: asyncio.run(draws()), per=DRAWS * TOKENS, repeat=3)
     _measure_close(bench, lm, steps, prompt())
 
 

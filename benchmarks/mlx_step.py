@@ -155,13 +155,8 @@ def floor(bench: Bench) -> None:
     for program in programs(bench, tokenizer.vocab_size):
         n, after = program.n, f" after {program.length} tokens"
         time_of = peaks(bench)
-        time_of(
-            "prefill" + after,
-            prefill,
-            x=n,
-            prepare=program.prompts,
-            **program.seldom(program.repeats),
-        )
+        few = program.seldom(program.repeats)
+        time_of("prefill" + after, prefill, x=n, prepare=program.prompts, **few)
         cache = prefill(program.prompts())
         one, several = [[5]] * n, [[5] * ragged_length(n)] * n
 

@@ -70,15 +70,8 @@ def instant(bench: Bench, runner: asyncio.Runner) -> None:
             return rows[: len(queries)]
 
     with AsyncLM(Instant, backend="instant") as lm:
-        spend(
-            bench,
-            "stage: ",
-            lm,
-            runner,
-            rounds=5 if bench.quick else 50,
-            together=TOGETHER,
-            length=50,
-        )
+        rounds = 5 if bench.quick else 50
+        spend(bench, "stage: ", lm, runner, rounds=rounds, together=TOGETHER, length=50)
 
 
 def spend(
@@ -110,12 +103,10 @@ def spend(
         }
         spent["event loop and program"] = max(wall - sum(spent.values()), 0.0)
         for stage, seconds in spent.items():
-            bench.record(prefix + stage, seconds / (rounds * n) * 1e6, unit="us", x=n)
-            print(
-                f"{prefix}{stage:24} {n:5} at once {seconds / (rounds * n) * 1e6:10.2f} us  "
-                f"{seconds / wall:6.1%}",
-                file=sys.stderr,
-            )
+            each = seconds / (rounds * n) * 1e6
+            bench.record(prefix + stage, each, unit="us", x=n)
+            line = f"{prefix}{stage:24} {n:5} at once {each:10.2f} us  {seconds / wall:6.1%}"
+            print(line, file=sys.stderr)
     return wall / (rounds * n) * 1e6
 
 

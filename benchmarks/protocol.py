@@ -132,9 +132,8 @@ def main(**sides: Callable[[Bench], None]) -> None:
     --quick``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("side", choices=sorted(sides))
-    parser.add_argument(
-        "--model", default=str(Path.home() / ".cache" / "genlm" / "smollm2-135m-instruct")
-    )
+    model = Path.home() / ".cache" / "genlm" / "smollm2-135m-instruct"
+    parser.add_argument("--model", default=str(model))
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     bench = Bench(options.side, options.quick, options.model)

@@ -37,14 +37,10 @@ def introduction(machine: str) -> list[str]:
         f"{machine}; made by `nox -s bench`.",
         "",
         "*Ours* is this checkout, *theirs* genlm-backend 0.3.1, the *floor* the raw engine. Sides "
-        "took turns, "
-        "every time in a new process, with one thread. A figure is the median of the rounds' "
-        "medians, "
-        "± half the range of these, or of the middle half of the values where there was one round, "
-        "if it had more than three. "
-        "*Times better* is "
-        "theirs over ours for times and sizes, ours over theirs for rates; *above the floor* is "
-        "what ours takes beyond "
+        "took turns, every time in a new process, with one thread. A figure is the median of the "
+        "rounds' medians, ± half the range of these, or of the middle half of the values where "
+        "there was one round, if it had more than three. *Times better* is theirs over ours for "
+        "times and sizes, ours over theirs for rates; *above the floor* is what ours takes beyond "
         "the raw engine.",
         "",
         "The machine was shared: trust ratios before times.",
@@ -63,9 +59,8 @@ def origin(kept: dict[str, Any]) -> str:
 
 
 def table(cases: list[Case]) -> list[str]:
-    sides = [
-        side for side in ("ours", "theirs", "floor") if any(side in case.values for case in cases)
-    ]
+    measured = {side for case in cases for side in case.values}
+    sides = [side for side in ("ours", "theirs", "floor") if side in measured]
     curves = any(case.x is not None for case in cases)
     head = ["case", *(["x"] if curves else []), *sides]
     head += ["times better"] * ("theirs" in sides) + ["above the floor"] * ("floor" in sides)

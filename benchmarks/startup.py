@@ -29,17 +29,10 @@ def ours(bench: Bench) -> None:
     measure(bench, "list the backends", "from genlm.core.cli import main; main(['backends'])")
     measure(bench, "import the trie", "import genlm.core.trie")
     measure_load(bench, "genlm.core")
-    code = (
-        "import sys, genlm.core; "
-        "print([m for m in ('torch', 'transformers', 'vllm') if m in sys.modules])"
-    )
-    heavy = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True
-    ).stdout.strip()
-    bench.note(
-        "Engines and tensor libraries imported by `import genlm.core`: "
-        f"{heavy.strip('[]') or 'none'}."
-    )
+    code = "import sys, genlm.core; print(*{'torch', 'transformers', 'vllm'} & sys.modules.keys())"
+    heavy = subprocess.check_output([sys.executable, "-c", code], text=True).strip()
+    of_them = "Engines and tensor libraries imported by `import genlm.core`"
+    bench.note(f"{of_them}: {heavy or 'none'}.")
 
 
 def theirs(bench: Bench) -> None:

@@ -32,6 +32,7 @@ MANY = 1000
 #: For the curve of an ``extend`` against length.
 CURVE = (20, 100, 500)
 OF_CURVE = 4
+BY_LENGTH = f"extend {OF_CURVE} contexts, by length"
 
 #: Contexts and the length of the prompt that they share.
 SHARED = ((64, 20), (64, 1000), (64, 4000), (256, 1000), (512, 1000))
@@ -89,6 +90,17 @@ class Program:
         return [self._source.randrange(self._vocabulary) for _ in range(count)]
 
 
+class Growing:
+    """Contexts that grow by a token with every call, which gives them."""
+
+    def __init__(self, program: Program, contexts: Contexts) -> None:
+        self._program, self.contexts = program, contexts
+
+    def __call__(self) -> Contexts:
+        self.contexts = self._program.extend(self.contexts)
+        return self.contexts
+
+
 def programs(bench: Bench, vocabulary: int) -> Iterator[Program]:
     for length in LENGTHS[:1] if bench.quick else LENGTHS:
         for n in CONTEXTS:
@@ -139,21 +151,9 @@ def measure(
         steps("fork", repeat=repeat)
     steps("newcomer", **few)
     steps("ragged", **few)
-    groups = [current, program.prompts()]
-    ask(groups[1])
-    time_of("alternate", turns(program, groups), **few)
-
-
-def turns(program: Program, groups: list[Contexts]) -> Callable[[], Contexts]:
-    """Extends one group after the other, and gives the one whose turn it is."""
-    order = itertools.cycle(range(len(groups)))
-
-    def turn() -> Contexts:
-        at = next(order)
-        groups[at] = program.extend(groups[at])
-        return groups[at]
-
-    return turn
+    ask(others := program.prompts())
+    turns = itertools.cycle([Growing(program, current), Growing(program, others)])
+    time_of("alternate", lambda: next(turns)(), **few)
 
 
 def measure_lengths(
@@ -167,17 +167,9 @@ def measure_lengths(
     for length in CURVE[:1] if bench.quick else CURVE:
         program = Program(vocabulary, OF_CURVE, length)
         reset()
-        current = program.prompts()
-        ask(current)
-
-        def grown(program: Program = program) -> Contexts:
-            nonlocal current
-            current = program.extend(current)
-            return current
-
-        bench.time(
-            f"extend {OF_CURVE} contexts, by length", ask, x=length, repeat=repeat, prepare=grown
-        )
+        ask(contexts := program.prompts())
+        grown = Growing(program, contexts)
+        bench.time(BY_LENGTH, ask, x=length, repeat=repeat, prepare=grown)
 
 
 def measure_shared(
@@ -199,23 +191,17 @@ def measure_shared(
     for n, length in cases[:1] if bench.quick else cases:
         program = Program(vocabulary, n, length)
         behind = f"shared, {n} contexts behind one prompt"
-        current: Contexts = []
+        grown = Growing(program, [])
 
-        def fresh(program: Program = program) -> Contexts:
-            nonlocal current
+        def fresh(grown: Growing = grown, program: Program = program) -> Contexts:
             reset()
-            current = program.extend(program.prompts(1) * program.n)
-            return current
+            grown.contexts = program.prompts(1) * program.n
+            return grown()
 
         def ask_first(contexts: Contexts) -> object:
             if give is not None:
                 give(contexts[0][:-1])
             return ask(contexts)
-
-        def grown(program: Program = program) -> Contexts:
-            nonlocal current
-            current = program.extend(current)
-            return current
 
         bench.time(f"{behind}: first step", ask_first, x=length, repeat=1, prepare=fresh)
         bench.time(behind, ask, x=length, repeat=repeat, prepare=grown)
@@ -307,37 +293,24 @@ def transformers_floor(bench: Bench, lengths: bool = False) -> None:
             bench.time("prefill" + after, run, x=program.n, prepare=program.prompts, **seldom)
             state = run(program.prompts())
             mine = functools.partial(copy.deepcopy, state)  # a decode writes into it
-            one, several = [[5]] * program.n, [[5] * ragged_length(program.n)] * program.n
+            extend = functools.partial(run, [[5]] * program.n)
+            ragged = functools.partial(run, [[5] * ragged_length(program.n)] * program.n)
             newcomer = program.prompts(1)
 
             def with_newcomer(
-                state: Any, one: Contexts = one, newcomer: Contexts = newcomer
+                state: Any, extend: Callable[..., Any] = extend, newcomer: Contexts = newcomer
             ) -> None:
-                run(one, state)
+                extend(state)
                 run(newcomer)
 
             for case in ("extend", "fork", "alternate"):
                 if case != "fork" or program.n > 1:
-                    bench.time(
-                        case + after,
-                        functools.partial(run, one),
-                        x=program.n,
-                        repeat=12,
-                        prepare=mine,
-                    )
+                    bench.time(case + after, extend, x=program.n, repeat=12, prepare=mine)
             bench.time("newcomer" + after, with_newcomer, x=program.n, repeat=6, prepare=mine)
-            bench.time(
-                "ragged" + after,
-                functools.partial(run, several),
-                x=program.n,
-                repeat=6,
-                prepare=mine,
-            )
+            bench.time("ragged" + after, ragged, x=program.n, repeat=6, prepare=mine)
         curve = CURVE if lengths else ()
         for length in curve[:1] if bench.quick else curve:
             state = run(Program(size, OF_CURVE, length).prompts())
             mine = functools.partial(copy.deepcopy, state)
             decode = functools.partial(run, [[5]] * OF_CURVE)
-            bench.time(
-                f"extend {OF_CURVE} contexts, by length", decode, x=length, repeat=12, prepare=mine
-            )
+            bench.time(BY_LENGTH, decode, x=length, repeat=12, prepare=mine)

@@ -28,24 +28,17 @@ def ours(bench: Bench) -> None:
     from genlm.core.tokenization import Token, decode_vocab
     from genlm.core.trie import TokenCharacterTrie
 
-    measure(bench, decode_vocab, lambda i, word: Token(i, word), [TokenCharacterTrie])
+    measure(bench, decode_vocab, Token, [TokenCharacterTrie])
 
 
 def theirs(bench: Bench) -> None:
     from genlm.backend.tokenization import Token, decode_vocab
     from genlm.backend.trie import ParallelTokenCharacterTrie, TokenCharacterTrie
 
-    measure(
-        bench,
-        decode_vocab,
-        lambda i, word: Token(i, word),
-        [TokenCharacterTrie, ParallelTokenCharacterTrie],
-    )
+    measure(bench, decode_vocab, Token, [TokenCharacterTrie, ParallelTokenCharacterTrie])
 
 
-def measure(
-    bench: Bench, decode_vocab: Any, token: Callable[[int, bytes], Any], kinds: list[Any]
-) -> None:
+def measure(bench: Bench, decode_vocab: Any, token: Any, kinds: list[Any]) -> None:
     """Both sides do the same; only the libraries differ."""
     import torch
     from transformers import AutoTokenizer
@@ -64,13 +57,8 @@ def measure(
         for operation in OPERATIONS:
             for batch in BATCHES:
                 calls = reductions(tries, operation, rows[:batch])
-                best(
-                    bench,
-                    f"{operation} over {size:,} tokens, rows",
-                    calls,
-                    x=batch,
-                    repeat=30 if batch < 128 else 7,
-                )
+                case, repeat = f"{operation} over {size:,} tokens, rows", 30 if batch < 128 else 7
+                best(bench, case, calls, x=batch, repeat=repeat)
 
 
 def enlarged(words: list[bytes], size: int) -> list[bytes]:
@@ -102,9 +90,8 @@ def reductions(tries: list[Any], operation: str, rows: Any) -> list[Callable[[],
 def best(bench: Bench, case: str, calls: list[Callable[[], object]], x: float, repeat: int) -> None:
     """Record the times of whichever call is fastest."""
     repeat = min(repeat, 3) if bench.quick else repeat
-    bench.record(
-        case, min((times(call, repeat) for call in calls), key=statistics.median), unit="ms", x=x
-    )
+    quickest = min((times(call, repeat) for call in calls), key=statistics.median)
+    bench.record(case, quickest, unit="ms", x=x)
 
 
 def times(call: Callable[[], object], repeat: int) -> list[float]:

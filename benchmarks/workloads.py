@@ -17,9 +17,7 @@ def workloads() -> list[str]:
 
 
 def sides_of(name: str) -> list[str]:
-    functions = {
-        statement.name for statement in module(name).body if isinstance(statement, ast.FunctionDef)
-    }
+    functions = {one.name for one in module(name).body if isinstance(one, ast.FunctionDef)}
     return [side for side in SIDES if side in functions]
 
 
@@ -47,12 +45,9 @@ def environment_of(name: str, side: str) -> str:
 
 
 def constant(name: str, wanted: str) -> Any:
-    for statement in module(name).body:
-        if (
-            isinstance(statement, ast.Assign)
-            and getattr(statement.targets[0], "id", None) == wanted
-        ):
-            return ast.literal_eval(statement.value)
+    for one in module(name).body:
+        if isinstance(one, ast.Assign) and getattr(one.targets[0], "id", None) == wanted:
+            return ast.literal_eval(one.value)
     return None
 
 
