@@ -313,14 +313,16 @@ def test_bench_prints_a_table_a_plot_and_what_the_processor_is_fast_at(genlm):
 
 
 def test_bench_measures_every_backend_and_says_why_one_cannot(genlm, monkeypatch, tmp_path: Path):
-    dies = WAITS.replace("return mock.MockEngine", "import os; os._exit(7)\n    return None")
+    dies = WAITS.replace(
+        "return mock.MockEngine", "import os; os._exit(options['max_context'])\n    return None"
+    )
     pretend_installed(tmp_path, "dies", "genlm_dies", dies)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    backends = ["--backend", "mock", "--backend", "dies"]
-    shown = genlm("bench", "mock", *backends, "--seconds=0.2", "--particles=2")
+    how = ["--backend=mock", "--backend=dies", "--option=max_context=64"]
+    shown = genlm("bench", "mock", *how, "--seconds=0.2", "--particles=2")
     _, _, plot, reason, *_ = shown.strip().split("\n\n")
     assert plot.split()[:2] == ["2", "mock"]
-    assert reason == "dies: its process ended with code 7"
+    assert reason == "dies: its process ended with code 64"
 
 
 def test_bench_without_a_name_measures_what_runs_here_but_the_mock(install, monkeypatch, capsys):
@@ -337,6 +339,13 @@ def test_bench_without_a_name_measures_what_runs_here_but_the_mock(install, monk
     there[:] = ["mock"]
     assert main(bench) == 1
     assert "no backend runs here but the mock; pip install" in capsys.readouterr().err
+
+
+def test_bench_fails_where_nothing_was_measured(capsys):
+    assert main(["bench", "mock", "--backend=mock", "--option=dealy=1", "--json"]) == 1
+    (measured,) = json.loads(capsys.readouterr().out)
+    assert measured["tokens_per_second"] == {}
+    assert "no option dealy" in measured["error"]
 
 
 @pytest.mark.parametrize(
