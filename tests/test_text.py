@@ -115,6 +115,7 @@ def test_blocking_siblings_answer_the_same_also_inside_a_running_loop(mock):
     asyncio.run(inside())
 
 
+@pytest.mark.filterwarnings("error")  # of a coroutine that nobody awaits
 def test_blocking_siblings_raise_what_the_others_raise(mock):
     lm = mock(fail_on=lambda query: query.token_ids == (13,))
     with pytest.raises(EngineError, match=r"failed on the context \[13\]"):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Coroutine, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
 from genlm.core.adapters import UNSET, LoraName
 from genlm.core.checks import integer
@@ -20,6 +20,7 @@ from genlm.core.types import Query, Request, SamplingParams
 if TYPE_CHECKING:
     import torch
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -234,7 +235,7 @@ class GenerationMixin(TextMixin):
         **options: Any,
     ) -> list[int]:
         """:meth:`sample`, blocking. The options are its keywords."""
-        return self._blocking(self.sample(prompt_token_ids, max_tokens, eos_token_ids, **options))
+        return self._blocking(self.sample, prompt_token_ids, max_tokens, eos_token_ids, **options)
 
     @known_keywords(SamplingOptions)
     def batch_sample_sync(
@@ -246,7 +247,7 @@ class GenerationMixin(TextMixin):
     ) -> list[list[int]]:
         """:meth:`batch_sample`, blocking. The options are its keywords."""
         return self._blocking(
-            self.batch_sample(prompt_token_ids_list, max_tokens, eos_token_ids, **options)
+            self.batch_sample, prompt_token_ids_list, max_tokens, eos_token_ids, **options
         )
 
     @known_keywords(SamplingOptions)
@@ -258,7 +259,7 @@ class GenerationMixin(TextMixin):
         **options: Unpack[SamplingOptions],
     ) -> list[Particle]:
         """:meth:`sample_particles`, blocking."""
-        return self._blocking(self.sample_particles(prompt_token_ids, n, max_tokens, **options))
+        return self._blocking(self.sample_particles, prompt_token_ids, n, max_tokens, **options)
 
     def sequence_logprobs_sync(
         self,
@@ -268,16 +269,14 @@ class GenerationMixin(TextMixin):
     ) -> torch.Tensor:
         """:meth:`sequence_logprobs`, blocking."""
         return self._blocking(
-            self.sequence_logprobs(prompt_token_ids, continuation_token_ids, lora_name)
+            self.sequence_logprobs, prompt_token_ids, continuation_token_ids, lora_name
         )
 
-    def _blocking(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        try:
-            self._batcher.require_open()
-        except BaseException:
-            coroutine.close()
-            raise
-        return blocking(coroutine)
+    def _blocking(
+        self, ask: Callable[P, Coroutine[Any, Any, T]], *given: P.args, **options: P.kwargs
+    ) -> T:
+        self._batcher.require_open()
+        return blocking(ask(*given, **options))
 
     # --- checks -----------------------------------------------------------------------------------
 
