@@ -14,7 +14,7 @@ import pytest
 
 from genlm.core.engines.mailbox import Mailbox
 
-PATIENCE = 30.0
+from .conftest import PATIENCE
 
 
 def test_messages_come_in_order():
