@@ -128,7 +128,7 @@ def test_as_many_token_embeddings_as_indices(write: Write) -> None:
 
 def test_the_names_of_modules_that_were_trained_whole_are_those_with_tensors(write: Write) -> None:
     shapes = {**lora(Q), "base_model.model.model.norm.weight": [8]}
-    adapter = read_adapter(write(shapes, modules_to_save=["norm", "lm_head"]))
+    adapter = read_adapter(write(shapes, modules_to_save=["norm", "lm_head", "m" * 512]))
     assert set(adapter.retrained) == {"norm"}
     assert not adapter.saved_copies
 
@@ -150,6 +150,12 @@ def test_the_output_layer_and_embeddings_are_features(write: Write) -> None:
     assert set(adapter.features) == {Feature.HEAD, Feature.EMBEDDING}
     module = adapter.modules["model.embed_tokens"]
     assert (module.inputs, module.outputs) == (9, 8)
+
+
+def test_tying_is_a_feature_where_something_is_tied(write: Write) -> None:
+    assert not read_adapter(write(ensure_weight_tying=True)).features
+    adapter = read_adapter(write(lora("lm_head"), ensure_weight_tying=True))
+    assert set(adapter.features) == {Feature.HEAD, Feature.TIED}
 
 
 def test_scales_and_ranks_by_module(write: Write) -> None:
