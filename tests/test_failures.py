@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import threading
 
@@ -225,3 +226,41 @@ def test_what_is_no_ordinary_error_is_the_end_of_the_engine(mock, error, said):
     for _ in range(2):
         with pytest.raises(EngineDeadError, match=said):
             lm.next_token_logprobs_sync([1])
+
+
+@both
+def test_a_call_with_several_contexts_raises_the_first_error_and_nobody_hears_of_the_others(
+    mock, continuous
+):
+    lm = mock(fail_on=lambda query: query.token_ids[0] == 9, continuous=continuous)
+    complaints = []
+
+    async def ask():
+        asyncio.get_running_loop().set_exception_handler(lambda _, about: complaints.append(about))
+        with pytest.raises(EngineError, match=r"\[9, 1\]"):
+            await lm.batch_next_token_logprobs([[1], [9, 1], [2], [9, 2], [9, 3]])
+        rows = await lm.batch_next_token_logprobs([[1], [2]])
+        gc.collect()
+        return rows
+
+    assert asyncio.run(ask()).shape == (2, 258)
+    assert complaints == []
+
+
+@both
+def test_a_call_with_several_contexts_that_is_cancelled_takes_all_of_them_with_it(
+    mock, gate, continuous
+):
+    lm = mock(continuous=continuous)
+
+    async def ask():
+        blocker = await busy(lm, gate, [0])
+        (call,) = await started(lm.batch_next_token_logprobs([[9, i] for i in range(3)]))
+        call.cancel()
+        await submitted()
+        gate.open()
+        await blocker
+
+    asyncio.run(ask())
+    assert not any(ids[0] == 9 for batch in gate.batches for ids in batch)
+    assert lm.stats.cancelled == 3
