@@ -134,6 +134,7 @@ def genlm_backend_info():
             None,
             "genlm_backend_info raised RuntimeError: no driver",
         ),
+        (INFO.format(body="return 'ready'"), None, "genlm_backend_info returned 'ready'"),
         (INFO.format(body="return BackendInfo('nameless', engine='')"), None, "yes"),
     ],
 )
@@ -192,11 +193,13 @@ def test_an_unavailable_backend_says_why(install, capsys):
 
 def test_the_best_available_backend_is_chosen_and_the_choice_logged(install):
     install("good", preference=1000)
+    install("worse", preference=900)
     install("better", preference=2000, unavailable="not here")
     install("broken", "raise RuntimeError")
     with structlog.testing.capture_logs() as logs:
         assert choose_backend() == "good"
     assert {"event": "backend.chosen", "backend": "good"}.items() <= logs[-1].items()
+    assert logs[-1]["available"][:2] == ["good", "worse"]
     assert any(
         entry["event"] == "backend.skipped" and entry["backend"] == "broken" for entry in logs
     )
