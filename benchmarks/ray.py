@@ -1,7 +1,9 @@
 """Rows over replicas: what the way there and back costs, and what many replicas bring.
 
 ``rows at once``: n new contexts in one gather, for each. Ours are answered by two replicas of the
-mock, the floor by the mock in this process, over the vocabulary of the real model.
+mock, the floor by the mock in this process, over the vocabulary of the real model. ``CPU time of
+the program, rows at once``: the same without a cache, of all threads of the program's own process;
+the floor gets as many rows from two bare actors, and copies each once, into memory that is there.
 ``extend, by affinity`` and ``extend, placed at random``: a step of 16 contexts of 200 tokens over
 two replicas of hf. ``recover``: from the death of a replica, with 64 requests in flight, to the
 last row, for x replicas: of two the other one answers, a single one must start again. ``64 draws``
@@ -26,6 +28,8 @@ from benchmarks.protocol import Bench, main
 PLUGIN = "ray"
 
 SIZES = (1, 8, 64, 512)
+WAVES = (64, 512)  # of which the CPU time is measured
+CALL = 128  # rows that a bare actor gives at once, at most
 REPLICAS = (1, 2, 4, 8, 16)
 DELAY = 0.02
 WAVE = 64
@@ -58,11 +62,57 @@ def over_rows(bench: Bench, lm: Any) -> None:
         )
 
 
-def fleet(model: str, backend: str, replicas: int, **backend_opts: Any) -> Any:
+def cpu_time(bench: Bench, rows: Callable[[list[list[int]]], None]) -> None:
+    """What ``rows`` of new contexts cost this process, whatever else the machine does."""
+    bench.clock = time.process_time
+    for n in WAVES:
+        case = "CPU time of the program, rows at once"
+        bench.time(case, rows, unit="us", x=n, per=n, prepare=lambda n=n: new_contexts(n))
+    bench.clock = time.perf_counter
+
+
+class Bare:
+    """An actor that gives rows and does nothing else."""
+
+    def __init__(self, width: int) -> None:
+        import numpy as np
+
+        self.rows = np.random.default_rng(0).standard_normal((CALL, width), dtype=np.float32)
+
+    def give(self, n: int) -> Any:
+        return self.rows[:n]
+
+
+def over_bare_actors(bench: Bench, width: int) -> None:
+    import numpy as np
+
+    from genlm.ray.cluster import Cluster
+
+    cluster = Cluster(None)
+    ray = cluster.ray
+    actors = [ray.remote(num_cpus=0.01)(Bare).remote(width) for _ in range(2)]
+    own = np.ones((max(WAVES), width), dtype=np.float32)
+
+    def rows(contexts: list[list[int]]) -> None:
+        size = min(CALL, len(contexts) // len(actors))
+        starts = range(0, len(contexts), size)
+        calls = [actors[start // size % 2].give.remote(size) for start in starts]
+        for start, call in zip(starts, calls, strict=True):
+            for index, row in enumerate(ray.get(call), start):
+                own[index] = row
+
+    cpu_time(bench, rows)
+    cluster.leave()
+
+
+def fleet(
+    model: str, backend: str, replicas: int, cache_size: int | None = None, **backend_opts: Any
+) -> Any:
     from genlm.core import load_model_by_name
 
     options = {"backend": backend, "replicas": replicas, "backend_opts": backend_opts}
-    return load_model_by_name(model, "ray", {**options, "resources": {"num_cpus": 0.01}})
+    ours = {"resources": {"num_cpus": 0.01}, "cache_size": cache_size}
+    return load_model_by_name(model, "ray", {**options, **ours})
 
 
 def extend(bench: Bench, case: str) -> None:
@@ -194,6 +244,8 @@ def ours(bench: Bench) -> None:
 
     with fleet(bench.model, "mock", 2) as lm:
         over_rows(bench, lm)
+    with fleet(bench.model, "mock", 2, cache_size=0) as lm:
+        cpu_time(bench, lambda contexts: gather(lm, contexts))
     extend(bench, "extend, by affinity")
     choose = Affinity.choose
     Affinity.choose = at_random(choose)  # type: ignore[method-assign]
@@ -212,6 +264,8 @@ def floor(bench: Bench) -> None:
 
     with load_model_by_name(bench.model, "mock", {"cache_size": 0}) as lm:
         over_rows(bench, lm)
+        width = len(lm.byte_vocab)
+    over_bare_actors(bench, width)
     for replicas in REPLICAS[: 2 if bench.quick else None]:
         rate = WAVE * replicas / DELAY
         bench.record("rows a second of n replicas", rate, unit="rows/s", x=replicas)
