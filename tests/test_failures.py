@@ -13,6 +13,7 @@ import torch
 from genlm.core import EngineDeadError, EngineError, ReentrancyError, hookimpl
 from genlm.core.conformance.driver import started, submitted
 from genlm.core.mock import MockEngine
+from genlm.core.runtime.delivery import results_of
 
 from .conftest import PATIENCE, busy, gathered
 
@@ -228,22 +229,22 @@ def test_what_is_no_ordinary_error_is_the_end_of_the_engine(mock, error, said):
             lm.next_token_logprobs_sync([1])
 
 
-@both
-def test_a_call_with_several_contexts_raises_the_first_error_and_nobody_hears_of_the_others(
-    mock, continuous
-):
-    lm = mock(fail_on=lambda query: query.token_ids[0] == 9, continuous=continuous)
+def test_where_several_results_fail_the_first_error_is_raised_and_nobody_hears_of_the_others():
     complaints = []
 
     async def ask():
-        asyncio.get_running_loop().set_exception_handler(lambda _, about: complaints.append(about))
-        with pytest.raises(EngineError, match=r"\[9, 1\]"):
-            await lm.batch_next_token_logprobs([[1], [9, 1], [2], [9, 2], [9, 3]])
-        rows = await lm.batch_next_token_logprobs([[1], [2]])
-        gc.collect()
-        return rows
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, about: complaints.append(about))
+        good, bad, worse, pending = futures = [loop.create_future() for _ in range(4)]
+        good.set_result(1)
+        bad.set_exception(KeyError("first"))
+        worse.set_exception(KeyError("second"))
+        with pytest.raises(KeyError, match="first"):
+            await results_of(futures)
+        assert pending.cancelled()
 
-    assert asyncio.run(ask()).shape == (2, 258)
+    asyncio.run(ask())
+    gc.collect()
     assert complaints == []
 
 
