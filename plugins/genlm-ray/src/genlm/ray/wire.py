@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,9 +40,11 @@ class Busy(Exception):
     """Another program tries suspects on the replica: ask again later."""
 
 
-@frozen
-class Ask:
-    """One request; a row, if it has neither ``params`` nor a ``continuation``."""
+class Ask(NamedTuple):
+    """One request; a row, if it has neither ``params`` nor a ``continuation``.
+
+    A tuple, which pickles in half the time of another class.
+    """
 
     ids: bytes  # of an array of 64-bit integers
     adapter: str | None  # its key
