@@ -42,9 +42,10 @@ def memory_for(model: Any, tokens: int) -> Iterator[None]:
         hook.remove()
 
 
-def test_a_batch_is_split_until_it_fits(llama: Any, contexts: Contexts) -> None:
+@pytest.mark.parametrize("tokens", [25, 45])
+def test_a_batch_is_split_until_it_fits(llama: Any, contexts: Contexts, tokens: int) -> None:
     prompts = contexts(7, 20)
-    with memory_for(llama, 45):
+    with memory_for(llama, tokens):
         llama.check(*prompts)
         llama.check(*[(*prompt, 1) for prompt in prompts])
 

@@ -166,7 +166,7 @@ def test_a_threshold_that_nothing_tells(wrong_beyond_100: Any, contexts: Context
         for stop in range(150, 200, 7):
             model.check(whole[:stop], whole[: stop - 60])
     (event,) = [event for event in events if event["event"] == "kv.reuse_wrong"]
-    assert event["length"] == 140
+    assert (event["length"], event["limit"]) == (140, 32)
     model.check(whole[:20])
     model.forwards.clear()
     model.check((*whole[:20], 1))  # short contexts keep their state
