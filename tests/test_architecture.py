@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import inspect
 import re
@@ -94,6 +95,7 @@ NATIVE = {
 }
 
 
+@functools.cache
 def implemented(package: Path) -> set[str]:
     """The hooks that a backend's modules define, and the arguments of its ``genlm_step``."""
     found: set[str] = set()
