@@ -36,6 +36,7 @@ def test_it_is_a_mapping_whose_least_recently_used_row_goes_first():
     cache["a"] = row(1.0)
     cache["b"] = row(2.0)
     cache["b"] = row(3.0)  # at capacity: evicts nothing
+    assert cache.nbytes == 2 * 16
     assert torch.equal(cache["b"], row(3.0))
     cache["a"].zero_()
     assert torch.equal(cache["a"], row(1.0))
