@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from genlm.core import AsyncLM, InvalidAdapterError
-from genlm.core.conformance.adapter_kinds import KINDS, Kind, make_adapter
+from tests.adapter_kinds import KINDS, Kind, make_adapter
 
 DOCS = Path(__file__).parents[1] / "docs" / "adapters.md"
 

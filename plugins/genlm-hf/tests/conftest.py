@@ -17,12 +17,12 @@ from transformers import (
 )
 
 from genlm.core import EngineError, Query
-from genlm.core.conformance.adapter_kinds import Kind, make_adapter
 from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
 from genlm.hf.positions import rope_scalings
 from genlm.hf.twin import TOKENS as SMALL_TOKENS
 from genlm.hf.twin import thresholds
+from tests.adapter_kinds import Kind, make_adapter
 from tests.engines import rows_of
 from tests.fixtures import *  # noqa: F403
 from tools.tiny import write_tokenizer

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from genlm.core import Adapter, Query, UnsupportedError
-from genlm.core.conformance.adapter_outcomes import reference_rows
 from genlm.hf.engine import HFEngine
+from tests.adapter_outcomes import reference_rows
 from tests.engines import add_lora, rows_of
 
 Contexts = Callable[..., list[tuple[int, ...]]]

@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from genlm.core import InvalidAdapterError
-from genlm.core.conformance.adapter_kinds import KINDS, Kind, make_adapter
-from genlm.core.conformance.adapter_outcomes import make_case, outcome, reference_rows
 from genlm.hf import AsyncTransformer
+from tests.adapter_kinds import KINDS, Kind, make_adapter
+from tests.adapter_outcomes import make_case, outcome, reference_rows
 from tests.adapter_table import check_refused, strangers, tabled
 
 from .shapes import QWEN3_NEXT

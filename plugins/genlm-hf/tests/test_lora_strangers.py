@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from genlm.core import InvalidAdapterError
-from genlm.core.conformance.adapter_kinds import KINDS, PLAIN, Kind, make_adapter
 from genlm.hf import AsyncTransformer
+from tests.adapter_kinds import KINDS, PLAIN, Kind, make_adapter
 
 from .shapes import QWEN3_NEXT
 

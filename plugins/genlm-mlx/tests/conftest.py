@@ -21,7 +21,7 @@ from transformers.models.mistral import MistralConfig
 from transformers.models.phi3 import Phi3Config
 from transformers.models.qwen2 import Qwen2Config
 
-from genlm.core.conformance.adapter_kinds import Kind, make_adapter
+from tests.adapter_kinds import Kind, make_adapter
 from tests.fixtures import *  # noqa: F403
 from tools.tiny import write_tokenizer
 

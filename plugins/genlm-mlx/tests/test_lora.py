@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from genlm.core import Adapter, InvalidAdapterError, Query
-from genlm.core.conformance.adapter_kinds import KINDS, Kind, make_adapter
-from genlm.core.conformance.adapter_outcomes import make_case, outcome
 from genlm.mlx import AsyncMlxLM
 from genlm.mlx.adapters import read_folder
 from genlm.mlx.loading import amended, load
+from tests.adapter_kinds import KINDS, Kind, make_adapter
+from tests.adapter_outcomes import make_case, outcome
 from tests.adapter_table import check_refused, strangers, tabled
 
 Folders = Callable[[str], Path]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from genlm.core import Query
-from genlm.core.conformance.adapter_outcomes import reference_rows
 from genlm.core.types import Request, SampleRequest
+from tests.adapter_outcomes import reference_rows
 from tests.fixtures import *  # noqa: F403
 from tools.tiny import write_tokenizer
 

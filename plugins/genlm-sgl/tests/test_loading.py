@@ -20,10 +20,10 @@ from genlm.core import (
     Query,
     load_model_by_name,
 )
-from genlm.core.conformance.adapter_outcomes import reference_rows
 from genlm.sgl import AsyncSGLTransformer, plugin
 from genlm.sgl.options import gpu_index
 from genlm.sgl.plugin import genlm_backend_info, genlm_load
+from tests.adapter_outcomes import reference_rows
 
 SMALL = {"max_total_tokens": 1024}
 

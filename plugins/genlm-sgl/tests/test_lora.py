@@ -9,8 +9,8 @@ import torch
 from sgl_torch_cpu import without_pinned_memory
 
 from genlm.core import Adapter, EngineError, InvalidAdapterError, Query
-from genlm.core.conformance.adapter_kinds import Kind
-from genlm.core.conformance.adapter_kinds import make_adapter as make_kind
+from tests.adapter_kinds import Kind
+from tests.adapter_kinds import make_adapter as make_kind
 
 IDS = (5, 6, 7, 8)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from sgl_torch_cpu import without_pinned_memory
 
-from genlm.core.conformance.adapter_kinds import KINDS
-from genlm.core.conformance.adapter_outcomes import make_case, outcome
 from genlm.sgl import AsyncSGLTransformer
+from tests.adapter_kinds import KINDS
+from tests.adapter_outcomes import make_case, outcome
 from tests.adapter_table import check_refused, strangers, tabled
 
 

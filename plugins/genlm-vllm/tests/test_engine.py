@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from genlm.core.conformance.adapter_outcomes import reference_rows
 from genlm.core.errors import EngineError, UnsupportedError
 from genlm.core.types import Query, SampleRequest, SamplingParams, ScoreRequest
 from genlm.vllm.scoring import worth_scoring
+from tests.adapter_outcomes import reference_rows
 
 ATOL = 5e-4  # float32, on prompts computed in other chunks
 

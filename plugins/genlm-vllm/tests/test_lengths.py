@@ -9,8 +9,8 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from genlm.core.conformance.adapter_outcomes import reference_rows
 from genlm.core.types import Query
+from tests.adapter_outcomes import reference_rows
 
 CHANGE, LONGEST = 40, 80  # tokens
 IDS = tuple(random.Random(1).choices(range(1000, 40000), k=LONGEST))

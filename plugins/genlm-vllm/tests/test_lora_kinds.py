@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from genlm.core.conformance.adapter_kinds import KINDS
-from genlm.core.conformance.adapter_outcomes import make_case, outcome
 from genlm.vllm import AsyncVirtualLM
+from tests.adapter_kinds import KINDS
+from tests.adapter_outcomes import make_case, outcome
 from tests.adapter_table import check_refused, strangers, tabled
 
 

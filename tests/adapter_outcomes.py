@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from genlm.core.conformance.adapter_kinds import KINDS, Kind, make_adapter
 from genlm.core.conformance.compare import Violation, check
 from genlm.core.errors import InvalidAdapterError
+from tests.adapter_kinds import KINDS, Kind, make_adapter
 
 if TYPE_CHECKING:
     import torch
