@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from genlm.core import AsyncLM, PluginError, hookimpl
+from genlm.core import AsyncLM, PluginError, Query, hookimpl
 from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine
 
 BAD = (7, 7)  # the context whose row is wrong
@@ -101,15 +101,56 @@ def test_a_wrong_draw(load, drawn, what):
         asyncio.run(load(Engine, check=True).sample([1], 2, [5]))
 
 
-@pytest.mark.parametrize("score", [torch.tensor([0.5]), torch.tensor([float("nan")])])
-def test_a_wrong_score(load, score):
+@pytest.mark.parametrize(
+    ("score", "what"),
+    [
+        (torch.tensor([0.5]), "a score that is nan or above 0"),
+        (torch.tensor([float("nan")]), "a score that is nan or above 0"),
+        (torch.tensor([-1.0, -1.0]), r"shape \(2,\), torch.float32; expected shape \(1,\)"),
+        (torch.tensor([-1.0]).double(), "shape .* torch.float64"),
+        ([-1.0], "list; expected shape"),
+    ],
+)
+def test_a_wrong_score(load, score, what):
     class Engine(MockEngine):
         @hookimpl
         def genlm_sequence_logprobs(self, queries, continuations):
             return [score]
 
-    with pytest.raises(PluginError, match="genlm_sequence_logprobs returned a score"):
+    with pytest.raises(PluginError, match=f"genlm_sequence_logprobs returned {what}"):
         asyncio.run(load(Engine, check=True).sequence_logprobs([1], [2]))
+
+
+def test_a_wrong_draw_or_score_of_a_step(load):
+    class Engine(ContinuousMockEngine):
+        def _draw(self, query, params):
+            return [-1]
+
+        def _score(self, query, continuation):
+            return torch.zeros(3)
+
+    lm = load(Engine, check=True)
+    with pytest.raises(PluginError, match="genlm_step returned the token id -1"):
+        asyncio.run(lm.sample([1], 2, []))
+    with pytest.raises(PluginError, match=r"genlm_step returned shape \(3,\)"):
+        asyncio.run(lm.sequence_logprobs([1], [2]))
+
+
+@pytest.mark.parametrize("base", [MockEngine, ContinuousMockEngine])
+def test_what_is_declined_is_in_order(load, base):
+    class Engine(base):
+        @hookimpl
+        def genlm_sample(self, queries, params): ...
+
+        @hookimpl
+        def genlm_sequence_logprobs(self, queries, continuations): ...
+
+        def _result(self, request):
+            return super()._result(request) if isinstance(request, Query) else None
+
+    lm = load(Engine, check=True)
+    assert asyncio.run(lm.sample([1], 2, [], temperature=0)) != []
+    assert asyncio.run(lm.sequence_logprobs([1], [2, 0])).shape == (2,)
 
 
 def test_a_hook_that_returns_what_it_should_not(load):
