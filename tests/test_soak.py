@@ -31,7 +31,7 @@ class Stuck:
             threading.Event().wait()
         return (yield)
 
-soak(wrappers=[Stuck()], patience=1.0).run()
+soak(minutes=0.05, wrappers=[Stuck()], patience=1.0).run()
 """
 
 
