@@ -178,6 +178,7 @@ def test_slow_byte_level():
         b"<|end|>",
     ]
     assert special(Slow({"Ġa": 0}, byte_decoder=byte_decoder)) == [b"<|end|>"]
+    assert special(Slow({"Ġa": 0}, byte_decoder=byte_decoder, all_special_ids=[])) == []
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ def test_the_drawing_has_every_node_and_edge(graphviz, trie, sums):
     assert source.count("shape=doublecircle") == len(WORDS)
     assert f"{trie.find(b'the')}\n'the'\n0.75" in source
     assert "End-of-Token (position 1)" in source
+    assert 'fillcolor="#40ff40"' in source  # a quarter less than all the mass
 
 
 def test_without_weights_there_are_none_in_the_drawing(graphviz, trie):
@@ -94,6 +95,11 @@ def test_options_are_checked(trie):
         trie.visualize(format="svg")
     with pytest.raises(InvalidOptionError, match="at least 1"):
         trie.visualize(format="html", max_nodes=0)
+    assert trie.visualize(format="html", max_nodes=1)
+
+
+def test_a_symbol_that_is_no_byte_is_written_as_it_is():
+    assert '"256"' in TokenCharacterTrie([(256,)]).visualize(format="html")
 
 
 # --- in a browser ---------------------------------------------------------------------------------

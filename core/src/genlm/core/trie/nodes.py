@@ -54,7 +54,7 @@ class SortedItems:
         _refuse_duplicates(items, in_order, order)
         positions = np.array(order, np.int64)
         positions.flags.writeable = False  # users get it to read
-        sizes = np.fromiter(map(len, in_order), np.int64, len(order))
+        sizes = np.fromiter(map(len, spelled), np.int64, len(order))[positions]
         symbols = np.frombuffer(b"".join(in_order), dtype)
         return cls(positions, sizes // dtype.itemsize, symbols, alphabet)
 
