@@ -144,6 +144,10 @@ class RequestQueue(Generic[R, A]):
         else:
             waiting.append(future)
             self._counters.dedup_hits += 1
+        # A signal handler may have released the gathering at any line above, and waited for the
+        # engine thread: then this request would be in nothing that is still to be taken.
+        if self._gatherings.get(loop) is not gathering:
+            self._put({request: [future]})
 
     def passed(self, loop: asyncio.AbstractEventLoop) -> bool:
         """A pass of the event loop is over. ``True`` if another pass must be waited for: this one
