@@ -35,7 +35,6 @@ TRIE: Mapping[str, str] = {
     "dst_indices": _SUMS,
     "jump": "trie.children has the children of every node",
     "ordering": _SUMS,
-    "positions": _SUMS,
     "src_indices": _SUMS,
 }
 
