@@ -261,6 +261,9 @@ def test_one_that_fits_once_the_others_are_dropped(llama: Any, contexts: Context
 
     llama.engine.model.register_forward_pre_hook(refuse)
     llama.check(prompt)
+    llama.forwards.clear()
+    llama.check((*others[0], 1))
+    assert llama.forwards == [21]
 
 
 def test_rows_given_before_it_ran_out_are_not_asked_for_again(
