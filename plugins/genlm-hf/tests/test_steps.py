@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -344,3 +345,29 @@ def test_what_is_dropped_beside_a_cold_context_is_not_answered(
     assert answer.request is cold
     assert finish(chunked, (4, 5)) == [{(4, 5)}]
     assert [step(chunked) for _ in range(4)] == [{}] * 4
+
+
+def test_the_output_layer_computes_the_rows_that_are_asked_and_whoever_calls_the_model_gets_all(
+    llama: Any, contexts: Contexts
+) -> None:
+    computed = []
+    llama.engine.model.get_output_embeddings().register_forward_hook(
+        lambda module, args, logits: computed.append(logits[..., 0].numel())
+    )
+    llama.check(*contexts(3, 20))
+    assert computed == [3]
+    assert llama.engine.model(input_ids=torch.tensor(contexts(2, 9))).logits.shape[:2] == (2, 9)
+
+
+@pytest.mark.parametrize("config", [LlamaConfig(**SHAPE), MAMBA], ids=["llama", "mamba"])
+def test_a_model_whose_configuration_turns_its_cache_off_keeps_its_state(
+    config: PretrainedConfig, pair: Callable[..., Pair], contexts: Contexts
+) -> None:
+    config = deepcopy(config)
+    config.use_cache = False
+    model = pair(config)
+    (prompt,) = contexts(1, 20)
+    model.check(prompt)
+    model.forwards.clear()
+    model.check((*prompt, 1))
+    assert model.forwards == [1]
