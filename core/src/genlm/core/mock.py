@@ -96,6 +96,7 @@ class MockEngine:
         self.device = "cpu"
         self.model = None
         self.adapters: dict[int, Adapter] = {}  # by version
+        self.pinned: set[Query] = set()  # read by engines that are made from this one
         self._row = row
         self._delay = delay
         self._fail_on = fail_on
@@ -172,10 +173,12 @@ class MockEngine:
 
     @hookimpl
     def genlm_cache_prefix(self, query: Query) -> bool:
-        return True  # there is no state to compute
+        self.pinned.add(query)
+        return True
 
     @hookimpl
-    def genlm_clear_kv_cache(self) -> None: ...
+    def genlm_clear_kv_cache(self) -> None:
+        self.pinned.clear()
 
     @hookimpl
     def genlm_add_lora(self, adapter: Adapter) -> bool:
@@ -185,6 +188,7 @@ class MockEngine:
     @hookimpl
     def genlm_remove_lora(self, adapter: Adapter) -> bool:
         del self.adapters[adapter.version]
+        self.pinned = {query for query in self.pinned if query.adapter != adapter}
         return True
 
     @hookimpl
