@@ -68,7 +68,7 @@ class ScheduleClauses:
         """Hundreds of draws that have begun, and of long prompts and scores that are half computed,
         are cancelled beside others, and then the same and others are asked: all give what they give
         alone."""
-        for turn in range(live.scaled(24, 6)):
+        for turn in range(live.scaled(24, 3)):
             check_schedule(live, _leaving(turn))
         if live.effort >= 1:  # minutes on a slow engine
             check_schedule(live, _leaving_alone(70))
