@@ -234,7 +234,7 @@ def test_the_interpreter_exits_cleanly_when_no_thread_could_be_started():
     assert (result.returncode, result.stdout, result.stderr) == (0, "can't start new thread\n", "")
 
 
-def test_a_signal_handler_may_ask_and_close_while_a_request_is_being_put():
+def test_a_signal_handler_may_ask_reset_and_close_while_a_request_is_being_put():
     """The interrupted code holds the batcher's lock: a request is hashed under it."""
     result = run_python("""
         import asyncio
@@ -262,6 +262,8 @@ def test_a_signal_handler_may_ask_and_close_while_a_request_is_being_put():
             batcher = Batcher(Echo)
             request = Interrupted(lambda: print(batcher.ask([7]), batcher.run(lambda: 8)))
             print(ask() == request)
+            request = Interrupted(batcher.reset)
+            print(ask() == request)
             batcher.close()
             batcher = Batcher(Echo)
             request = Interrupted(batcher.close)
@@ -270,7 +272,7 @@ def test_a_signal_handler_may_ask_and_close_while_a_request_is_being_put():
             except ModelClosedError:
                 print("told")
     """)
-    said = "[7] 8\nTrue\nreleased\nreleased\ntold\n"
+    said = "[7] 8\nTrue\nTrue\nreleased\nreleased\ntold\n"
     assert (result.stdout, result.stderr) == (2 * said, "")
 
 
