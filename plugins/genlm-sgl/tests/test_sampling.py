@@ -136,7 +136,7 @@ def test_a_draw_that_cannot_fit_says_so(hooks, contexts, monkeypatch):
     hooks.engine.genlm_cache_prefix(Query(pinned))
     with pytest.raises(
         EngineError,
-        match=r"250 tokens, do not fit .* pool of 600 tokens, .* hold 400; call clear_kv_cache",
+        match=r"250 in all, do not fit .* pool of 600 tokens, .* hold 400; call clear_kv_cache",
     ):
         draw(hooks, [context], max_tokens=150)
     with monkeypatch.context() as patch:

@@ -113,9 +113,8 @@ class SglEngine:
 
     def _does_not_fit(self, needed: int) -> EngineError:
         return EngineError(
-            f"a context and what is to be drawn after it, {needed} tokens, do not fit into "
-            "SGLang's pool of "
-            f"{self.scheduler.pool_tokens} tokens, of which pinned prefixes hold "
+            f"a context and the tokens to draw after it, {needed} in all, do not fit into "
+            f"SGLang's pool of {self.scheduler.pool_tokens} tokens, of which pinned prefixes hold "
             f"{self.scheduler.locked_tokens}; "
             "call clear_kv_cache(), or load the model with a larger engine option max_total_tokens"
         )

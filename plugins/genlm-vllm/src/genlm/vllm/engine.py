@@ -269,9 +269,7 @@ class VllmEngine:
                 f"vLLM cannot drop its requests: {error}; load the model again"
             ) from error
         if not forgotten:
-            raise EngineDeadError(
-                "vLLM does not let go of its key/value state; load the model again"
-            )
+            raise EngineDeadError("vLLM did not drop its key/value state; load the model again")
 
     @hookimpl
     def genlm_close(self) -> None:
