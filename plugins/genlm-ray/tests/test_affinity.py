@@ -39,6 +39,13 @@ def test_an_overloaded_member_is_relieved() -> None:
     assert affinity.choose(query(1, 2, 3, 4, 5), {"left": 1, "right": 2}) == "right"
 
 
+def test_a_member_has_its_share_of_what_is_placed_together() -> None:
+    affinity: Affinity[str] = Affinity()
+    affinity.choose(query(1, 2, 3), {"left": 0, "right": 1})
+    assert affinity.choose(query(1, 2, 3, 4), {"left": 9, "right": 0}, together=7) == "left"
+    assert affinity.choose(query(1, 2, 3, 5), {"left": 10, "right": 0}, together=6) == "right"
+
+
 def test_a_member_that_is_gone_is_not_chosen() -> None:
     affinity: Affinity[str] = Affinity()
     assert affinity.choose(query(1, 2, 3), {"left": 0, "right": 1}) == "left"

@@ -7,6 +7,7 @@ from attrs import Factory, define
 
 from genlm.core import EngineDeadError, Query
 from genlm.core.mock import ByteTokenizer
+from genlm.core.types import query_of
 from genlm.ray.fleet import Fleet
 from genlm.ray.log import Change, Entry, Log
 from genlm.ray.member import Call, Job, Member, State
@@ -59,6 +60,22 @@ def test_a_free_replica_takes_over_what_waits_at_another() -> None:
     size, calls = LIMITS[Query]
     assert sum(len(call.jobs) for call in stuck.calls) == size * calls
     assert answered == len(fleet.answers) == 2000 - size * calls
+
+
+def test_contexts_that_grow_together_stay_where_they_are_in_any_order() -> None:
+    fleet, lines = started(2)
+
+    def placed(contexts: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+        fleet.step(list(map(Query, contexts)), [])
+        calls = [line.next("answer") for line in lines]
+        for call in calls:
+            fleet.take(call, ["row"] * len(call.jobs))
+        return [[query_of(job.request).token_ids for job in call.jobs] for call in calls]
+
+    left, right = placed([(at,) * 200 for at in range(16)])
+    for token_id in range(5):
+        left, right = ([(*ids, token_id) for ids in contexts] for contexts in (left, right))
+        assert placed(left + right) == [left, right]
 
 
 def test_a_fleet_that_was_ended_is_dead() -> None:

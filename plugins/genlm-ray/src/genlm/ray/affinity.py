@@ -32,13 +32,15 @@ class Affinity(Generic[M]):
     def __init__(self) -> None:
         self._known: OrderedDict[Hashable, M] = OrderedDict()
 
-    def choose(self, query: Query, loads: Mapping[M, int]) -> M:
+    def choose(self, query: Query, loads: Mapping[M, int], together: int = 1) -> M:
         """The member to ask: the one that knows the longest prefix, unless it is overloaded; else
         the one with least to do. It knows this context from now on.
 
         Args:
             query: The context.
             loads: For each member that may be chosen, how many requests it has. At least one.
+            together: How many requests are still to be placed, this one included. Each member has
+                its share of them too, so that what stays where it is does not depend on the order.
         """
         unknown: list[Hashable] = []
         known: M | None = None
@@ -49,16 +51,16 @@ class Affinity(Generic[M]):
                 break
             known = None
             unknown.append(prefix)
-        member = self._relieved(known, loads)
+        member = self._relieved(known, loads, together)
         for prefix in unknown:
             self._known[prefix] = member
         while len(self._known) > KEPT:
             self._known.popitem(last=False)
         return member
 
-    def _relieved(self, member: M | None, loads: Mapping[M, int]) -> M:
+    def _relieved(self, member: M | None, loads: Mapping[M, int], together: int) -> M:
         """The member, unless there is none or it is overloaded; else the one with least to do."""
-        overload = max(SLACK, EXCESS * (sum(loads.values()) + 1) / len(loads))
+        overload = max(SLACK, EXCESS * (sum(loads.values()) + together) / len(loads))
         if member is not None and loads[member] < overload:
             return member
         return min(loads, key=loads.__getitem__)

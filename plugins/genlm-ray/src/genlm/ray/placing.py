@@ -65,11 +65,12 @@ class Placing:
         """Put jobs where their prefixes are; not where suspects are tried, if that can be."""
         members = [member for member in self._ready if member.trial is None] or self._ready
         loads = {member: len(member.waiting) + member.in_flight() for member in members}
-        for job in jobs:
+        jobs = list(jobs)
+        for placed, job in enumerate(jobs):
             if not loads:
                 self._homeless.append(job)
                 continue
-            member = self.affinity.choose(query_of(job.request), loads)
+            member = self.affinity.choose(query_of(job.request), loads, len(jobs) - placed)
             member.waiting.add(job)
             loads[member] += 1
 
