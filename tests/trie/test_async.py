@@ -213,6 +213,34 @@ else:
     assert (result.stdout, result.stderr) == ("0\n", "")
 
 
+def test_a_forked_child_shuts_down_whoever_held_the_lock():
+    program = """
+import os, signal, threading, warnings
+from genlm.core.trie import AsyncTokenCharacterTrie
+warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
+trie = AsyncTokenCharacterTrie.from_vocab([b"a", b"ab"], backend="sequential")
+trie.start()
+held, forked = threading.Event(), threading.Event()
+def hold():
+    with trie._lock:
+        held.set()
+        forked.wait()
+threading.Thread(target=hold).start()
+held.wait()
+if child := os.fork():
+    forked.set()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+else:
+    signal.alarm(60)
+    trie.shutdown()
+    os._exit(0)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert (result.stdout, result.stderr) == ("0\n", "")
+
+
 def test_the_interpreter_ends_quietly_with_a_trie_in_use():
     program = """
 import asyncio

@@ -95,6 +95,25 @@ def test_kernels_that_give_one_wrong_value_are_not_used(prove, operation, dtype,
     assert event["reason"].endswith("at node 17 of 550")
 
 
+def test_sums_may_be_rounded_differently_and_maxima_not(prove):
+    class Rounded(TorchReducer):
+        inexact = "add"
+
+        def reduce(self, asked, weights):
+            result = super().reduce(asked, weights)
+            if asked.name == self.inexact:
+                result *= 1 + 2 * torch.finfo(weights.dtype).eps
+            return result
+
+    class Wrong(Rounded):
+        inexact = "maximum"
+
+    assert prove(Rounded) == (True, [])
+    used, (event,) = prove(Wrong)
+    assert not used
+    assert event["reason"].startswith("maximum in float32 gives ")
+
+
 def test_kernels_that_raise_are_not_used(prove):
     class Broken(TorchReducer):
         def reduce(self, operation, weights):
@@ -113,3 +132,11 @@ def test_without_triton_pytorch_computes_and_nothing_warns(plan, monkeypatch):
     assert [(event["log_level"], event["reason"]) for event in events] == [
         ("info", "Triton is not installed")
     ]
+
+
+@pytest.mark.parametrize("proven", ["fused", None])
+def test_on_cuda_pytorch_computes_where_nothing_else_is_proven(monkeypatch, plan, proven):
+    monkeypatch.setattr(reducer, "TorchReducer", lambda plan, device: "plain")
+    monkeypatch.setattr(reducer, "proven_reducer", lambda plan, device, plain: proven)
+    assert reducer.reducer_for(plan, "cuda") == (proven or "plain")
+    assert reducer.reducer_for(plan, "cpu") == "plain"
