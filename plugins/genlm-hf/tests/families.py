@@ -11,9 +11,12 @@ from genlm.hf.twin import small_model, thresholds
 
 #: What the configurations of some families leave open, though none of their models does.
 LEFT_OPEN: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
     "dots1": {"q_lora_rank": None, "head_dim": 128, "num_key_value_heads": 32},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},  # in two layers, too
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": {"head_dim": 128},

@@ -39,6 +39,13 @@ JAMBA = {
     "mamba_d_state": 4,
     "mamba_dt_rank": 4,
 }
+BAMBA = {
+    **SHAPE,
+    "num_hidden_layers": 3,
+    "attn_layer_indices": [2],
+    "mamba_n_heads": 4,
+    "mamba_d_state": 8,
+}
 LLAMA4 = {
     **SHAPE,
     "head_dim": 8,
@@ -97,6 +104,7 @@ FAMILIES = {
         Reuse.SNAPSHOTS,
     ),
     "jamba, recurrent between attention": (config("Jamba", **JAMBA), Reuse.SNAPSHOTS),
+    "bamba, which counts from 0 after a state": (config("Bamba", **BAMBA), Reuse.SNAPSHOTS),
     "rwkv, its state under a name of its own": (
         config(
             "Rwkv", vocab_size=TOKENS, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32

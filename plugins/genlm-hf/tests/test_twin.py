@@ -70,6 +70,14 @@ def test_a_twin_has_a_layer_of_every_kind() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
+def test_layers_that_are_numbered_are_of_a_kind() -> None:
+    shape = {**SHAPE, "num_hidden_layers": 5, "mamba_n_heads": 4, "mamba_d_state": 8}
+    config = transformers.BambaConfig(**shape, attn_layer_indices=[2, 4])
+    twin = small_model(transformers.BambaForCausalLM, config, torch.device("cpu"), {})
+    assert twin.config.attn_layer_indices == [1]
+    assert twin.config.layers_block_type == ["linear_attention", "full_attention"]
+
+
 def mixed_up(logits: torch.Tensor) -> torch.Tensor:
     return logits.roll(1, -1)
 

@@ -47,6 +47,7 @@ class Runner:
         self._selected = False  # whether the hook chose the wanted positions
         takes = inspect.signature(model.forward).parameters
         self._cache_name = next((name for name in CACHE_NAMES if name in takes), CACHE_NAMES[-1])
+        self._takes_positions = "position_ids" in takes  # recurrent models may have none
         self._rope = DynamicRope(model)
         self._hook: Any = None
         self._hook_head()
@@ -161,6 +162,7 @@ class Runner:
     def stateful(
         self,
         cache: Any,
+        start: int,
         tokens: Sequence[Sequence[int]],
         adapters: Sequence[Adapter | None],
         wanted: Sequence[int],
@@ -169,6 +171,7 @@ class Runner:
 
         Args:
             cache: What an earlier call returned, written to here; ``None`` begins the contexts.
+            start: How many tokens of each context that is.
             tokens: The next ones of each context.
             adapters: One per context.
             wanted: Indices into all tokens, context by context.
@@ -181,9 +184,13 @@ class Runner:
         """
         flat = [token for some in tokens for token in some]
         ids, places = self._ids(flat, len(tokens), wanted, Upload())
-        logits, outputs = self._outputs(
-            adapters, places, input_ids=ids, **{self._cache_name: cache}
-        )
+        inputs = {"input_ids": ids, self._cache_name: cache}
+        if start and self._takes_positions:
+            # Told, since a model may count from 0 after a state too, as Bamba does, or ask a cache
+            # that does not know.
+            positions = torch.arange(start, start + ids.shape[1], device=ids.device)
+            inputs["position_ids"] = positions.expand_as(ids)
+        logits, outputs = self._outputs(adapters, places, **inputs)
         cache = getattr(outputs, self._cache_name, None)
         if cache is None:
             raise ValueError("it returns no cache")

@@ -163,7 +163,7 @@ def steps(
         places = [row * (stop - start) + at for row in range(len(sequences)) for at in wanted]
         tokens = [sequence.tokens[start:stop] for sequence in sequences]
         adapters = [sequence.adapter for sequence in sequences]
-        logits, cache = runner.stateful(cache, tokens, adapters, places)
+        logits, cache = runner.stateful(cache, start, tokens, adapters, places)
         owners.extend(row for row in range(len(sequences)) for _ in wanted)
         parts.append(logits)
         start = stop

@@ -41,6 +41,9 @@ INNER_WIDTH = re.compile(r"intermediate_size|ffn_size|ffn_hidden_size|ffn_dim$|^
 #: Options that say how many layers there are.
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 
+#: Options that number the layers of one kind.
+LAYER_NUMBERS = re.compile(r"^(attn|hybrid|local)_layer_(indices|ids)$")
+
 #: Options that say nothing of a twin.
 LEFT_OUT = ("quantization_config", "dtype", "torch_dtype", "attn_implementation")
 
@@ -138,6 +141,8 @@ def _smaller(settings: Mapping[str, Any], factor: int) -> dict[str, Any]:
         if name == "per_layer_config" and isinstance(value, dict):
             others = {int(at): layer for at, layer in value.items()}
             smaller[name] = {n: others[at] for n, at in enumerate(kept) if at in others}
+        elif kept and _numbers_layers(name, value):
+            smaller[name] = [n for n, at in enumerate(kept) if at in value]
         elif kept and isinstance(value, list) and len(value) == layers:
             smaller[name] = [value[at] for at in kept]
         elif name in LAYERS and _is_number(value):
@@ -174,7 +179,11 @@ def _narrower(name: Any, value: Any, factor: int) -> Any:
 
 def _kinds_of_layers(settings: Mapping[str, Any], layers: int) -> list[int]:
     """One layer of every kind, and two at least."""
-    lists = [value for value in settings.values() if isinstance(value, list)]
+    lists = [
+        [at in value for at in range(layers)] if _numbers_layers(name, value) else value
+        for name, value in settings.items()
+        if isinstance(value, list)
+    ]
     by_layer = [value for value in lists if len(value) == layers]
     others = {int(at): layer for at, layer in (settings.get("per_layer_config") or {}).items()}
     by_layer.append([others.get(at) for at in range(layers)])
@@ -183,6 +192,10 @@ def _kinds_of_layers(settings: Mapping[str, Any], layers: int) -> list[int]:
         first.setdefault(repr([value[at] for value in by_layer]), at)
     kept = set(first.values())
     return sorted(kept if len(kept) > 1 else {0, layers - 1})
+
+
+def _numbers_layers(name: Any, value: Any) -> bool:
+    return isinstance(name, str) and isinstance(value, list) and bool(LAYER_NUMBERS.search(name))
 
 
 def _token(value: Any) -> Any:

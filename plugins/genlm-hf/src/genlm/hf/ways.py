@@ -94,7 +94,7 @@ def _snapshots(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.
     cuts = [max(len(context) // 2, len(context) - 6) for context in contexts]
     begun = []
     for context, cut in zip(contexts, cuts, strict=True):
-        cache = runner.stateful(None, [context[:cut], context[::-1][:cut]], pair, [cut - 1])[1]
+        cache = runner.stateful(None, 0, [context[:cut], context[::-1][:cut]], pair, [cut - 1])[1]
         begun.append(Snapshot(cache, [b"", b""]))
     rows = []
     for context, cut, snapshot in zip(contexts, cuts, begun, strict=True):
@@ -102,10 +102,12 @@ def _snapshots(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.
         for tails in ([other, other], [tail, other]):
             cache = joined([(snapshot, 0), (snapshot, 0)])
             for at in range(len(tail) - 1):
-                cache = runner.stateful(cache, [[after[at]] for after in tails], pair, [0])[1]
-        fresh = runner.stateful(None, [context[:-1]], [None], [0])[1]
+                tokens = [[after[at]] for after in tails]
+                cache = runner.stateful(cache, cut + at, tokens, pair, [0])[1]
+        fresh = runner.stateful(None, 0, [context[:-1]], [None], [0])[1]
         cache = joined([(Snapshot(fresh, [b""]), 0), (Snapshot(cache, [b"", b""]), 0)])
-        rows.append(runner.stateful(cache, [[context[-1]]] * 2, pair, [1])[0])
+        tokens = [[context[-1]]] * 2
+        rows.append(runner.stateful(cache, len(context) - 1, tokens, pair, [1])[0])
     return rows
 
 
