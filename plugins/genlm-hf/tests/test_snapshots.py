@@ -46,6 +46,11 @@ def test_a_fork_leaves_its_parent_as_it_was(model: Any, contexts: Contexts) -> N
     assert model.forwards == [4] * 3
 
 
+def test_windows_between_convolutions(sweep: Callable[[str], Any]) -> None:
+    found = sweep("inkling_text")  # each window's cache holds its length, which has no rows
+    assert (found.outcome, found.reuse, found.why) == ("right", "snapshots", "")
+
+
 def test_rows_of_different_forwards_go_together(model: Any, contexts: Contexts) -> None:
     first, second, third = contexts(3, 20)
     model.ask(first)

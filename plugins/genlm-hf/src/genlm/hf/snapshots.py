@@ -203,9 +203,11 @@ def _selected(cache: Any, rows: Places) -> Iterator[torch.Tensor]:
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
-    """All tensors within an object, always in the same order."""
+    """All tensors with rows within an object, always in the same order; single numbers, such as a
+    window's length, are the same for all rows."""
     if isinstance(state, torch.Tensor):
-        yield state
+        if state.ndim:
+            yield state
     elif isinstance(state, Mapping):
         for value in state.values():
             yield from _tensors(value)
