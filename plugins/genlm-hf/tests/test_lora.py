@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from genlm.core import Adapter, Query, UnsupportedError
+from genlm.hf.adapters import AdapterSet
 from genlm.hf.engine import HFEngine
 from tests.adapter_outcomes import reference_rows
 from tests.engines import add_lora, rows_of
@@ -91,6 +92,35 @@ def test_an_error_inside_a_mixed_batch_leaves_nothing(
         queries = [Query(ids, each) for ids, each in zip(contexts, pair, strict=True)]
         engine.genlm_clear_kv_cache()
         check(engine, tiny, queries)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_an_adapter_that_fails_while_it_is_loaded_leaves_nothing(
+    engine: HFEngine,
+    tiny: str,
+    lora_folders: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    others: int,
+) -> None:
+    adapters = [Adapter("a", lora_folders["a"], 1)][:others]
+    for adapter in adapters:
+        add_lora(engine, adapter)
+
+    def parameters() -> set[str]:  # PEFT moves some, and leaves them there
+        names = {name for name, _ in engine.model.named_parameters()}
+        return {name.replace(".base_layer", "") for name in names}
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("after its weights were loaded")
+
+    before, failing = parameters(), Adapter("b", lora_folders["b"], 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(AdapterSet, "_scale", fail)
+        with pytest.raises(RuntimeError, match="after its weights"):
+            add_lora(engine, failing)
+    assert parameters() == before
+    add_lora(engine, failing)
+    check(engine, tiny, [Query((1, 2, 3), each) for each in (None, failing, *adapters)])
 
 
 def test_a_folder_that_is_not_there_is_said_before_peft_is_imported(tiny: str) -> None:

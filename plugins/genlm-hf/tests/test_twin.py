@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ from structlog.testing import capture_logs
 from genlm.hf import probe
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
-from genlm.hf.twin import Threshold, small_model, thresholds
+from genlm.hf.twin import Threshold, small_config, small_model, thresholds
 
 from . import shapes
 
@@ -76,6 +78,42 @@ def test_layers_that_are_numbered_are_of_a_kind() -> None:
     twin = small_model(transformers.BambaForCausalLM, config, torch.device("cpu"), {})
     assert twin.config.attn_layer_indices == [1]
     assert twin.config.layers_block_type == ["linear_attention", "full_attention"]
+
+
+class Settings(dict[str, Any]):
+    """A configuration of any class."""
+
+    to_dict = dict.copy
+
+    @classmethod
+    def from_dict(cls, settings: dict[str, Any]) -> Settings:
+        return cls(settings)
+
+
+def test_a_threshold_is_changed_where_it_stands() -> None:
+    settings = Settings(num_layers=2, rope={"max_distance": 1024, "0": {"window": 7}})
+    changed = {("rope", "max_distance"): 8, ("rope", "0", "window"): 9}
+    assert small_config(settings, 1, changed) == {
+        "num_layers": 2,
+        "rope": {"max_distance": 8, "0": {"window": 9}},
+    }
+
+
+def test_two_kinds_of_layers_are_both_kept() -> None:
+    settings = Settings(num_layers=4, layer_types=["full", "sliding", "sliding", "full"])
+    assert small_config(settings, 1, {}) == {"num_layers": 2, "layer_types": ["full", "sliding"]}
+
+
+def test_what_is_said_of_single_layers_is_numbered_anew() -> None:
+    settings = Settings(num_layers=4, per_layer_config={"2": {"heads": 3}, "3": {"heads": 3}})
+    assert small_config(settings, 1, {}) == {
+        "num_layers": 2,
+        "per_layer_config": {1: {"heads": 3}},
+    }
+
+
+def test_labels_that_are_numbers_are_no_thresholds() -> None:
+    assert thresholds({"labels": {0: 7}, "window": 5}) == [Threshold(("window",), 5)]
 
 
 def mixed_up(logits: torch.Tensor) -> torch.Tensor:
@@ -163,3 +201,22 @@ def test_no_twin_is_built_where_nothing_is_a_threshold(
     monkeypatch.setattr(probe, "small_model", lambda *args: built.append(args))
     unproven(transformers.LlamaConfig(**SHAPE))
     assert not built
+
+
+def test_a_twin_is_gone_before_the_next_garbage_collection(
+    unproven: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins: list[weakref.ref[Any]] = []
+
+    def noted(*args: Any) -> Any:
+        twin = small_model(*args)
+        twins.append(weakref.ref(twin))
+        return twin
+
+    monkeypatch.setattr(probe, "small_model", noted)
+    gc.disable()
+    try:
+        unproven(windowed())
+        assert [twin() for twin in twins] == [None]
+    finally:
+        gc.enable()

@@ -199,8 +199,7 @@ class Twins:
         """
         model, changed = self.model, {one.path: NEAR for one in near}
         twin = small_model(type(model), model.config, model.device, changed)
-        adapters = AdapterSet(twin)
-        runner = Runner(twin, adapters, RowPool(), layer_patterns(twin))
+        runner = Runner(twin, AdapterSet(twin), RowPool(), layer_patterns(twin))
         try:
             if reuse in (Reuse.SHARED, Reuse.PACKED):
                 _use_row_attention(twin)
@@ -223,8 +222,7 @@ class Twins:
         except Exception as error:
             return f"{type(error).__name__}: {error}"[:200]
         finally:
-            runner.close()
-            adapters.close()
+            runner.close()  # else a cycle would keep the twin's memory for a while
         return None
 
 
