@@ -35,9 +35,9 @@ from .families import small_family
 
 #: Whose state is kept in snapshots, or not at all.
 RECURRENT = (
-    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba",
-    "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid",
-    "qwen3_5", "qwen3_next", "recurrent_gemma", "rwkv",
+    "bailing_hybrid", "bamba", "deepseek_v4", "falcon_h1", "falcon_mamba", "granitemoehybrid",
+    "inkling_text", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2",
+    "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_next", "recurrent_gemma", "rwkv",
 )  # fmt: skip
 
 #: Whose state is kept in rows.
