@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from genlm.core import Adapter, Query, UnsupportedError
-from genlm.hf.adapters import AdapterSet
+from genlm.core.errors import InvalidAdapterError
 from genlm.hf.engine import HFEngine
 from tests.adapter_outcomes import reference_rows
 from tests.engines import add_lora, rows_of
@@ -110,13 +110,19 @@ def test_an_adapter_that_fails_while_it_is_loaded_leaves_nothing(
         names = {name for name, _ in engine.model.named_parameters()}
         return {name.replace(".base_layer", "") for name in names}
 
-    def fail(*_: Any) -> None:
-        raise RuntimeError("after its weights were loaded")
+    from peft import PeftModel
+
+    load = PeftModel.load_adapter
+
+    def load_a_part(*given: Any, **options: Any) -> Any:
+        result = load(*given, **options)
+        result.unexpected_keys.append("elsewhere")
+        return result
 
     before, failing = parameters(), Adapter("b", lora_folders["b"], 2)
     with monkeypatch.context() as patch:
-        patch.setattr(AdapterSet, "_scale", fail)
-        with pytest.raises(RuntimeError, match="after its weights"):
+        patch.setattr(PeftModel, "load_adapter", load_a_part)
+        with pytest.raises(InvalidAdapterError, match="has elsewhere, which this model"):
             add_lora(engine, failing)
     assert parameters() == before
     add_lora(engine, failing)

@@ -99,7 +99,6 @@ class AdapterSet:
                 self._delete(name)
             self._changed()
             raise
-        self._model.eval()
         self._changed()
         self._alone[adapter.version] = bool(folder.features.keys() & ALONE)
 
@@ -187,16 +186,10 @@ class AdapterSet:
             adapter_name=name,
             peft_config=lora_config(folder, self._parameters),
         )
-        copies = {each.replace(".weight", "") for each in folder.saved_copies}
-        ignored = [
-            key
-            for key in getattr(result, "unexpected_keys", ())
-            if not any(copy in key for copy in copies)
-        ]
-        if ignored:
+        if result.unexpected_keys:
             raise InvalidAdapterError(
-                f"LoRA adapter {folder.path} has {ignored[0]}, which this model has no place for; "
-                "give an adapter made for this model"
+                f"LoRA adapter {folder.path} has {result.unexpected_keys[0]}, which this model has "
+                "no place for; give an adapter made for this model"
             )
         self._scale(folder, name)
 
