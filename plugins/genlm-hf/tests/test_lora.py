@@ -102,6 +102,8 @@ def test_an_adapter_that_fails_while_it_is_loaded_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
     others: int,
 ) -> None:
+    from peft import PeftModel
+
     adapters = [Adapter("a", lora_folders["a"], 1)][:others]
     for adapter in adapters:
         add_lora(engine, adapter)
@@ -109,8 +111,6 @@ def test_an_adapter_that_fails_while_it_is_loaded_leaves_nothing(
     def parameters() -> set[str]:  # PEFT moves some, and leaves them there
         names = {name for name, _ in engine.model.named_parameters()}
         return {name.replace(".base_layer", "") for name in names}
-
-    from peft import PeftModel
 
     load = PeftModel.load_adapter
 
