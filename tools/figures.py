@@ -61,7 +61,7 @@ def steps(figures: Figures) -> str:
     rows = [
         [f"{n}, after {length} tokens"]
         + [
-            shown(figures.of(workload, f"extend after {length} tokens", n), "ms")
+            formatted(figures.of(workload, f"extend after {length} tokens", n), "ms")
             for workload in STEPS.values()
         ]
         for length in (20, 200)
@@ -78,7 +78,9 @@ def dtypes(figures: Figures) -> str:
             figures.of("dtype", f"a step, {dtype}", n) for dtype in ("float32", "bfloat16")
         )
         ratio = float32 / bfloat16 if float32 and bfloat16 else None
-        rows.append([str(n), shown(float32, "ms"), shown(bfloat16, "ms"), shown(ratio, "times")])
+        rows.append(
+            [str(n), formatted(float32, "ms"), formatted(bfloat16, "ms"), formatted(ratio, "times")]
+        )
     return table(["contexts in a step", "float32", "bfloat16", "bfloat16 is faster"], rows)
 
 
@@ -91,9 +93,9 @@ def compiled(figures: Figures) -> str:
     load = figures.of("dtype", f"the load, {name}", None)
     first = figures.of("dtype", f"the first step, {name}", n)
     head = ["contexts in a step", "float32", "compiled", "compiled is faster"]
-    cells = [str(n), shown(plain, "ms"), shown(step, "ms"), shown(ratio, "times")]
+    cells = [str(n), formatted(plain, "ms"), formatted(step, "ms"), formatted(ratio, "times")]
     head += ["the load, compiled", "the first step, compiled"]
-    return table(head, [[*cells, shown(load, "s"), shown(first, "s")]])
+    return table(head, [[*cells, formatted(load, "s"), formatted(first, "s")]])
 
 
 def islands(figures: Figures) -> str:
@@ -109,7 +111,7 @@ def islands(figures: Figures) -> str:
     return table(["islands", "8 particles each", "64 particles each"], rows)
 
 
-def shown(value: float | None, unit: str) -> str:
+def formatted(value: float | None, unit: str) -> str:
     """A figure as readers need it, with two digits or more."""
     if value is None:
         return "not measured"

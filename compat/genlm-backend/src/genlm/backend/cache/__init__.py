@@ -16,7 +16,7 @@ if _others:
         "the one that you want"
     )
 
-from genlm.backend._former import TokenTrie  # noqa: E402
+from genlm.backend._removed import TokenTrie  # noqa: E402
 from genlm.core.cache import OutputCache  # noqa: E402
 
 DynamicTokenTrie = TokenTrie

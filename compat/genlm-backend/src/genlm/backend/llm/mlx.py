@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from genlm.backend._former import ADAPTERS, former
+from genlm.backend._removed import ADAPTERS, removed_names
 from genlm.backend.llm._classes import backend_class, installed
 from genlm.core import AsyncLM as AsyncLM
 
@@ -13,4 +13,4 @@ else:
 
 HAS_MLX = installed("genlm.mlx") and installed("mlx_lm")
 
-__getattr__ = former(__name__, ADAPTERS)
+__getattr__ = removed_names(__name__, ADAPTERS)

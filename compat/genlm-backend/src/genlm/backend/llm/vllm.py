@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from genlm.backend._former import ADAPTERS, former
+from genlm.backend._removed import ADAPTERS, removed_names
 from genlm.backend.llm._classes import backend_class, installed
 from genlm.core import AsyncLM as AsyncLM
 
@@ -13,7 +13,7 @@ else:
 
 HAS_VLLM = installed("genlm.vllm") and installed("vllm")
 
-__getattr__ = former(
+__getattr__ = removed_names(
     __name__,
     {**ADAPTERS, "BackendScheduler": "live sessions are inside: AsyncVirtualLM.from_name(name)"},
 )

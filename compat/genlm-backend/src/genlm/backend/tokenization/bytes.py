@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from genlm.backend._former import ONE_DECODER, former
+from genlm.backend._removed import ONE_DECODER, removed_names
 from genlm.core import VocabularyError, decode_vocab
 
 ByteVocabError = ByteDecoderError = VocabularyError
@@ -36,4 +36,4 @@ def check_byte_decoder(tokenizer: Any, byte_decoder: Mapping[str, int]) -> None:
 
 
 GONE = ("get_byte_tokens_from_byte_decoder", "get_byte_tokens_from_sp")
-__getattr__ = former(__name__, dict.fromkeys(GONE, ONE_DECODER))
+__getattr__ = removed_names(__name__, dict.fromkeys(GONE, ONE_DECODER))

@@ -12,7 +12,7 @@ ADAPTERS = {"UNKNOWN_ADAPTER": "catch genlm.core.UnknownAdapterError"}
 ONE_DECODER = "decode_vocab(tokenizer) reads every kind of tokenizer, and checks what it reads"
 
 
-def former(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+def removed_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     """A module's ``__getattr__``: a name of 0.3 is answered with what replaces it."""
 
     def look_up(name: str) -> Any:
