@@ -72,11 +72,11 @@ def test_a_full_pool_refuses_what_does_not_fit_and_only_that(hooks, contexts, re
     refused, row = hooks.outcomes([Query(long), Query(short)])
     with pytest.raises(
         EngineError,
-        match=r"300 tokens, do not .* pool of 600 tokens, .* hold 400; call clear_kv_cache",
+        match=r"300 in all, do not .* pool of 600 tokens, .* hold 400; call clear_kv_cache",
     ):
         raise refused
     torch.testing.assert_close(row, reference([short])[0], atol=1e-4, rtol=0)
-    with pytest.raises(EngineError, match=r"300 tokens, do not"):
+    with pytest.raises(EngineError, match=r"300 in all, do not"):
         hooks.engine.genlm_cache_prefix(Query(long))
     assert hooks.engine.scheduler.locked_tokens == 400
     hooks.engine.genlm_clear_kv_cache()
