@@ -33,6 +33,11 @@ from benchmarks import workloads  # noqa: E402
 from tools import smollm2  # noqa: E402
 
 CORE = ROOT / "core"
+KIT = ROOT / "kit"
+CONFORMANCE = ROOT / "conformance"
+
+#: What every environment of this repository has, of its own distributions.
+BASE = ["--editable", "core", "--editable", "kit", "--editable", "conformance"]
 PLUGINS = {
     folder.parent.name.removeprefix("genlm-"): folder.parent
     for folder in ROOT.glob("plugins/*/pyproject.toml")
@@ -85,6 +90,7 @@ CLIENT_STEPS = [
     [
         "install",
         "--editable=core",
+        "--editable=kit",
         "--editable=plugins/genlm-hf",
         "--editable=compat/genlm-backend",
         *GROUPS["clients"],
@@ -96,6 +102,8 @@ CLIENT_STEPS = [
 #: All that is built, in the order of their names; the core first.
 DISTRIBUTIONS = [
     CORE,
+    KIT,
+    CONFORMANCE,
     *(PLUGINS[name] for name in sorted(PLUGINS)),
     *sorted(ROOT.glob("compat/*/")),
 ]
@@ -184,7 +192,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Strict types, by mypy, for everything but the tests. No engine is needed."""
     prepare(session)
-    session.install("--editable", "core[conformance]", *GROUPS["types"])
+    session.install(*BASE, *GROUPS["types"])
     sources = [str(folder / "src") for folder in DISTRIBUTIONS]
     session.env["MYPYPATH"] = os.pathsep.join(sources)
     session.run("mypy", *sources, "examples", "tools", *session.posargs)
@@ -197,7 +205,7 @@ def tests(session: nox.Session) -> None:
     There is one for each Python: nox -s tests-3.12; nox -s tests runs those that are found.
     """
     prepare(session)
-    session.install("--editable", with_extras(CORE), *GROUPS["test"])
+    session.install(*BASE, "--editable", with_extras(CORE), *GROUPS["test"])
     session.env["GENLM_TEST_MODEL"] = real_model(session)
     session.run("pytest", "tests", *session.posargs)
 
@@ -270,7 +278,7 @@ def minimums(session: nox.Session) -> None:
     prepare(session)
     session.install("torch")
     hf = PLUGINS["hf"]
-    folders = ("--editable", with_extras(CORE), "--editable", with_extras(hf))
+    folders = (*BASE, "--editable", with_extras(CORE), "--editable", with_extras(hf))
     session.install("--resolution", "lowest-direct", *folders)
     session.install(*GROUPS["test"])
     session.env["GENLM_TEST_MODEL"] = real_model(session)
@@ -347,6 +355,7 @@ def release_check(session: nox.Session) -> None:
         map(str, built.glob("*.whl")), key=lambda name: "genlm_core-" not in name
     )
     session.install(core)
+    session.run("genlm", "backends")  # the core alone
     # Without their engines: listing the backends must not need them.
     session.install("--no-deps", *others)
     session.run("genlm", "backends")
@@ -510,12 +519,12 @@ def environment_of(session: nox.Session, name: str, recipe: str = "environment.t
     run in the root of the repository.
     """
     folder, file = PLUGINS[name], PLUGINS[name] / recipe
-    steps = [["install", "--editable", "core[conformance]", "--editable", with_extras(folder)]]
+    steps = [["install", *BASE, "--editable", with_extras(folder)]]
     if file.exists():
         lines = [shlex.split(line, comments=True) for line in file.read_text().splitlines()]
         steps = [words for words in lines if words]
     label = f"env-{name}" + "-lowest" * (recipe == "environment-lowest.txt")
-    depends = (CORE / "pyproject.toml", folder / "pyproject.toml")
+    depends = tuple(place / "pyproject.toml" for place in (CORE, KIT, CONFORMANCE, folder))
     return Environment(session, label, steps, depends)
 
 

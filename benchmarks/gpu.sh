@@ -14,5 +14,5 @@ metadata=$(mktemp -d)
 trap 'rm -rf "$metadata"' EXIT
 
 "$python" tools/entry_points.py "$metadata"
-export PYTHONPATH="$PWD/core/src:$PWD/plugins/genlm-hf/src:$PWD:$metadata${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD/core/src:$PWD/kit/src:$PWD/conformance/src:$PWD/plugins/genlm-hf/src:$PWD:$metadata${PYTHONPATH:+:$PYTHONPATH}"
 exec "$python" -m tools.gpu "$@"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from genlm.core.conformance.compare import Violation, check
+from genlm.conformance.compare import Violation, check
 from genlm.core.errors import InvalidAdapterError
 from tests.adapter_kinds import KINDS, Kind, make_adapter
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from genlm.core import InvalidAdapterError
-from genlm.core.engines import adapter_files as files
-from genlm.core.engines.adapter_files import (
+from genlm.kit import adapter_files as files
+from genlm.kit.adapter_files import (
     AdapterFolder,
     Feature,
     module_shapes,

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from genlm.conformance.driver import started, submitted
 from genlm.core import QueriesResetError
-from genlm.core.conformance.driver import started, submitted
 
 from .conftest import busy, gathered
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from genlm.core.conformance.canaries import ESCAPE, TRAPS, canaries
+from genlm.conformance.canaries import ESCAPE, TRAPS, canaries
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import structlog
 
+from genlm.conformance import ConformanceSuite
 from genlm.core import MockAsyncLM
 from genlm.core.cli import main
 from genlm.core.cli.doctor import accelerators
 from genlm.core.cli.processor import dtypes_verdict, threads_verdict
-from genlm.core.conformance import ConformanceSuite
 from genlm.core.installation import pip_install
 
 from .conformance.installed import pretend_installed

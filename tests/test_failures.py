@@ -10,8 +10,8 @@ import threading
 import pytest
 import torch
 
+from genlm.conformance.driver import started, submitted
 from genlm.core import EngineDeadError, EngineError, ReentrancyError, hookimpl
-from genlm.core.conformance.driver import started, submitted
 from genlm.core.mock import MockEngine
 from genlm.core.runtime.delivery import results_of
 

@@ -29,7 +29,7 @@ def installed_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    for folder in ("core", "plugins/genlm-vllm"):
+    for folder in ("core", "conformance", "plugins/genlm-vllm"):
         (tmp_path / "a clone" / folder).mkdir(parents=True)
         (tmp_path / "a clone" / folder / "pyproject.toml").touch()
     return tmp_path / "a clone"
@@ -39,6 +39,7 @@ def test_from_a_clone_its_folders_are_installed(installed_from, clone: Path) -> 
     installed_from((clone / "core").as_uri())
     assert pip_install("genlm-vllm") == f"pip install '{clone / 'plugins' / 'genlm-vllm'}'"
     assert pip_install("genlm-core", "completion") == f"pip install '{clone / 'core'}[completion]'"
+    assert pip_install("genlm-conformance") == f"pip install '{clone / 'conformance'}'"
     assert pip_install("genlm-mlx") == "pip install genlm-mlx"  # this clone has none
 
 
@@ -46,7 +47,7 @@ def test_from_a_clone_its_folders_are_installed(installed_from, clone: Path) -> 
 def test_otherwise_they_come_from_pypi(installed_from, url: str | None) -> None:
     installed_from(url)
     assert pip_install("genlm-vllm") == "pip install genlm-vllm"
-    assert pip_install("genlm-core", "conformance") == "pip install 'genlm-core[conformance]'"
+    assert pip_install("genlm-core", "completion") == "pip install 'genlm-core[completion]'"
 
 
 def test_messages_say_so(
@@ -58,6 +59,6 @@ def test_messages_say_so(
         load_model_by_name("any", "vllm")
     assert main(["backends"]) == 0
     assert f"not installed: {pip_install('genlm-vllm')}" in capsys.readouterr().out
-    monkeypatch.setattr("genlm.core.cli.conformance.find_spec", lambda name: None)
+    monkeypatch.setattr("genlm.core.cli.entry_points", lambda group: [])
     assert main(["conformance", "mock", "--model", "mock"]) == 1
-    assert pip_install("genlm-core", "conformance") in capsys.readouterr().err
+    assert pip_install("genlm-conformance") in capsys.readouterr().err

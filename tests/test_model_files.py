@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from genlm.core import InvalidOptionError, ModelNotFoundError, load_model_by_name
-from genlm.core.engines.model_files import require_model
+from genlm.kit.model_files import require_model
 
 hub = pytest.importorskip("huggingface_hub")
 constants = pytest.importorskip("huggingface_hub.constants")

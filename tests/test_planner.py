@@ -26,12 +26,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from genlm.core.engines.kv.commands import Blank, Command, Copy, Fork, Join, NewTrunk, Resize, Shift
-from genlm.core.engines.kv.placement import Placement
-from genlm.core.engines.kv.planner import Planner
-from genlm.core.engines.kv.sharing import Worth
-from genlm.core.engines.prefixes import key_of, length_of
-from genlm.core.engines.segments import Row, Segment
+from genlm.kit.kv.commands import Blank, Command, Copy, Fork, Join, NewTrunk, Resize, Shift
+from genlm.kit.kv.placement import Placement
+from genlm.kit.kv.planner import Planner
+from genlm.kit.kv.sharing import Worth
+from genlm.kit.prefixes import key_of, length_of
+from genlm.kit.segments import Row, Segment
 
 #: The numbers of hf, of mlx, and some small ones, so that short contexts reach all of them.
 WORTHS = (

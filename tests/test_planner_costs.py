@@ -12,8 +12,8 @@ from functools import partial
 
 import pytest
 
-from genlm.core.engines.kv.commands import Blank, Command, Copy, Fork, Join, NewTrunk, Resize, Shift
-from genlm.core.engines.kv.planner import Planner
+from genlm.kit.kv.commands import Blank, Command, Copy, Fork, Join, NewTrunk, Resize, Shift
+from genlm.kit.kv.planner import Planner
 
 from .test_planner import Wanted
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlm.core.engines.prefixes import PrefixIndex, common_length
+from genlm.kit.prefixes import PrefixIndex, common_length
 
 TUPLES = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
 KEYS = st.one_of(st.just(tuple), st.just(bytes))

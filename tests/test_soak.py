@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from genlm.conformance import ConformanceSuite
 from genlm.core import hookimpl
-from genlm.core.conformance import ConformanceSuite
 from tools.soak import Soak, held
 
 #: A soak of an engine that does not return from its fifth call.

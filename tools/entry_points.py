@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def write(folder: Path) -> None:
     version = (ROOT / "VERSION").read_text().strip()
-    for file in [ROOT / "core" / "pyproject.toml", *ROOT.glob("plugins/*/pyproject.toml")]:
+    for file in [*ROOT.glob("*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")]:
         project = tomllib.loads(file.read_text())["project"]
         place = folder / f"{project['name'].replace('-', '_')}-{version}.dist-info"
         place.mkdir(parents=True, exist_ok=True)

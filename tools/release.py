@@ -24,7 +24,7 @@ def version() -> Version:
 
 def projects() -> dict[str, dict[str, Any]]:
     """The table ``project`` of every distribution, by its folder."""
-    files = [*ROOT.glob("core/pyproject.toml"), *ROOT.glob("*/*/pyproject.toml")]
+    files = [*ROOT.glob("*/pyproject.toml"), *ROOT.glob("*/*/pyproject.toml")]
     return {
         file.parent.relative_to(ROOT).as_posix(): tomllib.loads(file.read_text())
         for file in sorted(files)

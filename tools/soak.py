@@ -28,11 +28,11 @@ from pathlib import Path
 
 from attrs import define, field
 
+from genlm.conformance import ConformanceSuite
+from genlm.conformance.compare import ATOL
+from genlm.conformance.lifecycle import alive
 from genlm.core import QueriesResetError
 from genlm.core.cli.arguments import parsed
-from genlm.core.conformance import ConformanceSuite
-from genlm.core.conformance.compare import ATOL
-from genlm.core.conformance.lifecycle import alive
 from tools.tiny import write_adapter, write_model
 from tools.users import Live, User
 

@@ -12,13 +12,13 @@ from functools import partial
 import torch
 from attrs import define, field
 
+from genlm.conformance import ConformanceSuite
+from genlm.conformance.agreement import expect_greedy
+from genlm.conformance.cast import MOVING, Draw, Request, Row, Score
+from genlm.conformance.compare import check
+from genlm.conformance.driver import Outcome
+from genlm.conformance.subject import Subject
 from genlm.core import AsyncLM, ModelClosedError, QueriesResetError, UnknownAdapterError
-from genlm.core.conformance import ConformanceSuite
-from genlm.core.conformance.agreement import expect_greedy
-from genlm.core.conformance.cast import MOVING, Draw, Request, Row, Score
-from genlm.core.conformance.compare import check
-from genlm.core.conformance.driver import Outcome
-from genlm.core.conformance.subject import Subject
 from genlm.core.contract import ContractCheck
 
 #: What users do, and how often.

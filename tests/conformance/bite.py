@@ -28,9 +28,9 @@ from pathlib import Path
 
 from attrs import asdict, frozen
 
-from genlm.core.conformance import ConformanceSuite
-from genlm.core.conformance.report import Verdict, run
-from genlm.core.conformance.subject import SHRINKING
+from genlm.conformance import ConformanceSuite
+from genlm.conformance.report import Verdict, run
+from genlm.conformance.subject import SHRINKING
 from genlm.core.errors import EngineDeadError
 from genlm.core.mock import ContinuousMockEngine, MockEngine
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from genlm.conformance import ConformanceSuite
+from genlm.conformance.subject import Subject
 from genlm.core import AsyncLM
-from genlm.core.conformance import ConformanceSuite
-from genlm.core.conformance.subject import Subject
 from genlm.core.mock import ByteTokenizer, MockEngine, hashed_row
 from genlm.core.options import refuse_unknown
 from genlm.core.types import TokenIds

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from genlm.conformance import ConformanceSuite
+from genlm.conformance.command import suite_of
+from genlm.conformance.compare import ATOL
 from genlm.core.cli import main, parser
-from genlm.core.conformance import ConformanceSuite
-from genlm.core.conformance.command import suite_of
-from genlm.core.conformance.compare import ATOL
 
 from .installed import pretend_installed
 
@@ -189,7 +189,7 @@ def test_a_reference_shows_what_is_wrong_in_cold_rows_too(
     ("arguments", "message"),
     [
         ("--model mock --option colour=red", "has no option colour"),
-        ("--model ./any", "there is no folder"),
+        ("--model ./any", "takes the name 'mock'"),
     ],
 )
 def test_a_model_that_does_not_load_is_said_once_and_at_once(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from genlm.core.conformance import ConformanceSuite
+from genlm.conformance import ConformanceSuite
 
 from .kit import ROOT
 from .mutants import MUTANTS

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from genlm.conformance import ConformanceSuite
 from genlm.core import AsyncLM
-from genlm.core.conformance import ConformanceSuite
 
 from .mutants.registry import Trouble
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from genlm.core.conformance import ConformanceSuite
-from genlm.core.conformance.report import run
+from genlm.conformance import ConformanceSuite
+from genlm.conformance.report import run
 
 from .faulty import OfAMutant
 from .installed import pretend_installed
@@ -85,7 +85,7 @@ def test_import_of_an_engine_with_the_plugin(
 
 DEFECTIVE = """
 import pytest
-from genlm.core.conformance import ConformanceSuite
+from genlm.conformance import ConformanceSuite
 
 class Mine(ConformanceSuite):
     backend = model = "mock"

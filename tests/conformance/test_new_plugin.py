@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from genlm.conformance.scaffold import write_plugin
 from genlm.core import InvalidOptionError
 from genlm.core.cli import main
-from genlm.core.scaffold import write_plugin
 
 from .kit import ROOT, CleanEnvironment
 
@@ -17,7 +17,8 @@ from .kit import ROOT, CleanEnvironment
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> CleanEnvironment:
     environment = CleanEnvironment(tmp_path_factory.mktemp("clean"))
-    environment.install(ROOT / "core")
+    for distribution in ("core", "conformance"):
+        environment.install(ROOT / distribution)
     return environment
 
 
@@ -67,7 +68,7 @@ def test_a_name_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "installed already" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["core", "bytes", "backend", "control", "hf", "vllm"])
+@pytest.mark.parametrize("name", ["core", "kit", "bytes", "backend", "control", "hf", "vllm"])
 def test_a_name_whose_distribution_would_clash(name: str, tmp_path: Path) -> None:
     with pytest.raises(
         InvalidOptionError, match=f"the distribution genlm-{name} exists already; choose another"

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from genlm.conformance.report import Report, Verdict, run
 from genlm.core import AsyncLM
-from genlm.core.conformance.report import Report, Verdict, run
 from genlm.core.mock import ByteTokenizer
 
 from .blind.at_work import GeneratorsDoNotMoveUp

@@ -8,10 +8,10 @@ import threading
 import pytest
 from hypothesis import strategies as st
 
-from genlm.core.conformance import ConformanceSuite, Violation
-from genlm.core.conformance.driver import Driver
-from genlm.core.conformance.report import counterexample
-from genlm.core.conformance.subject import Subject
+from genlm.conformance import ConformanceSuite, Violation
+from genlm.conformance.driver import Driver
+from genlm.conformance.report import counterexample
+from genlm.conformance.subject import Subject
 
 
 def test_a_call_ends_quietly_after_its_waiter_gave_up() -> None:

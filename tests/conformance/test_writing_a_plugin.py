@@ -25,7 +25,8 @@ def test_a_snippet_is_the_plugins_own_code(snippet: str) -> None:
 
 def test_the_plugin_conforms_in_a_clean_environment(tmp_path: Path) -> None:
     environment = CleanEnvironment(tmp_path)
-    environment.install(ROOT / "core")
+    for distribution in ("core", "kit", "conformance"):
+        environment.install(ROOT / distribution)
     environment.install(PLUGIN)
     tested = environment.run(
         "python", "-m", "pytest", "-q", "--rootdir", ".", str(PLUGIN / "tests"), cwd=tmp_path

@@ -67,7 +67,11 @@ class Environment:
             "import genlm.backend.llm as llm; print('0.3.1' if hasattr(llm, 'former') else '0.4.0')"
         )
         # The core and hf, with what they need, are where the running Python has them.
-        sources = [ROOT / "core" / "src", ROOT / "plugins" / "genlm-hf" / "src"]
+        sources = [
+            ROOT / "core" / "src",
+            ROOT / "kit" / "src",
+            ROOT / "plugins" / "genlm-hf" / "src",
+        ]
         path = os.pathsep.join(map(str, [*sources, *filter(None, sys.path)]))
         done = subprocess.run(
             [self._python, "-c", program],

@@ -5,7 +5,7 @@ import pytest
 from genlm_numpy.lm import AsyncNumpyLM
 from genlm_numpy.network import Array, Network
 
-from genlm.core.conformance import ConformanceSuite
+from genlm.conformance import ConformanceSuite
 
 LAYERS, WIDTH, INNER, RANK = 2, 32, 64, 2
 

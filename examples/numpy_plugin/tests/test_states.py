@@ -9,7 +9,7 @@ from genlm_numpy.network import Array, Attend, Indices, Network
 from genlm_numpy.states import States
 
 from genlm.core import Adapter
-from genlm.core.engines.kv import TokenSequence, Worth
+from genlm.kit.kv import TokenSequence, Worth
 
 from .test_conformance import write_adapter, write_model
 

@@ -23,12 +23,12 @@ from attrs import define, field
 from transformers import CONFIG_MAPPING
 
 from genlm.core import Adapter, Query
-from genlm.core.engines.kv.sharing import Worth
 from genlm.core.errors import EngineError, InvalidAdapterError, UnsupportedError
 from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
 from genlm.hf.reuse import Reuse
 from genlm.hf.twin import TOKENS
+from genlm.kit.kv.sharing import Worth
 from tests.engines import add_lora, rows_of
 
 from .families import small_family

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from genlm.core.conformance import ConformanceSuite
+from genlm.conformance import ConformanceSuite
 
 
 class TestTiny(ConformanceSuite):

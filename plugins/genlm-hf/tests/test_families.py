@@ -12,9 +12,9 @@ from structlog.testing import capture_logs
 from transformers import PretrainedConfig
 
 from genlm.core import Query
-from genlm.core.engines.kv.sharing import Worth
 from genlm.hf import strategies
 from genlm.hf.reuse import Reuse
+from genlm.kit.kv.sharing import Worth
 
 from .shapes import LATENT, QWEN3_NEXT, SHAPE, TOKENS
 

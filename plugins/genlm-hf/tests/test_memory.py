@@ -13,13 +13,13 @@ import torch
 from structlog.testing import capture_logs
 
 from genlm.core import EngineError, Query
-from genlm.core.engines.kv.commands import Command, Join
-from genlm.core.engines.kv.sharing import Worth
 from genlm.hf import engine as engine_module
 from genlm.hf import strategies
 from genlm.hf.pool import PoolLayer, RowPool
 from genlm.hf.strategies import Computed
 from genlm.hf.table import PoolTable
+from genlm.kit.kv.commands import Command, Join
+from genlm.kit.kv.sharing import Worth
 
 Contexts = Callable[..., list[tuple[int, ...]]]
 Make = Callable[..., Any]

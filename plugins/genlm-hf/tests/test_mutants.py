@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from genlm.core.conformance.report import run
+from genlm.conformance.report import run
 from genlm.hf.engine import HFEngine
 from tests.conformance.blind.of_a_real_model import MUTANTS as BLIND
 from tests.conformance.faulty import OfARealModel

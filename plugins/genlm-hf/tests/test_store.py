@@ -15,15 +15,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from genlm.core import Adapter
-from genlm.core.engines.kv.placement import Placement
-from genlm.core.engines.kv.planner import Planner
-from genlm.core.engines.kv.sequence import TokenSequence
-from genlm.core.engines.kv.sharing import Worth
-from genlm.core.engines.segments import Row, Segment
 from genlm.hf.layout import Chunk, UniformLayout
 from genlm.hf.pool import RowPool
 from genlm.hf.table import PoolTable
 from genlm.hf.upload import Upload
+from genlm.kit.kv.placement import Placement
+from genlm.kit.kv.planner import Planner
+from genlm.kit.kv.sequence import TokenSequence
+from genlm.kit.kv.sharing import Worth
+from genlm.kit.segments import Row, Segment
 
 ADAPTERS = (None, Adapter("a", "folder", 1))
 WORTH = Worth()

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from genlm.conformance.canaries import Canary
+from genlm.conformance.trust import TrustSuite
 from genlm.core import load_model_by_name
-from genlm.core.conformance.canaries import Canary
-from genlm.core.conformance.trust import TrustSuite
 
 
 class TestTrust(TrustSuite):

@@ -15,7 +15,7 @@ from attrs import define, field
 from transformers import AutoModelForCausalLM
 
 from genlm.core import Adapter, Query
-from genlm.core.engines.kv.sharing import Worth
+from genlm.kit.kv.sharing import Worth
 from genlm.mlx import aside, layout, pool, runner, store
 from genlm.mlx.loading import load
 from genlm.mlx.store import Store

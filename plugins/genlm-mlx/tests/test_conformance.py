@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from genlm.core.conformance import ConformanceSuite
+from genlm.conformance import ConformanceSuite
 
 
 class TestLlama(ConformanceSuite):

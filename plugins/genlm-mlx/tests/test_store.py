@@ -12,7 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 from structlog.testing import capture_logs
 
-from genlm.core.engines.kv import Blank, Command, Worth
+from genlm.kit.kv import Blank, Command, Worth
 from genlm.mlx.loading import load
 from genlm.mlx.pool import Pool
 from genlm.mlx.store import Store

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from genlm.core.conformance.trust import TrustSuite
+from genlm.conformance.trust import TrustSuite
 
 
 class TestTrust(TrustSuite):

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import pytest
 
+from genlm.conformance import ConformanceSuite
 from genlm.core import AsyncLM, load_model_by_name
-from genlm.core.conformance import ConformanceSuite
 
 ADAPTERS = {"a": "first-adapter", "b": "second-adapter"}  # the mock takes any path
 

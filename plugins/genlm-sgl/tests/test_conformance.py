@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from sgl_torch_cpu import without_pinned_memory
 
-from genlm.core.conformance import ConformanceSuite
+from genlm.conformance import ConformanceSuite
 
 
 class TestSgl(ConformanceSuite):

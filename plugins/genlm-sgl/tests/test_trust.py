@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import pytest
 
+from genlm.conformance.canaries import TRAPS
+from genlm.conformance.trust import TrustSuite
 from genlm.core import InvalidOptionError, load_model_by_name
-from genlm.core.conformance.canaries import TRAPS
-from genlm.core.conformance.trust import TrustSuite
 
 SMALL = {"max_total_tokens": 1024}
 

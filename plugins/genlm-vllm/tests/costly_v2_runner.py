@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from genlm.core.conformance import ConformanceSuite
+from genlm.conformance import ConformanceSuite
 from genlm.core.types import Query
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from genlm.core.conformance import ConformanceSuite
+from genlm.conformance import ConformanceSuite
 from tools.tiny import write_adapter
 
 FLOAT32 = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 256 << 20}

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import pytest
 
+from genlm.conformance.trust import TrustSuite
 from genlm.core import InvalidOptionError
-from genlm.core.conformance.trust import TrustSuite
 
 SMALL = {"max_model_len": 64, "max_num_seqs": 4, "kv_cache_memory_bytes": 8 << 20}
 

@@ -14,11 +14,11 @@ import torch
 from attrs import evolve
 
 from genlm.core import Answer, Query, hookimpl
-from genlm.core.engines.kv.commands import Copy
-from genlm.core.engines.prefixes import key_of
-from genlm.core.engines.segments import Row, Trunk
 from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
+from genlm.kit.kv.commands import Copy
+from genlm.kit.prefixes import key_of
+from genlm.kit.segments import Row, Trunk
 from tests.engines import add_lora
 
 from .common import Forgetting, Keeping, Mutants

@@ -12,8 +12,8 @@ import torch
 from attrs import evolve
 
 from genlm.core import Query, hookimpl
-from genlm.core.engines.prefixes import key_of, shared_length
 from genlm.hf.engine import HFEngine
+from genlm.kit.prefixes import key_of, shared_length
 
 from .at_work_on_a_real_model import Steps
 from .common import Forgetting, Keeping, Mutants

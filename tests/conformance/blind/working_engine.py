@@ -16,10 +16,10 @@ import torch
 from attrs import define, evolve, fields
 
 from genlm.core import Adapter, Answer, Query, hookimpl
-from genlm.core.engines.prefixes import key_of, shared_length
 from genlm.core.mock import MockEngine
 from genlm.core.sampling import TokenDrawer
 from genlm.core.types import Request, SampleRequest, SamplingParams, ScoreRequest, query_of
+from genlm.kit.prefixes import key_of, shared_length
 
 BLOCK = 16
 

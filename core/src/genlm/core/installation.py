@@ -37,5 +37,8 @@ def _in_clone(name: str) -> Path | None:
     if url.scheme != "file":
         return None
     core = Path(url2pathname(url.path))
-    folder = core if name == CORE else core.parent / "plugins" / name
-    return folder if (folder / "pyproject.toml").is_file() else None
+    top = core.parent
+    folders = (
+        (core,) if name == CORE else (top / name.removeprefix("genlm-"), top / "plugins" / name)
+    )
+    return next((folder for folder in folders if (folder / "pyproject.toml").is_file()), None)

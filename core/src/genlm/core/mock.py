@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from genlm.core.engines.mailbox import Mailbox
-from genlm.core.engines.model_files import require_model
+from genlm.core.checks import describe_error, safe_repr
 from genlm.core.errors import EngineDeadError, ModelNotFoundError
 from genlm.core.hookspecs import hookimpl
 from genlm.core.lm import AsyncLM
+from genlm.core.mailbox import Mailbox
 from genlm.core.options import CoreOptions, refuse_unknown
 from genlm.core.sampling import TokenDrawer
 from genlm.core.types import (
@@ -354,11 +354,11 @@ def _tokenizer(model: str) -> Any:
     if model == BUILT_IN:
         return ByteTokenizer()
     try:
-        require_model(model, ("tokenizer*", "vocab*", "*.model", "config.json"))
-    except ModelNotFoundError as error:
-        raise ModelNotFoundError(
-            f"backend 'mock' takes the name 'mock', or the folder of a tokenizer: {error}"
-        ) from None
-    from transformers import AutoTokenizer
+        from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model)
+        return AutoTokenizer.from_pretrained(model)
+    except (ImportError, OSError, ValueError) as error:
+        raise ModelNotFoundError(
+            f"backend 'mock' takes the name 'mock', or the folder of a tokenizer that transformers "
+            f"can load; got {safe_repr(model)} ({describe_error(error):.300})"
+        ) from error

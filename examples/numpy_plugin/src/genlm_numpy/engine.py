@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from genlm.core import Adapter, Query, hookimpl
-from genlm.core.engines.kv import TokenSequence, Worth
 from genlm.core.mock import ByteTokenizer
+from genlm.kit.kv import TokenSequence, Worth
 from genlm_numpy.network import Network
 from genlm_numpy.states import States
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from genlm.core.engines import kv
-from genlm.core.engines.segments import Row, Segment, Trunk
+from genlm.kit import kv
+from genlm.kit.segments import Row, Segment, Trunk
 from genlm_numpy.network import Array, Network, attention
 
 Placement = kv.Placement[kv.TokenSequence]

@@ -1,4 +1,8 @@
-"""The command ``genlm``. One module for each subcommand; engines are imported when one runs."""
+"""The command ``genlm``. One module for each subcommand; engines are imported when one runs.
+
+A distribution adds subcommands by entry points of group ``genlm.commands``. Each names a module
+with a function ``add_to(commands)``, which adds its parser.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,20 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
 
 from genlm.core.checks import describe_error
-from genlm.core.cli import backends, bench, completion, conformance, doctor, new_plugin, sample, top
+from genlm.core.cli import backends, bench, completion, doctor, sample, top
+from genlm.core.cli.arguments import Commands
 from genlm.core.cli.version import PrintVersions
 from genlm.core.errors import GenlmError
+from genlm.core.installation import pip_install
 
 #: In the order of ``genlm --help``.
-COMMANDS = (sample, top, bench, doctor, backends, conformance, new_plugin, completion)
+COMMANDS = (sample, top, bench, doctor, backends, completion)
+
+#: Subcommands of other distributions, which may not be installed.
+ELSEWHERE = {"conformance": "genlm-conformance", "new-plugin": "genlm-conformance"}
 
 #: What a shell reports of a program that was interrupted.
 INTERRUPTED = 130
@@ -60,5 +70,35 @@ def parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for command in COMMANDS:
         command.add_to(commands)
+    for entry in entry_points(group="genlm.commands"):
+        _add_installed(entry, commands)
+    for name, distribution in ELSEWHERE.items():
+        if name not in commands.choices:
+            _add_missing(name, distribution, commands)
     parser.set_defaults(parser=parser)  # for what is made from it
     return parser
+
+
+def _add_installed(entry: EntryPoint, commands: Commands) -> None:
+    """Add the subcommand of another distribution; one that cannot be imported harms no other."""
+    try:
+        entry.load().add_to(commands)
+    except Exception as error:
+        print(
+            f"genlm: the subcommand {entry.name} is left out: {describe_error(error)}",
+            file=sys.stderr,
+        )
+
+
+def _add_missing(name: str, distribution: str, commands: Commands) -> None:
+    """Add a subcommand that only says how to install it, whatever follows it."""
+
+    def run(options: argparse.Namespace) -> int:
+        print(
+            f"genlm: {name} comes with {distribution}; {pip_install(distribution)}", file=sys.stderr
+        )
+        return 1
+
+    missing = commands.add_parser(name, add_help=False, prefix_chars="\0")
+    missing.add_argument("ignored", nargs="*")
+    missing.set_defaults(run=run)

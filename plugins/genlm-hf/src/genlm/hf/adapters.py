@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from genlm.core.engines.adapter_files import AdapterFolder, Feature, module_shapes, read_adapter
 from genlm.core.errors import InvalidAdapterError, UnsupportedError
 from genlm.core.types import Adapter
 from genlm.hf.base_weights import (
@@ -15,6 +14,7 @@ from genlm.hf.base_weights import (
     require_same_embeddings,
 )
 from genlm.hf.lora_config import lora_config
+from genlm.kit.adapter_files import AdapterFolder, Feature, module_shapes, read_adapter
 
 #: What PEFT calls the base model in a list of adapter names.
 BASE = "__base__"

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from genlm.core.engines.adapter_files import WEIGHTS, AdapterFolder, Feature, read_tensor
 from genlm.core.errors import InvalidAdapterError, UnsupportedError
+from genlm.kit.adapter_files import WEIGHTS, AdapterFolder, Feature, read_tensor
 
 
 def require_same_embeddings(

@@ -11,8 +11,6 @@ import torch
 from attrs import evolve
 
 from genlm.core import hookimpl
-from genlm.core.engines.adapter_files import AdapterFolder
-from genlm.core.engines.kv.sequence import TokenSequence
 from genlm.core.errors import EngineError
 from genlm.core.types import Adapter, Answer, Query
 from genlm.hf.adapters import AdapterSet
@@ -30,6 +28,8 @@ from genlm.hf.runner import Runner
 from genlm.hf.schedule import Schedule
 from genlm.hf.scores import Scores, logprobs
 from genlm.hf.strategies import strategy_for
+from genlm.kit.adapter_files import AdapterFolder
+from genlm.kit.kv.sequence import TokenSequence
 
 #: Rows of long contexts may be off by this many times what the probe of short ones allows.
 PROOF_MARGIN = 4.0

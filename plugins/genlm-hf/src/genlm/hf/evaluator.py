@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from genlm.core.engines.kv.sequence import TokenSequence
-from genlm.core.engines.kv.sharing import Together
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
 from genlm.hf.adapters import AdapterSet
 from genlm.hf.strategies import Result, Strategy
+from genlm.kit.kv.sequence import TokenSequence
+from genlm.kit.kv.sharing import Together
 
 logger = get_logger()
 

@@ -8,9 +8,9 @@ from functools import cached_property
 import torch
 from attrs import define, field, frozen
 
-from genlm.core.engines.segments import Row, Segment, Trunk
 from genlm.hf.patterns import Pattern
 from genlm.hf.upload import Indices, Places, Upload
+from genlm.kit.segments import Row, Segment, Trunk
 
 #: A group may compute attention for this many padding tokens, and half of its tokens more.
 SPARE_TOKENS = 32

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from genlm.core.engines.adapter_files import AdapterFolder, LoraModule, ends
 from genlm.core.errors import InvalidAdapterError
+from genlm.kit.adapter_files import AdapterFolder, LoraModule, ends
 
 
 def lora_config(folder: AdapterFolder, parameters: Mapping[str, tuple[int, ...]]) -> Any:

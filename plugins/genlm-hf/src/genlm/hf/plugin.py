@@ -6,8 +6,8 @@ import importlib.util
 from collections.abc import Mapping
 
 from genlm.core import BackendInfo, hookimpl
-from genlm.core.engines.model_files import require_model
 from genlm.core.types import Engine
+from genlm.kit.model_files import require_model
 
 
 @hookimpl

@@ -8,9 +8,9 @@ from typing import Generic, TypeVar
 
 from attrs import frozen
 
-from genlm.core.engines.kv.sequence import TokenSequence
-from genlm.core.engines.kv.sharing import Together
 from genlm.hf.evaluator import Evaluator
+from genlm.kit.kv.sequence import TokenSequence
+from genlm.kit.kv.sharing import Together
 
 R = TypeVar("R")
 

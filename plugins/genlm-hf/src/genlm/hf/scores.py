@@ -7,10 +7,10 @@ from itertools import groupby
 
 import torch
 
-from genlm.core.engines.kv.sequence import TokenSequence
 from genlm.hf.evaluator import Evaluator
 from genlm.hf.strategies import Result
 from genlm.hf.upload import Upload
+from genlm.kit.kv.sequence import TokenSequence
 
 
 @torch.no_grad()

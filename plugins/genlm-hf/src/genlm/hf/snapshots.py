@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from genlm.core.engines.kv.sequence import TokenSequence
-from genlm.core.engines.prefixes import key_of, prefix_of
 from genlm.core.types import Adapter
 from genlm.hf.runner import Runner
 from genlm.hf.upload import Places, Upload
+from genlm.kit.kv.sequence import TokenSequence
+from genlm.kit.prefixes import key_of, prefix_of
 
 #: Tokens after a snapshot are run one at a time; each such step counts as much as this many tokens
 #: of a whole forward.
@@ -29,7 +29,7 @@ class Snapshot:
     Attributes:
         cache: transformers' cache object; never written to, since it is copied before use.
         keys: For each row of the cache the context, see
-            :class:`~genlm.core.engines.kv.sequence.TokenSequence`.
+            :class:`~genlm.kit.kv.sequence.TokenSequence`.
         pinned: Whether it stays until the state is cleared.
         size: Bytes of memory that its tensors hold.
     """

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 
-from genlm.core.engines.kv.placement import Placement
-from genlm.core.engines.kv.planner import Planner
-from genlm.core.engines.kv.sequence import TokenSequence
-from genlm.core.engines.kv.sharing import Together, Worth
-from genlm.core.engines.segments import Row
 from genlm.core.types import Adapter
 from genlm.hf.layout import Chunk
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from genlm.hf.snapshots import Snapshots, steps
 from genlm.hf.table import PoolTable
+from genlm.kit.kv.placement import Placement
+from genlm.kit.kv.planner import Planner
+from genlm.kit.kv.sequence import TokenSequence
+from genlm.kit.kv.sharing import Together, Worth
+from genlm.kit.segments import Row
 
 #: What sharing is weighed with.
 WORTH = Worth()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from genlm.core.engines.kv.commands import (
+from genlm.hf.pool import LayerStates, RowPool, copy_front
+from genlm.kit.kv.commands import (
     Blank,
     Command,
     Copy,
@@ -14,12 +15,11 @@ from genlm.core.engines.kv.commands import (
     Resize,
     Shift,
 )
-from genlm.core.engines.segments import Row, Segment, Trunk
-from genlm.hf.pool import LayerStates, RowPool, copy_front
+from genlm.kit.segments import Row, Segment, Trunk
 
 
 class PoolTable:
-    """A pool of rows and the trunks beside it, as :class:`~genlm.core.engines.kv.commands.Table`.
+    """A pool of rows and the trunks beside it, as :class:`~genlm.kit.kv.commands.Table`.
 
     Args:
         pool: The tensors.

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import torch
 
-from genlm.core.engines.kv.sequence import TokenSequence
-from genlm.core.engines.segments import Row, Trunk
 from genlm.core.types import Adapter
 from genlm.hf.layout import Chunk
 from genlm.hf.pool import copy_front
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from genlm.hf.snapshots import Snapshot, joined
+from genlm.kit.kv.sequence import TokenSequence
+from genlm.kit.segments import Row, Trunk
 
 
 def _row(slot: int, parent: Trunk | None = None, start: int = 0) -> Row:

@@ -10,7 +10,9 @@ from attrs import define
 
 import mlx.core as mx
 import mlx.nn as nn
-from genlm.core.engines.adapter_files import (
+from genlm.core.errors import InvalidAdapterError
+from genlm.core.types import Adapter
+from genlm.kit.adapter_files import (
     WEIGHTS,
     AdapterFolder,
     Feature,
@@ -18,8 +20,6 @@ from genlm.core.engines.adapter_files import (
     read_adapter,
     read_config,
 )
-from genlm.core.errors import InvalidAdapterError
-from genlm.core.types import Adapter
 from genlm.mlx.folders import MlxFolder, Weights
 from genlm.mlx.repairs import folded
 from mlx.utils import tree_unflatten

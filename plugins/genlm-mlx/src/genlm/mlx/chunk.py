@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from attrs import frozen
 
 import mlx.core as mx
-from genlm.core.engines.segments import Row, Segment
+from genlm.kit.segments import Row, Segment
 
 #: Keys and values of one layer, ``[1, heads, positions, head_dim]`` each.
 LayerState = tuple[mx.array, mx.array]

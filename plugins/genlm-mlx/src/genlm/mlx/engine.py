@@ -10,7 +10,7 @@ import torch
 
 import mlx.core as mx
 from genlm.core import Adapter, Answer, Query, hookimpl
-from genlm.core.engines.adapter_files import AdapterFolder
+from genlm.kit.adapter_files import AdapterFolder
 from genlm.mlx.adapters import Adapters, read_folder
 from genlm.mlx.folders import MlxFolder
 from genlm.mlx.pool import Pool

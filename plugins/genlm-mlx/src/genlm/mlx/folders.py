@@ -9,8 +9,8 @@ from typing import Any
 from attrs import frozen
 
 import mlx.core as mx
-from genlm.core.engines.adapter_files import SCALE, Tensor, is_scale, read_header
 from genlm.core.errors import InvalidAdapterError
+from genlm.kit.adapter_files import SCALE, Tensor, is_scale, read_header
 
 #: Where mlx-lm saves weights, and how the names of a layer's two matrices end.
 WEIGHTS = "adapters.safetensors"

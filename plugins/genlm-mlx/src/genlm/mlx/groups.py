@@ -10,7 +10,7 @@ import numpy as np
 from attrs import define, field, frozen
 
 import mlx.core as mx
-from genlm.core.engines.segments import Trunk
+from genlm.kit.segments import Trunk
 from genlm.mlx.attention import Partial
 from genlm.mlx.chunk import Chunk, LayerState
 

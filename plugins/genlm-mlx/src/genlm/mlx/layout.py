@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import mlx.core as mx
-from genlm.core.engines.segments import Trunk
+from genlm.kit.segments import Trunk
 from genlm.mlx.chunk import Chunk, LayerState
 from genlm.mlx.groups import Group, TrunkGroup, below_of, row_group
 

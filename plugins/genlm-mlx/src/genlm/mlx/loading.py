@@ -10,8 +10,8 @@ from typing import Any
 from mlx_lm.utils import load_model, snapshot_download
 from transformers import AutoTokenizer
 
-from genlm.core.engines.model_files import require_model
 from genlm.core.logs import get_logger
+from genlm.kit.model_files import require_model
 from genlm.mlx import rotary, windows
 from genlm.mlx.adapters import Adapters
 from genlm.mlx.engine import MlxEngine

@@ -11,7 +11,7 @@ from operator import attrgetter, itemgetter
 from attrs import frozen
 
 import mlx.core as mx
-from genlm.core.engines.prefixes import PrefixIndex, common_length
+from genlm.kit.prefixes import PrefixIndex, common_length
 from genlm.mlx.aside import Aside
 from genlm.mlx.block import RowBlock
 from genlm.mlx.runner import Key, Runner

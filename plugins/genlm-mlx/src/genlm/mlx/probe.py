@@ -10,7 +10,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 import mlx.core as mx
-from genlm.core.engines.kv.sharing import Worth
+from genlm.kit.kv.sharing import Worth
 from genlm.mlx.attention import hook
 from genlm.mlx.pool import Pool
 from genlm.mlx.runner import Key, Runner

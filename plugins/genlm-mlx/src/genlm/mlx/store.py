@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from attrs import field, frozen
 
 import mlx.core as mx
-from genlm.core.engines.kv import Placement, Planner, Worth
-from genlm.core.engines.prefixes import key_of
-from genlm.core.engines.segments import Row, Segment, Trunk
+from genlm.kit.kv import Placement, Planner, Worth
+from genlm.kit.prefixes import key_of
+from genlm.kit.segments import Row, Segment, Trunk
 from genlm.mlx.block import RowBlock
 from genlm.mlx.chunk import Chunk
 from genlm.mlx.layout import Layout
@@ -34,7 +34,7 @@ class VersionedSequence:
 
     Attributes:
         name: The version of its adapter, then its tokens.
-        key: The same, see :func:`~genlm.core.engines.prefixes.key_of`.
+        key: The same, see :func:`~genlm.kit.prefixes.key_of`.
     """
 
     name: Key
@@ -61,7 +61,7 @@ class VersionedSequence:
 
 class Store:
     """Evaluates contexts, each starting from the longest part of it that is known: a
-    :class:`~genlm.core.engines.kv.planner.Planner` says where, and the table moves the state.
+    :class:`~genlm.kit.kv.planner.Planner` says where, and the table moves the state.
 
     Args:
         runner: The model.

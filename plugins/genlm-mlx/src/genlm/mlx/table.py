@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from genlm.core.engines.kv import commands
-from genlm.core.engines.segments import Row, Segment, Trunk
+from genlm.kit.kv import commands
+from genlm.kit.segments import Row, Segment, Trunk
 from genlm.mlx.aside import Aside
 from genlm.mlx.chunk import LayerState
 from genlm.mlx.layout import Layout
@@ -64,7 +64,7 @@ class TableLayer:
 
 
 class Table:
-    """Rows of all layers, and trunks, as a :class:`~genlm.core.engines.kv.commands.Table`: it moves
+    """Rows of all layers, and trunks, as a :class:`~genlm.kit.kv.commands.Table`: it moves
     what the planner wants moved.
 
     Args:

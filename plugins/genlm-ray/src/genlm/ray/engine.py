@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from genlm.core import Adapter, Answer, Query, hookimpl
-from genlm.core.engines.mailbox import Mailbox
 from genlm.core.errors import BackendUnavailableError
+from genlm.core.mailbox import Mailbox
 from genlm.core.types import Request, SampleRequest, ScoreRequest
 from genlm.ray import watch
 from genlm.ray.cluster import Cluster

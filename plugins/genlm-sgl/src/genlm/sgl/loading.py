@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from genlm.core.engines.model_files import require_model
 from genlm.core.errors import BackendUnavailableError
 from genlm.core.options import refuse_unknown
+from genlm.kit.model_files import require_model
 from genlm.sgl.engine import SglEngine
 from genlm.sgl.internals import Scheduler
 from genlm.sgl.options import OPTIONS, gpu_index, server_options

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from genlm.core import Adapter, Query, hookimpl
-from genlm.core.engines.adapter_files import (
+from genlm.kit.adapter_files import (
     AdapterFolder,
     Feature,
     read_adapter,

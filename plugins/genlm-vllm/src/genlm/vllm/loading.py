@@ -6,9 +6,9 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from genlm.core.engines.model_files import require_model
 from genlm.core.errors import InvalidOptionError
 from genlm.core.logs import get_logger
+from genlm.kit.model_files import require_model
 from genlm.vllm.capture import RowStore, capture_into
 from genlm.vllm.engine import VllmEngine
 from genlm.vllm.internals import EngineCore, check_version, engine_core_here

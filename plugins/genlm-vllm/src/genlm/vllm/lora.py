@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from genlm.core.engines.adapter_files import (
+from genlm.core.errors import InvalidAdapterError, InvalidOptionError
+from genlm.core.hookspecs import hookimpl
+from genlm.core.types import Adapter, Request, ScoreRequest
+from genlm.kit.adapter_files import (
     WEIGHTS,
     AdapterFolder,
     Feature,
@@ -20,9 +23,6 @@ from genlm.core.engines.adapter_files import (
     shapes_in_transformers,
     write_plain,
 )
-from genlm.core.errors import InvalidAdapterError, InvalidOptionError
-from genlm.core.hookspecs import hookimpl
-from genlm.core.types import Adapter, Request, ScoreRequest
 from genlm.vllm.engine import VllmEngine
 from genlm.vllm.in_flight import InFlightRequest
 

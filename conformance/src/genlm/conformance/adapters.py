@@ -1,0 +1,313 @@
+"""Clauses on LoRA adapters: they never mix, and are what their folders hold."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import strategies as st
+
+from genlm.conformance.agreement import expect_score
+from genlm.conformance.compare import Violation, answered, brief, check, difference
+from genlm.conformance.driver import Outcome, started, submitted
+from genlm.conformance.subject import Subject
+from genlm.core.errors import UnknownAdapterError, UnsupportedError
+from genlm.core.types import TokenIds
+
+if TYPE_CHECKING:
+    import torch
+
+#: Tokens of a draw that is under way while adapters change.
+DRAWN = 8
+
+
+class AdapterClauses:
+    """Each request is answered with its adapter and no other."""
+
+    def test_adapter_changes_the_rows(self, live: Subject) -> None:
+        """Each adapter has rows of its own: else the clauses on adapters would hold of an engine
+        that ignores them."""
+        names = [None, *live.needs_adapters()]
+        context = live.contexts.stem[:8]
+        for i, name in enumerate(names):
+            for other in names[:i]:
+                rows = live.cold(context, name), live.cold(context, other)
+                check(
+                    difference(*rows, 5 * live.atol) is not None,
+                    f"{_named(name)} and {_named(other)} give the same row of {list(context)}",
+                )
+
+    def test_adapters_in_one_batch(self, live: Subject) -> None:
+        """Requests with different adapters and none, asked together, each get the row of
+        theirs."""
+        names = [None, *live.needs_adapters()]
+
+        queries = st.tuples(live.contexts.any(), st.sampled_from(names))
+
+        @live.for_all(least=6, asked=st.lists(queries, min_size=2, max_size=5))
+        def adapters_in_one_batch(asked: list[tuple[TokenIds, str | None]]) -> None:
+            how = f"in a batch with {', '.join(_named(name) for _, name in asked)}"
+            live.check_rows(*zip(*asked, strict=True), how=how)
+
+    def test_adapters_in_turn(self, live: Subject) -> None:
+        """The same contexts with one adapter after the other: nothing kept under one serves
+        another."""
+        names = [None, *live.needs_adapters()]
+
+        @live.for_all(
+            examples=14,
+            context=live.contexts.any(),
+            tail=live.contexts.tails(),
+            turns=st.permutations(names),
+            pinned=st.booleans(),
+        )
+        def adapters_in_turn(
+            context: TokenIds, tail: TokenIds, turns: list[str | None], pinned: bool
+        ) -> None:
+            for i, name in enumerate(turns):
+                before = f"after {', '.join(map(_named, turns[:i])) or 'nothing'}"
+                if pinned:
+                    live.lm.cache_kv(context, lora_name=name)
+                for end in range(len(tail) + 1):
+                    live.check_row(context + tail[:end], name, how=before)
+
+    def test_default_adapter(self, live: Subject) -> None:
+        """``set_lora`` is for the calls that give no ``lora_name``; an explicit ``None`` is the
+        base model."""
+        name, *_ = live.needs_adapters()
+
+        @live.for_all(examples=5, context=live.contexts.any())
+        def default_adapter(context: TokenIds) -> None:
+            def check_default(name: str | None, how: str) -> None:
+                row = live.run(live.lm.next_token_logprobs(context))
+                live.expect(row, context, name, how)
+
+            live.lm.set_lora(name)
+            check_default(name, "as the default")
+            live.check_row(context, None, how="by an explicit None")
+            live.lm.clear_lora()
+            check_default(None, "after clear_lora")
+
+    def test_rebound_adapter(self, live: Subject) -> None:
+        """A name that is bound to another adapter gives that one's rows from then on, whatever was
+        cached under it."""
+        first, second, *_ = live.needs_adapters(2)
+
+        @live.for_all(
+            examples=10, context=live.contexts.any(), pinned=st.booleans(), removed=st.booleans()
+        )
+        def rebound_adapter(context: TokenIds, pinned: bool, removed: bool) -> None:
+            old, new = live.cold(context, first), live.cold(context, second)
+
+            def expect(row: torch.Tensor, how: str) -> None:
+                asked = live.ask(context, first)
+                live.expect_row(asked, row, f"{list(context)} with {first!r}{how}")
+
+            if pinned:
+                live.lm.cache_kv(context[:-1] or context, lora_name=first)
+            expect(old, "")
+            if removed:
+                live.remove(first)
+            live.bind(first, live.adapters[second])
+            expect(new, f" bound to {second!r} anew")
+            live.lm.clear_cache()
+            expect(new, f" bound to {second!r}, asked again")
+            live.bind(first, live.adapters[first])
+            expect(old, " bound back")
+
+    def test_removed_adapter(self, live: Subject) -> None:
+        """A removed adapter is unknown, the base model and the other adapters are as before, and it
+        can come back."""
+        name, *_ = live.needs_adapters()
+
+        def removed_adapter(context: TokenIds) -> None:
+            expected = live.cold(context, name)
+            live.ask(context, name)
+            live.remove(name)
+            (outcome,) = live.gather([context], [name])
+            check(
+                isinstance(outcome, UnknownAdapterError),
+                f"asked with the removed adapter {name!r}: {outcome!r:.200}",
+            )
+            for other in [None, *(other for other in live.adapters if other != name)]:
+                live.check_row(context, other, how=f"after {name!r} was removed")
+            live.bind(name, live.adapters[name])
+            what = f"{list(context)} with {name!r} added again"
+            live.expect_row(live.ask(context, name), expected, what)
+
+        live.reset()
+        # Of several blocks, also where Hypothesis chooses a short one.
+        removed_adapter(live.contexts.long(min(40, live.contexts.limit - 1), 1))
+        live.for_all(examples=4, context=live.contexts.any())(removed_adapter)
+
+    def test_adapters_changed_in_flight(self, live: Subject) -> None:
+        """Adapters are bound anew, removed and added while rows, a score and a cancelled draw with
+        them are in flight: each request has the adapter that its name stood for when it was
+        asked."""
+        first, second, *_ = live.needs_adapters(2)
+        changes: dict[str, Callable[[], None]] = {
+            f"{first!r} is bound anew": lambda: live.bind(first, live.adapters[second]),
+            f"{first!r} is removed": lambda: live.remove(first),
+            "another is added": lambda: live.bind("another", live.adapters[first]),
+        }
+        context, tail = live.contexts.stem[:4], live.contexts.tokens[:2]
+        names = [None, first, second]
+
+        async def changed_in_flight(change: Callable[[], None]) -> list[Outcome]:
+            with live.gate.held():
+                *asked, draw = await started(
+                    *(live.lm.next_token_logprobs(context, lora_name=name) for name in names),
+                    live.lm.sequence_logprobs(context, tail, first),
+                    live.lm.sample(context, DRAWN, [], lora_name=first),
+                )
+                await live.engine_held()
+                draw.cancel()
+                await submitted()
+                changed = live.thread(change)
+            outcomes = await live.soon(asyncio.gather(*asked, return_exceptions=True))
+            await live.soon(asyncio.wrap_future(changed))
+            return outcomes
+
+        for what, change in changes.items():
+            live.reset()
+            rows = [live.cold(context, name) for name in names]
+            expected = float(live.cold((*context, tail[0]), first)[tail[1]])
+            *answers, score = live.run(changed_in_flight(change))
+            for name, answer, row in zip(names, answers, rows, strict=True):
+                live.expect_row(answer, row, f"{brief(context)} with {name!r}, while {what}")
+            # Where the core makes a score of several rows, it is refused if its adapter goes.
+            if not isinstance(score, UnknownAdapterError):
+                asked = f"{brief(tail)} after {brief(context)} with {first!r}, while {what}"
+                expect_score(live, float(answered(score, asked)[1]), expected, f"{asked}: token 1")
+            for name in [None, *live.bound]:
+                live.check_row(context, name, how=f"after {what}")
+
+    def test_adapter_that_fails_to_load(self, live: Subject) -> None:
+        """If loading an adapter fails, the name keeps its old binding and every row is as
+        before."""
+        name, *_ = live.needs_adapters()
+        context = live.contexts.stem[:4]
+        live.cold(context, name), live.cold(context)
+        try:
+            live.lm.add_new_lora("there-is-no-such-adapter", name)
+        except Exception as error:
+            check(bool(str(error)), f"{type(error).__name__} without a message")
+        else:
+            # An engine that takes any path, such as the mock: nothing failed.
+            live.bind(name, live.adapters[name])
+        for chosen in (None, name):
+            live.check_row(context, chosen, how=f"after loading {name!r} from nowhere")
+
+    def test_many_adapters(self, live: Subject) -> None:
+        """More adapters than an engine may have places for: each keeps its rows, in one batch and
+        in turn."""
+        first, second, *_ = live.needs_adapters(2)
+        paths = [live.adapters[first], live.adapters[second]]
+        context = live.contexts.stem[:4]
+        rows = [live.cold(context, first), live.cold(context, second)]
+        names = []
+        for i in range(4):
+            try:
+                live.bind(f"further-{i}", paths[i % 2])
+            except Exception:  # an engine may have a limit, and say so
+                break
+            names.append(f"further-{i}")
+        asked = [first, second, *names, None]
+        expected = [*rows, *(rows[i % 2] for i in range(len(names))), live.cold(context)]
+        for together in (True, False, True):
+            outcomes = (
+                live.gather([context] * len(asked), asked)
+                if together
+                else [live.ask(context, name) for name in asked]
+            )
+            for name, outcome, row in zip(asked, outcomes, expected, strict=True):
+                live.expect_row(outcome, row, f"{brief(context)} with {name!r} of {len(asked)}")
+            live.lm.clear_cache()
+
+    def test_lora_without_support(self, live: Subject) -> None:
+        """Where the engine has no LoRA, adding an adapter says so, and the model goes on."""
+        if live.lm.supports("genlm_add_lora"):
+            pytest.skip("the engine has LoRA")
+        context = live.contexts.stem[:4]
+        try:
+            live.lm.add_new_lora("nowhere", "x")
+        except UnsupportedError:
+            live.check_row(context, how="after LoRA was refused")
+        else:
+            raise Violation(
+                "add_new_lora raised no UnsupportedError, and the engine does not implement "
+                "genlm_add_lora"
+            )
+
+
+class AdapterFileClauses:
+    """Folders that change, and folders that are wrong."""
+
+    def test_same_path_with_other_weights(self, live: Subject) -> None:
+        """An adapter that is removed and added again from the same folder has the weights that the
+        folder holds now."""
+        first, second, *_ = live.needs_adapters(2)
+        folders = [live.adapters[first], live.adapters[second]]
+        if not all(map(os.path.isdir, folders)):
+            pytest.skip("the adapters are not folders")
+        context = live.contexts.long(min(20, live.contexts.limit))
+        rows = [live.cold(context, first), live.cold(context, second)]
+        with tempfile.TemporaryDirectory() as scratch:
+            same = os.path.join(scratch, "adapter")
+            for i in (0, 1, 0):
+                shutil.rmtree(same, ignore_errors=True)
+                shutil.copytree(folders[i], same)
+                live.bind("moving", same)
+                what = f"an adapter from a copy of {folders[i]}"
+                live.expect_row(live.ask(context, "moving"), rows[i], what)
+                live.remove("moving")
+
+    def test_adapter_of_another_model(self, live: Subject) -> None:
+        """An adapter whose matrices do not fit the model is refused, and every row is as before."""
+        name, *_ = live.needs_adapters()
+        context = live.contexts.stem[:4]
+        live.cold(context), live.cold(context, name)
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = os.path.join(scratch, "wider")
+            if not _write_wider(live.adapters[name], folder):
+                pytest.skip("the adapter is not a folder with adapter_model.safetensors")
+            try:
+                live.bind("wider", folder)
+            except Exception as error:
+                check(bool(str(error)), f"{type(error).__name__} without a message")
+            else:
+                (outcome,) = live.gather([context], ["wider"])
+                live.remove("wider")
+                raise Violation(
+                    "an adapter of a model of twice the width was accepted, and gives "
+                    f"{outcome!r:.80}"
+                )
+        for chosen in (None, name):
+            live.check_row(context, chosen, how="after a wrong adapter")
+
+
+def _write_wider(source: str, target: str) -> bool:
+    """Copy an adapter with matrices of twice the width; returns whether there was one to copy."""
+    weights = Path(source) / "adapter_model.safetensors"
+    if not weights.is_file():
+        return False
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target)
+    wider = {
+        name: torch.cat([tensor, tensor], dim=1 if "lora_A" in name else 0).contiguous()
+        for name, tensor in load_file(str(weights)).items()
+    }
+    save_file(wider, os.path.join(target, weights.name), metadata={"format": "pt"})
+    return True
+
+
+def _named(name: str | None) -> str:
+    return "the base model" if name is None else repr(name)

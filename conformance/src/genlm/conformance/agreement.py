@@ -1,0 +1,147 @@
+"""Whether draws and scores agree with cold rows, and draws with each other."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from genlm.conformance.compare import TOP_FACTOR, Violation, answered, brief, check
+from genlm.conformance.subject import Subject, with_adapter
+from genlm.core.types import TokenIds
+
+if TYPE_CHECKING:
+    import torch
+
+#: In vocabularies up to this size rounding hardly moves a draw. In one of 50,000 tokens a hundredth
+#: of the mass is of tokens so unlikely that a change of the last digits moves the boundary between
+#: them by more than their mass.
+SMALL_VOCABULARY = 1000
+
+#: A violation that rounding may explain must come up with this many further seeds.
+OTHER_SEEDS = 3
+
+
+class MovedDraw(Violation):
+    """A draw is not what it is elsewhere with the same seed. Rounding may be the cause."""
+
+
+def expect_same_draw(drawn: Sequence[int], expected: Sequence[int], otherwise: str) -> None:
+    """Raises: MovedDraw: with the message ``otherwise``, unless both are the same."""
+    if list(drawn) != list(expected):
+        raise MovedDraw(otherwise)
+
+
+def steady(live: Subject, top_k: int = 20) -> dict[str, Any]:
+    """Options of seeded draws that rounding hardly moves."""
+    return {} if len(live.lm.byte_vocab) <= SMALL_VOCABULARY else {"top_k": top_k}
+
+
+def for_each_seed(holds: Callable[..., None]) -> Callable[..., None]:
+    """Decorate what must hold for a seeded draw, with an argument ``seed``. A draw that moved is a
+    violation if one moves with each of the seeds that follow, too."""
+
+    @functools.wraps(holds)
+    def holds_for_each(seed: int, **others: Any) -> None:
+        try:
+            holds(seed=seed, **others)
+        except MovedDraw as moved:
+            for other in range(seed + 1, seed + 1 + OTHER_SEEDS):
+                try:
+                    return holds(seed=other, **others)
+                except MovedDraw:
+                    continue
+            raise moved from None
+
+    return holds_for_each
+
+
+def may_follow(
+    live: Subject,
+    token_ids: Sequence[int],
+    candidates: Iterable[int],
+    options: Mapping[str, Any],
+    adapter: str | None,
+) -> bool:
+    """Whether rounding may let a draw with these options go on with one of the candidates."""
+    row = live.cold(token_ids, adapter)
+    most = 1 if options.get("temperature") == 0.0 else options.get("top_k") or len(row)
+    least = float(row.topk(min(most, len(row))).values[-1]) - TOP_FACTOR * live.atol
+    return any(float(row[token_id]) >= least for token_id in candidates)
+
+
+def expect_scores(
+    live: Subject,
+    scores: torch.Tensor,
+    prompt: TokenIds,
+    tokens: TokenIds,
+    adapter: str | None = None,
+    *,
+    places: Iterable[int] | None = None,
+    how: str = "scored",
+) -> None:
+    """Check that scores are the entries of the cold rows, at some places or at all."""
+    what = f"{brief(tokens)} after {brief(prompt)}{with_adapter(adapter)}, {how}"
+    answered(scores, what)
+    check(
+        tuple(scores.shape) == (len(tokens),),
+        f"{what}: shape {tuple(scores.shape)} for {len(tokens)} tokens",
+    )
+    for i in range(len(tokens)) if places is None else places:
+        expected = float(live.cold(prompt + tokens[:i], adapter)[tokens[i]])
+        expect_score(live, float(scores[i]), expected, f"{what}: token {i}")
+
+
+def expect_score(live: Subject, score: float, expected: float, what: str) -> None:
+    """Check that a score is an entry of a row."""
+    near = abs(score - expected) <= TOP_FACTOR * live.atol * max(1.0, abs(expected))
+    check(  # two infinities are equal, and not near
+        score == expected or near, f"{what} scores {score:.6g}, its row has {expected:.6g}"
+    )
+
+
+def expect_greedy(
+    live: Subject,
+    drawn: Sequence[int],
+    prompt: TokenIds,
+    adapter: str | None = None,
+    *,
+    places: Iterable[int] | None = None,
+    how: str = "with temperature=0",
+) -> None:
+    """Check that drawn tokens are the most likely ones of the cold rows, at some places or at
+    all."""
+    for i in range(len(drawn)) if places is None else places:
+        row = live.cold((*prompt, *drawn[:i]), adapter)
+        behind = float(row.max() - row[drawn[i]])
+        check(
+            behind <= TOP_FACTOR * live.atol,
+            f"{brief(prompt)}{with_adapter(adapter)} {how} draws {brief(drawn)}: token {drawn[i]} "
+            f"at {i} is {behind:.3g} (log) behind the most likely",
+        )
+
+
+def expect_frequencies(
+    what: str, drawn: Iterable[Sequence[int]], mass: Mapping[tuple[int, ...], float]
+) -> None:
+    """Check by a chi-squared test that draws come at the frequencies ``mass``."""
+    counts = Counter(map(tuple, drawn))
+    total = counts.total()
+    # What is expected five times or more, a cell each, and one cell for all the others.
+    cells = [each for each, p in mass.items() if p * total >= 5]
+    observed = [counts[cell] for cell in cells]
+    expected = [mass[cell] * total for cell in cells]
+    observed.append(total - sum(observed))
+    expected.append(max(total - sum(expected), 1.0))
+    chi2 = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
+    check(
+        chi2 <= len(cells) + 8 * math.sqrt(2 * len(cells)) + 8,
+        f"{what}: chi-squared {chi2:.1f} with {len(cells)} degrees of freedom",
+    )
+
+
+def single_tokens(mass: torch.Tensor) -> dict[tuple[int, ...], float]:
+    """The masses of all draws of one token."""
+    return {(token_id,): p for token_id, p in enumerate(mass.tolist())}

@@ -1,0 +1,191 @@
+"""The requests of a schedule: rows, draws and scores that differ in everything, and what each of
+them gives alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import evolve, field, frozen
+
+from genlm.conformance.agreement import MovedDraw, expect_scores, may_follow, steady
+from genlm.conformance.compare import ROUNDING, Violation, answered
+from genlm.conformance.driver import Outcome
+from genlm.conformance.subject import Subject, with_adapter
+from genlm.core.types import TokenIds
+
+#: The name of an adapter that is bound anew in the course of a schedule.
+MOVING = "moving"
+
+#: Lengths of prompts, tokens of draws and scores, and options of draws. The numbers of them have no
+#: common divisor, so that all combinations come up.
+PROMPTS = (3, 40, 15, 130, 31, 300, 8)
+TOKENS = (5, 2, 3, 4, 12, 1, 30, 17, 8)
+OPTIONS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"temperature": 0.6},
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"temperature": 0.0},
+)
+
+#: How many different ones there are of each kind.
+DIFFERENT = {"rows": 120, "long rows": 18, "draws": 27, "growing draws": 8, "scores": 12}
+
+
+@frozen
+class Row:
+    """A request for one row."""
+
+    prompt: TokenIds
+    adapter: str | None = None
+
+    def __str__(self) -> str:
+        return f"row of {len(self.prompt)} tokens{with_adapter(self.adapter)}"
+
+    def ask(self, live: Subject) -> Any:
+        return live.lm.next_token_logprobs(self.prompt, lora_name=self.adapter)
+
+    def alone(self, live: Subject, owner: str | None) -> Row:
+        live.cold(self.prompt, owner)
+        return self
+
+    def compare(self, live: Subject, outcome: Outcome, owner: str | None) -> None:
+        live.expect(outcome, self.prompt, owner, how="in the schedule")
+
+
+@frozen
+class Score:
+    """A request for the scores of a continuation."""
+
+    prompt: TokenIds
+    tokens: TokenIds
+    adapter: str | None = None
+
+    def __str__(self) -> str:
+        after = f"after {len(self.prompt)}{with_adapter(self.adapter)}"
+        return f"score of {len(self.tokens)} tokens {after}"
+
+    def ask(self, live: Subject) -> Any:
+        return live.lm.sequence_logprobs(self.prompt, self.tokens, lora_name=self.adapter)
+
+    def alone(self, live: Subject, owner: str | None) -> Score:
+        for place in self._places:
+            live.cold(self.prompt + self.tokens[:place], owner)
+        return self
+
+    def compare(self, live: Subject, outcome: Outcome, owner: str | None) -> None:
+        expect_scores(live, outcome, self.prompt, self.tokens, owner, places=self._places)
+
+    @property
+    def _places(self) -> list[int]:
+        last = len(self.tokens) - 1
+        return sorted({0, last // 2, last})
+
+
+@frozen
+class Draw:
+    """A request for a continuation.
+
+    Attributes:
+        stop: Which of the tokens that it draws alone is a stop token; ``None`` for none.
+        stops: The stop tokens, known once it was asked alone.
+        expected: What it gives alone, known then.
+    """
+
+    prompt: TokenIds
+    most: int
+    options: Mapping[str, Any] = field(hash=False)
+    adapter: str | None = None
+    stop: int | None = None
+    stops: tuple[int, ...] = ()
+    expected: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        options = "".join(f", {name}={value}" for name, value in self.options.items())
+        stops = f", stop tokens {list(self.stops)}" if self.stops else ""
+        after = f"after {len(self.prompt)}{with_adapter(self.adapter)}"
+        return f"draw of {self.most} tokens {after}{options}{stops}"
+
+    def ask(self, live: Subject) -> Any:
+        return live.lm.sample(
+            self.prompt, self.most, self.stops, lora_name=self.adapter, **self.options
+        )
+
+    def alone(self, live: Subject, owner: str | None) -> Draw:
+        free = evolve(self, adapter=owner, stop=None)
+        key = (self.prompt, self.most, tuple(self.options.items()), live.path_of(owner))
+        drawn: tuple[int, ...] = live.noted(key, lambda: tuple(live.run(free.ask(live))))
+        if self.stop is None or self.stop >= len(drawn):
+            return evolve(self, expected=drawn)
+        never = [token for token in live.contexts.plain[:40] if token not in drawn][:2]
+        stop = drawn[self.stop]
+        return evolve(self, stops=(*never, stop), expected=drawn[: drawn.index(stop)])
+
+    def compare(self, live: Subject, outcome: Outcome, owner: str | None) -> None:
+        drawn = tuple(answered(outcome, "no tokens"))
+        if drawn == self.expected:
+            return
+        message = f"it draws {list(drawn)}; alone it draws {list(self.expected)}"
+        pairs = zip(drawn, self.expected, strict=False)
+        shorter = min(len(drawn), len(self.expected))
+        place = next((i for i, (one, other) in enumerate(pairs) if one != other), shorter)
+        # Where the draw parted from the one alone it drew this, or a stop token, which is left out.
+        parted = (drawn[place],) if place < len(drawn) else self.stops
+        right_length = len(drawn) <= self.most and (place < shorter or self.stops)
+        before = self.prompt + drawn[:place]
+        if not right_length or not may_follow(live, before, parted, self.options, owner):
+            raise Violation(message)
+        # Of two tokens that are as likely either may be drawn, and then others follow.
+        if self.options.get("temperature") != 0.0:
+            raise MovedDraw(message)
+
+
+Request = Row | Score | Draw
+
+
+def requests_of(live: Subject, kind: str, salt: int = 0) -> list[Request]:
+    """Different requests of one kind.
+
+    Args:
+        live: The model.
+        kind: One of :data:`DIFFERENT`.
+        salt: Chooses the seeds of draws.
+    """
+    names = live.loras
+    adapters = [None, *names[:2], *([MOVING] if len(names) > 1 else [])]
+    numbers = range(DIFFERENT[kind])
+    made = [_make(live, kind, i, adapters[i % len(adapters)], 1000 * salt) for i in numbers]
+    return list(dict.fromkeys(made))
+
+
+def _make(live: Subject, kind: str, i: int, adapter: str | None, salt: int) -> Request:
+    """The request of a kind with number ``i``."""
+    contexts, limit, longest = live.contexts, live.contexts.limit, live.longest
+    if kind == "rows":
+        many = contexts.many(DIFFERENT["rows"])
+        return Row(many[i % len(many)], adapter if i % 3 == 0 else None)
+    if kind == "long rows":
+        length = max(1, longest - (0, 1, longest // 3, longest // 2)[i // 3 % 4])
+        return Row(contexts.long(length, i), adapter)
+    if kind == "growing draws":
+        most = min(20 + 2 * i, limit - 8)
+        options = _seeded(live, {"temperature": 1.5}, salt + 100 + i)
+        return Draw(contexts.long(3 + i % 5, i), most, options, adapter)
+    prompt, most = PROMPTS[i % len(PROMPTS)], TOKENS[i % len(TOKENS)]
+    room = min(limit, max(longest, 64))  # what the model takes, and bears
+    if kind == "scores":
+        text = contexts.long(min(prompt + (most + 1, 300)[i % 4 == 3], room), i)
+        prompt = min(prompt, len(text) // 2)
+        return Score(text[:prompt], text[prompt:], adapter)
+    prompt = min(prompt, room - most)
+    options = _seeded(live, OPTIONS[i % len(OPTIONS)], salt + i)
+    return Draw(contexts.long(prompt, i), most, options, adapter, (None, 2, None, 1, 9)[i % 5])
+
+
+def _seeded(live: Subject, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    if live.atol > ROUNDING:  # rounding may change a draw
+        return {"temperature": 0.0}
+    if options.get("temperature") == 0.0:
+        return dict(options)
+    return {**steady(live), **options, "seed": seed}

@@ -1,0 +1,253 @@
+"""Clauses on requests that share one engine: none waits for the long work of another, nor behind a
+crowd."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import pytest
+
+from genlm.conformance.agreement import expect_greedy, expect_scores
+from genlm.conformance.compare import Violation, check
+from genlm.conformance.driver import Outcome, started, submitted
+from genlm.conformance.subject import Subject
+from genlm.core.types import TokenIds
+
+#: Tokens of a long draw.
+LONG = 40
+
+#: In how many calls of the engine a request must be answered, while a stream of others never
+#: pauses. Engines differ in how many calls a request takes; a starved one is not answered at all.
+BOUND = 40
+
+#: The same for an engine whose work may happen on several machines (it has ``genlm_wake``): while
+#: one is slow, others may answer many calls.
+BOUND_ELSEWHERE = 2000
+
+#: How often each of a crowd asks. Who waits must be answered before three quarters of the crowd's
+#: requests.
+TIMES = 8
+
+#: Who waits among the crowd.
+CROWDED = ("a row", "a draw of 2 tokens", "a score of 2 tokens")
+
+
+class CompanyClauses:
+    """Long work and short work together, and whose turn it is."""
+
+    def test_nobody_waits_behind_a_crowd(self, live: Subject) -> None:
+        """A long row, a draw and a score are answered, and right, while 64 callers with short
+        contexts each ask again when the call after their answer ends."""
+        callers = live.scaled(64, 20)
+        contexts = live.contexts
+        crowd = contexts.many(callers * TIMES)
+        long = contexts.long(min(100, contexts.limit - 3, live.longest), 3)
+        row, drawn, scored = long, long[:-1], long[:-2]
+        tokens = contexts.tokens[:2]
+        waiting: dict[str, asyncio.Future[Outcome]] = {}
+        passed_over: list[str] = []
+        answered = 0
+        call_ended = asyncio.Event()
+
+        async def one_of_the_crowd(number: int) -> None:
+            nonlocal answered
+            if number % 2:  # half of them begin a call later, so newcomers come with every call
+                await call_ended.wait()
+            for context in crowd[number::callers]:
+                await live.lm.next_token_logprobs(context)
+                answered += 1
+                if answered == 3 * len(crowd) // 4:  # at the end the crowd is gone
+                    passed_over.extend(name for name, one in waiting.items() if not one.done())
+                if answered > 3 * len(crowd) // 4:
+                    return
+                await call_ended.wait()
+
+        async def call_ends() -> None:
+            nonlocal call_ended
+            call_ended.set()
+            call_ended = asyncio.Event()
+            await submitted()
+
+        async def scenario() -> list[Outcome]:
+            with live.gate.held():
+                others = [asyncio.ensure_future(one_of_the_crowd(n)) for n in range(callers)]
+                asked = await started(
+                    live.lm.next_token_logprobs(row),
+                    live.lm.sample(drawn, 2, [], temperature=0.0),
+                    live.lm.sequence_logprobs(scored, tokens),
+                )
+                waiting.update(zip(CROWDED, asked, strict=True))
+            async with live.after_each_call(call_ends):
+                await live.all_done(asked)
+                for one in (*others, *asked):  # who is not answered at all
+                    one.cancel()
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+        live.reset()
+        outcomes = live.drive(scenario())
+        how = f"while {callers} callers ask again and again"
+        check(
+            not passed_over,
+            f"{' and '.join(passed_over)} got no answer while {callers} others, who came together "
+            f"with them, asked again and again, and were answered {3 * len(crowd) // 4} times",
+        )
+        for what, outcome in zip(waiting, outcomes, strict=True):
+            check(not isinstance(outcome, BaseException), f"{what}, {how}: {outcome!r}")
+        live.expect(outcomes[0], row, how=how)
+        expect_greedy(live, outcomes[1], drawn, how=how)
+        expect_scores(live, outcomes[2], scored, tuple(tokens), how=how)
+
+    def test_short_draw_returns_before_a_long_one(self, live: Subject) -> None:
+        """A draw of one token, asked together with one of many, is answered first."""
+        short = live.contexts.long(3, 2)
+        long, length = self._long_draw(live)
+
+        async def together() -> list[str]:
+            asked = {
+                "long": asyncio.ensure_future(live.lm.sample(long, length, [], seed=length)),
+                "short": asyncio.ensure_future(live.lm.sample(short, 1, [], seed=1)),
+            }
+            return await _in_order(asked)
+
+        for _ in range(self._tries(live)):
+            live.reset()
+            if live.run(together())[0] == "short":
+                return
+        raise Violation(f"a draw of 1 token was answered after one of {length} tokens")
+
+    def test_row_during_a_draw(self, live: Subject) -> None:
+        """While a long draw is under way another one comes, then a third, then a row: it is
+        answered before any draw ends, and is right."""
+        row = live.contexts.long(3, 2)
+        long, length = self._long_draw(live)
+        live.cold(row)
+        lm = live.lm
+
+        async def scenario() -> tuple[list[str], Outcome]:
+            asked: dict[str, asyncio.Future[Outcome]] = {}
+            live.gate.hold()
+            for i in range(3):
+                (asked[f"draw {i}"],) = await started(lm.sample(long, length, [], seed=i))
+                if i:  # the engine has been woken, if it waits for what is finished
+                    live.gate.release(calls=1)
+                await live.engine_held()
+            (asked["row"],) = await started(lm.next_token_logprobs(row))
+            live.gate.release()
+            order = await _in_order(asked)
+            return order, (await asyncio.gather(asked["row"], return_exceptions=True))[0]
+
+        for _ in range(self._tries(live)):
+            live.reset()
+            order, answer = live.run(scenario())
+            live.expect(answer, row, how=f"during draws of {length} tokens")
+            if order[0] == "row":
+                return
+        raise Violation(f"a row asked in call 3 of {length} of a draw was answered after the draw")
+
+    def test_cancelled_draw_ends(self, live: Subject) -> None:
+        """A long draw whose caller has gone is not drawn to its end, and what is asked next is
+        right."""
+        long, length = self._long_draw(live)
+        takes = live.lm.supports
+        if takes("genlm_step", "samples") and not takes("genlm_step", "dropped"):
+            pytest.skip("the engine draws in its steps, and takes nothing back (no `dropped`)")
+
+        async def scenario() -> None:
+            with live.gate.held():
+                (draw,) = await started(live.lm.sample(long, length, [], seed=1))
+                await live.engine_held()
+                draw.cancel()
+                await submitted()
+
+        live.reset()
+        live.run(scenario())
+        for row in (live.contexts.long(3, 2), live.contexts.long(4, 2)):
+            live.check_row(row, how="after a draw was cancelled")
+        calls = live.gate.recent_calls
+        check(
+            len(calls) < length,
+            f"a draw of {length} tokens was cancelled in its first call; the engine was called "
+            f"{len(calls)} times",
+        )
+        check(
+            not any(query.token_ids[:5] == long for call in calls[1:] for query in call.answered),
+            "a draw whose caller had gone was answered",
+        )
+
+    def test_nobody_is_passed_over(self, live: Subject) -> None:
+        """A row and a draw are answered within a bounded number of calls of the engine, while every
+        call brings another request."""
+        elsewhere = live.lm.supports("genlm_wake")
+        bound = BOUND_ELSEWHERE if elsewhere else BOUND
+        contexts = live.contexts.many(bound + 12)
+        victims = [context for context in contexts if len(context) > 4][:2]
+        others = [c for c in contexts if all(c[: len(one)] != one for one in victims)]
+        bound = min(bound, len(others))
+        draws = "genlm_sample" not in self._hooks_of_a_draw(live)
+        asked: dict[str, asyncio.Future[Outcome]] = {}
+        stream: list[asyncio.Future[Outcome]] = []
+        passed_over: set[str] = set()
+
+        async def ask_another() -> None:
+            stream.extend(await started(live.lm.next_token_logprobs(others[len(stream)])))
+
+        async def after_a_call() -> None:
+            # A request that comes in now wakes the next call, if it can be woken. That one may end
+            # before it has done anything, so there only a call that answers brings another.
+            if elsewhere and not live.gate.recent_calls[-1].answered:
+                return
+            waiting = {what for what, answer in asked.items() if not answer.done()}
+            if len(stream) == bound:
+                passed_over.update(waiting)
+            elif waiting:
+                await ask_another()
+
+        async def scenario() -> Outcome:
+            live.gate.hold()
+            await ask_another()
+            await live.engine_held()
+            (asked["a row"],) = await started(live.lm.next_token_logprobs(victims[0]))
+            if draws:
+                drawn = live.lm.sample(victims[1], 2, [], seed=1)
+                (asked["a draw of 2 tokens"],) = await started(drawn)
+            async with live.after_each_call(after_a_call):
+                live.gate.release()
+                row, *_ = await asyncio.gather(*asked.values(), return_exceptions=True)
+            await asyncio.gather(*stream)
+            return row
+
+        live.reset()
+        row = live.run(scenario())
+        live.expect(row, victims[0], how="while others kept coming")
+        check(
+            not passed_over,
+            f"{' and '.join(sorted(passed_over))} got no answer within {bound} calls of the "
+            "engine, while each of them brought another request",
+        )
+
+    def _long_draw(self, live: Subject) -> tuple[TokenIds, int]:
+        """A prompt, and how many tokens to draw after it, where the engine draws in its steps."""
+        if "genlm_sample" in self._hooks_of_a_draw(live):
+            pytest.skip("the engine draws in one call of genlm_sample, not in its steps")
+        prompt = live.contexts.long(5, 1)
+        return prompt, min(LONG, live.contexts.limit - len(prompt))
+
+    def _hooks_of_a_draw(self, live: Subject) -> set[str]:
+        live.reset()
+        live.run(live.lm.sample(live.contexts.stem[:3], 2, [], seed=0))
+        return {each.hook for each in live.gate.recent_calls}
+
+    def _tries(self, live: Subject) -> int:
+        """Once; more where two machines race, since the one with the long draw may be faster."""
+        return 20 if live.lm.supports("genlm_wake") else 1
+
+
+async def _in_order(asked: Mapping[str, asyncio.Future[Outcome]]) -> list[str]:
+    """Names in the order in which they are answered."""
+    order: list[str] = []
+    for name, future in asked.items():
+        future.add_done_callback(lambda _, name=name: order.append(name))  # type: ignore[misc]
+    await asyncio.wait(asked.values())
+    await asyncio.sleep(0)  # callbacks are called in the pass after
+    return order

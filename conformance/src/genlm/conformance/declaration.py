@@ -1,0 +1,110 @@
+"""Declaration: what a suite says of the model under test."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from genlm.conformance.compare import ATOL
+from genlm.core.lm import AsyncLM, load_model_by_name
+from genlm.core.types import TokenIds
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Declaration:
+    """Which model a suite tests, how it is loaded, and what is known of it.
+
+    An attribute may be a property, for paths that are made when the tests run.
+
+    Attributes:
+        backend: The name of the entry point.
+        model: What ``load_model_by_name`` takes.
+        adapters: Paths of two or more LoRA adapters of that model, by name. With fewer, some
+            clauses are skipped.
+        atol: The tolerance of probabilities; ten times that of the top log-probabilities. For other
+            types than float32 see :data:`~genlm.conformance.compare.ATOL`.
+        options: Further ``llm_opts``.
+        effort: Multiplies the numbers of examples; 0.1 takes about a tenth of the time.
+        patience: The most seconds to wait for what must happen before the suite says that it hangs.
+        longest: The longest context to ask, in tokens; ``None`` is what the engine can bear.
+        window: How many tokens back the model looks; ``None`` is all of them.
+        ignores_tokens: Whether the model may give contexts that differ the same row, as a back-off
+            model does.
+        reference: Another backend that takes the same model, to compare the cold rows with.
+        second_model: Whether a second model of the backend has room in the process.
+        text_is_normalised: Whether the tokenizer changes text, for instance to lower case.
+        seed: Chooses the examples; the same seed gives the same ones in every run.
+    """
+
+    backend: str
+    model: str | os.PathLike[str]
+    adapters: Mapping[str, str | os.PathLike[str]] = {}
+    atol: float = ATOL["float32"]
+    options: Mapping[str, Any] = {}
+    effort: float = 1.0
+    patience: float = 120.0
+    longest: int | None = None
+    window: int | None = None
+    ignores_tokens: bool = False
+    reference: str | None = None
+    second_model: bool = True
+    text_is_normalised: bool = False
+    seed: int = 0
+
+    def load(self, wrappers: Sequence[object]) -> AsyncLM:
+        """Load the model with further wrappers around its engine. Override it for a model that is
+        made in another way."""
+        options = {**self.options, "wrappers": [*self.options.get("wrappers", ()), *wrappers]}
+        return load_model_by_name(os.fspath(self.model), self.backend, options)
+
+    def reference_rows(self, contexts: Sequence[TokenIds]) -> Sequence[torch.Tensor] | None:
+        """The rows of some contexts under the base model, computed without the backend; ``None``
+        where there are none. Override it, or set :attr:`reference`."""
+        if self.reference is None:
+            return None
+        with load_model_by_name(os.fspath(self.model), self.reference) as lm:
+            return [lm.next_token_logprobs_uncached(ids).cpu() for ids in contexts]
+
+    def fail_inside(self, lm: AsyncLM) -> Callable[[int], AbstractContextManager[None]] | None:
+        """A way to make the engine itself fail in the middle of its work; ``None`` where there is
+        none. Override it for an engine whose model is not a torch module in this process.
+
+        Returns:
+            A function that takes a number of times and returns a context manager: inside it, that
+            many of the next evaluations fail.
+        """
+        return failing_forward(lm.underlying_model)
+
+
+def failing_forward(model: Any) -> Callable[[int], AbstractContextManager[None]] | None:
+    """A way to make a torch module raise in the middle of its forward; ``None`` for anything
+    else."""
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        return None
+    leaves = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if not leaves:
+        return None
+    middle = leaves[len(leaves) // 2]
+
+    @contextmanager
+    def failing(times: int) -> Iterator[None]:
+        left = threading.Semaphore(times)
+
+        def fail(*_: object) -> None:
+            if left.acquire(blocking=False):
+                raise RuntimeError("planted by the conformance suite inside the model's forward")
+
+        hook = middle.register_forward_hook(fail)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    return failing

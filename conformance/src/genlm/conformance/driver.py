@@ -1,0 +1,161 @@
+"""Running what may hang: coroutines and calls in threads."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+from genlm.conformance.compare import Violation
+
+T = TypeVar("T")
+Outcome = Any  # an answer, or the exception in its place
+
+#: Within this many calls of the engine somebody must be answered, however slow they are.
+CALLS = 1000
+
+
+class Driver:
+    """Runs coroutines and calls, and says so when one hangs. An engine that is slow, on a machine
+    that has other work, does not hang: it goes on from call to call.
+
+    Args:
+        patience: The most seconds to wait for what must happen before saying that it hangs. Once
+            something has, what follows is waited for a twentieth of that.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self.patience = self._patience = patience
+        # One loop for the main thread: to make one takes longer than a request.
+        self._loop = asyncio.Runner()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in an event loop of this thread's; that it hangs is a violation."""
+        return self.drive(self.soon(coroutine))
+
+    def run_all(self, coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+        """Run coroutines together; that one hangs is a violation."""
+
+        async def together() -> list[T]:
+            return await asyncio.gather(*coroutines)
+
+        return self.run(together())
+
+    def drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine, for as long as it takes."""
+        answers: list[T] = []
+
+        async def driven() -> None:
+            # Not returned: the runner's handling of SIGINT makes text of the task and its result,
+            # which for a tensor takes longer than the request (signal._int_to_enum in Python 3.11).
+            answers.append(await coroutine)
+
+        if threading.current_thread() is not threading.main_thread():
+            asyncio.run(driven())
+        else:
+            self._loop.run(driven())
+        return answers[0]
+
+    async def soon(self, awaitable: Awaitable[T]) -> T:
+        """What ``awaitable`` gives; that it hangs is a violation."""
+        task = asyncio.ensure_future(awaitable)
+        try:
+            if hangs := await self._hanging([task], "a caller"):
+                raise hangs
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.wait([task], timeout=self._patience)
+            if task.done() and not task.cancelled():
+                task.exception()  # or asyncio reports that nobody looked
+
+    async def all_done(self, futures: Sequence[asyncio.Future[Any]]) -> bool:
+        """Wait for all of them; ``False`` if some hang: none ends for as long as there is
+        patience."""
+        return await self._hanging(futures, "some callers") is None
+
+    async def _hanging(self, futures: Sequence[asyncio.Future[Any]], who: str) -> Violation | None:
+        pending, standstill = set(futures), self._standstill()
+        while pending:
+            done, pending = await asyncio.wait(
+                pending, timeout=self._patience, return_when=asyncio.FIRST_COMPLETED
+            )
+            if done:
+                standstill = self._standstill()
+            elif standstill():
+                return self._hang(f"{who} got no answer")
+        return None
+
+    def thread(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Make a call in a thread of its own, which may hang without holding up the suite."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        # A call cannot be taken back: who waits for it may give up, and its end is still recorded.
+        future.set_running_or_notify_cancel()
+
+        def target() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=target, daemon=True).start()
+        return future
+
+    def outcome(self, future: concurrent.futures.Future[Any]) -> Outcome:
+        """The result or the exception of a call in another thread; that it hangs is a violation."""
+        try:
+            return self.wait(future)
+        except Exception as error:
+            if future.done():
+                return error
+            raise
+
+    def wait(self, future: concurrent.futures.Future[T]) -> T:
+        """The result of a call in another thread; that it hangs is a violation."""
+        standstill = self._standstill()
+        while True:
+            try:
+                return future.result(self._patience)
+            except TimeoutError:
+                if future.done():
+                    raise
+                if standstill():
+                    raise self._hang("a call did not return") from None
+
+    def calls(self) -> int:
+        """How many calls of the engine have ended."""
+        return 0
+
+    def _standstill(self) -> Callable[[], bool]:
+        """Tells whether the engine has made no call since it was asked last, or too many in all for
+        what it answers."""
+        begun = last = self.calls()
+
+        def is_reached() -> bool:
+            nonlocal last
+            before, last = last, self.calls()
+            return last == before or last - begun > CALLS
+
+        return is_reached
+
+    def _hang(self, what: str) -> Violation:
+        violation = Violation(f"{what} within {self._patience:g} s: it hangs")
+        # Shrinking would hang again and again, and so may every clause that follows.
+        self._patience = self.patience / 20
+        return violation
+
+
+async def started(*requests: Coroutine[Any, Any, Any]) -> list[asyncio.Future[Any]]:
+    """Ask, and hand the requests to the engine's queue."""
+    asked: list[asyncio.Future[Any]] = [asyncio.ensure_future(request) for request in requests]
+    await submitted()
+    return asked
+
+
+async def submitted() -> None:
+    """Let the event loop start the tasks made so far, and hand their requests to the engine's
+    queue."""
+    for _ in range(5):
+        await asyncio.sleep(0)

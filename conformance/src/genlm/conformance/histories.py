@@ -1,0 +1,246 @@
+"""Clauses on histories, and on state that grows, moves and goes: what was asked before never
+shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from genlm.conformance.agreement import expect_greedy, expect_scores
+from genlm.conformance.cast import MOVING
+from genlm.conformance.compare import Violation, brief, check
+from genlm.conformance.subject import Subject
+from genlm.core.types import TokenIds
+
+#: One operation on a context.
+OPERATIONS = ("ask", "score", "draw", "pin", "ask longer", "ask shorter")
+
+
+class HistoryClauses:
+    """Long histories, without clearing anything."""
+
+    def test_operations_in_turn(self, live: Subject) -> None:
+        """A context that is scored, drawn after, pinned, extended and asked, in any order: every
+        answer is the oracle's."""
+
+        def check_operation(operation: str, ids: TokenIds, tail: TokenIds, how: str) -> None:
+            if operation == "score":
+                expect_scores(live, live.score(ids, tail), ids, tail, how=how)
+            elif operation == "draw":
+                expect_greedy(live, live.sample(ids, 3, temperature=0.0), ids, how=how)
+            elif operation == "pin":
+                live.lm.cache_kv(ids)
+            else:
+                asked = {"ask": ids, "ask longer": ids + tail, "ask shorter": ids[:-2] or ids[:1]}
+                live.check_row(asked[operation], how=how)
+
+        lengths = [n for n in (3, 17, 33, 65) if n + 4 <= live.contexts.limit]
+
+        @live.for_all(
+            examples=8,
+            least=4,
+            lengths=st.sampled_from([tuple(dict.fromkeys((n, lengths[-1]))) for n in lengths]),
+            variant=st.integers(0, 1),
+            # Twice, so that each comes before each.
+            operations=st.permutations(OPERATIONS).map(lambda order: [*order, *order]),
+            tail=live.contexts.tails(most=3),
+        )
+        def operations_in_turn(
+            lengths: Iterable[int], variant: int, operations: list[str], tail: TokenIds
+        ) -> None:
+            for length in lengths:
+                context = live.contexts.long(length, variant)
+                for i, operation in enumerate(operations):
+                    live.lm.clear_cache()  # so that the engine is asked
+                    how = f"after {', '.join(operations[:i]) or 'nothing'}"
+                    check_operation(operation, context, tail, how)
+
+    def test_growing_particles(self, live: Subject) -> None:
+        """A dozen contexts behind one prompt grow token by token, fork and end, as in sequential
+        Monte Carlo; rows stay cold."""
+        contexts = live.contexts
+        steps = min(live.scaled(24, 20), contexts.limit - 24)
+        if steps < 2:
+            pytest.skip(f"max_context is {contexts.limit}: no room for contexts that grow")
+        source = live.random("particles")
+        particles = [contexts.long(20)] * 12
+        for step in range(steps):
+            particles = [
+                (*source.choice(particles), source.choice(contexts.tokens)) for _ in particles
+            ]
+            rows = live.gather(particles)
+            for i in source.sample(range(len(particles)), live.scaled(4, 2)):
+                live.expect(rows[i], particles[i], how=f"one of 12 particles, at step {step + 1}")
+
+    def test_many_contexts_without_clearing(self, live: Subject) -> None:
+        """Hundreds of contexts, one batch after the other, then all asked again and extended: each
+        has its cold row."""
+        many = live.contexts.many(live.scaled(360, 140))
+        tokens = live.contexts.tokens
+        for begin in range(0, len(many), 60):
+            live.gather(many[begin : begin + 60])
+        live.lm.clear_cache()
+        source = live.random("many")
+        chosen = source.sample(many, live.scaled(120, 50))
+        fitting = [context for context in chosen if len(context) < live.contexts.limit]
+        longer = [(*context, source.choice(tokens)) for context in fitting]
+        for asked in (chosen, longer):
+            live.check_rows(asked, how=f"after {len(many)} others")
+
+    def test_two_long_contexts_in_turn(self, live: Subject) -> None:
+        """One very long context, then short ones, then another long one and the first again: each
+        has the row that it had before."""
+        contexts = live.contexts
+        short = [contexts.stem[:n] for n in (1, 3, 12) if n <= contexts.limit]
+        before = {context: live.lm.next_token_logprobs_uncached(context) for context in short}
+        longest = [contexts.long(live.longest, variant) for variant in (2, 3)]
+        for long in (*longest, longest[0]):
+            live.check_row(long, how="in turn with short ones")
+            for context in short:
+                now = live.lm.next_token_logprobs_uncached(context)
+                what = f"the context {brief(context)} after one of {live.longest} tokens"
+                live.expect_row(now, before[context], f"{what}, computed cold")
+                live.expect_row(live.ask(context), before[context], what)
+            live.lm.clear_cache()
+
+    def test_weights_changed_in_place(self, live: Subject) -> None:
+        """Where the model is a torch module: after its weights have changed, ``clear_cache`` and
+        ``clear_kv_cache`` leave nothing of the old ones."""
+        from torch import nn
+
+        model = live.lm.underlying_model
+        if not isinstance(model, nn.Module):
+            pytest.skip("the engine's own model is not a torch.nn.Module in this process")
+        contexts = [live.contexts.long(n) for n in (6, 40) if n + 1 <= live.contexts.limit]
+        old = [live.ask(context) for context in contexts]
+        for context in contexts:
+            live.lm.cache_kv(context[:-1])
+        with _changed_weights(model):
+            live.clear()
+            for context, row in zip(contexts, old, strict=True):
+                cold = live.lm.next_token_logprobs_uncached(context)
+                if cold.equal(row):
+                    pytest.skip("the weights in this process are not those that the engine uses")
+                live.expect_row(live.ask(context), cold, f"{brief(context)} with other weights")
+        live.clear()
+        for context in contexts:
+            live.check_row(context, how="with the old weights again")
+
+    def test_oracle_has_not_changed(self, live: Subject) -> None:
+        """The first cold rows of the run are the cold rows still, after everything that was
+        asked."""
+        for context, row in live.first_rows.items():
+            what = f"the cold row of {brief(context)}, computed again after all other clauses"
+            live.expect_row(live.lm.next_token_logprobs_uncached(context), row, what)
+
+    def test_contract_is_kept_throughout(self, live: Subject) -> None:
+        """In every clause up to here the hooks returned what the contract says, and left it alone
+        afterwards."""
+        found = list(dict.fromkeys(str(violation) for violation in live.contract_violations))
+        found += live.gate.rewritten
+        check(not found, "; ".join(found[:3]))
+
+
+@contextmanager
+def _changed_weights(model: Any) -> Iterator[None]:
+    import torch
+
+    weights = [each for each in model.parameters() if each.ndim == 2 and each.is_floating_point()]
+    with torch.no_grad():
+        kept = [weight.detach().clone() for weight in weights]
+        for weight in weights:
+            weight.mul_(0.9)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, value in zip(weights, kept, strict=True):
+                weight.copy_(value)
+
+
+class GrowthClauses:
+    """Tables grow and are moved together, and nothing is lost."""
+
+    def test_long_contexts_grow(self, live: Subject) -> None:
+        """Dozens of long contexts are held, more arrive, some go with their adapter, the first are
+        extended, and many fork from one: all have their cold rows."""
+        contexts = live.contexts
+        most = min(live.longest, contexts.limit - 2)
+        lengths = [most - 7 * i % (most // 2 + 1) for i in range(20)] + [most // 3] * 12
+        held = [contexts.long(max(1, length), i) for i, length in enumerate(lengths)]
+        first, more = held[:10], held[10:]
+        moving = next(iter(live.loras), None)
+        live.gather(first)
+        if moving is not None:
+            live.bind(MOVING, live.adapters[moving])
+            live.gather([context[: most // 3 + 1] for context in more[:6]], [MOVING] * 6)
+            live.remove(MOVING)
+        for begin in range(0, len(more), 5):
+            live.gather(more[begin : begin + 5])
+        tokens = contexts.tokens
+        for step in range(3):
+            first = [(*context[:most], tokens[step])[: contexts.limit] for context in first[:6]]
+            self._expect_all(live, first, f"after {step + 1} extensions, beside {len(held)} others")
+        for parent in (held[0], held[-1]):
+            cut = 2 * len(parent) // 3
+            ends = [(one, other) for one in tokens for other in tokens[:2]]
+            forks = [(*parent[:cut], *end)[: contexts.limit] for end in ends]
+            self._expect_all(live, forks, "one of several that fork from a long context")
+            longer = [(*context, tokens[0])[: contexts.limit] for context in (parent, forks[-1])]
+            self._expect_all(live, longer, "grown after others had forked from a long context")
+
+    def test_pinned_contexts_are_moved_with_the_others(self, live: Subject) -> None:
+        """Contexts are pinned, state of others is freed, much more is asked, and the pinned ones
+        are extended, twice over: all have their cold rows."""
+        live.needs("genlm_cache_prefix")
+        contexts = live.contexts
+        room = contexts.limit - 2
+        pinned = [contexts.long(min(n, room, live.longest), i) for i, n in enumerate((20, 90, 300))]
+        adapter = next(iter(live.loras), None)
+        many = contexts.many(live.scaled(120, 80))
+        long = [contexts.long(min(200, room, live.longest), 3 + i) for i in range(12)]
+        for context in pinned:
+            live.lm.cache_kv(context)
+        for turn, token in enumerate(contexts.tokens[:2]):
+            if adapter is not None:
+                live.bind(MOVING, live.adapters[adapter])
+                live.gather(long[:4], [MOVING] * 4)
+                live.remove(MOVING)
+            live.gather(many[turn::2])
+            live.gather(long[turn::2])
+            longer = [(*context, token) for context in pinned]
+            self._expect_all(live, longer, "extending a pinned one, after others came and went")
+
+    def test_adapters_are_bound_and_pinned_again_and_again(self, live: Subject) -> None:
+        """Hundreds of times a name is bound anew and a context is pinned with it, and nothing is
+        cleared: every pin is taken, and the rows are those of the adapter that is bound."""
+        live.needs("genlm_cache_prefix")
+        names = live.needs_adapters(2)[:2]
+        contexts = live.contexts
+        longest = min(60, contexts.limit - 1)
+        times = live.scaled(260, 100)
+        for turn in range(times):
+            name = names[turn % 2]
+            live.bind(MOVING, live.adapters[name])
+            context = contexts.long(longest, turn % 6)
+            try:
+                live.lm.cache_kv(context, lora_name=MOVING)
+            except Exception as error:
+                raise Violation(
+                    f"{turn + 1} times a name was bound and {longest} tokens were pinned with it; "
+                    f"of all these pins one is left, and the last one failed: {error}"
+                ) from error
+            if turn % 50 < 2 or turn == times - 1:
+                longer = (*context, contexts.tokens[0])
+                (row,) = live.gather([longer], [MOVING])
+                how = f"pinned with {MOVING!r}, which was bound to {name!r}, for time {turn + 1}"
+                live.expect(row, longer, name, how=how)
+        live.remove(MOVING)
+
+    def _expect_all(self, live: Subject, contexts: list[TokenIds], how: str) -> None:
+        live.lm.clear_cache()
+        live.check_rows(contexts, how=how)

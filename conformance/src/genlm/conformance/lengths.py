@@ -1,0 +1,200 @@
+"""Clauses on the lengths of contexts and continuations: around the sizes at which engines change
+what they do."""
+
+from __future__ import annotations
+
+import pytest
+
+from genlm.conformance.agreement import expect_greedy, expect_scores
+from genlm.conformance.compare import check
+from genlm.conformance.contexts import EDGES
+from genlm.conformance.subject import Subject
+from genlm.core.types import TokenIds
+
+#: A prompt of this many tokens is computed in chunks by most engines.
+CHUNK = 256
+
+#: Where shorter continuations begin and end, within blocks and across them.
+PIECES = ((1, 20), (14, 18), (14, 40), (30, 34), (32, 36), (64, 67), (33, 70), (60, 68), (126, 132))
+
+#: The places of long continuations around which tokens are compared.
+PLACES = (16, 64, 100, 128, 256, 512)
+
+
+class LengthClauses:
+    """An answer is right at every length."""
+
+    def test_rows_at_every_length(self, live: Subject) -> None:
+        """Contexts of every length around powers of two have their cold rows: one after the other,
+        longest and shortest in turn, forked, and all in one batch, some with another first
+        token."""
+        contexts, most = live.contexts, live.longest
+        text = contexts.long(most)
+        lengths = contexts.lengths(most)
+        order = live.random("lengths").sample(lengths, len(lengths))
+        for length in [most, *order]:
+            live.check_row(text[:length], how="after others of its prefixes")
+        # Growing by a token across every edge, from what was kept.
+        for length in (length for length in lengths if length + 1 in lengths):
+            for end in (length, length + 1):
+                fork = (*contexts.long(most, 1)[: end - 1], contexts.tokens[2])
+                live.check_row(fork, how="growing token by token")
+        live.lm.clear_cache()
+        # What forks from the longest one, early and late.
+        for length in lengths[:: 1 if live.effort >= 1 else 3]:
+            live.ask(text)
+            fork = (*text[: length - 1], contexts.tokens[3], contexts.tokens[4])[:most]
+            live.check_row(fork, how=f"forked from a context of {most} tokens")
+            live.lm.clear_cache()
+        together = [text[:length] for length in lengths]
+        # Beside them contexts that differ from them in their first token only.
+        other = next(token for token in contexts.tokens if token != text[0])
+        together += [(other, *context[1:]) for context in together[1::3]]
+        live.check_rows(together, how="in a batch of contexts of all lengths")
+
+    def test_row_depends_on_every_token(self, live: Subject) -> None:
+        """Another token at any place gives another row, and so does another order of distant
+        tokens, in the cold rows too. (Set ``window`` where the model forgets what is further back,
+        ``ignores_tokens`` where it need not look at all.)"""
+        if live.suite.ignores_tokens:
+            pytest.skip("this class says that the model may ignore tokens (ignores_tokens)")
+        contexts = live.contexts
+        most = min(live.longest, live.suite.window or live.longest)
+
+        def expect_another(text: TokenIds, changes: dict[int, int], what: str) -> None:
+            row = live.cold(text)
+            changed = tuple(changes.get(place, token) for place, token in enumerate(text))
+            check(
+                not live.cold(changed).equal(row),
+                f"the row of a context of {len(text)} tokens is the same {what}. If the model "
+                "forgets what is further back, say so by `window` (--window); if it may ignore "
+                "tokens, as a back-off model does, by `ignores_tokens` (--ignores-tokens)",
+            )
+
+        for length in sorted({min(length, most) for length in (8, 40, 100, 200, 600, most)}):
+            text = contexts.long(length)
+            for at in sorted({0, 1, length // 2, length - 2, length - 1} & set(range(length))):
+                other = next(token for token in contexts.tokens if token != text[at])
+                what = f"with token {other} instead of {text[at]} at position {at}"
+                expect_another(text, {at: other}, what)
+            for at, to in ((1, length // 2), (length // 2, length - 4), (length - 9, length - 3)):
+                to = next((i for i in range(to, 0, -1) if text[i] != text[at]), to)
+                if 0 < at < to:
+                    what = f"with the tokens at positions {at} and {to} exchanged"
+                    expect_another(text, {at: text[to], to: text[at]}, what)
+        rows: dict[bytes, int] = {}
+        for token_id in contexts.spread:
+            key = live.cold((*contexts.stem[:3], token_id)).cpu().numpy().tobytes()
+            other = rows.setdefault(key, token_id)
+            check(other == token_id, f"tokens {other} and {token_id} at the end give the same row")
+
+    def test_tokens_from_all_over_the_vocabulary(self, live: Subject) -> None:
+        """Special tokens, the first and the last ones: gathered, extended and asked again, their
+        contexts have their cold rows."""
+        contexts = live.contexts
+        last = len(live.lm.byte_vocab) - 1
+        tokens = list(dict.fromkeys([0, last, *contexts.special[:6], *contexts.spread]))
+        asked = [(*contexts.stem[:4], token_id) for token_id in tokens]
+        asked += [(token_id, contexts.tokens[0]) for token_id in tokens]
+        asked = [context for context in asked if len(context) <= contexts.limit]
+        # Unusual tokens amplify rounding in some models.
+        atol, live.atol = live.atol, 10 * live.atol
+        try:
+            for _ in range(2):
+                live.check_rows(asked, how="gathered with other unusual tokens")
+                live.lm.clear_cache()
+        finally:
+            live.atol = atol
+
+    def test_longest_context(self, live: Subject) -> None:
+        """A context of exactly ``max_context`` tokens has a row, a draw and a score; run only where
+        that is at most 1024 tokens, or as many as the engine can bear."""
+        limit = live.lm.max_context
+        if limit is None or limit > live.longest:
+            pytest.skip(
+                f"max_context is {limit}; to have it run, set it to {live.longest - 1} or less "
+                "where the backend lets you (for instance by --option max_context=64)"
+            )
+        context = live.contexts.long(limit)
+        tokens = live.contexts.tokens
+        for shorter in (context[:-1], context):
+            live.check_row(shorter, how=f"where max_context is {limit}")
+        expect_greedy(live, live.sample(context, 1, temperature=0.0), context)
+        drawn = live.sample(context[:-3], 4, seed=0)
+        check(len(drawn) == 4, f"4 tokens fit after {limit - 3}; {len(drawn)} were drawn")
+        three = (*tokens[:2], tokens[0])
+        expect_scores(live, live.score(context[:-2], three), context[:-2], three)
+
+    def test_draws_at_every_length(self, live: Subject) -> None:
+        """Draws whose prompts end just before the edges, together: every token is the most likely
+        one of its cold row, below, at and above the edge."""
+        text = live.contexts.long(live.longest, 4)
+        edges = [edge for edge in EDGES if edge + 2 <= live.longest]
+        prompts = [text[: edge - 2] for edge in edges[:: 1 if live.effort >= 1 else 2]]
+        draws = [live.lm.sample(prompt, 4, [], temperature=0.0) for prompt in prompts]
+        for prompt, drawn in zip(prompts, live.run_all(draws), strict=True):
+            expect_greedy(live, drawn, prompt)
+
+    def test_scores_at_every_length(self, live: Subject) -> None:
+        """Continuations of unequal lengths score what the cold rows say, across blocks, chunks and
+        every edge, in any order, warm and cold."""
+        contexts, most = live.contexts, live.longest
+        text = contexts.long(most)
+        cases = [
+            (text[:begin], text[begin:end])
+            for begin, end in (*PIECES, *((e - 4, e + 8) for e in EDGES if e >= CHUNK))
+            if end <= most
+        ]
+        source = live.random("scores")
+        for turn in range(live.scaled(3, 2)):
+            order = source.sample(cases, len(cases))
+            together = [] if turn == 1 else [live.lm.sequence_logprobs(*case) for case in order]
+            scores = live.run_all(together)
+            for i, (prompt, tokens) in enumerate(order):
+                last = len(tokens) - 1
+                near = {k for k in range(last) if (len(prompt) + k) % 16 in (0, 1, 15)}
+                given = scores[i] if scores else live.score(prompt, tokens)
+                expect_scores(live, given, prompt, tokens, places=sorted({0, 1, *near, last}))
+                if turn == 1:
+                    live.check_row(prompt, how="after a continuation was scored")
+            live.lm.clear_cache()
+
+
+class ContinuationClauses:
+    """Continuations of hundreds of tokens."""
+
+    def test_long_continuations(self, live: Subject) -> None:
+        """Continuations of up to 500 tokens score what the cold rows say; drawn ones have all their
+        tokens, each the most likely one; and contexts go on from them."""
+        contexts = live.contexts
+        room = min(live.longest, contexts.limit - 1)
+        for cut, n in ((3, min(500, room - 40)), (40, min(150, room - 40))):
+            if n < 2:
+                continue
+            text = contexts.long(cut + n, cut)
+            prompt, tokens = text[:cut], text[cut:]
+            scores, places = live.score(prompt, tokens), _around(n)
+            expect_scores(live, scores, prompt, tokens, places=places, how="a long continuation")
+            for longer in (text[:-1], text):
+                after = (*longer, contexts.tokens[1])
+                live.check_row(after, how="going on from what was scored")
+        for n, stops in ((live.scaled(200, 140), False), (21, True)):
+            prompt = contexts.long(min(9, contexts.limit - 2), 2)
+            most = min(n, live.longest, contexts.limit - len(prompt) - 1)
+            drawn = live.sample(prompt, most, temperature=0.0)
+            check(len(drawn) == most, f"{most} tokens were to be drawn, and {len(drawn)} were")
+            if stops:  # the last one, wherever it comes first
+                stop = drawn[-1]
+                expected = drawn[: drawn.index(stop)]
+                drawn = live.sample(prompt, most, [stop], temperature=0.0)
+                check(drawn == expected, f"with stop token {stop} {drawn}, without {expected}")
+            expect_greedy(live, drawn, prompt, places=_around(len(drawn)))
+            for end in (len(drawn), len(drawn) - 1):
+                context = (*prompt, *drawn[: max(end, 0)])
+                for asked in ((*context, contexts.tokens[3]), context):
+                    live.check_row(asked, how="going on from what was drawn")
+
+
+def _around(length: int) -> list[int]:
+    around = {edge + off for edge in PLACES for off in (-1, 0, 1)}
+    return sorted(place for place in {0, 1, *around, length - 1} if 0 <= place < length)

@@ -1,0 +1,280 @@
+"""Clauses on the beginning and the end of a model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+
+import pytest
+from attrs import frozen
+
+from genlm.conformance.compare import Violation, brief, check
+from genlm.conformance.driver import Outcome, started
+from genlm.conformance.subject import Subject
+from genlm.core.errors import ModelClosedError
+from genlm.core.lm import AsyncLM
+from genlm.core.plugins import find_backend
+
+#: What importing a plugin module may not bring along, besides the engine's own distribution.
+HEAVY = frozenset({"jax", "mlx", "tensorflow", "torch", "transformers"})
+
+#: Prints the top-level modules that looking at a backend imports, beyond those of the core.
+LOOK = """
+import json, sys
+from genlm.core.plugins import find_backend
+before = set(sys.modules)
+find_backend(sys.argv[1]).info()
+print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - before})))
+"""
+
+
+@frozen
+class Farewell:
+    """What became of everybody when the model was closed with requests pending."""
+
+    waiting: list[Outcome]  # callers whose request the engine had not taken, the last in a thread
+    taken: Outcome  # the caller whose request the engine had in hand
+    closed: dict[str, Outcome]  # of close(), and of a second one
+    afterwards: dict[str, Outcome]  # of each method called on the closed model
+
+
+@frozen
+class Alive:
+    """What the process holds."""
+
+    tensors: int  # bytes, each storage counted once
+    threads: frozenset[str]
+    files: int
+
+    def check(self, before: Alive, tensors: float, left: str) -> None:
+        """Raises: Violation: more is alive than ``before``; of tensors at least that many bytes."""
+        grown = self.tensors - before.tensors
+        check(grown < tensors, f"{grown} bytes of tensors {left}")
+        threads = self.threads - before.threads
+        check(not threads, f"threads that {left}: {', '.join(sorted(threads))}")
+        files = self.files - before.files
+        check(files <= 0, f"{files} open files {left}")
+
+
+def alive() -> Alive:
+    """Count what the process holds, after collecting what is no longer referred to."""
+    import torch
+
+    gc.collect()
+    storages = {}
+    # There may be a million objects.
+    kinds = {torch.Tensor, torch.nn.Parameter}
+    for tensor in [each for each in gc.get_objects() if type(each) in kinds]:
+        try:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        except (RuntimeError, NotImplementedError):  # a tensor without memory
+            continue
+    threads = frozenset(f"{thread.name} ({thread.ident})" for thread in threading.enumerate())
+    files = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    return Alive(sum(storages.values()), threads, files)
+
+
+class LifecycleClauses:
+    """Import, close."""
+
+    def test_two_models_in_one_process(self, live: Subject) -> None:
+        """Two more models of the same backend draw differently without a seed, keep their own
+        adapters and state, and one closes without a trace on the others."""
+        prompt = live.contexts.stem[:4]
+        length = min(24, live.contexts.limit - 5)
+        live.cold(prompt)
+        names = live.loras[:2]
+        with contextlib.ExitStack() as stack:
+            models = [
+                stack.enter_context(contextlib.closing(self._further(live))) for _ in range(2)
+            ]
+            drawn = [live.run(lm.sample(prompt, length, [], temperature=100.0)) for lm in models]
+            check(
+                drawn[0] != drawn[1],
+                f"without a seed, two models draw the same {length} tokens after loading: "
+                f"{brief(drawn[0])}",
+            )
+            adapted = list(zip(models, names, strict=False))
+            for lm, name in adapted:
+                lm.add_new_lora(live.adapters[name], "mine")
+            longer = (*prompt, live.contexts.tokens[0])
+            for lm in models:
+                lm.cache_kv(prompt)
+                live.expect(lm.next_token_logprobs_sync(longer), longer, how="of one of two models")
+
+            def check_adapters(adapted: list[tuple[AsyncLM, str]], how: str) -> None:
+                for lm, name in adapted:
+                    row = lm.next_token_logprobs_sync(prompt, lora_name="mine")
+                    live.expect(row, prompt, name, how)
+
+            check_adapters(adapted, "under a name that another model has for another")
+            models[0].close()
+            models[1].clear_cache()  # so that the engine is asked again
+            check_adapters(adapted[1:], "after another model was closed")
+            row = models[1].next_token_logprobs_sync(prompt)
+            live.expect(row, prompt, how="after another model was closed")
+        live.lm.clear_cache()
+        live.check_row(prompt, how="after two other models were closed")
+
+    def test_nothing_grows(self, live: Subject) -> None:
+        """After ``clear_cache`` and ``clear_kv_cache``, as many bytes of tensors, threads and open
+        files are there as before the same amount of work."""
+        contexts = live.contexts.many(live.scaled(200, 90))
+        third = len(contexts) // 3
+        row = len(live.lm.byte_vocab) * 4
+        left: list[Alive] = []
+        for turn in range(3):
+            live.gather(contexts[turn * third : (turn + 1) * third])
+            live.sample(contexts[0], 3, seed=0)
+            live.lm.cache_kv(contexts[turn])
+            live.clear()
+            if turn:  # what the first one leaves may be made once
+                left.append(alive())
+        before, after = left
+        after.check(before, third * row / 2, f"are left of {third} rows, after both clears")
+
+    def test_nothing_is_left_after_close(self, live: Subject) -> None:
+        """A model that has been used and closed leaves no tensors, threads or open files."""
+        contexts = live.contexts.many(30)
+
+        def use() -> None:
+            lm = self._further(live)
+            lm.batch_next_token_logprobs_sync(contexts)
+            live.run(lm.sample(contexts[0], 3, [], seed=0))
+            lm.cache_kv(contexts[1])
+            lm.close()
+
+        def check_what_is_left() -> None:
+            before = alive()
+            use()
+            most = len(contexts) * len(live.lm.byte_vocab) * 4 / 2
+            alive().check(before, most, "are left of a closed model")
+
+        use()  # what is made once in a process is not counted
+        for _ in range(2):
+            with contextlib.suppress(Violation):
+                return check_what_is_left()
+        check_what_is_left()  # a leak is left every time; connections come and go
+
+    def _further(self, live: Subject) -> AsyncLM:
+        """Another model of the backend. One that refuses it, and says so, is not tested for it."""
+        if not live.suite.second_model:
+            pytest.skip(
+                "this class says that there is no room for a second model (second_model = False)"
+            )
+        try:
+            return live.suite.load([])
+        except Exception as error:
+            pytest.skip(
+                "the backend refuses another model while one is open "
+                f"({type(error).__name__}: {error!s:.100})"
+            )
+
+    def test_close_fails_what_is_pending(self, live: Subject) -> None:
+        """``close`` answers every waiting caller with ``ModelClosedError``; a request in the
+        engine's hands may end."""
+        farewell = self._farewell(live)
+        for outcome in farewell.waiting:
+            check(
+                isinstance(outcome, ModelClosedError),
+                f"pending when the model was closed, it ended in {outcome!r:.200}",
+            )
+        taken = farewell.taken
+        if not isinstance(taken, ModelClosedError):
+            context = live.contexts.stem[:2]
+            live.expect(taken, context, how="in the engine's hands when the model was closed")
+
+    def test_close_again_and_use_after_close(self, live: Subject) -> None:
+        """Closing twice is nothing; everything asked of a closed model is a ``ModelClosedError``,
+        at once."""
+        farewell = self._farewell(live)
+        for which, outcome in farewell.closed.items():
+            check(outcome is None, f"{which} ended in {outcome!r:.200}")
+        for method, outcome in farewell.afterwards.items():
+            check(
+                isinstance(outcome, ModelClosedError),
+                f"{method} on a closed model ended in {outcome!r:.200}",
+            )
+
+    def test_import_of_plugin_imports_no_engine(self, live: Subject) -> None:
+        """Importing the plugin module and asking what the backend is imports no engine and no
+        tensor library."""
+        backend = find_backend(live.suite.backend)
+        look = [sys.executable, "-c", LOOK, backend.name]
+        looked = subprocess.run(look, capture_output=True, text=True, check=False)
+        check(looked.returncode == 0, f"looking at the backend failed: {looked.stderr[-500:]}")
+        imported = set(json.loads(looked.stdout.splitlines()[-1]))
+        engine = backend.info().engine
+        own = backend.entry_point.dist.name if backend.entry_point.dist else None
+        modules = importlib.metadata.packages_distributions().items()
+        forbidden = {module for module, names in modules if engine in names and engine != own}
+        found = sorted(imported & (forbidden | HEAVY))
+        check(
+            not found,
+            f"importing {backend.module.__name__} and asking genlm_backend_info imports "
+            f"{', '.join(found)}",
+        )
+
+    def _farewell(self, live: Subject) -> Farewell:
+        """Close the model, once for both clauses, and see."""
+
+        def say_goodbye() -> Farewell:
+            live.cold(live.contexts.stem[:2])
+            live.reset()
+            farewell = live.run(_say_goodbye(live))
+            live.end(closed=True)
+            return farewell
+
+        return live.noted("farewell", say_goodbye)
+
+
+async def _say_goodbye(live: Subject) -> Farewell:
+    lm, stem, six = live.lm, live.contexts.stem, live.contexts.stem[:6]
+
+    def called(call: Callable[[], object]) -> Awaitable[object]:
+        return asyncio.wrap_future(live.thread(call))
+
+    async def outcome(awaitable: Awaitable[object]) -> Outcome:
+        try:
+            return await live.soon(awaitable)
+        except (asyncio.CancelledError, Exception) as error:
+            return error
+
+    live.gate.hold()
+    (taken,) = await started(lm.next_token_logprobs(stem[:2]))
+    await live.engine_held()
+    waiting = await started(*(lm.next_token_logprobs(stem[:n]) for n in (3, 4, 4)))
+    blocked = called(lambda: lm.next_token_logprobs_sync(stem[:5]))
+    closing = called(lm.close)
+    # These must end while the engine is still busy with the first request.
+    ended = [await outcome(one) for one in (*waiting, blocked)]
+    live.gate.release()
+    asked: dict[str, Callable[[], Awaitable[object]]] = {
+        "next_token_logprobs": lambda: lm.next_token_logprobs(six),
+        "batch_next_token_logprobs": lambda: lm.batch_next_token_logprobs([six]),
+        "sample": lambda: lm.sample(six, 1, []),
+        "next_token_logprobs_sync": lambda: called(lambda: lm.next_token_logprobs_sync(six)),
+        "next_token_logprobs_uncached": lambda: called(
+            lambda: lm.next_token_logprobs_uncached(six)
+        ),
+        "cache_kv": lambda: called(lambda: lm.cache_kv(six)),
+        "clear_kv_cache": lambda: called(lm.clear_kv_cache),
+    }
+    return Farewell(
+        waiting=ended,
+        taken=await outcome(taken),
+        closed={
+            "close()": await outcome(closing),
+            "a second close()": await outcome(called(lm.close)),
+        },
+        afterwards={method: await outcome(ask()) for method, ask in asked.items()},
+    )

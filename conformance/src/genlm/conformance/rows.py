@@ -1,0 +1,172 @@
+"""Clauses on the rows themselves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import strategies as st
+
+from genlm.conformance.compare import brief, check
+from genlm.conformance.subject import Subject
+from genlm.core.types import TokenIds
+
+if TYPE_CHECKING:
+    import torch
+
+#: How far the logarithm of a row's total mass may be from 0.
+NORMALISATION = 1e-4
+
+#: Printable ASCII, and every character of two bytes in UTF-8.
+ASCII = "".join(map(chr, range(0x20, 0x7F)))
+TWO_BYTES = "".join(map(chr, range(0x80, 0x800)))
+
+
+class RowClauses:
+    """What a row is, and what its tokens are."""
+
+    def test_bytes_of_text(self, live: Subject) -> None:
+        """The bytes of ``encode(text)`` joined are the text, over printable ASCII and characters of
+        two bytes. (Set ``text_is_normalised`` where the tokenizer changes text.)"""
+        if live.suite.text_is_normalised:
+            pytest.skip("this class says that the tokenizer changes text (text_is_normalised)")
+        tokenizer, vocab = live.lm.tokenizer, live.lm.byte_vocab
+        special = set(live.contexts.special)
+        texts = [ASCII, ASCII[::-1], "a b  c", "1 + 1 = 2"]
+        texts += [TWO_BYTES[i : i + 40] for i in range(0, len(TWO_BYTES), 40)]
+        for text in texts:
+            try:
+                ids = [int(token_id) for token_id in tokenizer.encode(text)]
+            except (AttributeError, TypeError, ValueError) as error:
+                pytest.skip(f"the tokenizer does not encode text: {error}")
+            if getattr(tokenizer, "unk_token_id", None) in ids:
+                continue  # a character that the vocabulary does not have
+            found = b"".join(vocab[i].byte_string for i in ids if i not in special)
+            # Some put a space before the first word.
+            check(
+                found.removeprefix(b" ") == text.encode().removeprefix(b" "),
+                f"the tokens of {text[:20]!r}... have the bytes {found[:40]!r}...",
+            )
+
+    def test_vocabulary_is_consistent(self, live: Subject) -> None:
+        """``byte_vocab[i].token_id == i``, ``str_vocab`` is as long, and some tokens have bytes."""
+        vocab, strings = live.lm.byte_vocab, len(live.lm.str_vocab)
+        in_order = all(token.token_id == i for i, token in enumerate(vocab))
+        check(in_order, "byte_vocab[i].token_id is not i")
+        check(strings == len(vocab), f"{strings} strings for {len(vocab)} tokens")
+        check(any(token.byte_string for token in vocab), "no token has bytes")
+
+    def test_row_has_shape_and_type(self, live: Subject) -> None:
+        """Every way of asking gives float32 of one number per token of ``byte_vocab``, without
+        autograd graph."""
+
+        @live.for_all(context=live.contexts.any())
+        def row_has_shape_and_type(context: TokenIds) -> None:
+            for way, row in every_way(live, context).items():
+                shape = tuple(row.shape)
+                check(shape == (len(live.lm.byte_vocab),), f"{way}: shape {shape}")
+                check(str(row.dtype) == "torch.float32", f"{way}: {row.dtype}, not torch.float32")
+                check(not row.requires_grad, f"{way}: the row requires grad")
+
+    def test_row_is_normalised(self, live: Subject) -> None:
+        """``logsumexp(row) == 0`` within 1e-4, and no number is nan or infinite (``-inf`` is no
+        mass at all)."""
+
+        @live.for_all(context=live.contexts.any())
+        def row_is_normalised(context: TokenIds) -> None:
+            for way, row in every_way(live, context).items():
+                check(not bool(row.isnan().any()), f"{way}: the row has nan")
+                mass = float(row.detach().double().logsumexp(dim=0))
+                check(abs(mass) <= NORMALISATION, f"{way}: logsumexp(row) is {mass:.6g}")
+
+    def test_every_way_of_asking_agrees(self, live: Subject) -> None:
+        """Asynchronous, blocking, batched, uncached: all the same row."""
+
+        @live.for_all(context=live.contexts.any())
+        def every_way_of_asking_agrees(context: TokenIds) -> None:
+            for way, row in every_way(live, context).items():
+                live.expect(row, context, how=f"by {way}")
+
+    def test_cold_row_is_repeatable(self, live: Subject) -> None:
+        """The oracle itself: a context's cold row is the same, whatever was asked before."""
+
+        @live.for_all(examples=12, contexts=live.contexts.distinct())
+        def cold_row_is_repeatable(contexts: list[TokenIds]) -> None:
+            before = [live.lm.next_token_logprobs_uncached(context) for context in contexts]
+            live.gather(contexts)
+            for context, row in zip(contexts, before, strict=True):
+                again = live.lm.next_token_logprobs_uncached(context)
+                live.expect_row(again, row, f"the context {brief(context)}, cold once more")
+                live.expect(again, context, how="cold once more")
+
+    def test_cold_rows_are_the_reference(self, live: Subject) -> None:
+        """Where the class gives rows that were computed without the backend, the cold rows agree
+        with them, up to the longest context."""
+        lengths = sorted({min(length, live.longest) for length in (1, 8, 130, 300, 600, 1024)})
+        contexts = [live.contexts.long(length, 1) for length in lengths]
+        rows = live.suite.reference_rows(contexts)
+        if rows is None:
+            pytest.skip(
+                "there are no rows to compare with; override `reference_rows`, or name another "
+                "backend that takes the model by `reference` (--reference)"
+            )
+        for context, row in zip(contexts, rows, strict=True):
+            live.expect_row(live.cold(context), row, f"{brief(context)}, cold, and the reference")
+
+    def test_engine_keeps_its_contract(self, live: Subject) -> None:
+        """What the hooks themselves return, before the core touches it: number, shape, type,
+        values, mass."""
+
+        @live.for_all(contexts=live.contexts.several(), tokens=live.contexts.tails())
+        def engine_keeps_its_contract(contexts: list[TokenIds], tokens: TokenIds) -> None:
+            before = len(live.contract_violations)
+            live.gather(contexts)
+            live.lm.cache_kv(contexts[0])
+            if live.lm.supports("genlm_cache_prefix"):
+                check(
+                    live.gate.pinned == [True],
+                    f"genlm_cache_prefix returned {live.gate.pinned[0]}; it returns True when the "
+                    "prefix is pinned",
+                )
+            live.run(live.lm.batch_sample(contexts, max_tokens=2, eos_token_ids=[], seed=0))
+            live.score(contexts[0], tokens)
+            found = [str(violation) for violation in live.contract_violations[before:]]
+            check(not found, "; ".join(found[:3]))
+
+
+class OwnershipClauses:
+    """Whose memory a row is."""
+
+    def test_row_belongs_to_its_caller(self, live: Subject) -> None:
+        """Writing into a row changes no other caller's row, and nothing that is cached."""
+
+        @live.for_all(context=live.contexts.any(), callers=st.integers(2, 4))
+        def row_belongs_to_its_caller(context: TokenIds, callers: int) -> None:
+            mine, *others = live.gather([context] * callers)
+            mine.fill_(0.0)
+            for row in others:
+                live.expect(row, context, how="after another caller of it wrote into its row")
+            live.ask(context).fill_(0.0)
+            live.check_row(context, how="after an earlier caller wrote into its row")
+
+    def test_row_does_not_keep_its_batch(self, live: Subject) -> None:
+        """A row's memory holds that row and nothing else."""
+
+        @live.for_all(contexts=live.contexts.distinct())
+        def row_does_not_keep_its_batch(contexts: list[TokenIds]) -> None:
+            for row in live.gather(contexts):
+                held, needed = row.untyped_storage().nbytes(), row.numel() * row.element_size()
+                check(held == needed, f"a row of {needed} bytes keeps {held} bytes alive")
+
+
+def every_way(live: Subject, context: TokenIds) -> dict[str, torch.Tensor]:
+    """The row of a context by every method that gives one; the first comes from the engine, others
+    perhaps from a cache."""
+    lm = live.lm
+    return {
+        "next_token_logprobs": live.run(lm.next_token_logprobs(context)),
+        "next_token_logprobs_sync": lm.next_token_logprobs_sync(context),
+        "batch_next_token_logprobs": live.run(lm.batch_next_token_logprobs([context]))[0],
+        "batch_next_token_logprobs_sync": lm.batch_next_token_logprobs_sync([context])[0],
+        "next_token_logprobs_uncached": lm.next_token_logprobs_uncached(context),
+    }

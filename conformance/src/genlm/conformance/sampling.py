@@ -1,0 +1,325 @@
+"""Clauses on sampling and scoring: both agree with the rows; a seed fixes a draw, and nothing else
+does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import strategies as st
+
+from genlm.conformance.agreement import (
+    expect_frequencies,
+    expect_greedy,
+    expect_same_draw,
+    expect_scores,
+    for_each_seed,
+    single_tokens,
+    steady,
+)
+from genlm.conformance.compare import TOP_FACTOR, brief, check
+from genlm.conformance.subject import Subject
+from genlm.core.types import TokenIds
+
+if TYPE_CHECKING:
+    import torch
+
+#: Draws for a comparison of frequencies, at effort 1.
+DRAWS = 1000
+
+SEEDS = st.integers(0, 1 << 32)
+
+
+class SamplingClauses:
+    """Draws come from the rows, by a seed or none."""
+
+    def test_seed_fixes_the_draw(self, live: Subject) -> None:
+        """A seeded continuation is the same alone, again, gathered with others, and as the first of
+        a batch."""
+        live.needs_little_rounding()
+
+        how = steady(live)
+
+        @live.for_all(examples=10, prompts=live.contexts.several(most=4), seed=SEEDS)
+        @for_each_seed
+        def seed_fixes_the_draw(prompts: list[TokenIds], seed: int) -> None:
+            what = f"{list(prompts[0])} with seed {seed} draws"
+            alone = live.sample(prompts[0], 4, seed=seed, **how)
+            again = live.sample(prompts[0], 4, seed=seed, **how)
+            expect_same_draw(again, alone, f"{what} {alone}, then {again}")
+            live.lm.clear_cache()
+            first, *_ = live.samples(prompts, 4, seed=seed, **how)
+            expect_same_draw(first, alone, f"{what} {alone} alone and {first} first in a batch")
+            live.lm.clear_cache()
+            last, again = (
+                live.samples([other, prompts[0]], 4, seed=seed, **how)[1]
+                for other in (prompts[1], prompts[-1])
+            )
+            beside = f"{last} or {again} second in a batch, beside others"
+            expect_same_draw(last, again, f"{what} {beside}")
+
+    def test_draws_are_separate(self, live: Subject) -> None:
+        """Without a seed every draw is a draw of its own; with one every place in a batch has its
+        own stream."""
+        prompt = live.contexts.stem[:4]
+        for seed in (None, 1):
+            drawn = live.samples([prompt] * 4, 6, temperature=100.0, seed=seed)
+            what = f"four draws of six tokens in a batch at temperature 100, seed={seed}"
+            check(len(set(map(tuple, drawn))) > 1, f"{what}: all {drawn[0]}")
+
+    def test_seeds_among_companions(self, live: Subject) -> None:
+        """A seeded draw is the same among draws with other options, other seeds, none, and other
+        adapters."""
+        live.needs_little_rounding()
+        how = steady(live)
+        neighbours = (
+            {"seed": None},
+            {"seed": 3},
+            {"top_k": 2, "seed": 5},
+            {"top_p": 0.5},
+            {"temperature": 0.0},
+            {"temperature": 3.0, "seed": 1},
+            {"lora_name": next(iter(live.loras), None)},
+        )
+
+        @live.for_all(
+            examples=15,
+            least=8,
+            prompt=live.contexts.any(room_for=5),
+            seed=SEEDS,
+            others=st.lists(st.sampled_from(neighbours), min_size=1, max_size=5),
+            place=st.integers(0, 5),
+        )
+        @for_each_seed
+        def seeds_among_companions(
+            prompt: TokenIds, seed: int, others: list[dict[str, Any]], place: int
+        ) -> None:
+            alone = live.sample(prompt, 5, seed=seed, **how)
+            live.lm.clear_cache()
+            place %= len(others) + 1
+            given = [*others[:place], {"seed": seed, **how}, *others[place:]]
+            draws = live.run_all(live.lm.sample(prompt, 5, [], **options) for options in given)
+            what = f"{brief(prompt)} with seed {seed} draws {alone} alone, and {draws[place]}"
+            expect_same_draw(draws[place], alone, f"{what} beside {others}")
+
+    def test_successive_tokens_are_independent(self, live: Subject) -> None:
+        """Draws of two tokens, with seeds one after the other: all pairs come at the frequencies
+        that the rows give them."""
+        prompt = live.contexts.stem[:5]
+        count = live.scaled(400, 200)
+        mass: dict[tuple[int, ...], float] = {
+            (token_id, next_id): p * q
+            for token_id, p in _two_of(live.cold(prompt))
+            for next_id, q in _two_of(live.cold((*prompt, token_id)))
+        }
+        draws = [live.lm.sample(prompt, 2, [], seed=i, top_k=2) for i in range(count)]
+        drawn = [tuple(ids) for ids in live.run_all(draws)]
+        strange = [ids for ids in drawn if ids not in mass]
+        check(len(strange) <= count // 50, f"with top_k=2 some draws are {strange[:3]}")
+        what = f"{count} draws of two tokens after {brief(prompt)}, with seeds from 0"
+        expect_frequencies(what, [ids for ids in drawn if ids in mass], mass)
+
+    def test_unseeded_after_seeded(self, live: Subject) -> None:
+        """A seed fixes one draw, and none of those without a seed that follow."""
+        prompt = live.contexts.stem[:4]
+        length = min(24, live.contexts.limit - 5)
+        free = []
+        for _ in range(2):
+            live.sample(prompt, 4, seed=11)
+            free.append(live.sample(prompt, length, temperature=100.0))
+        check(free[0] != free[1], f"after a seeded draw, unseeded ones repeat: {free[0]}")
+
+    def test_temperature_zero_is_argmax(self, live: Subject) -> None:
+        """At temperature 0 every token is a most likely one of its row (within the tolerance)."""
+
+        @live.for_all(examples=10, prompt=live.contexts.any())
+        def temperature_zero_is_argmax(prompt: TokenIds) -> None:
+            expect_greedy(live, live.sample(prompt, 4, temperature=0.0), prompt)
+
+    def test_top_k_and_top_p(self, live: Subject) -> None:
+        """``top_k=1`` and a tiny ``top_p`` leave the most likely token, ``top_k=5`` the five most
+        likely."""
+
+        @live.for_all(examples=5, prompt=live.contexts.any(), seed=SEEDS)
+        def top_k_and_top_p(prompt: TokenIds, seed: int) -> None:
+            for how in ({"top_k": 1}, {"top_p": 1e-6}):
+                drawn = live.sample(prompt, 4, seed=seed, **how)
+                expect_greedy(live, drawn, prompt, how=f"with {_given(how)}")
+            (token_id,) = live.sample(prompt, 1, temperature=100.0, seed=seed, top_k=5)
+            row = live.cold(prompt)
+            least = float(row.topk(5).values[-1]) - TOP_FACTOR * live.atol
+            check(
+                float(row[token_id]) >= least,
+                f"{list(prompt)} with top_k=5 drew token {token_id}, not one of the five",
+            )
+
+    def test_stop_token_ends_the_draw(self, live: Subject) -> None:
+        """A stop token ends the continuation and is not in it, also as the last token that is
+        allowed; a token that is not listed does not stop."""
+        live.needs_little_rounding()
+
+        end = getattr(live.lm.tokenizer, "eos_token_id", None)
+        ends = [end] if isinstance(end, int) else []
+
+        @live.for_all(examples=10, prompt=live.contexts.any(), seed=SEEDS, place=st.integers(0, 3))
+        @for_each_seed
+        def stop_token_ends_the_draw(prompt: TokenIds, seed: int, place: int) -> None:
+            # Without a seed, and with the model's own end, an engine may stop the draw by itself.
+            for how, others in (({**steady(live), "seed": seed}, []), ({"temperature": 0.0}, ends)):
+                free = live.sample(prompt, 4, **how)
+                stops = [free[place], *others]
+                first = min(free.index(stop) for stop in stops if stop in free)
+                what = (
+                    f"{list(prompt)} with {_given(how)} draws {free}, with the stop tokens {stops}"
+                )
+                for most in (4, first + 1):
+                    stopped = live.sample(prompt, most, stops, **how)
+                    found = f"{what} and max_tokens={most} {stopped}"
+                    expect_same_draw(stopped, free[:first], found)
+
+    def test_max_tokens(self, live: Subject) -> None:
+        """Without stop tokens a continuation has exactly ``max_tokens`` tokens; 0 gives none."""
+
+        @live.for_all(examples=10, prompt=live.contexts.any(), count=st.integers(0, 4))
+        def max_tokens(prompt: TokenIds, count: int) -> None:
+            drawn = live.sample(prompt, count, seed=0)
+            check(len(drawn) == count, f"max_tokens={count} gave {len(drawn)} tokens")
+            known = range(len(live.lm.byte_vocab))
+            check(all(token_id in known for token_id in drawn), f"{drawn} is not all in {known}")
+
+    def test_frequencies_agree_with_rows(self, live: Subject) -> None:
+        """The frequencies of drawn tokens are those of the cold row, at temperature 1 and others (a
+        chi-squared test)."""
+        prompt = live.contexts.stem[:6]
+        count = max(200, round(DRAWS * live.effort))
+        for temperature in (1.0, 0.5, 2.0):
+            drawn = live.samples([prompt] * count, 1, temperature=temperature, seed=2026)
+            mass = (live.cold(prompt).double() / temperature).softmax(dim=0)
+            what = f"{count} draws after {list(prompt)} at temperature {temperature}"
+            expect_frequencies(what, drawn, single_tokens(mass))
+
+    def test_options_together(self, live: Subject) -> None:
+        """Temperature, then ``top_k``, then ``top_p`` of what remains: the draws are among the
+        tokens that are left, at their frequencies."""
+        prompt = live.contexts.stem[:6]
+        row = live.cold(prompt)
+        count = live.scaled(400, 150)
+        # The cut that a wrong order would make is another one where the row is not very peaked.
+        for temperature, top_k, top_p in (
+            (0.6, None, 0.7),
+            (2.0, 12, 0.5),
+            (1.5, 6, 0.8),
+            (3.0, None, 0.3),
+            (1.0, 8, None),
+            (0.02, None, None),
+        ):
+            options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+            drawn = live.samples([prompt] * count, 1, seed=7, **options)
+            mass, unsure = _left(row, temperature, top_k, top_p, live.atol)
+            what = f"{count} draws after {brief(prompt)} with {_given(options)}"
+            for ids in drawn:
+                is_left = len(ids) == 1 and (bool(mass[ids[0]] > 0) or ids[0] in unsure)
+                check(is_left, f"{what}: {ids} is not among the tokens that are left")
+            # Rounding decides whether the unsure ones are left: compare the others.
+            sure = mass.clone()
+            sure[list(unsure)] = 0.0
+            if unsure and not bool(sure.any()):
+                continue
+            among = [ids for ids in drawn if ids[0] not in unsure]
+            check(
+                bool(among) or float(sure.sum()) < 0.1,
+                f"{what}: no draw is among the tokens that are left for sure",
+            )
+            if among:
+                expect_frequencies(what, among, single_tokens(sure / sure.sum()))
+
+    def test_several_stop_tokens(self, live: Subject) -> None:
+        """Of several stop tokens each ends the draw where it first comes, those that never come end
+        nothing."""
+        live.needs_little_rounding()
+
+        how = {**steady(live), "temperature": 1.5}
+
+        @live.for_all(
+            examples=10,
+            prompt=live.contexts.any(room_for=6),
+            seed=SEEDS,
+            places=st.lists(st.integers(1, 5), min_size=1, max_size=3, unique=True),
+        )
+        @for_each_seed
+        def several_stop_tokens(prompt: TokenIds, seed: int, places: list[int]) -> None:
+            free = live.sample(prompt, 6, seed=seed, **how)
+            stops = {free[place] for place in places}
+            others = [token for token in live.contexts.plain[:40] if token not in free][:3]
+            stopped = live.sample(prompt, 6, [*others, *stops], seed=seed, **how)
+            first = min(free.index(stop) for stop in stops)
+            what = f"{brief(prompt)} with seed {seed} draws {free}, with stop tokens"
+            found = f"{what} {sorted({*stops, *others})} {stopped}"
+            expect_same_draw(stopped, free[:first], found)
+
+    def test_draws_of_full_length(self, live: Subject) -> None:
+        """Without stop tokens nothing stops, at a temperature at which every token comes up."""
+        count = live.scaled(200, 60)
+        prompts = [live.contexts.stem[:n] for n in (2, 4, 5)] * (count // 3)
+        length = min(16, live.contexts.limit - 5)
+        for ids in live.samples(prompts, length, temperature=100.0):
+            check(len(ids) == length, f"without stop tokens {length} were asked, {len(ids)} drawn")
+
+    def test_adapter_in_sampling(self, live: Subject) -> None:
+        """A continuation is drawn with its adapter: greedy ones follow the adapter's rows."""
+        names = [None, *live.needs_adapters()]
+
+        @live.for_all(examples=5, prompt=live.contexts.any())
+        def adapter_in_sampling(prompt: TokenIds) -> None:
+            for name in names:
+                drawn = live.sample(prompt, 2, temperature=0.0, lora_name=name)
+                expect_greedy(live, drawn, prompt, name)
+
+    def test_scores_agree_with_rows(self, live: Subject) -> None:
+        """``sequence_logprobs`` gives the entries of the cold rows, token by token, with each
+        adapter."""
+
+        @live.for_all(
+            examples=10,
+            prompt=live.contexts.any(),
+            tokens=live.contexts.tails(),
+            name=st.sampled_from([None, *live.loras]),
+        )
+        def scores_agree_with_rows(prompt: TokenIds, tokens: TokenIds, name: str | None) -> None:
+            expect_scores(live, live.score(prompt, tokens, name), prompt, tokens, name)
+
+
+def _left(
+    row: torch.Tensor, temperature: float, top_k: int | None, top_p: float | None, atol: float
+) -> tuple[torch.Tensor, set[int]]:
+    """What temperature, then ``top_k``, then ``top_p`` leave of a row: the masses, and the tokens
+    of which rounding decides whether they are left."""
+    import torch
+
+    mass = (row.double().cpu() / temperature).softmax(0)
+    order = mass.argsort(descending=True, stable=True)
+    kept = order[:top_k]
+    unsure: set[int] = set()
+    if top_k is not None and top_k < len(order):
+        gap = float(mass[order[top_k - 1]] - mass[order[top_k]])
+        unsure |= {int(order[top_k - 1]), int(order[top_k])} if gap <= 4 * atol else set()
+    if top_p is not None:
+        cumulative = mass[kept].cumsum(0) / mass[kept].sum()
+        end = int((cumulative < top_p).sum())
+        for i in (end - 1, end):
+            if 0 <= i < len(kept) and abs(float(cumulative[i]) - top_p) <= 20 * atol:
+                unsure |= {int(t) for t in kept[max(0, i - 1) : i + 3]}
+        kept = kept[: end + 1]
+    left = torch.zeros_like(mass)
+    left[kept] = mass[kept]
+    return left / left.sum(), unsure
+
+
+def _two_of(row: torch.Tensor) -> Iterable[tuple[int, float]]:
+    """The two most likely tokens, with their shares of what both have."""
+    top = row.double().topk(2)
+    return zip(top.indices.tolist(), top.values.softmax(0).tolist(), strict=True)
+
+
+def _given(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)

@@ -1,0 +1,317 @@
+"""Schedules: requests of every kind that arrive, leave and meet, on a clock that counts the calls
+of the engine. Each must get what it gets alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from attrs import define, frozen
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from genlm.conformance.agreement import MovedDraw, for_each_seed
+from genlm.conformance.cast import DIFFERENT, MOVING, Request, Row, requests_of
+from genlm.conformance.compare import Violation
+from genlm.conformance.driver import Outcome, submitted
+from genlm.conformance.subject import Subject
+from genlm.core.errors import UnknownAdapterError
+
+#: How many events a schedule has at most.
+EVENTS = 10
+
+#: How many requests come at once: alone, few, beyond 8, beyond 64.
+BURSTS = (1, 2, 4, 9, 17, 66, 80)
+
+#: After how many calls of the engine callers leave, in turn.
+CALLS = (1, 2, 1, 3, 1, 5)
+
+
+@frozen
+class Arrival:
+    """Requests of one kind arrive together."""
+
+    after: int  # calls of the engine since the event before
+    kind: str
+    count: int
+    first: int  # of the requests of that kind
+
+
+@frozen
+class Leaving:
+    """A caller goes, alone or with all who came together with it, unless it has been answered."""
+
+    after: int
+    which: int  # of all that were asked
+    all: bool = False
+
+
+@frozen
+class Rebinding:
+    """The adapter :data:`~genlm.conformance.cast.MOVING` is bound to another, or removed and
+    added."""
+
+    after: int
+    to: int
+    removed: bool = False
+
+
+Event = Arrival | Leaving | Rebinding
+
+
+class ScheduleClauses:
+    """Requests in flight do not disturb each other."""
+
+    def test_cancelled_requests_leave_nothing(self, live: Subject) -> None:
+        """Hundreds of draws that have begun, and of long prompts and scores that are half computed,
+        are cancelled beside others, and then the same and others are asked: all give what they give
+        alone."""
+        for turn in range(live.scaled(24, 3)):
+            check_schedule(live, _leaving(turn))
+        if live.effort >= 1:  # minutes on a slow engine
+            check_schedule(live, _leaving_alone(70))
+
+    def test_requests_on_a_schedule(self, live: Subject) -> None:
+        """Rows, draws and scores of all lengths, options and adapters arrive alone and in bursts,
+        some leave, and adapters change in between: each of them gives what it gives alone."""
+        found = schedules(len(live.loras) > 1, live.scaled(80, 17))
+
+        @live.for_all(examples=14, least=4, schedule=found)
+        def requests_on_a_schedule(schedule: list[Event]) -> None:
+            check_schedule(live, schedule)
+
+
+def schedules(adapters: bool, most: int) -> SearchStrategy[list[Event]]:
+    """Schedules with changes of adapters or without, and bursts of at most ``most``. Most of their
+    places for events are filled, where the lists of Hypothesis are short on average; shrinking
+    empties them."""
+    after = st.sampled_from((0, 1, 1, 2, 3, 5, 8))
+    bursts = st.sampled_from([count for count in BURSTS if count <= most])
+    events: list[SearchStrategy[Any]] = [
+        st.builds(Arrival, after, st.just(kind), bursts, st.integers(0, different - 1))
+        for kind, different in DIFFERENT.items()
+    ]
+    all_leave = st.sampled_from((False, False, False, True))
+    events.append(st.builds(Leaving, after, st.integers(0, 99), all_leave))
+    if adapters:
+        events.append(st.builds(Rebinding, after, st.integers(0, 1), st.booleans()))
+    places = st.tuples(*[st.one_of(st.none(), st.one_of(*events))] * EVENTS)
+    return places.map(lambda found: [each for each in found if each is not None])
+
+
+def _leaving(turn: int) -> list[Event]:
+    long_score = turn % 3 == 0  # in some engines nothing else is in flight beside one
+    some = range(4) if turn % 2 else [turn % 4]
+    return [
+        Arrival(0, "draws", 4, 9 * turn),  # of 5, 2, 3 and 4 tokens
+        Arrival(0, "growing draws", 8, turn),
+        *([Arrival(0, "scores", 1, 3 + 4 * turn)] if long_score else []),
+        Arrival(1, "long rows", 14, turn),
+        Arrival(0, "long rows", 2, turn + 14),
+        Leaving(CALLS[turn % len(CALLS)], 4, all=True),
+        Leaving(0, 12 + long_score, all=True),
+        *([Leaving(0, 12)] if long_score else []),
+        *(Leaving(0, which) for which in some),
+        Arrival(0, "rows", 3, 7 * turn),
+        Arrival(0, "draws", 2, 5 * turn + 1),
+        *([Arrival(0, "scores", 2, 3 + 4 * (turn + 1))] if long_score else []),
+        Arrival(1, "long rows", 3, turn),
+    ]
+
+
+def _leaving_alone(times: int) -> list[Event]:
+    """Long contexts that begin with nothing else in flight, and leave: who has the last place."""
+    events: list[Event] = []
+    for turn in range(times):
+        events += [Arrival(0, "long rows", 1, turn), Leaving(1, turn)]
+    return [*events, Arrival(1, "rows", 3, 0), Arrival(0, "long rows", 2, 0)]
+
+
+def check_schedule(live: Subject, schedule: Sequence[Event]) -> None:
+    """Raises: Violation: some request got something else than alone."""
+
+    @for_each_seed
+    def each_is_as_alone(seed: int) -> None:
+        live.reset()
+        performance = Performance(live, schedule, seed)
+        live.drive(performance.run())
+        performance.check()
+
+    each_is_as_alone(0)
+
+
+@define(eq=False)
+class Asked:
+    """A request that was asked."""
+
+    number: int
+    arrival: Arrival
+    request: Request
+    owner: str | None  # whose adapter its name stood for
+    task: asyncio.Future[Outcome]
+    left: bool = False
+    hangs: bool = False
+    disturbed: bool = False  # its adapter was bound anew or removed while it was in flight
+
+    def wrong(self, live: Subject) -> Violation | None:
+        if self.hangs:
+            return Violation("it was not answered")
+        if self.task.cancelled():
+            return None if self.left else Violation("it was cancelled; its caller had not gone")
+        outcome = self.task.exception() or self.task.result()
+        # Where the core makes a draw of several rows, it is refused if its adapter goes.
+        if self.disturbed and isinstance(outcome, UnknownAdapterError):
+            return None if not isinstance(self.request, Row) else Violation(str(outcome))
+        try:
+            self.request.compare(live, outcome, self.owner)
+        except Violation as violation:
+            return violation
+        return None
+
+
+class Performance:
+    """A schedule while it is performed.
+
+    The clock counts calls of the engine. What is due after a call is asked before the call returns,
+    so the next one finds it. While nothing is in flight, the clock jumps to the next event.
+    """
+
+    def __init__(self, live: Subject, schedule: Sequence[Event], salt: int) -> None:
+        self.live = live
+        self._salt = salt
+        self._clock = 0
+        self._asked: list[Asked] = []
+        self._lines: list[str] = []  # what has happened
+        self._events: list[tuple[int, Event]] = []
+        self._change: asyncio.Future[None] | None = None  # of an adapter, under way
+        self._moving: str | None = None  # whose adapter the moving name stands for
+        self._names = list(live.adapters)[:2]
+        self._ready: dict[tuple[Request, str | None], Request] = {}
+        self._happening = asyncio.Lock()
+        at, moves = 0, False
+        for event in schedule:
+            at += event.after
+            self._events.append((at, event))
+            moves |= isinstance(event, Rebinding)
+            for request in self._arriving(event) if isinstance(event, Arrival) else ():
+                moved = request.adapter == MOVING
+                moves |= moved
+                for owner in self._names if moved else [request.adapter]:
+                    self._ready[request, owner] = request.alone(live, owner)
+        if moves:
+            self._moving = self._names[0]
+            live.bind(MOVING, live.adapters[self._moving])
+        live.clear()
+
+    def _arriving(self, event: Arrival) -> list[Request]:
+        known = self.live.noted(
+            (event.kind, self._salt), lambda: requests_of(self.live, event.kind, self._salt)
+        )
+        return [known[(event.first + i) % len(known)] for i in range(event.count)]
+
+    # --- performing -------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        async with self.live.after_each_call(self._tick):
+            try:
+                await self._to_the_end()
+            finally:
+                for one in self._asked:
+                    one.hangs = not one.task.done()
+                    one.task.cancel()
+
+    async def _to_the_end(self) -> None:
+        while True:
+            await self._happen()
+            waiting = [one.task for one in self._asked if not one.task.done()]
+            if self._change is not None:
+                waiting.append(self._change)
+            if waiting:
+                if not await self.live.all_done(waiting):
+                    return  # some are never answered
+            elif self._events:
+                self._clock = max(self._clock, self._events[0][0])
+            else:
+                return
+
+    async def _tick(self) -> None:
+        self._clock += 1
+        await self._happen()
+
+    async def _happen(self) -> None:
+        """All that is due. While an adapter changes, what comes after it waits."""
+        async with self._happening:
+            if self._change is not None and self._change.done():
+                self._change.result()
+                self._change = None
+            while self._change is None and self._events and self._events[0][0] <= self._clock:
+                _, event = self._events.pop(0)
+                if isinstance(event, Rebinding):
+                    await submitted()  # what is asked before it is on its way
+                what = {Arrival: self._arrive, Leaving: self._leave, Rebinding: self._rebind}
+                line = what[type(event)](event)  # type: ignore[operator]
+                self._lines.append(f"call {self._clock}: {line}")
+            await submitted()
+
+    def _arrive(self, event: Arrival) -> str:
+        first = len(self._asked) + 1
+        for request in self._arriving(event):
+            owner = self._moving if request.adapter == MOVING else request.adapter
+            ready = self._ready[request, owner]
+            task = asyncio.ensure_future(ready.ask(self.live))
+            self._asked.append(Asked(len(self._asked) + 1, event, ready, owner, task))
+        if event.count == 1:
+            return f"{first} asks for a {self._asked[-1].request}"
+        kinds = Counter(str(one.request).partition(",")[0] for one in self._asked[first - 1 :])
+        shown = ", ".join(list(kinds)[:3]) + (", ..." if len(kinds) > 3 else "")
+        return f"{first} to {len(self._asked)} ask for {event.kind}: {shown}"
+
+    def _leave(self, event: Leaving) -> str:
+        chosen = self._asked[event.which % len(self._asked)] if self._asked else None
+        leaving = [
+            one
+            for one in self._asked
+            if not one.task.done()
+            and (one is chosen or (event.all and chosen and one.arrival is chosen.arrival))
+        ]
+        if not leaving:
+            return "somebody leaves who has been answered"
+        for one in leaving:
+            one.left = True
+            one.task.cancel()
+        who = ", ".join(str(one.number) for one in leaving[:6])
+        return f"{who}{' and more' if len(leaving) > 6 else ''} leave"
+
+    def _rebind(self, event: Rebinding) -> str:
+        live, to = self.live, self._names[event.to]
+        for one in self._asked:
+            one.disturbed |= one.request.adapter == MOVING and not one.task.done()
+
+        def change() -> None:
+            if event.removed:
+                live.remove(MOVING)
+            live.bind(MOVING, live.adapters[to])
+
+        self._moving = to
+        self._change = asyncio.wrap_future(live.thread(change))
+        return f"{MOVING!r} is {'removed, and ' if event.removed else ''}bound to {to!r}"
+
+    # --- what came of it --------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises: Violation: the first request that is wrong, with the schedule; a draw that
+        rounding may have moved only where no other is."""
+        moved = None
+        for one in self._asked:
+            violation = one.wrong(self.live)
+            if violation is None:
+                continue
+            story = "\n  ".join(self._lines)
+            message = f"request {one.number}, a {one.request}: {violation}\n  {story}"
+            if not isinstance(violation, MovedDraw):
+                raise Violation(message)
+            moved = moved or MovedDraw(message)
+        if moved is not None:
+            raise moved

@@ -1,0 +1,134 @@
+"""Clauses on batches, and on state kept between requests: neither may show in an answer."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from genlm.conformance.compare import check
+from genlm.conformance.contexts import BATCHES
+from genlm.conformance.subject import Subject
+from genlm.core.types import TokenIds
+
+
+class StateClauses:
+    """A row depends neither on its companions nor on what is kept."""
+
+    def test_batch_answers_in_order(self, live: Subject) -> None:
+        """Row ``i`` of a batch is the cold row of context ``i``: any order, any lengths, with
+        duplicates, in one call and gathered from coroutines of their own."""
+
+        @live.for_all(contexts=live.contexts.several())
+        def batch_answers_in_order(contexts: list[TokenIds]) -> None:
+            rows = live.run(live.lm.batch_next_token_logprobs(contexts))
+            check(len(rows) == len(contexts), f"{len(rows)} rows for {len(contexts)} contexts")
+            live.expect_all(rows, contexts, how=f"in a batch of {len(contexts)}")
+            live.lm.clear_cache()
+            live.check_rows(contexts, how=f"gathered with {len(contexts) - 1} others")
+
+    def test_large_batch(self, live: Subject) -> None:
+        """Batches of many sizes up to 300, of contexts of unequal lengths, and of none at all: each
+        row is its context's."""
+        most = live.scaled(max(BATCHES), 70)
+        contexts = live.contexts.many(most)
+        source = live.random("batches")
+        for size in (size for size in BATCHES if size <= most):
+            live.lm.clear_cache()
+            batch = source.sample(contexts, min(size, len(contexts)))
+            live.check_rows(batch, how=f"in a batch of {size}")
+        nothing = live.run(live.lm.batch_next_token_logprobs([]))
+        check(
+            tuple(nothing.shape) == (0, len(live.lm.byte_vocab)),
+            f"no contexts give shape {tuple(nothing.shape)}",
+        )
+
+    def test_equal_questions_share_one_slot(self, live: Subject) -> None:
+        """The engine sees each of the pending requests once, however many callers ask it."""
+
+        @live.for_all(context=live.contexts.any(), callers=st.integers(2, 4))
+        def equal_questions_share_one_slot(context: TokenIds, callers: int) -> None:
+            live.gather([context] * callers)
+            times = sum(query.token_ids == context for query in live.gate.seen)
+            check(
+                times == 1,
+                f"{callers} callers asked for {list(context)} together: the engine saw it {times} "
+                "times",
+            )
+
+    def test_same_tail_under_different_prefixes(self, live: Subject) -> None:
+        """Contexts that end alike and begin differently stay different, their prefixes pinned or
+        not."""
+
+        @live.for_all(
+            prefixes=live.contexts.distinct(), tail=live.contexts.tails(), pinned=st.booleans()
+        )
+        def same_tail_under_different_prefixes(
+            prefixes: list[TokenIds], tail: TokenIds, pinned: bool
+        ) -> None:
+            for prefix in prefixes if pinned else []:
+                live.lm.cache_kv(prefix)
+            contexts = [prefix + tail for prefix in prefixes]
+            live.check_rows(contexts, how="together with others of the same tail")
+
+    def test_warm_row_equals_cold_row(self, live: Subject) -> None:
+        """Asked again, from the row cache or with what the engine has kept of it, a context has its
+        cold row."""
+
+        @live.for_all(examples=12, contexts=live.contexts.several())
+        def warm_row_equals_cold_row(contexts: list[TokenIds]) -> None:
+            for context in contexts:
+                live.check_row(context, how="asked for the first time")
+                live.check_row(context, how="asked again")
+            live.lm.clear_cache()
+            for context in contexts:
+                live.check_row(context, how="asked again without the row cache")
+
+    def test_extended_context(self, live: Subject) -> None:
+        """A context that grows token by token has its cold row at every length."""
+
+        @live.for_all(examples=14, context=live.contexts.any(), tokens=live.contexts.tails(most=4))
+        def extended_context(context: TokenIds, tokens: TokenIds) -> None:
+            for end in range(len(tokens) + 1):
+                grown = context + tokens[:end]
+                live.check_row(grown, how=f"after {end} extensions")
+
+    def test_forked_contexts(self, live: Subject) -> None:
+        """Contexts that fork from a shared stem do not disturb each other, nor the stem."""
+
+        @live.for_all(
+            examples=14,
+            stem=live.contexts.any(),
+            tails=st.lists(live.contexts.tails(), min_size=2, max_size=3),
+        )
+        def forked_contexts(stem: TokenIds, tails: list[TokenIds]) -> None:
+            live.check_row(stem)
+            for tail in tails:
+                live.check_row(stem + tail, how="forked from a stem that was asked")
+            live.lm.clear_cache()
+            live.check_row(stem, how="after others had forked from it")
+
+    def test_pinned_prefix(self, live: Subject) -> None:
+        """Contexts that begin with a pinned prefix have their cold rows, again and again, and so
+        has the prefix."""
+        live.needs("genlm_cache_prefix")
+
+        @live.for_all(
+            prefix=live.contexts.any(),
+            tails=st.lists(live.contexts.tails(), min_size=2, max_size=3),
+        )
+        def pinned_prefix(prefix: TokenIds, tails: list[TokenIds]) -> None:
+            live.lm.cache_kv(prefix)
+            for tail in [*tails, ()]:
+                live.check_row(prefix + tail, how=f"with the prefix {list(prefix)} pinned")
+
+    def test_dropped_state(self, live: Subject) -> None:
+        """After ``clear_kv_cache`` contexts have their cold rows, those behind pinned prefixes
+        too."""
+
+        @live.for_all(examples=12, contexts=live.contexts.distinct(), tail=live.contexts.tails())
+        def dropped_state(contexts: list[TokenIds], tail: TokenIds) -> None:
+            for context in contexts:
+                live.lm.cache_kv(context)
+            live.gather(contexts)
+            live.clear()
+            for context in [*contexts, *(context + tail for context in contexts)]:
+                live.check_row(context, how="after clear_kv_cache")

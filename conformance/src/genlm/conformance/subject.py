@@ -1,0 +1,439 @@
+"""The live model under test, with its oracle, its tolerances, and the means to ask it things."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import os
+import random
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import hypothesis
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Flaky
+from hypothesis.strategies import SearchStrategy
+
+from genlm.conformance.compare import (
+    ROUNDING,
+    Violation,
+    answered,
+    brief,
+    check,
+    deviation,
+    difference,
+)
+from genlm.conformance.contexts import EDGES, Contexts
+from genlm.conformance.declaration import Declaration
+from genlm.conformance.driver import Driver, Outcome
+from genlm.conformance.gate import EngineGate
+from genlm.core.cache import OutputCache
+from genlm.core.contract import ContractCheck
+from genlm.core.errors import PluginError
+from genlm.core.lm import AsyncLM
+from genlm.core.types import TokenIds
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+#: How long a failing example is made simpler, seconds, unless a subject says something else.
+SHRINKING = 20.0
+
+#: How many of the first cold rows are asked for again at the end.
+REMEMBERED = 40
+
+
+class Subject(Driver):
+    """One live model, loaded when first needed, and again if a clause has closed it.
+
+    Args:
+        suite: The class that was inherited, with what it says of the model.
+    """
+
+    def __init__(self, suite: Declaration) -> None:
+        super().__init__(suite.patience)
+        self.suite = suite
+        self.atol, self.effort, self.seed = suite.atol, suite.effort, suite.seed
+        self.adapters = {name: os.fspath(path) for name, path in suite.adapters.items()}
+        #: How long a failing example is made simpler, seconds; 0 where nobody reads it.
+        self.shrinking = SHRINKING
+        #: The largest deviation of a probability from the oracle's, in this clause.
+        self.deviation = 0.0
+        self.gate = EngineGate(suite.patience)
+        self.contract_violations: list[PluginError] = []
+        self._together = ""  # the contexts that were asked last, for messages
+        self._lm: AsyncLM | None = None
+        self._broken: Exception | None = None
+        self._clean = False
+        #: The paths of the adapters that are bound now, by name.
+        self.bound: dict[str, str] = {}
+        self._noted: dict[object, Any] = {}
+        #: The first cold rows of the base model, to be asked for once more at the end.
+        self.first_rows: dict[TokenIds, torch.Tensor] = {}
+        self._cold = OutputCache(maxsize=None, max_bytes=512 << 20, move_to_cpu=True)
+
+    # --- the model --------------------------------------------------------------------------------
+
+    @property
+    def lm(self) -> AsyncLM:
+        """The model, in a clean state the first time that a clause asks for it."""
+        if self._broken is not None:
+            pytest.skip(
+                f"the model could not be loaded: {type(self._broken).__name__}; see the first "
+                "failure"
+            )
+        if self._lm is None:
+            try:
+                self._lm = self.load()
+            except Exception as error:
+                self._broken = error
+                raise
+            self.bound = {}
+        if not self._clean:
+            self._clean = True
+            self.reset()
+        return self._lm
+
+    def load(self) -> AsyncLM:
+        """Load the model, with what observes its engine around it."""
+        check = ContractCheck(self.suite.backend, self.contract_violations.append)
+        return self.suite.load([self.gate, check])
+
+    @property
+    def rows(self) -> int:
+        """How many rows the model that is open has computed; 0 where none is."""
+        return self._lm.stats.rows if self._lm is not None else 0
+
+    def calls(self) -> int:
+        return self.gate.calls
+
+    def begin(self) -> Self:
+        """Begin another clause."""
+        self._clean = False
+        self.deviation = 0.0
+        return self
+
+    def random(self, what: str) -> random.Random:
+        """A source of chance for a clause: the same in every run with the same seed."""
+        return random.Random(f"{what} {self.seed}")
+
+    def scaled(self, most: int, least: int) -> int:
+        """A number of examples: ``most`` at effort 1 and above, fewer below, at least ``least``."""
+        return max(least, min(most, round(most * self.effort)))
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """The longest context that clauses on lengths ask, in tokens.
+
+        At most one token more than 1,024. Less where ``max_context`` is less, or where the engine
+        would need too long: the time of one cold row of 200 tokens tells.
+        """
+        limit = min(self.contexts.limit, max(self.contexts.lengths(1 << 20)))
+        if self.suite.longest is not None:
+            return min(limit, self.suite.longest)
+        probe = self.contexts.long(min(200, limit))
+        times = []
+        for _ in range(4):  # the first may compile something, and others may use the machine
+            began = time.perf_counter()
+            self.lm.next_token_logprobs_uncached(probe)
+            times.append(time.perf_counter() - began)
+        seconds = min(times) / len(probe)
+        bearable = (edge + 1 for edge in reversed(EDGES) if seconds * edge <= 0.3)
+        return min(limit, next(bearable, EDGES[0]))
+
+    @functools.cached_property
+    def contexts(self) -> Contexts:
+        """Strategies for contexts that this model takes."""
+        return Contexts(self.lm.tokenizer, len(self.lm.byte_vocab), self.lm.max_context)
+
+    def reset(self) -> None:
+        """Bring the model to the state that every example begins in: caches empty, the given
+        adapters bound."""
+        self.gate.reset()
+        self._together = ""
+        self.lm.clear_lora()
+        if self.lm.supports("genlm_add_lora"):
+            for name in sorted(set(self.bound) - set(self.adapters)):
+                self.remove(name)
+            for name, path in self.adapters.items():
+                if self.bound.get(name) != path:
+                    self.bind(name, path)
+        self.clear()
+
+    def clear(self) -> None:
+        """Clear the rows and the key/value state."""
+        self.lm.clear_cache()
+        # It waits for what was asked before it, which an engine may never answer.
+        self.wait(self.thread(self.lm.clear_kv_cache))
+
+    def bind(self, name: str, path: str) -> None:
+        """Add an adapter."""
+        self.lm.add_new_lora(path, name)
+        self.bound[name] = path
+
+    def remove(self, name: str) -> None:
+        """Remove an adapter."""
+        self.lm.remove_lora(name)
+        del self.bound[name]
+
+    @property
+    def loras(self) -> list[str]:
+        """The names of the given adapters; none where the engine has no LoRA."""
+        return list(self.adapters) if self.lm.supports("genlm_add_lora") else []
+
+    def noted(self, key: object, make: Callable[[], T]) -> T:
+        """What clauses keep for each other, made when it is first needed."""
+        if key not in self._noted:
+            self._noted[key] = make()
+        return self._noted[key]  # type: ignore[no-any-return]
+
+    def path_of(self, name: str | None) -> str | None:
+        """The path of the adapter that a name stands for now."""
+        return None if name is None else self.bound[name]
+
+    def close(self) -> None:
+        """The end of all clauses."""
+        self._loop.close()
+        self.end()
+
+    def end(self, closed: bool = False) -> None:
+        """Close the model if it is open, unless it is ``closed`` already. A clause that needs one
+        loads it again."""
+        self.gate.reset()
+        if self._lm is not None and not closed:
+            self._lm.close()
+        self._lm = None
+
+    # --- what it can do ---------------------------------------------------------------------------
+
+    def needs(self, hook: str) -> None:
+        """Skip the clause unless the engine implements ``hook``."""
+        if not self.lm.supports(hook):
+            pytest.skip(f"the engine does not implement {hook}")
+
+    def needs_adapters(self, least: int = 1) -> list[str]:
+        """The names of the adapters; skip the clause where there are fewer than ``least``."""
+        self.needs("genlm_add_lora")
+        if len(self.adapters) < least:
+            pytest.skip(
+                f"needs {least} LoRA adapters, and {len(self.adapters)} were given; give them by "
+                "`adapters`, or by --adapter NAME=PATH for each"
+            )
+        return list(self.adapters)
+
+    def needs_little_rounding(self) -> None:
+        """Skip the clause where rounding may be so large that it changes draws."""
+        if self.atol > ROUNDING:
+            pytest.skip(
+                f"rounding of this size (atol={self.atol:g}) may change a draw; run it in float32"
+            )
+
+    # --- properties -------------------------------------------------------------------------------
+
+    def for_all(
+        self, examples: int = 20, least: int = 2, **strategies: SearchStrategy[Any]
+    ) -> Callable[[Callable[..., None]], None]:
+        """Decorate a property, which is checked at once: of examples that are the same in every
+        run, each in a clean state.
+
+        There are ``examples`` times the effort of them, and at least ``least``. (Not at import, as
+        with Hypothesis: the strategies depend on the model.)
+        """
+
+        def check_all(holds: Callable[..., None]) -> None:
+            failed: list[dict[str, Any]] = []
+            shrink_until = math.inf
+
+            @self.settings(examples, least)
+            @given(**strategies)
+            @functools.wraps(holds)
+            def example(**drawn: Any) -> None:
+                nonlocal shrink_until
+                if time.monotonic() > shrink_until and drawn not in failed:
+                    return  # simple enough
+                self.reset()
+                try:
+                    holds(**drawn)
+                except Exception:
+                    shrink_until = min(shrink_until, time.monotonic() + self.shrinking)
+                    failed.append(drawn)
+                    raise
+
+            self.explained(hypothesis.seed(self.seed)(example))
+
+        return check_all
+
+    def explained(self, test: Callable[[], None]) -> None:
+        """Run a test of Hypothesis. A failure is the violation itself, with the example, also where
+        the same example does not always fail."""
+        try:
+            test()
+        except BaseException as error:
+            notes = [compact(note) for note in getattr(error, "__notes__", ())]
+            found = error
+            if isinstance(error, Flaky):
+                found = violation_in(error) or error
+                notes.append("The same example does not fail every time.")
+            found.__notes__ = notes
+            raise found from (None if found is error else error)
+
+    def settings(self, examples: int, least: int = 2, **more: Any) -> settings:
+        """How Hypothesis runs: ``examples`` times the effort, always the same ones, no deadline."""
+        return settings(
+            max_examples=max(least, round(examples * self.effort)),
+            database=None,
+            deadline=None,
+            phases=(Phase.generate, Phase.shrink) if self.shrinking else (Phase.generate,),
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+            **more,
+        )
+
+    # --- the oracle -------------------------------------------------------------------------------
+
+    def cold(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
+        """The oracle: the engine's own row, computed cold, alone and uncached. Kept by the
+        adapter's path."""
+        key = (tuple(token_ids), self.path_of(adapter))
+        row = self._cold.get(key)
+        if row is None:
+            row = self.lm.next_token_logprobs_uncached(token_ids, lora_name=adapter)
+            self._cold.put(key, row, self._cold.generation)
+            if len(self.first_rows) < REMEMBERED and adapter is None:
+                self.first_rows[tuple(token_ids)] = row.clone()
+        return row
+
+    def expect(
+        self, row: Outcome, token_ids: Sequence[int], adapter: str | None = None, how: str = "asked"
+    ) -> None:
+        """Check that ``row`` is the one of this context."""
+        self.expect_row(
+            row,
+            self.cold(token_ids, adapter),
+            f"the context {brief(token_ids)}{with_adapter(adapter)}, {how}",
+        )
+
+    def expect_all(
+        self,
+        rows: Iterable[Outcome],
+        contexts: Sequence[Sequence[int]],
+        adapters: Sequence[str | None] | None = None,
+        *,
+        how: str,
+    ) -> None:
+        """Check that each of ``rows`` is the one of its context."""
+        chosen = adapters or [None] * len(contexts)
+        for row, ids, name in zip(rows, contexts, chosen, strict=True):
+            self.expect(row, ids, name, how)
+
+    def expect_row(self, row: Outcome, expected: torch.Tensor, what: str) -> None:
+        """Check that ``row`` is ``expected`` within the tolerance."""
+        row = answered(row, what, self._together)
+        self.deviation = max(self.deviation, deviation(row, expected))
+        found = difference(row, expected, self.atol)
+        check(found is None, f"{what}: {found}{self._together}")
+
+    # --- asking -----------------------------------------------------------------------------------
+
+    def ask(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
+        """The row of a context, asked the usual way."""
+        self._together = ""
+        return self.run(self.lm.next_token_logprobs(token_ids, lora_name=adapter))
+
+    def sample(
+        self, prompt: Sequence[int], most: int, stops: Sequence[int] = (), **options: Any
+    ) -> list[int]:
+        """A draw."""
+        return self.run(self.lm.sample(prompt, most, stops, **options))
+
+    def samples(
+        self, prompts: Sequence[Sequence[int]], most: int, **options: Any
+    ) -> list[list[int]]:
+        """Draws in one batch, without stop tokens."""
+        return self.run(self.lm.batch_sample(prompts, most, [], **options))
+
+    def score(
+        self, prompt: Sequence[int], tokens: Sequence[int], adapter: str | None = None
+    ) -> torch.Tensor:
+        """The scores of a continuation."""
+        return self.run(self.lm.sequence_logprobs(prompt, tokens, lora_name=adapter))
+
+    def check_row(
+        self, token_ids: Sequence[int], adapter: str | None = None, how: str = "asked"
+    ) -> None:
+        """Ask for the row of a context, and check that it is the one of this context."""
+        self.expect(self.ask(token_ids, adapter), token_ids, adapter, how)
+
+    def check_rows(
+        self,
+        contexts: Sequence[Sequence[int]],
+        adapters: Sequence[str | None] | None = None,
+        *,
+        how: str,
+    ) -> None:
+        """The same of requests asked together."""
+        self.expect_all(self.gather(contexts, adapters), contexts, adapters, how=how)
+
+    async def engine_held(self) -> None:
+        """Wait until the engine is being held at the beginning of an evaluation."""
+        await asyncio.wrap_future(self.thread(self.gate.wait_inside))
+
+    def gather(
+        self, contexts: Sequence[Sequence[int]], adapters: Sequence[str | None] | None = None
+    ) -> list[Outcome]:
+        """The outcomes of requests asked together, each by a coroutine of its own."""
+        asked = list(zip(contexts, adapters or [None] * len(contexts), strict=True))
+        shown = ", ".join(f"{brief(ids)}{with_adapter(name)}" for ids, name in asked[:6])
+        more = f", and {len(asked) - 6} more" if len(asked) > 6 else ""
+        self._together = f"\n  asked together: {shown}{more}"
+
+        async def together() -> list[Outcome]:
+            rows = [self.lm.next_token_logprobs(ids, lora_name=name) for ids, name in asked]
+            return await asyncio.gather(*rows, return_exceptions=True)
+
+        return self.run(together())
+
+    @asynccontextmanager
+    async def after_each_call(
+        self, happens: Callable[[], Coroutine[Any, Any, None]]
+    ) -> AsyncIterator[None]:
+        """Inside the block, something happens in this event loop at the end of each call of the
+        engine, which waits for it: what is asked then is there for the next call."""
+        loop = asyncio.get_running_loop()
+
+        def ended() -> None:
+            self.wait(asyncio.run_coroutine_threadsafe(happens(), loop))
+
+        self.gate.on_call = ended
+        try:
+            yield
+        finally:
+            self.gate.on_call = None
+            # A call may be under way still, and wait for this loop.
+            await self.all_done([asyncio.wrap_future(self.thread(self.lm.clear_kv_cache))])
+
+
+def violation_in(error: BaseException) -> Violation | None:
+    """The violation that an error is, that it holds, or that it came from."""
+    if isinstance(error, Violation):
+        return error
+    held = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    causes = [each for each in (*held, error.__cause__, error.__context__) if each is not None]
+    return next(filter(None, map(violation_in, causes)), None)
+
+
+def compact(note: str) -> str:
+    """What Hypothesis notes of an example, with token ids side by side instead of one a line."""
+    return re.sub(r"(?<=\d,)\s*\n\s*(?=-?\d)", " ", note)
+
+
+def with_adapter(adapter: str | None) -> str:
+    """What a message says of the adapter of a request."""
+    return "" if adapter is None else f" with adapter {adapter!r}"

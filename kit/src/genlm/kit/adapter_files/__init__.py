@@ -1,0 +1,40 @@
+"""LoRA adapter folders in PEFT's format: what they hold, read before an engine sees them.
+
+Nothing in a folder is run and no tensor is loaded: the configuration is JSON, of which known fields
+are read, and the header of a safetensors file gives the names, shapes and types of the tensors.
+Regular expressions of the configuration are not run: what the file holds says which modules are
+adapted.
+"""
+
+from genlm.kit.adapter_files.config import CONFIG, MOST_CONFIG, read_config
+from genlm.kit.adapter_files.features import Feature
+from genlm.kit.adapter_files.folder import WEIGHTS, AdapterFolder, LoraModule, find_adapter
+from genlm.kit.adapter_files.names import ends
+from genlm.kit.adapter_files.plain import write_plain
+from genlm.kit.adapter_files.reading import read_adapter
+from genlm.kit.adapter_files.settings import SCALE, Settings, is_scale
+from genlm.kit.adapter_files.shapes import module_shapes, shapes_in_transformers
+from genlm.kit.adapter_files.tensors import MOST_HEADER, Tensor, read_header, read_tensor
+
+__all__ = [
+    "CONFIG",
+    "MOST_CONFIG",
+    "MOST_HEADER",
+    "SCALE",
+    "WEIGHTS",
+    "AdapterFolder",
+    "Feature",
+    "LoraModule",
+    "Settings",
+    "Tensor",
+    "ends",
+    "find_adapter",
+    "is_scale",
+    "module_shapes",
+    "read_adapter",
+    "read_config",
+    "read_header",
+    "read_tensor",
+    "shapes_in_transformers",
+    "write_plain",
+]

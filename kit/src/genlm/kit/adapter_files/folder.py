@@ -1,0 +1,140 @@
+"""An adapter folder: what it holds, and whether an engine and a model can take it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import field, frozen
+
+from genlm.core.errors import InvalidAdapterError
+from genlm.kit.adapter_files.config import CONFIG
+from genlm.kit.adapter_files.features import Feature
+from genlm.kit.adapter_files.names import ends
+from genlm.kit.adapter_files.settings import Settings
+from genlm.kit.adapter_files.tensors import Tensor
+
+WEIGHTS = "adapter_model.safetensors"
+
+#: What PEFT puts before the name of a module.
+PREFIX = "base_model.model."
+
+
+@frozen
+class LoraModule:
+    """What an adapter adds to one module.
+
+    Attributes:
+        rank: Of its matrices; for parameters, of all experts together.
+        inputs: What A takes; the number of tokens, for an embedding.
+        outputs: What B gives.
+        scale: What the product is multiplied with.
+        down: The name of A in the file.
+        up: The name of B.
+    """
+
+    rank: int
+    inputs: int
+    outputs: int
+    scale: float
+    down: str
+    up: str
+
+
+@frozen
+class AdapterFolder:
+    """What an adapter folder holds.
+
+    Attributes:
+        path: The folder.
+        config: ``adapter_config.json``.
+        settings: What it says of the modules.
+        tensors: Every tensor of the file, by name.
+        modules: What is adapted by LoRA, by the module's name in the model.
+        features: What the adapter has beyond plain LoRA, each with the value that says so.
+        saved_copies: The tensors that PEFT saves as they are in the base model, by the parameter's
+            name in the model.
+        retrained: The names of ``modules_to_save`` that the file has tensors of.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    settings: Settings
+    tensors: Mapping[str, Tensor]
+    modules: dict[str, LoraModule] = field(factory=dict)
+    features: dict[Feature, str] = field(factory=dict)
+    saved_copies: dict[str, Tensor] = field(factory=dict)
+    retrained: set[str] = field(factory=set)
+
+    def require(self, applied: Collection[Feature], engine: str) -> None:
+        """Refuse an adapter that an engine would apply wrongly.
+
+        Args:
+            applied: The features that the engine applies rightly.
+            engine: Its name, for the message.
+
+        Raises:
+            InvalidAdapterError: the adapter has another feature.
+        """
+        for feature, value in self.features.items():
+            if feature not in applied:
+                raise InvalidAdapterError(
+                    f"LoRA adapter {self.path} has {value} ({feature.description}), which "
+                    f"{engine} does not apply; {feature.remedy}, or use a backend that applies it "
+                    "(docs/adapters.md)"
+                )
+
+    def require_modules(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+        """Refuse an adapter of another model.
+
+        Args:
+            shapes: How many features each module of the model takes and gives, by its name.
+
+        Raises:
+            InvalidAdapterError: a module is not there, or has another shape.
+        """
+        for name, module in self.modules.items():
+            name = name.replace(".base_layer", "")
+            if name not in shapes:
+                if self.settings.adapts_parameters(name):
+                    continue
+                raise InvalidAdapterError(
+                    f"LoRA adapter {self.path} is made for another model: it adapts {name} "
+                    f"({module.inputs} to {module.outputs} features), and this model has no such "
+                    f"module ({_alike(name, shapes)}); give an adapter made for this model"
+                )
+            if (module.inputs, module.outputs) != shapes[name]:
+                raise InvalidAdapterError(
+                    f"LoRA adapter {self.path} is made for another model: at {name} it maps "
+                    f"{module.inputs} to {module.outputs} features, the model "
+                    f"{' to '.join(map(str, shapes[name]))}; give an adapter made for this model"
+                )
+
+
+def find_adapter(path: str) -> Path:
+    """The local folder of an adapter; one with a hub name is fetched, without pickles.
+
+    Raises:
+        InvalidAdapterError: there is no such folder.
+    """
+    folder = Path(path)
+    if folder.is_dir() or not re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", path):
+        return folder
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(path, allow_patterns=[CONFIG, WEIGHTS]))
+    except Exception as error:
+        raise InvalidAdapterError(
+            f"{path} is not a folder, and fetching a LoRA adapter of that name failed "
+            f"({type(error).__name__}: {error}); give the folder that PEFT saved the adapter in"
+        ) from error
+
+
+def _alike(name: str, shapes: Collection[str]) -> str:
+    """What the model has in place of a module that it lacks."""
+    last = name.rpartition(".")[2]
+    alike = [each for each in shapes if last in ends(each)]
+    return f"the last of its {len(alike)} {last} is {alike[-1]}" if alike else f"and no {last}"

@@ -1,0 +1,123 @@
+"""What the configuration of an adapter says of the modules, checked."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from genlm.core.errors import InvalidAdapterError
+from genlm.kit.adapter_files.config import CONFIG, brief
+from genlm.kit.adapter_files.names import NamePattern, ends
+from genlm.kit.adapter_files.tensors import MOST_NAME
+
+#: The largest rank; the largest ``lora_alpha``; the most names in a list of them.
+MOST_RANK, MOST_SCALE, MOST_NAMES = 1 << 13, 1 << 30, 256
+
+RANK = f"an integer from 1 to {MOST_RANK}"
+SCALE = f"a finite number, at most {MOST_SCALE} in size"
+
+
+class Settings:
+    """What a configuration says of the modules.
+
+    PEFT compares every name of a configuration with every module of the model, and allocates by its
+    rank: so both have limits.
+
+    Args:
+        folder: The adapter's folder, for messages.
+        config: Its ``adapter_config.json``.
+
+    Attributes:
+        modules_to_save: The ends of the names of modules that were trained whole.
+        target_parameters: The ends of the names of parameters that are adapted themselves.
+
+    Raises:
+        InvalidAdapterError: a field is of another type, beyond its limit, or a regular expression.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self._folder = folder
+        self._config = config
+        if not _is_rank(config.get("r")):
+            raise self.wrong("r", RANK)
+        if not is_scale(config.get("lora_alpha")):
+            raise self.wrong("lora_alpha", SCALE)
+        self._ranks = self._pattern("rank_pattern", _is_rank, RANK)
+        self._alphas = self._pattern("alpha_pattern", is_scale, SCALE)
+        self.modules_to_save = self._names("modules_to_save")
+        self.target_parameters = frozenset(self._names("target_parameters"))
+        self._owners = {target.rpartition(".")[0] for target in self.target_parameters}
+        targets = config.get("target_modules")
+        listed = targets if isinstance(targets, list) else ()  # an expression is not run
+        self._targets = {each for each in listed if isinstance(each, str)}
+
+    def rank(self, module: str) -> int:
+        """The rank of a module or parameter, by its name in the model."""
+        rank: int = self._ranks.of(module, self._config["r"])
+        return rank
+
+    def scale(self, module: str) -> float:
+        """What the product of its matrices is multiplied with."""
+        alpha: float = self._alphas.of(module, self._config["lora_alpha"])
+        rank = self.rank(module)
+        return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+
+    def adapts_parameters(self, module: str) -> bool:
+        """Whether ``module`` holds parameters that the adapter targets themselves."""
+        names = set(ends(module.replace(".base_layer", "")))
+        # A parameter by its own name may be any module's but those that are targets themselves.
+        return bool(names & (self._owners - {""})) or (
+            "" in self._owners and not names & self._targets
+        )
+
+    def wrong(self, name: str, expected: str) -> InvalidAdapterError:
+        """The error for a field, with its value and what it must be."""
+        return InvalidAdapterError(
+            f"LoRA adapter {self._folder} has {name}={brief(self._config.get(name))} in {CONFIG}; "
+            f"it must be {expected}"
+        )
+
+    def _pattern(self, name: str, right: Callable[[Any], bool], expected: str) -> NamePattern:
+        pattern = self._config.get(name) or {}
+        if (
+            not isinstance(pattern, dict)
+            or not all(map(right, pattern.values()))
+            or any(len(key) > MOST_NAME for key in pattern)
+        ):
+            raise self.wrong(
+                name, f"names of modules, of at most {MOST_NAME} characters, each with {expected}"
+            )
+        try:
+            return NamePattern(pattern)
+        except InvalidAdapterError as error:
+            raise InvalidAdapterError(
+                f"LoRA adapter {self._folder}, {name} in {CONFIG}: {error}"
+            ) from None
+
+    def _names(self, name: str) -> list[str]:
+        names = self._config.get(name) or []
+        if (
+            not isinstance(names, list)
+            or len(names) > MOST_NAMES
+            or not all(
+                isinstance(each, str) and len(each) <= MOST_NAME and re.fullmatch(r"[\w.-]+", each)
+                for each in names
+            )
+        ):
+            raise self.wrong(
+                name,
+                f"a list of at most {MOST_NAMES} module names, of at most {MOST_NAME} characters",
+            )
+        return names
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= MOST_RANK
+
+
+def is_scale(value: Any) -> bool:
+    """Whether a value of a configuration can scale an adapter."""
+    return type(value) in (int, float) and -MOST_SCALE <= value <= MOST_SCALE

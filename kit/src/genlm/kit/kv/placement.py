@@ -1,0 +1,75 @@
+"""Placements: where sequences run."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from attrs import define
+
+from genlm.kit.kv.sharing import KeyedSequence
+from genlm.kit.segments import Row, Segment, Trunk
+
+A = TypeVar("A", bound=KeyedSequence)
+
+
+@define(eq=False)
+class Placement(Generic[A]):
+    """Where a sequence runs.
+
+    Attributes:
+        index: The number of the sequence among those asked.
+        sequence: The sequence.
+        start: The first position to compute; all before it are already there.
+        row: The row that the sequence ends in; ``None`` if it ends in ``trunk``.
+        trunk: A trunk that is computed for this sequence, before the row.
+        continued: Whether the row already held a prefix of this sequence.
+        kept: Whether the sequence's state is kept; if not, its context is already there.
+        found: The segment that it starts from.
+        parent: The segment that its first new segment stands on.
+        base: The first position of that segment.
+        source: What positions ``base`` to ``start`` are copied from.
+        cut: Where the new trunk stops; ``base`` if there is none.
+    """
+
+    index: int
+    sequence: A
+    start: int = 0
+    row: Row | None = None
+    trunk: Trunk | None = None
+    continued: bool = False
+    kept: bool = True
+    found: Segment | None = None
+    parent: Trunk | None = None
+    base: int = 0
+    source: Segment | None = None
+    cut: int = 0
+
+    @property
+    def end(self) -> Segment:
+        """The segment that the sequence ends in."""
+        end = self.row or self.trunk
+        assert end is not None, "the sequence has not been placed"
+        return end
+
+    @property
+    def needs_row(self) -> bool:
+        """Whether it takes a new row."""
+        return not self.continued and self.cut < self.sequence.length
+
+    @property
+    def tail(self) -> int:
+        """How many columns the sequence takes in its row."""
+        if self.continued and self.row is not None:
+            return self.sequence.length - self.row.start
+        return self.sequence.length - max(self.base, self.cut)
+
+    def segments(self, start: int, stop: int) -> list[tuple[Segment, int, int]]:
+        """Where positions ``start`` to ``stop`` (exclusive) go: segments, each with the start and
+        stop of its positions."""
+        found: list[tuple[Segment, int, int]] = []
+        if self.trunk is not None and start < self.trunk.stop:
+            found.append((self.trunk, start, min(stop, self.trunk.stop)))
+            start = found[0][2]
+        if start < stop and self.row is not None:
+            found.append((self.row, start, stop))
+        return found

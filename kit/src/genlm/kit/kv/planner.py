@@ -1,0 +1,333 @@
+"""The planner: where sequences start, what is copied for them, and what is kept of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from genlm.kit.kv.commands import Blank, Copy, Fork, NewTrunk, Table
+from genlm.kit.kv.placement import Placement
+from genlm.kit.kv.room import Needs, Room
+from genlm.kit.kv.sharing import KeyedSequence, Together, Worth, best_cut
+from genlm.kit.kv.tree import Tree
+from genlm.kit.kv.trunks import Trunks
+from genlm.kit.prefixes import key_of, prefix_of
+from genlm.kit.segments import Row, Segment, Trunk
+
+A = TypeVar("A", bound=KeyedSequence)
+
+
+class Planner(Generic[A]):
+    """Keeps the state of contexts as a tree of segments, within a budget. The least recently used
+    is dropped first.
+
+    A sequence starts from the kept context that shares the longest prefix with it. If it extends
+    that context, or ends within its row, it runs in the same row, and nothing is copied. Else it is
+    a fork: a long shared prefix is (or becomes) a trunk, a short one is copied to a new row. A
+    row's state is valid up to its key. Positions beyond the key are never read, so a failed batch
+    leaves the tree correct.
+
+    An engine asks for :meth:`batches`, computes each, and commits what it has computed. What it
+    does not commit is given up.
+
+    Args:
+        table: Carries out commands.
+        worth: The numbers for decisions on sharing.
+        shares: Whether prefixes may be shared; else every context has its own row.
+
+    Attributes:
+        tree: What is kept.
+    """
+
+    def __init__(self, table: Table, worth: Worth | None = None, shares: bool = True) -> None:
+        self._table = table
+        self._worth = worth or Worth()
+        self._shares = shares
+        self.tree = Tree()
+        self._room = Room(self.tree, table, self._worth)
+        self._trunks = Trunks(self.tree, self._room, table, self._worth)
+        self._running: list[Placement[A]] = []  # the batch that is neither committed nor given up
+
+    # --- what is known ----------------------------------------------------------------------------
+
+    def fits(self, length: int) -> bool:
+        """Whether a context of this length can be kept besides the pinned ones."""
+        if self._shares and length >= self._worth.trunk:
+            return self._room.has(Needs(trunks=length))
+        return self._room.has(Needs(rows=1, columns=self._worth.columns(length)))
+
+    def known(self, sequence: KeyedSequence) -> int:
+        """How many leading tokens of a sequence need not be computed."""
+        if prefix_of(sequence.key, sequence.latest_start) in self.tree.index:
+            return sequence.latest_start  # the usual case, and faster
+        return min(self.tree.nearest(sequence.key)[1], sequence.latest_start)
+
+    def together(self) -> Together[Any]:
+        """What further sequences cost in a batch with these."""
+        return Together(self._worth.waiting)
+
+    # --- batches ----------------------------------------------------------------------------------
+
+    def batches(self, sequences: Sequence[A]) -> Iterator[list[Placement[A]]]:
+        """Place all of some distinct sequences, each of which :meth:`fits`, batch by batch. Compute
+        and :meth:`commit` each batch before the next one.
+
+        Raises:
+            Exception: the table's; the current batch is not placed then.
+        """
+        left = list(range(len(sequences)))
+        while left and (batch := self.place([sequences[at] for at in left])):
+            for one in batch:
+                one.index = left[one.index]
+            placed = {one.index for one in batch}
+            left = [at for at in left if at not in placed]
+            yield batch
+
+    def place(self, sequences: Sequence[A]) -> list[Placement[A]]:
+        """Place as many of some distinct sequences as fit together, without those that should wait
+        for one of these: at least the first, if it :meth:`fits`.
+
+        Raises:
+            Exception: the table's; nothing is placed then.
+        """
+        self.abandon()
+        now, shared = self._leaders(sequences)
+        if self._shares:
+            self._trunks.share_forked([sequences[at] for at in now])
+        while now:
+            batch = self._planned(sequences, now, shared)
+            if self._shares and self._trunks.share_common(self._needs(batch)):
+                batch = self._planned(sequences, now, shared)
+            if self._begin(batch):
+                return batch
+            if len(now) == 1:  # not even with its own source: start from nothing
+                batch = [self._with_trunk(Placement(now[0], sequences[now[0]]), [])]
+                return batch if self._begin(batch) else []
+            now = now[: len(now) // 2]
+        return []
+
+    def commit(self, computed: Sequence[Placement[A]]) -> None:
+        """Keep the state of these sequences of the batch. The others are given up.
+
+        Raises:
+            Exception: the table's, while trunks are joined; they are committed all the same.
+        """
+        wanted = set(computed)
+        self._give_up([one for one in self._running if one not in wanted])
+        computed = [one for one in self._running if one in wanted]
+        self._running = []
+        for one in computed:  # all of these first: the new key of one may be the old key of another
+            if one.kept and one.continued and one.row is not None:
+                self.tree.rename(one.row, one.sequence.key)
+        for one in computed:
+            if one.trunk is not None:
+                self.tree.keep(one.trunk)
+        for one in computed:
+            if one.row is not None and one.kept:
+                self.tree.keep(one.row)
+            elif one.row is not None and not one.continued:
+                self.tree.discard(one.row)
+        ends = [one.end if one.kept else one.found for one in computed]
+        staying = [end for end in ends if end is not None]
+        for one in computed:  # last: it drops kept state, and may fail
+            trunk = self.tree.index.get(one.trunk.key) if one.trunk is not None else None
+            if isinstance(trunk, Trunk):
+                self._trunks.shorten(trunk, staying)
+
+    def abandon(self) -> None:
+        """Give up the batch that is not committed, if there is one. Any later call of the planner
+        does this too."""
+        batch, self._running = self._running, []
+        self._give_up(batch)
+
+    def _give_up(self, batch: Sequence[Placement[A]]) -> None:
+        """Free new segments, and overwrite what was written into rows: it may be nan, and a masked
+        column still takes part in products."""
+        for one in batch:
+            if one.row is not None and not one.continued:
+                self.tree.discard(one.row)
+            if one.trunk is not None:
+                self.tree.discard(one.trunk)
+        try:
+            for one in batch:
+                if one.row is not None:
+                    valid = one.row.stop if one.continued else one.start
+                    self._table.do(Blank(one.row, max(valid - one.row.start, 0)))
+        except Exception as error:  # no row can be shared any more
+            self._running = []
+            self._room.lose(error)
+
+    # --- what stays and what goes -----------------------------------------------------------------
+
+    def pin(self, sequence: KeyedSequence) -> bool:
+        """Keep a committed sequence's state until :meth:`clear`; ``False`` if there is none."""
+        self.abandon()
+        found, shared = self.tree.nearest(sequence.key)
+        if found is None or shared < sequence.length:
+            return False
+        while found.parent is not None and found.start >= sequence.length:
+            found = found.parent
+        if (
+            self._shares
+            and isinstance(found, Row)
+            and sequence.length - found.start >= self._worth.step
+        ):
+            self._trunks.split([found], sequence.length)
+            found = self.tree.index.get(sequence.key) or found
+        found.pinned = True
+        return True
+
+    def clear(self) -> None:
+        """Drop everything and release the memory."""
+        self._running = []
+        self._room.clear()
+
+    def drop_unpinned(self) -> None:
+        """Drop all but the pinned contexts and release the memory."""
+        self.abandon()
+        staying = self.tree.pinned()
+        for one in list(self.tree.index.values()):
+            if one not in staying:
+                self.tree.drop(one)
+        self._room.trim()
+
+    def drop_adapter(self, version: int) -> None:
+        """Drop the state computed with a version of an adapter, pinned or not."""
+        self.abandon()
+        header = key_of(version, ())
+        for one in list(self.tree.index.values()):
+            if one.key.startswith(header):
+                self.tree.drop(one)
+
+    # --- planning ---------------------------------------------------------------------------------
+
+    def _leaders(self, sequences: Sequence[A]) -> tuple[list[int], dict[int, list[int]]]:
+        """The sequences to compute now; the others wait, because one of these computes much of what
+        they need. For some of them, also how many leading tokens each sequence that waits for it
+        shares."""
+        now: list[int] = []
+        shared: dict[int, list[int]] = {}
+        together: Together[int] = self.together()
+        for at, one in enumerate(sequences):
+            known = self.known(one)
+            leader = None
+            if one.length - known >= self._worth.waiting:  # else nobody would wait for it
+                leader, common = together.leader(one, known)
+                if leader is None:
+                    together.add(one, at)
+                else:
+                    shared.setdefault(leader, []).append(common)
+            if leader is None:
+                now.append(at)
+        return now, shared
+
+    def _planned(
+        self, sequences: Sequence[A], now: Sequence[int], shared: dict[int, list[int]]
+    ) -> list[Placement[A]]:
+        taken: set[Segment] = set()
+        batch = []
+        for at in now:
+            one = self._plan(Placement(at, sequences[at]), taken, shared.get(at, []))
+            if one.row is not None:
+                taken.add(one.row)
+            batch.append(one)
+        if self._shares:
+            self._set_apart(batch)
+        return batch
+
+    def _plan(self, one: Placement[A], taken: set[Segment], cuts: Sequence[int]) -> Placement[A]:
+        """Where it runs: in an existing row, on a trunk, or in a new row with a copy."""
+        sequence = one.sequence
+        found, common = self.tree.nearest(sequence.key)
+        one.found, one.start = found, min(common, sequence.latest_start)
+        one.kept = common < sequence.length
+        if isinstance(found, Row) and found not in taken and one.start >= found.start:
+            extends = common == found.stop and not found.pinned
+            if extends or not one.kept:
+                one.row, one.continued = found, True
+                return one
+        below = found
+        while below is not None and one.start <= below.start:
+            below = below.parent
+        if isinstance(below, Trunk) and self._worth.a_product(below, one.start):
+            one.parent, one.base = below, one.start
+        elif below is not None:
+            one.parent, one.base, one.source = below.parent, below.start, below
+        return self._with_trunk(one, cuts)
+
+    def _with_trunk(self, one: Placement[A], cuts: Sequence[int]) -> Placement[A]:
+        """Give a new context its own trunk up to where others will fork, or to its end if it is
+        long."""
+        one.cut = one.base
+        if self._shares and one.kept:
+            cut, _ = best_cut(cuts, one.base) if cuts else (0, 0)
+            if cut - one.base >= self._worth.trunk:
+                one.cut = cut
+            elif one.sequence.length - one.start >= self._worth.trunk:
+                one.cut = one.sequence.length
+        return one
+
+    def _set_apart(self, batch: Sequence[Placement[A]]) -> None:
+        """Give the few new contexts that would make all rows longer their own trunks."""
+        tails: list[tuple[int, Placement[A] | None]] = [(row.size, None) for row in self.tree.rows]
+        tails += [(one.tail, one) for one in batch if one.needs_row or one.continued]
+        for outlier in self._worth.outliers_of(tails):
+            if outlier is not None and not outlier.continued and outlier.kept:
+                outlier.cut = outlier.sequence.length
+
+    def _needs(self, batch: Sequence[Placement[A]]) -> Needs:
+        used = {segment for one in batch for segment in (one.found, one.parent, one.source)}
+        return Needs(
+            rows=sum(one.needs_row for one in batch),
+            columns=max(self._worth.columns(one.tail) for one in batch),
+            computed=sum(one.sequence.length - max(one.start, one.cut) for one in batch),
+            trunks=sum(one.cut - one.base for one in batch if not one.continued),
+            protected={segment for segment in used if segment is not None},
+        )
+
+    # --- carrying out -----------------------------------------------------------------------------
+
+    def _begin(self, batch: Sequence[Placement[A]]) -> bool:
+        """Make room for a batch, take segments, and copy known positions to them; ``False`` if it
+        does not fit."""
+        if not self._room.make(self._needs(batch)):
+            return False
+        self._running = list(batch)
+        for one in batch:
+            if one.found is not None:
+                self.tree.touch(one.found)
+            if not one.continued:
+                self._enter(one)
+        try:
+            for one in batch:
+                if one.trunk is not None:
+                    self._table.do(NewTrunk(one.trunk))
+            self._copy(batch)
+        except BaseException:
+            self.abandon()
+            raise
+        return True
+
+    def _enter(self, one: Placement[A]) -> None:
+        """The new segments of a placement."""
+        key, parent, base = one.sequence.key, one.parent, one.base
+        if one.cut > base:
+            one.trunk = parent = self.tree.new_trunk(prefix_of(key, one.cut), parent, base)
+            base = one.cut
+        if one.needs_row:
+            one.row = self.tree.new_row(key, parent, base)
+
+    def _copy(self, batch: Sequence[Placement[A]]) -> None:
+        """Copy known positions to new segments: the forks of rows together."""
+        forks: list[tuple[Row, Row, int]] = []
+        for one in batch:
+            size, source, target = one.start - one.base, one.source, one.trunk or one.row
+            if source is None or target is None or not size:
+                continue
+            if isinstance(source, Row) and isinstance(target, Row):
+                forks.append((source, target, size))
+            else:
+                self._table.do(Copy(source, target, size))
+        if forks:
+            sources, targets, sizes = zip(*forks, strict=True)
+            self._table.do(Fork(sources, targets, max(sizes)))

@@ -1,0 +1,164 @@
+"""When to share, when to copy, and when to wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Generic, Protocol, TypeVar
+
+from attrs import frozen
+
+from genlm.kit.prefixes import PrefixIndex, shared_length, tokens_in
+from genlm.kit.segments import Row, Trunk
+
+T = TypeVar("T")
+
+
+class KeyedSequence(Protocol):
+    """A sequence whose last rows are wanted."""
+
+    @property
+    def key(self) -> bytes:
+        """See :func:`~genlm.kit.prefixes.key_of`."""
+
+    @property
+    def length(self) -> int:
+        """The number of tokens."""
+
+    @property
+    def latest_start(self) -> int:
+        """The first position that must be computed even if its state is known."""
+
+
+@frozen
+class Worth:
+    """The numbers for decisions on sharing, in positions unless noted.
+
+    Attributes:
+        step: Columns are allotted in steps of this many.
+        waiting: A sequence waits for another one of the batch if that computes at least this many
+            tokens for both.
+        sharing: Forks share their parent's state as a trunk if it saves this many positions,
+            counted once for each fork. Fewer are copied: a trunk needs one more product in every
+            layer of every forward, which costs as much as attention over this many positions in
+            rows.
+        product: One more context shares the first positions of a trunk if they are at least this
+            many.
+        trunk: A new context with at least this many own positions gets its own trunk, because all
+            rows are as long as the longest.
+        waste: The table may take up to this many times the positions in it; if more, the longest
+            rows become trunks.
+        spare: Each row may take this many more.
+        collecting: The common prefix of rows becomes a trunk, to save memory, if it has at least
+            this many.
+        outliers: The most rows that become trunks because they are longer than the others.
+        path: The most trunks below a context, usually.
+    """
+
+    step: int = 32
+    waiting: int = 16
+    sharing: int = 1024
+    product: int = 64
+    trunk: int = 512
+    waste: float = 1.25
+    spare: int = 48
+    collecting: int = 64
+    outliers: int = 4
+    path: int = 6
+
+    def columns(self, length: int) -> int:
+        """How many columns are allotted for ``length`` positions."""
+        return -(-length // self.step) * self.step
+
+    def a_product(self, trunk: Trunk, start: int) -> bool:
+        """Whether a context that leaves a trunk at ``start`` should stand on it."""
+        with_others = start == trunk.stop and len(trunk.children) > 0
+        return with_others or start - trunk.start >= self.product
+
+    def outliers_of(self, tails: Iterable[tuple[int, T]]) -> list[T]:
+        """The few long rows that make all rows much longer than their contents.
+
+        Args:
+            tails: The size of each row, and its owner.
+        """
+        ordered = sorted(tails, key=lambda one: one[0], reverse=True)
+        total = sum(size for size, _ in ordered)
+        found: list[T] = []
+        for at, (size, owner) in enumerate(ordered[: self.outliers + 1]):
+            count = len(ordered) - at
+            most = self.waste * total + self.step * count
+            if size <= 2 * self.step or self.columns(size) * count <= most:
+                return found
+            found.append(owner)
+            total -= size
+        return []
+
+
+class Together(Generic[T]):
+    """Sequences that are computed together, and what one more would cost.
+
+    Args:
+        waiting: See :class:`Worth`; infinite if none waits for another.
+    """
+
+    def __init__(self, waiting: float) -> None:
+        self._waiting = waiting
+        self._index: PrefixIndex[bytes, T] = PrefixIndex()
+
+    def __contains__(self, sequence: KeyedSequence) -> bool:
+        return sequence.key in self._index
+
+    def add(self, sequence: KeyedSequence, value: T) -> None:
+        """Compute this sequence with the others."""
+        self._index.add(sequence.key, value)
+
+    def leader(self, sequence: KeyedSequence, known: int) -> tuple[T | None, int]:
+        """Which of them a sequence should wait for, if any, and how many of its leading tokens it
+        then need not compute; ``known`` of these are already there."""
+        nearest, common = self._index.nearest(sequence.key)
+        shared = min(tokens_in(common), sequence.latest_start)
+        if nearest is None or shared - known < self._waiting:
+            return None, known
+        return self._index[nearest], shared
+
+
+#: Rows on the same trunk, in the order of their keys, and how many first positions each two
+#: neighbours have in common.
+Family = tuple[list[Row], list[int]]
+
+
+def families_of(rows: Iterable[Row]) -> list[Family]:
+    """Rows by the place that they stand on, and their common positions after it."""
+    families: dict[tuple[Trunk | None, int], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.key):
+        families.setdefault((row.parent, row.start), []).append(row)
+    return [
+        (family, [max(shared_length(a.key, b.key) - start, 0) for a, b in pairwise(family)])
+        for (_, start), family in families.items()
+    ]
+
+
+def best_part(family: Family) -> tuple[int, list[Row], int]:
+    """The common part of rows that saves most as a trunk: how many copies it saves, the rows, and
+    the position where it stops."""
+    rows, shared = family
+    saved, first, last, size = 0, 0, 0, 0
+    rising: list[tuple[int, int]] = []  # the first row, and what is common from there on
+    for at, common in enumerate([*shared, 0]):
+        since = at
+        while rising and rising[-1][1] >= common:
+            since, height = rising.pop()
+            if height * (at - since) > saved:
+                saved, first, last, size = height * (at - since), since, at, height
+        rising.append((since, common))
+    return saved, rows[first : last + 1], rows[0].start + size
+
+
+def best_cut(cuts: Sequence[int], start: int) -> tuple[int, int]:
+    """Where to cut a segment that is forked at ``cuts``, so that the most positions from ``start``
+    on need no copy, and how many these are."""
+    ordered = sorted(cuts, reverse=True)
+    return max(
+        ((cut, (cut - start) * count) for count, cut in enumerate(ordered, 1)),
+        key=lambda one: one[1],
+    )

@@ -1,0 +1,185 @@
+"""Trunks: which positions of rows are kept only once for all contexts that share them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from genlm.core.checks import describe_error
+from genlm.core.logs import get_logger
+from genlm.kit.kv.commands import Copy, Join, NewTrunk, Shift, Table
+from genlm.kit.kv.room import Needs, Room
+from genlm.kit.kv.sharing import KeyedSequence, Worth, best_cut, best_part, families_of
+from genlm.kit.kv.tree import Tree
+from genlm.kit.prefixes import prefix_of
+from genlm.kit.segments import Row, Segment, Trunk
+
+logger = get_logger()
+
+
+class Trunks:
+    """Makes trunks of rows, and joins trunks.
+
+    Args:
+        tree: What is kept.
+        room: Makes room for them.
+        table: Carries out commands.
+        worth: The numbers.
+    """
+
+    def __init__(self, tree: Tree, room: Room, table: Table, worth: Worth) -> None:
+        self._tree = tree
+        self._room = room
+        self._table = table
+        self._worth = worth
+
+    def share_forked(self, batch: Sequence[KeyedSequence]) -> None:
+        """Turn into trunks what several contexts will share, and the few rows that make all others
+        longer."""
+        wanted: dict[Row, list[int]] = {}
+        protected: set[Segment] = set()
+        for one in batch:
+            found, shared = self._tree.nearest(one.key)
+            if found is not None:
+                protected.add(found)
+            if isinstance(found, Row):
+                wanted.setdefault(found, []).append(min(shared, one.latest_start))
+        for row, cuts in wanted.items():
+            # A context that extends the row, or ends in it, runs there: nothing is shared.
+            alone = len(cuts) == 1 and cuts[0] >= row.stop - 1 and not row.pinned
+            cut, saved = best_cut(cuts, row.start)
+            worth_it = saved >= self._worth.sharing or cut - row.start >= self._worth.trunk
+            if worth_it and not alone:
+                self.split([row], cut, protected)
+        for row in self._worth.outliers_of([(row.size, row) for row in self._tree.rows]):
+            # This one may have been dropped to make room for the one before.
+            if self._tree.index.get(row.key) is row:
+                self.split([row], row.stop, protected)
+
+    def share_common(self, needs: Needs) -> bool:
+        """If the table would take much more than its contents, turn into trunks what rows have in
+        common, and the few rows that are longer than all others.
+
+        Returns:
+            Whether some were.
+        """
+        changed = False
+        while True:
+            chosen = self._worth_splitting(needs)
+            protected = needs.protected.union(*(rows for rows, _ in chosen))
+            for rows, cut in chosen:
+                if not self.split(rows, cut, protected):
+                    return changed
+                changed = True
+            if not chosen:
+                return changed
+
+    def _worth_splitting(self, needs: Needs) -> list[tuple[list[Row], int]]:
+        """Rows, and where to cut them; none if the table has little unused room, or need not
+        grow."""
+        tree, worth = self._tree, self._worth
+        rows = list(tree.rows)
+        count = len(rows) + needs.rows
+        columns = max(needs.columns, *(worth.columns(row.size) for row in rows), 0)
+        if count <= tree.slots and columns <= tree.columns:
+            return []
+        families = families_of(rows)
+        distinct = sum(row.size for row in rows) - sum(sum(common) for _, common in families)
+        if count * columns <= worth.waste * (distinct + needs.computed) + worth.spare * count:
+            return []
+        parts = map(best_part, families)
+        saved, common, cut = max(parts, key=lambda one: one[0], default=(0, [], 0))
+        if saved >= worth.collecting:
+            return [(common, cut)]
+        long = [row for row in rows if row.size >= columns - worth.step]
+        few = len(needs.protected.intersection(long)) <= worth.outliers
+        if few and 2 * len(long) <= len(rows) and columns > 2 * worth.step:
+            return [([row], row.stop) for row in long]
+        return []
+
+    def split(self, rows: Sequence[Row], cut: int, protected: Iterable[Segment] = ()) -> bool:
+        """Store as a trunk what rows have in common up to position ``cut``; the rest of each row
+        stands on it.
+
+        Args:
+            rows: Rows with the same parent and start.
+            cut: A position after their first one, and within each of them.
+            protected: Segments that must stay.
+
+        Returns:
+            ``False`` if the budget does not allow it; then nothing was done.
+        """
+        start, key = rows[0].start, prefix_of(rows[0].key, cut)
+        trunk = self._tree.index.get(key)
+        if not isinstance(trunk, Trunk):
+            needs = Needs(trunks=cut - start, protected={*protected, *rows})
+            if not self._room.make(needs):
+                return False
+            trunk = self._collected(rows[0], key)
+        for row in rows:
+            if row.stop > cut:  # else the trunk took its place
+                self._move(row, trunk)
+        self._tree.touch(trunk)
+        self.shorten(trunk, protected)
+        return True
+
+    def _collected(self, row: Row, key: bytes) -> Trunk:
+        """A kept trunk of the first positions of a row."""
+        trunk = self._tree.new_trunk(key, row.parent, row.start)
+        try:
+            self._table.do(NewTrunk(trunk))
+            self._table.do(Copy(row, trunk, trunk.size))
+        except BaseException:
+            self._tree.discard(trunk)
+            raise
+        self._tree.keep(trunk)
+        return trunk
+
+    def _move(self, row: Row, trunk: Trunk) -> None:
+        """Let what a row holds beyond a trunk stand on that trunk."""
+        try:
+            self._table.do(Shift(row, trunk.stop - row.start))
+        except BaseException as error:  # with only some layers moved, it is incomplete
+            logger.warning("kv.lost", rows=1, pinned=int(row.pinned), reason=describe_error(error))
+            self._tree.drop(row)
+            raise
+        row.stand_on(trunk, trunk.stop)
+
+    def shorten(self, trunk: Trunk, protected: Iterable[Segment]) -> None:
+        """Join trunks that only one context goes through, and keep the path short."""
+        staying = {*protected}
+        upper = trunk
+        while (below := upper.parent) is not None:
+            alone = below.children == {upper} and self._can_join(upper, below, staying)
+            if alone and below.size <= 2 * upper.size:
+                self._join(upper)  # only of similar size: nothing is copied over log(n) times
+            else:
+                upper = below
+        while len(path := [trunk, *(below for below, _ in trunk.path())]) > self._worth.path:
+            others = {
+                upper: self._tree.above(below, but=upper)
+                for upper, below in pairwise(path)
+                if self._can_join(upper, below, staying)
+            }
+            free = [
+                upper
+                for upper, above in others.items()
+                if not any(one.pinned or one in staying for one in above)
+            ]
+            if not free:
+                return
+            chosen = min(free, key=lambda upper: len(others[upper]))
+            for one in others[chosen]:
+                self._tree.drop(one)
+            self._join(chosen)
+
+    def _can_join(self, upper: Trunk, below: Trunk, staying: set[Segment]) -> bool:
+        """Whether the key of the trunk below may go, and its positions beyond ``upper.start``."""
+        return not below.pinned and (below not in staying or below.stop == upper.start)
+
+    def _join(self, upper: Trunk) -> None:
+        """Join a trunk with its parent, whose only child it is."""
+        below = upper.parent
+        assert below is not None
+        self._table.do(Join(upper, below, upper.start - below.start))
+        self._tree.lengthen(upper, below)

@@ -1,0 +1,110 @@
+"""The tree of segments: what contexts share is stored once, what is theirs alone lies beside it.
+
+For engines that keep key/value state of contexts. A context is a path of trunks and a row. A trunk
+is never written again, and any number of contexts may share it. A row is one context's own tail,
+written in place as the context grows. What the state is, and where it lies, is up to the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from attrs import define, field
+
+from genlm.kit.prefixes import length_of
+
+
+@define(eq=False)
+class Segment:
+    """State of positions ``start`` to ``stop`` (exclusive) of a context.
+
+    Attributes:
+        key: The context to the end of this segment, see
+            :func:`~genlm.kit.prefixes.key_of`.
+        start: The first position that is stored here.
+        parent: The trunk that holds the positions before. It may be longer than ``start``: then
+            only its beginning belongs to this context.
+        pinned: Whether it stays until the state is cleared.
+        children: The segments that stand on this one; only trunks have some.
+
+    Examples:
+        >>> from genlm.kit.prefixes import key_of
+        >>> trunk = Trunk(key_of(0, [1, 2, 3]))
+        >>> row = Row(key_of(0, [1, 2, 7, 8]), slot=5)
+        >>> row.stand_on(trunk, 2)
+        >>> row.size, [(below.stop, used) for below, used in row.path()]
+        (2, [(3, 2)])
+        >>> [(type(part).__name__, used) for part, used in row.parts(3)]
+        [('Trunk', 2), ('Row', 1)]
+    """
+
+    key: bytes
+    start: int = 0
+    parent: Trunk | None = None
+    pinned: bool = False
+    children: set[Segment] = field(factory=set, init=False, repr=False)
+
+    @property
+    def stop(self) -> int:
+        """The length of the context to the end of this segment."""
+        return length_of(self.key)
+
+    @property
+    def size(self) -> int:
+        """The number of positions stored here."""
+        return self.stop - self.start
+
+    def path(self) -> Iterator[tuple[Trunk, int]]:
+        """The trunks below this segment, the nearest first, each with how many of its positions
+        belong to this context."""
+        above: Segment = self
+        while above.parent is not None:
+            yield above.parent, above.start - above.parent.start
+            above = above.parent
+
+    def parts(self, stop: int) -> list[tuple[Segment, int]]:
+        """What holds the first ``stop`` positions of the context: segments in order, each with how
+        many of its own first positions belong to it."""
+        above = [(self, stop - self.start), *self.path()]
+        return [
+            (segment, min(size, stop - segment.start))
+            for segment, size in reversed(above)
+            if segment.start < stop
+        ]
+
+    def stand_on(self, parent: Trunk | None, start: int) -> None:
+        """Take a place in the tree, or move to another one."""
+        self.leave()
+        self.parent, self.start = parent, start
+        if parent is not None:
+            parent.children.add(self)
+
+    def leave(self) -> None:
+        """Leave the tree. (Parents and children refer to each other: memory is free at once only
+        if they let go.)"""
+        if self.parent is not None:
+            self.parent.children.discard(self)
+            self.parent = None
+
+
+@define(eq=False)
+class Trunk(Segment):
+    """State that is never written again.
+
+    Attributes:
+        layers: The state of each layer, as the engine has it.
+    """
+
+    layers: list[Any] = field(factory=list, repr=False)
+
+
+@define(eq=False)
+class Row(Segment):
+    """State in a row of the engine's table: column ``c`` holds position ``start + c``.
+
+    Attributes:
+        slot: The row. It changes when the table is resized.
+    """
+
+    slot: int = -1
