@@ -333,7 +333,7 @@ def test_bench_without_a_name_measures_what_runs_here_but_the_mock(install, monk
     install("elsewhere", unavailable="not here")
     install("broken", "raise RuntimeError")
     there = ["broken", "elsewhere", "good", "mock"]
-    monkeypatch.setattr("genlm.core.cli.bench.backend_names", lambda: there)
+    monkeypatch.setattr("genlm.conformance.bench.backend_names", lambda: there)
     bench = ["bench", "any", "--seconds=0.1", "--particles=1", "--json"]
     assert main(bench) == 0
     out, err = capsys.readouterr()

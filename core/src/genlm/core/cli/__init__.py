@@ -13,17 +13,20 @@ from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 
 from genlm.core.checks import describe_error
-from genlm.core.cli import backends, bench, completion, doctor, sample, top
+from genlm.core.cli import backends, completion, doctor, sample, top
 from genlm.core.cli.arguments import Commands
 from genlm.core.cli.version import PrintVersions
 from genlm.core.errors import GenlmError
 from genlm.core.installation import pip_install
 
 #: In the order of ``genlm --help``.
-COMMANDS = (sample, top, bench, doctor, backends, completion)
+COMMANDS = (sample, top, doctor, backends, completion)
 
 #: Subcommands of other distributions, which may not be installed.
-ELSEWHERE = {"conformance": "genlm-conformance", "new-plugin": "genlm-conformance"}
+ELSEWHERE = dict.fromkeys(("bench", "conformance", "new-plugin"), "genlm-conformance")
+
+#: Subcommands for which those of other distributions are not imported, which takes a second.
+LIGHT = {"sample", "top", "doctor", "backends"}
 
 #: What a shell reports of a program that was interrupted.
 INTERRUPTED = 130
@@ -31,7 +34,9 @@ INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    options = parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    first = next((word for word in given if not word.startswith("-")), None)
+    options = parser(others=first not in LIGHT).parse_args(given)
     try:
         code = int(options.run(options))
         sys.stdout.flush()
@@ -56,8 +61,8 @@ def _line(error: Exception) -> str:
     return f"{text} (`genlm --traceback ...` shows where)"
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of every subcommand."""
+def parser(others: bool = True) -> argparse.ArgumentParser:
+    """The parser of every subcommand; without ``others``, of the core's own alone."""
     parser = argparse.ArgumentParser(
         prog="genlm", description="Next-token log-probabilities on any engine."
     )
@@ -70,8 +75,9 @@ def parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for command in COMMANDS:
         command.add_to(commands)
-    for entry in entry_points(group="genlm.commands"):
-        _add_installed(entry, commands)
+    if others:
+        for entry in entry_points(group="genlm.commands"):
+            _add_installed(entry, commands)
     for name, distribution in ELSEWHERE.items():
         if name not in commands.choices:
             _add_missing(name, distribution, commands)

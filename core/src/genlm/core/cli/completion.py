@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from genlm.core.cli.arguments import Commands
 from genlm.core.installation import CORE, pip_install
 
-SHELLS = ("bash", "zsh", "tcsh")
+SHELLS = ("bash", "zsh", "fish", "tcsh")
 
 
 def add_to(commands: Commands) -> None:

@@ -1,23 +1,18 @@
-"""What this processor is fast at, measured in a second by PyTorch's own products of matrices: one
-thread or two, float32 or bfloat16."""
+"""What this processor is fast at, timed in a second by PyTorch: one thread or two, float32 or
+bfloat16."""
 
 from __future__ import annotations
 
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
+from collections.abc import Sequence
 
 #: What takes this many times longer is worth a remark.
 SLOWER = 1.2
 
-#: How often the sides take turns, and how many products each time.
-ROUNDS, PRODUCTS = 9, 8
+#: How often the sides take turns, and for how many seconds each time.
+ROUNDS, SECONDS = 5, 0.03
 
 #: A product of a small model: rows, columns before, columns after.
 SHAPE = (32, 576, 1536)
@@ -36,13 +31,16 @@ def timings() -> str:
     if usable_processors() < 2:
         compared = "there is one processor, so they were not timed"
     else:
-        compared = threads_verdict(*_seconds_of_threads())
+        compared = threads_verdict(*_medians(("float32", 1), ("float32", 2)))
     return f"{threads}; {compared}\n{dtypes()}"
 
 
 def dtypes() -> str:
     """Whether bfloat16 is faster than float32, with the option to choose it."""
-    return f"dtype: {dtypes_verdict(*_seconds_of_dtypes())}"
+    import torch
+
+    count = torch.get_num_threads()
+    return f"dtype: {dtypes_verdict(*_medians(('float32', count), ('bfloat16', count)))}"
 
 
 def threads_verdict(one: float, two: float) -> str:
@@ -68,47 +66,20 @@ def dtypes_verdict(float32: float, bfloat16: float) -> str:
     return f"{compared}: float32, the default of hf, is right for this processor"
 
 
-def _seconds_of_threads() -> tuple[float, float]:
+def _medians(*sides: tuple[str, int]) -> Sequence[float]:
+    """The median seconds of a product of matrices, in a type and with a number of threads. The
+    sides take turns, since other work may come and go."""
     import torch
-
-    before = torch.get_num_threads()
-    product = _product(torch.float32)
-
-    def on(count: int) -> Callable[[], object]:
-        def run() -> object:
-            torch.set_num_threads(count)
-            return product()
-
-        return run
-
-    try:
-        return _medians(on(1), on(2))
-    finally:
-        torch.set_num_threads(before)
-
-
-def _seconds_of_dtypes() -> tuple[float, float]:
-    import torch
-
-    return _medians(_product(torch.float32), _product(torch.bfloat16))
-
-
-def _product(dtype: torch.dtype) -> Callable[[], object]:
-    import torch
+    from torch.utils.benchmark import Timer
 
     rows, before, after = SHAPE
-    a, b = torch.ones(rows, before, dtype=dtype), torch.ones(before, after, dtype=dtype)
-    return lambda: a @ b
-
-
-def _medians(one: Callable[[], object], other: Callable[[], object]) -> tuple[float, float]:
-    """The median seconds of both, which take turns."""
-    seconds: tuple[list[float], list[float]] = [], []
-    for _ in range(ROUNDS):
-        for call, taken in zip((one, other), seconds, strict=True):
-            call()  # starts threads, and compiles what is compiled
-            began = time.perf_counter()
-            for _ in range(PRODUCTS):
-                call()
-            taken.append((time.perf_counter() - began) / PRODUCTS)
-    return statistics.median(seconds[0]), statistics.median(seconds[1])
+    timers = []
+    for name, threads in sides:
+        of_type = {"dtype": getattr(torch, name)}
+        both = {"a": torch.ones(rows, before, **of_type), "b": torch.ones(before, after, **of_type)}
+        timers.append(Timer("a @ b", globals=both, num_threads=threads))
+    taken = [
+        [timer.blocked_autorange(min_run_time=SECONDS).median for timer in timers]
+        for _ in range(ROUNDS)
+    ]
+    return [statistics.median(side) for side in zip(*taken, strict=True)]
