@@ -20,8 +20,8 @@ from genlm.core import EngineError, Query
 from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
 from genlm.hf.positions import rope_scalings
-from genlm.hf.twin import TOKENS as SMALL_TOKENS
-from genlm.hf.twin import thresholds
+from genlm.kit.twin import TOKENS as SMALL_TOKENS
+from genlm.kit.twin import thresholds
 from tests.adapter_kinds import Kind, make_adapter
 from tests.engines import rows_of
 from tests.fixtures import *  # noqa: F403

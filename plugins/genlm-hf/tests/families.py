@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-from genlm.hf.twin import small_model, thresholds
+from genlm.kit.twin import small_model, thresholds
 
 #: What the configurations of some families leave open, though none of their models does.
 LEFT_OPEN: dict[str, dict[str, Any]] = {

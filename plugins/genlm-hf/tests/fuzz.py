@@ -27,8 +27,8 @@ from genlm.core.errors import EngineError, InvalidAdapterError, UnsupportedError
 from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
 from genlm.hf.reuse import Reuse
-from genlm.hf.twin import TOKENS
 from genlm.kit.kv.sharing import Worth
+from genlm.kit.twin import TOKENS
 from tests.engines import add_lora, rows_of
 
 from .families import small_family

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from genlm.hf import probe
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
-from genlm.hf.twin import Threshold, small_config, small_model, thresholds
+from genlm.kit.twin import Threshold, small_config, small_model, thresholds
 
 from . import shapes
 

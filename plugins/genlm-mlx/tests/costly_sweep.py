@@ -5,7 +5,6 @@ loads. Cold rows, on both sides of every threshold."""
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
@@ -20,14 +19,11 @@ from mlx_lm.utils import MODEL_REMAPPING
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from genlm.core import Query
+from genlm.kit.twin import INNER_WIDTH, MOST_WEIGHTS, WIDTH, small_config, thresholds
 from genlm.mlx import loading
 from genlm.mlx.probe import CacheSupport
 
 from .conftest import save_model
-
-# hf's way to make a small model of a family is not part of mlx's environment.
-sys.path.append(str(Path(__file__).parents[2] / "genlm-hf" / "src"))
-from genlm.hf.twin import INNER_WIDTH, MOST_WEIGHTS, WIDTH, small_config, thresholds
 
 #: mlx-lm's olmo ends the process where the package hf_olmo is missing.
 FAMILIES = sorted(

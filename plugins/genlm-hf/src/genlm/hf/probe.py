@@ -18,8 +18,8 @@ from genlm.hf.pool import RowPool
 from genlm.hf.positions import rope_scalings
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
-from genlm.hf.twin import TOKENS, Threshold, small_model, thresholds
 from genlm.hf.ways import WAYS
+from genlm.kit.twin import TOKENS, Threshold, small_model, thresholds
 
 logger = get_logger()
 
