@@ -1,4 +1,4 @@
-"""Adapter folders are read without loading, running or trusting what is in them."""
+"""Adapter folders are read without running or trusting what is in them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from genlm.core import InvalidAdapterError
 from genlm.kit import adapter_files as files
@@ -376,3 +378,44 @@ def test_a_pickle_is_never_opened(write: Write, name: str) -> None:
 def test_a_folder_that_is_not_there() -> None:
     with pytest.raises(InvalidAdapterError, match=r"nowhere/adapter_config\.json does not exist"):
         read_adapter("/nowhere")
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite(write: Write, number: float) -> None:
+    """Some rows would be NaN; others are finite, because attention hides NaN, and mean nothing."""
+    folder = write()
+    tensors = {name: torch.ones(shape) for name, shape in lora(Q).items()}
+    name = next(iter(tensors))
+    tensors[name][-1, -1] = number
+    save_file(tensors, folder / files.WEIGHTS)
+    with pytest.raises(InvalidAdapterError, match=f"NaN or infinite numbers in {name}"):
+        read_adapter(folder)
+
+
+OTHER = "model.layers.1.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("settings", "lacks"),
+    [
+        ({"target_modules": ["q_proj"]}, True),
+        ({"target_modules": ["self_attn.q_proj"], "layers_pattern": "layers"}, True),
+        ({"target_modules": [Q]}, False),
+        ({"target_modules": ["q_proj"], "layers_to_transform": 0}, False),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [0, 1]}, True),
+        ({"target_modules": ["q_proj"], "exclude_modules": ["layers.1.self_attn.q_proj"]}, False),
+        ({"target_modules": ["q_proj"], "exclude_modules": ".*1.*"}, False),
+        ({"target_modules": ".*q_proj"}, False),  # an expression, which is not run
+    ],
+)
+def test_a_file_that_lacks_a_layer(write: Write, settings: dict[str, Any], lacks: bool) -> None:
+    adapter = read_adapter(write(**settings))
+    model = {Q: (8, 8), OTHER: (8, 8), "model.layers.0.self_attn.my_q_proj": (8, 8)}
+    with (
+        pytest.raises(
+            InvalidAdapterError, match=f"lacks the matrices of {OTHER}.*layers_to_transform"
+        )
+        if lacks
+        else nullcontext()
+    ):
+        adapter.require_modules(model)

@@ -93,7 +93,8 @@ class AdapterFolder:
             shapes: How many features each module of the model takes and gives, by its name.
 
         Raises:
-            InvalidAdapterError: a module is not there, or has another shape.
+            InvalidAdapterError: a module is not there, or has another shape; or the file lacks a
+                module that the adapter was trained on.
         """
         for name, module in self.modules.items():
             name = name.replace(".base_layer", "")
@@ -110,6 +111,14 @@ class AdapterFolder:
                     f"LoRA adapter {self.path} is made for another model: at {name} it maps "
                     f"{module.inputs} to {module.outputs} features, the model "
                     f"{' to '.join(map(str, shapes[name]))}; give an adapter made for this model"
+                )
+        adapted = {name.replace(".base_layer", "") for name in self.modules}
+        for name in shapes:
+            if name not in adapted and self.settings.targets(name):
+                raise InvalidAdapterError(
+                    f"LoRA adapter {self.path} lacks the matrices of {name}, which target_modules "
+                    f"in {CONFIG} names; save it again, or name in layers_to_transform the layers "
+                    "that it adapts"
                 )
 
 

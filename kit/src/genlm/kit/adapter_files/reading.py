@@ -26,7 +26,7 @@ from genlm.kit.adapter_files.folder import (
     find_adapter,
 )
 from genlm.kit.adapter_files.settings import MOST_NAMES, Settings
-from genlm.kit.adapter_files.tensors import DTYPES, Tensor, read_header
+from genlm.kit.adapter_files.tensors import DTYPES, Tensor, read_header, require_finite
 
 #: The end of the name of single token embeddings that were trained.
 TOKENS = "trainable_tokens_delta"
@@ -37,7 +37,7 @@ def read_adapter(path: str | os.PathLike[str]) -> AdapterFolder:
 
     Raises:
         InvalidAdapterError: the folder is missing, is not one of PEFT's, has its weights as a
-            pickle, or its files contradict one another.
+            pickle, or its files contradict one another; or its weights are not finite.
     """
     folder = find_adapter(os.fspath(path))
     config = read_config(folder)
@@ -58,6 +58,7 @@ def read_adapter(path: str | os.PathLike[str]) -> AdapterFolder:
     _check_tokens(adapter)
     if not adapter.features.keys() & TIED_TOGETHER:
         adapter.features.pop(Feature.TIED, None)
+    require_finite(folder / WEIGHTS, tensors.values())
     return adapter
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,16 @@ class Settings:
         self.modules_to_save = self._names("modules_to_save")
         self.target_parameters = frozenset(self._names("target_parameters"))
         self._owners = {target.rpartition(".")[0] for target in self.target_parameters}
-        targets = config.get("target_modules")
-        listed = targets if isinstance(targets, list) else ()  # an expression is not run
-        self._targets = {each for each in listed if isinstance(each, str)}
+        self._targets = _listed(config.get("target_modules"))
+        excluded = config.get("exclude_modules")
+        self._excluded = _listed(excluded)
+        if isinstance(excluded, str):  # an expression is not run: it may exclude anything
+            self._excluded = self._targets
+        layers = config.get("layers_to_transform")
+        listed = layers if isinstance(layers, list) else [layers]
+        self._layers = {each for each in listed if type(each) is int} or None
+        patterns = config.get("layers_pattern")
+        self._patterns = {patterns} if isinstance(patterns, str) else _listed(patterns)
 
     def rank(self, module: str) -> int:
         """The rank of a module or parameter, by its name in the model."""
@@ -71,6 +79,29 @@ class Settings:
         # A parameter by its own name may be any module's but those that are targets themselves.
         return bool(names & (self._owners - {""})) or (
             "" in self._owners and not names & self._targets
+        )
+
+    def targets(self, module: str) -> bool:
+        """Whether the adapter was trained on a module of its base model, as far as the lists of its
+        configuration say it: expressions are not run."""
+        names = set(ends(module))
+        return (
+            bool(names & self._targets)
+            and not names & self._excluded
+            and not any(f".{saved}." in f".{module}." for saved in self.modules_to_save)
+            and (self._layers is None or self._layer_of(module) in self._layers)
+        )
+
+    def _layer_of(self, module: str) -> int | None:
+        """The number of its layer: the first, or that behind one of ``layers_pattern``."""
+        parts = module.split(".")
+        return next(
+            (
+                int(number)
+                for before, number in pairwise(parts[:-1])
+                if number.isdecimal() and (not self._patterns or before in self._patterns)
+            ),
+            None,
         )
 
     def wrong(self, name: str, expected: str) -> InvalidAdapterError:
@@ -112,6 +143,11 @@ class Settings:
                 f"a list of at most {MOST_NAMES} module names, of at most {MOST_NAME} characters",
             )
         return names
+
+
+def _listed(value: Any) -> set[str]:
+    """The strings of a list; of anything else, none."""
+    return {each for each in value if isinstance(each, str)} if isinstance(value, list) else set()
 
 
 def _is_rank(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,24 @@ def _unsound(file: Path, reason: str) -> InvalidAdapterError:
     return InvalidAdapterError(
         f"{file} is not a sound safetensors file: {reason}; save the adapter again"
     )
+
+
+def require_finite(file: Path, tensors: Iterable[Tensor]) -> None:
+    """Refuse weights of a training run that has diverged: some rows would be NaN, others finite and
+    mean nothing.
+
+    Raises:
+        InvalidAdapterError: a tensor holds NaN or infinity.
+    """
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        for tensor in tensors:
+            if not opened.get_tensor(tensor.name).isfinite().all():
+                raise InvalidAdapterError(
+                    f"{file} has NaN or infinite numbers in {tensor.name}; train the adapter again, "
+                    "or take an earlier checkpoint of it"
+                )
 
 
 def read_tensor(file: Path, tensor: Tensor) -> torch.Tensor:
