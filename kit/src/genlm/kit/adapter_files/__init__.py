@@ -1,8 +1,8 @@
 """LoRA adapter folders in PEFT's format: what they hold, read before an engine sees them.
 
-Nothing in a folder is run: the configuration is JSON, of which known fields are read, and the header
-of a safetensors file gives the names, shapes and types of the tensors. They are loaded last, one by
-one, to see that they are finite.
+Nothing in a folder is run: the configuration is JSON, of which known fields are read, and the
+header of a safetensors file gives the names, shapes and types of the tensors. They are loaded last,
+one by one, to see that they are finite.
 Regular expressions of the configuration are not run: what the file holds says which modules are
 adapted.
 """

@@ -88,8 +88,8 @@ def require_finite(file: Path, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             if not opened.get_tensor(tensor.name).isfinite().all():
                 raise InvalidAdapterError(
-                    f"{file} has NaN or infinite numbers in {tensor.name}; train the adapter again, "
-                    "or take an earlier checkpoint of it"
+                    f"{file} has NaN or infinite numbers in {tensor.name}; train the adapter "
+                    "again, or take an earlier checkpoint of it"
                 )
 
 
