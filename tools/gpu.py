@@ -27,19 +27,23 @@ from attrs import frozen
 from benchmarks.trie import enlarged
 from genlm.core import EngineError
 from genlm.core.mock import ByteTokenizer
-from genlm.core.trie.kernels.reducer import Reducer, proven_reducer
-from genlm.core.trie.kernels.torch_reducer import TorchReducer
+from genlm.core.tokenization import Token, decode_vocab
+from genlm.core.trie.device import TorchReducer, proven_reducer
+from genlm.core.trie.nodes import Nodes, SortedItems
+from genlm.core.trie.plan import Plan
 from genlm.core.trie.weights import SUM
 from genlm.hf import AsyncTransformer
 from genlm.hf.runner import CACHE_NAMES
 from tools.shapes import SHAPES, VOCABULARY, model_of
 from tools.smollm2 import default_folder
-from tools.trie_traffic import SIZES, plan_of, real_words
 
 STAGES = ("tests", "conformance", "trie", "steps")
 
 #: The core's tests that start no other programs.
 QUICK_TESTS = ("tests/test_batching.py", "tests/test_steps.py", "tests/test_cache.py", "tests/trie")
+
+#: SmolLM2's vocabulary, and one as large as that of Qwen 2.5.
+SIZES = (49_152, 151_665)
 
 #: The most tokens in one raw forward, so that a long prefill fits into memory.
 RAW_TOKENS = 1 << 15
@@ -182,15 +186,20 @@ def step_figures(
 
 def trie_words(size: int) -> list[bytes]:
     """The bytes of a vocabulary: SmolLM2's if it is here, joined up to the size."""
-    words = real_words() if default_folder().exists() else WideTokenizer().token_bytes()
-    return enlarged(words, size)
+    if not default_folder().exists():
+        return enlarged(WideTokenizer().token_bytes(), size)
+    from transformers import AutoTokenizer
+
+    vocabulary, _ = decode_vocab(AutoTokenizer.from_pretrained(default_folder()))
+    return enlarged([bytes(word) for word in vocabulary], size)
 
 
 def trie_figures(words: list[bytes], device: str, rows: int, repeat: int) -> dict[str, Any]:
     """Sums over the trie, in PyTorch's own functions and, on CUDA, in the fused kernels: what of a
     copy's speed they reach, and their relative error in float32."""
-    plan = plan_of(words)
-    ways: dict[str, Reducer] = {"plain": TorchReducer(plan, device)}
+    items = SortedItems.of(Token.vocabulary(words))
+    plan = Plan.of(items.order, Nodes.of(items))
+    ways: dict[str, Any] = {"plain": TorchReducer(plan, device)}
     if torch.device(device).type == "cuda":
         fused = proven_reducer(plan, device, ways["plain"])
         ways |= {"fused": fused} if fused else {}

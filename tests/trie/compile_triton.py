@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from genlm.core.trie.kernels import triton_kernels as kernels
+from genlm.core.trie import cuda as kernels
 
 TILE = {"BLOCK": kernels.BLOCK, "ROWS": kernels.ROWS}
 FLAGS = {

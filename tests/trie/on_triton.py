@@ -14,13 +14,12 @@ import pytest
 import structlog
 import torch
 
-from genlm.core.trie import TokenCharacterTrie
-from genlm.core.trie.kernels import device, triton_kernels
-from genlm.core.trie.kernels.reducer import proven_reducer
-from genlm.core.trie.kernels.torch_reducer import TorchReducer
-from genlm.core.trie.kernels.triton_reducer import TritonReducer
+from genlm.core.trie import TokenCharacterTrie, cuda, device
+from genlm.core.trie.cuda import TritonReducer
+from genlm.core.trie.device import TorchReducer, proven_reducer
 from genlm.core.trie.weights import MAX, SUM
-from tools.trie_traffic import plan_of
+
+from .conftest import plan_of
 
 DEVICE = "cpu:0" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
@@ -51,8 +50,8 @@ STRIDES = {
 @pytest.fixture
 def fused(monkeypatch):
     """Makes a trie that uses the fused kernels, in blocks so small that there are several."""
-    monkeypatch.setattr(triton_kernels, "BLOCK", 64)
-    monkeypatch.setattr(device, "reducer_for", TritonReducer)
+    monkeypatch.setattr(cuda, "BLOCK", 64)
+    monkeypatch.setattr(device, "TorchReducer", TritonReducer)
     return partial(TokenCharacterTrie, device=DEVICE)
 
 

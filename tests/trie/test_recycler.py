@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from genlm.core.trie.kernels.recycler import Recycler
+from genlm.core.trie.cpu import Recycler
 
 MIB = 1 << 20
 

@@ -13,9 +13,10 @@ import pytest
 import structlog
 import torch
 
-from genlm.core.trie.kernels import reducer
-from genlm.core.trie.kernels.torch_reducer import TorchReducer
-from tools.trie_traffic import plan_of
+from genlm.core.trie import device
+from genlm.core.trie.device import DeviceKernel, TorchReducer
+
+from .conftest import plan_of
 
 HERE = Path(__file__).parent
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
@@ -60,12 +61,12 @@ def prove(monkeypatch, plan):
     """Whether a class proves itself in place of the fused kernels, and what was logged."""
 
     def prove(fused):
-        module = types.ModuleType("genlm.core.trie.kernels.triton_reducer")
+        module = types.ModuleType("genlm.core.trie.cuda")
         module.TritonReducer = fused
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setattr(reducer, "find_spec", lambda name: name == "triton" or None)
+        monkeypatch.setattr(device, "find_spec", lambda name: name == "triton" or None)
         with structlog.testing.capture_logs() as events:
-            proven = reducer.proven_reducer(plan, "cpu", TorchReducer(plan, "cpu"))
+            proven = device.proven_reducer(plan, "cpu", TorchReducer(plan, "cpu"))
         return proven is not None, events
 
     return prove
@@ -126,9 +127,9 @@ def test_kernels_that_raise_are_not_used(prove):
 
 
 def test_without_triton_pytorch_computes_and_nothing_warns(plan, monkeypatch):
-    monkeypatch.setattr(reducer, "find_spec", lambda name: None)
+    monkeypatch.setattr(device, "find_spec", lambda name: None)
     with structlog.testing.capture_logs() as events:
-        assert reducer.proven_reducer(plan, "cpu", TorchReducer(plan, "cpu")) is None
+        assert device.proven_reducer(plan, "cpu", TorchReducer(plan, "cpu")) is None
     assert [(event["log_level"], event["reason"]) for event in events] == [
         ("info", "Triton is not installed")
     ]
@@ -136,7 +137,16 @@ def test_without_triton_pytorch_computes_and_nothing_warns(plan, monkeypatch):
 
 @pytest.mark.parametrize("proven", ["fused", None])
 def test_on_cuda_pytorch_computes_where_nothing_else_is_proven(monkeypatch, plan, proven):
-    monkeypatch.setattr(reducer, "TorchReducer", lambda plan, device: "plain")
-    monkeypatch.setattr(reducer, "proven_reducer", lambda plan, device, plain: proven)
-    assert reducer.reducer_for(plan, "cuda") == (proven or "plain")
-    assert reducer.reducer_for(plan, "cpu") == "plain"
+    monkeypatch.setattr(device, "TorchReducer", lambda plan, device: "plain")
+    monkeypatch.setattr(device, "proven_reducer", lambda plan, device, plain: proven)
+    assert DeviceKernel(plan, "cuda")._reducer == (proven or "plain")
+    assert DeviceKernel(plan, "cpu")._reducer == "plain"
+
+
+def test_where_there_is_no_cuda_nothing_imports_the_kernels():
+    run(
+        "-c",
+        "import sys; from genlm.core.trie import TokenCharacterTrie as Trie\n"
+        "Trie([b'a'], device='cpu:0').weight_sum([1.0])\n"
+        "assert not {'triton', 'genlm.core.trie.cuda'} & {*sys.modules}",
+    )

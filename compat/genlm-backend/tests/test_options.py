@@ -197,3 +197,14 @@ def test_the_options_of_caches_and_tries() -> None:
     ):
         with pytest.raises(ValueError, match=r"quick|abacus"):
             make()
+
+
+def test_a_small_trie_is_drawn_with_graphviz() -> None:
+    pytest.importorskip("graphviz", reason="the package graphviz is not installed")
+    trie = TokenCharacterTrie(llm.MockAsyncLM().byte_vocab[97:99])
+    source = trie.visualize(trie.weight_sum([0.75, 0.25])).source
+    assert source.count("circle") == len(trie)
+    assert source.count(" -> ") == len(trie) - 1
+    assert 'fillcolor="#40ff40"' in source
+    with pytest.raises(ValueError, match="5 weights, one for each node"):
+        trie.visualize([1.0])

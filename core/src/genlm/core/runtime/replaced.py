@@ -36,6 +36,7 @@ TRIE: Mapping[str, str] = {
     "jump": "trie.children has the children of every node",
     "ordering": _SUMS,
     "src_indices": _SUMS,
+    "visualize": "trie.draw(ws) draws it as text",
 }
 
 

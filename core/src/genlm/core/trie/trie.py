@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.errors import InvalidInputError, InvalidOptionError
+from genlm.core.errors import InvalidInputError
 from genlm.core.runtime.replaced import TRIE, missing_attribute
 from genlm.core.tokenization.token import Token
-from genlm.core.trie.drawing import draw_dot, draw_page
-from genlm.core.trie.kernels import CpuKernel, DeviceKernel, Kernel
+from genlm.core.trie.cpu import CpuKernel
+from genlm.core.trie.device import DeviceKernel
+from genlm.core.trie.drawing import draw
 from genlm.core.trie.nodes import Nodes, SortedItems, key_of
 from genlm.core.trie.plan import Plan
 from genlm.core.trie.walk import Walker, children_view, prefixes_view
@@ -80,9 +81,7 @@ class TokenCharacterTrie:
         self._nodes = Nodes.of(self._items)
         self._walker = Walker(self._items, self._nodes)
         plan = Plan.of(self._items.order, self._nodes)
-        self._kernel: Kernel = (
-            CpuKernel(plan) if self.device == "cpu" else DeviceKernel(plan, self.device)
-        )
+        self._kernel = CpuKernel(plan) if self.device == "cpu" else DeviceKernel(plan, self.device)
 
     if not TYPE_CHECKING:  # a type checker must report every missing attribute
 
@@ -291,29 +290,35 @@ class TokenCharacterTrie:
 
     # --- for people -------------------------------------------------------------------------------
 
-    def visualize(
-        self, ws: Any = None, format: str = "graphviz", max_nodes: int | None = None
-    ) -> Any:
-        """Draw the trie, or the heaviest part of a large one.
+    def draw(self, ws: Any = None, max_nodes: int = 40) -> str:
+        """The trie as text, or the heaviest part of a large one: a node a line, with its weight.
 
         Args:
             ws: ``[len(trie)]`` Weights by node, such as :meth:`weight_sum` gives. Without them the
                 nodes with the most items below are drawn.
-            format: ``"graphviz"`` gives a ``graphviz.Digraph`` (needs the extra ``visualize``).
-                ``"html"`` gives the text of a web page, which needs only a browser.
-            max_nodes: The most nodes to draw; by default 100, or 20,000 in a page.
+            max_nodes: The most nodes to draw.
 
         Raises:
             InvalidInputError: ``ws`` has another shape.
-            InvalidOptionError: ``format`` or ``max_nodes`` is not accepted.
-            ImportError: The package graphviz is missing.
+            InvalidOptionError: ``max_nodes`` is less than 1.
+
+        Examples:
+            >>> trie = TokenCharacterTrie([b"a", b"ab"])
+            >>> print(trie.draw(trie.weight_sum([0.25, 0.75])))
+                     1  ''
+                     1    'a'
+                  0.75      'ab'
+                  0.75        item 1
+                  0.25      item 0
         """
-        match format:
-            case "graphviz":
-                return draw_dot(self, ws, 100 if max_nodes is None else max_nodes)
-            case "html":
-                return draw_page(self, ws, 20_000 if max_nodes is None else max_nodes)
-        raise InvalidOptionError(f"format must be 'graphviz' or 'html'; got {format!r}")
+        given = self.weight_sum(np.ones(len(self.decode))) if ws is None else ws
+        weights = to_array(given)
+        if weights.shape != (len(self),):
+            raise InvalidInputError(
+                f"ws has the shape {list(weights.shape)}, but the trie has {len(self)} nodes: give "
+                "weights by node, such as weight_sum() returns"
+            )
+        return draw(self.children, self.node2prefix, self.leaf2word, weights, max_nodes)
 
 
 class ParallelTokenCharacterTrie(TokenCharacterTrie):

@@ -21,3 +21,36 @@ class TokenCharacterTrie(genlm.core.trie.TokenCharacterTrie):
                 stacklevel=2,
             )
         return super().__new__(cls)
+
+    def visualize(self, ws: Any = None) -> Any:
+        """A ``graphviz.Digraph`` of all nodes, the heavier the greener; of a large trie, use
+        :meth:`draw`.
+
+        Args:
+            ws: ``[len(self)]`` Weights by node, such as ``weight_sum`` gives.
+
+        Raises:
+            ValueError: ``ws`` has another length.
+            ImportError: The package graphviz is missing.
+        """
+        try:
+            import graphviz
+        except ModuleNotFoundError as error:
+            raise ImportError("to visualize a trie: pip install graphviz; or use draw()") from error
+        if ws is not None and len(ws) != len(self):
+            raise ValueError(f"ws must have {len(self)} weights, one for each node; got {len(ws)}")
+        heaviest = 0.0 if ws is None else max(map(float, ws))
+        dot = graphviz.Digraph("trie", graph_attr={"rankdir": "LR"}, node_attr={"style": "filled"})
+        for node, prefix in self.node2prefix.items():
+            label, faded = f"{node}\n{prefix}", 255
+            if ws is not None:
+                label += f"\n{float(ws[node]):.4f}"
+                faded = round(255 * (1 - max(float(ws[node]) / (heaviest or 1.0), 0.0)))
+            shape = "doublecircle" if node in self.leaf2word else "circle"
+            color = f"#{faded:02x}ff{faded:02x}"
+            dot.node(str(node), graphviz.escape(label), shape=shape, fillcolor=color)
+        for node, children in enumerate(self.children):
+            for edge, child in children.items():
+                label = f"End-of-Token {edge[1]}" if child in self.leaf2word else str(edge)
+                dot.edge(str(node), str(child), label=graphviz.escape(label))
+        return dot

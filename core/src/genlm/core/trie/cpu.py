@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -11,7 +13,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.trie.kernels.recycler import Recycler
 from genlm.core.trie.plan import Plan
 from genlm.core.trie.weights import FloatArray, Operation, ResultType, check_shape, to_array
 
@@ -45,7 +46,20 @@ class CpuKernel:
         return rows
 
     def reduce(self, operation: Operation, ws: Any, batch: bool, wanted: ResultType) -> Any:
-        """See :class:`Kernel`. Computes in float64."""
+        """Combine each row of weights, ``[items]``, for all nodes and leaves, in float64.
+
+        Args:
+            operation: How.
+            ws: Weights of any kind: one row, or several if ``batch``.
+            batch: Whether there are several.
+            wanted: What to return.
+
+        Returns:
+            ``[rows, nodes + items]``
+
+        Raises:
+            InvalidInputError: The weights have another shape.
+        """
         plan, rows = self.plan, self._rows(ws, batch)
         result = self._results.empty((len(rows), plan.nodes + plan.items), wanted.name)
 
@@ -90,3 +104,54 @@ class CpuKernel:
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(self._cores, thread_name_prefix="genlm-trie")
+
+
+# The allocator itself keeps smaller blocks; larger ones would occupy too much memory.
+_LEAST, _MOST = 4 << 20, 256 << 20
+
+
+class Recycler:
+    """Makes arrays for results, in the memory of the last one that was released if that fits.
+
+    A large block goes back to the operating system when it is freed. The system then clears every
+    page of the next block, which takes as long as a batch of sums. So one block is kept.
+    """
+
+    def __init__(self) -> None:
+        self._spare: deque[npt.NDArray[np.uint8]] = deque(maxlen=1)  # its methods are atomic
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
+        """Like ``np.empty``. The memory is free again when the array and all its views are gone."""
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        if not _LEAST <= size <= _MOST:
+            return np.empty(shape, dtype)
+        try:
+            block = self._spare.pop()
+        except IndexError:
+            block = np.empty(size, np.uint8)
+        if not size <= block.nbytes <= 2 * size:
+            block = np.empty(size, np.uint8)
+        return np.asarray(_Lease(block, self._spare, shape, np.dtype(dtype).str))
+
+
+class _Lease:
+    """The base of a result's array. Gives the block back when the last array on it is gone."""
+
+    def __init__(
+        self,
+        block: npt.NDArray[np.uint8],
+        home: deque[npt.NDArray[np.uint8]],
+        shape: tuple[int, ...],
+        typestr: str,
+    ):
+        self._block = block
+        self._home = home
+        self.__array_interface__ = {
+            "data": (block.ctypes.data, False),
+            "shape": shape,
+            "typestr": typestr,
+            "version": 3,
+        }
+
+    def __del__(self) -> None:
+        self._home.append(self._block)
