@@ -3,10 +3,6 @@ stand-in for its core."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from types import SimpleNamespace
 
 import pytest
@@ -175,48 +171,3 @@ def test_what_is_dropped_is_let_go_and_never_answered(engine, core):
         answers |= engine.step()
     assert list(answers) == [kept]
     engine.step(dropped=[draw])  # again, and for one that has gone
-
-
-# --- the end of the process -----------------------------------------------------------------------
-
-ENDS_IN_A_STEP = textwrap.dedent(
-    """
-    import asyncio, os, sys, threading
-    from genlm.vllm import AsyncVirtualLM
-
-    small = {"max_model_len": 256, "max_num_seqs": 4, "kv_cache_memory_bytes": 64 << 20}
-    lm = AsyncVirtualLM.from_name(sys.argv[1], small)
-    begun, never = threading.Event(), threading.Event()
-
-    def hold(*args):
-        begun.set()
-        never.wait(3)  # exit hooks run meanwhile; nothing tells when
-
-    lm.underlying_model.register_forward_pre_hook(hold)
-
-    def draw():
-        try:
-            asyncio.run(lm.sample([5, 6, 7], 200, []))
-        except Exception as error:
-            print("DRAW", type(error).__name__, flush=True)
-
-    threading.Thread(target=draw, daemon=True).start()
-    begun.wait()
-    """
-)
-
-
-def test_a_process_may_end_in_the_middle_of_a_draw(tiny_path):
-    """The step under way ends before vLLM is taken down; the draw's caller is told."""
-    done = subprocess.run(
-        [sys.executable, "-c", ENDS_IN_A_STEP, tiny_path],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    said = [line for line in done.stdout.splitlines() if line.startswith("DRAW")]
-    assert said in ([], ["DRAW ModelClosedError"]), done.stdout[-2000:]
-    assert "Traceback" not in done.stderr

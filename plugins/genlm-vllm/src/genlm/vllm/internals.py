@@ -302,8 +302,8 @@ class EngineCore:
         """Stop the engine.
 
         In this process vLLM's own shutdown would also destroy the process groups, which all models
-        in the process share. So the parts are stopped one by one, and its finalizer, which would do
-        the same at exit, is disabled.
+        in the process share: they end with the last. So the parts are stopped one by one, and its
+        finalizer, which would do the same at exit, is disabled.
         """
         if not self._in_process:
             self._client.shutdown()
@@ -313,10 +313,10 @@ class EngineCore:
         with self._stream.entered():
             for part in IN_PROCESS_PARTS:
                 _require(self._client, part)()
-        # vLLM froze all objects after loading; without this its cycles would never be collected.
-        gc.unfreeze()
-        self._llm = self._client = None
-        gc.collect()
+            del self._client.engine_core  # what tells one in use from one that is shut down
+            self._llm = self._client = None
+            if not end_unused_process_groups():
+                gc.collect()
 
 
 def _output(raw: Any) -> Output:
@@ -378,3 +378,51 @@ def engine_core_here() -> Iterator[bool]:
             del os.environ[PROCESS_SWITCH]
         else:
             os.environ[PROCESS_SWITCH] = chosen
+
+
+@contextlib.contextmanager
+def process_groups() -> Iterator[None]:
+    """While a model loads: have the process groups that it needs, and after a failure none that no
+    model needs.
+
+    vLLM makes them with the first model of a process, and keeps them in globals. They hold a
+    thread, a socket and a file. That of experts is missing if the first model has none.
+    """
+    from vllm.distributed import parallel_state
+
+    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
+        world = parallel_state.get_world_group()
+        parallel_state._EP = parallel_state.init_model_parallel_group(
+            [[rank] for rank in range(world.world_size)],
+            world.local_rank,
+            torch.distributed.get_backend(world.device_group),
+            group_name="ep",
+        )
+    makes_them, loaded = not torch.distributed.is_initialized(), False
+    try:
+        yield
+        loaded = True
+    finally:
+        if makes_them and parallel_state._WORLD is not None:
+            parallel_state._WORLD.made_by_genlm = True
+        if not loaded:
+            end_unused_process_groups()
+
+
+def end_unused_process_groups() -> bool:
+    """Destroy the process groups that a model of ours has made, if no vLLM computes here any more.
+    Whether it did."""
+    from vllm.distributed import cleanup_dist_env_and_memory, parallel_state
+    from vllm.v1.engine.core_client import InprocClient
+
+    # vLLM froze all objects after loading; without this its cycles would never be collected, nor
+    # its clients be listed.
+    gc.unfreeze()
+    if not getattr(parallel_state._WORLD, "made_by_genlm", False):
+        return False
+    if any(
+        type(each) is InprocClient and hasattr(each, "engine_core") for each in gc.get_objects()
+    ):
+        return False
+    cleanup_dist_env_and_memory()
+    return True

@@ -11,7 +11,7 @@ from genlm.core.logs import get_logger
 from genlm.kit.model_files import require_model
 from genlm.vllm.capture import RowStore, capture_into
 from genlm.vllm.engine import VllmEngine
-from genlm.vllm.internals import EngineCore, check_version, engine_core_here
+from genlm.vllm.internals import EngineCore, check_version, engine_core_here, process_groups
 from genlm.vllm.lora import LoraEngine
 from genlm.vllm.options import Options, check_engine_opts
 from genlm.vllm.rows import LocalRows, Rows, WorkerRows
@@ -39,7 +39,7 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
     import vllm
 
     stream = EngineStream()
-    with stream.entered(), engine_core_here() as here:
+    with stream.entered(), engine_core_here() as here, process_groups():
         local = here and _has_one_worker(chosen.engine_opts)
         store = RowStore()
         spare = _spare_slot(chosen.engine_opts) if local else {}
