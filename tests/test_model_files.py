@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,6 +44,34 @@ def test_a_folder_with_one_of_the_files(tmp_path, file):
     (tmp_path / file).touch()
     require_model(str(tmp_path), ("config.json", "*.gguf"))
     require_model(str(tmp_path / file))
+
+
+def test_large_files_must_be_whole(tmp_path):
+    (tmp_path / "config.json").touch()
+    weights, size = tmp_path / "model.safetensors", 40
+    header = json.dumps({"a": {"dtype": "F32", "shape": [10], "data_offsets": [0, size]}}).encode()
+    whole = len(header).to_bytes(8, "little") + header + bytes(size)
+    weights.write_bytes(whole)
+    require_model(str(tmp_path))
+    for length in (len(whole) - 1, len(header), 8, 3, 0):
+        weights.write_bytes(whole[:length])
+        with pytest.raises(
+            ModelNotFoundError, match=f"cut: it has {length} of .* bytes; copy or d"
+        ):
+            require_model(str(tmp_path))
+    for file in ("model.safetensors", "tokenizer.json"):
+        weights.write_bytes(whole)
+        (tmp_path / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+        with pytest.raises(ModelNotFoundError, match=f"{file} is a pointer of Git LFS.*git lfs pu"):
+            require_model(str(tmp_path))
+
+
+def test_every_file_of_the_index_is_there(tmp_path):
+    (tmp_path / "config.json").touch()
+    index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelNotFoundError, match=r"names 1.safetensors \(2 of 2 such files are n"):
+        require_model(str(tmp_path))
 
 
 def test_offline_only_the_cache_is_asked(monkeypatch):

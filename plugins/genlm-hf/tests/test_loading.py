@@ -6,11 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
 
-from genlm.core import InvalidOptionError, load_model_by_name
+from genlm.core import (
+    InvalidInputError,
+    InvalidOptionError,
+    ModelNotFoundError,
+    load_model_by_name,
+)
 from genlm.hf import AsyncTransformer
 from genlm.hf.options import HFOptions
+
+from .shapes import SHAPE, TOKENS
 
 CONTEXT = [104, 101, 108, 108, 111]
 
@@ -151,3 +158,34 @@ def test_a_load_computes_no_more_than_five_forwards(tiny: str) -> None:
     model.register_forward_pre_hook(lambda module, args: forwards.append(module))
     AsyncTransformer(model, AutoTokenizer.from_pretrained(tiny)).close()
     assert 0 < len(forwards) <= 5
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "an encoder's"])
+def test_weights_that_the_checkpoint_lacks(tiny: str, tmp_path: Path, file: str) -> None:
+    """They would be random: another model each time."""
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path)
+    if file == "an encoder's":
+        small = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+        BertModel(BertConfig(vocab_size=257, num_hidden_layers=1, **small)).save_pretrained(
+            tmp_path
+        )
+        lacking = r"BertLMHeadModel.*cls\.predictions.* and 3 more"
+    else:
+        model = AutoModelForCausalLM.from_pretrained(tiny)
+        kept = {name: each for name, each in model.state_dict().items() if ".layers.1." not in name}
+        model.save_pretrained(tmp_path, state_dict=kept)
+        lacking = r"LlamaForCausalLM.*model\.layers\.1\..* and \d+ more"
+    with pytest.raises(ModelNotFoundError, match=f"lacks weights of {lacking}; give the whole"):
+        load_model_by_name(str(tmp_path), backend="hf")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_folder_without_a_tokenizer(tmp_path: Path, kind: str) -> None:
+    """Of GPT-2's, transformers makes one with a single special token."""
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2} if kind == "gpt2" else SHAPE
+    config = AutoConfig.for_model(kind, **{**sizes, "vocab_size": TOKENS})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(
+        InvalidInputError, match=r"holds no tokenizer|special tokens only \(<\|endo"
+    ):
+        load_model_by_name(str(tmp_path), backend="hf")

@@ -1,7 +1,8 @@
-"""Whether a model is there, found out before an engine spends a minute on it."""
+"""Whether a model is there and whole, found out before an engine spends a minute on it."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -13,6 +14,12 @@ from genlm.core.errors import ModelNotFoundError
 #: A name that the Hugging Face hub could have.
 HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
+#: How a file begins that Git has in place of a large one.
+LFS_POINTER = b"version https://git-lfs"
+
+#: Names of files that are large, or that hold a tokenizer.
+LARGE_FILES = ("*.safetensors", "*.bin", "*.gguf", "tokenizer*", "*.model")
+
 #: How long to wait for the hub, seconds.
 HUB_PATIENCE = 5.0
 
@@ -20,15 +27,17 @@ HUB_PATIENCE = 5.0
 def require_model(name: str, files: Sequence[str] = ("config.json",)) -> None:
     """Refuse a model that is not there. For ``genlm_load``, before the engine is imported.
 
-    A folder must hold one of ``files``. A name that is not a folder must be in the hub's cache or
-    on the hub. In offline mode (``HF_HUB_OFFLINE=1``) only the cache is asked.
+    A folder must hold one of ``files``, and its large files must be whole. A name that is not a
+    folder must be in the hub's cache or on the hub. In offline mode (``HF_HUB_OFFLINE=1``) only the
+    cache is asked.
 
     Args:
         name: What the user gave: a folder, a file, or a hub name.
         files: Names of files of which a folder must hold one, with ``*`` for any letters.
 
     Raises:
-        ModelNotFoundError: it names the folder and what was looked for.
+        ModelNotFoundError: it names the folder and what was looked for, or the file that is not
+            whole.
     """
     if not isinstance(name, str | os.PathLike):
         raise ModelNotFoundError(f"a model must be a folder or a hub name; got {safe_repr(name)}")
@@ -41,8 +50,45 @@ def require_model(name: str, files: Sequence[str] = ("config.json",)) -> None:
                 f"the folder {str(name)!r} holds no {' or '.join(files)}; give the folder of a "
                 f"model; this one holds {listed or 'nothing'}"
             )
+        _require_whole(path)
     elif not path.exists() and "://" not in str(name):
         _require_on_hub(str(name), files)
+
+
+def _require_whole(folder: Path) -> None:
+    for index in folder.glob("*.safetensors.index.json"):
+        named = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
+        if absent := sorted(file for file in named if not (folder / file).exists()):
+            raise ModelNotFoundError(
+                f"{index} names {absent[0]} ({len(absent)} of {len(named)} such files are not "
+                "there); copy or download the whole folder"
+            )
+    for file in (each for pattern in LARGE_FILES for each in folder.glob(pattern)):
+        with file.open("rb") as opened:
+            beginning = opened.read(len(LFS_POINTER))
+            if beginning == LFS_POINTER:
+                raise ModelNotFoundError(
+                    f"{file} is a pointer of Git LFS and not the file itself; run `git lfs pull` "
+                    "in that folder"
+                )
+            if file.suffix == ".safetensors":
+                length = int.from_bytes(beginning[:8], "little")
+                opened.seek(8)
+                _require_all_tensors(file, length, opened.read(min(length, file.stat().st_size)))
+
+
+def _require_all_tensors(file: Path, length: int, header: bytes) -> None:
+    try:
+        tensors = json.loads(header)
+        ends = [each["data_offsets"][1] for name, each in tensors.items() if name[:2] != "__"]
+        wanted = 8 + length + max(ends, default=0)
+    except ValueError:
+        wanted = 8 + length
+    size = file.stat().st_size
+    if size < wanted:
+        raise ModelNotFoundError(
+            f"{file} has been cut: it has {size} of {wanted} bytes; copy or download it again"
+        )
 
 
 def _require_on_hub(name: str, files: Sequence[str]) -> None:

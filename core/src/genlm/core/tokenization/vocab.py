@@ -45,8 +45,8 @@ def decode_vocab(
     Raises:
         InvalidOptionError: ``byte2str_fallback`` is not one of these.
         VocabularyError: The tokenizer loses bytes of the text (WordPiece does), or its family is
-            not known, or it has no token; or its ``token_bytes()`` returns something other than
-            bytes.
+            not known, or it has no token beside special ones; or its ``token_bytes()`` returns
+            something other than bytes.
 
     Examples:
         >>> from genlm.core.mock import ByteTokenizer
@@ -62,6 +62,12 @@ def decode_vocab(
             "tokens"
         )
     special = {i for i in special_ids(tokenizer) if 0 <= i < len(token_bytes)}
+    if len(special) == len(token_bytes):
+        names = ", ".join(token.decode(errors="replace") for token in token_bytes[:4])
+        raise VocabularyError(
+            f"the vocabulary of {type(tokenizer).__name__} has special tokens only ({names}): the "
+            "folder that it was loaded from lacks its files; copy them there (tokenizer.json)"
+        )
     return Token.vocabulary(token_bytes, special), [
         _to_string(i, token, fallback) for i, token in enumerate(token_bytes)
     ]

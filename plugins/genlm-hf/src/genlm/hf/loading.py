@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from genlm.core.checks import safe_repr
-from genlm.core.errors import InvalidOptionError
+from genlm.core.errors import InvalidOptionError, ModelNotFoundError
 from genlm.core.logs import get_logger
 from genlm.hf.options import HFOptions
 
@@ -26,6 +27,9 @@ SOURCE_ARGUMENTS = (
     "subfolder",
     "gguf_file",
 )
+
+#: Of which files a folder must hold one, for most tokenizers.
+TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken", "tekken.json")
 
 #: The modes of ``torch.compile`` that capture CUDA graphs.
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
@@ -45,6 +49,7 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
     Raises:
         InvalidOptionError: the options contradict each other, or the folder holds several GGUF
             files.
+        ModelNotFoundError: the folder has no tokenizer, or the checkpoint lacks weights.
         OSError: there is no such model, as transformers says it.
     """
     arguments = dict(options.hf_opts)
@@ -53,11 +58,11 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
     if gguf_file is not None:
         arguments.setdefault("gguf_file", gguf_file)
     source = {key: arguments[key] for key in SOURCE_ARGUMENTS if key in arguments}
-    tokenizer = AutoTokenizer.from_pretrained(
-        tokenizer_name or name, **({} if tokenizer_name else source)
-    )
+    tokenizer = _load_tokenizer(tokenizer_name or name, {} if tokenizer_name else source)
     device = _place(arguments, options)
-    model = AutoModelForCausalLM.from_pretrained(name, **arguments)
+    arguments["output_loading_info"] = True
+    model, found = AutoModelForCausalLM.from_pretrained(name, **arguments)
+    _require_weights(name, model, found)
     if device is not None:
         model = model.to(device)
     if options.compile_opts is not None:
@@ -66,6 +71,32 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
         "model.loaded", backend="hf", model=name, device=str(model.device), dtype=str(model.dtype)
     )
     return model.eval(), tokenizer
+
+
+def _load_tokenizer(name: str, source: Mapping[str, Any]) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(name, **source)
+    except Exception as error:
+        folder = Path(name, source.get("subfolder", ""))
+        if not folder.is_dir() or any(next(folder.glob(file), None) for file in TOKENIZER_FILES):
+            raise
+        raise ModelNotFoundError(
+            f"the folder {str(folder)!r} holds no tokenizer ({', '.join(TOKENIZER_FILES)}); copy "
+            "its files there, or name another folder in hf_opts={'tokenizer': ...}"
+        ) from error
+
+
+def _require_weights(name: str, model: Any, found: Mapping[str, Any]) -> None:
+    """Raises: ModelNotFoundError: some of the model's weights were not in the checkpoint, or of
+    another shape there, so they are random now."""
+    mismatched = [key if isinstance(key, str) else key[0] for key in found["mismatched_keys"]]
+    if lacking := sorted({*found["missing_keys"], *mismatched}):
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        raise ModelNotFoundError(
+            f"the checkpoint {name!r} lacks weights of {type(model).__name__}, which would be "
+            f"random: {', '.join(lacking[:3])}{more}; give the whole checkpoint of a causal "
+            "language model"
+        )
 
 
 def _place(arguments: dict[str, Any], options: HFOptions) -> str | None:
