@@ -1,4 +1,4 @@
-"""The tasks of this repository, each in an environment of its own. ``nox --list`` shows them.
+"""The tasks of this repository. ``nox --list`` shows them.
 
 Only nox must be installed (``python -m pip install nox``); it fetches uv, which makes the
 environments. A plugin's environment follows from its ``pyproject.toml``. A plugin whose engine
@@ -19,6 +19,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import workloads  # noqa: E402
-from tools import smollm2  # noqa: E402
+from tools import smollm2, tasks  # noqa: E402
 
 CORE = ROOT / "core"
 KIT = ROOT / "kit"
@@ -123,16 +124,12 @@ nox.options.download_python = "never"
 nox.options.reuse_venv = "yes"
 nox.options.error_on_external_run = True
 nox.options.error_on_missing_interpreters = False  # a Python that is not found is skipped
-nox.options.sessions = [
-    "lint",
-    "types",
-    f"tests-{PYTHON}",
-    "plugin",
-    "minimums",
-    "docs",
-    "release-check",
-    "soak",
-]
+nox.options.sessions = ["check"]
+
+#: What plain ``nox`` runs, and what comes on top of it in ``nox -s full``. The long ones begin.
+CHECK = [f"tests-{PYTHON}", *(f"conformance({name})" for name in sorted(PLUGINS)), "types", "lint"]
+EACH_PLUGIN = [f"plugin({name})" for name in sorted(PLUGINS)]
+REST = [*EACH_PLUGIN, "minimums", "clients", "docs", "release-check", "soak"]
 
 each_plugin = nox.parametrize("name", [nox.param(name, id=name) for name in sorted(PLUGINS)])
 
@@ -152,18 +149,36 @@ def demo(session: nox.Session) -> None:
     hf.run("python", "examples/smc.py", *model, *session.posargs)
 
 
+# --------------------------------------------------------------------------------------------------
+# What every change must pass. Arguments after `--` go to the tool.
+# --------------------------------------------------------------------------------------------------
+
+
+@nox.session(venv_backend="none")
+def check(session: nox.Session) -> None:
+    """Plain `nox`: lint, types, the core's tests, and every plugin's conformance on its real
+    engine, two tasks at a time."""
+    run_tasks(session, {name: [] for name in CHECK})
+
+
 @nox.session(venv_backend="none", default=False)
-def quick(session: nox.Session) -> None:
-    """While working: lint, types, the core's tests, and hf's conformance on a tiny model."""
-    session.notify("lint", [])
-    session.notify("types", [])
-    session.notify(f"tests-{PYTHON}", ["--numprocesses=2", "--dist=loadfile"])
-    session.notify("conformance(hf)", ["-k", "TestTiny"])
+def rest(session: nox.Session) -> None:
+    """What plain `nox` leaves out: the plugins' own tests, lowest versions, clients, the site, the
+    wheels, random work."""
+    run_tasks(session, {n: ["-m", "not quick"] if n in EACH_PLUGIN else [] for n in REST})
 
 
-# --------------------------------------------------------------------------------------------------
-# What every change must pass: plain `nox`. Arguments after `--` go to the tool.
-# --------------------------------------------------------------------------------------------------
+@nox.session(venv_backend="none", default=False)
+def full(session: nox.Session) -> None:
+    """Everything: plain `nox`, then the rest."""
+    session.notify("check")
+    session.notify("rest")
+
+
+def run_tasks(session: nox.Session, named: Mapping[str, Sequence[str]]) -> None:
+    """Run tasks, with their arguments, two at a time; end in a table of them."""
+    if not tasks.run(named, ROOT / "build" / "tasks"):
+        session.error("a task failed: its log is above, and in build/tasks")
 
 
 @nox.session
@@ -220,8 +235,9 @@ def plugin(session: nox.Session, name: str) -> None:
 @nox.session(venv_backend="none")
 @each_plugin
 def conformance(session: nox.Session, name: str) -> None:
-    """Only the conformance tests of a plugin."""
-    check_plugin(session, name, PLUGINS[name] / "tests" / "test_conformance.py")
+    """The conformance of a plugin on a tiny model, quickly, on its real engine."""
+    file = PLUGINS[name] / "tests" / "test_conformance.py"
+    check_plugin(session, name, file, options=("-m", "quick"))
 
 
 @nox.session(venv_backend="none")
@@ -249,7 +265,11 @@ def costly(session: nox.Session, name: str) -> None:
 
 
 def check_plugin(
-    session: nox.Session, name: str, tests: Path, recipe: str = "environment.txt"
+    session: nox.Session,
+    name: str,
+    tests: Path,
+    recipe: str = "environment.txt",
+    options: Sequence[str] = (),
 ) -> None:
     """Run tests of a plugin, unless its ``pyproject.toml`` says that it does not run on this
     machine."""
@@ -264,7 +284,7 @@ def check_plugin(
         session.skip(f"genlm-{name} is tested where {where}; this machine is different")
     environment = environment_of(session, name, recipe)
     session.env["GENLM_TEST_MODEL"] = real_model(session, environment)
-    environment.run("pytest", str(tests), *session.posargs)
+    environment.run("pytest", str(tests), *options, *session.posargs)
 
 
 @nox.session
@@ -294,15 +314,15 @@ def docs(session: nox.Session) -> None:
     ``build/screenshots``.
     """
     prepare(session)
-    hf = environment_of(session, "hf")
-    hf.pip("install", *GROUPS["docs"])
-    hf.run("python", "-m", "tools.site", "--model", real_model(session, hf), *session.posargs)
+    steps = [["install", *BASE, "--editable", with_extras(PLUGINS["hf"]), "--group", "docs"]]
+    own = Environment(session, "docs", steps)
+    own.run("python", "-m", "tools.site", "--model", real_model(session, own), *session.posargs)
 
 
-@nox.session(default=False)
+@nox.session
 def clients(session: nox.Session) -> None:
     """Programs written for genlm-backend 0.3, over this checkout: their own tests, and the same
-    answers as over 0.3.1. `.ci/run` runs this after plain nox."""
+    answers as over 0.3.1."""
     prepare(session)
     for _, *step in CLIENT_STEPS:
         session.install(*step)
@@ -443,6 +463,10 @@ def prepare(session: nox.Session) -> None:
     twenty times slower, and it varies. UTF-8, which Python 3.11 to 3.14 do not take by themselves
     on Windows.
     """
+    if not os.access(Path.home(), os.W_OK):  # engines and tools keep caches there
+        home = ROOT / "build" / "home"
+        home.mkdir(parents=True, exist_ok=True)
+        os.environ["HOME"] = session.env["HOME"] = str(home)
     session.env.update(
         pip_configuration(),
         UV_CONSTRAINT="constraints.txt",
@@ -471,29 +495,19 @@ def pip_configuration() -> dict[str, str]:
 
 @dataclass
 class Environment:
-    """An environment that several sessions may share.
-
-    Its steps, commands of ``uv pip``, are carried out when it is new, or when they have changed or
-    something that they depend on has.
-    """
+    """An environment that several sessions may share, made by commands of ``uv pip``; uv does
+    nothing where they are carried out already."""
 
     session: nox.Session
     label: str
     steps: list[list[str]]
-    depends: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         self.folder = Path(self.session.create_tmp()).resolve().parents[1] / self.label
-        sources = (ROOT / "constraints.txt", *self.depends)
-        state = "\n".join([repr(self.steps), *(source.read_text() for source in sources)])
-        complete = self.folder / "complete"
-        if complete.exists() and complete.read_text() == state:
-            return
         if not Path(self.program("python")).exists():
             self.session.run_install(UV, "venv", str(self.folder), external=True)
         for step in self.steps:
             self.pip(*step)
-        complete.write_text(state)
 
     def program(self, name: str) -> str:
         """The path of one of its programs."""
@@ -524,8 +538,13 @@ def environment_of(session: nox.Session, name: str, recipe: str = "environment.t
         lines = [shlex.split(line, comments=True) for line in file.read_text().splitlines()]
         steps = [words for words in lines if words]
     label = f"env-{name}" + "-lowest" * (recipe == "environment-lowest.txt")
-    depends = tuple(place / "pyproject.toml" for place in (CORE, KIT, CONFORMANCE, folder))
-    return Environment(session, label, steps, depends)
+    try:
+        return Environment(session, label, steps)
+    except nox.command.CommandFailed:
+        if "CI" in os.environ:
+            raise
+        wanted = "; ".join(shlex.join(words) for words in steps)
+        session.skip(f"what genlm-{name} needs cannot be installed on this machine: {wanted}")
 
 
 def with_extras(folder: Path) -> str:

@@ -8,7 +8,7 @@ import pytest
 from genlm.conformance import ConformanceSuite
 
 
-class TestTiny(ConformanceSuite):
+class Tiny(ConformanceSuite):
     backend = "hf"
 
     @pytest.fixture(scope="class", autouse=True)
@@ -16,6 +16,15 @@ class TestTiny(ConformanceSuite):
     def _given(cls, tiny: str, lora_folders: dict[str, str]) -> None:
         cls.model = tiny
         cls.adapters = lora_folders
+
+
+@pytest.mark.quick
+class TestTiny(Tiny):
+    effort = 0.1
+
+
+class TestTinyThoroughly(Tiny):
+    pass
 
 
 class TestRecurrent(ConformanceSuite):
@@ -32,7 +41,7 @@ class TestRecurrent(ConformanceSuite):
 
 class TestReal(ConformanceSuite):
     backend = "hf"
-    effort = 0.1  # TestTiny has all
+    effort = 0.1  # the tiny one has all
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod

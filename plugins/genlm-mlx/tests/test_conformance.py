@@ -10,9 +10,10 @@ import pytest
 from genlm.conformance import ConformanceSuite
 
 
+@pytest.mark.quick
 class TestLlama(ConformanceSuite):
     backend = "mlx"
-    effort = 0.3
+    effort = 0.1
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod

@@ -45,6 +45,7 @@ class TestOverContinuousMock(OverRay):
     effort = 0.2
 
 
+@pytest.mark.quick
 class TestOverHf(OverRay):
     options: ClassVar[dict[str, Any]] = {"backend": "hf"}
     effort = 0.1

@@ -20,6 +20,7 @@ class TestSgl(ConformanceSuite):
         cls.model = real_model
 
 
+@pytest.mark.quick
 class TestSglLora(ConformanceSuite):
     backend = "sgl"
     effort = 0.1

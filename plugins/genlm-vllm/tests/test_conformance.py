@@ -35,6 +35,7 @@ class TestVllmWithoutLiveSessions(TestVllm):
         cls.model = tiny_path
 
 
+@pytest.mark.quick
 class TestVllmWithAdapters(TestVllm):
     longest = 129  # slow with adapters on a CPU; beyond several blocks, and TestVllm goes further
     options = {"engine_opts": FLOAT32 | LORA}  # noqa: RUF012

@@ -1,0 +1,95 @@
+"""Runs tasks of nox two at a time, and ends in a table: what ran, how long, what was skipped and
+why."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+#: A task takes about one core and a few gigabytes.
+AT_ONCE = 2
+
+#: What a log says of what was left out: by nox, by a task of its own accord, by pytest.
+SKIPPED = re.compile(
+    r"^nox > Session .+? skipped: (?P<task>.+)$"
+    r"|^nox > (?P<part>.+ is missing.*)$"
+    r"|^SKIPPED \[(?P<count>\d+)\] (?P<file>[^ ]+?):(?:\d+:)? (?P<reason>.+)$",
+    re.MULTILINE,
+)
+
+#: A clause that is skipped is not a test that is missing: the engine does not claim what it checks.
+CLAUSES = "genlm/conformance/"
+
+
+@dataclass
+class Done:
+    """A task that has ended: its result in one word, its seconds, and its log."""
+
+    name: str
+    result: str
+    seconds: float
+    log: str
+
+    def skipped(self) -> list[str]:
+        """What was left out, and why; each reason once."""
+        reasons: dict[str, int] = {}
+        for found in SKIPPED.finditer(self.log):
+            if CLAUSES not in (found["file"] or "").replace(os.sep, "/"):
+                reason = found["task"] or found["part"] or found["reason"]
+                reasons[reason] = reasons.get(reason, 0) + int(found["count"] or 0)
+        return [f"{reason} ({n} tests)" if n else reason for reason, n in reasons.items()]
+
+
+def run(named: Mapping[str, Sequence[str]], folder: Path) -> bool:
+    """Run the tasks, each with its arguments. Print the log of each when it ends, then the table;
+    say whether all passed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    done: list[Done] = []
+
+    def one(name: str) -> None:
+        done.append(ended := run_one(name, named[name], folder))
+        print(f"{ended.log}\n{name}: {ended.result}, {ended.seconds:.0f} s\n", flush=True)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(one, named))
+    print(table(done, time.monotonic() - began), flush=True)
+    return all(task.result in ("success", "skipped") for task in done)
+
+
+def run_one(name: str, arguments: Sequence[str], folder: Path) -> Done:
+    """Run one task in a nox of its own."""
+    report, log = folder / f"{name}.json", folder / f"{name}.log"
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "nox", "--report", str(report), "-s", name, "--", *arguments]
+    # This nox has what the noxfile needs: the other one must not look for it.
+    environment = {**os.environ, "NOX_SCRIPT_MODE": "none", "PYTHONUTF8": "1"}
+    began = time.monotonic()
+    with log.open("w", encoding="utf-8") as out:
+        code = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment
+        ).returncode
+    seconds = time.monotonic() - began
+    sessions = json.loads(report.read_text())["sessions"] if report.exists() else []
+    results = {session["result"] for session in sessions}
+    result = "failed" if code else results.pop() if len(results) == 1 else "success"
+    return Done(name, result, seconds, log.read_text(encoding="utf-8", errors="replace"))
+
+
+def table(done: Sequence[Done], wall: float) -> str:
+    """A line for each task, the longest first, with what was skipped below it."""
+    lines = [f"{'seconds':>8}  task"]
+    for task in sorted(done, key=lambda task: -task.seconds):
+        lines.append(f"{task.seconds:8.0f}  {task.name}: {task.result}")
+        lines += [f"{'':12}skipped: {reason}" for reason in task.skipped()]
+    failed = sum(task.result == "failed" for task in done)
+    lines.append(f"{wall:8.0f}  all, {AT_ONCE} at a time")
+    return "\n".join([*lines, "", f"{len(done) - failed} passed, {failed} failed"])
