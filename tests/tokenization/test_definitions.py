@@ -156,6 +156,14 @@ def test_a_pre_tokenizer_that_removes_text_is_refused(before, reason, mark):
         decode_vocab(tokenizer)
 
 
+def test_a_pre_tokenizer_that_loses_the_beginning_of_a_text_is_refused():
+    tokenizer = tokenizer_of(["a"], d.ByteLevel())
+    plain = p.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = p.Sequence([p.UnicodeScripts(), plain])
+    with pytest.raises(VocabularyError, match=r"UnicodeScripts, .* keep ' ' of the text ' a'"):
+        decode_vocab(tokenizer)
+
+
 #: The patterns of GPT-4o and of GPT-4, whose tokenizers keep what these match.
 CASE = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 O200K = (
@@ -274,6 +282,7 @@ PRE_TOKENIZERS = [
     *(p.Split(tok.Regex(at), "removed", invert=True) for at in (r"\w+|\W", r"[ab]+")),
     *(p.Punctuation(how) for how in BEHAVIORS),
     *(p.Whitespace(), p.WhitespaceSplit(), p.BertPreTokenizer(), p.Digits(), p.Digits(True)),
+    *(p.UnicodeScripts(), p.FixedLength(2)),
 ]
 DECODERS = [d.ByteFallback(), d.Fuse(), d.Strip(" ", 1, 0), d.Strip(" ", 0, 1), d.Replace(" ", "")]
 # A step that spells the text, and the decoder that reads it.

@@ -16,7 +16,7 @@ from genlm.core.tokenization.decoder import (
     steps,
     undecodable,
 )
-from genlm.core.tokenization.probe import matches_all
+from genlm.core.tokenization.probe import lost, matches_all
 
 # A text that normalizers leave as it is, except for its space. Byte-level decoders read the
 # character U+00DF as another byte, if no pre-tokenizer has spelled the text for them.
@@ -120,7 +120,10 @@ def _check_keeps_text(backend: Any, decoder: Definition) -> None:
         if getattr(model, affix, None):
             raise _loses(f"{affix} {getattr(model, affix)!r}", "the white space of the text")
     prepends = any(step["type"] == "Prepend" for step in _steps(backend.normalizer))
-    _check_splits(_steps(backend.pre_tokenizer), prepends)
+    steps = _steps(backend.pre_tokenizer)
+    _check_splits(steps, prepends)
+    if steps:
+        _check_covers(backend.pre_tokenizer, [step["type"] for step in steps])
     _check_round_trip(backend, decoder)
 
 
@@ -158,6 +161,16 @@ def _check_splits(steps: Sequence[Definition], prepends: bool) -> None:
             split_by = kind
     if removed_by:
         raise _loses(f"pre-tokenizer {removed_by}", "the white space of the text")
+
+
+def _check_covers(pre_tokenizer: Any, kinds: Sequence[str]) -> None:
+    """Refuse a pre-tokenizer of which no part has some of the text."""
+    # Where that may remove white space, a later step marks every part.
+    ignored = str.isspace if "WhitespaceSplit" in kinds else lambda _: False
+    with refusing_panics("the tokenizer's pre-tokenizer"):
+        found = lost(pre_tokenizer, ignored)
+    if found is not None:
+        raise _loses(f"pre-tokenizer {', '.join(kinds)}", f"{found[1]!r} of the text {found[0]!r}")
 
 
 def _removes_text(step: Definition) -> bool:

@@ -1,4 +1,4 @@
-"""Whether a pattern matches all of every text, found out by what it does to texts."""
+"""Whether a pre-tokenizer keeps texts, found out by what it does to them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import itertools
 import sys
 import time
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from genlm.core.tokenization.decoder import (
     REGEX_SECONDS,
@@ -52,10 +53,28 @@ def matches_all(step: Definition) -> bool:
     return True
 
 
+def lost(pre_tokenizer: Any, ignored: Callable[[str], bool]) -> tuple[str, str] | None:
+    """A text of two characters, of every category, runs included, and what of it is in no part;
+    ``None`` where all of every such text is in some part, or ``ignored``."""
+    for text in pairs():
+        end = 0
+        parts = pre_tokenizer.pre_tokenize_str(text)
+        for start, stop in (*(place for _, place in parts), (len(text), len(text))):
+            if start > end and not ignored(text[end:start]):
+                return text, text[end:start]
+            end = max(end, stop)
+    return None
+
+
+def pairs() -> Iterator[str]:
+    """What begins and ends a text."""
+    return map("".join, itertools.product(CHARACTERS, repeat=2))
+
+
 def texts() -> Iterator[str]:
     """Pairs of characters alone, for what begins and ends a text; three in a row; and every
     character that Unicode assigns."""
-    for pair in map("".join, itertools.product(CHARACTERS, repeat=2)):
+    for pair in pairs():
         yield pair
         yield "".join(pair + third for third in CHARACTERS)
     every = "".join(
