@@ -29,7 +29,7 @@ def installed_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    for folder in ("core", "conformance", "plugins/genlm-vllm"):
+    for folder in ("core", "kit", "conformance", "plugins/genlm-vllm"):
         (tmp_path / "a clone" / folder).mkdir(parents=True)
         (tmp_path / "a clone" / folder / "pyproject.toml").touch()
     return tmp_path / "a clone"
@@ -37,7 +37,8 @@ def clone(tmp_path: Path) -> Path:
 
 def test_from_a_clone_its_folders_are_installed(installed_from, clone: Path) -> None:
     installed_from((clone / "core").as_uri())
-    assert pip_install("genlm-vllm") == f"pip install '{clone / 'plugins' / 'genlm-vllm'}'"
+    both = f"'{clone / 'kit'}' '{clone / 'plugins' / 'genlm-vllm'}'"
+    assert pip_install("genlm-vllm") == f"pip install {both}"
     assert pip_install("genlm-core", "completion") == f"pip install '{clone / 'core'}[completion]'"
     assert pip_install("genlm-conformance") == f"pip install '{clone / 'conformance'}'"
     assert pip_install("genlm-mlx") == "pip install genlm-mlx"  # this clone has none

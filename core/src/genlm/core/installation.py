@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -18,27 +19,32 @@ def pip_install(name: str, extra: str = "") -> str:
         name: The distribution: ``"genlm-hf"``.
         extra: Of its extras, the one that is needed.
     """
-    found = _in_clone(name)
-    what = f"{found or name}[{extra}]" if extra else str(found or name)
-    plain = not (extra or " " in what)
-    return f"pip install {what}" if plain else f"pip install '{what}'"
+    *needed, what = map(str, _in_clone(name) or [name])
+    words = [*needed, f"{what}[{extra}]" if extra else what]
+    return f"pip install {' '.join(map(shlex.quote, words))}"
 
 
-def _in_clone(name: str) -> Path | None:
-    """The folder of a distribution, where the core was installed from a clone that has one.
+def _in_clone(name: str) -> list[Path]:
+    """The folder of a distribution, where the core was installed from a clone that has one, after
+    that of the kit for a plugin, which may need it.
 
     Source: PEP 610: pip records in ``direct_url.json`` the folder that it installed from.
     """
     try:
         recorded = distribution(CORE).read_text("direct_url.json")
     except PackageNotFoundError:
-        return None
+        return []
     url = urlsplit(json.loads(recorded or "{}").get("url", ""))
     if url.scheme != "file":
-        return None
+        return []
     core = Path(url2pathname(url.path))
-    top = core.parent
-    folders = (
-        (core,) if name == CORE else (top / name.removeprefix("genlm-"), top / "plugins" / name)
+    clone = core.parent
+    candidates = (
+        [[core]]
+        if name == CORE
+        else [[clone / name.removeprefix("genlm-")], [clone / "kit", clone / "plugins" / name]]
     )
-    return next((folder for folder in folders if (folder / "pyproject.toml").is_file()), None)
+    for folders in candidates:
+        if all((folder / "pyproject.toml").is_file() for folder in folders):
+            return folders
+    return []
