@@ -54,14 +54,16 @@ class Bench:
         side: ``"ours"``, ``"theirs"`` or ``"floor"``.
         quick: Whether to do as little as shows that the workload runs.
         model: The folder of a small real model.
+        backend: The engine that was asked for, where a workload runs on several.
         clock: What times are read from, in seconds: wall time, unless a workload sets
             ``time.process_time``.
     """
 
-    def __init__(self, side: str, quick: bool, model: str) -> None:
+    def __init__(self, side: str, quick: bool, model: str, backend: str | None = None) -> None:
         self.side = side
         self.quick = quick
         self.model = model
+        self.backend = backend
         self.clock: Callable[[], float] = time.perf_counter
 
     def time(
@@ -135,8 +137,9 @@ def main(**sides: Callable[[Bench], None]) -> None:
     model = Path.home() / ".cache" / "genlm" / "smollm2-135m-instruct"
     parser.add_argument("--model", default=str(model))
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--backend", help="the engine, for a workload that runs on several")
     options = parser.parse_args()
-    bench = Bench(options.side, options.quick, options.model)
+    bench = Bench(options.side, options.quick, options.model, options.backend)
     bench.about()
     gc.collect()
     sides[options.side](bench)

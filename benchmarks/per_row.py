@@ -1,0 +1,237 @@
+"""What a row costs beside its forward: CPU time of a step per row, on a model that costs nothing
+
+Two layers of width 16 with random weights, so that what the library does is not hidden.
+``extend``: n contexts grow by a token. ``fork``: half of them, each continued twice. ``newcomer``:
+all grow by a token, and a new one comes. ``ragged``: they grow by 1 to 5 tokens. ``batch``: as
+``extend``, in one call. ``draws``: a token is drawn after each. ``scores``: two tokens are scored
+after each. With the default cache of rows, with none, and with a wrapper that processes rows.
+
+Beyond 32, contexts of 2,000 tokens stand behind 32 prompts of nearly that length: as many
+different ones would be a benchmark of attention. *Beside the forward* leaves out what passes inside
+the model, on engines that can be asked for it. The floor is raw transformers.
+
+On another engine: ``python -m benchmarks.per_row ours --backend vllm``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.protocol import Bench, main
+from benchmarks.steps import ragged_length
+
+PLUGIN = "hf"
+
+LENGTHS = (20, 2000)
+CONTEXTS = (1, 32, 256, 1000)
+DIFFERENT = 32  # prompts of the greater length
+REPEAT = {1: 60, 32: 30, 256: 15, 1000: 8}
+
+
+Contexts = list[Any]
+
+
+def save_model(folder: str) -> None:
+    """A model that costs nothing, and a tokenizer of bytes."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<end>"]
+    bytewise = Tokenizer(models.BPE({token: at for at, token in enumerate(tokens)}, []))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<end>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokens),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=32,  # the least that every engine has kernels for
+        max_position_embeddings=4096,
+        eos_token_id=len(tokens) - 1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+class Steps:
+    """The contexts of one case, new ones for every step."""
+
+    def __init__(self, n: int, length: int, context: Callable[[list[int]], Any]) -> None:
+        self._source = random.Random(1000 * n + length)
+        self._context, self.n, self.length = context, n, length
+        self.current: Contexts = []
+
+    def prompts(self) -> Contexts:
+        few = self.n if self.length == LENGTHS[0] else min(self.n, DIFFERENT)
+        self.current = [self._context(self._tokens(self.length)) for _ in range(few)]
+        return self.current
+
+    def extend(self) -> Contexts:
+        parents = (self.current * self.n)[: self.n]
+        self.current = [one.extend(*self._tokens(1)) for one in parents]
+        return self.current
+
+    def fork(self) -> Contexts:
+        half = self.current[: max(self.n // 2, 1)]
+        self.current = [one.extend(*self._tokens(1)) for one in half for _ in range(2)][: self.n]
+        return self.current
+
+    def newcomer(self) -> Contexts:
+        return [*self.extend(), self._context(self._tokens(self.length))]
+
+    def ragged(self) -> Contexts:
+        self.current = [
+            one.extend(*self._tokens(1 + at % 5)) for at, one in enumerate(self.current)
+        ]
+        return self.current
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._source.randrange(256) for _ in range(count)]
+
+
+class Inside:
+    """CPU seconds that have passed inside a model's forward."""
+
+    def __init__(self, model: Any) -> None:
+        self.seconds, self._forward = 0.0, getattr(model, "forward", None)
+        if self._forward is not None:
+            model.forward = self._timed
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def _timed(self, *args: Any, **kwargs: Any) -> Any:
+        began = time.process_time()
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            self.seconds += time.process_time() - began
+
+
+def ours(bench: Bench) -> None:
+    from genlm.core import hookimpl, load_model_by_name
+
+    class Wrapper:
+        @hookimpl
+        def genlm_process_logprobs(self, queries: Any, rows: Any) -> Any:
+            return rows
+
+    options: dict[str, dict[str, Any]] = {
+        "default cache": {},
+        "no cache": {"cache_size": 0},
+        "no cache, wrapper": {"cache_size": 0, "wrappers": [Wrapper()]},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(folder)
+        for what, given in options.items():
+            with (
+                load_model_by_name(folder, backend=bench.backend or PLUGIN, **given) as lm,
+                asyncio.Runner() as runner,
+            ):
+                measure(bench, lm, runner, what)
+
+
+def measure(bench: Bench, lm: Any, runner: asyncio.Runner, what: str) -> None:
+    """Every case, on a loaded model."""
+
+    async def gathered(call: Callable[[Any], Any], contexts: Contexts) -> None:
+        await asyncio.gather(*map(call, contexts))
+
+    async def together(contexts: Contexts) -> None:
+        await lm.batch_next_token_logprobs(contexts)
+
+    calls: dict[str, Callable[[Contexts], Any]] = {
+        "batch": together,
+        "draws": lambda contexts: gathered(lambda one: lm.sample(one, 1, []), contexts),
+        "scores": lambda contexts: gathered(
+            lambda one: lm.sequence_logprobs(one, [1, 2]), contexts
+        ),
+    }
+    inside = Inside(lm.underlying_model)
+    for length in LENGTHS[:1] if bench.quick else LENGTHS:
+        for n in CONTEXTS[:2] if bench.quick else CONTEXTS:
+            steps = Steps(n, length, lm.context)
+            for case in ("extend", "fork", "newcomer", "ragged", "batch", "draws", "scores"):
+                call = calls.get(case, lambda contexts: gathered(lm.next_token_logprobs, contexts))
+                if case in ("extend", "batch"):
+                    lm.clear_kv_cache()
+                    runner.run(gathered(lm.next_token_logprobs, steps.prompts()))
+                    runner.run(gathered(lm.next_token_logprobs, steps.extend()))
+                grow = getattr(steps, case, steps.extend)
+                named = f"{case} after {length} tokens, {what}"
+                repeat = 3 if bench.quick else REPEAT[n]
+                time_of(
+                    bench,
+                    named,
+                    n,
+                    repeat,
+                    grow,
+                    lambda asked, c=call: runner.run(c(asked)),
+                    inside,
+                )
+
+
+def time_of(
+    bench: Bench,
+    case: str,
+    n: int,
+    repeat: int,
+    prepare: Callable[[], Contexts],
+    call: Callable[[Contexts], object],
+    inside: Callable[[], float],
+) -> None:
+    """Time the steps of a case: the whole, and what is beside the forward."""
+    whole: list[float] = []
+    beside: list[float] = []
+    for turn in range(repeat + 3):  # some to warm up: memory for forks is allocated then
+        contexts = prepare()
+        within, began = inside(), time.process_time()
+        call(contexts)
+        passed = time.process_time() - began
+        if turn >= 3:
+            whole.append(passed / n * 1e6)
+            beside.append((passed - inside() + within) / n * 1e6)
+    bench.record(case, whole, unit="us", x=n)
+    if inside():
+        bench.record(f"beside the forward: {case}", beside, unit="us", x=n)
+
+
+def floor(bench: Bench) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        save_model(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+
+        def run(tokens: Sequence[Sequence[int]], state: Any = None) -> Any:
+            given = torch.tensor(tokens)
+            output = model(given, past_key_values=state, use_cache=True, logits_to_keep=1)
+            output.logits[:, -1].log_softmax(dim=-1)
+            return output.past_key_values
+
+        for length in LENGTHS[:1] if bench.quick else LENGTHS:
+            for n in CONTEXTS[:2] if bench.quick else CONTEXTS:
+                few = n if length == LENGTHS[0] else min(n, DIFFERENT)
+                state = run([[at % 256] * length for at in range(few)])
+                state.batch_repeat_interleave(-(-n // few))
+                state.batch_select_indices(torch.arange(n))
+                for case, count in (("extend", 1), ("ragged", ragged_length(n))):
+                    bench.time(
+                        f"{case} after {length} tokens",
+                        lambda n=n, count=count, state=state: run([[5] * count] * n, state),
+                        unit="us", x=n, per=n, warm=3, repeat=REPEAT[n],
+                    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(ours=ours, floor=floor)
