@@ -25,14 +25,10 @@ from genlm.mlx.probe import CacheSupport
 
 from .conftest import save_model
 
-#: mlx-lm's olmo ends the process where the package hf_olmo is missing.
 FAMILIES = sorted(
-    {
-        kind.model_type
-        for kind in MODEL_FOR_CAUSAL_LM_MAPPING
-        if find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(kind.model_type, kind.model_type)}")
-    }
-    - {"olmo"}
+    kind.model_type
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING
+    if find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(kind.model_type, kind.model_type)}")
 )
 
 #: How many families could be tried when this was written, with transformers 5.23 and mlx-lm 0.32.2.
@@ -48,8 +44,18 @@ CLOSE = 2e-2
 #: How much narrower than the family's default a model is made: the first that can be built.
 FACTORS = (16, 32, 8, 64, 4)
 
+#: A rotary embedding that mlx-lm's MiniCPM 3 requires.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 5 * FAR,
+    "short_factor": [1.0] * 16,
+    "long_factor": [1.0] * 16,
+}
+
 LEFT_OPEN: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 128},
+    "minicpm3": {"rope_parameters": LONGROPE},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "nemotron": {"num_key_value_heads": 8},
     "stablelm": {"num_attention_heads": 8, "num_key_value_heads": 8},
@@ -61,7 +67,7 @@ LEFT_ALONE = (
     "cache", "output_", "return_dict", "chunk_size_feed", "problem_type", "is_encoder",
     "cross_att", "vocab", "aux_loss", "jitter", "layers", "n_layer", "model_type", "_attn_imp",
     "base_model", "pad_", "max_position", "per_layer_config", "summary", "_pdrop", "init_",
-    "use_kernel", "use_mamba_kernels", "tie_word",
+    "use_kernel", "use_mamba_kernels",
     "rescale_prenorm_residual",  # transformers rescales what it has loaded
 )  # fmt: skip
 

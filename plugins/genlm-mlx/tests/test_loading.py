@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 import pytest
+import torch
 from mlx_lm import convert
 from mlx_lm.models import llama
 from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache
+from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
 from genlm.core import Query
-from genlm.core.errors import InvalidOptionError
+from genlm.core.errors import EngineError, InvalidOptionError
 from genlm.mlx.loading import amended, load
 
 Folders = Callable[[str], Path]
@@ -74,6 +77,15 @@ def test_unknown_option() -> None:
         InvalidOptionError, match="no option prefil; it has prefill_step_size, kv_cache_bytes;"
     ):
         load("nowhere", {"prefil": 1})
+
+
+@pytest.mark.parametrize("family", ["exaone", "olmo", "a family of tomorrow"])
+def test_what_mlx_lm_cannot_load_is_refused_by_name(tmp_path: Path, family: str) -> None:
+    """Settings that it misses; a module that ends the process; and a family that it has not."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(EngineError, match=f"of family '{family}' .*; load it with backend='hf'"):
+        load(str(tmp_path), {})
 
 
 def test_settings_that_a_checkpoint_has_are_left_alone() -> None:

@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
 import pytest
 import torch
 import transformers
+from mlx_lm.models import minicpm
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
 from genlm.core import Query
 from genlm.core.errors import EngineError
 from genlm.mlx.loading import load
+from genlm.mlx.repairs import repair
 from genlm.mlx.settings import refuse_unread
 from genlm.mlx.store import Store
 
@@ -51,6 +56,12 @@ def longrope(features: int, **settings: Any) -> dict[str, Any]:
     }
     return rope("longrope", **factors, **settings)
 
+
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
+MINICPM3 = {
+    **{**SHAPE, **longrope(8), **LATENT, "num_key_value_heads": 4},
+    **{"v_head_dim": 8, "dim_model_base": 8},
+}
 
 #: Name of the configuration and arguments.
 RIGHT = {
@@ -99,6 +110,12 @@ RIGHT = {
         {**SHAPE, **rope("linear", partial_rotary_factor=0.5)},
     ),
     "mixtral, linear": ("Mixtral", {**SHAPE, **EXPERTS, **rope("linear")}),
+    "minicpm3, tied": ("MiniCPM3", {**MINICPM3, "tie_word_embeddings": True}),
+    "minicpm3, untied": ("MiniCPM3", {**MINICPM3, "tie_word_embeddings": False}),
+    "gpt_neox, some features": (
+        "GPTNeoX",
+        {**SHAPE, "intermediate_size": 128, **rope("default", partial_rotary_factor=0.5)},
+    ),
     "phi3, longrope": ("Phi3", {**SHAPE, **longrope(8)}),
     "llama, longrope": ("Llama", {**SHAPE, **longrope(8, attention_factor=1.3)}),
 }
@@ -179,6 +196,31 @@ def test_a_family_that_is_wrong_in_any_case_is_refused(saved: Saved) -> None:
     config = made("Ernie4_5_Moe", {**SHAPE, **EXPERTS, "moe_num_experts": 4, "moe_k": 2})
     with pytest.raises(EngineError, match="e_score_correction_bias of ernie4_5_moe"):
         load(saved(config), {})
+
+
+def test_a_tied_head_of_minicpm_is_scaled_as_one_of_its_own() -> None:
+    """MiniCPM's first versions are not transformers'."""
+    sizes = {"hidden_size": 16, "dim_model_base": 4, "num_attention_heads": 2, "vocab_size": 64}
+    args = minicpm.ModelArgs(
+        **sizes, model_type="minicpm", num_hidden_layers=2, intermediate_size=24,
+        num_key_value_heads=2, rms_norm_eps=1e-5, scale_depth=1.4, scale_emb=12.0,
+    )  # fmt: skip
+    untied, tied = minicpm.Model(args), minicpm.Model(replace(args, tie_word_embeddings=True))
+    untied.lm_head.weight = untied.model.embed_tokens.weight
+    tied.model.update(untied.model.parameters())
+    repair(tied)
+    found, expected = (np.array(model(mx.array([[1, 2, 3]]))) for model in (tied, untied))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_experts_in_bfloat16(saved: Saved) -> None:
+    folder = saved(made("Mixtral", {**SHAPE, **EXPERTS}))
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    reference.save_pretrained(folder)
+    (row,) = load(folder, {}).logprobs([Query((5, 6, 7))])
+    with torch.no_grad():
+        expected = reference.float()(torch.tensor([[5, 6, 7]])).logits[0, -1].log_softmax(-1)
+    assert (row - expected).abs().max() < 0.2
 
 
 def test_windows_that_are_put_in_share_prompts(saved: Saved) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 from mlx_lm.utils import load_model, snapshot_download
 from transformers import AutoTokenizer
 
+from genlm.core.checks import describe_error
+from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
 from genlm.kit.model_files import require_model
 from genlm.mlx import rotary, windows
@@ -35,6 +37,13 @@ FILES = (
     "*.jinja",
 )
 
+#: Rotary settings, and what mlx-lm's GPT-NeoX calls them.
+GPT_NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+
+#: What mlx-lm raises for a configuration or weights that it does not know; one of its models ends
+#: the process.
+UNREAD = (AttributeError, LookupError, NotImplementedError, SystemExit, TypeError, ValueError)
+
 log = get_logger()
 
 
@@ -43,6 +52,7 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
 
     Raises:
         InvalidOptionError: an option is unknown or out of range, or there is no such folder.
+        EngineError: mlx-lm cannot load the model, or would compute its rows wrongly.
     """
     chosen = Options.read(options)
     require_model(name)
@@ -53,7 +63,13 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
     )
     config = json.loads((folder / "config.json").read_text())
     settings = settings_of(folder)
-    model, _ = load_model(folder, model_config=amended(config))
+    try:
+        model, _ = load_model(folder, model_config=amended(config))
+    except UNREAD as error:
+        raise EngineError(
+            f"mlx-lm cannot load {name!r}, of family {config.get('model_type')!r} "
+            f"({' '.join(describe_error(error).split()):.200}); load it with backend='hf'"
+        ) from error
     repair(model)
     longest = max_context(config)
     if settings is not None:
@@ -120,9 +136,11 @@ def amended(config: Mapping[str, Any]) -> dict[str, Any]:
     parameters = config.get("rope_parameters") or {}
     layered = isinstance(parameters.get("full_attention"), dict)
     full = parameters["full_attention"] if layered else parameters
-    for name in ("rope_theta", "partial_rotary_factor"):
+    for name in GPT_NEOX:
         if name in full:
             lifted[name] = full[name]
+            if config.get("model_type") == "gpt_neox":
+                lifted[GPT_NEOX[name]] = full[name]
     if full.get("rope_type", "default") != "default":
         lifted["rope_scaling"] = {"type": full["rope_type"], **full}
     if layered and "rope_theta" in parameters.get("sliding_attention", {}):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlx_lm.models import falcon_h1, gemma2, gemma3_text
+from mlx_lm.models import falcon_h1, gemma2, gemma3_text, minicpm, minicpm3, switch_layers
 
 import mlx.core as mx
 
@@ -38,8 +38,26 @@ class Gemma3Embedding:
         return found if wanted == had else (found * (wanted / had)).astype(found.dtype)
 
 
+class MiniCPM:
+    """MiniCPM with tied embeddings: mlx-lm divides only what goes into a head of its own."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+        found: mx.array = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return found / (self.args.hidden_size / self.args.dim_model_base)  # type: ignore[attr-defined]
+
+
+class Experts(switch_layers.SwitchLinear):  # type: ignore[misc]
+    """Experts whose products are computed in float32: MLX has no other ones on the CPU."""
+
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        return super().__call__(x.astype(mx.float32), *args, **kwargs).astype(x.dtype)
+
+
 def repair(model: Any) -> None:
     """Correct the model in place, so that rows are right."""
+    if isinstance(model, minicpm.Model | minicpm3.Model) and model.args.tie_word_embeddings:
+        kind = type(model)
+        model.__class__ = type(kind.__name__, (MiniCPM, kind), {})
     if isinstance(model, falcon_h1.Model):
         for name, module in model.named_modules():
             if (factor := _left_out(model, name)) != 1:
@@ -52,6 +70,9 @@ def repair(model: Any) -> None:
         # Only the class: parameters, and the names by which adapters find them, stay.
         if type(module) is gemma2.Attention:
             module.__class__ = Gemma2Attention
+        if type(module) is switch_layers.SwitchLinear and mx.default_device() == mx.cpu:
+            module.set_dtype(mx.float32)
+            module.__class__ = Experts
         if type(module) is gemma3_text.Gemma3Model:
             kind = type(module.embed_tokens)
             module.embed_tokens.__class__ = type(kind.__name__, (Gemma3Embedding, kind), {})
