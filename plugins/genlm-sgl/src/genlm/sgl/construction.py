@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,25 +16,23 @@ import torch
 from genlm.core.options import unknown_argument
 from genlm.sgl import attention
 
-#: SGLang's watchdog sends SIGQUIT to the parent process when a step takes longer than this many
-#: seconds. It is disabled at load; this keeps it quiet until then.
-NEVER = 1e8
-
 
 def construct(options: Mapping[str, Any], gpu_id: int) -> Any:
     """Does what ``run_scheduler_process`` does, without making the process a worker: no title, no
     handlers, no affinity."""
-    from sglang.srt.managers.scheduler import Scheduler as SglScheduler
+    from sglang.srt.managers import scheduler as module
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import publish
 
     load_plugins()
+    # It would be a thread that never ends, and signals the process when a step takes its time.
+    module.create_scheduler_watchdog = lambda *_, **__: None
     if options.get("device") == "cpu":
         attention.install()
     arguments = _server_args(options)
     ports = _ports(arguments)
     # Early releases take the ranks here.
-    if "gpu_id" in inspect.signature(SglScheduler.__init__).parameters:
+    if "gpu_id" in inspect.signature(module.Scheduler.__init__).parameters:
         publish(arguments, role="scheduler")
         ranks = {
             "tp_rank": 0,
@@ -51,7 +50,7 @@ def construct(options: Mapping[str, Any], gpu_id: int) -> Any:
             arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=gpu_id)
         )
         place = {}
-    scheduler = SglScheduler.__new__(SglScheduler)
+    scheduler = module.Scheduler.__new__(module.Scheduler)
     try:
         scheduler.__init__(arguments, ports, **place)
     finally:
@@ -59,6 +58,7 @@ def construct(options: Mapping[str, Any], gpu_id: int) -> Any:
         # its messages are read.
         if hasattr(scheduler, "ipc_channels"):
             _close_channels(scheduler)
+        _remove_load_report(scheduler)
     return scheduler
 
 
@@ -88,15 +88,6 @@ def _ports(arguments: Any) -> Any:
     return ports
 
 
-def disarm_watchdog(scheduler: Any) -> None:
-    """Make sure that SGLang never signals a process, and that its thread, which never ends, does
-    not keep the model alive."""
-    watchdog = scheduler.watchdog
-    watchdog.is_active = lambda: False
-    watchdog.get_counter = lambda: 0
-    watchdog.dump_info = None
-
-
 def _close_channels(scheduler: Any) -> None:
     """Close the sockets to the tokenizer and detokenizer processes, which do not exist here:
     messages would pile up."""
@@ -107,11 +98,45 @@ def _close_channels(scheduler: Any) -> None:
     channels.recv_from_tokenizer.context.destroy(linger=0)
 
 
+def _remove_load_report(scheduler: Any) -> None:
+    """Remove the file in shared memory by which a scheduler tells other processes how busy it is:
+    nobody reads it here, and SGLang leaves it behind."""
+    if (report := getattr(scheduler, "load_snapshot_writer", None)) is not None:
+        scheduler.load_snapshot_writer = None  # SGLang's own sign that nobody asks
+        report.close()
+        if path := getattr(report, "path", None):
+            Path(path).unlink(missing_ok=True)
+
+
 def release_globals() -> None:
-    from sglang.srt.distributed import destroy_distributed_environment, destroy_model_parallel
+    """Let go of what SGLang keeps for the whole process, so that another model can be loaded."""
+    from sglang.srt import runtime_context
+    from sglang.srt.distributed import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+        parallel_state,
+    )
+    from sglang.srt.layers.rotary_embedding import factory
 
     destroy_model_parallel()
     destroy_distributed_environment()
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, parallel_state.GroupCoordinator):  # it would keep sockets open
+            setattr(parallel_state, name, None)
+    # Where the experts of the last model are; another model's must not be there.
+    runtime_context.get_resources().expert_location_metadata = None
+    factory._ROPE_DICT.clear()
+    _forget_frames()
+
+
+def _forget_frames() -> None:
+    """Modules of SGLang keep why an import failed, with all frames of that time: also those that
+    hold the scheduler."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("sglang."):
+            for value in list(vars(module).values()):
+                if isinstance(value, BaseException):
+                    value.__traceback__ = value.__context__ = None
 
 
 @contextlib.contextmanager

@@ -20,7 +20,6 @@ from attrs import frozen
 from genlm.core.errors import BackendUnavailableError, EngineError, InvalidOptionError
 from genlm.sgl.construction import (
     construct,
-    disarm_watchdog,
     preserved_random_state,
     release_globals,
 )
@@ -77,7 +76,6 @@ class Scheduler:
         except BaseException:
             release_globals()
             raise
-        disarm_watchdog(self._scheduler)
         # Early releases make it in their event loop.
         if not hasattr(self._scheduler, "schedule_stream"):
             self._scheduler.schedule_stream = self._scheduler.device_module.Stream(priority=0)

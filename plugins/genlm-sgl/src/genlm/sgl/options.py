@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from genlm.core.errors import BackendUnavailableError, InvalidOptionError
-from genlm.sgl.construction import NEVER
 
 #: The options of this backend.
 OPTIONS = ("engine_opts", "gpu_id")
@@ -28,7 +27,7 @@ REQUIRED: Mapping[str, Any] = {
     "skip_tokenizer_init": False,
     "speculative_algorithm": None,
     "tp_size": 1,
-    "watchdog_timeout": NEVER,
+    "watchdog_timeout": None,  # construction.py makes none
 }
 
 DEFAULTS: Mapping[str, Any] = {
