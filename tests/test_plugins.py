@@ -14,6 +14,7 @@ import torch
 from genlm.core import (
     AsyncLM,
     BackendImportError,
+    BackendInfo,
     BackendNotFoundError,
     BackendUnavailableError,
     InvalidInputError,
@@ -178,6 +179,18 @@ def test_two_distributions_that_claim_one_name(install):
         match=r"more than once: plugin_mine of first 1\.2, plugin_mine of second 1\.2;",
     ):
         find_backend("mine")
+
+
+@pytest.mark.parametrize(
+    ("needs", "install", "said"),
+    [
+        (["json", "no_such"], None, "no_such not installed; pip install no_such"),
+        (["no_such"], "ask somebody", "no_such not installed; ask somebody"),
+        (["json"], None, None),
+    ],
+)
+def test_a_backend_that_needs_what_is_missing_says_so(needs, install, said):
+    assert BackendInfo("", engine="any", needs=needs, install=install).unavailable == said
 
 
 def test_an_unavailable_backend_says_why(install, capsys):

@@ -34,7 +34,7 @@ def test_it_is_preferred_on_cuda_alone(monkeypatch):
 
 
 def test_without_vllm_it_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(plugin, "find_spec", lambda name: None)
+    monkeypatch.setattr("genlm.core.types.find_spec", lambda name: None)
     info = plugin.genlm_backend_info()
     assert not info.available
     assert "pip install" in str(info.unavailable)

@@ -19,7 +19,7 @@ def pip_install(name: str, extra: str = "") -> str:
         name: The distribution: ``"genlm-hf"``.
         extra: Of its extras, the one that is needed.
     """
-    *needed, what = map(str, _in_clone(name) or [name])
+    *needed, what = [str(folder) for folder in _in_clone(name)] or [name]
     words = [*needed, f"{what}[{extra}]" if extra else what]
     return f"pip install {' '.join(map(shlex.quote, words))}"
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any, Protocol, runtime_checkable
 
-from attrs import asdict, field, frozen
+from attrs import Factory, asdict, field, frozen
 
 from genlm.core.context import Context, hash_of
 from genlm.core.context import TokenIds as TokenIds
@@ -145,6 +146,15 @@ def query_of(request: Request) -> Query:
     return request if isinstance(request, Query) else request.query
 
 
+def missing_modules(needs: Sequence[str], install: str | None) -> str | None:
+    """Which of the modules are not installed, with the remedy; ``None`` if all are."""
+    missing = [name for name in needs if find_spec(name) is None]
+    if not missing:
+        return None
+    remedy = install or f"pip install {' '.join(missing)}"
+    return f"{' and '.join(missing)} not installed; {remedy}"
+
+
 @frozen
 class BackendInfo:
     """What a backend says about itself without importing its engine.
@@ -152,15 +162,22 @@ class BackendInfo:
     Attributes:
         summary: One line for ``genlm backends``.
         engine: The distribution that provides the engine, for instance ``"transformers"``.
+        needs: Modules that must be installed, such as ``("torch", "transformers")``. They are
+            looked for and not imported.
+        install: How to install them, if ``pip install`` with their names is not the way.
         unavailable: Why the backend cannot run on this machine, with the remedy; ``None`` if it
-            can.
+            can. By default it is made from ``needs``.
         preference: If no backend is named, the available one with the highest preference is chosen.
             A backend with a negative preference is used only when it is named.
     """
 
     summary: str
     engine: str
-    unavailable: str | None = None
+    needs: Sequence[str] = ()
+    install: str | None = None
+    unavailable: str | None = field(
+        default=Factory(lambda info: missing_modules(info.needs, info.install), takes_self=True)
+    )
     preference: int = -1
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 
 from genlm.core import BackendInfo, hookimpl
@@ -15,7 +14,7 @@ def genlm_backend_info() -> BackendInfo:
     return BackendInfo(
         summary="Hugging Face transformers, on any device PyTorch has",
         engine="transformers",
-        unavailable=_why_unavailable(),
+        needs=("torch", "transformers"),
         preference=0,
     )
 
@@ -34,10 +33,3 @@ def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
 
     hf_model, hf_tokenizer = load_pretrained(model, parsed)
     return HFEngine(hf_model, hf_tokenizer, parsed)
-
-
-def _why_unavailable() -> str | None:
-    for engine in ("torch", "transformers"):
-        if importlib.util.find_spec(engine) is None:
-            return f"{engine} is not installed: pip install {engine}"
-    return None

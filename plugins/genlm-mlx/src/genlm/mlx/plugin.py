@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from importlib.util import find_spec
 
 from genlm.core import BackendInfo, hookimpl
 from genlm.core.types import Engine
@@ -12,16 +11,14 @@ from genlm.core.types import Engine
 PREFERENCE_ON_APPLE = 100
 PREFERENCE_ELSEWHERE = -1  # never chosen automatically: there transformers is faster
 
-INSTALL = "pip install mlx-lm on Apple silicon, pip install 'mlx-lm[cpu]' on Linux"
-
 
 @hookimpl
 def genlm_backend_info() -> BackendInfo:
-    missing = [name for name in ("mlx", "mlx_lm") if find_spec(name) is None]
     return BackendInfo(
         summary="mlx-lm, with a pool of key/value rows",
         engine="mlx-lm",
-        unavailable=f"{' and '.join(missing)} cannot be found; {INSTALL}" if missing else None,
+        needs=("mlx", "mlx_lm"),
+        install="pip install mlx-lm on Apple silicon, pip install 'mlx-lm[cpu]' on Linux",
         preference=PREFERENCE_ON_APPLE if _apple_silicon() else PREFERENCE_ELSEWHERE,
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 
 from genlm.core import BackendInfo, hookimpl
 from genlm.core.types import Engine
@@ -11,11 +10,10 @@ from genlm.core.types import Engine
 
 @hookimpl
 def genlm_backend_info() -> BackendInfo:
-    missing = None if find_spec("ray") else "Ray is not installed; pip install genlm-ray"
     return BackendInfo(
         summary="replicas of another backend on a Ray cluster",
         engine="ray",
-        unavailable=missing,
+        needs=("ray",),
         preference=-1,  # never chosen automatically: starting a cluster is for people to decide
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distribution
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 PREFERENCE_ON_CUDA = 100
 PREFERENCE_ON_CPU = -1  # below transformers, which starts at once
 
-INSTALL = "pip install vllm on a CUDA machine; on a CPU see the README of genlm-vllm"
-
 
 @hookimpl
 def genlm_backend_info() -> BackendInfo:
@@ -27,7 +24,8 @@ def genlm_backend_info() -> BackendInfo:
     return BackendInfo(
         summary="vLLM: continuous batching, live sessions, LoRA, tensor parallelism",
         engine=engine,
-        unavailable=None if find_spec("vllm") else f"vLLM is not installed; {INSTALL}",
+        needs=("vllm",),
+        install="pip install vllm on a CUDA machine; on a CPU see the README of genlm-vllm",
         preference=PREFERENCE_ON_CUDA if engine == "vllm" and _has_cuda() else PREFERENCE_ON_CPU,
     )
 
