@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from genlm.core import InvalidOptionError, ModelNotFoundError, load_model_by_name
-from genlm.kit.model_files import require_model
+from genlm.kit.model_files import eos_token_ids, require_model
 
 hub = pytest.importorskip("huggingface_hub")
 constants = pytest.importorskip("huggingface_hub.constants")
@@ -72,6 +72,20 @@ def test_every_file_of_the_index_is_there(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelNotFoundError, match=r"names 1.safetensors \(2 of 2 such files are n"):
         require_model(str(tmp_path))
+
+
+def test_the_tokens_that_end_a_text(tmp_path, monkeypatch):
+    for config, expected in (
+        ({"eos_token_id": 3}, [3]),
+        ({"eos_token_id": [3, 4]}, [3, 4]),
+        ({"eos_token_id": None}, []),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert eos_token_ids(str(tmp_path)) == expected
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7]}))
+    assert eos_token_ids(str(tmp_path)) == [7]
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda _, file, *where: tmp_path / where[1])
+    assert eos_token_ids("no-such/model", revision="r") == []
 
 
 def test_offline_only_the_cache_is_asked(monkeypatch):

@@ -97,6 +97,42 @@ def test_the_end_of_a_text_is_what_the_tokenizer_says(named, ids):
         assert lm.sample_sync([1], 5, [], temperature=0) == [257] * 5  # [] is none
 
 
+def test_the_end_of_a_text_is_also_what_the_engine_says():
+    engine = MockEngine(ByteTokenizer())
+    engine.eos_token_ids = [257, 7, 258, -1]  # of which two are no tokens
+    with AsyncLM(lambda: engine, backend="mock") as lm:
+        assert lm.eos_token_ids == [257, 7]
+
+
+def test_the_defaults_of_a_chat_template_give_way():
+    class Chat(ByteTokenizer):
+        def apply_chat_template(self, messages, **options):
+            self.options = options
+            return [1]
+
+    tokenizer = Chat()
+    conversation = [{"role": "assistant", "content": "hi"}]
+    with AsyncLM(lambda: MockEngine(tokenizer), backend="mock") as lm:
+        for given, prompt in (
+            ({}, True),
+            ({"add_generation_prompt": False}, False),
+            ({"continue_final_message": True}, False),
+        ):
+            assert lm.apply_chat_template(conversation, chat_template="t", **given) == [1]
+            assert tokenizer.options["add_generation_prompt"] is prompt
+        for name, value in (("tokenize", False), ("return_tensors", "pt"), ("return_dict", True)):
+            with pytest.raises(
+                InvalidOptionError, match=f"token ids; for {name}={value!r} call lm"
+            ):
+                lm.apply_chat_template(conversation, **{name: value})
+
+
+def test_half_of_a_surrogate_pair(mock):
+    lm = mock()
+    with pytest.raises(InvalidInputError, match=r"text has '\\udcff' at 2, half of a surrogate pa"):
+        lm.encode("ab" + b"\xff".decode(errors="surrogateescape"))  # as a command line has it
+
+
 def test_blocking_siblings_answer_the_same_also_inside_a_running_loop(mock):
     lm = mock()
     drawn = asyncio.run(lm.sample([1], 5, [], seed=3))

@@ -7,9 +7,12 @@ from typing import Any, NamedTuple
 
 from genlm.core.checks import integer, safe_repr
 from genlm.core.context import token_ids_of
-from genlm.core.errors import InvalidInputError, UnsupportedError
+from genlm.core.errors import InvalidInputError, InvalidOptionError, UnsupportedError
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.tokenization import Token
+
+#: What makes a tokenizer's ``apply_chat_template`` return a list of ids.
+IDS_ONLY = {"tokenize": True, "return_dict": False}
 
 
 class TopToken(NamedTuple):
@@ -55,11 +58,11 @@ class TextMixin:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """The tokens that end a text, as the tokenizer names them; there may be none."""
+        """The tokens that end a text: those that the tokenizer names, and those that the engine
+        does, by the model's ``generation_config.json``. There may be none."""
         named = getattr(self._engine.tokenizer, "eos_token_id", None)
-        if named is None:
-            return []
-        return [int(named)] if isinstance(named, int) else [int(token_id) for token_id in named]
+        own = [] if named is None else [named] if isinstance(named, int) else named
+        return list(dict.fromkeys(int(each) for each in (*own, *self._engine.eos_token_ids)))
 
     def encode(self, text: str, **options: Any) -> list[int]:
         """The token ids of a text. The options are those of the tokenizer's ``encode``.
@@ -67,12 +70,13 @@ class TextMixin:
         This and the other methods for text also work after :meth:`close`: they need no engine.
 
         Raises:
-            InvalidInputError: ``text`` is not a string.
+            InvalidInputError: ``text`` is not a string, or not one that UTF-8 can write.
         """
         if not isinstance(text, str):
             raise InvalidInputError(
                 f"text must be a string; got {safe_repr(text)}; token ids need no encoding"
             )
+        _require_unicode(text)
         return [int(token_id) for token_id in self._engine.tokenizer.encode(text, **options)]
 
     def decode(self, token_ids: Iterable[int], **options: Any) -> str:
@@ -93,11 +97,13 @@ class TextMixin:
         """The token ids of a conversation, up to where the model's answer begins.
 
         Args:
-            messages: ``{"role": "user", "content": "..."}``, in order.
+            messages: ``{"role": "user", "content": "..."}``, in order. With
+                ``continue_final_message=True`` the last one is the beginning of the answer.
             **options: Those of the tokenizer's ``apply_chat_template``.
 
         Raises:
             InvalidInputError: ``messages`` is not a list of dicts.
+            InvalidOptionError: an option asks for something other than token ids.
             UnsupportedError: the tokenizer has no chat template.
         """
         if isinstance(messages, str) or not all(isinstance(m, Mapping) for m in messages):
@@ -112,7 +118,16 @@ class TextMixin:
                 "the tokenizer has no chat template; write the prompt as the model's page shows "
                 "it, or take an instruction-tuned model"
             )
-        chosen = {"add_generation_prompt": True, **options, "tokenize": True, "return_dict": False}
+        for name, ours in {**IDS_ONLY, "return_tensors": None}.items():
+            if options.get(name, ours) != ours:
+                raise InvalidOptionError(
+                    f"apply_chat_template gives token ids; for {name}={safe_repr(options[name])} "
+                    "call lm.tokenizer.apply_chat_template"
+                )
+        for message in messages:
+            _require_unicode(str(message.get("content", "")))
+        begins = not options.get("continue_final_message")
+        chosen = {"add_generation_prompt": begins, **options, **IDS_ONLY}
         return [int(token_id) for token_id in apply(list(messages), **chosen)]
 
     def top_logprobs(self, row: Any, k: int = 10) -> list[TopToken]:
@@ -139,3 +154,15 @@ class TextMixin:
             TopToken(self.byte_vocab[i], self.str_vocab[i], logprob)
             for i, logprob in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
+
+
+def _require_unicode(text: str) -> None:
+    """Raises: InvalidInputError: half of a surrogate pair is in it, as where bytes of another
+    encoding were decoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(
+            f"text has {text[error.start]!r} at {error.start}, half of a surrogate pair, which is "
+            "no character; decode its bytes with their own encoding, or with errors='replace'"
+        ) from None

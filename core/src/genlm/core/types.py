@@ -290,6 +290,10 @@ class Engine(Protocol):
             there is no limit.
         device: Where rows live, as PyTorch spells it: ``"cpu"``, ``"cuda:0"``.
         model: The engine's own model object, given to users as ``lm.underlying_model``.
+
+    It may have another one, ``eos_token_ids``: the tokens that end a text by the model's
+    ``generation_config.json``, beside those that the tokenizer names
+    (:func:`genlm.kit.model_files.eos_token_ids` reads them). By default draws end at all of them.
     """
 
     # Properties, because the core only reads them: an engine may have plain attributes, of narrower

@@ -55,6 +55,29 @@ def require_model(name: str, files: Sequence[str] = ("config.json",)) -> None:
         _require_on_hub(str(name), files)
 
 
+def eos_token_ids(
+    model: str, revision: str | None = None, cache_dir: str | None = None
+) -> list[int]:
+    """The tokens that end a text by a model's ``generation_config.json``, or by its ``config.json``
+    where it has none. For an engine's attribute of that name, once the model is loaded.
+
+    Args:
+        model: A folder, or a hub name in the cache.
+        revision, cache_dir: Of a hub name.
+    """
+    for name in ("generation_config.json", "config.json"):
+        file: Path | None = Path(model) / name
+        if not Path(model).is_dir():
+            from huggingface_hub import try_to_load_from_cache
+
+            cached = try_to_load_from_cache(model, name, cache_dir, revision)
+            file = Path(cached) if isinstance(cached, str) else None
+        if file is not None and file.is_file():
+            named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            return [named] if isinstance(named, int) else list(named or ())
+    return []
+
+
 def _require_whole(folder: Path) -> None:
     for index in folder.glob("*.safetensors.index.json"):
         named = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())

@@ -104,6 +104,8 @@ class LoadedEngine:
         self.str_vocab: list[str]
         self.byte_vocab, self.str_vocab = decode_vocab(engine.tokenizer)
         self.width = len(self.byte_vocab)  # of rows; kept, because users have the list itself
+        named: Iterable[int] = getattr(engine, "eos_token_ids", None) or ()
+        self.eos_token_ids = [token_id for token_id in named if 0 <= token_id < self.width]
         self._results = Results(
             self._owner, self.vocab_size, self.width, self._calls.process if processes else None
         )

@@ -73,6 +73,8 @@ class HFEngine:
         self.vocab_size: int = _vocab_size(model, self._config)
         self.max_context = longest_context(model)
         self.device = str(model.device)
+        named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        self.eos_token_ids = [named] if isinstance(named, int) else list(named or ())
 
     def _choose_reuse(self) -> Choice:
         """Probe the model; on an error it is left as it was before."""

@@ -39,11 +39,13 @@ class MlxEngine:
         *,
         vocab_size: int,
         max_context: int | None,
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_context = max_context
+        self.eos_token_ids = eos_token_ids
         self.pool = pool
         self._runner = runner
         self._waiting: list[Query] = []

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from genlm.core.checks import describe_error
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
-from genlm.kit.model_files import require_model
+from genlm.kit.model_files import eos_token_ids, require_model
 from genlm.mlx import rotary, windows
 from genlm.mlx.adapters import Adapters
 from genlm.mlx.engine import MlxEngine
@@ -98,6 +98,7 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
         pool,
         vocab_size=runner.cold((0, 0)).shape[-1],
         max_context=longest,
+        eos_token_ids=eos_token_ids(str(folder)),
     )
 
 

@@ -101,6 +101,7 @@ class RayEngine:
         self.tokenizer = described.tokenizer
         self.vocab_size = described.vocab_size
         self.max_context = described.max_context
+        self.eos_token_ids = described.eos_token_ids
         for hook in HOOKS:
             if hook not in described.hooks:
                 setattr(self, hook, None)  # so it is none of this engine's either

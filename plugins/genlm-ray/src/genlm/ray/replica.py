@@ -133,7 +133,8 @@ class Replica:
         # Rows have the tokenizer's width here; ids beyond it mean nothing to anybody.
         vocab_size = min(self.lm.context([0]).vocab_size, len(self.lm.byte_vocab))
         hooks = frozenset(hook for hook in HOOKS if self.lm.supports(hook))
-        return Description(hooks, self.lm.tokenizer, vocab_size, self.lm.max_context)
+        lm = self.lm
+        return Description(hooks, lm.tokenizer, vocab_size, lm.max_context, lm.eos_token_ids)
 
     async def _load(self, backend: str, model: str, options: Mapping[str, Any]) -> None:
         if not self._serves:

@@ -61,6 +61,7 @@ class Description:
     tokenizer: Any
     vocab_size: int
     max_context: int | None
+    eos_token_ids: Sequence[int] = ()
 
 
 def packed(token_ids: Sequence[int]) -> bytes:

@@ -30,6 +30,7 @@ class SglEngine:
         self.scheduler = scheduler
         self.tokenizer = scheduler.tokenizer
         self.model = scheduler.model
+        self.eos_token_ids: list[int] = []
         self.vocab_size = scheduler.vocab_size
         self.max_context: int | None = scheduler.longest_prompt
         self.device = str(next(self.model.parameters()).device)

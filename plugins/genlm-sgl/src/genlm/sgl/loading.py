@@ -7,7 +7,7 @@ from typing import Any
 
 from genlm.core.errors import BackendUnavailableError
 from genlm.core.options import refuse_unknown
-from genlm.kit.model_files import require_model
+from genlm.kit.model_files import eos_token_ids, require_model
 from genlm.sgl.engine import SglEngine
 from genlm.sgl.internals import Scheduler
 from genlm.sgl.options import OPTIONS, gpu_index, server_options
@@ -38,5 +38,9 @@ def load(model: str, options: Mapping[str, Any]) -> SglEngine:
     if arguments.get("enable_lora"):
         from genlm.sgl.lora import SglLoraEngine
 
-        return SglLoraEngine(scheduler)
-    return SglEngine(scheduler)
+        engine: SglEngine = SglLoraEngine(scheduler)
+    else:
+        engine = SglEngine(scheduler)
+    where = arguments.get("revision"), arguments.get("download_dir")
+    engine.eos_token_ids = eos_token_ids(model, *where)
+    return engine

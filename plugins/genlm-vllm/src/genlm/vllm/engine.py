@@ -44,6 +44,7 @@ class VllmEngine:
         self.max_context: int | None = _max_context(core)
         self.device = rows.device
         self.model = rows.model(llm)
+        self.eos_token_ids: list[int] = []
         self.live = live
         self._core, self._rows, self._sessions = core, rows, sessions
         self._in_flight = RequestsInFlight(core)

@@ -8,7 +8,7 @@ from typing import Any
 
 from genlm.core.errors import InvalidOptionError
 from genlm.core.logs import get_logger
-from genlm.kit.model_files import require_model
+from genlm.kit.model_files import eos_token_ids, require_model
 from genlm.vllm.capture import RowStore, capture_into
 from genlm.vllm.engine import VllmEngine
 from genlm.vllm.internals import EngineCore, check_version, engine_core_here, process_groups
@@ -53,6 +53,8 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
         core = EngineCore(llm, stream, spare_slot=bool(spare))
     rows: Rows = LocalRows(store, core.device_type) if local else WorkerRows(core)
     engine = _engine(llm, core, rows, chosen)
+    given = chosen.engine_opts
+    engine.eos_token_ids = eos_token_ids(model, given.get("revision"), given.get("download_dir"))
     log.info(
         "vllm.loaded",
         model=model,
