@@ -1,5 +1,5 @@
-"""The exact probability of the next bytes: against brute force, over random vocabularies, rows and
-texts; and what is not asked."""
+"""The probability of the next bytes: against brute force, over random vocabularies, rows and texts;
+and what is not asked."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genlm.core import InvalidInputError, MockAsyncLM
-from genlm.core.trie import TokenCharacterTrie, next_bytes_logprob
+from genlm.core import InvalidInputError, InvalidOptionError, MockAsyncLM
+from genlm.core.trie import BytePrefix, TokenCharacterTrie, next_bytes_logprob
+
+from ..conftest import PATIENCE
 
 #: Few symbols, so that texts have many tokenisations; some are not UTF-8.
 SYMBOLS = (b"a", b"b", b"\xc3", b"\x9f", b"\xff")
@@ -174,6 +176,128 @@ def test_too_many_tokenisations_are_refused_before_any_is_asked(lm):
     with pytest.raises(InvalidInputError, match="contexts, but at most 10000 are asked"):
         asyncio.run(next_bytes_logprob(lm, [0], b"ab" * 40))
     assert lm.stats.rows == 0
+
+
+def test_a_long_text_is_refused_without_a_look_at_the_whole(lm):
+    class Counting(TokenCharacterTrie):
+        found = 0
+
+        def find(self, prefix):
+            self.found += 1
+            return super().find(prefix)
+
+    trie = Counting(lm.byte_vocab)
+    with pytest.raises(InvalidInputError, match="at most 10000 are asked"):
+        asyncio.run(next_bytes_logprob(lm, [0], b"ab" * 10_000, trie=trie))
+    assert trie.found < 100
+
+
+def test_a_long_text_can_be_cancelled():
+    class Stopped(MockAsyncLM):
+        async def next_token_logprobs(self, token_ids, *arguments, **options):
+            if len(token_ids) > 500:  # deeper than tasks that await each other can be cancelled
+                asking.set()
+                await asyncio.Event().wait()
+            return await super().next_token_logprobs(token_ids, *arguments, **options)
+
+    async def cancel():
+        task = asyncio.ensure_future(next_bytes_logprob(lm, [0], b"a" * 600))
+        await asyncio.wait_for(asking.wait(), PATIENCE)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asking = asyncio.Event()
+    with Stopped() as lm:
+        asyncio.run(cancel())
+
+
+# --- byte by byte ---------------------------------------------------------------------------------
+
+
+@given(
+    vocab=st.lists(text(0, 4), min_size=1, max_size=12),
+    special=st.sets(st.integers(0, 11), max_size=3),
+    seed=st.integers(0, 2**32),
+    target=text(0, 5),
+)
+@settings(max_examples=25)
+def test_the_next_byte_is_what_the_longer_texts_say(vocab, special, seed, target):
+    random = Random(vocab, {i for i in special if i < len(vocab)}, seed, 1.0)
+
+    async def compare():
+        trie = TokenCharacterTrie(lm.byte_vocab)
+        prefix = await BytePrefix.after(lm, [0], trie=trie, min_share=0.0)
+        prefix = await (await prefix.extend(target[:2])).extend(target[2:])
+        assert prefix.text == target
+        whole = await next_bytes_logprob(lm, [0], target, trie=trie)
+        assert prefix.logprob == pytest.approx(whole, abs=1e-9)
+        if whole == -math.inf:
+            with pytest.raises(InvalidInputError, match="has probability 0 after this context"):
+                await prefix.next_byte_logprobs()
+            return
+        logprobs = await prefix.next_byte_logprobs()
+        assert np.exp(logprobs).sum() == pytest.approx(1.0)
+        for byte in {*b"".join(SYMBOLS), ord("z")}:
+            longer = await next_bytes_logprob(lm, [0], target + bytes([byte]), trie=trie)
+            assert whole + logprobs[byte] == pytest.approx(longer, abs=1e-6)
+
+    with Asked(random) as lm:
+        asyncio.run(compare())
+
+
+#: Every text of these bytes has many tokenisations: those of n bytes are 2 ** (n - 1).
+ALL = [b"a" * n for n in range(1, 40)]
+
+
+def test_a_byte_costs_about_one_row_however_many_came_before():
+    """The likeliest tokenisation has 20 times the probability of the next."""
+
+    class Canonical(Asked):
+        def _get_logprobs(self, token_ids):
+            row = torch.full((len(self.random),), -12.0)
+            row[2] = 0.0  # three bytes
+            return row.log_softmax(0)
+
+    async def complete():
+        prefix = await BytePrefix.after(lm, [0], trie=TokenCharacterTrie(lm.byte_vocab))
+        for _ in range(30):
+            await prefix.next_byte_logprobs()
+            prefix = await prefix.extend(b"a")
+        return prefix
+
+    with Canonical(Random(ALL, set(), 0, 0.0)) as lm:
+        prefix = asyncio.run(complete())
+        assert lm.stats.rows <= 60
+        assert lm.stats.batches <= 30
+        assert -0.01 < prefix.logprob < 0.0
+
+
+def test_a_text_of_which_the_likely_ways_end_is_followed_by_the_others():
+    vocab = [b"a", b"aa", b"aaa", b"b"]
+
+    class Surprised(Asked):
+        def _get_logprobs(self, token_ids):
+            unlikely = {(0,): {1: 0.0, 0: -20.0}, (0, 0): {0: 0.0}, (0, 1): {2: 0.0}}
+            row = torch.full((len(self.random),), -torch.inf)
+            for token_id, logit in unlikely.get(tuple(token_ids), {3: 0.0}).items():
+                row[token_id] = logit
+            return row.log_softmax(0)
+
+    async def follow():
+        prefix = await BytePrefix.after(lm, [0])
+        assert (await prefix.extend(b"aa")).logprob == pytest.approx(0.0, abs=1e-6)
+        return (await prefix.extend(b"aab")).logprob
+
+    with Surprised(Random(vocab, set(), 0, 0.0)) as lm:
+        assert asyncio.run(follow()) == pytest.approx(-20.0, abs=1e-5)
+
+
+def test_what_is_no_share_and_no_bytes_is_refused(lm):
+    with pytest.raises(InvalidOptionError, match="min_share must be from 0 to 1; got 2"):
+        asyncio.run(BytePrefix.after(lm, [0], min_share=2.0))
+    with pytest.raises(InvalidInputError, match="more must be bytes"):
+        asyncio.run(asyncio.run(BytePrefix.after(lm, [0])).extend("a"))
 
 
 def test_a_str_is_refused(lm):

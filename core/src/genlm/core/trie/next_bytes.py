@@ -1,19 +1,25 @@
-"""The exact probability of the next bytes: over all tokenisations."""
+"""The probability of text after a context, byte by byte, over all tokenisations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import takewhile
+import asyncio
+import math
+from collections.abc import Iterable, Iterator
+from typing import Self
 
-from attrs import frozen
+import numpy as np
+import numpy.typing as npt
+from attrs import evolve, field, frozen
 
 from genlm.core.adapters import UNSET, LoraName
 from genlm.core.context import Context
-from genlm.core.errors import InvalidInputError
+from genlm.core.errors import InvalidInputError, InvalidOptionError
 from genlm.core.lm import AsyncLM
 from genlm.core.runtime.continuations import all_of
-from genlm.core.tokenization.token import Token
 from genlm.core.trie.trie import TokenCharacterTrie
+from genlm.core.trie.walk import Walker
+
+Floats = npt.NDArray[np.float64]
 
 
 async def next_bytes_logprob(
@@ -29,11 +35,12 @@ async def next_bytes_logprob(
 
     The mass that a row has under a prefix is about the next token alone. But the model may write
     ``b" the"`` as one token, or as ``b" t"`` and ``b"he"``, or as the first bytes of ``b" these"``.
-    This is the sum over all of them: over the tokens that begin with the bytes, and, for each token
-    that the bytes begin with, its probability times that of the remaining bytes after it.
+    This is the sum over all of them, and exact: over the tokens that begin with the bytes, and, for
+    each token that the bytes begin with, its probability times that of the remaining bytes after
+    it. Their number can double with every byte; :class:`BytePrefix` follows long texts.
 
-    Special tokens are not text, and tokens without bytes add none: neither counts. The contexts of
-    all tokenisations are asked concurrently, one row each.
+    Special tokens are not text, and tokens without bytes add none: neither counts. One row is asked
+    for each context; those of tokenisations that are equally long, concurrently.
 
     Args:
         lm: The model.
@@ -49,7 +56,7 @@ async def next_bytes_logprob(
 
     Raises:
         InvalidInputError: ``next_bytes`` is not bytes, or it takes more than ``max_contexts``
-            contexts.
+            contexts. Nothing has been asked then.
 
     Examples:
         >>> import asyncio
@@ -59,79 +66,281 @@ async def next_bytes_logprob(
         >>> logprob
         0.0
     """
-    import torch
-
     if not isinstance(next_bytes, bytes):
         raise InvalidInputError(
             f"next_bytes must be bytes; got {next_bytes!r:.80}: encode a str first, for instance "
             "with .encode()"
         )
-    vocab = lm.byte_vocab
-    trie = TokenCharacterTrie(vocab) if trie is None else trie
-    if len(trie.decode) != len(vocab):
-        raise InvalidInputError(
-            f"the trie has {len(trie.decode)} items, but the model has {len(vocab)} tokens; give "
-            "TokenCharacterTrie(lm.byte_vocab)"
-        )
-    candidates = [_candidates(trie, vocab, next_bytes[begin:]) for begin in range(len(next_bytes))]
-    _check_contexts(candidates, vocab, next_bytes, max_contexts)
-
-    async def logprob(context: Context, begin: int) -> float:
-        """Of the bytes from ``begin`` on, after ``context``."""
-        if begin == len(next_bytes):
-            return 0.0
-        row = (await lm.next_token_logprobs(context, lora_name)).double().cpu()
-        shorter = [t for t in candidates[begin].shorter if row[t] > -torch.inf]
-        onward = await all_of(logprob(context.extend(t), begin + len(vocab[t])) for t in shorter)
-        paths = row[shorter] + torch.tensor(onward, dtype=torch.float64)
-        return float(torch.cat([row[candidates[begin].longer], paths]).logsumexp(0))
-
-    return await logprob(lm.context(token_ids), 0)
+    start = await BytePrefix.after(lm, token_ids, lora_name, trie=trie, min_share=0.0)
+    start.check_contexts(next_bytes, max_contexts)
+    return (await start.extend(next_bytes)).logprob
 
 
-@frozen
-class Candidates:
-    """The tokens that write the rest of the bytes, or its beginning.
+@frozen(eq=False)
+class BytePrefix:
+    """How the text after a context begins: its probability, and that of each next byte.
+
+    Follows a text as it grows: :meth:`extend` asks only for the contexts that the new bytes end,
+    one batch a byte. So ``n`` bytes cost about ``n`` batches, however many bytes came before. It is
+    not changed by being extended, so several texts may continue one.
+
+    Almost all ways to write a text as tokens have next to no probability. At each byte, one that
+    ends there is followed if it has at least ``min_share`` of the likeliest one's probability.
+
+    Make one with :meth:`after`.
 
     Attributes:
-        longer: The ids of the tokens that begin with the whole rest.
-        shorter: The ids of the tokens that the rest begins with, and is longer than.
+        lm: The model.
+        text: The bytes so far.
+        logprob: The log-probability that the text after the context begins with them.
+
+    Examples:
+        >>> import asyncio
+        >>> from genlm.core import MockAsyncLM
+        >>> async def complete(lm, count):
+        ...     prefix = await BytePrefix.after(lm, [72])
+        ...     for _ in range(count):
+        ...         logprobs = await prefix.next_byte_logprobs()
+        ...         prefix = await prefix.extend([int(logprobs[:256].argmax())])
+        ...     return prefix.text
+        >>> with MockAsyncLM() as lm:
+        ...     len(asyncio.run(complete(lm, 5)))
+        5
     """
 
-    longer: list[int]
-    shorter: list[int]
+    lm: AsyncLM
+    _lora_name: LoraName
+    _trie: TokenCharacterTrie
+    _is_text: npt.NDArray[np.bool_]  # of each item by rank: not special, and not without bytes
+    _min_share: float
+    _first: Context
+    _ended: tuple[Ending, ...]  # the tokenisations that end here; their rows are not asked yet
+    _inside: tuple[Reading, ...] = ()  # those that are in the middle of a token
+    _cut: bool = False  # whether one has been left out
+    text: bytes = b""
+    logprob: float = 0.0
+    _readings: list[list[Reading]] = field(init=False, factory=list)  # once the rows are there
 
+    @classmethod
+    async def after(
+        cls,
+        lm: AsyncLM,
+        token_ids: Iterable[int],
+        lora_name: LoraName = UNSET,
+        *,
+        trie: TokenCharacterTrie | None = None,
+        min_share: float = 1e-3,
+    ) -> Self:
+        """The empty text after a context.
 
-def _candidates(trie: TokenCharacterTrie, vocab: Sequence[Token], rest: bytes) -> Candidates:
-    def beginning_with(prefix: bytes) -> list[int]:
-        node = trie.find(prefix)
-        return [] if node is None else trie.positions_under(node).tolist()
+        Args:
+            lm: The model.
+            token_ids: The context.
+            lora_name: The adapter.
+            trie: ``TokenCharacterTrie(lm.byte_vocab)``, if you have it; otherwise it is built.
+            min_share: Of the tokenisations that end at the same byte, those are followed that have
+                at least this share of the likeliest one's probability. 0 follows all: that is
+                exact, and takes twice as long with almost every byte.
 
-    def text(token_ids: Iterable[int]) -> list[int]:
-        return [token_id for token_id in token_ids if not vocab[token_id].is_special]
+        Raises:
+            InvalidInputError: The context is not valid, or the trie is another vocabulary's.
+            InvalidOptionError: ``min_share`` is not from 0 to 1.
+        """
+        if not 0.0 <= min_share <= 1.0:
+            raise InvalidOptionError(f"min_share must be from 0 to 1; got {min_share}")
+        vocab = lm.byte_vocab
+        if trie is None:
+            trie = await asyncio.to_thread(TokenCharacterTrie, vocab)
+        if len(trie.decode) != len(vocab):
+            raise InvalidInputError(
+                f"the trie has {len(trie.decode)} items, but the model has {len(vocab)} tokens; "
+                "give TokenCharacterTrie(lm.byte_vocab)"
+            )
+        first = lm.context(token_ids)
+        is_text = ~trie.is_special[trie.positions]
+        is_text[: trie.walker.ending(trie.root)] = False
+        return cls(lm, lora_name, trie, is_text, min_share, first, (Ending(first, 0.0),))
 
-    shorter: list[int] = []
-    for end in range(1, len(rest)):
-        # Those that are equal to the prefix come first.
-        shorter += takewhile(lambda t: len(vocab[t]) == end, beginning_with(rest[:end]))  # noqa: B023
-    return Candidates(text(beginning_with(rest)), text(shorter))
+    async def next_byte_logprobs(self) -> Floats:
+        """The distribution of the next byte, given the context and the text so far.
 
+        Returns:
+            ``[257]`` Log-probabilities: of the bytes 0 to 255, and at 256 that no byte follows but
+            a special token, such as the end of the sequence, or one without bytes.
 
-def _check_contexts(
-    candidates: Sequence[Candidates], vocab: Sequence[Token], next_bytes: bytes, limit: int
-) -> None:
-    """Count the contexts of all tokenisations before any is asked.
-
-    Raises:
-        InvalidInputError: There are more than ``limit``.
-    """
-    ways = [1] + [0] * len(candidates)  # to write the bytes up to each place
-    for begin, here in enumerate(candidates):
-        for token_id in here.shorter:
-            ways[begin + len(vocab[token_id])] += ways[begin]
-    contexts = sum(ways[:-1])
-    if contexts > limit:
-        raise InvalidInputError(
-            f"the {len(next_bytes)} bytes {next_bytes!r:.80} have tokenisations of {contexts} "
-            f"contexts, but at most {limit} are asked; give fewer bytes or a larger max_contexts"
+        Raises:
+            InvalidInputError: The text so far has probability 0.
+        """
+        readings = await self._with_rows()
+        heaviest = max((reading.logprob for reading in readings), default=-math.inf)
+        if heaviest == -math.inf:
+            raise InvalidInputError(
+                f"the text {self.text!r:.80} has probability 0 after this context, so no byte "
+                "comes next; give one that the model may write"
+            )
+        masses = sum(
+            math.exp(reading.logprob - heaviest) * reading.next_bytes(self._trie.walker)
+            for reading in readings
         )
+        with np.errstate(divide="ignore"):
+            logprobs: Floats = np.log(masses / np.sum(masses))
+        return logprobs
+
+    async def extend(self, more: bytes) -> BytePrefix:
+        """The text with more bytes.
+
+        Raises:
+            InvalidInputError: ``more`` is not bytes.
+        """
+        if not isinstance(more, bytes):
+            raise InvalidInputError(f"more must be bytes, such as bytes([65]); got {more!r:.80}")
+        longer = self
+        for byte in more:
+            longer = longer._with_byte(byte, await longer._with_rows())
+        if longer.logprob == -math.inf and longer._cut:  # what was left out may have a way
+            start = evolve(
+                self,
+                min_share=0.0,
+                ended=(Ending(self._first, 0.0),),
+                inside=(),
+                cut=False,
+                text=b"",
+                logprob=0.0,
+            )
+            start.check_contexts(longer.text, 10_000)
+            return await start.extend(longer.text)
+        return longer
+
+    def check_contexts(self, more: bytes, limit: int) -> None:
+        """Count the contexts of all tokenisations of more bytes, before any is asked.
+
+        Raises:
+            InvalidInputError: There are more than ``limit``.
+        """
+        trie, walker = self._trie, self._trie.walker
+        ways = [1] + [0] * len(more)  # to write the bytes up to each place
+        contexts = 0
+        for begin in range(len(more)):
+            contexts += ways[begin]
+            if contexts > limit:
+                raise InvalidInputError(
+                    f"the {len(more)} bytes {more!r:.80} have tokenisations of {contexts} "
+                    f"contexts, but at most {limit} are asked (the count ended there); give fewer "
+                    "bytes or a larger max_contexts, or follow the likely ones with BytePrefix"
+                )
+            node = trie.find(more[begin : begin + 1]) if ways[begin] else None
+            for end in range(begin + 1, len(more)):
+                if node is None:
+                    break
+                rank = walker.nodes.begin[node]
+                tokens = np.count_nonzero(self._is_text[rank : rank + walker.ending(node)])
+                ways[end] += ways[begin] * int(tokens)
+                node = walker.child(node, more[end])
+
+    async def _with_rows(self) -> list[Reading]:
+        """The readings in the middle of a token, and those that begin one here."""
+        if not self._readings:
+            rows = await all_of(
+                self.lm.next_token_logprobs(end.context, self._lora_name) for end in self._ended
+            )
+            begun = []
+            for end, row in zip(self._ended, rows, strict=True):
+                masses = np.exp(row.detach().double().cpu().numpy())[self._trie.positions]
+                no_byte = float(masses[~self._is_text].sum())
+                masses[~self._is_text] = 0.0
+                begun.append(Reading(end.context, end.logprob, self._trie.root, masses, no_byte))
+            self._readings.append([*self._inside, *begun])
+        return self._readings[0]
+
+    def _with_byte(self, byte: int, readings: Iterable[Reading]) -> BytePrefix:
+        """The text with one byte more, and those of its tokenisations that are likely."""
+        walker = self._trie.walker
+        grown = [longer for reading in readings if (longer := reading.into(walker, byte))]
+        logprob = _logsumexp([reading.mass for reading in grown])
+        ended = [end for reading in grown for end in reading.endings(walker)]
+        inside = [going for reading in grown if (going := reading.going_on(walker))]
+        # Compared with what ends here, so that a byte which surprises those inside has a way too.
+        least = max((end.logprob for end in ended), default=logprob)
+        least += math.log(self._min_share) if self._min_share else -math.inf
+        likely = tuple(end for end in ended if end.logprob >= least)
+        going_on = tuple(reading for reading in inside if reading.mass >= least)
+        return evolve(
+            self,
+            ended=likely,
+            inside=going_on,
+            cut=self._cut or (len(likely), len(going_on)) != (len(ended), len(inside)),
+            text=self.text + bytes([byte]),
+            logprob=logprob,
+        )
+
+
+@frozen(eq=False)
+class Ending:
+    """A tokenisation that ends where the text does, and its log-probability."""
+
+    context: Context
+    logprob: float
+
+
+@frozen(eq=False)
+class Reading:
+    """A tokenisation whose last token has begun, or is about to.
+
+    Attributes:
+        context: The tokens before the last.
+        logprob: Their log-probability.
+        node: Of the trie: the bytes of the last token so far.
+        masses: The probabilities of the items below the node, by rank.
+        no_byte: That the last token is not text; 0 where it has begun.
+    """
+
+    context: Context
+    logprob: float
+    node: int
+    masses: Floats
+    no_byte: float = 0.0
+
+    @property
+    def mass(self) -> float:
+        """The log-probability of its tokens, with all that the last one may become."""
+        return self.logprob + math.log(self.masses.sum())
+
+    def into(self, walker: Walker, byte: int) -> Reading | None:
+        """With one byte more in its last token; ``None`` if no such token has any probability."""
+        child = walker.child(self.node, byte)
+        if child is None:
+            return None
+        first = walker.nodes.begin[self.node]
+        below = slice(walker.nodes.begin[child] - first, walker.nodes.end[child] - first)
+        masses = self.masses[below].copy()
+        return Reading(self.context, self.logprob, child, masses) if masses.any() else None
+
+    def endings(self, walker: Walker) -> Iterator[Ending]:
+        """The tokenisations whose last token is complete."""
+        masses = self.masses[: walker.ending(self.node)]
+        for token_id, mass in zip(walker.below(self.node).tolist(), masses, strict=False):
+            if mass > 0:
+                yield Ending(self.context.extend(token_id), self.logprob + math.log(mass))
+
+    def going_on(self, walker: Walker) -> Reading | None:
+        """Without the tokens that are complete; ``None`` if the others have no probability."""
+        masses = self.masses.copy()
+        masses[: walker.ending(self.node)] = 0.0
+        return evolve(self, masses=masses) if masses.any() else None
+
+    def next_bytes(self, walker: Walker) -> Floats:
+        """``[257]`` The probability of each next byte in its last token, and of none."""
+        found = np.zeros(257)
+        found[256] = self.no_byte
+        below = walker.children_of(self.node)
+        starts = walker.nodes.begin[below] - walker.nodes.begin[self.node]
+        if len(starts):
+            found[walker.nodes.symbol[below]] = np.add.reduceat(self.masses, starts)
+        return found
+
+
+def _logsumexp(values: list[float]) -> float:
+    heaviest = max(values, default=-math.inf)
+    if heaviest == -math.inf:
+        return heaviest
+    return heaviest + math.log(math.fsum(math.exp(value - heaviest) for value in values))

@@ -79,7 +79,7 @@ class TokenCharacterTrie:
         self.root = 0
         self._items = SortedItems.of(self.decode)
         self._nodes = Nodes.of(self._items)
-        self._walker = Walker(self._items, self._nodes)
+        self.walker = Walker(self._items, self._nodes)
         plan = Plan.of(self._items.order, self._nodes)
         self._kernel = CpuKernel(plan) if self.device == "cpu" else DeviceKernel(plan, self.device)
 
@@ -165,7 +165,7 @@ class TokenCharacterTrie:
         Raises:
             InvalidInputError: ``prefix`` is a str, but the symbols are bytes.
         """
-        return self._walker.find(prefix)
+        return self.walker.find(prefix)
 
     def mass(self, row: Any, prefix: Iterable[Hashable], special: bool = False) -> float:
         """The probability that the next item begins with ``prefix``; 0.0 if no item does.
@@ -190,11 +190,11 @@ class TokenCharacterTrie:
                 f"row must be log-probabilities, but the probabilities sum to {total:.6g}; give "
                 "the model's row itself, without exp()"
             )
-        node = self._walker.find(prefix)
+        node = self.walker.find(prefix)
         if node is None:
             return 0.0
-        below = self._walker.below(node)
-        return float(probabilities[below if special else below[~self._is_special[below]]].sum())
+        below = self.walker.below(node)
+        return float(probabilities[below if special else below[~self.is_special[below]]].sum())
 
     @property
     def positions(self) -> npt.NDArray[np.int64]:
@@ -209,7 +209,7 @@ class TokenCharacterTrie:
         Raises:
             InvalidInputError: There is no such node.
         """
-        return self._walker.below(node)
+        return self.walker.below(node)
 
     def children_sum(self, node: int, ws: Any) -> dict[Any, float]:
         """The sum of the weights below each child of ``node``, by the keys of ``children[node]``.
@@ -224,12 +224,12 @@ class TokenCharacterTrie:
         Raises:
             InvalidInputError: ``ws`` has another shape, or there is no such node.
         """
-        return self._walker.children(SUM, node, self._row(ws))
+        return self.walker.children(SUM, node, self._row(ws))
 
     def children_max(self, node: int, ws: Any) -> dict[Any, float]:
         """The largest weight below each child of ``node``. Arguments and cost are those of
         :meth:`children_sum`."""
-        return self._walker.children(MAX, node, self._row(ws))
+        return self.walker.children(MAX, node, self._row(ws))
 
     def heaviest_children(self, node: int, ws: Any, k: int) -> list[tuple[Any, float]]:
         """The ``k`` children of ``node`` with the largest sums, the heaviest first.
@@ -243,7 +243,7 @@ class TokenCharacterTrie:
         return heapq.nlargest(k, children.items(), key=operator.itemgetter(1))
 
     @cached_property
-    def _is_special(self) -> npt.NDArray[np.bool_]:
+    def is_special(self) -> npt.NDArray[np.bool_]:
         """``[len(decode)]`` Whether each item is a special token."""
         return np.array([isinstance(item, Token) and item.is_special for item in self.decode])
 

@@ -37,14 +37,28 @@ class Walker:
             )
         node = 0
         for symbol in prefix:
-            first, stop = self.nodes.first_child[node : node + 2].tolist()
-            siblings = self.nodes.symbol[first:stop]
-            code = self._codes.get(symbol, -1)
-            index = int(np.searchsorted(siblings, code))
-            if index == len(siblings) or siblings[index] != code:
+            child = self.child(node, self._codes.get(symbol, -1))
+            if child is None:
                 return None
-            node = first + index
+            node = child
         return node
+
+    def child(self, node: int, code: int) -> int | None:
+        """The child of an inner node by the code of its symbol: for a byte, its value."""
+        children = self.children_of(node)
+        siblings = self.nodes.symbol[children]
+        index = int(np.searchsorted(siblings, code))
+        return children.start + index if code in siblings[index : index + 1] else None
+
+    def children_of(self, node: int) -> slice:
+        """Which nodes are the children of an inner node."""
+        return slice(*self.nodes.first_child[node : node + 2].tolist())
+
+    def ending(self, node: int) -> int:
+        """How many items equal the prefix of an inner node. They come first below it."""
+        starts = self.nodes.begin[self.children_of(node)]
+        stop = starts[0] if len(starts) else self.nodes.end[node]
+        return int(stop - self.nodes.begin[node])
 
     def below(self, node: int) -> Ints:
         """The positions of the items below a node or leaf: a slice of ``items.order``.
@@ -66,13 +80,11 @@ class Walker:
         if node >= self.nodes.size:
             return {}
         weights = row[below].astype(np.float64)
-        first, stop = self.nodes.first_child[node : node + 2]
-        starts = self.nodes.begin[first:stop] - self.nodes.begin[node]
+        children, ending = self.children_of(node), self.ending(node)
+        starts = self.nodes.begin[children] - self.nodes.begin[node]
         combined = operation.of(np).reduceat(weights, starts)
-        # Items that equal the node's prefix come first.
-        ending = len(below) if len(starts) == 0 else int(starts[0])
         leaves = ((None, position) for position in below[:ending].tolist())
-        symbols = (self.items.alphabet[code] for code in self.nodes.symbol[first:stop])
+        symbols = (self.items.alphabet[code] for code in self.nodes.symbol[children])
         edges: list[Edge] = [*leaves, *symbols]
         return dict(zip(edges, [*weights[:ending].tolist(), *combined.tolist()], strict=True))
 
