@@ -101,7 +101,7 @@ class BytePrefix:
         ...     prefix = await BytePrefix.after(lm, [72])
         ...     for _ in range(count):
         ...         logprobs = await prefix.next_byte_logprobs()
-        ...         prefix = await prefix.extend([int(logprobs[:256].argmax())])
+        ...         prefix = await prefix.extend(bytes([int(logprobs[:256].argmax())]))
         ...     return prefix.text
         >>> with MockAsyncLM() as lm:
         ...     len(asyncio.run(complete(lm, 5)))
