@@ -7,10 +7,13 @@ import concurrent.futures
 import contextlib
 import os
 import random
+import re
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -30,8 +33,9 @@ from .conftest import PATIENCE, Held, save_tokenizer
 
 Fleet = Callable[..., AsyncLM]
 
-#: A token whose request ends the replica's process.
-POISON = 66
+#: A token whose request ends the replica's process, and one whose error is of a class that only the
+#: replicas have.
+POISON, FOREIGN = 66, 67
 
 
 def poisoned() -> Callable[[Any], None]:
@@ -47,8 +51,17 @@ def poisoned() -> Callable[[Any], None]:
 
 def of_poison() -> Callable[[Any], bool]:
     """For the mock's ``fail_on`` and ``die_on``; travels by value."""
-    poison = POISON
-    return lambda query: poison in query.token_ids
+    poison, foreign = POISON, FOREIGN
+
+    def fails(query: Any) -> bool:
+        if foreign in query.token_ids:
+            there = sys.modules["only_there"] = ModuleType("only_there")
+            vars(there)["Error"] = EngineError
+            exec("class Foreign(Error): pass", vars(there))
+            raise there.Foreign("no")
+        return poison in query.token_ids
+
+    return fails
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +141,16 @@ def test_a_request_that_fails_in_the_engine_fails_alone_and_kills_nothing(well: 
     rows = asyncio.run(ask(well, [*asked, [POISON]]))
     check(rows[:-1], asked)
     assert isinstance(rows[-1], EngineError)
+    assert [actor._actor_id for actor in well.underlying_model] == replicas
+
+
+def test_an_answer_that_cannot_be_unpickled_is_nobodys_death(well: AsyncLM) -> None:
+    replicas = [actor._actor_id for actor in well.underlying_model]
+    asked = contexts(8)
+    rows = asyncio.run(ask(well, [*asked, [FOREIGN]]))
+    check(rows[:-1], asked)
+    assert isinstance(rows[-1], EngineError)
+    assert re.search("cannot be read here .*'only_there'.*install in this program", str(rows[-1]))
     assert [actor._actor_id for actor in well.underlying_model] == replicas
 
 

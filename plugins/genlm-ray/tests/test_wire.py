@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import warnings
+from types import ModuleType
 
 import pytest
+import ray
 import torch
 
+from genlm.ray.replica import OWN_CODE, send_own_code
 from genlm.ray.wire import Gone, portable, received, sent
 
 
@@ -43,3 +47,17 @@ def test_an_error_arrives_as_it_was(error: Exception) -> None:
 
 def test_an_error_that_does_not_unpickle_arrives_as_its_text() -> None:
     assert str(portable(Unportable("why", "not"))) == "Unportable in a replica: why"
+
+
+def test_a_class_of_the_models_own_code_travels_with_its_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as its tokenizer's, which the program cannot import."""
+    module = ModuleType(f"{OWN_CODE}.house.tokenization")
+    exec("SIZE = 3\nclass House:\n    def __len__(self):\n        return SIZE", vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    send_own_code()
+    sent_on = ray.cloudpickle.dumps(module.House())
+    ray.cloudpickle.unregister_pickle_by_value(module)
+    monkeypatch.delitem(sys.modules, module.__name__)
+    assert len(pickle.loads(sent_on)) == 3

@@ -18,9 +18,13 @@ from genlm.ray.member import Call
 from genlm.ray.options import NAMESPACE
 from genlm.ray.replica import WATCH, Replica
 from genlm.ray.wire import Gone, received
+from ray.exceptions import UnserializableException
 
 #: How many calls a replica takes at a time. The programs ask for far fewer.
 CONCURRENCY = 10_000
+
+#: What Ray gives in place of an answer that cannot be unpickled; the replica is well.
+UNREADABLE = (ray.exceptions.RaySystemError, UnserializableException)
 
 
 @define(eq=False)
@@ -88,6 +92,12 @@ class Line:
             return Gone(str(cause))
         if isinstance(error, ray.exceptions.RayTaskError):
             return cause if isinstance(cause, Exception) else EngineError(str(error))
+        if isinstance(error, UNREADABLE):
+            return EngineError(
+                f"an answer of replica {self.index} cannot be read here ("
+                f"{str(error).strip().splitlines()[-1]}); install in this program's environment "
+                "what the replicas have"
+            )
         return Gone(str(error)) if isinstance(error, ray.exceptions.RayError) else error
 
     def may_end(self, left: Any) -> bool:

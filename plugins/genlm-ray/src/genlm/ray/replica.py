@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import wraps
@@ -44,6 +45,9 @@ in_watch: Callable[[Method], Method] = ray.method(concurrency_group=WATCH)
 
 #: Seconds for which suspects of one program keep those of another waiting at most.
 TURN = 10.0
+
+#: The package that transformers makes of the code of models.
+OWN_CODE = "transformers_modules"
 
 #: Seconds from the last word to the end of the process, in which that leaves.
 FAREWELL = 0.5
@@ -81,6 +85,14 @@ def in_session(method: Method) -> Method:
             raise portable(error) from None
 
     return call
+
+
+def send_own_code() -> None:
+    """Have classes of the model's own code (``trust_remote_code``), such as its tokenizer's, travel
+    with their code: the program cannot import it."""
+    for name, module in [*sys.modules.items()]:
+        if name.partition(".")[0] == OWN_CODE:
+            ray.cloudpickle.register_pickle_by_value(module)
 
 
 def exit_soon() -> None:
@@ -140,6 +152,7 @@ class Replica:
         if not self._serves:
             ours = {"cache_size": 0, **options}  # rows are cached where they are asked, once
             self.lm = await asyncio.to_thread(load_model_by_name, model, backend, ours)
+            send_own_code()
             self._serves = (backend, model, options)
         elif (backend, model, options) != self._serves:
             there, served, with_these = self._serves
