@@ -116,6 +116,10 @@ RIGHT = {
         "GPTNeoX",
         {**SHAPE, "intermediate_size": 128, **rope("default", partial_rotary_factor=0.5)},
     ),
+    "gpt_neox, linear in some features": (
+        "GPTNeoX",
+        {**SHAPE, "intermediate_size": 128, **rope("linear", partial_rotary_factor=0.5)},
+    ),
     "phi3, longrope": ("Phi3", {**SHAPE, **longrope(8)}),
     "llama, longrope": ("Llama", {**SHAPE, **longrope(8, attention_factor=1.3)}),
 }
@@ -181,6 +185,7 @@ def test_what_mlx_lm_does_not_look_at_is_refused_by_name(name: str, saved: Saved
             "partial_rotary_factor",
             {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
         ),
+        ("MiniCPM3", "mscale_all_dim", rope("yarn", mscale_all_dim=0.7)),
         ("NemotronH", "num_experts_per_tok", {"num_experts_per_tok": 1}),
     ],
 )

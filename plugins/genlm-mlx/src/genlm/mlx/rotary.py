@@ -66,7 +66,7 @@ def repair(model: Any, settings: Any) -> None:
     types = getattr(settings, "layer_types", None)
     changed = []
     for name, module in model.named_modules():
-        layer = re.search(r"layers\.(\d+)\.", name)
+        layer = re.search(r"\.(\d+)\.", name)
         if not isinstance(module, KINDS) or layer is None:
             continue
         kind = types[int(layer[1])] if types and None not in kinds else None

@@ -27,10 +27,11 @@ PERHAPS_READ = re.compile(
 WRONG = {"ernie4_5_moe": "leaves out the router's e_score_correction_bias"}
 
 #: Settings of single families that mlx-lm computes differently, and for which values: it does not
-#: count the features that latent attention rotates, and does not normalise the weight of one
-#: expert.
+#: count the features that latent attention rotates, leaves out the factor of its scores, and does
+#: not normalise the weight of one expert.
 MISREAD: dict[tuple[str, str], Callable[[Any], bool]] = {
     ("glm4_moe_lite", "partial_rotary_factor"): lambda factor: factor not in (None, 1),
+    ("minicpm3", "mscale_all_dim"): bool,
     ("nemotron_h", "num_experts_per_tok"): lambda experts: experts == 1,
 }
 
