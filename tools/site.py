@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import inspect
 import os
 import re
 import shutil
@@ -48,6 +49,9 @@ CHECK = re.compile(r"^<!-- check: (.+?) -->$", re.MULTILINE | re.DOTALL)
 #: A paragraph for who reads the page on GitHub. The site leaves it out.
 ON_GITHUB = re.compile(r"^<!-- on GitHub -->\n.+?\n\n", re.MULTILINE | re.DOTALL)
 
+#: Where the page on conformance has its table.
+CLAUSES = "<!-- clauses -->"
+
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -60,11 +64,26 @@ def prepare(model: str, only: str | None = None) -> None:
     for page, place in places.items():
         place.parent.mkdir(parents=True, exist_ok=True)
         text = relinked(ON_GITHUB.sub("", page.read_text()), page, place, places)
+        if CLAUSES in text:
+            text = text.replace(CLAUSES, table_of_clauses())
         place.write_text(filled(text, place.parent / "plots"))
     for page in [*sorted((SOURCE / "tutorials").glob("*.md")), SOURCE / "how-to/change-rows.md"]:
         if only in (None, page.stem) and page.stem != "index":
             print(f"site: executing {page.name}", file=sys.stderr, flush=True)
             page.write_text(executed(page, model))
+
+
+def table_of_clauses() -> str:
+    """The clauses of the conformance suite, and what holds by each, of their docstrings."""
+    from genlm.conformance import ConformanceSuite
+
+    lines = ["| clause | what holds |", "|---|---|"]
+    for name in ConformanceSuite.clauses:
+        promise = inspect.getdoc(getattr(ConformanceSuite, name)) or ""
+        lines.append(
+            f"| `{name.removeprefix('test_')}` | {' '.join(promise.split()).replace('``', '`')} |"
+        )
+    return "\n".join(lines)
 
 
 def relinked(text: str, page: Path, place: Path, places: dict[Path, Path]) -> str:

@@ -73,7 +73,7 @@ class OfTheMock(Faulty):
 class OfAMutant(OfTheMock):
     """The suite on a mutant of the registry."""
 
-    patience = 5.0  # what hangs here hangs for ever
+    patience = 2.0  # what hangs here hangs for ever
 
     def __init__(self, mutant: Mutant, effort: float) -> None:
         super().__init__(MockEngine, effort)

@@ -1,10 +1,10 @@
 """Faulty models: for every clause of the suite at least one that breaks it.
 
-Most faults sit in the engine, as a plugin's would; those of what the core does (futures, caches,
-refusals) in a subclass of :class:`~genlm.core.AsyncLM`.
+Most faults sit in the engine, as a plugin's would. Those of what only the core does (futures,
+caches, refusals) are in ``tests/core_clauses``.
 """
 
-from . import rows, state, callers, adapters, sampling, space, company, alone  # noqa: F401, I001  (each registers its own)
+from . import rows, state, adapters, sampling, space, company, alone  # noqa: F401, I001  (each registers its own)
 from .registry import MUTANTS, Mutant
 
 __all__ = ["MUTANTS", "Mutant"]

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import torch
 from attrs import evolve
 
-from genlm.core import AsyncLM, Query, hookimpl
-from genlm.core.mock import ByteTokenizer, MockEngine
+from genlm.core import hookimpl
+from genlm.core.mock import MockEngine
 
 from ..blind.common import Forgetting, Keeping
 from .registry import breaks
@@ -42,15 +38,6 @@ class StateKeptWithoutItsAdapter(Forgetting, MockEngine, by_tokens=dict):
         return super().row(self.by_tokens.setdefault(query.token_ids, query))
 
 
-@breaks("default_adapter")
-class NoneIsTheDefault(AsyncLM):
-    """An explicit ``None`` is taken for no choice."""
-
-    async def next_token_logprobs(self, token_ids, lora_name=None):
-        chosen = {} if lora_name is None else {"lora_name": lora_name}
-        return await super().next_token_logprobs(token_ids, **chosen)
-
-
 @breaks("rebound_adapter")
 class ReboundNameKeepsItsWeights(Keeping, MockEngine, paths=dict):
     """Weights are kept by name: a name bound again has those of before."""
@@ -73,33 +60,19 @@ class RemovingOneRemovesAll(MockEngine):
 
 
 @breaks("adapter_that_fails_to_load")
-class FailedLoadingLosesTheOldOne(AsyncLM):
-    def add_new_lora(self, lora_path, lora_name="lora_1"):
-        if lora_path == "there-is-no-such-adapter":
-            self.remove_lora(lora_name)
-            raise FileNotFoundError(lora_path)
-        super().add_new_lora(lora_path, lora_name)
+class FailedLoadingEmptiesTheSlot(MockEngine):
+    """An adapter that cannot be loaded has emptied the slots before it was looked at: the base
+    model answers in the place of the others."""
 
-
-class EngineWithoutLoRA:
-    """An engine that has rows, and nothing else."""
-
-    def __init__(self, tokenizer: Any, max_context: int) -> None:
-        self._mock = MockEngine(tokenizer, max_context=max_context)
-        self.tokenizer, self.vocab_size = tokenizer, len(tokenizer)
-        self.max_context, self.device, self.model = max_context, "cpu", None
+    empty = False
 
     @hookimpl
-    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
-        return self._mock.genlm_next_token_logprobs(queries)
+    def genlm_add_lora(self, adapter):
+        if adapter.path == "there-is-no-such-adapter":
+            self.empty = True
+            raise FileNotFoundError(adapter.path)
+        self.empty = False
+        return super().genlm_add_lora(adapter)
 
-
-@breaks("lora_without_support")
-class MissingLoRAPassedOver(AsyncLM):
-    """Adding an adapter does nothing where the engine cannot."""
-
-    def __init__(self, load, **options):
-        super().__init__(lambda: EngineWithoutLoRA(ByteTokenizer(), max_context=64), **options)
-
-    def add_new_lora(self, lora_path, lora_name="lora_1"):
-        pass
+    def row(self, query):
+        return super().row(evolve(query, adapter=None) if self.empty else query)

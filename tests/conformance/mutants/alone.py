@@ -6,8 +6,6 @@ blocks is out of reach of the clause on everything at once, whose contexts are s
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,16 +14,11 @@ from attrs import evolve
 
 from genlm.core import AsyncLM, Query, hookimpl
 from genlm.core.errors import (
-    EngineError,
-    ModelClosedError,
-    PluginError,
-    QueriesResetError,
     UnknownAdapterError,
 )
 from genlm.core.mock import MockEngine
 
 from ..blind.common import Forgetting, Keeping
-from .callers import BoundToAnAbandonedLoop
 from .registry import breaks
 
 BLOCK = 16
@@ -77,24 +70,6 @@ class SecondMicroBatchReversed(MockEngine):
     def genlm_next_token_logprobs(self, queries):
         rows = super().genlm_next_token_logprobs(queries)
         return torch.cat([rows[:128], rows[128:].flip(0)])
-
-
-@breaks("equal_questions_share_one_slot")
-class ThirdCallerAlone(Keeping, AsyncLM, callers=list):
-    """What is pending has places for two callers: a third one's request is evaluated again."""
-
-    async def next_token_logprobs(self, token_ids, **options):
-        key = repr((token_ids, options))
-        again = self.callers.count(key) == 2
-        self.callers.append(key)
-        try:
-            row = await super().next_token_logprobs(token_ids, **options)
-            if again:
-                self.clear_cache()
-                row = await super().next_token_logprobs(token_ids, **options)
-            return row
-        finally:
-            self.callers.remove(key)
 
 
 @breaks("same_tail_under_different_prefixes")
@@ -200,92 +175,6 @@ class DroppedBatchIsFoundAgain(Remembering):
         pinned = {p.token_ids for p in self.pinned if len(p.token_ids) > LONG}
         self.stale = frozenset(pinned & self.batched)
         super().genlm_clear_kv_cache()
-
-
-@breaks("failing_question_fails_alone")
-class FailureIsKept(Keeping, AsyncLM, failed=dict):
-    """A context of full blocks that failed once fails until the cache is cleared."""
-
-    async def next_token_logprobs(self, token_ids, **options):
-        key = repr(token_ids)
-        if key in self.failed:
-            raise self.failed[key]
-        try:
-            return await super().next_token_logprobs(token_ids, **options)
-        except (EngineError, PluginError) as error:
-            if len(token_ids) > LONG:
-                self.failed[key] = error
-            raise
-
-    def clear_cache(self):
-        self._forget()
-        super().clear_cache()
-
-
-@breaks("reset_fails_what_is_pending")
-class ResetForgetsLongRequests(AsyncLM):
-    """Requests of several blocks wait in a queue of their own, which a reset drops silently."""
-
-    async def next_token_logprobs(self, token_ids, **options):
-        try:
-            return await super().next_token_logprobs(token_ids, **options)
-        except QueriesResetError:
-            if len(token_ids) <= LONG:
-                raise
-            return await asyncio.get_running_loop().create_future()
-
-
-@breaks("several_threads")
-class ThreadsShareScratch(Keeping, AsyncLM, threads=list):
-    """Contexts of several blocks are prepared in memory that belongs to the first thread."""
-
-    def _prepared(self, token_ids, row):
-        thread = threading.current_thread()
-        if len(token_ids) > LONG and thread not in self.threads:
-            self.threads.append(thread)
-        return torch.roll(row, 1) if thread in self.threads[1:] else row
-
-    async def next_token_logprobs(self, token_ids, **options):
-        row = await super().next_token_logprobs(token_ids, **options)
-        return self._prepared(token_ids, row)
-
-    def next_token_logprobs_sync(self, token_ids, **options):
-        return self._prepared(token_ids, super().next_token_logprobs_sync(token_ids, **options))
-
-    def clear_kv_cache(self):
-        super().clear_kv_cache()
-        self._forget()
-
-
-@breaks("loops_one_after_the_other")
-class ClosedLoopIsRemembered(BoundToAnAbandonedLoop):
-    """Until state is dropped, nothing can be asked after callers were left in a closed loop."""
-
-    def clear_cache(self):
-        super().clear_cache()
-        self._forget()
-
-
-@breaks("unknown_adapter_is_refused")
-class UnknownDefaultAccepted(AsyncLM):
-    """An unknown name can be made the default, and is then passed over."""
-
-    def set_lora(self, lora_name):
-        try:
-            super().set_lora(lora_name)
-        except UnknownAdapterError:
-            super().clear_lora()
-
-
-@breaks("default_adapter")
-class LongRequestsForgetTheDefault(AsyncLM):
-    """Requests of several blocks are prepared apart, without the default adapter."""
-
-    async def next_token_logprobs(self, token_ids, **options):
-        long = isinstance(token_ids, tuple) and len(token_ids) > LONG
-        if long and "lora_name" not in options:
-            options["lora_name"] = None
-        return await super().next_token_logprobs(token_ids, **options)
 
 
 @breaks("adapters_in_turn", "https://github.com/ggml-org/llama.cpp/issues/26207")
@@ -413,27 +302,6 @@ class KeepsEveryRow(Keeping, MockEngine, kept=list):
         return rows
 
 
-@breaks("adapter_that_fails_to_load")
-class FailedLoadingEmptiesTheSlot(AsyncLM):
-    """An adapter that cannot be loaded has emptied the slot of its name: the base model answers,
-    until key/value state is dropped."""
-
-    def add_new_lora(self, lora_path, lora_name="lora_1"):
-        if lora_path == "there-is-no-such-adapter":
-            self.empty = lora_name
-            raise FileNotFoundError(lora_path)
-        super().add_new_lora(lora_path, lora_name)
-
-    async def next_token_logprobs(self, token_ids, **options):
-        if options.get("lora_name") == self.__dict__.get("empty", self):
-            options["lora_name"] = None
-        return await super().next_token_logprobs(token_ids, **options)
-
-    def clear_kv_cache(self):
-        super().clear_kv_cache()
-        self.__dict__.pop("empty", None)
-
-
 @breaks("seed_fixes_the_draw")
 class BatchSeedsFromOne(AsyncLM):
     """The places of a batch take seeds after the one that was given, the first one too."""
@@ -533,32 +401,3 @@ class SecondTokenOfTheBaseModel(MockEngine):
 
 
 # --- the end ----------------------------------------------------------------------------------
-
-
-@breaks("close_fails_what_is_pending")
-class CallersLeftAtTheEnd(AsyncLM):
-    """Who waits when the model is closed waits for ever; who asks later is refused."""
-
-    def close(self):
-        self.closing = True
-        super().close()
-
-    async def next_token_logprobs(self, *args, **options):
-        early = "closing" not in self.__dict__
-        try:
-            return await super().next_token_logprobs(*args, **options)
-        except ModelClosedError:
-            if not early:
-                raise
-            return await asyncio.get_running_loop().create_future()
-
-
-@breaks("close_again_and_use_after_close")
-class ClearedAfterTheEnd(AsyncLM):
-    """Clearing a closed model passes, as if there were something to clear."""
-
-    def clear_kv_cache(self):
-        try:
-            super().clear_kv_cache()
-        except ModelClosedError:
-            return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -124,6 +125,19 @@ class StepsShareOneBuffer(Continuous):
             evolve(a, result=place.copy_(a.result)) if isinstance(a.request, Query) else a
             for a, place in found
         ] + answers[64:]
+
+
+@breaks("close_fails_what_is_pending")
+class CloseWaitsForWhatIsInFlight(Continuous):
+    """Closing waits for what is in flight, and nobody steps any more."""
+
+    def step(self, newcomers, dropped):
+        return self.advance(newcomers, dropped)
+
+    @hookimpl
+    def genlm_close(self):
+        if self._in_flight:
+            threading.Event().wait(9.0)  # longer than the suite has patience with a mutant
 
 
 #: What shows where requests meet.

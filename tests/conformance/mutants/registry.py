@@ -26,22 +26,31 @@ class Mutant:
     load: Callable[..., AsyncLM]
 
 
-#: All of them, by name.
-MUTANTS: dict[str, Mutant] = {}
+class Registry(dict[str, Mutant]):
+    """Mutants by name."""
+
+    def breaks(
+        self,
+        clause: str,
+        thread: str = "",
+        *,
+        max_context: int = 64,
+        engine: type[MockEngine] = MockEngine,
+    ) -> Callable[[type], type]:
+        """Register a faulty engine, or a faulty ``AsyncLM`` over a sound one. The thread reports
+        its bug, or one of its kind."""
+
+        def register(faulty: type) -> type:
+            load = functools.partial(_load, faulty, engine, max_context)
+            self[faulty.__name__] = Mutant(clause, load)
+            return faulty
+
+        return register
 
 
-def breaks(
-    clause: str, thread: str = "", *, max_context: int = 64, engine: type[MockEngine] = MockEngine
-) -> Callable[[type], type]:
-    """Register a faulty engine, or a faulty ``AsyncLM`` over a sound one. The thread reports its
-    bug, or one of its kind."""
-
-    def register(faulty: type) -> type:
-        load = functools.partial(_load, faulty, engine, max_context)
-        MUTANTS[faulty.__name__] = Mutant(clause, load)
-        return faulty
-
-    return register
+#: Those of the conformance suite.
+MUTANTS = Registry()
+breaks = MUTANTS.breaks
 
 
 def _load(

@@ -95,3 +95,16 @@ class ScoresOffByOne(MockEngine):
             evolve(query, token_ids=query.token_ids[:-1] or query.token_ids) for query in queries
         ]
         return super().genlm_sequence_logprobs(shorter, continuations)
+
+
+@breaks("unseeded_after_seeded")
+class SeedStaysSet(MockEngine):
+    """A seed sets the one generator of the process: draws without a seed follow from it."""
+
+    last: int | None = None
+
+    def _draw(self, query, params):
+        if params.seed is None and self.last is not None:
+            params = evolve(params, seed=self.last + 1)
+        self.last = params.seed
+        return super()._draw(query, params)

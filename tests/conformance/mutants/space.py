@@ -9,7 +9,7 @@ import threading
 
 from attrs import evolve
 
-from genlm.core import AsyncLM, hookimpl
+from genlm.core import hookimpl
 from genlm.core.mock import ContinuousMockEngine, MockEngine
 
 from ..blind import of_the_mock
@@ -119,18 +119,6 @@ class DriftsWithEveryAdapter(MockEngine):
     def genlm_remove_lora(self, adapter):
         self.removed += 1
         return super().genlm_remove_lora(adapter)
-
-
-@breaks("unseeded_after_seeded")
-class SeedStaysSet(AsyncLM):
-    """A seed sets the one generator of the process: draws without a seed follow from it."""
-
-    async def sample(self, prompt, *arguments, **options):
-        if options.get("seed") is None and "last" in self.__dict__:
-            options["seed"] = self.last + 1
-        if options.get("seed") is not None:
-            self.last = options["seed"]
-        return await super().sample(prompt, *arguments, **options)
 
 
 @breaks("nothing_is_left_after_close")

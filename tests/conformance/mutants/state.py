@@ -27,16 +27,6 @@ class BatchesSorted(AsyncLM):
         return rows[sorted(range(len(rows)), key=lambda i: len(token_ids_list[i]))]
 
 
-@breaks("equal_questions_share_one_slot")
-class NothingShared(AsyncLM):
-    """A request is evaluated again for a further caller."""
-
-    async def next_token_logprobs(self, *args, **options):
-        await super().next_token_logprobs(*args, **options)
-        self.clear_cache()
-        return await super().next_token_logprobs(*args, **options)
-
-
 @breaks("same_tail_under_different_prefixes")
 class DeduplicationBySuffix(MockEngine):
     """Queries of one batch whose last token is the same share a row."""

@@ -17,7 +17,7 @@ from genlm.conformance.agreement import expect_score
 from genlm.conformance.compare import Violation, answered, brief, check, difference
 from genlm.conformance.driver import Outcome, started, submitted
 from genlm.conformance.subject import Subject
-from genlm.core.errors import UnknownAdapterError, UnsupportedError
+from genlm.core.errors import UnknownAdapterError
 from genlm.core.types import TokenIds
 
 if TYPE_CHECKING:
@@ -76,23 +76,6 @@ class AdapterClauses:
                     live.lm.cache_kv(context, lora_name=name)
                 for end in range(len(tail) + 1):
                     live.check_row(context + tail[:end], name, how=before)
-
-    def test_default_adapter(self, live: Subject) -> None:
-        """``set_lora`` is for the calls that give no ``lora_name``; an explicit ``None`` is the
-        base model."""
-        name, *_ = live.needs_adapters()
-
-        @live.for_all(examples=5, context=live.contexts.any())
-        def default_adapter(context: TokenIds) -> None:
-            def check_default(name: str | None, how: str) -> None:
-                row = live.run(live.lm.next_token_logprobs(context))
-                live.expect(row, context, name, how)
-
-            live.lm.set_lora(name)
-            check_default(name, "as the default")
-            live.check_row(context, None, how="by an explicit None")
-            live.lm.clear_lora()
-            check_default(None, "after clear_lora")
 
     def test_rebound_adapter(self, live: Subject) -> None:
         """A name that is bound to another adapter gives that one's rows from then on, whatever was
@@ -229,21 +212,6 @@ class AdapterClauses:
             for name, outcome, row in zip(asked, outcomes, expected, strict=True):
                 live.expect_row(outcome, row, f"{brief(context)} with {name!r} of {len(asked)}")
             live.lm.clear_cache()
-
-    def test_lora_without_support(self, live: Subject) -> None:
-        """Where the engine has no LoRA, adding an adapter says so, and the model goes on."""
-        if live.lm.supports("genlm_add_lora"):
-            pytest.skip("the engine has LoRA")
-        context = live.contexts.stem[:4]
-        try:
-            live.lm.add_new_lora("nowhere", "x")
-        except UnsupportedError:
-            live.check_row(context, how="after LoRA was refused")
-        else:
-            raise Violation(
-                "add_new_lora raised no UnsupportedError, and the engine does not implement "
-                "genlm_add_lora"
-            )
 
 
 class AdapterFileClauses:

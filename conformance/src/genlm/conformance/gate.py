@@ -1,5 +1,5 @@
-"""A wrapper around the engine's hooks, with which the suite sees what reaches the engine, holds it,
-makes requests fail, and loses answers."""
+"""A wrapper around the engine's hooks, with which the suite sees what reaches the engine, and holds
+it."""
 
 from __future__ import annotations
 
@@ -9,29 +9,19 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from attrs import evolve, frozen
+from attrs import frozen
 
-from genlm.core.errors import EngineError, PluginError
 from genlm.core.hookspecs import hookimpl
 from genlm.core.types import (
     Answer,
     Query,
     SampleRequest,
     ScoreRequest,
-    TokenIds,
     query_of,
 )
 
 if TYPE_CHECKING:
     import torch
-
-
-class PlantedError(RuntimeError):
-    """What the gate makes a request meet."""
-
-
-#: How it reaches the request's caller: as the engine's error, or as the gate's own.
-FAILED = (EngineError, PluginError)
 
 
 @frozen
@@ -43,7 +33,7 @@ class EngineCall:
 
 
 class EngineGate:
-    """Observes, holds and fails evaluations. All is as it was after :meth:`reset`.
+    """Observes and holds evaluations. All is as it was after :meth:`reset`.
 
     Args:
         patience: The most seconds to hold the engine, or to wait for it.
@@ -63,7 +53,7 @@ class EngineGate:
     # --- for the clauses: any thread --------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget what was seen, fail nothing, hold nothing."""
+        """Forget what was seen, hold nothing."""
         #: The queries that have reached the engine since then.
         self.seen: list[Query] = []
         #: The calls that have ended since then.
@@ -72,19 +62,9 @@ class EngineGate:
         self.pinned: list[bool | None] = []
         #: Called in the engine's thread when a call has been answered and before it returns.
         self.on_call: Callable[[], None] | None = None
-        self._poison: TokenIds | None = None
-        self._lost: TokenIds | None = None
         with self._changed:
             self._passes = math.inf  # how many calls may begin
             self._changed.notify_all()
-
-    def poison(self, token_ids: Sequence[int]) -> None:
-        """Make every evaluation fail that has the context ``token_ids`` in it."""
-        self._poison = tuple(token_ids)
-
-    def lose(self, token_ids: Sequence[int]) -> None:
-        """Lose every row of the context ``token_ids``, as a faulty wrapper would."""
-        self._lost = tuple(token_ids)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -133,22 +113,16 @@ class EngineGate:
         if self.on_call is not None:
             self.on_call()
 
-    def _planted(self) -> PlantedError:
-        return PlantedError(f"planted by the conformance suite for the context {self._poison}")
-
     @hookimpl(wrapper=True)
     def genlm_next_token_logprobs(
         self, queries: Sequence[Query]
     ) -> Generator[None, torch.Tensor, torch.Tensor]:
         self._enter(queries)
-        contexts = [query.token_ids for query in queries]
-        if self._poison in contexts:
-            raise self._planted()
         rows = yield
         self._ended("genlm_next_token_logprobs", queries)
         self._look_back()
         self._keep("genlm_next_token_logprobs", rows)
-        return rows[1:] if self._lost in contexts else rows
+        return rows
 
     def _keep(self, hook: str, rows: Any) -> None:
         """Keep what the engine returned beside a copy: so an engine that uses the memory again is
@@ -173,25 +147,14 @@ class EngineGate:
         scores: Sequence[ScoreRequest],
     ) -> Generator[None, Sequence[Answer], Sequence[Answer]]:
         self._enter([*queries, *(one.query for one in samples), *(one.query for one in scores)])
-        # To raise here would break the engine's promise to have dropped what is in flight: fail the
-        # one query instead.
         answers = yield
         self._ended("genlm_step", [query_of(answer.request) for answer in answers])
         if answers:
             self._look_back()
-        return [passed_on for answer in answers for passed_on in self._passed_on(answer)]
-
-    def _passed_on(self, answer: Answer) -> list[Answer]:
-        """An answer as it leaves, if it does."""
-        if not isinstance(answer.request, Query):
-            return [answer]
-        if answer.request.token_ids == self._lost:
-            return []
-        if answer.request.token_ids == self._poison:
-            return [evolve(answer, result=self._planted())]
-        if getattr(answer.result, "ndim", None) == 1:
-            self._keep("genlm_step", answer.result[None])
-        return [answer]
+        for answer in answers:
+            if getattr(answer.result, "ndim", None) == 1:
+                self._keep("genlm_step", answer.result[None])
+        return answers
 
     @hookimpl(wrapper=True)
     def genlm_cache_prefix(self) -> Generator[None, bool | None, None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import gc
 import importlib.metadata
 import json
@@ -11,7 +12,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable
 
 import pytest
 from attrs import frozen
@@ -34,16 +34,6 @@ before = set(sys.modules)
 find_backend(sys.argv[1]).info()
 print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - before})))
 """
-
-
-@frozen
-class Farewell:
-    """What became of everybody when the model was closed with requests pending."""
-
-    waiting: list[Outcome]  # callers whose request the engine had not taken, the last in a thread
-    taken: Outcome  # the caller whose request the engine had in hand
-    closed: dict[str, Outcome]  # of close(), and of a second one
-    afterwards: dict[str, Outcome]  # of each method called on the closed model
 
 
 @frozen
@@ -180,30 +170,49 @@ class LifecycleClauses:
             )
 
     def test_close_fails_what_is_pending(self, live: Subject) -> None:
-        """``close`` answers every waiting caller with ``ModelClosedError``; a request in the
-        engine's hands may end."""
-        farewell = self._farewell(live)
-        for outcome in farewell.waiting:
+        """``close`` answers every waiting caller with ``ModelClosedError`` and returns, also where
+        the engine has requests in its hands; they may end."""
+        stem = live.contexts.stem
+        live.cold(stem[:2])
+        live.reset()
+        lm = live.lm
+
+        async def say_goodbye() -> tuple[list[Outcome], list[Outcome]]:
+            live.gate.hold()
+            taken = await started(lm.next_token_logprobs(stem[:2]))
+            await live.engine_held()
+            waiting = await started(*(lm.next_token_logprobs(stem[:n]) for n in (3, 4, 4)))
+            closing = asyncio.wrap_future(live.thread(lm.close))
+            # These must end while the engine is still busy with the first request.
+            ended = await live.soon(asyncio.gather(*waiting, return_exceptions=True))
+            live.gate.release()
+            rest = asyncio.gather(*taken, closing, return_exceptions=True)
+            return ended, await live.soon(rest)
+
+        try:
+            waiting, (taken, closed) = live.run(say_goodbye())
+        finally:
+            live.end(closed=True)
+        for outcome in waiting:
             check(
                 isinstance(outcome, ModelClosedError),
                 f"pending when the model was closed, it ended in {outcome!r:.200}",
             )
-        taken = farewell.taken
+        check(closed is None, f"close() with a request in the engine's hands: {closed!r:.200}")
         if not isinstance(taken, ModelClosedError):
-            context = live.contexts.stem[:2]
-            live.expect(taken, context, how="in the engine's hands when the model was closed")
+            live.expect(taken, stem[:2], how="in the engine's hands when the model was closed")
 
-    def test_close_again_and_use_after_close(self, live: Subject) -> None:
-        """Closing twice is nothing; everything asked of a closed model is a ``ModelClosedError``,
-        at once."""
-        farewell = self._farewell(live)
-        for which, outcome in farewell.closed.items():
-            check(outcome is None, f"{which} ended in {outcome!r:.200}")
-        for method, outcome in farewell.afterwards.items():
-            check(
-                isinstance(outcome, ModelClosedError),
-                f"{method} on a closed model ended in {outcome!r:.200}",
-            )
+    def test_unknown_option_is_refused(self, live: Subject) -> None:
+        """An option that the backend does not have is refused before the model is loaded."""
+        other = copy.copy(live.suite)
+        other.options = {**other.options, "no_such_option": 1}
+        try:
+            lm = other.load([])
+        except ValueError as error:
+            check("no_such_option" in str(error), f"the refusal does not name the option: {error}")
+        else:
+            lm.close()
+            raise Violation("the option no_such_option=1 was accepted")
 
     def test_import_of_plugin_imports_no_engine(self, live: Subject) -> None:
         """Importing the plugin module and asking what the backend is imports no engine and no
@@ -223,58 +232,3 @@ class LifecycleClauses:
             f"importing {backend.module.__name__} and asking genlm_backend_info imports "
             f"{', '.join(found)}",
         )
-
-    def _farewell(self, live: Subject) -> Farewell:
-        """Close the model, once for both clauses, and see."""
-
-        def say_goodbye() -> Farewell:
-            live.cold(live.contexts.stem[:2])
-            live.reset()
-            farewell = live.run(_say_goodbye(live))
-            live.end(closed=True)
-            return farewell
-
-        return live.noted("farewell", say_goodbye)
-
-
-async def _say_goodbye(live: Subject) -> Farewell:
-    lm, stem, six = live.lm, live.contexts.stem, live.contexts.stem[:6]
-
-    def called(call: Callable[[], object]) -> Awaitable[object]:
-        return asyncio.wrap_future(live.thread(call))
-
-    async def outcome(awaitable: Awaitable[object]) -> Outcome:
-        try:
-            return await live.soon(awaitable)
-        except (asyncio.CancelledError, Exception) as error:
-            return error
-
-    live.gate.hold()
-    (taken,) = await started(lm.next_token_logprobs(stem[:2]))
-    await live.engine_held()
-    waiting = await started(*(lm.next_token_logprobs(stem[:n]) for n in (3, 4, 4)))
-    blocked = called(lambda: lm.next_token_logprobs_sync(stem[:5]))
-    closing = called(lm.close)
-    # These must end while the engine is still busy with the first request.
-    ended = [await outcome(one) for one in (*waiting, blocked)]
-    live.gate.release()
-    asked: dict[str, Callable[[], Awaitable[object]]] = {
-        "next_token_logprobs": lambda: lm.next_token_logprobs(six),
-        "batch_next_token_logprobs": lambda: lm.batch_next_token_logprobs([six]),
-        "sample": lambda: lm.sample(six, 1, []),
-        "next_token_logprobs_sync": lambda: called(lambda: lm.next_token_logprobs_sync(six)),
-        "next_token_logprobs_uncached": lambda: called(
-            lambda: lm.next_token_logprobs_uncached(six)
-        ),
-        "cache_kv": lambda: called(lambda: lm.cache_kv(six)),
-        "clear_kv_cache": lambda: called(lm.clear_kv_cache),
-    }
-    return Farewell(
-        waiting=ended,
-        taken=await outcome(taken),
-        closed={
-            "close()": await outcome(closing),
-            "a second close()": await outcome(called(lm.close)),
-        },
-        afterwards={method: await outcome(ask()) for method, ask in asked.items()},
-    )

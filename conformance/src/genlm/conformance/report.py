@@ -15,7 +15,7 @@ import pytest
 from attrs import asdict, field, frozen
 
 from genlm.conformance.subject import Subject, violation_in
-from genlm.conformance.suite import INVOLVED, ConformanceSuite, clause_names
+from genlm.conformance.suite import INVOLVED, OneModel, clause_names
 from genlm.core.errors import GenlmError
 from genlm.core.plugins import find_backend
 
@@ -157,7 +157,7 @@ pre {{ margin: 0; white-space: pre-wrap; font-size: 13px }}
 
 
 def run(
-    suite: ConformanceSuite,
+    suite: OneModel,
     on_verdict: Callable[[Verdict], None] = lambda verdict: None,
     only: Callable[[str], bool] = lambda clause: True,
 ) -> Report:
@@ -182,7 +182,7 @@ def run(
     return Report(suite.backend, str(suite.model), tuple(verdicts), setting=setting)
 
 
-def _setting(suite: ConformanceSuite, subject: Subject) -> dict[str, str]:
+def _setting(suite: OneModel, subject: Subject) -> dict[str, str]:
     lm = subject.lm  # loads the model
     try:
         backend = find_backend(suite.backend)
@@ -213,7 +213,7 @@ def _version(distribution: str) -> str:
         return ""
 
 
-def _verdict(suite: ConformanceSuite, name: str, subject: Subject) -> Verdict:
+def _verdict(suite: OneModel, name: str, subject: Subject) -> Verdict:
     arguments = () if name == "test_no_clause_is_missing" else (subject.begin(),)
     began, rows = time.perf_counter(), subject.rows
     status: Status = "passed"

@@ -41,19 +41,6 @@ class StateClauses:
             f"no contexts give shape {tuple(nothing.shape)}",
         )
 
-    def test_equal_questions_share_one_slot(self, live: Subject) -> None:
-        """The engine sees each of the pending requests once, however many callers ask it."""
-
-        @live.for_all(context=live.contexts.any(), callers=st.integers(2, 4))
-        def equal_questions_share_one_slot(context: TokenIds, callers: int) -> None:
-            live.gather([context] * callers)
-            times = sum(query.token_ids == context for query in live.gate.seen)
-            check(
-                times == 1,
-                f"{callers} callers asked for {list(context)} together: the engine saw it {times} "
-                "times",
-            )
-
     def test_same_tail_under_different_prefixes(self, live: Subject) -> None:
         """Contexts that end alike and begin differently stay different, their prefixes pinned or
         not."""

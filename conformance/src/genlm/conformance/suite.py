@@ -7,21 +7,18 @@ from typing import ClassVar
 import pytest
 
 from genlm.conformance.adapters import AdapterClauses, AdapterFileClauses
-from genlm.conformance.callers import CallerClauses, FaultClauses
 from genlm.conformance.company import CompanyClauses
 from genlm.conformance.compare import check
 from genlm.conformance.declaration import Declaration
+from genlm.conformance.faults import FaultClauses
 from genlm.conformance.histories import GrowthClauses, HistoryClauses
 from genlm.conformance.lengths import ContinuationClauses, LengthClauses
 from genlm.conformance.lifecycle import LifecycleClauses
-from genlm.conformance.machine import MachineClauses
-from genlm.conformance.refusals import RefusalClauses
-from genlm.conformance.rows import OwnershipClauses, RowClauses
+from genlm.conformance.rows import RowClauses
 from genlm.conformance.sampling import SamplingClauses
 from genlm.conformance.schedule import ScheduleClauses
 from genlm.conformance.state import StateClauses
 from genlm.conformance.subject import Subject
-from genlm.conformance.wrappers import ChangedRowClauses
 
 SUBJECT = pytest.StashKey[Subject]()
 
@@ -29,45 +26,11 @@ SUBJECT = pytest.StashKey[Subject]()
 INVOLVED = (
     "test_cancelled_requests_leave_nothing",
     "test_requests_on_a_schedule",
-    "test_any_order_of_operations",
 )
 
 
-# Clauses run from the last base to the first: cheap ones on single rows, then those that catch most
-# for their time (`nox -s mutants` prints both), and at the end those that close the model.
-class ConformanceSuite(
-    ChangedRowClauses,
-    LifecycleClauses,
-    HistoryClauses,
-    MachineClauses,
-    FaultClauses,
-    AdapterFileClauses,
-    RefusalClauses,
-    SamplingClauses,
-    AdapterClauses,
-    CallerClauses,
-    OwnershipClauses,
-    GrowthClauses,
-    ScheduleClauses,
-    ContinuationClauses,
-    CompanyClauses,
-    LengthClauses,
-    StateClauses,
-    RowClauses,
-    Declaration,
-):
-    """Every clause of the contract, as tests. Inherit it, name the backend and a model, and run
-    pytest::
-
-        class TestMine(ConformanceSuite):
-            backend = "mine"
-            model = "path-or-hub-id"
-
-    What can be said of the model is in
-    :class:`~genlm.conformance.declaration.Declaration`. Clauses are not renamed lightly.
-    """
-
-    clauses: ClassVar[tuple[str, ...]]
+class OneModel(Declaration):
+    """Loads the model that a class of clauses shares."""
 
     def subject(self) -> Subject:
         """The model under test, not loaded yet."""
@@ -83,6 +46,38 @@ class ConformanceSuite(
             node.addfinalizer(subject.close)
         subject.suite = self
         return subject.begin()
+
+
+# Clauses run from the last base to the first: cheap ones on single rows, then those that catch most
+# for their time (`nox -s mutants` prints both), and at the end those that close the model.
+class ConformanceSuite(
+    LifecycleClauses,
+    HistoryClauses,
+    FaultClauses,
+    AdapterFileClauses,
+    SamplingClauses,
+    AdapterClauses,
+    GrowthClauses,
+    ScheduleClauses,
+    ContinuationClauses,
+    CompanyClauses,
+    LengthClauses,
+    StateClauses,
+    RowClauses,
+    OneModel,
+):
+    """Every clause of the contract, as tests. Inherit it, name the backend and a model, and run
+    pytest::
+
+        class TestMine(ConformanceSuite):
+            backend = "mine"
+            model = "path-or-hub-id"
+
+    What can be said of the model is in
+    :class:`~genlm.conformance.declaration.Declaration`. Clauses are not renamed lightly.
+    """
+
+    clauses: ClassVar[tuple[str, ...]]
 
     def test_no_clause_is_missing(self) -> None:
         """No clause was deleted, and none overridden but by one marked ``xfail(reason=...,
@@ -102,7 +97,7 @@ class ConformanceSuite(
                 )
 
 
-def clause_names(suite: type[ConformanceSuite]) -> tuple[str, ...]:
+def clause_names(suite: type[OneModel]) -> tuple[str, ...]:
     """The names of the clauses, in the order in which pytest runs them."""
     names = [
         name for cls in reversed(suite.__mro__) for name in vars(cls) if name.startswith("test_")

@@ -23,10 +23,9 @@ from hypothesis.stateful import (
 from genlm.conformance.agreement import steady
 from genlm.conformance.compare import ROUNDING, TOP_FACTOR, check
 from genlm.conformance.driver import Outcome, started, submitted
-from genlm.conformance.gate import FAILED
 from genlm.conformance.subject import Subject
 from genlm.core.adapters import UNSET, LoraName
-from genlm.core.errors import QueriesResetError, UnknownAdapterError
+from genlm.core.errors import EngineError, QueriesResetError, UnknownAdapterError
 from genlm.core.types import TokenIds
 
 if TYPE_CHECKING:
@@ -193,11 +192,11 @@ class Operations(RuleBasedStateMachine):
     def fail(self, context: TokenIds) -> None:
         """The engine fails on one context, asked together with others."""
         self.gather()
-        self.live.gate.poison(context)
+        self.live.suite.poison.token_ids = context
         self.fork(context, None, loop=0)
-        self.asked[0].excuses += FAILED  # or a cache has its row
+        self.asked[0].excuses += (EngineError,)  # or a cache has its row
         self.gather()
-        self.live.gate.reset()
+        self.live.suite.poison.token_ids = None
 
     @rule()
     def reset(self) -> None:
@@ -267,6 +266,7 @@ class Operations(RuleBasedStateMachine):
         try:
             self.gather()
         finally:
+            self.live.suite.poison.token_ids = None
             self.live.gate.reset()
             for loop in self.loops:
                 loop.close()

@@ -1,5 +1,5 @@
 """Clauses on callers: many of them, in any loop and thread, leaving and failing without a trace on
-the others, also where the engine fails in the middle of its work."""
+the others."""
 
 from __future__ import annotations
 
@@ -7,40 +7,17 @@ import asyncio
 import functools
 import itertools
 
-import pytest
 from hypothesis import strategies as st
 
-from genlm.conformance.compare import answered, brief, check
+from genlm.conformance.compare import answered, check
 from genlm.conformance.driver import Outcome, started, submitted
-from genlm.conformance.gate import FAILED
 from genlm.conformance.subject import Subject
-from genlm.core.errors import PluginError, QueriesResetError
+from genlm.core.errors import EngineError, QueriesResetError
 from genlm.core.types import TokenIds
 
 
 class CallerClauses:
     """Callers do not disturb each other."""
-
-    def test_lost_answer_is_an_error(self, live: Subject) -> None:
-        """Where a wrapper loses the row of one request of several, that request gets a
-        ``PluginError`` that names the wrapper, and the others their rows."""
-        contexts = live.contexts.many(8)
-        lost = contexts[3]
-        for context in contexts:
-            live.cold(context)
-        live.reset()
-        live.gate.lose(lost)
-        for outcome, context in zip(live.gather(contexts), contexts, strict=True):
-            if context == lost:
-                check(
-                    isinstance(outcome, PluginError) and "EngineGate" in str(outcome),
-                    f"a wrapper, EngineGate, lost the row of {brief(lost)}; its caller got "
-                    f"{outcome!r:.200}, and not a PluginError that names the wrapper",
-                )
-            else:
-                live.expect(outcome, context, how=f"while a wrapper lost the row of {brief(lost)}")
-        live.gate.reset()
-        live.check_row(lost, how="after a wrapper had lost its row once")
 
     def test_cancelled_caller_leaves_others_alone(self, live: Subject) -> None:
         """Cancelling one caller, alone or beside another with the same request, leaves every other
@@ -113,16 +90,16 @@ class CallerClauses:
             good = [context for context in contexts if context != bad]
             for context in good:
                 live.cold(context)
-            live.gate.poison(bad)
+            live.suite.poison.token_ids = bad
             for outcome, context in zip(live.gather(contexts), contexts, strict=True):
                 if context == bad:
                     check(
-                        isinstance(outcome, FAILED),
+                        isinstance(outcome, EngineError),
                         f"the engine failed on {list(bad)}; its caller got {outcome!r:.200}",
                     )
                 else:
                     live.expect(outcome, context, how=f"in a batch in which {list(bad)} failed")
-            live.gate.reset()
+            live.suite.poison.token_ids = None
             live.check_row(bad, how="after it had failed once")
 
     def test_reset_fails_what_is_pending(self, live: Subject) -> None:
@@ -203,37 +180,3 @@ class CallerClauses:
             for _ in range(2):
                 live.check_rows(contexts, how="in another event loop, after one was closed")
             del tasks
-
-
-class FaultClauses:
-    """The engine fails in the middle of its work."""
-
-    def test_error_inside_the_engine(self, live: Subject) -> None:
-        """An error in the middle of a batch, with adapters and without: whoever gets no row gets
-        the error, and the same batches are right afterwards."""
-        names = [None, *live.loras][:3]
-        most = live.contexts.limit - 1
-        contexts = [live.contexts.long(min(n, most), i) for i, n in enumerate((3, 3, 5, 18))]
-        mixed = [(context, name) for context in contexts[:2] for name in names]
-        plain = [(context, None) for context in contexts]
-        for context, name in {*mixed, *plain}:
-            live.cold(context, name)
-        failing = live.suite.fail_inside(live.lm)
-        if failing is None:
-            pytest.skip(
-                "the suite cannot make this engine fail from inside; override fail_inside() where "
-                "you can"
-            )
-        for asked in (mixed, plain, mixed[:1]):
-            for times in (1, 1 << 20):
-                live.clear()
-                with failing(times):
-                    outcomes = live.gather(*zip(*asked, strict=True))
-                for outcome, (context, name) in zip(outcomes, asked, strict=True):
-                    if not isinstance(outcome, Exception):
-                        live.expect(outcome, context, name, how="in a batch that failed inside")
-                # The same batch, the base model alone, and both.
-                for again in (asked, plain, mixed, mixed[::-1]):
-                    live.lm.clear_cache()
-                    how = f"after the engine had failed inside {times}x"
-                    live.check_rows(*zip(*again, strict=True), how=how)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -90,18 +89,6 @@ class RefusalClauses:
 
         asked = [(f"sample(..., {options})", partial(draw, options)) for options in bad]
         _check_refused(live, InvalidOptionError, asked)
-
-    def test_unknown_option_is_refused(self, live: Subject) -> None:
-        """An option that the backend does not have is refused before the model is loaded."""
-        other = copy.copy(live.suite)
-        other.options = {**other.options, "no_such_option": 1}
-        try:
-            lm = other.load([])
-        except ValueError as error:
-            check("no_such_option" in str(error), f"the refusal does not name the option: {error}")
-        else:
-            lm.close()
-            raise Violation("the option no_such_option=1 was accepted")
 
 
 def _check_refused(

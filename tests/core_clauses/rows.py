@@ -1,0 +1,93 @@
+"""Clauses on rows as the core hands them to callers: type, methods, memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hypothesis import strategies as st
+
+from genlm.conformance.compare import check
+from genlm.conformance.subject import Subject
+from genlm.core.types import TokenIds
+
+if TYPE_CHECKING:
+    import torch
+
+
+class RowClauses:
+    """What a caller gets, and whose memory it is."""
+
+    def test_vocabulary_is_consistent(self, live: Subject) -> None:
+        """``byte_vocab[i].token_id == i``, ``str_vocab`` is as long, and some tokens have bytes."""
+        vocab, strings = live.lm.byte_vocab, len(live.lm.str_vocab)
+        in_order = all(token.token_id == i for i, token in enumerate(vocab))
+        check(in_order, "byte_vocab[i].token_id is not i")
+        check(strings == len(vocab), f"{strings} strings for {len(vocab)} tokens")
+        check(any(token.byte_string for token in vocab), "no token has bytes")
+
+    def test_row_has_shape_and_type(self, live: Subject) -> None:
+        """Every way of asking gives float32 of one number per token of ``byte_vocab``, without
+        autograd graph."""
+
+        @live.for_all(context=live.contexts.any())
+        def row_has_shape_and_type(context: TokenIds) -> None:
+            for way, row in every_way(live, context).items():
+                shape = tuple(row.shape)
+                check(shape == (len(live.lm.byte_vocab),), f"{way}: shape {shape}")
+                check(str(row.dtype) == "torch.float32", f"{way}: {row.dtype}, not torch.float32")
+                check(not row.requires_grad, f"{way}: the row requires grad")
+
+    def test_every_way_of_asking_agrees(self, live: Subject) -> None:
+        """Asynchronous, blocking, batched, uncached: all the same row."""
+
+        @live.for_all(context=live.contexts.any())
+        def every_way_of_asking_agrees(context: TokenIds) -> None:
+            for way, row in every_way(live, context).items():
+                live.expect(row, context, how=f"by {way}")
+
+    def test_equal_questions_share_one_slot(self, live: Subject) -> None:
+        """The engine sees each of the pending requests once, however many callers ask it."""
+
+        @live.for_all(context=live.contexts.any(), callers=st.integers(2, 4))
+        def equal_questions_share_one_slot(context: TokenIds, callers: int) -> None:
+            live.gather([context] * callers)
+            times = sum(query.token_ids == context for query in live.gate.seen)
+            check(
+                times == 1,
+                f"{callers} callers asked for {list(context)} together: the engine saw it {times} "
+                "times",
+            )
+
+    def test_row_belongs_to_its_caller(self, live: Subject) -> None:
+        """Writing into a row changes no other caller's row, and nothing that is cached."""
+
+        @live.for_all(context=live.contexts.any(), callers=st.integers(2, 4))
+        def row_belongs_to_its_caller(context: TokenIds, callers: int) -> None:
+            mine, *others = live.gather([context] * callers)
+            mine.fill_(0.0)
+            for row in others:
+                live.expect(row, context, how="after another caller of it wrote into its row")
+            live.ask(context).fill_(0.0)
+            live.check_row(context, how="after an earlier caller wrote into its row")
+
+    def test_row_does_not_keep_its_batch(self, live: Subject) -> None:
+        """A row's memory holds that row and nothing else."""
+
+        @live.for_all(contexts=live.contexts.distinct())
+        def row_does_not_keep_its_batch(contexts: list[TokenIds]) -> None:
+            for row in live.gather(contexts):
+                held, needed = row.untyped_storage().nbytes(), row.numel() * row.element_size()
+                check(held == needed, f"a row of {needed} bytes keeps {held} bytes alive")
+
+
+def every_way(live: Subject, context: TokenIds) -> dict[str, torch.Tensor]:
+    """The row of a context by every method that gives one; the first comes from the engine, others
+    perhaps from a cache."""
+    lm = live.lm
+    return {
+        "next_token_logprobs": live.run(lm.next_token_logprobs(context)),
+        "next_token_logprobs_sync": lm.next_token_logprobs_sync(context),
+        "batch_next_token_logprobs": live.run(lm.batch_next_token_logprobs([context]))[0],
+        "batch_next_token_logprobs_sync": lm.batch_next_token_logprobs_sync([context])[0],
+        "next_token_logprobs_uncached": lm.next_token_logprobs_uncached(context),
+    }
