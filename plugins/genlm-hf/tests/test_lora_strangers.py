@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -78,3 +79,32 @@ def test_ranks_of_parameters_are_those_of_the_file(tiny: str, tmp_path: Path) ->
                 lm.add_new_lora(folder, "a")
             change(folder, r=PLAIN["r"], target_parameters=targets)
         torch.testing.assert_close(row_with(lm, folder), expected, atol=0, rtol=0)
+
+
+def test_retrained_embeddings_of_more_tokens(tiny: str, tmp_path: Path) -> None:
+    larger = AutoModelForCausalLM.from_pretrained(tiny)
+    larger.resize_token_embeddings(260, mean_resizing=False)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "larger")
+    larger.save_pretrained(tmp_path / "larger")
+    kind = Kind("", {"modules_to_save": ["embed_tokens", "lm_head"]})
+    folder = make_adapter(kind, str(tmp_path / "larger"), tmp_path / "adapter")
+    with AsyncTransformer.from_name(tiny) as lm:
+        before = lm.next_token_logprobs_sync([1, 2, 3])
+        with pytest.raises(InvalidAdapterError, match=r"\[260, 64\].*resize_token_embeddings\(260"):
+            lm.add_new_lora(folder, "a")
+        torch.testing.assert_close(lm.next_token_logprobs_uncached([1, 2, 3]), before)
+
+
+def test_whatever_peft_says_is_one_line(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_adapter(KINDS[0], tiny, tmp_path / "adapter")
+    with AsyncTransformer.from_name(tiny) as lm:
+        before = lm.next_token_logprobs_sync([1, 2, 3])
+        with monkeypatch.context() as patch:
+            patch.setattr("peft.PeftModel.load_adapter", Mock(side_effect=KeyError("a\n  b")))
+            with pytest.raises(InvalidAdapterError, match=r"\(KeyError: .*\); give an") as raised:
+                lm.add_new_lora(folder, "a")
+        assert "\n" not in str(raised.value)
+        torch.testing.assert_close(lm.next_token_logprobs_uncached([1, 2, 3]), before)
+        assert float((row_with(lm, folder) - before).abs().max()) > 1e-3

@@ -9,7 +9,7 @@ adapted.
 
 from genlm.kit.adapter_files.config import CONFIG, MOST_CONFIG, read_config
 from genlm.kit.adapter_files.features import Feature
-from genlm.kit.adapter_files.folder import WEIGHTS, AdapterFolder, LoraModule, find_adapter
+from genlm.kit.adapter_files.folder import PREFIX, WEIGHTS, AdapterFolder, LoraModule, find_adapter
 from genlm.kit.adapter_files.names import ends
 from genlm.kit.adapter_files.plain import write_plain
 from genlm.kit.adapter_files.reading import read_adapter
@@ -21,6 +21,7 @@ __all__ = [
     "CONFIG",
     "MOST_CONFIG",
     "MOST_HEADER",
+    "PREFIX",
     "SCALE",
     "WEIGHTS",
     "AdapterFolder",

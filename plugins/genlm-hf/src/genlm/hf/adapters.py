@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from genlm.core.errors import InvalidAdapterError, UnsupportedError
+from genlm.core.errors import GenlmError, InvalidAdapterError, UnsupportedError
 from genlm.core.types import Adapter
 from genlm.hf.base_weights import (
     plain_state_dicts,
@@ -14,6 +14,8 @@ from genlm.hf.base_weights import (
     require_same_embeddings,
 )
 from genlm.hf.lora_config import lora_config
+from genlm.hf.memory import is_out_of_memory
+from genlm.hf.names import in_names_of
 from genlm.kit.adapter_files import AdapterFolder, Feature, module_shapes, read_adapter
 
 #: What PEFT calls the base model in a list of adapter names.
@@ -73,15 +75,19 @@ class AdapterSet:
         """Load an adapter's weights.
 
         Raises:
-            InvalidAdapterError: the folder is made for another model.
+            InvalidAdapterError: the folder is made for another model, or PEFT cannot load it;
+                nothing of it remains.
             UnsupportedError: the model had PEFT's layers before, which would go with ours; or PEFT
                 would make other weights of quantised ones.
-            Exception: whatever else PEFT says of the folder; nothing of the adapter remains.
         """
-        from peft import PeftModel
-
         if self._peft is None:
             self._describe_model()
+        with in_names_of(self._model, folder, self._shapes, self._parameters) as named:
+            self._add(adapter, named)
+
+    def _add(self, adapter: Adapter, folder: AdapterFolder) -> None:
+        from peft import PeftModel
+
         require_plain_weights(self._model, folder)
         folder.require_modules(self._shapes)
         require_same_embeddings(self._model, folder, self._parameters)
@@ -92,13 +98,19 @@ class AdapterSet:
                     config = lora_config(folder, self._parameters)
                     self._peft = PeftModel(self._model, config, adapter_name=name)
                 self._load(folder, name)
-        except Exception:
+        except Exception as error:
             if not self._alone:
                 self.close()
             elif name in self._peft.peft_config:
                 self._delete(name)
             self._changed()
-            raise
+            if isinstance(error, GenlmError) or is_out_of_memory(error):
+                raise
+            raise InvalidAdapterError(
+                f"PEFT cannot load the LoRA adapter {folder.path} into this model "
+                f"({type(error).__name__}: {' '.join(str(error).split()):.500}); give an adapter "
+                "made for this model, or merge it (merge_and_unload in PEFT)"
+            ) from error
         self._changed()
         self._alone[adapter.version] = bool(folder.features.keys() & ALONE)
 

@@ -10,27 +10,41 @@ from typing import Any
 import torch
 
 from genlm.core.errors import InvalidAdapterError, UnsupportedError
-from genlm.kit.adapter_files import WEIGHTS, AdapterFolder, Feature, read_tensor
+from genlm.kit.adapter_files import PREFIX, WEIGHTS, AdapterFolder, Feature, read_tensor
 
 
 def require_same_embeddings(
     model: Any, folder: AdapterFolder, parameters: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """PEFT saves the embeddings of the base model beside LoRA matrices of them; they may be others
-    than this model's, whose parameters have these shapes.
+    """PEFT saves the embeddings of the base model beside LoRA matrices of them, and modules that
+    were trained whole; they may be of another model than this one, whose parameters have these
+    shapes.
 
     Raises:
         InvalidAdapterError: they are.
     """
-    for name, saved in folder.saved_copies.items():
+    retrained = {
+        name.removeprefix(PREFIX): tensor
+        for name, tensor in folder.tensors.items()
+        if any(f"{saved}." in name for saved in folder.retrained)
+    }
+    for name, saved in {**retrained, **folder.saved_copies}.items():
         shape = parameters.get(name)
-        if saved.shape != shape:
+        if saved.shape != shape and (shape is not None or name not in retrained):
+            longer = shape is not None and saved.shape[1:] == shape[1:]
             raise InvalidAdapterError(
                 f"LoRA adapter {folder.path} is made for another model: it holds {name} of "
                 f"shape {list(saved.shape)}, where this model has "
-                f"{'nothing' if shape is None else list(shape)}; give an adapter made for this "
-                "model"
+                f"{'nothing' if shape is None else list(shape)}; "
+                + (
+                    f"if tokens were added for it, call resize_token_embeddings({saved.shape[0]}) "
+                    "on the model and give the model to AsyncTransformer, with the adapter's "
+                    "tokenizer"
+                    if longer
+                    else "give an adapter made for this model"
+                )
             )
+    for name, saved in folder.saved_copies.items():
         module = model.get_submodule(name.rpartition(".")[0])
         weight = getattr(module, "base_layer", module).weight
         copy = read_tensor(folder.path / WEIGHTS, saved).to(weight.device, weight.dtype)

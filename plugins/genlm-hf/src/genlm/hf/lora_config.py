@@ -68,6 +68,11 @@ def _target_parameters(
     for name, module in folder.modules.items():
         if settings.adapts_parameters(name):
             pairs.setdefault(name.replace(".base_layer", ""), []).append(module)
+    if lacking := sorted(matches.keys() - pairs.keys()):
+        raise InvalidAdapterError(
+            f"LoRA adapter {folder.path} lacks the matrices of {matches[lacking[0]][0]}, which its "
+            "target_parameters name; save it again"
+        )
     for owner, found in pairs.items():
         sizes = [(*parameters[name], settings.rank(name)) for name in matches.get(owner, ())]
         if len(found) != len(sizes) or not all(
