@@ -25,15 +25,19 @@ Contexts = Callable[..., list[tuple[int, ...]]]
 Make = Callable[..., Any]
 
 
+#: As PyTorch says it on a CPU, where it has no kind of its own for this.
+ON_CPU = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes")
+
+
 @contextmanager
-def memory_for(model: Any, tokens: int) -> Iterator[None]:
+def memory_for(model: Any, tokens: int, error: Exception | None = None) -> Iterator[None]:
     """Forwards of more tokens than this run out of memory."""
 
     def refuse(
         module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, torch.Tensor]
     ) -> None:
         if kwargs["input_ids"].numel() > tokens:
-            raise torch.OutOfMemoryError("out of memory")
+            raise error or torch.OutOfMemoryError("out of memory")
 
     hook = model.engine.model.register_forward_pre_hook(refuse, with_kwargs=True)
     try:
@@ -48,6 +52,18 @@ def test_a_batch_is_split_until_it_fits(llama: Any, contexts: Contexts, tokens: 
     with memory_for(llama, tokens):
         llama.check(*prompts)
         llama.check(*[(*prompt, 1) for prompt in prompts])
+
+
+def test_memory_of_a_cpu_runs_out(llama: Any, contexts: Contexts) -> None:
+    prompts = contexts(7, 20)
+    with memory_for(llama, 45, ON_CPU):
+        llama.check(*prompts)
+        with pytest.raises(
+            EngineError, match=r"a context of 60 tokens does not fit .* lower max_b"
+        ):
+            llama.ask(*contexts(1, 60))
+    with memory_for(llama, 25, RuntimeError("another")), pytest.raises(RuntimeError, match="anoth"):
+        llama.ask(*contexts(1, 60))
 
 
 @contextmanager

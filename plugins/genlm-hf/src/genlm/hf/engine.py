@@ -17,6 +17,7 @@ from genlm.hf.adapters import AdapterSet
 from genlm.hf.attention import register_row_attention
 from genlm.hf.budget import budget
 from genlm.hf.evaluator import Evaluator
+from genlm.hf.memory import is_out_of_memory
 from genlm.hf.options import HFOptions
 from genlm.hf.patterns import attention_window, layer_patterns
 from genlm.hf.pool import RowPool
@@ -160,7 +161,9 @@ class HFEngine:
         now on."""
         try:
             cold = self._cold(sequence)
-        except torch.OutOfMemoryError:  # longer than can be computed in one forward
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):  # longer than can be computed in one forward
+                raise
             self._evaluator.prove(sequence.length, right=True)
             return True
         same = (row == cold) | (row.isnan() & cold.isnan())  # both may be minus infinity

@@ -7,12 +7,12 @@ from collections.abc import Generator, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-import torch
 from attrs import evolve
 
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
 from genlm.hf.adapters import AdapterSet
+from genlm.hf.memory import is_out_of_memory
 from genlm.hf.strategies import Result, Strategy
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.kv.sharing import Together
@@ -95,7 +95,9 @@ class Evaluator:
                 for result in self._results(wanted, indices, kept):
                     yield result
                     given.update(result.owners)
-            except torch.OutOfMemoryError as error:
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 parts += self._smaller(wanted, given, indices, kept, error)
 
     def pieces(self, sequence: TokenSequence) -> list[TokenSequence]:
@@ -160,7 +162,7 @@ class Evaluator:
         given: Counter[int],
         indices: Sequence[int],
         kept: bool,
-        error: torch.OutOfMemoryError,
+        error: Exception,
     ) -> list[Part]:
         """Where memory ran out: drop state, and try again in halves, one alone without keeping its
         state. What there are rows of already is not ``wanted`` again."""

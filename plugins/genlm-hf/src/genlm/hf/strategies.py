@@ -12,6 +12,7 @@ from attrs import define, field, frozen
 
 from genlm.core.types import Adapter
 from genlm.hf.layout import Chunk
+from genlm.hf.memory import is_out_of_memory
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from genlm.hf.snapshots import Snapshots, steps
@@ -188,7 +189,9 @@ class InRows(Strategy):
         """Keep the state of the works that are not broken."""
         try:
             self._planner.commit([one.placement for one in done.works if one.index not in broken])
-        except torch.OutOfMemoryError:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             self._planner.drop_unpinned()
 
     def fits(self, length: int) -> bool:
