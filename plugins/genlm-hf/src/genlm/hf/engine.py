@@ -95,6 +95,14 @@ class HFEngine:
             EngineError: the model is not a causal language model, or is served already.
         """
         kind = type(model).__name__
+        if not hasattr(model, "config"):
+            inner = "model.module" if hasattr(model, "module") else "a PreTrainedModel"
+            raise EngineError(f"{kind} has no configuration of a model; give {inner}")
+        if model.device.type == "meta":
+            raise EngineError(
+                f"the first weights of this {kind} are on no device, as where they were offloaded "
+                "to disk; load it with a device_map that keeps the embeddings in memory"
+            )
         if getattr(model.config, "is_encoder_decoder", False):
             raise EngineError(
                 f"{kind} is an encoder-decoder model, whose rows need an input to the encoder; "

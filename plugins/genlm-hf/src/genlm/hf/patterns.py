@@ -53,7 +53,8 @@ def layer_patterns(model: Any) -> list[Pattern] | None:
     chunk = getattr(config, "attention_chunk_size", None)
     types = getattr(config, "layer_types", None)
     if types is None:
-        return [Pattern(window=window)] * config.num_hidden_layers
+        layers = getattr(config, "num_hidden_layers", None)  # a user's own may be named otherwise
+        return [Pattern(window=window)] * layers if isinstance(layers, int) else None
     known = {
         "full_attention": Pattern(),
         "sliding_attention": Pattern(window=window),

@@ -48,6 +48,12 @@ class Runner:
         takes = inspect.signature(model.forward).parameters
         self._cache_name = next((name for name in CACHE_NAMES if name in takes), CACHE_NAMES[-1])
         self._takes_positions = "position_ids" in takes  # recurrent models may have none
+        # A model of a user's own class may take ids only.
+        others = any(each.kind is each.VAR_KEYWORD for each in takes.values())
+        self._takes_use_cache = others or "use_cache" in takes
+        self._asked: dict[str, Any] = {"use_cache": True}
+        if getattr(model.config, "return_dict", True) is False:
+            self._asked["return_dict"] = True
         self._rope = DynamicRope(model)
         self._hook: Any = None
         self._hook_head()
@@ -212,7 +218,9 @@ class Runner:
     def _outputs(
         self, rows: Sequence[Adapter | None], wanted: Indices, **inputs: Any
     ) -> tuple[torch.Tensor, Any]:
-        inputs.setdefault("use_cache", True)
+        inputs = {**self._asked, **inputs}
+        if not self._takes_use_cache:
+            inputs.pop("use_cache")
         self._wanted, self._selected = wanted.on(self._model.device), False
         width = inputs["input_ids"].shape[1]
         of_wanted = [at // width for at in wanted.values]
@@ -222,7 +230,10 @@ class Runner:
                 outputs = self._model(**inputs)
         finally:
             self._wanted = None
-        flat: torch.Tensor = outputs.logits.flatten(0, -2)
+        logits: Any = getattr(outputs, "logits", None)
+        if logits is None:
+            logits = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+        flat: torch.Tensor = logits.flatten(0, -2)
         if not self._selected:
             flat = flat.index_select(0, wanted.on(flat.device))
         return flat, outputs

@@ -1,0 +1,96 @@
+"""Models of a user's own class, which are less than transformers' are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import MambaConfig, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from genlm.core import EngineError
+from genlm.core.mock import ByteTokenizer
+from genlm.hf import AsyncTransformer
+
+from .conftest import build
+
+CONTEXTS = [[72, 105], [72, 105, 33], [40] * 20]
+
+
+class OwnConfig(PretrainedConfig):
+    """It counts layers by another name."""
+
+    model_type = "own_recurrent"
+
+    def __init__(self, vocab_size: int = 258, width: int = 24, depth: int = 2, **others: Any):
+        super().__init__(**others)
+        self.vocab_size, self.width, self.depth = vocab_size, width, depth
+
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config: OwnConfig) -> None:
+        super().__init__(config)
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.body = nn.GRU(config.width, config.width, config.depth, batch_first=True)
+        self.head = nn.Linear(config.width, config.vocab_size)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, input_ids: torch.Tensor, **others: Any) -> Any:
+        return CausalLMOutput(logits=self.head(self.body(self.embedding(input_ids))[0]))
+
+
+class IdsOnly(OwnModel):
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        return super().forward(input_ids)
+
+
+class Tuples(OwnModel):
+    def forward(self, input_ids: torch.Tensor, **others: Any) -> Any:
+        return (super().forward(input_ids).logits, "state")
+
+
+class Tensors(OwnModel):
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        return super().forward(input_ids).logits
+
+
+@pytest.mark.parametrize("kind", [OwnModel, IdsOnly, Tuples, Tensors])
+def test_it_is_served_without_state(kind: type[OwnModel]) -> None:
+    torch.manual_seed(0)
+    model = kind(OwnConfig()).eval()
+    plain = OwnModel.forward
+    with AsyncTransformer(model, ByteTokenizer()) as lm:
+        found = lm.batch_next_token_logprobs_sync(CONTEXTS)
+    for row, context in zip(found, CONTEXTS, strict=True):
+        with torch.no_grad():
+            right = plain(model, torch.tensor([context])).logits[0, -1].log_softmax(-1)
+        torch.testing.assert_close(row, right, atol=1e-4, rtol=0)
+
+
+def test_a_model_that_returns_tuples_by_its_configuration() -> None:
+    config = MambaConfig(vocab_size=258, hidden_size=32, num_hidden_layers=2, state_size=4)
+    model = build(config)
+    with torch.no_grad():
+        right = model(torch.tensor(CONTEXTS[1:2])).logits[0, -1].log_softmax(-1)
+    model.config.return_dict = False
+    with AsyncTransformer(model, ByteTokenizer()) as lm:
+        lm.next_token_logprobs_sync(CONTEXTS[0])
+        found = lm.next_token_logprobs_sync(CONTEXTS[1])
+    torch.testing.assert_close(found, right, atol=1e-4, rtol=0)
+
+
+def test_what_cannot_be_served_says_what_is_needed() -> None:
+    for model, needed in (
+        (nn.DataParallel(OwnModel(OwnConfig())), r"DataParallel has no .*; give model\.module"),
+        (nn.Linear(2, 2), "Linear has no configuration of a model; give a PreTrainedModel"),
+        (OwnModel(OwnConfig()).to("meta"), "device_map that keeps the embeddings in memory"),
+    ):
+        with pytest.raises(EngineError, match=needed):
+            AsyncTransformer(model, ByteTokenizer())
