@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,19 @@ def settle(
     return [actor.remote(*island) for _ in range(n)]
 
 
+def await_start(islands: list[ray.actor.ActorHandle], patience: float) -> None:
+    """Wait until the models are loaded; those for which the cluster has no room never will be."""
+    starting = [island.requests.remote() for island in islands]
+    for seconds in (min(20, patience), patience):
+        ready, waiting = ray.wait(starting, num_returns=len(starting), timeout=seconds)
+        if not waiting:
+            ray.get(ready)  # raises what a model raised
+            return
+        said = f"{len(ready)} of {len(islands)} islands are ready"
+        print(f"{said}; the cluster has {ray.available_resources()} free", file=sys.stderr)
+    raise SystemExit("take fewer --islands, give each fewer --cpus or --gpus, or more --patience")
+
+
 def smc(
     islands: list[ray.actor.ActorHandle], n: int, max_tokens: int, every: int, rng: random.Random
 ) -> tuple[list[Particle], float]:
@@ -127,6 +141,7 @@ def main() -> None:
     parser.add_argument("--islands", type=int, default=2)
     parser.add_argument("--cpus", type=float, default=1, help="for each island")
     parser.add_argument("--gpus", type=float, default=0, help="for each island")
+    parser.add_argument("--patience", type=float, default=300, help="seconds for models to load")
     parser.add_argument("--prompt", default="The best thing about a walk in the hills is")
     parser.add_argument("--avoid", default="e", metavar="LETTERS")
     parser.add_argument("--particles", type=int, default=32)
@@ -139,7 +154,7 @@ def main() -> None:
     model = options.model or MODELS.get(options.backend, options.backend)
     island = (model, options.backend, options.options, options.prompt, options.avoid)
     islands = settle(options.islands, *island, num_cpus=options.cpus, num_gpus=options.gpus)
-    ray.get([island.requests.remote() for island in islands])  # their models are loaded
+    await_start(islands, options.patience)
     rng = random.Random(options.seed)
     start = time.perf_counter()
     result = smc(islands, options.particles, options.max_tokens, options.every, rng)

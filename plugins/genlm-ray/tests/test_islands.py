@@ -42,6 +42,17 @@ def test_islands_estimate_what_one_process_does_on_the_same_seed(single: str, is
     assert f"requests on {islands} islands" in text
 
 
+def test_islands_that_have_no_room_are_said_and_not_waited_for_for_ever() -> None:
+    command = [sys.executable, EXAMPLES / "islands.py", *ON_MOCK]
+    command += ["--islands", "2", "--gpus", "64", "--patience", "0.5"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert ended.returncode == 1
+    assert "0 of 2 islands are ready; the cluster has {" in ended.stderr
+    assert ended.stderr.strip().endswith(
+        "take fewer --islands, give each fewer --cpus or --gpus, or more --patience"
+    )
+
+
 #: Kills one worker after the first call has been answered and while the second is made.
 KILLED = """
 import os, random, signal, sys

@@ -153,8 +153,10 @@ def test_a_named_fleet_whose_model_does_not_load_leaves_nothing_behind(
 
 
 NOWHERE = """
+import sys
 from genlm.core import GenlmError, load_model_by_name
-for address in ("127.0.0.1:1", "somewhere"):
+sys.modules["grpc"] = None  # is not installed
+for address in ("127.0.0.1:1", "somewhere", "ray://127.0.0.1:1"):
     try:
         load_model_by_name("mock", "ray", {"backend": "mock", "address": address})
     except GenlmError as error:
@@ -169,9 +171,10 @@ except GenlmError as error:
 
 def test_an_address_without_a_cluster_is_a_clear_error_at_once() -> None:
     ended = subprocess.run([sys.executable, "-c", NOWHERE], capture_output=True, text=True)
-    refused, malformed, unnamed = ended.stdout.splitlines() or [ended.stderr] * 3
+    refused, malformed, client, unnamed = ended.stdout.splitlines() or [ended.stderr] * 4
     assert re.search("no Ray cluster answers at '127.0.0.1:1'.*ray start --head", refused)
     assert malformed == "address must be host:port, or ray://host:port; got 'somewhere'"
+    assert "is Ray's client, which needs grpcio; pip install 'ray[client]'" in client
     assert unnamed == "address must be that of a running cluster; got None"
 
 

@@ -71,6 +71,15 @@ def connect(ray: Any, address: str) -> None:
     if address == LOCAL:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # reports nothing unless asked to
         options["include_dashboard"] = False
+    if address.startswith("ray://"):
+        try:
+            import grpc  # noqa: F401
+        except ImportError as error:
+            raise BackendUnavailableError(
+                f"address={address!r} is Ray's client, which needs grpcio; "
+                "pip install 'ray[client]', or run the program on a machine of the cluster and "
+                "give host:port"
+            ) from error
     try:
         if address != LOCAL:  # Ray itself waits for minutes where nothing listens
             socket.create_connection(host_and_port(address), timeout=CONNECT_TIMEOUT).close()

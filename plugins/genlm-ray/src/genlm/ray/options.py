@@ -37,8 +37,9 @@ class RayOptions:
         backend_opts: The inner backend's options; those of the core too (``batch_size``, ...).
         resources: For each replica: ``num_cpus`` (1), ``num_gpus`` (0), and ``placement``:
             ``"spread"`` over the nodes (the default) or ``"pack"`` them onto few.
-        address: A running cluster, as ``ray.init`` takes it (``"10.0.0.1:6379"``, ``"ray://..."``);
-            ``None`` takes ``RAY_ADDRESS``, else starts a cluster on this machine alone.
+        address: A running cluster, as ``ray.init`` takes it: ``"10.0.0.1:6379"`` on a machine of
+            the cluster; ``"ray://10.0.0.1:10001"``, Ray's client, from elsewhere. ``None`` takes
+            ``RAY_ADDRESS``, else starts a cluster on this machine alone.
         name: A fleet that outlives this program and that several programs share. It starts with
             the first that names it; the others join it. ``None`` is a fleet of one's own.
         start_timeout: Seconds to wait for the replicas to load, and later for any replica to be

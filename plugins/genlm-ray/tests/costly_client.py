@@ -1,0 +1,89 @@
+"""A program outside the cluster, by Ray's client: on this machine, through the server of a head."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import PATIENCE
+
+pytest.importorskip("grpc", reason="Ray's client needs grpcio: pip install 'ray[client]'")
+
+PROGRAM = """
+import asyncio, ray, sys, torch
+from genlm.core import InvalidQueryError, MockAsyncLM, load_model_by_name
+
+options = {"backend": "mock", "replicas": 2, "address": sys.argv[1]}
+lm = load_model_by_name("mock", "ray", options)
+mock = MockAsyncLM()
+
+async def rows(first):
+    asked = [[first, i] for i in range(50)]
+    for ids, row in zip(asked, await asyncio.gather(*map(lm.next_token_logprobs, asked))):
+        assert row.equal(mock.next_token_logprobs_sync(ids)), ids
+
+async def cancelled():
+    draw = asyncio.ensure_future(lm.sample([1, 2], 10_000_000, []))
+    await asyncio.sleep(0.1)
+    draw.cancel()
+    await lm.next_token_logprobs([9])
+
+asyncio.run(rows(1))
+for model in (lm, mock):
+    model.add_new_lora("first-adapter", "a")
+ids = [1, 2, 3]
+adapted = [model.next_token_logprobs_sync(ids, lora_name="a") for model in (lm, mock)]
+assert adapted[0].equal(adapted[1])
+drawn = [model.sample_sync(ids, 9, [], seed=1) for model in (lm, mock)]
+assert drawn[0] == drawn[1]
+asyncio.run(cancelled())
+ray.kill(lm.underlying_model[0])
+asyncio.run(rows(2))
+lm.close()
+assert not ray.is_initialized()
+print("the same")
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def test_a_program_outside_the_cluster(tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_worker_niceness": "0",
+    }
+    port, client = free_port(), free_port()
+    head = subprocess.Popen(
+        [
+            Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--num-cpus=4",
+            "--node-ip-address=127.0.0.1", f"--port={port}", f"--ray-client-server-port={client}",
+            "--include-dashboard=false", f"--temp-dir={tmp_path}",
+        ],
+        env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        for _ in range(3):  # Ray gives its server half a minute to start, whatever the machine
+            ended = subprocess.run(
+                [sys.executable, "-c", PROGRAM, f"ray://127.0.0.1:{client}"],
+                env=environment, capture_output=True, text=True, timeout=3 * PATIENCE,
+            )  # fmt: skip
+            if "no Ray cluster answers" not in ended.stderr:
+                break
+        assert ended.stdout == "the same\n", ended.stderr[-2000:]
+    finally:
+        head.terminate()
+        head.wait(PATIENCE)
