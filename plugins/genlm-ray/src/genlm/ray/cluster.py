@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import threading
@@ -73,7 +74,7 @@ def connect(ray: Any, address: str) -> None:
         options["include_dashboard"] = False
     if address.startswith("ray://"):
         try:
-            import grpc  # noqa: F401
+            importlib.import_module("grpc")
         except ImportError as error:
             raise BackendUnavailableError(
                 f"address={address!r} is Ray's client, which needs grpcio; "
