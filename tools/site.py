@@ -43,6 +43,9 @@ PAGES = {
 #: Tutorials name the model as a reader does; they run on a copy in a local folder.
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
+#: A look at the site, and the programs of its pages on the real model.
+SEEN = ("tests/site/browser.py", "tests/site/test_programs.py", "tests/examples")
+
 #: What a tutorial's text says of its outputs, as a condition in Python. It is not shown.
 CHECK = re.compile(r"^<!-- check: (.+?) -->$", re.MULTILINE | re.DOTALL)
 
@@ -180,7 +183,7 @@ def main() -> None:
         "GENLM_SITE_ONLY": options.only or "",
         "GENLM_SCREENSHOTS": str(screenshots),
     }
-    tests = [sys.executable, "-m", "pytest", "tests/site/browser.py", "tests/site/test_programs.py"]
+    tests = [sys.executable, "-m", "pytest", *SEEN]
     sys.exit(subprocess.run(tests, env=os.environ | seen).returncode)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(scope="session")
-def example() -> Callable[[str], ModuleType]:
+def example() -> Iterator[Callable[[str], ModuleType]]:
     """Imports an example by name."""
 
     def load(name: str) -> ModuleType:
@@ -26,7 +26,9 @@ def example() -> Callable[[str], ModuleType]:
         spec.loader.exec_module(module)
         return module
 
-    return load
+    sys.path.append(str(FOLDER))  # an example may import one beside it
+    yield load
+    sys.path.remove(str(FOLDER))
 
 
 @pytest.fixture

@@ -1,0 +1,124 @@
+"""examples/constrained.py: its estimate against an exact sum, and against free draws."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import random
+import statistics
+
+import pytest
+
+from genlm.core import load_model_by_name
+
+pytest.importorskip("llguidance", reason="llguidance, which has wheels, is not installed here")
+PROMPT = [7, 8, 9]
+
+
+@pytest.fixture(scope="module")
+def program(example):
+    return example("constrained")
+
+
+@pytest.fixture(scope="module")
+def lm():
+    with load_model_by_name("mock", backend="mock") as lm:
+        yield lm
+
+
+def language_of(program, lm, regex):
+    return program.Language(lm, program.LLMatcher.grammar_from_regex(regex))
+
+
+def exact(lm, accepted):
+    """The probability of some texts, each followed by the stop token."""
+    end = lm.tokenizer.eos_token_id
+    return sum(
+        math.exp(float(sum(lm.sequence_logprobs_sync(PROMPT, [*text, end])))) for text in accepted
+    )
+
+
+def test_the_mask_is_the_grammars(program, lm):
+    language = language_of(program, lm, "ab?")
+    end = lm.tokenizer.eos_token_id
+    assert language.allowed(()).tolist() == [*b"a"]
+    assert language.allowed((*b"a",)).tolist() == [*b"b", end]
+    assert language.allowed((*b"ab",)).tolist() == [end]
+    accepted = {text: language.accepts((*text,)) for text in (b"", b"a", b"ab", b"b", b"abb")}
+    assert accepted == {b"": False, b"a": True, b"ab": True, b"b": False, b"abb": False}
+
+
+def test_the_estimate_is_unbiased(program, lm):
+    """With texts that do not end in time, whose weight is 0."""
+    language = language_of(program, lm, "[ab]{1,2}|c{3}")
+    expected = exact(lm, [b"a", b"b", b"aa", b"ab", b"ba", b"bb"])
+
+    def estimate(seed):
+        run = program.smc(lm, PROMPT, language, 20, 2, random.Random(seed))
+        particles, log_constant = asyncio.run(run)
+        ended = [p for p in particles if p.log_weight > -math.inf]
+        assert all(language.accepts(p.token_ids) for p in ended)
+        return math.exp(log_constant)
+
+    found = [estimate(seed) for seed in range(60)]
+    error = statistics.stdev(found) / math.sqrt(len(found))
+    assert statistics.mean(found) == pytest.approx(expected, abs=4 * error)
+    assert error < 0.2 * expected
+
+
+def test_a_grammar_that_is_none_is_refused(program, lm):
+    with pytest.raises(SystemExit, match="llguidance does not take this grammar"):
+        language_of(program, lm, "(")
+
+
+SCHEMA = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["name", "age"],
+    "properties": {
+        "name": {"type": "string", "maxLength": 10},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    },
+}
+
+
+def printed(monkeypatch, capsys, program, *arguments):
+    model = os.environ.get("GENLM_TEST_MODEL")
+    if not model:
+        pytest.skip("GENLM_TEST_MODEL names no real model")
+    pytest.importorskip("genlm.hf", reason="genlm-hf is not installed here")
+    monkeypatch.setattr("sys.argv", ["constrained", "--model", model, *arguments])
+    program.main()
+    return capsys.readouterr().out.splitlines()
+
+
+def test_on_a_real_model_every_text_is_of_the_schema(monkeypatch, capsys, program, tmp_path):
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed here")
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    *texts, last = printed(
+        monkeypatch,
+        capsys,
+        program,
+        *("--schema", str(tmp_path / "schema.json"), "--particles", "4", "--max-tokens", "24"),
+        *("--prompt", "Describe a person as JSON with name and age, and nothing else."),
+    )
+    assert texts
+    for line in texts:
+        jsonschema.validate(json.loads(line.split(maxsplit=1)[1]), SCHEMA)
+    assert last.startswith("probability that the text is accepted 0.")
+
+
+def test_on_a_real_model_free_draws_say_the_same(monkeypatch, capsys, program):
+    *_, weighted, counted = printed(
+        monkeypatch,
+        capsys,
+        program,
+        *("--regex", "(Yes|No)[.,!]?", "--prompt", "Is the sky blue? Answer yes or no."),
+        *("--particles", "32", "--max-tokens", "3", "--reject", "200"),
+    )
+    estimate = float(weighted.split(",")[0].split()[-1])
+    share = float(counted.split()[-1])
+    # Five standard errors of 200 draws, and as much for the particles.
+    assert estimate == pytest.approx(share, abs=10 * math.sqrt(share * (1 - share) / 200))
