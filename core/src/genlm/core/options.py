@@ -123,13 +123,20 @@ class CoreOptions:
         return [ContractCheck(backend)] if wanted else []
 
 
-def refuse_unknown(backend: str, options: Iterable[str], own: Iterable[str] = ()) -> None:
+def refuse_unknown(
+    backend: str,
+    options: Iterable[str],
+    own: Iterable[str] = (),
+    elsewhere: Mapping[str, str] | None = None,
+) -> None:
     """Refuse options that a backend does not have.
 
     Args:
         backend: The backend's name.
         options: The names that it was given, without the core's.
         own: The names of its own options, besides those of every backend.
+        elsewhere: What to do with names that are none of its options, but that people know from its
+            engine or another one: ``{"revision": "give it in hf_opts"}``.
 
     Raises:
         InvalidOptionError: it names the unknown ones, what may have been meant, and all that there
@@ -139,6 +146,11 @@ def refuse_unknown(backend: str, options: Iterable[str], own: Iterable[str] = ()
     unknown = [str(name) for name in options if name not in own]
     if not unknown:
         return
+    for name in unknown:
+        if name in (elsewhere or {}):
+            raise InvalidOptionError(
+                f"backend {backend!r} has no option {name} of its own; {(elsewhere or {})[name]}"
+            )
     meant = [
         near for name in unknown for near in difflib.get_close_matches(name, [*own, *every], n=1)
     ]

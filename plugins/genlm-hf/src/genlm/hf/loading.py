@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,11 @@ def _place(arguments: dict[str, Any], options: HFOptions) -> str | None:
             raise InvalidOptionError(
                 "bitsandbytes_opts and hf_opts['quantization_config'] contradict; give one of them"
             )
+        for needed in ("bitsandbytes", "accelerate"):
+            if importlib.util.find_spec(needed) is None:
+                raise InvalidOptionError(
+                    f"bitsandbytes_opts needs {needed}: pip install 'genlm-hf[bitsandbytes]'"
+                )
         arguments["quantization_config"] = BitsAndBytesConfig(**options.bitsandbytes_opts)
     if "quantization_config" in arguments:
         # A quantised model is placed while it loads, and cannot be moved.

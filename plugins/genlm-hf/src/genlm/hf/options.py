@@ -10,6 +10,47 @@ from attrs import field, fields, frozen
 from genlm.core.checks import integer
 from genlm.core.options import refuse_unknown
 
+_FROM_PRETRAINED = (
+    "disable_mmap adapter_kwargs attn_implementation cache_dir code_revision config device_map "
+    "experts_implementation force_download fusion_config generation_config gguf_file "
+    "ignore_mismatched_sizes kernel_config key_mapping local_files_only low_cpu_mem_usage "
+    "max_memory offload_buffers offload_folder offload_state_dict proxies quantization_config "
+    "resume_download revision state_dict subfolder token tokenizer torch_dtype tp_plan tp_size "
+    "trust_remote_code use_auth_token use_cache use_flash_attention_2 use_kernels "
+    "use_safetensors variant weights_only"
+)
+_BITSANDBYTES = (
+    "bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type "
+    "bnb_4bit_use_double_quant llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight "
+    "llm_int8_skip_modules llm_int8_threshold load_in_4bit load_in_8bit"
+)
+_VLLM = (
+    "enable_lora enforce_eager gpu_memory_utilization kv_cache_memory_bytes max_lora_rank "
+    "max_loras max_model_len max_num_batched_tokens max_num_seqs pipeline_parallel_size "
+    "quantization swap_space tensor_parallel_size tokenizer_mode"
+)
+_SGLANG = (
+    "attention_backend context_length max_running_requests max_total_tokens mem_fraction_static"
+)
+
+#: What people know from ``from_pretrained`` and from other backends, and where it goes.
+ELSEWHERE = {
+    name: way
+    for names, way in (
+        (_FROM_PRETRAINED, "give it in hf_opts, the arguments of from_pretrained"),
+        (_BITSANDBYTES, "give it in bitsandbytes_opts"),
+        ("backend fullgraph dynamic mode options", "give it in compile_opts"),
+        ("engine_opts", "it is an option of vllm and sgl; for hf, give hf_opts"),
+        ("live_sessions", "it is an option of vllm"),
+        (_VLLM, "it is an argument of vLLM: backend='vllm', in engine_opts"),
+        (_SGLANG, "it is an argument of SGLang: backend='sgl', in engine_opts"),
+        ("gpu_id", "it is an option of sgl; for hf, give device='cuda:1'"),
+        ("prefill_step_size", "it is an option of mlx; for hf, give max_batch_tokens"),
+        ("replicas resources address start_timeout backend_opts", "it is an option of ray"),
+    )
+    for name in names.split()
+}
+
 
 def _mapping(given: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(given or {})
@@ -62,5 +103,6 @@ class HFOptions:
     @classmethod
     def parse(cls, options: Mapping[str, object]) -> HFOptions:
         """Raises: InvalidOptionError: an option is unknown or has a value that is not accepted."""
-        refuse_unknown("hf", options, [attribute.name for attribute in fields(cls)])
+        own = [attribute.name for attribute in fields(cls)]
+        refuse_unknown("hf", options, own, ELSEWHERE)
         return cls(**options)  # type: ignore[arg-type]  # each field checks its own value
