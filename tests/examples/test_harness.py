@@ -1,0 +1,112 @@
+"""examples/harness.py beside the harness's own class for transformers, on made-up data."""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+
+lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed here")
+pytest.importorskip("genlm.hf", reason="genlm-hf is not installed here")
+MODEL = os.environ.get("GENLM_TEST_MODEL")
+pytestmark = pytest.mark.skipif(not MODEL, reason="GENLM_TEST_MODEL names no real model")
+
+#: Short, so that a text needs several windows and a prompt loses its beginning.
+LONGEST = 24
+
+PAIRS = [
+    ("The capital of France is", " Paris"),
+    ("The capital of France is", " the city of Rome"),
+    ("The capital of France is ", "Paris"),
+    ("", "Once upon a time"),
+    ("one two three four five six seven eight nine ten " * 3, "eleven twelve"),
+]
+TEXTS = ["Short.", "The quick brown fox jumps over the lazy dog. " * 8]
+ASKED = [
+    ("The capital of France is", {"until": ["."], "max_gen_toks": 8}),
+    ("1, 2, 3, 4,", {"until": [" 6", "\n"], "max_gen_toks": 12, "do_sample": False}),
+]
+QUESTIONS = [
+    {"question": "The sky is", "choices": ["blue", "seven"], "answer": 0},
+    {"question": "Two and two are", "choices": ["four", "a dog"], "answer": 0},
+    {"question": "Fire is", "choices": ["cold", "hot"], "answer": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def ours(example):
+    from genlm.core import load_model_by_name
+
+    with load_model_by_name(MODEL, backend="hf") as lm:
+        yield example("harness").GenlmLM(lm, max_length=LONGEST)
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(MODEL, device="cpu", dtype="float32", max_length=LONGEST, batch_size=1)
+
+
+def asked(*arguments):
+    return [SimpleNamespace(args=one) for one in arguments]
+
+
+def test_continuations_have_the_same_likelihood_and_are_greedy_or_not(ours, theirs):
+    found, expected = ours.loglikelihood(asked(*PAIRS)), theirs.loglikelihood(asked(*PAIRS))
+    assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in expected]
+    assert {is_greedy for _, is_greedy in found} == {True, False}
+    for (logprob, _), (same, _) in zip(found, expected, strict=True):
+        assert logprob == pytest.approx(same, abs=1e-3)
+
+
+def test_texts_longer_than_the_context_are_scored_in_windows(ours, theirs):
+    requests = asked(*((text,) for text in TEXTS))
+    found, expected = ours.loglikelihood_rolling(requests), theirs.loglikelihood_rolling(requests)
+    assert found == pytest.approx(expected, abs=1e-2)
+
+
+def test_what_is_written_up_to_a_stop_string(ours, theirs):
+    assert ours.generate_until(asked(*ASKED)) == theirs.generate_until(asked(*ASKED))
+
+
+def test_two_tasks(ours, theirs, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
+    shared = {
+        "dataset_path": "json",
+        "dataset_kwargs": {
+            "data_files": {"test": str(tmp_path / "data.jsonl")},
+            "cache_dir": str(tmp_path / "cache"),
+        },
+        "test_split": "test",
+        "num_fewshot": 0,
+    }
+    choice = {
+        "task": "made_up_choice",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    }
+    perplexity = {
+        "task": "made_up_perplexity",
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{question}} {{choices[answer]}}.",
+        "metric_list": [{"metric": "word_perplexity"}],
+    }
+
+    def results(model):
+        tasks = [choice | shared, perplexity | shared]
+        return lm_eval.simple_evaluate(model, tasks=tasks, bootstrap_iters=0)["results"]
+
+    found, expected = results(ours), results(theirs)
+    assert set(found) == {"made_up_choice", "made_up_perplexity"}
+    for task, metrics in expected.items():
+        for name, value in metrics.items():
+            if isinstance(value, float):
+                assert found[task][name] == pytest.approx(value, rel=1e-3)
