@@ -3,12 +3,15 @@ conforms."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from pathlib import Path
 
 import pytest
 
+from genlm.conformance import ConformanceSuite
 from genlm.conformance.scaffold import write_plugin
-from genlm.core import InvalidOptionError
+from genlm.core import AsyncLM, InvalidOptionError
 from genlm.core.cli import main
 
 from .kit import ROOT, CleanEnvironment
@@ -48,6 +51,30 @@ def test_a_new_plugin_conforms(environment: CleanEnvironment, tmp_path: Path) ->
         "python", "-m", "pytest", "-q", "-k", "row or missing", str(plugin), cwd=tmp_path
     )
     assert tested.returncode == 0, tested.stdout + tested.stderr
+
+
+NAMES = (
+    "mine foo alpha beta toy a x1 bar baz tiny my-model rnn gpt llama test engine zeta b-2-c q hiss"
+)
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_a_new_plugin_of_any_name_remembers_every_token(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights of the toy network are made from the name: none of them forgets a token."""
+    plugin = write_plugin(name, tmp_path / "plugin")
+    monkeypatch.syspath_prepend(plugin / "src")
+    module = importlib.import_module(f"genlm_{name.replace('-', '_')}.engine")
+    (engine,) = [
+        made for made in vars(module).values() if getattr(made, "__module__", "") == module.__name__
+    ]
+    suite = ConformanceSuite()
+    suite.backend = suite.model = name
+    suite.load = lambda wrappers: AsyncLM(lambda: engine(name), backend=name, wrappers=wrappers)  # type: ignore[method-assign]
+    with contextlib.closing(suite.subject()) as live:
+        suite.test_row_depends_on_every_token(live)
+        suite.test_row_is_normalised(live)
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
