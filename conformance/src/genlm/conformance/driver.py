@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
-from genlm.conformance.compare import Violation
+from genlm.conformance.compare import Violation, brief
 
 T = TypeVar("T")
 Outcome = Any  # an answer, or the exception in its place
@@ -28,6 +29,8 @@ class Driver:
 
     def __init__(self, patience: float) -> None:
         self.patience = self._patience = patience
+        #: How often something hung.
+        self.hangs = 0
         # One loop for the main thread: to make one takes longer than a request.
         self._loop = asyncio.Runner()
 
@@ -112,7 +115,7 @@ class Driver:
                 return error
             raise
 
-    def wait(self, future: concurrent.futures.Future[T]) -> T:
+    def wait(self, future: concurrent.futures.Future[T], what: str = "a call") -> T:
         """The result of a call in another thread; that it hangs is a violation."""
         standstill = self._standstill()
         while True:
@@ -122,7 +125,7 @@ class Driver:
                 if future.done():
                     raise
                 if standstill():
-                    raise self._hang("a call did not return") from None
+                    raise self._hang(f"{what} did not return") from None
 
     def calls(self) -> int:
         """How many calls of the engine have ended."""
@@ -142,9 +145,59 @@ class Driver:
 
     def _hang(self, what: str) -> Violation:
         violation = Violation(f"{what} within {self._patience:g} s: it hangs")
+        self.hangs += 1
         # Shrinking would hang again and again, and so may every clause that follows.
         self._patience = self.patience / 20
         return violation
+
+
+#: Methods of a model that block their caller.
+BLOCKING = frozenset(
+    (
+        "add_new_lora",
+        "batch_next_token_logprobs_sync",
+        "cache_kv",
+        "clear_kv_cache",
+        "close",
+        "next_token_logprobs_sync",
+        "next_token_logprobs_uncached",
+        "remove_lora",
+    )
+)
+
+
+class Awaited:
+    """A model whose blocking calls end in a violation where they hang.
+
+    In an event loop, and in another thread than the main one, they are the model's own: there
+    somebody else waits for them.
+    """
+
+    def __init__(self, lm: Any, driver: Driver) -> None:
+        self._lm, self._driver = lm, driver
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._lm, name)
+        if name not in BLOCKING:
+            return found
+
+        @functools.wraps(found)
+        def call(*arguments: Any, **options: Any) -> Any:
+            here = threading.current_thread() is threading.main_thread()
+            if not here or asyncio._get_running_loop() is not None:
+                return found(*arguments, **options)
+            made = self._driver.thread(lambda: found(*arguments, **options))
+            given = [*map(_shown, arguments), *(f"{k}={_shown(v)}" for k, v in options.items())]
+            return self._driver.wait(made, f"{name}({', '.join(given)})")
+
+        return call
+
+
+def _shown(given: Any) -> str:
+    try:
+        return brief(given)
+    except (TypeError, ValueError):
+        return repr(given)
 
 
 async def started(*requests: Coroutine[Any, Any, Any]) -> list[asyncio.Future[Any]]:

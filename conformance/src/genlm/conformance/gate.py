@@ -40,7 +40,7 @@ class EngineGate:
     """
 
     def __init__(self, patience: float) -> None:
-        self._patience = patience
+        self.patience = patience
         self._changed = threading.Condition()
         self._inside = False
         #: How many calls have ended, of all.
@@ -89,8 +89,8 @@ class EngineGate:
     def wait_inside(self) -> None:
         """Wait until an evaluation is being held."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._inside, self._patience):
-                raise TimeoutError(f"no request reached the engine within {self._patience:g} s")
+            if not self._changed.wait_for(lambda: self._inside, self.patience):
+                raise TimeoutError(f"no request reached the engine within {self.patience:g} s")
 
     # --- around the engine: its thread ------------------------------------------------------------
 
@@ -101,11 +101,11 @@ class EngineGate:
                 return
             self._inside = True
             self._changed.notify_all()
-            released = self._changed.wait_for(lambda: self._passes, self._patience)
+            released = self._changed.wait_for(lambda: self._passes, self.patience)
             self._inside = False
             self._passes -= 1
         if not released:
-            raise TimeoutError(f"the suite held the engine for more than {self._patience:g} s")
+            raise TimeoutError(f"the suite held the engine for more than {self.patience:g} s")
 
     def _ended(self, hook: str, answered: Sequence[Query]) -> None:
         self.recent_calls.append(EngineCall(hook, tuple(answered)))

@@ -162,7 +162,7 @@ class LifecycleClauses:
                 "this class says that there is no room for a second model (second_model = False)"
             )
         try:
-            return live.suite.load([])
+            return live.awaited(live.suite.load([]))
         except Exception as error:
             pytest.skip(
                 "the backend refuses another model while one is open "

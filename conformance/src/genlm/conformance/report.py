@@ -214,12 +214,12 @@ def _version(distribution: str) -> str:
 
 
 def _verdict(suite: OneModel, name: str, subject: Subject) -> Verdict:
-    arguments = () if name == "test_no_clause_is_missing" else (subject.begin(),)
     began, rows = time.perf_counter(), subject.rows
     status: Status = "passed"
     detail, violation = "", False
     try:
-        getattr(suite, name)(*arguments)
+        given = () if name == "test_no_clause_is_missing" else (subject.begin(),)
+        getattr(suite, name)(*given)
     except pytest.skip.Exception as skipped:
         status, detail = "skipped", str(skipped)
     except Exception as error:
