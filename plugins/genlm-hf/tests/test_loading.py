@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -20,9 +21,11 @@ from transformers import (
 )
 
 from genlm.core import (
+    AsyncLM,
     InvalidInputError,
     InvalidOptionError,
     ModelNotFoundError,
+    UnsupportedError,
     load_model_by_name,
 )
 from genlm.hf import AsyncTransformer
@@ -220,3 +223,27 @@ def test_what_quantisation_needs(tiny: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InvalidOptionError, match=r"pip install 'genlm-hf\[bitsandbytes\]'"):
         load_pretrained(tiny, HFOptions(bitsandbytes_opts={"load_in_4bit": True}))
+
+
+@pytest.mark.parametrize("absent", [True, False])
+def test_adapters_that_cannot_be(tiny: str, monkeypatch: pytest.MonkeyPatch, absent: bool) -> None:
+    options: dict[str, object] = {} if absent else {"compile_opts": {"fullgraph": True}}
+    if absent:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *_, **__: None)
+    with AsyncTransformer.from_name(tiny, **options) as lm:
+        assert not lm.supports("genlm_add_lora")
+        with pytest.raises(UnsupportedError, match=r"genlm-hf\[lora\]|fullgraph.*leave it out"):
+            lm.add_new_lora("folder", "a")
+        lm.next_token_logprobs_sync(CONTEXT)
+
+
+def test_a_subclass_that_gives_its_tokenizer_alone(tiny: str) -> None:
+    """As those of genlm-backend's AsyncLM do."""
+
+    class Mine(AsyncLM):
+        def __init__(self, tokenizer: Any) -> None:
+            super().__init__(tokenizer)
+
+    with pytest.raises(InvalidOptionError, match=r"genlm new-plugin NAME.*_get_logprobs"):
+        Mine(AutoTokenizer.from_pretrained(tiny))

@@ -127,10 +127,16 @@ class AsyncLM(GenerationMixin):
         self,
         load: Callable[[], Engine],
         *,
-        backend: str,
+        backend: str = "",
         options: CoreOptions | None = None,
         **core_options: Any,
     ) -> None:
+        if not callable(load) or not backend:
+            raise InvalidOptionError(
+                "AsyncLM(load, backend='name') takes a function that loads an engine; a model of "
+                "your own is a plugin (`genlm new-plugin NAME`), or a MockAsyncLM with a method "
+                f"_get_logprobs; got {safe_repr(load)}"
+            )
         options = options or CoreOptions.named(core_options, backend)
         wrappers = [*installed_wrappers(), *options.wrappers, *options.contract_check(backend)]
         self._cache = cache = options.output_cache()

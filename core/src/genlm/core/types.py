@@ -294,6 +294,7 @@ class Engine(Protocol):
     It may have another one, ``eos_token_ids``: the tokens that end a text by the model's
     ``generation_config.json``, beside those that the tokenizer names
     (:func:`genlm.kit.model_files.eos_token_ids` reads them). By default draws end at all of them.
+    And ``lacking``: why it has not some hooks, by their names, and what to do; for messages.
     """
 
     # Properties, because the core only reads them: an engine may have plain attributes, of narrower

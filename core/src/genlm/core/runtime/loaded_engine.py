@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +99,7 @@ class LoadedEngine:
         self.max_context = engine.max_context
         self.device = str(engine.device)
         self._model = engine.model
+        self._lacking: Mapping[str, str] = getattr(engine, "lacking", {})
         self.closed = False
         self.byte_vocab: list[Token]
         self.str_vocab: list[str]
@@ -183,11 +184,12 @@ class LoadedEngine:
     def require(self, hook: str, feature: str) -> None:
         """Raises: UnsupportedError: the engine does not implement ``hook``."""
         if not self.supports(hook):
-            raise UnsupportedError(
-                f"backend {self.backend!r} has no {feature}: its engine does not implement {hook}, "
-                "or was loaded without "
-                f"{feature}; see the backend's options"
+            unknown = (
+                f"its engine does not implement {hook}, or was loaded without {feature}; see the "
+                "backend's options"
             )
+            why = self._lacking.get(hook, unknown)
+            raise UnsupportedError(f"backend {self.backend!r} has no {feature}: {why}")
 
     # --- evaluation -------------------------------------------------------------------------------
 

@@ -59,16 +59,11 @@ class AdapterSet:
 
         Raises:
             InvalidAdapterError: the folder is not sound, or of a kind that cannot be applied.
-            UnsupportedError: PEFT is not installed.
         """
         folder = read_adapter(adapter.path)  # before PEFT is imported, which takes seconds
         folder.require(MIXED | ALONE, "hf")
-        try:
-            import peft  # noqa: F401
-        except ImportError as error:
-            raise UnsupportedError(
-                "LoRA adapters need PEFT: pip install 'genlm-hf[lora]'"
-            ) from error
+        import peft  # noqa: F401  # here, on the caller's thread
+
         return folder
 
     def add(self, adapter: Adapter, folder: AdapterFolder) -> None:

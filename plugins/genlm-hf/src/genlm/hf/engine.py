@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import weakref
 from collections.abc import Sequence
 from contextlib import closing
@@ -36,6 +37,9 @@ from genlm.kit.kv.sequence import TokenSequence
 PROOF_MARGIN = 4.0
 
 
+LORA_HOOKS = ("genlm_read_lora", "genlm_add_lora", "genlm_remove_lora")
+
+
 class HFEngine:
     """A transformers model behind the hooks of genlm-core.
 
@@ -46,18 +50,24 @@ class HFEngine:
 
     Attributes:
         tokenizer, vocab_size, max_context, device, model: See :class:`genlm.core.types.Engine`.
+        lacking: Why hooks are not there, by their names.
         reuse: How key/value state is reused with this model, found out by a probe.
     """
 
     def __init__(self, model: Any, tokenizer: Any, options: HFOptions | None = None) -> None:
         options = options or HFOptions()
         self._refuse(model)
+        self.lacking: dict[str, str] = {}
         self._describe(model, tokenizer)
         self._was_training = model.training
         self._original_attention = model.config._attn_implementation
         self._adapters = AdapterSet(model)
         register_row_attention()
         self._runner = Runner(model.eval(), self._adapters, RowPool(), layer_patterns(model))
+        if why := _why_no_adapters(options):
+            for hook in LORA_HOOKS:
+                setattr(self, hook, None)  # so it is none of this engine's
+                self.lacking[hook] = why
         choice = self._choose_reuse()
         self.reuse, self._tolerance = choice.reuse, choice.tolerance
         room = budget(options.kv_cache_bytes, model.device)
@@ -282,3 +292,11 @@ def _in_order(parts: Sequence[tuple[list[int], torch.Tensor]]) -> torch.Tensor:
 def _vocab_size(model: Any, config: Any) -> int:
     head = model.get_output_embeddings()
     return int(head.out_features if hasattr(head, "out_features") else config.vocab_size)
+
+
+def _why_no_adapters(options: HFOptions) -> str | None:
+    if importlib.util.find_spec("peft") is None:
+        return "it needs PEFT: pip install 'genlm-hf[lora]'"
+    if (options.compile_opts or {}).get("fullgraph"):
+        return "compile_opts={'fullgraph': True} cannot compile PEFT's layers; leave it out"
+    return None
