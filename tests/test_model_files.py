@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,6 +106,18 @@ def test_a_hub_that_cannot_be_reached(monkeypatch):
     monkeypatch.setattr(hub.HfApi, "model_info", unreachable)
     with pytest.raises(ModelNotFoundError, match=r"cannot be reached \(ConnectionError: no route"):
         require_model("no-such/model")
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", "/hub")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub.HfApi, "model_info", refuse)
+    wanted = r"and /hub cannot be written \(Permission denied\); set HF_HOME"
+    with pytest.raises(ModelNotFoundError, match=wanted) as raised:
+        require_model("no-such/model")
+    assert raised.value.__suppress_context__
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -142,11 +143,22 @@ def _require_on_hub(name: str, files: Sequence[str]) -> None:
             raise ModelNotFoundError(
                 f"{absent}, and neither has the hub; look for a misspelt name, or log in "
                 "(hf auth login) if it is private"
-            ) from error
+            ) from None
     except HfHubHTTPError:
         return  # the hub answers; let the engine try
-    except Exception as error:
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise _unreachable(absent, error) from None
         raise ModelNotFoundError(
-            f"{absent}, and the hub cannot be reached ({describe_error(error):.200}); give a "
-            "folder, or look at the network"
-        ) from error
+            f"{absent}, and {error.filename or constants.HF_HOME} cannot be written "
+            f"({error.strerror}); set HF_HOME to a folder that can"
+        ) from None
+    except Exception as error:  # its traceback is a hundred lines, of the network's libraries
+        raise _unreachable(absent, error) from None
+
+
+def _unreachable(absent: str, error: Exception) -> ModelNotFoundError:
+    return ModelNotFoundError(
+        f"{absent}, and the hub cannot be reached ({describe_error(error):.200}); give a folder, "
+        "or look at the network"
+    )
