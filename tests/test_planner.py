@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
-from attrs import field, frozen
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -26,11 +25,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from genlm.core.context import Context
 from genlm.kit.kv.commands import Blank, Command, Copy, Fork, Join, NewTrunk, Resize, Shift
 from genlm.kit.kv.placement import Placement
 from genlm.kit.kv.planner import Planner
+from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.kv.sharing import Worth
-from genlm.kit.prefixes import key_of, length_of
+from genlm.kit.prefixes import length_of
 from genlm.kit.segments import Row, Segment
 
 #: The numbers of hf, of mlx, and some small ones, so that short contexts reach all of them.
@@ -58,26 +59,12 @@ class BrokenTableError(Exception):
     """A command was not carried out."""
 
 
-@frozen(eq=False)
-class Wanted:
-    """A sequence."""
+class Wanted(TokenSequence):
+    """A sequence of a version of an adapter."""
 
-    tokens: Sequence[int]
-    version: int = 0
-    keep: int = 1
-    key: bytes = field(init=False)
-
-    @key.default
-    def _key(self) -> bytes:
-        return key_of(self.version, self.tokens)
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def latest_start(self) -> int:
-        return self.length - self.keep
+    def __init__(self, tokens: Sequence[int], version: int = 0, keep: int = 1) -> None:
+        super().__init__(tokens, None, keep)
+        self.version = version
 
 
 @functools.lru_cache(1024)
@@ -223,11 +210,16 @@ class PlannerMachine(RuleBasedStateMachine):
             return source
         if kind < 4:
             cut = self.random.choice([self.random.randint(1, source.length), self._size()])
-            source = Wanted(source.tokens[:cut], source.version)
+            source = Wanted(source.tokens.first(cut), source.version)
         return self._longer(source, self.random.choice([0, 1, 1, 2, self._size()]))
 
     def _longer(self, one: Wanted, more: int) -> Wanted:
-        tokens = (*one.tokens, *self._new_tokens(more))[: 2500 if self.long else 60]
+        most = 2500 if self.long else 60
+        tokens = one.tokens.first(most)
+        if new := self._new_tokens(more)[: most - len(tokens)]:
+            tokens = tokens.followed_by(new)
+        if self.random.random() < 0.3:
+            tokens = Context(tokens.token_ids)  # which knows no parent
         keep = self.random.choice([1, 1, 1, 2, 9, len(tokens)])
         return Wanted(tokens, one.version, min(keep, len(tokens)))
 
@@ -381,7 +373,7 @@ class PlannerMachine(RuleBasedStateMachine):
     def everything_kept_is_what_it_says(self) -> None:
         tree = self.planner.tree
         tree.check_integrity()
-        for one in tree.index.values():
+        for one in tree.kept:
             size = length_of(one.key)
             assert self.table.read(one, size) == cells_of(one.key)
         for pinned in self.pinned.values():

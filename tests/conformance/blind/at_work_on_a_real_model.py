@@ -308,7 +308,7 @@ class PinnedAreNotMoved(Resized):
     """When the tables grow, the rows move up; what is pinned stays where it was."""
 
     def moved(self, pool, planner, rows):
-        for one in planner.tree.index.values():
+        for one in planner.tree.kept:
             for keys, values in one.layers if one.pinned and hasattr(one, "layers") else ():
                 keys.copy_(keys.roll(1, 2)), values.copy_(values.roll(1, 2))
 

@@ -50,12 +50,13 @@ def blocks_of(last: Block | None, token_ids: TokenIds) -> tuple[Block | None, To
     return last, token_ids[full:]
 
 
-def hash_of(token_ids: TokenIds) -> int:
-    """The hash of ``token_ids``: the same for a tuple and for a :class:`Context`."""
-    value, full = 0, len(token_ids) - len(token_ids) % BLOCK
-    for start in range(0, full, BLOCK):
-        value = hash((value, token_ids[start : start + BLOCK]))
-    return hash((value, token_ids[full:] if full else token_ids))
+def same_blocks(one: Block | None, other: Block | None) -> bool:
+    """Whether two chains of blocks hold the same ids; from where they are one chain, they do."""
+    while one is not other:
+        if one is None or other is None or one.token_ids != other.token_ids:
+            return False
+        one, other = one.previous, other.previous
+    return True
 
 
 class Context(Sequence[int]):
@@ -64,29 +65,35 @@ class Context(Sequence[int]):
 
     A list of token ids is checked and hashed whole for every request. A context has been checked
     already. One that extends it shares its ids, and checks and hashes the new tokens alone, so
-    extending costs the same at any length.
+    extending costs the same at any length. It knows its parent by length and hash alone: the parent
+    need not live.
 
     Attributes:
-        vocab_size: The ids are in ``range(vocab_size)``.
+        vocab_size: The ids are in ``range(vocab_size)``; 0 is not known, and the context cannot be
+            extended.
         hash_value: The hash of the ids.
+        grown: How many tokens it has more than the context that it extends; 0 if that is not known.
+        parent_hash: The hash of that context.
     """
 
-    __slots__ = ("_blocks", "_ids", "_tail", "hash_value", "vocab_size")
+    __slots__ = ("_blocks", "_ids", "_tail", "grown", "hash_value", "parent_hash", "vocab_size")
 
     _blocks: Block | None  # the full blocks of the ids
     _tail: TokenIds  # the ids behind those, fewer than BLOCK
     _ids: TokenIds | None  # all of them, once they have been asked for
     vocab_size: int
     hash_value: int
+    grown: int
+    parent_hash: int
 
-    def __init__(self, token_ids: TokenIds, vocab_size: int) -> None:
+    def __init__(self, token_ids: TokenIds, vocab_size: int = 0) -> None:
         self._set(*blocks_of(None, token_ids), vocab_size)
         self._ids = token_ids
 
     def _set(self, blocks: Block | None, tail: TokenIds, vocab_size: int) -> None:
-        self._blocks, self._tail, self._ids = blocks, tail, None
-        self.vocab_size = vocab_size
+        self._blocks, self._tail, self._ids, self.vocab_size = blocks, tail, None, vocab_size
         self.hash_value = hash((0 if blocks is None else blocks.value, tail))
+        self.grown = self.parent_hash = 0
 
     def extend(self, *token_ids: int) -> Context:
         """This context followed by some tokens, one at least.
@@ -100,21 +107,44 @@ class Context(Sequence[int]):
         """This context followed by tokens that have been checked."""
         longer = Context.__new__(Context)
         longer._set(*blocks_of(self._blocks, self._tail + token_ids), self.vocab_size)
+        longer.grown, longer.parent_hash = len(token_ids), self.hash_value
         return longer
+
+    def first(self, length: int) -> Context:
+        """The context of its first tokens, of which the ids are shared."""
+        shorter = Context.__new__(Context)
+        shorter._set(*self._cut(length), self.vocab_size)
+        return shorter
+
+    def starts_with(self, other: Context) -> bool:
+        """Whether its first tokens are those of another context. Where one extends the other, this
+        takes no longer for long ones."""
+        blocks, tail = self._cut(len(other))
+        return tail == other._tail and same_blocks(blocks, other._blocks)
+
+    def since(self, start: int) -> TokenIds:
+        """The ids from a position on; takes as long as they are many."""
+        block, parts = self._blocks, [self._tail]
+        while block is not None and block.end > start:
+            parts.append(block.token_ids)
+            block = block.previous
+        begin = 0 if block is None else block.end
+        ids = parts[0] if len(parts) == 1 else tuple(itertools.chain(*reversed(parts)))
+        return ids[start - begin :] if start > begin else ids
+
+    def _cut(self, length: int) -> tuple[Block | None, TokenIds]:
+        """The full blocks of the first ids, and those of them behind these."""
+        block, tail = self._blocks, self._tail
+        while block is not None and block.end > length:
+            tail = block.token_ids
+            block = block.previous
+        return block, tail[: length - (0 if block is None else block.end)]
 
     @property
     def token_ids(self) -> TokenIds:
         """The ids as a tuple; made when it is first asked for, and then kept."""
         if self._ids is None:
-            parts = [self._tail]
-            block = self._blocks
-            while block is not None:
-                parts.append(block.token_ids)
-                block = block.previous
-            ids: list[int] = []
-            for part in reversed(parts):
-                ids += part
-            self._ids = tuple(ids)
+            self._ids = self.since(0)
         return self._ids
 
     @overload
@@ -124,6 +154,8 @@ class Context(Sequence[int]):
     def __getitem__(self, index: slice) -> TokenIds: ...
 
     def __getitem__(self, index: int | slice) -> int | TokenIds:
+        if isinstance(index, slice) and index.step is None and index.stop in (None, len(self)):
+            return self.since(range(len(self))[index].start)
         return self.token_ids[index]
 
     def __len__(self) -> int:
@@ -135,14 +167,11 @@ class Context(Sequence[int]):
     def __eq__(self, other: Any) -> bool:
         if not isinstance(other, Context):
             return NotImplemented
-        if self.hash_value != other.hash_value or self._tail != other._tail:
-            return False
-        mine, theirs = self._blocks, other._blocks
-        while mine is not theirs:  # from here on back they share their ids
-            if mine is None or theirs is None or mine.token_ids != theirs.token_ids:
-                return False
-            mine, theirs = mine.previous, theirs.previous
-        return True
+        return (
+            self.hash_value == other.hash_value
+            and self._tail == other._tail
+            and same_blocks(self._blocks, other._blocks)
+        )
 
     def __hash__(self) -> int:
         return self.hash_value
@@ -154,6 +183,11 @@ class Context(Sequence[int]):
     def __repr__(self) -> str:
         shown = ", ".join(map(str, self[:8])) + (", ..." if len(self) > 8 else "")
         return f"Context([{shown}], {len(self)} tokens)"
+
+
+def as_context(token_ids: Sequence[int]) -> Context:
+    """Token ids that have been checked, as a context."""
+    return token_ids if isinstance(token_ids, Context) else Context(tuple(token_ids))
 
 
 def token_ids_of(

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from attrs import Factory, asdict, field, frozen
 
-from genlm.core.context import Context, hash_of
+from genlm.core.context import Context, as_context
 from genlm.core.context import TokenIds as TokenIds
 
 
@@ -35,50 +35,46 @@ class Query:
     with the engine. Equal queries have equal answers.
 
     Attributes:
-        token_ids: The context, as a tuple. A query made from a :class:`~genlm.core.context.Context`
-            makes that tuple when it is first asked for.
+        context: The context. A query is made from one, or from a tuple of ids.
         adapter: The LoRA adapter to apply; ``None`` is the base model.
         cold: Compute the answer without reading any key/value state kept from other queries (the
             engine may keep state from this one). The core sends a cold query alone: it is the
             oracle for warm ones.
     """
 
-    _ids: TokenIds | Context = field(alias="token_ids")
+    context: Context = field(alias="token_ids", converter=as_context)
     adapter: Adapter | None = None
     cold: bool = False
     _hash: int | None = field(init=False, default=None)
 
     @property
     def token_ids(self) -> TokenIds:
-        return self._ids if isinstance(self._ids, tuple) else self._ids.token_ids
+        """The context as a tuple; made when it is first asked for."""
+        return self.context.token_ids
 
     @property
     def length(self) -> int:
         """How many tokens the context has; needs no tuple of them."""
-        return len(self._ids)
+        return len(self.context)
 
     def extended(self, token_ids: TokenIds) -> Query:
         """The same query with ``token_ids``, which must be valid, after its context."""
-        ids = self._ids
-        longer = ids + token_ids if isinstance(ids, tuple) else ids.followed_by(token_ids)
-        return Query(longer, self.adapter, self.cold)
+        return Query(self.context.followed_by(token_ids), self.adapter, self.cold)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Query):
             return NotImplemented
-        if self.cold != other.cold or self.adapter != other.adapter:
-            return False
-        if type(self._ids) is type(other._ids):
-            return self._ids == other._ids
-        return hash(self) == hash(other) and self.token_ids == other.token_ids
+        return (
+            self.context == other.context
+            and self.adapter == other.adapter
+            and self.cold == other.cold
+        )
 
     def __hash__(self) -> int:
         known = self._hash
         if known is None:
-            ids = self._ids
-            of_ids = hash_of(ids) if isinstance(ids, tuple) else ids.hash_value
             version = 0 if self.adapter is None else self.adapter.version
-            known = hash((of_ids, version, self.cold))
+            known = hash((self.context.hash_value, version, self.cold))
             object.__setattr__(self, "_hash", known)
         return known
 

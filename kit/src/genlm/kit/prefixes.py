@@ -51,7 +51,17 @@ def key_of(version: int, token_ids: Sequence[int]) -> bytes:
         >>> shared_length(key_of(3, [5, 6]), key_of(4, [5, 6]))
         0
     """
-    return array("I", [version]).tobytes() + array("I", token_ids).tobytes()
+    return bytes_of((version, *token_ids))
+
+
+def bytes_of(token_ids: Sequence[int]) -> bytes:
+    """Token ids as they stand in a key."""
+    return array("I", token_ids).tobytes()
+
+
+def version_of(key: bytes) -> int:
+    """The adapter's version of a key."""
+    return array("I", key[:WIDTH])[0]
 
 
 def length_of(key: bytes) -> int:
@@ -72,6 +82,18 @@ def shared_length(left: bytes, right: bytes) -> int:
 def tokens_in(shared: int) -> int:
     """How many whole tokens lie in the first ``shared`` bytes of a key."""
     return max(shared // WIDTH - 1, 0)
+
+
+def nearest_of(keys: Sequence[K], key: K) -> tuple[int, int]:
+    """Which of some sorted keys shares the longest prefix with another, and how long that is. It is
+    a neighbour of the place where the other would stand. ``(0, 0)`` if none shares anything."""
+    at = bisect_left(keys, key)
+    best = longest = 0
+    for neighbour in range(max(at - 1, 0), min(at + 1, len(keys))):
+        common = common_length(keys[neighbour], key)
+        if common > longest:
+            best, longest = neighbour, common
+    return best, longest
 
 
 class PrefixIndex(Generic[K, T]):
@@ -166,11 +188,5 @@ class PrefixIndex(Generic[K, T]):
 
     def nearest(self, key: K) -> tuple[K | None, int]:
         """A stored key that shares the longest prefix with ``key``, and that prefix's length."""
-        at = bisect_left(self._sorted, key)
-        best: K | None = None
-        shared = 0
-        for other in self._sorted[max(at - 1, 0) : at + 1]:
-            common = common_length(other, key)
-            if common > shared:
-                best, shared = other, common
-        return best, shared
+        at, shared = nearest_of(self._sorted, key)
+        return (self._sorted[at] if shared else None), shared

@@ -12,7 +12,8 @@ from typing import Any
 
 from attrs import define, field
 
-from genlm.kit.prefixes import length_of
+from genlm.core.context import Context
+from genlm.kit.prefixes import WIDTH, version_of
 
 
 @define(eq=False)
@@ -26,6 +27,7 @@ class Segment:
         parent: The trunk that holds the positions before. It may be longer than ``start``: then
             only its beginning belongs to this context.
         pinned: Whether it stays until the state is cleared.
+        context: The same as ``key``, without the adapter's version, for look-ups.
         children: The segments that stand on this one; only trunks have some.
 
     Examples:
@@ -43,17 +45,24 @@ class Segment:
     start: int = 0
     parent: Trunk | None = None
     pinned: bool = False
+    context: Context | None = field(default=None, repr=False)
     children: set[Segment] = field(factory=set, init=False, repr=False)
 
     @property
     def stop(self) -> int:
         """The length of the context to the end of this segment."""
-        return length_of(self.key)
+        return len(self.key) // WIDTH - 1
 
     @property
     def size(self) -> int:
         """The number of positions stored here."""
-        return self.stop - self.start
+        return len(self.key) // WIDTH - 1 - self.start
+
+    @property
+    def name(self) -> tuple[int, int]:
+        """The version of the adapter, and the hash of the context."""
+        assert self.context is not None
+        return version_of(self.key), self.context.hash_value
 
     def path(self) -> Iterator[tuple[Trunk, int]]:
         """The trunks below this segment, the nearest first, each with how many of its positions

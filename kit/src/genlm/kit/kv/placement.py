@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from attrs import define
+from attrs import define, field
 
-from genlm.kit.kv.sharing import KeyedSequence
+from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.segments import Row, Segment, Trunk
 
-A = TypeVar("A", bound=KeyedSequence)
+A = TypeVar("A", bound=TokenSequence)
 
 
 @define(eq=False)
@@ -19,30 +19,38 @@ class Placement(Generic[A]):
     Attributes:
         index: The number of the sequence among those asked.
         sequence: The sequence.
+        found: The segment that it starts from.
+        shared: How many leading tokens it has in common with that.
         start: The first position to compute; all before it are already there.
         row: The row that the sequence ends in; ``None`` if it ends in ``trunk``.
         trunk: A trunk that is computed for this sequence, before the row.
         continued: Whether the row already held a prefix of this sequence.
         kept: Whether the sequence's state is kept; if not, its context is already there.
-        found: The segment that it starts from.
         parent: The segment that its first new segment stands on.
         base: The first position of that segment.
         source: What positions ``base`` to ``start`` are copied from.
         cut: Where the new trunk stops; ``base`` if there is none.
+        done: The first position that the engine has yet to compute, if it counts them here.
     """
 
     index: int
     sequence: A
-    start: int = 0
+    found: Segment | None = None
+    shared: int = 0
+    start: int = field(init=False)
     row: Row | None = None
     trunk: Trunk | None = None
     continued: bool = False
-    kept: bool = True
-    found: Segment | None = None
+    kept: bool = field(init=False)
     parent: Trunk | None = None
     base: int = 0
     source: Segment | None = None
     cut: int = 0
+    done: int = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.start = self.done = min(self.shared, self.sequence.latest_start)
+        self.kept = self.shared < self.sequence.length
 
     @property
     def end(self) -> Segment:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar, cast
 
 from genlm.kit.kv.commands import Blank, Copy, Fork, NewTrunk, Table
 from genlm.kit.kv.placement import Placement
 from genlm.kit.kv.room import Needs, Room
-from genlm.kit.kv.sharing import KeyedSequence, Together, Worth, best_cut
+from genlm.kit.kv.sequence import TokenSequence
+from genlm.kit.kv.sharing import Together, Worth, best_cut
 from genlm.kit.kv.tree import Tree
 from genlm.kit.kv.trunks import Trunks
-from genlm.kit.prefixes import key_of, prefix_of
+from genlm.kit.prefixes import key_of, prefix_of, version_of
 from genlm.kit.segments import Row, Segment, Trunk
 
-A = TypeVar("A", bound=KeyedSequence)
+A = TypeVar("A", bound=TokenSequence)
 
 
 class Planner(Generic[A]):
@@ -56,11 +57,9 @@ class Planner(Generic[A]):
             return self._room.has(Needs(trunks=length))
         return self._room.has(Needs(rows=1, columns=self._worth.columns(length)))
 
-    def known(self, sequence: KeyedSequence) -> int:
+    def known(self, sequence: TokenSequence) -> int:
         """How many leading tokens of a sequence need not be computed."""
-        if prefix_of(sequence.key, sequence.latest_start) in self.tree.index:
-            return sequence.latest_start  # the usual case, and faster
-        return min(self.tree.nearest(sequence.key)[1], sequence.latest_start)
+        return min(self._nearest(sequence)[1], sequence.latest_start)
 
     def together(self) -> Together[Any]:
         """What further sequences cost in a batch with these."""
@@ -91,19 +90,22 @@ class Planner(Generic[A]):
             Exception: the table's; nothing is placed then.
         """
         self.abandon()
-        now, shared = self._leaders(sequences)
-        if self._shares:
-            self._trunks.share_forked([sequences[at] for at in now])
-        while now:
-            batch = self._planned(sequences, now, shared)
-            if self._shares and self._trunks.share_common(self._needs(batch)):
-                batch = self._planned(sequences, now, shared)
-            if self._begin(batch):
+        batch, cuts = self._leaders(self._located(sequences, range(len(sequences))))
+        if self._shares and self._trunks.share_forked(batch):
+            batch = self._located(sequences, [one.index for one in batch])
+        while batch:
+            needs = self._planned(batch, cuts)
+            if self._shares and self._trunks.share_common(needs):
+                batch = self._located(sequences, [one.index for one in batch])
+                needs = self._planned(batch, cuts)
+            if self._begin(batch, needs):
                 return batch
-            if len(now) == 1:  # not even with its own source: start from nothing
-                batch = [self._with_trunk(Placement(now[0], sequences[now[0]]), [])]
-                return batch if self._begin(batch) else []
-            now = now[: len(now) // 2]
+            if len(batch) == 1:  # not even with its own source: start from nothing
+                alone = Placement(batch[0].index, batch[0].sequence)
+                self._with_trunk(alone, ())
+                return [alone] if self._begin([alone], self._needs([alone])) else []
+            half = batch[: len(batch) // 2]
+            batch = self._located(sequences, [one.index for one in half])
         return []
 
     def commit(self, computed: Sequence[Placement[A]]) -> None:
@@ -116,21 +118,26 @@ class Planner(Generic[A]):
         self._give_up([one for one in self._running if one not in wanted])
         computed = [one for one in self._running if one in wanted]
         self._running = []
-        for one in computed:  # all of these first: the new key of one may be the old key of another
-            if one.kept and one.continued and one.row is not None:
-                self.tree.rename(one.row, one.sequence.key)
+        staying = [one for one in computed if one.kept]
+        rows = [one.row for one in staying if one.row is not None]
+        trunks = [one.trunk for one in computed if one.trunk is not None]
+        for one in staying:  # all first: the new key of one may be the old key of another
+            if one.continued and one.row is not None:
+                self.tree.rename(one.row, one.sequence)
+        for segment in (*trunks, *rows):
+            self.tree.keep(segment)
         for one in computed:
-            if one.trunk is not None:
-                self.tree.keep(one.trunk)
-        for one in computed:
-            if one.row is not None and one.kept:
-                self.tree.keep(one.row)
-            elif one.row is not None and not one.continued:
+            if one.row is not None and not one.kept and not one.continued:
                 self.tree.discard(one.row)
-        ends = [one.end if one.kept else one.found for one in computed]
+        if trunks:  # last: it drops kept state, and may fail
+            self._shorten(trunks, [one.end if one.kept else one.found for one in computed])
+
+    def _shorten(self, trunks: Sequence[Trunk], ends: Sequence[Segment | None]) -> None:
+        """Keep the paths below new trunks short; the segments in which sequences end stay."""
         staying = [end for end in ends if end is not None]
-        for one in computed:  # last: it drops kept state, and may fail
-            trunk = self.tree.index.get(one.trunk.key) if one.trunk is not None else None
+        for made in trunks:
+            assert made.context is not None
+            trunk = self.tree.at_end(version_of(made.key), made.context)
             if isinstance(trunk, Trunk):
                 self._trunks.shorten(trunk, staying)
 
@@ -159,7 +166,7 @@ class Planner(Generic[A]):
 
     # --- what stays and what goes -----------------------------------------------------------------
 
-    def pin(self, sequence: KeyedSequence) -> bool:
+    def pin(self, sequence: TokenSequence) -> bool:
         """Keep a committed sequence's state until :meth:`clear`; ``False`` if there is none."""
         self.abandon()
         found, shared = self.tree.nearest(sequence.key)
@@ -173,8 +180,8 @@ class Planner(Generic[A]):
             and sequence.length - found.start >= self._worth.step
         ):
             self._trunks.split([found], sequence.length)
-            found = self.tree.index.get(sequence.key) or found
-        found.pinned = True
+            found = self.tree.at_end(sequence.version, sequence.tokens) or found
+        self.tree.pin(found)
         return True
 
     def clear(self) -> None:
@@ -186,7 +193,7 @@ class Planner(Generic[A]):
         """Drop all but the pinned contexts and release the memory."""
         self.abandon()
         staying = self.tree.pinned()
-        for one in list(self.tree.index.values()):
+        for one in list(self.tree.kept):
             if one not in staying:
                 self.tree.drop(one)
         self._room.trim()
@@ -195,67 +202,80 @@ class Planner(Generic[A]):
         """Drop the state computed with a version of an adapter, pinned or not."""
         self.abandon()
         header = key_of(version, ())
-        for one in list(self.tree.index.values()):
+        for one in list(self.tree.kept):
             if one.key.startswith(header):
                 self.tree.drop(one)
 
     # --- planning ---------------------------------------------------------------------------------
 
-    def _leaders(self, sequences: Sequence[A]) -> tuple[list[int], dict[int, list[int]]]:
+    def _nearest(self, sequence: TokenSequence) -> tuple[Segment | None, int]:
+        """The segment that shares the most leading tokens with a sequence, and how many. In the
+        usual step, a known context and a token more, that is one look-up: what another segment
+        might share beyond the parent is then not worth a search."""
+        found = self.tree.at_end(sequence.version, sequence.tokens)
+        if found is None and 0 < sequence.tokens.grown < self._worth.waiting:
+            found = self.tree.of_parent(sequence)
+        if found is None:
+            return self.tree.nearest(sequence.key)
+        shared = found.stop
+        sequence.begins_like(found.key, shared)
+        return found, shared
+
+    def _located(self, sequences: Sequence[A], indices: Iterable[int]) -> list[Placement[A]]:
+        """Placements of some of the sequences, which know no more than what they start from."""
+        return [Placement(at, sequences[at], *self._nearest(sequences[at])) for at in indices]
+
+    def _leaders(
+        self, batch: list[Placement[A]]
+    ) -> tuple[list[Placement[A]], dict[int, list[int]]]:
         """The sequences to compute now; the others wait, because one of these computes much of what
-        they need. For some of them, also how many leading tokens each sequence that waits for it
-        shares."""
-        now: list[int] = []
+        they need. For some of them, by index, also how many leading tokens each sequence that waits
+        for it shares."""
+        if all(one.sequence.length - one.start < self._worth.waiting for one in batch):
+            return batch, {}  # nobody would wait for one of these
+        now: list[Placement[A]] = []
         shared: dict[int, list[int]] = {}
         together: Together[int] = self.together()
-        for at, one in enumerate(sequences):
-            known = self.known(one)
+        for one in batch:
             leader = None
-            if one.length - known >= self._worth.waiting:  # else nobody would wait for it
-                leader, common = together.leader(one, known)
+            if one.sequence.length - one.start >= self._worth.waiting:
+                leader, common = together.leader(one.sequence, one.start)
                 if leader is None:
-                    together.add(one, at)
+                    together.add(one.sequence, one.index)
                 else:
                     shared.setdefault(leader, []).append(common)
             if leader is None:
-                now.append(at)
+                now.append(one)
         return now, shared
 
-    def _planned(
-        self, sequences: Sequence[A], now: Sequence[int], shared: dict[int, list[int]]
-    ) -> list[Placement[A]]:
+    def _planned(self, batch: Sequence[Placement[A]], cuts: dict[int, list[int]]) -> Needs:
+        """Decide where each of them runs; what they need."""
         taken: set[Segment] = set()
-        batch = []
-        for at in now:
-            one = self._plan(Placement(at, sequences[at]), taken, shared.get(at, []))
+        for one in batch:
+            self._plan(one, taken, cuts.get(one.index, ()))
             if one.row is not None:
                 taken.add(one.row)
-            batch.append(one)
         if self._shares:
             self._set_apart(batch)
-        return batch
+        return self._needs(batch)
 
-    def _plan(self, one: Placement[A], taken: set[Segment], cuts: Sequence[int]) -> Placement[A]:
+    def _plan(self, one: Placement[A], taken: set[Segment], cuts: Sequence[int]) -> None:
         """Where it runs: in an existing row, on a trunk, or in a new row with a copy."""
-        sequence = one.sequence
-        found, common = self.tree.nearest(sequence.key)
-        one.found, one.start = found, min(common, sequence.latest_start)
-        one.kept = common < sequence.length
+        found = below = one.found
         if isinstance(found, Row) and found not in taken and one.start >= found.start:
-            extends = common == found.stop and not found.pinned
+            extends = one.shared == found.stop and not found.pinned
             if extends or not one.kept:
                 one.row, one.continued = found, True
-                return one
-        below = found
+                return
         while below is not None and one.start <= below.start:
             below = below.parent
         if isinstance(below, Trunk) and self._worth.a_product(below, one.start):
             one.parent, one.base = below, one.start
         elif below is not None:
             one.parent, one.base, one.source = below.parent, below.start, below
-        return self._with_trunk(one, cuts)
+        self._with_trunk(one, cuts)
 
-    def _with_trunk(self, one: Placement[A], cuts: Sequence[int]) -> Placement[A]:
+    def _with_trunk(self, one: Placement[A], cuts: Sequence[int]) -> None:
         """Give a new context its own trunk up to where others will fork, or to its end if it is
         long."""
         one.cut = one.base
@@ -265,10 +285,11 @@ class Planner(Generic[A]):
                 one.cut = cut
             elif one.sequence.length - one.start >= self._worth.trunk:
                 one.cut = one.sequence.length
-        return one
 
     def _set_apart(self, batch: Sequence[Placement[A]]) -> None:
         """Give the few new contexts that would make all rows longer their own trunks."""
+        if all(one.continued for one in batch):
+            return
         tails: list[tuple[int, Placement[A] | None]] = [(row.size, None) for row in self.tree.rows]
         tails += [(one.tail, one) for one in batch if one.needs_row or one.continued]
         for outlier in self._worth.outliers_of(tails):
@@ -276,33 +297,37 @@ class Planner(Generic[A]):
                 outlier.cut = outlier.sequence.length
 
     def _needs(self, batch: Sequence[Placement[A]]) -> Needs:
-        used = {segment for one in batch for segment in (one.found, one.parent, one.source)}
+        new = [one for one in batch if not one.continued]
+        used = {one.found for one in batch}
+        used.update(segment for one in new for segment in (one.parent, one.source))
+        used.discard(None)
         return Needs(
-            rows=sum(one.needs_row for one in batch),
-            columns=max(self._worth.columns(one.tail) for one in batch),
+            rows=sum(one.needs_row for one in new),
+            columns=self._worth.columns(max(one.tail for one in batch)),
             computed=sum(one.sequence.length - max(one.start, one.cut) for one in batch),
-            trunks=sum(one.cut - one.base for one in batch if not one.continued),
-            protected={segment for segment in used if segment is not None},
+            trunks=sum(one.cut - one.base for one in new),
+            protected=cast("set[Segment]", used),
         )
 
     # --- carrying out -----------------------------------------------------------------------------
 
-    def _begin(self, batch: Sequence[Placement[A]]) -> bool:
+    def _begin(self, batch: Sequence[Placement[A]], needs: Needs) -> bool:
         """Make room for a batch, take segments, and copy known positions to them; ``False`` if it
         does not fit."""
-        if not self._room.make(self._needs(batch)):
+        if not self._room.make(needs):
             return False
         self._running = list(batch)
         for one in batch:
             if one.found is not None:
                 self.tree.touch(one.found)
-            if not one.continued:
-                self._enter(one)
+        new = [one for one in batch if not one.continued]
+        for one in new:
+            self._enter(one)
         try:
-            for one in batch:
+            for one in new:
                 if one.trunk is not None:
                     self._table.do(NewTrunk(one.trunk))
-            self._copy(batch)
+            self._copy(new)
         except BaseException:
             self.abandon()
             raise
@@ -310,12 +335,13 @@ class Planner(Generic[A]):
 
     def _enter(self, one: Placement[A]) -> None:
         """The new segments of a placement."""
-        key, parent, base = one.sequence.key, one.parent, one.base
+        sequence, parent, base = one.sequence, one.parent, one.base
         if one.cut > base:
-            one.trunk = parent = self.tree.new_trunk(prefix_of(key, one.cut), parent, base)
+            key, context = prefix_of(sequence.key, one.cut), sequence.tokens.first(one.cut)
+            one.trunk = parent = self.tree.new_trunk(key, context, parent, base)
             base = one.cut
         if one.needs_row:
-            one.row = self.tree.new_row(key, parent, base)
+            one.row = self.tree.new_row(sequence, parent, base)
 
     def _copy(self, batch: Sequence[Placement[A]]) -> None:
         """Copy known positions to new segments: the forks of rows together."""

@@ -58,6 +58,8 @@ class Room:
     def make(self, needs: Needs) -> bool:
         """Drop the least recently used until the batch fits, and resize the table; ``False`` if it
         cannot fit."""
+        if self._has_it(needs):
+            return True
         rows, least, trunks = self._taken(needs)
         used = rows * least + trunks
         if used > self._table.limit(used):
@@ -72,7 +74,7 @@ class Room:
         dropped = True
         while count * columns > room and dropped:
             dropped = False
-            for one in list(tree.index.values()):
+            for one in list(tree.kept):
                 if one.pinned or one.children or one in needs.protected:
                     continue
                 tree.drop(one)
@@ -88,6 +90,17 @@ class Room:
         self._fit(count, columns, room)
         return True
 
+    def _has_it(self, needs: Needs) -> bool:
+        """Whether a batch fits into the table as it is, beside all that is kept."""
+        tree = self._tree
+        positions = tree.positions + needs.trunks
+        return (
+            len(tree.rows) + needs.rows <= tree.slots
+            and needs.columns <= tree.columns
+            # What the batch takes is more than this, so the limit is not less.
+            and positions <= self._table.limit(needs.rows * needs.columns + needs.trunks)
+        )
+
     def trim(self) -> None:
         """Shrink the table to its rows."""
         rows = self._tree.rows
@@ -101,7 +114,7 @@ class Room:
     def lose(self, error: BaseException) -> None:
         """Drop everything, because an error has left incomplete state."""
         tree = self._tree
-        pinned = sum(one.pinned for one in tree.index.values())
+        pinned = sum(one.pinned for one in tree.kept)
         logger.warning("kv.lost", rows=len(tree.rows), pinned=pinned, reason=describe_error(error))
         self.clear()
 

@@ -4,30 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Generic, Protocol, TypeVar
+from operator import itemgetter
+from typing import Generic, TypeVar
 
 from attrs import frozen
 
+from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.prefixes import PrefixIndex, shared_length, tokens_in
 from genlm.kit.segments import Row, Trunk
 
 T = TypeVar("T")
-
-
-class KeyedSequence(Protocol):
-    """A sequence whose last rows are wanted."""
-
-    @property
-    def key(self) -> bytes:
-        """See :func:`~genlm.kit.prefixes.key_of`."""
-
-    @property
-    def length(self) -> int:
-        """The number of tokens."""
-
-    @property
-    def latest_start(self) -> int:
-        """The first position that must be computed even if its state is known."""
 
 
 @frozen
@@ -81,8 +67,8 @@ class Worth:
         Args:
             tails: The size of each row, and its owner.
         """
-        ordered = sorted(tails, key=lambda one: one[0], reverse=True)
-        total = sum(size for size, _ in ordered)
+        ordered = sorted(tails, key=itemgetter(0), reverse=True)
+        total = sum(map(itemgetter(0), ordered))
         found: list[T] = []
         for at, (size, owner) in enumerate(ordered[: self.outliers + 1]):
             count = len(ordered) - at
@@ -105,14 +91,14 @@ class Together(Generic[T]):
         self._waiting = waiting
         self._index: PrefixIndex[bytes, T] = PrefixIndex()
 
-    def __contains__(self, sequence: KeyedSequence) -> bool:
+    def __contains__(self, sequence: TokenSequence) -> bool:
         return sequence.key in self._index
 
-    def add(self, sequence: KeyedSequence, value: T) -> None:
+    def add(self, sequence: TokenSequence, value: T) -> None:
         """Compute this sequence with the others."""
         self._index.add(sequence.key, value)
 
-    def leader(self, sequence: KeyedSequence, known: int) -> tuple[T | None, int]:
+    def leader(self, sequence: TokenSequence, known: int) -> tuple[T | None, int]:
         """Which of them a sequence should wait for, if any, and how many of its leading tokens it
         then need not compute; ``known`` of these are already there."""
         nearest, common = self._index.nearest(sequence.key)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Iterable
+from operator import attrgetter
 
-from genlm.kit.prefixes import PrefixIndex, prefix_of, tokens_in
+from genlm.core.context import Context
+from genlm.kit.kv.sequence import TokenSequence
+from genlm.kit.prefixes import key_of, nearest_of, prefix_of, tokens_in, version_of
 from genlm.kit.segments import Row, Segment, Trunk
 
 
@@ -13,7 +17,7 @@ class Tree:
     """Segments of one table.
 
     Attributes:
-        index: The kept segments, by key, the least recently used first.
+        kept: The kept segments, the least recently used first.
         rows: All rows, kept or running.
         running: Segments of a batch that is not committed yet.
         slots, columns: The size of the table.
@@ -21,27 +25,50 @@ class Tree:
     """
 
     def __init__(self) -> None:
-        self.index: PrefixIndex[bytes, Segment] = PrefixIndex()
+        self.kept: dict[Segment, None] = {}
         self.rows: dict[Row, None] = {}
         self.running: set[Segment] = set()
         self.slots = 0
         self.columns = 0
         self.trunk_positions = 0
+        self._pins: set[Segment] = set()
+        self._ends: dict[tuple[int, int], Segment] = {}  # the kept ones by name
         self._free: list[int] = []  # a heap: the lowest is taken first
+        # The kept ones by key, for searches, and the keys; none where some have changed since.
+        self._sorted: list[Segment] = []
+        self._keys: list[bytes] | None = []
 
     @property
     def positions(self) -> int:
         """For how many positions memory is allocated."""
         return self.slots * self.columns + self.trunk_positions
 
+    def at_end(self, version: int, context: Context) -> Segment | None:
+        """The kept segment that ends where a context does."""
+        one = self._ends.get((version, context.hash_value))
+        return one if one is not None and one.context == context else None
+
+    def of_parent(self, sequence: TokenSequence) -> Segment | None:
+        """The kept segment that ends where the context does that a sequence extends."""
+        tokens = sequence.tokens
+        one = self._ends.get((sequence.version, tokens.parent_hash))
+        if one is None or one.context is None or not tokens.starts_with(one.context):
+            return None
+        return one
+
     def nearest(self, key: bytes) -> tuple[Segment | None, int]:
         """The segment that shares the most leading tokens with ``key``, and how many."""
-        nearest, common = self.index.nearest(key)
+        if self._keys is None:
+            self._sorted = sorted(self.kept, key=attrgetter("key"))
+            self._keys = [one.key for one in self._sorted]
+        at, common = nearest_of(self._keys, key)
         shared = tokens_in(common)
-        if nearest is None or shared == 0:
+        if shared == 0:
             return None, 0
         # On a tie, prefer the one that ends there: it can be continued in place.
-        return self.index.get(prefix_of(key, shared)) or self.index[nearest], shared
+        ending = prefix_of(key, shared)
+        first = bisect_left(self._keys, ending)
+        return self._sorted[first if self._keys[first] == ending else at], shared
 
     def with_paths(self, segments: Iterable[Segment]) -> set[Segment]:
         """Some segments, and all trunks below them."""
@@ -52,7 +79,7 @@ class Tree:
 
     def pinned(self) -> set[Segment]:
         """The pinned segments, and all trunks below them."""
-        return self.with_paths(one for one in self.index.values() if one.pinned)
+        return self.with_paths(self._pins)
 
     def above(self, trunk: Trunk, but: Segment) -> list[Segment]:
         """All segments on a trunk, except one child and the segments on that."""
@@ -68,45 +95,59 @@ class Tree:
 
     def touch(self, segment: Segment) -> None:
         """Make a segment and its path the most recently used."""
-        for trunk, _ in segment.path():
-            self.index.touch(trunk.key)
-        self.index.touch(segment.key)
+        kept = self.kept
+        if segment.parent is not None:
+            for trunk, _ in segment.path():
+                kept[trunk] = kept.pop(trunk)
+        kept[segment] = kept.pop(segment)
 
-    def new_row(self, key: bytes, parent: Trunk | None, start: int) -> Row:
+    def new_row(self, sequence: TokenSequence, parent: Trunk | None, start: int) -> Row:
         """A running row in a free slot."""
-        row = Row(key, slot=heapq.heappop(self._free))
+        row = Row(sequence.key, context=sequence.tokens, slot=heapq.heappop(self._free))
         row.stand_on(parent, start)
         self.rows[row] = None
         self.running.add(row)
         return row
 
-    def new_trunk(self, key: bytes, parent: Trunk | None, start: int) -> Trunk:
+    def new_trunk(self, key: bytes, context: Context, parent: Trunk | None, start: int) -> Trunk:
         """A running trunk."""
-        trunk = Trunk(key)
+        trunk = Trunk(key, context=context)
         trunk.stand_on(parent, start)
         self.trunk_positions += trunk.size
         self.running.add(trunk)
         return trunk
 
     def keep(self, segment: Segment) -> None:
-        """Index a running segment by its key. If there is an equal trunk, that one stays, and takes
-        over the children of this one."""
-        twin = self.index.get(segment.key)
-        if isinstance(twin, Trunk):
-            for child in list(segment.children):
-                child.stand_on(twin, child.start)
-            return self.discard(segment)
-        if twin is not None:
-            segment.pinned = twin.pinned
+        """Keep a running segment. If there is an equal trunk, that one stays, and takes over the
+        children of this one."""
+        twin = self._ends.get(name := segment.name)
+        if twin is not None and twin.context == segment.context:
+            if isinstance(twin, Trunk):
+                for child in list(segment.children):
+                    child.stand_on(twin, child.start)
+                return self.discard(segment)
+            if twin.pinned:
+                self.pin(segment)
             self.drop(twin)
-        self.index.add(segment.key, segment)
         self.running.discard(segment)
+        self.kept[segment] = None
+        self._ends[name] = segment
+        if self._keys is not None:
+            at = bisect_left(self._keys, segment.key)
+            self._keys.insert(at, segment.key)
+            self._sorted.insert(at, segment)
 
-    def rename(self, row: Row, key: bytes) -> None:
-        """Give a kept row the key of a longer context; it is running until it is kept again."""
-        self.index.remove(row.key)
-        row.key = key
+    def rename(self, row: Row, sequence: TokenSequence) -> None:
+        """Let a kept row end where a longer context does; it is running until it is kept again."""
+        self._keys = None
+        self._forget(row)
+        row.key, row.context = sequence.key, sequence.tokens
         self.running.add(row)
+
+    def pin(self, segment: Segment) -> None:
+        """Let a segment stay until all is cleared."""
+        segment.pinned = True
+        self._pins.add(segment)
 
     def lengthen(self, trunk: Trunk, below: Trunk) -> None:
         """Note that a trunk has taken over the positions of the one below it, which is dropped."""
@@ -116,13 +157,23 @@ class Tree:
 
     def drop(self, segment: Segment) -> None:
         """Forget a kept segment."""
-        self.index.remove(segment.key)
+        self._forget(segment)
         self.discard(segment)
+
+    def _forget(self, segment: Segment) -> None:
+        """A segment is not kept under its key any more."""
+        del self.kept[segment]
+        if self._keys is not None:
+            at = bisect_left(self._keys, segment.key)
+            del self._keys[at], self._sorted[at]
+        if self._ends.get(name := segment.name) is segment:  # not another one of the same hash
+            del self._ends[name]
 
     def discard(self, segment: Segment) -> None:
         """Free what a segment takes."""
         segment.leave()
         self.running.discard(segment)
+        self._pins.discard(segment)
         if isinstance(segment, Row):
             del self.rows[segment]
             heapq.heappush(self._free, segment.slot)
@@ -132,11 +183,11 @@ class Tree:
 
     def clear(self) -> None:
         """Forget everything; the table is empty."""
-        for one in [*self.index.values(), *self.running]:
+        for one in [*self.kept, *self.running]:
             one.leave()
-        self.index.clear()
-        self.rows.clear()
-        self.running.clear()
+        for emptied in (self.kept, self._ends, self._pins, self.rows, self.running):
+            emptied.clear()
+        self._keys = None
         self.trunk_positions = 0
         self.resized(0, 0, ())
 
@@ -155,15 +206,21 @@ class Tree:
             raise RuntimeError(f"rows {slots} are not those of a table of {self.slots} rows")
         if any(row.size > self.columns for row in self.rows):
             raise RuntimeError(f"a row is longer than the table's {self.columns} columns")
-        kept = {*self.index.values(), *self.running}
+        kept = {*self.kept, *self.running}
         trunks = {one for one in kept if isinstance(one, Trunk)}
         if {one for one in kept if isinstance(one, Row)} != set(self.rows):
             raise RuntimeError("a row is neither kept nor running")
         if sum(trunk.size for trunk in trunks) != self.trunk_positions:
             raise RuntimeError(f"trunks do not take {self.trunk_positions} positions")
-        for one in self.index.values():
-            if self.index.get(one.key) is not one:
+        if {one for one in kept if one.pinned} != self._pins:
+            raise RuntimeError("a pinned segment is not among those that stay")
+        for one in self.kept:
+            if self.nearest(one.key)[0] is not one:
                 raise RuntimeError("a segment is not found by its key")
+            if one.context is None or self.at_end(version_of(one.key), one.context) is not one:
+                raise RuntimeError("a segment is not found by its context")
+            if key_of(version_of(one.key), one.context) != one.key:
+                raise RuntimeError("a segment's key is not that of its context")
             below = one.parent
             if (below is None) != (one.start == 0):
                 raise RuntimeError(f"a segment from position {one.start} stands on {below}")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 from genlm.core.checks import describe_error
+from genlm.core.context import Context
 from genlm.core.logs import get_logger
 from genlm.kit.kv.commands import Copy, Join, NewTrunk, Shift, Table
+from genlm.kit.kv.placement import Placement
 from genlm.kit.kv.room import Needs, Room
-from genlm.kit.kv.sharing import KeyedSequence, Worth, best_cut, best_part, families_of
+from genlm.kit.kv.sharing import Worth, best_cut, best_part, families_of
 from genlm.kit.kv.tree import Tree
-from genlm.kit.prefixes import prefix_of
+from genlm.kit.prefixes import prefix_of, version_of
 from genlm.kit.segments import Row, Segment, Trunk
 
 logger = get_logger()
@@ -33,28 +36,31 @@ class Trunks:
         self._table = table
         self._worth = worth
 
-    def share_forked(self, batch: Sequence[KeyedSequence]) -> None:
+    def share_forked(self, batch: Sequence[Placement[Any]]) -> bool:
         """Turn into trunks what several contexts will share, and the few rows that make all others
-        longer."""
+        longer.
+
+        Returns:
+            Whether some were.
+        """
+        changed = False
         wanted: dict[Row, list[int]] = {}
-        protected: set[Segment] = set()
         for one in batch:
-            found, shared = self._tree.nearest(one.key)
-            if found is not None:
-                protected.add(found)
-            if isinstance(found, Row):
-                wanted.setdefault(found, []).append(min(shared, one.latest_start))
+            if isinstance(one.found, Row):
+                wanted.setdefault(one.found, []).append(one.start)
+        protected: set[Segment] = {one.found for one in batch if one.found is not None}
         for row, cuts in wanted.items():
             # A context that extends the row, or ends in it, runs there: nothing is shared.
-            alone = len(cuts) == 1 and cuts[0] >= row.stop - 1 and not row.pinned
+            if len(cuts) == 1 and cuts[0] >= row.stop - 1 and not row.pinned:
+                continue
             cut, saved = best_cut(cuts, row.start)
-            worth_it = saved >= self._worth.sharing or cut - row.start >= self._worth.trunk
-            if worth_it and not alone:
-                self.split([row], cut, protected)
+            if saved >= self._worth.sharing or cut - row.start >= self._worth.trunk:
+                changed |= self.split([row], cut, protected)
         for row in self._worth.outliers_of([(row.size, row) for row in self._tree.rows]):
             # This one may have been dropped to make room for the one before.
-            if self._tree.index.get(row.key) is row:
-                self.split([row], row.stop, protected)
+            if row in self._tree.kept:
+                changed |= self.split([row], row.stop, protected)
+        return changed
 
     def share_common(self, needs: Needs) -> bool:
         """If the table would take much more than its contents, turn into trunks what rows have in
@@ -80,9 +86,9 @@ class Trunks:
         tree, worth = self._tree, self._worth
         rows = list(tree.rows)
         count = len(rows) + needs.rows
-        columns = max(needs.columns, *(worth.columns(row.size) for row in rows), 0)
-        if count <= tree.slots and columns <= tree.columns:
+        if count <= tree.slots and needs.columns <= tree.columns:
             return []
+        columns = max(needs.columns, *(worth.columns(row.size) for row in rows), 0)
         families = families_of(rows)
         distinct = sum(row.size for row in rows) - sum(sum(common) for _, common in families)
         if count * columns <= worth.waste * (distinct + needs.computed) + worth.spare * count:
@@ -109,13 +115,15 @@ class Trunks:
         Returns:
             ``False`` if the budget does not allow it; then nothing was done.
         """
-        start, key = rows[0].start, prefix_of(rows[0].key, cut)
-        trunk = self._tree.index.get(key)
+        first = rows[0]
+        assert first.context is not None
+        context = first.context.first(cut)
+        trunk = self._tree.at_end(version_of(first.key), context)
         if not isinstance(trunk, Trunk):
-            needs = Needs(trunks=cut - start, protected={*protected, *rows})
+            needs = Needs(trunks=cut - first.start, protected={*protected, *rows})
             if not self._room.make(needs):
                 return False
-            trunk = self._collected(rows[0], key)
+            trunk = self._collected(first, context)
         for row in rows:
             if row.stop > cut:  # else the trunk took its place
                 self._move(row, trunk)
@@ -123,9 +131,10 @@ class Trunks:
         self.shorten(trunk, protected)
         return True
 
-    def _collected(self, row: Row, key: bytes) -> Trunk:
+    def _collected(self, row: Row, context: Context) -> Trunk:
         """A kept trunk of the first positions of a row."""
-        trunk = self._tree.new_trunk(key, row.parent, row.start)
+        key = prefix_of(row.key, len(context))
+        trunk = self._tree.new_trunk(key, context, row.parent, row.start)
         try:
             self._table.do(NewTrunk(trunk))
             self._table.do(Copy(row, trunk, trunk.size))

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from attrs import field, frozen
-
 import mlx.core as mx
-from genlm.kit.kv import Placement, Planner, Worth
-from genlm.kit.prefixes import key_of
+from genlm.kit.kv import Placement, Planner, TokenSequence, Worth
 from genlm.kit.segments import Row, Segment, Trunk
 from genlm.mlx.block import RowBlock
 from genlm.mlx.chunk import Chunk
@@ -28,31 +25,16 @@ FEW_MORE = 4
 MOST_PRODUCTS, LEAST_FED = 1 << 21, 256
 
 
-@frozen(eq=False)
-class VersionedSequence:
+class VersionedSequence(TokenSequence):
     """A sequence whose last row is wanted.
 
-    Attributes:
+    Args:
         name: The version of its adapter, then its tokens.
-        key: The same, see :func:`~genlm.kit.prefixes.key_of`.
     """
 
-    name: Key
-    key: bytes = field(init=False)
-
-    @key.default
-    def _make_key(self) -> bytes:
-        return key_of(self.name[0], self.name[1:])
-
-    @property
-    def length(self) -> int:
-        """The number of tokens."""
-        return len(self.name) - 1
-
-    @property
-    def latest_start(self) -> int:
-        """The first position that must be computed even if its state is known."""
-        return self.length - 1
+    def __init__(self, name: Key) -> None:
+        super().__init__(name[1:])
+        self.name, self.version = name, name[0]
 
     def chunk(self, segment: Segment, start: int, stop: int) -> Chunk:
         """The tokens of some positions, for a segment."""
@@ -76,7 +58,7 @@ class Store:
         self._planner: Planner[VersionedSequence] = Planner(self._table, worth)
 
     def __len__(self) -> int:
-        return len(self._planner.tree.index)
+        return len(self._planner.tree.kept)
 
     @property
     def nbytes(self) -> int:
