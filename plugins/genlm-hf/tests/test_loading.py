@@ -17,6 +17,7 @@ from transformers import (
     BertConfig,
     BertModel,
     BitsAndBytesConfig,
+    LlamaConfig,
     PreTrainedModel,
 )
 
@@ -26,12 +27,15 @@ from genlm.core import (
     InvalidOptionError,
     ModelNotFoundError,
     UnsupportedError,
+    hookimpl,
     load_model_by_name,
 )
+from genlm.core.mock import ByteTokenizer
 from genlm.hf import AsyncTransformer
 from genlm.hf.loading import load_pretrained
 from genlm.hf.options import ELSEWHERE, HFOptions
 
+from .conftest import build
 from .shapes import SHAPE, TOKENS
 
 CONTEXT = [104, 101, 108, 108, 111]
@@ -247,3 +251,21 @@ def test_a_subclass_that_gives_its_tokenizer_alone(tiny: str) -> None:
 
     with pytest.raises(InvalidOptionError, match=r"genlm new-plugin NAME.*_get_logprobs"):
         Mine(AutoTokenizer.from_pretrained(tiny))
+
+
+def test_a_hook_gives_mass_to_tokens_that_the_model_lacks() -> None:
+    """As with the tokenizers of some GGUF files: no id of such a token reaches the embedding."""
+
+    class Smooth:
+        @hookimpl
+        def genlm_process_logprobs(self, rows: torch.Tensor) -> torch.Tensor:
+            uniform = torch.full_like(rows, 1 / rows.shape[1]).log()
+            return torch.logaddexp(rows, uniform) - torch.tensor(2.0).log()
+
+    model = build(LlamaConfig(**{**SHAPE, "vocab_size": 200, "pad_token_id": 0}))
+    with AsyncTransformer(model, ByteTokenizer(), wrappers=[Smooth()]) as lm:
+        row = lm.next_token_logprobs_sync(CONTEXT)
+        assert row[200:].isneginf().all()
+        torch.testing.assert_close(row[:200].logsumexp(0), torch.tensor(0.0), atol=1e-5, rtol=0)
+        for seed in range(20):
+            assert max(lm.sample_sync(CONTEXT, 12, [], seed=seed)) < 200

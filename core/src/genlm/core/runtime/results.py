@@ -104,6 +104,12 @@ class Results:
 
         assert self._process is not None
         rows = self._process([query for query, _ in each], torch.stack([row for _, row in each]))
+        if self._width > self._vocab_size:
+            # Tokens that the model lacks: a draw would put them into a context.
+            own = rows[:, : self._vocab_size].log_softmax(-1)
+            rows = torch.nn.functional.pad(
+                own, (0, self._width - self._vocab_size), value=-torch.inf
+            )
         return _unbound(rows)
 
     def _score(self, score: Any, length: int, hook: str) -> torch.Tensor:
