@@ -76,3 +76,23 @@ class FailedLoadingEmptiesTheSlot(MockEngine):
 
     def row(self, query):
         return super().row(evolve(query, adapter=None) if self.empty else query)
+
+
+@breaks("adapters_added_at_once")
+class ContentsLeftOnTheEngine(MockEngine):
+    """What was read is left on the engine, where the next one who reads puts its own."""
+
+    @hookimpl
+    def genlm_read_lora(self, adapter):
+        self.last = adapter.path
+
+    @hookimpl
+    def genlm_add_lora(self, adapter, contents):
+        self.paths = {**self.__dict__.get("paths", {}), adapter: self.last}
+        return super().genlm_add_lora(adapter)
+
+    def row(self, query):
+        if query.adapter is None:
+            return super().row(query)
+        adapter = evolve(query.adapter, path=self.paths[query.adapter])
+        return super().row(evolve(query, adapter=adapter))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from attrs import evolve
 
 from genlm.core import SamplingParams, hookimpl
 from genlm.core.mock import MockEngine
+from genlm.core.sampling import TokenDrawer
 
 from .registry import breaks
 
@@ -108,3 +110,34 @@ class SeedStaysSet(MockEngine):
             params = evolve(params, seed=self.last + 1)
         self.last = params.seed
         return super()._draw(query, params)
+
+
+@breaks("first_and_last_token_stop")
+class TokenZeroNeverStops(MockEngine):
+    """The token is tested as a truth before it is looked for among the stop tokens."""
+
+    def _draw(self, query, params):
+        drawer, drawn = TokenDrawer(params), []
+        while len(drawn) < params.max_tokens:
+            token = drawer.draw(self.row(query.extended(tuple(drawn))))
+            if token and token in params.stop_token_ids:
+                break
+            drawn.append(token)
+        return drawn
+
+
+@breaks("long_draws_do_not_repeat")
+class NumbersRepeatAfter32(MockEngine):
+    """A draw has 32 random numbers, and begins with the first one again."""
+
+    def _draw(self, query, params):
+        if params.seed is None:
+            params = evolve(params, seed=int(torch.randint(1 << 30, ())))
+        drawn: list[int] = []
+        while len(drawn) < params.max_tokens:
+            most = min(32, params.max_tokens - len(drawn))
+            piece = super()._draw(query.extended(tuple(drawn)), evolve(params, max_tokens=most))
+            drawn += piece
+            if len(piece) < most:
+                break
+        return drawn

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from attrs import evolve
 
 from genlm.core import AsyncLM, Query, hookimpl
@@ -120,3 +122,29 @@ class DroppedStateStillUsed(MockEngine):
     def genlm_clear_kv_cache(self):
         self.stale = set(self.pinned)
         super().genlm_clear_kv_cache()
+
+
+@breaks("contexts_that_differ_in_one_token", max_context=1024)
+class MiddleNotHashed(Forgetting, MockEngine, first=dict):
+    """Contexts are found by their length and their first and last 16 tokens."""
+
+    def row(self, query):
+        if query.cold:
+            return super().row(query)
+        ids = query.token_ids
+        key = query.adapter, len(ids), ids[:16], ids[-16:]
+        return super().row(self.first.setdefault(key, query))
+
+
+@breaks("warm_row_equals_cold_row")
+class TailIsFlat(MockEngine):
+    """Tokens less likely than 1e-5 have an even share of what they have together."""
+
+    @hookimpl
+    def genlm_next_token_logprobs(self, queries):
+        rows = super().genlm_next_token_logprobs(queries)
+        for row in rows if not queries[0].cold else []:
+            few = row < -11.5
+            if few.any():
+                row[few] = row[few].logsumexp(0) - math.log(int(few.sum()))
+        return rows

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -170,6 +172,26 @@ class AdapterClauses:
                 expect_score(live, float(answered(score, asked)[1]), expected, f"{asked}: token 1")
             for name in [None, *live.bound]:
                 live.check_row(context, name, how=f"after {what}")
+
+    def test_adapters_added_at_once(self, live: Subject) -> None:
+        """Two threads add an adapter each, and both have read the files before either is loaded:
+        each name has its own."""
+        live.needs("genlm_read_lora")
+        names = live.needs_adapters(2)[:2]
+        context = live.contexts.stem[:4]
+        rows = [live.cold(context, name) for name in names]
+        live.gate.readers = threading.Barrier(2)
+        calls = [
+            live.thread(functools.partial(live.lm.add_new_lora, live.adapters[name], f"new-{name}"))
+            for name in names
+        ]
+        for call in calls:
+            answered(live.outcome(call), "an adapter that is added beside another")
+        live.gate.readers = None
+        for name, row in zip(names, rows, strict=True):
+            how = f"{brief(context)} with {name!r}, added while another was"
+            live.expect_row(live.ask(context, f"new-{name}"), row, how)
+            live.lm.remove_lora(f"new-{name}")
 
     def test_adapter_that_fails_to_load(self, live: Subject) -> None:
         """If loading an adapter fails, the name keeps its old binding and every row is as

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
@@ -60,6 +60,8 @@ class EngineGate:
         self.recent_calls: list[EngineCall] = []
         #: What genlm_cache_prefix has returned since then.
         self.pinned: list[bool | None] = []
+        #: Where all who read an adapter meet before one goes on.
+        self.readers: threading.Barrier | None = None
         #: Called in the engine's thread when a call has been answered and before it returns.
         self.on_call: Callable[[], None] | None = None
         with self._changed:
@@ -155,6 +157,14 @@ class EngineGate:
             if getattr(answer.result, "ndim", None) == 1:
                 self._keep("genlm_step", answer.result[None])
         return answers
+
+    @hookimpl(wrapper=True)
+    def genlm_read_lora(self) -> Generator[None, Any, Any]:
+        contents = yield
+        if self.readers is not None:
+            with suppress(threading.BrokenBarrierError):
+                self.readers.wait(self.patience)
+        return contents
 
     @hookimpl(wrapper=True)
     def genlm_cache_prefix(self) -> Generator[None, bool | None, None]:

@@ -88,6 +88,39 @@ class LengthClauses:
             other = rows.setdefault(key, token_id)
             check(other == token_id, f"tokens {other} and {token_id} at the end give the same row")
 
+        # A last chunk of one token.
+        for size in (48, 64, 100, 192):
+            for chunks in range(1, 5 if live.effort >= 1 else 3):
+                length = chunks * size + 1
+                if length <= most:
+                    text = contexts.long(length)
+                    other = next(token for token in contexts.tokens if token != text[-1])
+                    expect_another(text, {length - 1: other}, "with another last token")
+
+    def test_contexts_that_differ_in_one_token(self, live: Subject) -> None:
+        """Contexts that differ in one token anywhere, and equal ends behind different beginnings,
+        have their cold rows, one after the other and together."""
+        contexts = live.contexts
+        most = min(live.longest, contexts.limit)
+        for length in sorted({min(length, most) for length in (40, 64, 130, 300)}):
+            text = contexts.long(length)
+            places = range(0, length, max(1, length // live.scaled(8, 4)))
+            near = [text]
+            for at in places:
+                other = next(token for token in contexts.tokens if token != text[at])
+                near.append((*text[:at], other, *text[at + 1 :]))
+            for context in near:
+                live.check_row(context, how="after others that differ in one token")
+            live.clear()
+            live.check_rows(near, how="together with others that differ in one token")
+        for size in (16, 32, 64, 100):
+            end = contexts.long(size, 1)
+            first, second = contexts.long(size, 2), contexts.long(size, 3)
+            if 2 * size <= most:
+                live.clear()
+                for context in (first + end, second, second + end, first + end):
+                    live.check_row(context, how="whose end others have behind other beginnings")
+
     def test_tokens_from_all_over_the_vocabulary(self, live: Subject) -> None:
         """Special tokens, the first and the last ones: gathered, extended and asked again, their
         contexts have their cold rows."""

@@ -97,6 +97,12 @@ class LifecycleClauses:
             for lm, name in adapted:
                 lm.add_new_lora(live.adapters[name], "mine")
             longer = (*prompt, live.contexts.tokens[0])
+            long = live.contexts.long(min(300, live.longest), 4)
+            for lm in models:
+                live.expect(lm.next_token_logprobs_sync(long), long, how="of one of two models")
+            for lm, name in adapted:
+                row = lm.next_token_logprobs_sync(long, lora_name="mine")
+                live.expect(row, long, name, how="of one of two models")
             for lm in models:
                 lm.cache_kv(prompt)
                 live.expect(lm.next_token_logprobs_sync(longer), longer, how="of one of two models")

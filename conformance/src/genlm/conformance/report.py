@@ -94,8 +94,13 @@ class Report:
         outcome = "conforms" if self.conforms else "DOES NOT CONFORM"
         return (
             f"{self.backend} {outcome}: {total} clauses, {total - failed - skipped} passed, "
-            f"{skipped} skipped, {failed} failed, in {seconds:.0f} s"
+            f"{skipped} skipped, {failed} failed, in {seconds:.0f} s{self._longest()}"
         )
+
+    def _longest(self) -> str:
+        """What was not looked at for its length."""
+        looked = self.setting.get("longest context")
+        return f"; looked at contexts of up to {looked} tokens" if looked else ""
 
     def advice(self) -> str:
         """What to read first, and what was skipped and how to have it run; empty if there is
@@ -179,6 +184,9 @@ def run(
             if only(name.removeprefix("test_")):
                 verdicts.append(_verdict(suite, name, subject))
                 on_verdict(verdicts[-1])
+        longest, limit = subject.__dict__.get("longest"), subject.contexts_limit
+        if longest is not None and (limit is None or longest < limit):
+            setting["longest context"] = f"{longest}" + (f" of {limit}" if limit else "")
     return Report(suite.backend, str(suite.model), tuple(verdicts), setting=setting)
 
 

@@ -3,9 +3,11 @@ does."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from hypothesis import strategies as st
 
 from genlm.conformance.agreement import (
@@ -176,6 +178,42 @@ class SamplingClauses:
                     stopped = live.sample(prompt, most, stops, **how)
                     found = f"{what} and max_tokens={most} {stopped}"
                     expect_same_draw(stopped, free[:first], found)
+
+    def test_first_and_last_token_stop(self, live: Subject) -> None:
+        """The first token of the vocabulary and the last one stop a draw as others do: at a
+        temperature at which they come up, no draw contains its stop token."""
+        size = len(live.lm.byte_vocab)
+        length = min(24, live.contexts.limit - 5)
+        count = math.ceil(8 * size / length)
+        if count > 200:
+            pytest.skip(f"of {size} tokens one comes up too seldom")
+        prompts = [live.contexts.stem[:4]] * count
+        for stop in (0, size - 1):
+            drawn = live.run(live.lm.batch_sample(prompts, length, [stop], temperature=1000.0))
+            check(
+                not any(stop in ids for ids in drawn),
+                f"draws after {brief(prompts[0])} with the stop token {stop} contain it",
+            )
+            check(
+                any(len(ids) < length for ids in drawn),
+                f"token {stop} stopped none of {count} draws of {length} tokens",
+            )
+
+    def test_long_draws_do_not_repeat(self, live: Subject) -> None:
+        """The random numbers of one draw are independent: where every token is about as likely as
+        any other, those at a distance are not the same, at any distance."""
+        prompt = live.contexts.stem[:4]
+        length = min(150, live.longest, live.contexts.limit - len(prompt))
+        for seed in (None, 5):
+            drawn = live.samples([prompt] * 4, length, temperature=1000.0, seed=seed)
+            for lag in range(1, length - 7):
+                pairs = [pair for ids in drawn for pair in zip(ids, ids[lag:], strict=False)]
+                same = sum(one == other for one, other in pairs)
+                check(
+                    same <= max(8, len(pairs) / 3),
+                    f"of {len(drawn)} draws of {length} tokens at temperature 1000, seed={seed}, "
+                    f"{same} of {len(pairs)} tokens are the same as {lag} before",
+                )
 
     def test_max_tokens(self, live: Subject) -> None:
         """Without stop tokens a continuation has exactly ``max_tokens`` tokens; 0 gives none."""

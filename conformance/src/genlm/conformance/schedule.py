@@ -157,7 +157,7 @@ class Asked:
 
     def wrong(self, live: Subject) -> Violation | None:
         if self.hangs:
-            return Violation("it was not answered")
+            return Violation("it was not answered: it hangs")
         if self.task.cancelled():
             return None if self.left else Violation("it was cancelled; its caller had not gone")
         outcome = self.task.exception() or self.task.result()

@@ -124,6 +124,12 @@ class Subject(Driver):
         self.gate.patience = self._patience
         return violation
 
+    @property
+    def contexts_limit(self) -> int | None:
+        """The longest context that the model takes, in tokens; ``None`` where nothing says so."""
+        limit = self.contexts.limit if "contexts" in self.__dict__ else None
+        return limit if limit is not None and limit < 1 << 30 else None
+
     def calls(self) -> int:
         return self.gate.calls
 
