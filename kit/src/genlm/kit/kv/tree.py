@@ -139,7 +139,7 @@ class Tree:
 
     def rename(self, row: Row, sequence: TokenSequence) -> None:
         """Let a kept row end where a longer context does; it is running until it is kept again."""
-        self._keys = None
+        self._keys, self._sorted = None, []
         self._forget(row)
         row.key, row.context = sequence.key, sequence.tokens
         self.running.add(row)
@@ -187,7 +187,7 @@ class Tree:
             one.leave()
         for emptied in (self.kept, self._ends, self._pins, self.rows, self.running):
             emptied.clear()
-        self._keys = None
+        self._keys, self._sorted = [], []
         self.trunk_positions = 0
         self.resized(0, 0, ())
 
