@@ -29,7 +29,7 @@ class Group:
         places: ``[requests, length]``, where in the pool their keys and values are. A shorter
             request repeats its last place, masked.
         mask: Added to the scores, ``[requests, 1, new, length]``; ``None`` if everything is
-            attended to, or for a whole prompt.
+            attended to, or everything before.
         from_the_beginning: Whether nothing comes before the new tokens.
     """
 
@@ -39,7 +39,12 @@ class Group:
     from_the_beginning: bool
 
     def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float | None,
+        cap: float = 0,
     ) -> torch.Tensor:
         """The outputs of :attr:`tokens`.
 
@@ -48,6 +53,7 @@ class Group:
             keys: ``[places, key heads, size]``, the pool.
             values: ``[places, key heads, size]``, the pool.
             scaling: The factor of scores; ``None`` is one over the root of the size.
+            cap: What scores come near to, and never reach; 0 is none.
 
         Returns:
             ``[requests, new, heads, size]``.
@@ -59,20 +65,52 @@ class Group:
         requests, heads, new, size = asked.shape
         if new == 1:  # then the heads that share a key count as queries of it
             asked = asked.reshape(requests, known.shape[1], -1, size)
-        out = scaled_dot_product_attention(
-            asked,
-            known,
-            worth,
-            attn_mask=self.mask,
-            is_causal=self.from_the_beginning and new > 1,
-            scale=scaling,
-            enable_gqa=asked.shape[1] != known.shape[1],
-        )
+        causal = self.mask is None and self.from_the_beginning and new > 1
+        if cap:
+            out = _capped(asked, known, worth, self.mask, causal, scaling, cap)
+        else:
+            out = scaled_dot_product_attention(
+                asked,
+                known,
+                worth,
+                attn_mask=self.mask,
+                is_causal=causal,
+                scale=scaling,
+                enable_gqa=asked.shape[1] != known.shape[1],
+            )
         return out.reshape(requests, heads, new, -1).transpose(1, 2)
 
 
+def _capped(
+    asked: torch.Tensor,
+    known: torch.Tensor,
+    worth: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scaling: float | None,
+    cap: float,
+) -> torch.Tensor:
+    """Attention whose scores are capped, which PyTorch's own has not."""
+    if asked.shape[1] != known.shape[1]:
+        shared = asked.shape[1] // known.shape[1]
+        known, worth = (each.repeat_interleave(shared, dim=1) for each in (known, worth))
+    scores = asked @ known.transpose(-1, -2)
+    scores = scores * (asked.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = cap * torch.tanh(scores / cap)
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    elif mask is not None:
+        scores = scores + mask
+    return scores.softmax(-1, dtype=torch.float32).to(worth.dtype) @ worth
+
+
 def groups(
-    tables: torch.Tensor, lengths: Sequence[int], new: Sequence[int], dtype: torch.dtype
+    tables: torch.Tensor,
+    lengths: Sequence[int],
+    new: Sequence[int],
+    dtype: torch.dtype,
+    before: int | None = None,
 ) -> Iterator[Group]:
     """Divide a batch into groups.
 
@@ -81,6 +119,7 @@ def groups(
         lengths: The length of each request, with its new tokens.
         new: How many of its tokens are new.
         dtype: The dtype of the queries.
+        before: How many positions before its own a token attends to; ``None`` is all.
     """
     ends = torch.tensor(new).cumsum(0).tolist()
     for members in _alike(lengths, new):
@@ -90,9 +129,13 @@ def groups(
         places = torch.minimum(torch.arange(longest), own - 1)
         last_seen = own - count + torch.arange(count)  # [requests, new]
         from_the_beginning = count == longest
+        narrow = before is not None and longest > before + 1
+        alike = count == 1 and lengths[members[0]] == longest
         mask = None
-        if not from_the_beginning and not (count == 1 and lengths[members[0]] == longest):
+        if narrow or not (from_the_beginning or alike):
             hidden = torch.arange(longest) > last_seen.unsqueeze(-1)
+            if before is not None:
+                hidden |= torch.arange(longest) < last_seen.unsqueeze(-1) - before
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
             mask = mask.unsqueeze(1)
         yield Group(
@@ -126,61 +169,64 @@ def install() -> None:
     register_attention_backend("torch_native")(_backend())
 
 
+def is_installed(backend: Any) -> bool:
+    """Whether a model attends by it."""
+    return hasattr(backend, "_run_groups")
+
+
 def _backend() -> type:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     class GroupedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
-        """SGLang's own, except for attention to all earlier positions."""
+        """SGLang's own, except for attention to earlier positions of the same text."""
 
-        _groups: list[Group] | None = None
+        _groups: dict[int | None, list[Group]]
+        _cap: float
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
             super().init_forward_metadata(forward_batch)
-            self._groups = None  # the same in all layers of a forward
+            self._groups = {}  # by windows: the same in all layers of a forward
+
+        def forward_extend(self, q: Any, k: Any, v: Any, layer: Any, *rest: Any, **how: Any) -> Any:
+            self._cap = layer.logit_cap
+            return super().forward_extend(q, k, v, layer, *rest, **how)
+
+        def forward_decode(self, q: Any, k: Any, v: Any, layer: Any, *rest: Any, **how: Any) -> Any:
+            self._cap = layer.logit_cap
+            return super().forward_decode(q, k, v, layer, *rest, **how)
 
         def _run_sdpa_forward_extend(self, *batch: Any, **how: Any) -> Any:
             query, output, keys, values, tables, indices, lengths, _, new, encoder = batch
-            if not how["causal"] or not _plain(encoder, how):
+            if not how["causal"] or encoder is not None:
                 return super()._run_sdpa_forward_extend(*batch, **how)
-            if self._groups is None:
-                self._groups = _groups(tables, indices, lengths, new.tolist(), query.dtype)
-            return _attend(self._groups, query, output, keys, values, how["scaling"])
+            where = (tables, indices, lengths, new)
+            return self._run_groups(query, output, keys, values, where, how)
 
         def _run_sdpa_forward_decode(self, *batch: Any, **how: Any) -> Any:
             query, output, keys, values, tables, indices, lengths, encoder = batch
-            if not _plain(encoder, how):
+            if how["is_cross_attn"] or encoder is not None:
                 return super()._run_sdpa_forward_decode(*batch, **how)
-            if self._groups is None:
-                self._groups = _groups(tables, indices, lengths, [1] * len(lengths), query.dtype)
-            return _attend(self._groups, query, output, keys, values, how["scaling"])
+            where = (tables, indices, lengths, torch.ones_like(lengths))
+            return self._run_groups(query, output, keys, values, where, how)
+
+        def _run_groups(
+            self,
+            query: Any,
+            output: Any,
+            keys: Any,
+            values: Any,
+            where: Any,
+            how: Mapping[str, Any],
+        ) -> Any:
+            before = how["sliding_window_size"]
+            if before not in self._groups:
+                tables, indices, lengths, new = where
+                tables = tables[indices, : int(lengths.max())].long()
+                self._groups[before] = list(
+                    groups(tables, lengths.tolist(), new.tolist(), query.dtype, before)
+                )
+            for group in self._groups[before]:
+                output[group.tokens] = group.attend(query, keys, values, how["scaling"], self._cap)
+            return output
 
     return GroupedAttention
-
-
-def _plain(encoder: torch.Tensor | None, how: Mapping[str, Any]) -> bool:
-    windowed = how["sliding_window_size"] not in (None, -1)
-    return encoder is None and not how["is_cross_attn"] and not windowed
-
-
-def _groups(
-    tables: torch.Tensor,
-    indices: torch.Tensor,
-    lengths: torch.Tensor,
-    new: Sequence[int],
-    dtype: torch.dtype,
-) -> list[Group]:
-    tables = tables[indices, : int(lengths.max())].long()
-    return list(groups(tables, lengths.tolist(), new, dtype))
-
-
-def _attend(
-    found: Sequence[Group],
-    query: torch.Tensor,
-    output: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float | None,
-) -> torch.Tensor:
-    for group in found:
-        output[group.tokens] = group.attend(query, keys, values, scaling)
-    return output

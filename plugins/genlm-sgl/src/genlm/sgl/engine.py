@@ -125,7 +125,7 @@ class SglEngine:
     @hookimpl
     def genlm_cache_prefix(self, query: Query) -> bool:
         if query not in self._pinned:
-            self._evaluate_alone(query)
+            self.evaluate_alone(query)
             self._pinned[query] = self.scheduler.lock(query.token_ids, adapter_id(query))
         return True
 
@@ -134,12 +134,14 @@ class SglEngine:
         self._pinned.clear()
         self.scheduler.flush()
 
-    def _evaluate_alone(self, query: Query) -> None:
+    def evaluate_alone(self, query: Query) -> Any:
+        """The row of a query while nothing else is in flight."""
         answers = self.genlm_step([query], [], [])
         while not answers:
             answers = self.genlm_step([], [], [])
         if isinstance(answers[0].result, Exception):
             raise answers[0].result
+        return answers[0].result
 
     # --- after a failure --------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 SGLang has no public way to drive its scheduler in this process. This file uses what
 ``run_scheduler_process`` and ``Scheduler.event_loop_normal`` use, in the releases that
 :data:`genlm.sgl.versions.SUPPORTED` names. Comments say where these differ. Besides this file only
-``construction.py`` and ``attention.py`` may import ``sglang``.
+``construction.py``, ``attention.py`` and ``repairs.py`` may import ``sglang``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import torch
 from attrs import frozen
 
 from genlm.core.errors import BackendUnavailableError, EngineError, InvalidOptionError
+from genlm.sgl import attention
 from genlm.sgl.construction import (
     construct,
     preserved_random_state,
     release_globals,
 )
+from genlm.sgl.repairs import Limit, repair
 
 
 @frozen(eq=False)
@@ -136,6 +138,11 @@ class Scheduler:
     def pool_tokens(self) -> int:
         """How many tokens the key/value pool holds."""
         return int(self._scheduler.max_total_num_tokens)
+
+    def repair(self, settings: Any) -> list[Limit]:
+        """See :func:`genlm.sgl.repairs.repair`."""
+        backend = self._scheduler.tp_worker.model_runner.attn_backend
+        return repair(self.model, settings, attention.is_installed(backend))
 
     # --- the journey of a request -----------------------------------------------------------------
 

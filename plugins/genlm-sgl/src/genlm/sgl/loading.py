@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from genlm.core.errors import BackendUnavailableError
+from genlm.core.checks import describe_error
+from genlm.core.errors import BackendUnavailableError, EngineDeadError, EngineError, GenlmError
+from genlm.core.logs import get_logger
 from genlm.core.options import refuse_unknown
 from genlm.kit.model_files import eos_token_ids, require_model
-from genlm.sgl.engine import SglEngine
+from genlm.kit.settings import settings_of
+from genlm.sgl.engine import PROBE, SglEngine
 from genlm.sgl.internals import Scheduler
 from genlm.sgl.options import OPTIONS, gpu_index, server_options
 from genlm.sgl.trust import refuse_code
 from genlm.sgl.versions import why_unavailable
+
+log = get_logger()
 
 
 def load(model: str, options: Mapping[str, Any]) -> SglEngine:
@@ -27,6 +34,8 @@ def load(model: str, options: Mapping[str, Any]) -> SglEngine:
             holds an SGLang model.
         InvalidOptionError: an option is not accepted, there is no such folder, or the model brings
             code that is not trusted.
+        EngineError: SGLang cannot serve the model, or would compute other rows than its
+            configuration says.
     """
     if reason := why_unavailable():
         raise BackendUnavailableError(reason)
@@ -34,13 +43,80 @@ def load(model: str, options: Mapping[str, Any]) -> SglEngine:
     require_model(model)
     arguments = server_options(model, options.get("engine_opts") or {})
     refuse_code(arguments)
-    scheduler = Scheduler(arguments, gpu_index(arguments["device"], options.get("gpu_id", 0)))
-    if arguments.get("enable_lora"):
-        from genlm.sgl.lora import SglLoraEngine
-
-        engine: SglEngine = SglLoraEngine(scheduler)
-    else:
-        engine = SglEngine(scheduler)
+    settings = _settings(arguments)
+    index = gpu_index(arguments["device"], options.get("gpu_id", 0))
+    with _explained(model):
+        scheduler = Scheduler({**arguments, **_amendments(arguments, settings)}, index)
+    engine = _kind_of_engine(arguments)(scheduler)
+    try:
+        with _explained(model):
+            if settings is not None:
+                _honour(engine, settings)
+            engine.evaluate_alone(PROBE)
+    except BaseException:
+        engine.genlm_close()
+        raise
     where = arguments.get("revision"), arguments.get("download_dir")
     engine.eos_token_ids = eos_token_ids(model, *where)
     return engine
+
+
+def _kind_of_engine(arguments: Mapping[str, Any]) -> type[SglEngine]:
+    if arguments.get("enable_lora"):
+        from genlm.sgl.lora import SglLoraEngine
+
+        return SglLoraEngine
+    return SglEngine
+
+
+def _settings(arguments: Mapping[str, Any]) -> Any:
+    """The model's settings with what the user overrides; ``None`` if transformers does not know
+    them."""
+    settings = settings_of(arguments["model_path"], arguments.get("revision"))
+    overrides = _overrides(arguments)
+    if settings is None or not overrides:
+        return settings
+    return type(settings).from_dict({**settings.to_dict(), **overrides})
+
+
+def _overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(json.loads(arguments.get("json_model_override_args") or "{}"))
+
+
+def _amendments(arguments: Mapping[str, Any], settings: Any) -> dict[str, str]:
+    """Options that make SGLang understand what transformers 5 writes: it no longer gives Gemma 2's
+    activation twice."""
+    if getattr(settings, "model_type", None) not in ("gemma", "gemma2"):
+        return {}
+    activation = getattr(settings, "hidden_activation", None) or "gelu_pytorch_tanh"
+    names = dict.fromkeys(("hidden_act", "hidden_activation"), activation)
+    return {"json_model_override_args": json.dumps({**names, **_overrides(arguments)})}
+
+
+def _honour(engine: SglEngine, settings: Any) -> None:
+    """Let SGLang compute what the settings say, or end contexts where it would not."""
+    limits = [
+        limit
+        for limit in engine.scheduler.repair(settings)
+        if limit.length < (engine.max_context or limit.length)
+    ]
+    if limits:
+        shortest = min(limits, key=lambda limit: limit.length)
+        engine.max_context = shortest.length
+        log.warning(
+            "context.limited", to=shortest.length, why=f"SGLang has no {shortest.why} beyond it"
+        )
+
+
+@contextmanager
+def _explained(model: str) -> Iterator[None]:
+    """Say of whatever SGLang raises what it means."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, GenlmError) and not isinstance(error, EngineDeadError):
+            raise
+        raise EngineError(
+            f"SGLang cannot serve the model {model!r} here: {describe_error(error)}; load it with "
+            "backend='hf'"
+        ) from error

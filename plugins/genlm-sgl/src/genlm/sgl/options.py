@@ -40,6 +40,7 @@ DEFAULTS: Mapping[str, Any] = {
 #: On the CPU: rows in full precision, plain PyTorch, and a pool that leaves memory for others.
 CPU_DEFAULTS: Mapping[str, Any] = {
     "attention_backend": "torch_native",
+    "disable_hybrid_swa_memory": True,  # its attention reads one pool
     "dtype": "float32",
     "max_running_requests": 256,
     "max_total_tokens": 32768,

@@ -1,0 +1,117 @@
+"""What a model's configuration says of its attention, as transformers reads it.
+
+An engine that reads a configuration otherwise gives other rows. A plugin compares these with the
+model that its engine has loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from genlm.core.logs import get_logger
+
+log = get_logger()
+
+
+@frozen(eq=False)
+class Rotary:
+    """Rotary embeddings of one type of layer.
+
+    Attributes:
+        kind: Their ``rope_type``.
+        inverse: By how many radians each pair of features turns from a position to the next,
+            ``[pairs]`` float32.
+        factor: The factor of rotated features.
+        limit: The longest context with these; ``None`` is any.
+    """
+
+    kind: str
+    inverse: torch.Tensor
+    factor: float
+    limit: int | None
+
+
+def settings_of(name: str | Path, revision: str | None = None) -> Any:
+    """The settings of the language model in a folder or on the hub, as transformers completes them;
+    ``None`` if it does not know the model. Runs no code of the model."""
+    from transformers import AutoConfig
+
+    try:
+        whole = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+    except Exception as error:  # also errors of a class for unexpected values
+        log.info("settings.unknown", model=str(name), error=str(error)[:200])
+        return None
+    return whole.get_text_config(decoder=True)
+
+
+def windows(settings: Any, layers: int) -> list[int | None]:
+    """The window of every layer: the most positions that a token attends to, its own included;
+    ``None`` is all."""
+    window = getattr(settings, "sliding_window", None)
+    if not window or getattr(settings, "use_sliding_window", True) is False:
+        return [None] * layers
+    # Families whose configuration does not declare the types of layers do not use them.
+    if "layer_types" not in signature(type(settings)).parameters:
+        return [window] * layers
+    return [window if one == "sliding_attention" else None for one in settings.layer_types]
+
+
+def layer_type(settings: Any, layer: int) -> str | None:
+    """The type of a layer by which rotary embeddings differ; ``None`` if they are all alike."""
+    if None in _rotary_parameters(settings):
+        return None
+    return str(settings.layer_types[layer])
+
+
+def rotaries(settings: Any) -> dict[str | None, Rotary]:
+    """The rotary embeddings of each type of layer, under ``None`` if all are alike; none if
+    transformers' model has none, or computes them in a way of its own."""
+    module = _rotary_module(settings)
+    if module is None:
+        return {}
+    found: dict[str | None, Rotary] = {}
+    for kind, given in _rotary_parameters(settings).items():
+        prefix = "" if kind is None else f"{kind}_"
+        inverse = getattr(module, f"{prefix}inv_freq", None)
+        if inverse is not None:
+            found[kind] = Rotary(
+                kind=given.get("rope_type", "default"),
+                inverse=inverse.float(),
+                factor=float(getattr(module, f"{prefix}attention_scaling", 1.0)),
+                limit=_limit(settings, given),
+            )
+    return found
+
+
+def _rotary_module(settings: Any) -> Any:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(settings), None)
+    if model is None:
+        return None
+    kinds = [
+        kind
+        for name, kind in vars(sys.modules[model.__module__]).items()
+        if name.endswith("RotaryEmbedding") and "Vision" not in name
+    ]
+    return kinds[0](settings) if len(kinds) == 1 else None
+
+
+def _rotary_parameters(settings: Any) -> dict[str | None, dict[str, Any]]:
+    """The rotary settings of each type of layer; under ``None`` if all have the same."""
+    parameters = getattr(settings, "rope_parameters", None) or {}
+    nested = {kind: given for kind, given in parameters.items() if isinstance(given, dict)}
+    return nested or {None: parameters}
+
+
+def _limit(settings: Any, given: dict[str, Any]) -> int | None:
+    """Beyond which length all positions turn at another pace."""
+    if given.get("rope_type") == "longrope":
+        return int(given["original_max_position_embeddings"])
+    return int(settings.max_position_embeddings) if given.get("rope_type") == "dynamic" else None

@@ -1,0 +1,164 @@
+"""Corrects what SGLang leaves out of a configuration, in a model that it has loaded.
+
+It reads windows, caps and rotary embeddings family by family, and some of them not at all. Here
+every layer is compared with what transformers reads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from genlm.core.errors import EngineError
+from genlm.kit.settings import Rotary, layer_type, rotaries, windows
+
+#: How far cosines and sines may be off: more in half precision, and at later positions.
+CLOSE, CLOSE_IN_HALF, CLOSE_BY_POSITION = 1e-3, 2e-2, 1e-6
+
+
+@frozen
+class Limit:
+    """From which length on rows would be wrong.
+
+    Attributes:
+        length: The longest context that is right.
+        why: What SGLang does not compute beyond it.
+    """
+
+    length: int
+    why: str
+
+
+def repair(model: Any, settings: Any, ours: bool) -> list[Limit]:
+    """Let a model compute what transformers' settings say.
+
+    Args:
+        model: The module that SGLang runs.
+        settings: See :func:`genlm.kit.settings.settings_of`.
+        ours: Whether it attends by ``attention.py``, on a CPU.
+
+    Raises:
+        EngineError: it cannot.
+    """
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    attentions = [module for module in model.modules() if isinstance(module, RadixAttention)]
+    if ours:
+        _cap_at_the_end(model)
+    _cap_attention(attentions, settings, ours)
+    return [*_window(attentions, settings, ours), *_rotate(model, settings, ours)]
+
+
+def _cap_at_the_end(model: Any) -> None:
+    """Cap logits in PyTorch: where SGLang does not know the CPU by itself, it takes Triton."""
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+
+    def capped(processor: Any, arguments: Any, output: Any) -> None:
+        output.next_token_logits.div_(cap).tanh_().mul_(cap)
+
+    for module in model.modules():
+        if isinstance(module, LogitsProcessor) and (cap := module.final_logit_softcapping):
+            module.final_logit_softcapping = None
+            module.register_forward_hook(capped)
+
+
+def _cap_attention(attentions: list[Any], settings: Any, ours: bool) -> None:
+    if not hasattr(settings, "attn_logit_softcapping"):
+        return
+    cap = settings.attn_logit_softcapping or 0.0
+    for attention in attentions:
+        if ours:
+            attention.logit_cap = cap
+        elif (attention.logit_cap or 0.0) != cap:
+            raise EngineError(
+                f"the checkpoint has attn_logit_softcapping={cap!r}, and SGLang's "
+                f"{settings.model_type} caps attention at {attention.logit_cap!r}; load it with "
+                "backend='hf'"
+            )
+
+
+def _window(attentions: list[Any], settings: Any, ours: bool) -> Iterator[Limit]:
+    wanted = windows(settings, settings.num_hidden_layers)
+    for attention in attentions:
+        # SGLang does not count a token's own position.
+        had = attention.sliding_window_size
+        window = wanted[attention.layer_id]
+        if had != (-1 if window is None else window - 1):
+            if ours:
+                attention.sliding_window_size = -1 if window is None else window - 1
+            else:
+                yield Limit(min(window or had + 1, *([had + 1] * (had > -1))), "sliding_window")
+
+
+def _rotate(model: Any, settings: Any, ours: bool) -> Iterator[Limit]:
+    """Replace rotary embeddings that differ from transformers'."""
+    parameters = getattr(settings, "rope_parameters", None) or {}
+    if parameters.get("llama_4_scaling_beta"):  # queries are scaled beyond it
+        yield Limit(parameters["original_max_position_embeddings"], "llama_4_scaling_beta")
+    wanted = rotaries(settings)
+    for one in wanted.values():
+        if one.limit is not None:
+            yield Limit(one.limit, f"rope_type={one.kind!r}")
+    if not wanted:
+        return
+    # SGLang gives the same module to all layers whose rotary embeddings look alike to it.
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        layer = re.search(r"layers\.(\d+)\.", name)
+        if layer is None or _table(module) is None:
+            continue
+        right = wanted.get(layer_type(settings, int(layer[1])))
+        if right is None or _rotates(module, right):
+            continue
+        if not ours:
+            raise EngineError(
+                f"SGLang's {settings.model_type} computes other rotary embeddings than the "
+                f"checkpoint's rope_parameters={settings.rope_parameters!r} say; load it with "
+                "backend='hf'"
+            )
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, _rotary(module, right))
+
+
+def _rotates(module: Any, right: Rotary) -> bool:
+    """Whether rotary embeddings turn so, as far as they go."""
+    known = _table(module)
+    if known.shape[-1] != 2 * right.inverse.numel():
+        return False
+    last = min(len(known), right.limit or len(known)) - 1
+    positions = torch.tensor([*(2**n for n in range(last.bit_length()) if 2**n <= last), last])
+    angles = positions.unsqueeze(1) * right.inverse.cpu()
+    expected = torch.cat([angles.cos(), angles.sin()], -1) * right.factor
+    off = (known[positions].float().cpu() - expected).abs()
+    close = CLOSE if known.dtype == torch.float32 else CLOSE_IN_HALF
+    return bool((off <= close + CLOSE_BY_POSITION * positions.unsqueeze(1)).all())
+
+
+def _table(module: Any) -> Any:
+    """The cosines and sines of rotary embeddings, ``[positions, features]``; ``None`` if a module
+    is something else. Of two tables the one of short contexts."""
+    return getattr(module, "cos_sin_cache", getattr(module, "short_cos_sin_cache", None))
+
+
+def _rotary(like: Any, right: Rotary) -> Any:
+    from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+
+    class Transformers(RotaryEmbedding):  # type: ignore[misc]
+        """Rotary embeddings with the frequencies that transformers computes."""
+
+        def _compute_cos_sin_cache(self) -> torch.Tensor:
+            positions = torch.arange(self.max_position_embeddings, dtype=torch.float32)
+            angles = positions.unsqueeze(1) * right.inverse.to(positions.device)
+            return torch.cat([angles.cos(), angles.sin()], -1) * right.factor
+
+    return Transformers(
+        like.head_size,
+        2 * right.inverse.numel(),
+        len(_table(like)),
+        0,
+        getattr(like, "is_neox_style", True),
+        getattr(like, "dtype", torch.float32),
+    )

@@ -1,0 +1,37 @@
+"""What a configuration says is computed as transformers does; costly_sweep.py tries all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.sweep import FAR, ROPES, swept
+
+from .families import opened
+
+WINDOWED = {"sliding_window": FAR, "use_sliding_window": True}
+CHANGES = {
+    "mistral": [WINDOWED],
+    "cohere2": [{"layer_types": ["sliding_attention", "full_attention"]}],
+    "gemma2": [{"attn_logit_softcapping": 3.0}, {"final_logit_softcapping": 3.0}],
+    "olmo2": [],
+    "ministral3": [],
+    "qwen3_moe": [],  # and another model after it
+    "qwen2": [WINDOWED, *ROPES[:3]],
+}
+
+
+@pytest.mark.parametrize("family", CHANGES)
+def test_rows_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    def changes(settings):
+        for change in CHANGES[family]:
+            if "rope_type" in change:
+                parameters = {**settings["rope_parameters"], **change}
+                yield {"rope_parameters": parameters, "max_position_embeddings": 5 * FAR}
+            else:
+                yield change
+
+    found = swept(family, tmp_path, opened, changes=changes)
+    assert [one for one in found if one.outcome != "right"] == []
+    assert len(found) == 1 + len(CHANGES[family])

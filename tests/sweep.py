@@ -1,0 +1,240 @@
+"""Small models of every causal family, with every setting flipped: an engine computes what a
+configuration says, as transformers does, or refuses it when it loads. Cold rows, on both sides of
+every threshold."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import frozen
+
+from genlm.core.errors import EngineError
+from genlm.kit.twin import INNER_WIDTH, MOST_WEIGHTS, WIDTH, small_config, thresholds
+from tools.tiny import write_tokenizer
+
+#: The row of a context, computed from its tokens alone.
+Row = Callable[[tuple[int, ...]], torch.Tensor]
+
+#: Loads a folder: the longest context, and its rows.
+Open = Callable[[Path], AbstractContextManager[tuple[int | None, Row]]]
+
+#: Where every threshold is, and the lengths that are tried.
+FAR = 20
+LENGTHS = (5, FAR, FAR + 1, FAR + 4, 2 * FAR + 1, 4 * FAR + 1)
+
+#: How far rows may be off: GELU is exact in some models and approximate in others.
+CLOSE = 2e-2
+
+#: How much narrower than the family's default a model is made: the first that can be built.
+FACTORS = (16, 32, 8, 64, 4)
+
+#: What the configurations of some families leave open, though none of their models does.
+LEFT_OPEN: dict[str, dict[str, Any]] = {
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "nemotron": {"num_key_value_heads": 8},
+    "stablelm": {"num_attention_heads": 8, "num_key_value_heads": 8},
+}
+
+#: Parts of the names of settings that change no row, or that change the sizes of weights.
+LEFT_ALONE = (
+    "token_id", "dropout", "initializer", "label", "architectures", "dtype", "name_or", "version",
+    "cache", "output_", "return_dict", "chunk_size_feed", "problem_type", "is_encoder",
+    "cross_att", "vocab", "aux_loss", "jitter", "layers", "n_layer", "model_type", "_attn_imp",
+    "base_model", "pad_", "max_position", "per_layer_config", "summary", "_pdrop", "init_",
+    "use_kernel", "use_mamba_kernels",
+    "rescale_prenorm_residual",  # transformers rescales what it has loaded
+)  # fmt: skip
+
+SCALED = {"factor": 4.0, "original_max_position_embeddings": FAR}
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "yarn", **SCALED},
+    {"rope_type": "yarn", **SCALED, "attention_factor": 1.5},
+    {"rope_type": "yarn", **SCALED, "mscale": 1.3, "mscale_all_dim": 0.7},
+    {"rope_type": "yarn", **SCALED, "beta_fast": 16, "beta_slow": 2},
+    {"rope_type": "yarn", **SCALED, "truncate": False},
+    {"rope_type": "llama3", **SCALED, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {"rope_theta": 500.0},
+    {"partial_rotary_factor": 0.5},
+]
+
+
+@frozen
+class Tried:
+    """What became of one configuration: "right", "wrong", "refused" or "not built"."""
+
+    family: str
+    changed: dict[str, Any]
+    outcome: str
+    why: str = ""
+
+
+def variants(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Changes of a configuration, one setting at a time."""
+    for name, value in settings.items():
+        if any(part in name for part in LEFT_ALONE) or name == "rope_parameters":
+            continue
+        for other in _others(name, value):
+            yield {name: other}
+    if "sliding_window" in settings:
+        for kinds in (["sliding"] * 2, ["full", "sliding"], ["sliding", "full"]):
+            types = [f"{kind}_attention" for kind in kinds]
+            yield {"sliding_window": FAR, "use_sliding_window": True, "layer_types": types}
+    parameters = settings.get("rope_parameters") or {}
+    nested = {kind: given for kind, given in parameters.items() if isinstance(given, dict)}
+    if "rope_theta" in parameters:
+        for rope in ROPES:
+            yield {"rope_parameters": {**parameters, **rope}, "max_position_embeddings": 5 * FAR}
+    for kind, given in nested.items():
+        for rope in ROPES:
+            changed = {**parameters, kind: {**given, **rope}}
+            yield {"rope_parameters": changed, "max_position_embeddings": 5 * FAR}
+
+
+def _others(name: str, value: Any) -> list[Any]:
+    """Other values of a setting."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, float):
+        return [value * 1.5 or (3.0 if "cap" in name else 0.3)]
+    if isinstance(value, str):
+        return [act for act in ("silu", "gelu", "relu") if act[:4] != value[:4]] * ("act" in name)
+    if isinstance(value, int):
+        if "window" in name or "chunk" in name:
+            return [FAR + 3]
+        if WIDTH.search(name) or INNER_WIDTH.search(name) or "heads" in name:
+            return []
+        return [value + 1, *[value - 1] * (value > 1)]
+    if value is None:
+        known = {"window": FAR, "chunk": FAR, "cap": 3.0, "clip": 0.3, "act": "relu"}
+        return [other for part, other in known.items() if part in name] or [2, True]
+    return []
+
+
+def random_model(kind: Any, settings: Any) -> Any:
+    """Raises: ValueError: it would be too large."""
+    with torch.device("meta"):
+        weights = sum(one.numel() for one in kind(deepcopy(settings)).parameters())
+    if weights > MOST_WEIGHTS:
+        raise ValueError(f"it would have {weights:,} weights")
+    torch.manual_seed(0)
+    model = kind(settings).float()
+    with torch.no_grad():
+        for one in model.parameters():
+            if one.ndim > 1:  # rows far from uniform
+                one.normal_(0, max(one.shape[-1], 8) ** -0.5)
+    return model
+
+
+def save_model(model: Any, folder: Path) -> None:
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+
+
+def tried(
+    kind: Any,
+    config: Any,
+    changed: Mapping[str, Any],
+    folder: Path,
+    load: Open,
+    save: Callable[[Any, Path], Any] = save_model,
+) -> Tried:
+    """What becomes of a random model.
+
+    Args:
+        kind: Its class.
+        config: Its configuration.
+        changed: Settings in which it differs.
+        folder: Where to write it.
+        load: How an engine loads it.
+        save: How to write it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    family = config.model_type
+    try:
+        settings = type(config).from_dict({**config.to_dict(), **changed})
+        save(random_model(kind, settings), folder)
+        reference = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager", dtype=torch.float32
+        ).eval()
+        whole = tuple(random.Random(1).choices(range(60), k=LENGTHS[-1]))
+        with torch.no_grad():
+            expected = {
+                length: reference(torch.tensor([whole[:length]]), use_cache=False).logits[0, -1]
+                for length in LENGTHS
+            }
+    except Exception as error:
+        return Tried(family, dict(changed), "not built", str(error)[:200])
+    off = {}
+    try:
+        with load(folder) as (longest, row_of):
+            for length in LENGTHS:
+                if longest is not None and length > longest:
+                    break
+                row = row_of(whole[:length])[: len(expected[length])]
+                distance = row - expected[length].float().log_softmax(-1)
+                off[length] = round(float(distance.abs().nan_to_num(99).max()), 4)
+    except EngineError as error:
+        outcome = "failed" if off else "refused"
+        return Tried(family, dict(changed), outcome, str(error)[:300])
+    right = all(distance < CLOSE for distance in off.values())
+    return Tried(family, dict(changed), "right" if right else "wrong", "" if right else str(off))
+
+
+def swept(
+    family: str,
+    folder: Path,
+    load: Open,
+    save: Callable[[Any, Path], Any] = save_model,
+    left_open: Mapping[str, Mapping[str, Any]] = LEFT_OPEN,
+    changes: Callable[[dict[str, Any]], Iterator[dict[str, Any]]] = variants,
+) -> list[Tried]:
+    """What becomes of a family's small model, and of each change of it."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = CONFIG_MAPPING[family](**left_open.get(family, {}))
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not isinstance(config, kind.config_class):
+        config = config.get_text_config(decoder=True)
+    far = {one.path: FAR for one in thresholds(config.to_dict())}
+    base = Tried(family, {}, "not built")
+    for factor in FACTORS:
+        try:
+            small = small_config(config, factor, far)
+        except Exception:
+            continue
+        base = tried(kind, small, {}, folder / f"{factor}", load, save)
+        if base.outcome in ("right", "wrong"):
+            break
+    if base.outcome != "right":
+        return [base]
+    return [
+        base,
+        *(
+            tried(kind, small, changed, folder / f"{at}", load, save)
+            for at, changed in enumerate(changes(small.to_dict()))
+        ),
+    ]
+
+
+def report(found: Sequence[Tried], pytestconfig: pytest.Config) -> None:
+    """Print what is not right, and what could not be built at all."""
+    lines = [f"{len(found)} configurations: {dict(Counter(one.outcome for one in found))}"]
+    lines += [
+        f"{one.family:18}{one.outcome:10}{one.changed} {' '.join(one.why.split())}"
+        for one in found
+        if one.outcome != "right" and (one.outcome != "not built" or not one.changed)
+    ]
+    with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print("", *lines, sep="\n")
