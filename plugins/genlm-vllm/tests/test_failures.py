@@ -30,19 +30,34 @@ class Core:
         self.store = RowStore()
         self.held: set[str] = set()  # requests that it works on or holds
         # What it works on: the key of the row that is wanted, and the tokens still to draw.
-        self.pending: dict[str, tuple[int | None, int]] = {}
+        self.pending: dict[str, tuple[str | None, int]] = {}
         self.slow = 0  # steps in which it only computes prompts
         self.trouble: Exception | None = None  # raised by the next step
         self.cannot_abort: Exception | None = None
         self.dead = self.stuck = False
         self.finish: str | None = None  # why it ends requests without drawing
 
+    sessions_run = False
+
     def footprint(self, length: int) -> int:
         return length + 1
 
-    def add(self, request_id, token_ids, params, adapter, *, resumable=False, cache_salt=None):
+    def add(
+        self,
+        request_id,
+        token_ids,
+        params,
+        adapter,
+        *,
+        resumable=False,
+        cache_salt=None,
+        pinned=False,
+    ):
         self.held.add(request_id)
         self.pending[request_id] = (params.extra_args or {}).get(ROW_KEY), params.max_tokens
+
+    def extend(self, request_id, token_ids, params, adapter):
+        self.add(request_id, token_ids, params, adapter)
 
     def step(self) -> list[Output]:
         if self.trouble is not None:

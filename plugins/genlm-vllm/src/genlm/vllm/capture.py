@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-ROW_KEY = "genlm_row"  # int: keep the row under this key
+ROW_KEY = "genlm_row"  # str: keep the row under this key
 # int: draw only token ids below this; the rest is padding of the embedding matrix.
 WIDTH_KEY = "genlm_width"
 
@@ -27,13 +27,13 @@ class RowStore:
     steps it."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, torch.Tensor] = {}
+        self._rows: dict[str, torch.Tensor] = {}
 
-    def put(self, keys: Sequence[int], block: torch.Tensor) -> None:
+    def put(self, keys: Sequence[str], block: torch.Tensor) -> None:
         """Keep row ``i`` of ``block``, ``[len(keys), vocab_size]`` float32, under ``keys[i]``."""
         self._rows.update(zip(keys, block, strict=True))
 
-    def take(self, keys: Iterable[int]) -> list[torch.Tensor | None]:
+    def take(self, keys: Iterable[str]) -> list[torch.Tensor | None]:
         """Take out the rows under ``keys``; ``None`` for one that was never captured."""
         return [self._rows.pop(key, None) for key in keys]
 
@@ -49,7 +49,7 @@ class RowCapture:
 
     def __init__(self, vllm_config: Any, *runner: Any) -> None:
         # By slot: the row of the batch in V1, a request's slot in V2.
-        self._wishes: dict[int, Mapping[str, int]] = {}
+        self._wishes: dict[int, Mapping[str, Any]] = {}
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -93,7 +93,7 @@ class RowCapture:
             return logits
         slots = range(logits.shape[0]) if context is None else context.idx_mapping_np.tolist()
         rows: list[int] = []
-        keys: list[int] = []
+        keys: list[str] = []
         for row, slot in enumerate(slots):
             wishes = self._wishes.get(slot, {})
             if ROW_KEY in wishes:

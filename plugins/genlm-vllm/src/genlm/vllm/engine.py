@@ -23,6 +23,9 @@ from genlm.vllm.sessions import Session, Sessions
 
 log = get_logger()
 
+#: The most of the mass that rounding may move from one token to others, in any precision.
+SAME = 0.05
+
 
 class VllmEngine:
     """One vLLM engine core, driven step by step.
@@ -107,10 +110,13 @@ class VllmEngine:
 
     def _admit(self) -> None:
         """Hand to vLLM what may join the batch, in the order asked."""
-        turn = self._next_turn()
-        while turn and may_join(turn[0], self._in_flight, self._core, self._sessions):
-            self._launch(turn.pop(0))
-        self._waiting = sorted([*turn, *self._waiting], key=attrgetter("key"))
+        turn, joined = self._next_turn(), 0
+        for request in turn:
+            if not may_join(request, self._in_flight, self._core, self._sessions):
+                break
+            self._launch(request)
+            joined += 1
+        self._waiting = sorted([*turn[joined:], *self._waiting], key=attrgetter("key"))
 
     def _next_turn(self) -> list[InFlightRequest]:
         """The waiting requests that may be in one batch with those in flight: all."""
@@ -119,15 +125,14 @@ class VllmEngine:
 
     def _launch(self, request: InFlightRequest) -> None:
         """Let vLLM work on a request: continue a live session, or start a new one."""
-        prompt, params = request.prompt, self._params(request)
+        prompt = request.prompt
         session = self._sessions.take(prompt) if request.resumable else None
         if session is None:
             # A cold query has its own cache salt, so that vLLM finds no key/value state for it.
             salt = f"cold-{request.key}" if prompt.cold else None
-            self._in_flight.launch(request, prompt.token_ids, params, salt)
+            self._in_flight.launch(request, self._params(request), salt)
         else:
-            request.request_id = session.request_id
-            self._in_flight.launch(request, prompt.token_ids[len(session.token_ids) :], params)
+            self._in_flight.extend(request, session)
 
     def _params(self, request: InFlightRequest) -> Any:
         match request.request:
@@ -135,16 +140,16 @@ class VllmEngine:
                 return draw_params(params, len(self.tokenizer))
             case ScoreRequest(_, continuation):
                 # For one token the row is enough.
-                return row_params(request.key, scores=len(continuation) > 1)
-        return row_params(request.key)
+                return row_params(request.request_id, scores=len(continuation) > 1)
+        return row_params(request.request_id)
 
     def _answers(self, over: Sequence[InFlightRequest]) -> list[Answer]:
-        keys = [each.key for each in over if each.wants_row]
-        rows = dict(zip(keys, self._rows.take(keys), strict=True))
+        ids = [each.request_id for each in over if each.wants_row]
+        rows = dict(zip(ids, self._rows.take(ids), strict=True))
         answers = []
         for each in over:
             try:
-                answers.append(Answer(each.request, _result(each, rows.get(each.key))))
+                answers.append(Answer(each.request, _result(each, rows.get(each.request_id))))
             except EngineError as error:
                 answers.append(Answer(each.request, error))
         return answers
@@ -158,7 +163,7 @@ class VllmEngine:
         dropped = self._in_flight.drop(gone)
         self._core.abort([each.request_id for each in dropped])
         # A partly computed prompt may have a row.
-        self._rows.take([each.key for each in dropped if each.wants_row])
+        self._rows.take([each.request_id for each in dropped if each.wants_row])
 
     def _park(self, over: Sequence[InFlightRequest]) -> None:
         """Turn finished requests that vLLM keeps into live sessions."""
@@ -173,7 +178,10 @@ class VllmEngine:
         self._release(self._sessions.trim(self._in_flight.tokens))
 
     def _release(self, sessions: Sequence[Session]) -> None:
-        self._core.abort([session.request_id for session in sessions])
+        ids = [session.request_id for session in sessions]
+        self._core.abort(ids)
+        if self._core.sessions_run:
+            self._rows.take(ids)  # one that was preempted while idle may have a row
 
     # --- key/value state --------------------------------------------------------------------------
 
@@ -195,12 +203,43 @@ class VllmEngine:
         self._lost_pins = []
         self._forget()
 
+    def run_sessions(self) -> None:
+        """Let sessions stay running requests of vLLM, if a row of an extended one is the cold
+        one."""
+        self._core.run_sessions()
+        if not self._core.sessions_run:
+            return
+        ids = tuple(token_id % self.vocab_size for token_id in range(1, 7))
+        try:
+            for known in (ids[:3], ids[:4]):
+                self._row(Query(known))
+            off = distance(self._row(Query(ids)), self._row(Query(ids, cold=True)))
+            reason = f"rows are {off:.2g} apart" if off > SAME else None
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+        self._forget()
+        if reason is not None:
+            log.warning("vllm.sessions_pause", reason=reason)
+            self._core.pause_sessions()
+
+    def _row(self, query: Query) -> torch.Tensor:
+        """The row of a query, while nothing else is in flight."""
+        answers = self.genlm_step([query], [], [], [])
+        while not answers:
+            answers = self.genlm_step([], [], [], [])
+        row = answers[0].result
+        if not isinstance(row, torch.Tensor):
+            raise EngineError(f"no row: {row}")
+        return row
+
     def _pin(self, query: Query) -> None:
         """Keep ``query`` as a session that is never extended: its blocks stay in vLLM's prefix
         cache."""
         request = self._prepared(query)
         request.resumable = True
-        self._in_flight.launch(request, query.token_ids, row_params(request.key))
+        self._in_flight.launch(request, row_params(request.request_id), pinned=True)
         self._make_room()
         (answer,) = self._answers(self._in_flight.finish())
         if isinstance(answer.result, Exception):
@@ -291,8 +330,14 @@ def _max_context(core: EngineCore) -> int:
     return core.max_positions
 
 
+def distance(row: torch.Tensor, other: torch.Tensor) -> float:
+    """How much of the mass of one row is elsewhere in another."""
+    return float((row.exp() - other.exp()).abs().sum() / 2)
+
+
 def _session(request: InFlightRequest) -> Session:
-    return Session(request.request_id, request.prompt.token_ids, request.prompt.adapter)
+    prompt = request.prompt
+    return Session(request.request_id, prompt.token_ids, prompt.adapter, request.params)
 
 
 def _result(over: InFlightRequest, row: torch.Tensor | None) -> torch.Tensor | list[int]:

@@ -163,18 +163,18 @@ def _missing_names(scheduler: Any) -> list[str]:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    if missing := _lacking(scheduler, *SCHEDULER_NAMES):
+    if missing := lacking(scheduler, *SCHEDULER_NAMES):
         return missing
     manager = scheduler.kv_cache_manager
-    missing = _lacking(Request("", [0], SamplingParams(max_tokens=1), None), *REQUEST_NAMES)
-    missing += _lacking(manager.coordinator.single_type_managers[0], *BLOCKS_NAMES)
-    missing += _lacking(SchedulerOutput, "kv_cache_block_copies")
+    missing = lacking(Request("", [0], SamplingParams(max_tokens=1), None), *REQUEST_NAMES)
+    missing += lacking(manager.coordinator.single_type_managers[0], *BLOCKS_NAMES)
+    missing += lacking(SchedulerOutput, "kv_cache_block_copies")
     if list(inspect.signature(manager.get_computed_blocks).parameters) not in SIGNATURES:
         missing.append("get_computed_blocks(request)")
     return missing
 
 
-def _lacking(owner: Any, *paths: str) -> list[str]:
+def lacking(owner: Any, *paths: str) -> list[str]:
     absent = object()
     return [path for path in paths if _found(owner, path, absent) is absent]
 

@@ -11,6 +11,7 @@ from attrs import define, field
 from genlm.core.errors import EngineError
 from genlm.core.types import Query, Request, SampleRequest
 from genlm.vllm.internals import EngineCore, Output, TokenIds
+from genlm.vllm.sessions import Session
 
 # Steps without any computed token, beyond those that the prompts in flight explain, before the
 # engine is given up.
@@ -25,11 +26,12 @@ class InFlightRequest:
         request: As the core admitted it.
         prompt: What vLLM computes: the context, and for a score also the continuation without its
             last token.
-        key: The number of the request; its row is captured under it.
-        request_id: Its id in vLLM.
+        key: The number of the request.
+        request_id: Its id in vLLM; its row is captured under it.
         tokens: The most tokens that it takes in the key/value cache, with those that it may still
             draw.
         resumable: Whether vLLM keeps it when it is finished, for more tokens.
+        params: vLLM's sampling parameters.
         new_tokens: Tokens that vLLM has to compute before it draws the first one.
         drawn: The tokens drawn so far.
         failure: Why vLLM ended it without drawing anything.
@@ -43,6 +45,7 @@ class InFlightRequest:
     request_id: str
     tokens: int
     resumable: bool = False
+    params: Any = field(init=False, default=None)
     new_tokens: int = field(init=False, default=0)
     drawn: list[int] = field(init=False, factory=list)
     failure: str | None = field(init=False, default=None)
@@ -76,7 +79,7 @@ class RequestsInFlight:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._by_id: dict[str, InFlightRequest] = {}
-        self._idle_steps = 0
+        self._idle_steps = self._seeded = 0
         self.tokens = 0  # the most that all take in the key/value cache
 
     def __len__(self) -> int:
@@ -91,12 +94,14 @@ class RequestsInFlight:
 
     @property
     def any_seeded(self) -> bool:
-        return any(each.is_seeded for each in self._by_id.values())
+        return self._seeded > 0
 
     @property
     def awaits_seeded_prompt(self) -> bool:
         """Whether the prompt of a seeded draw is not computed yet."""
-        return any(each.is_seeded and not each.drawn for each in self._by_id.values())
+        return self.any_seeded and any(
+            each.is_seeded and not each.drawn for each in self._by_id.values()
+        )
 
     @property
     def next_tokens(self) -> int:
@@ -106,29 +111,42 @@ class RequestsInFlight:
     def launch(
         self,
         request: InFlightRequest,
-        token_ids: TokenIds,
         params: Any,
         cache_salt: str | None = None,
+        *,
+        pinned: bool = False,
     ) -> None:
         """Hand a request to vLLM.
 
         Args:
             request: The request.
-            token_ids: Its prompt, or the tokens to append to the session that it continues.
             params: vLLM's sampling parameters.
             cache_salt: Only requests with the same salt share key/value state.
+            pinned: Whether it will be held, but never extended.
         """
-        request.new_tokens = len(token_ids)
-        self._by_id[request.request_id] = request
-        self.tokens += request.tokens
+        self._enter(request, request.prompt.token_ids, params)
         self._core.add(
             request.request_id,
-            token_ids,
+            request.prompt.token_ids,
             params,
             request.prompt.adapter,
             resumable=request.resumable,
             cache_salt=cache_salt,
+            pinned=pinned,
         )
+
+    def extend(self, request: InFlightRequest, session: Session) -> None:
+        """Let vLLM go on with an idle session, whose context the request extends."""
+        new = request.prompt.token_ids[len(session.token_ids) :]
+        request.request_id = session.request_id
+        self._enter(request, new, session.params)
+        self._core.extend(session.request_id, new, session.params, session.adapter)
+
+    def _enter(self, request: InFlightRequest, token_ids: TokenIds, params: Any) -> None:
+        request.new_tokens, request.params = len(token_ids), params
+        self._by_id[request.request_id] = request
+        self.tokens += request.tokens
+        self._seeded += request.is_seeded
 
     def advance(self) -> list[InFlightRequest]:
         """One step of vLLM. Returns the requests that it finished."""
@@ -161,12 +179,13 @@ class RequestsInFlight:
         """Forget all; the request ids that vLLM must drop."""
         dropped = list(self._by_id)
         self._by_id.clear()
-        self.tokens = self._idle_steps = 0
+        self.tokens = self._idle_steps = self._seeded = 0
         return dropped
 
     def _remove(self, request: InFlightRequest) -> None:
         del self._by_id[request.request_id]
         self.tokens -= request.tokens
+        self._seeded -= request.is_seeded
 
     def _watch(self, outputs: Sequence[Output]) -> None:
         """Avoid a hang: give up an engine that makes steps without computing anything.

@@ -24,6 +24,7 @@ from attrs import frozen
 
 from genlm.core.errors import BackendUnavailableError
 from genlm.core.types import Adapter
+from genlm.vllm.running import RunningSessions, running_sessions
 from genlm.vllm.streams import EngineStream
 
 TokenIds = tuple[int, ...]
@@ -165,6 +166,7 @@ class EngineCore:
         self.hf_config = _require(config, "model_config.hf_config")
         self.model_path: str = _require(config, "model_config.model")
         self.kv_capacity = self._kv_capacity(_require(config, "cache_config"))
+        self._running: RunningSessions | None = None
 
     def _kv_capacity(self, cache_config: Any) -> int:
         """Tokens that the key/value cache holds; the exact number for hybrid models if this vLLM
@@ -184,6 +186,11 @@ class EngineCore:
 
     # --- requests ---------------------------------------------------------------------------------
 
+    def run_sessions(self) -> None:
+        """Let sessions stay running requests, where that is possible."""
+        if self._in_process:
+            self._running = running_sessions(self._client.engine_core, self.max_loras)
+
     def add(
         self,
         request_id: str,
@@ -193,9 +200,13 @@ class EngineCore:
         *,
         resumable: bool = False,
         cache_salt: str | None = None,
+        pinned: bool = False,
     ) -> None:
-        """Hand over a request; with the id of an idle resumable one, ``token_ids`` are the tokens
-        to append to it."""
+        """Hand over a request; with the id of an idle paused one, ``token_ids`` are the tokens to
+        append to it."""
+        if resumable and not pinned and self._running is not None:
+            self._running.add(request_id)
+            resumable = False
         request = self._request_type(
             request_id=request_id,
             prompt_token_ids=list(token_ids),
@@ -209,6 +220,26 @@ class EngineCore:
             resumable=resumable,
         )
         self._client.add_request(request)
+
+    def extend(
+        self, request_id: str, token_ids: TokenIds, params: Any, adapter: Adapter | None
+    ) -> None:
+        """Append tokens to an idle session."""
+        if self._running is not None:
+            self._running.extend(request_id, list(token_ids))
+        else:
+            self.add(request_id, token_ids, params, adapter, resumable=True)
+
+    @property
+    def sessions_run(self) -> bool:
+        """Whether sessions stay running requests; else they pause."""
+        return self._running is not None
+
+    def pause_sessions(self) -> None:
+        """Let the sessions to come pause; none may be held."""
+        if self._running is not None:
+            self._running.stop()
+            self._running = None
 
     def step(self) -> list[Output]:
         """Make one step (in this process), or wait for the next step of the engine's own
@@ -233,6 +264,8 @@ class EngineCore:
     def abort(self, request_ids: Sequence[str]) -> None:
         if request_ids:
             self._client.abort_requests(list(request_ids))
+            if self._running is not None:
+                self._running.remove(request_ids)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all key/value state that no request holds; ``False`` if a request still holds
@@ -314,7 +347,7 @@ class EngineCore:
             for part in IN_PROCESS_PARTS:
                 _require(self._client, part)()
             del self._client.engine_core  # what tells one in use from one that is shut down
-            self._llm = self._client = None
+            self._llm = self._client = self._running = None
             if not end_unused_process_groups():
                 gc.collect()
 

@@ -55,6 +55,8 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
     engine = _engine(llm, core, rows, chosen)
     given = chosen.engine_opts
     engine.eos_token_ids = eos_token_ids(model, given.get("revision"), given.get("download_dir"))
+    if engine.live:
+        engine.run_sessions()
     log.info(
         "vllm.loaded",
         model=model,

@@ -21,7 +21,7 @@ class Rows(Protocol):
         """Where the rows are, as PyTorch spells it."""
         ...
 
-    def take(self, keys: Sequence[int]) -> list[torch.Tensor | None]:
+    def take(self, keys: Sequence[str]) -> list[torch.Tensor | None]:
         """Take out one row per key, ``[vocab_size]`` float32; ``None`` for one that was never
         captured."""
         ...
@@ -44,7 +44,7 @@ class LocalRows:
             else f"{device_type}:{torch.accelerator.current_device_index()}"
         )
 
-    def take(self, keys: Sequence[int]) -> list[torch.Tensor | None]:
+    def take(self, keys: Sequence[str]) -> list[torch.Tensor | None]:
         return [None if row is None else used_here(row) for row in self._store.take(keys)]
 
     def clear(self) -> None:
@@ -64,7 +64,7 @@ class WorkerRows:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
 
-    def take(self, keys: Sequence[int]) -> list[torch.Tensor | None]:
+    def take(self, keys: Sequence[str]) -> list[torch.Tensor | None]:
         if not keys:
             return []
         replies = self._core.call_workers("genlm_take_rows", list(keys))

@@ -15,7 +15,7 @@ HIGHEST_TEMPERATURE = 2.0  # vLLM refuses higher ones
 SEEDS = 1 << 63
 
 
-def row_params(key: int, *, scores: bool = False) -> Any:
+def row_params(key: str, *, scores: bool = False) -> Any:
     """One next-token row, captured under ``key``, and, if wanted, the log-probabilities of the
     prompt's tokens.
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 from genlm.core.errors import EngineError
 from genlm.core.types import Adapter, Query
@@ -21,11 +22,13 @@ from genlm.vllm.internals import TokenIds
 
 @frozen
 class Session:
-    """A context that vLLM has computed and still holds, with the request id that continues it."""
+    """A context that vLLM has computed and still holds, with the request id and vLLM's sampling
+    parameters that continue it."""
 
     request_id: str
     token_ids: TokenIds
     adapter: Adapter | None
+    params: Any = field(default=None, eq=False)
 
     @property
     def key(self) -> tuple[Adapter | None, TokenIds]:

@@ -24,7 +24,7 @@ class RowAccess:
     rank: int  # vLLM's, of all workers
     parallel_config: Any
 
-    def genlm_take_rows(self, keys: Sequence[int]) -> bytes | None:
+    def genlm_take_rows(self, keys: Sequence[str]) -> bytes | None:
         """The rows under ``keys``, ``[len(keys), vocab_size]`` float32, as bytes; ``None`` if
         another rank has them.
 

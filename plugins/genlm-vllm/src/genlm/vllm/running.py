@@ -1,0 +1,128 @@
+"""Live sessions that stay running requests of vLLM: extending one costs what a decoding step costs.
+
+vLLM's own streaming input takes a request out of its batch when a turn ends, and puts it in again
+for the next one. Here no turn ends: the token that vLLM draws for a session is reported, but not
+appended. So its scheduler finds nothing to compute for the session, and passes over it. To extend
+it, the known tokens are appended where the scheduler and the model runner keep a request's tokens.
+
+All names of vLLM that this uses are checked when a model is loaded, and a row of an extended
+session is compared with a cold one. Where something is missing or differs, sessions pause between
+their turns, as vLLM has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from genlm.core.logs import get_logger
+from genlm.vllm.forks import lacking
+
+log = get_logger()
+
+SCHEDULER_NAMES = (
+    "requests", "running", "connector", "_update_request_with_output",
+    "kv_cache_config.kv_cache_groups",
+)  # fmt: skip
+RUNNER_NAMES = (
+    "requests", "input_batch.req_id_to_index", "input_batch.token_ids_cpu",
+    "input_batch.is_token_ids", "input_batch.num_tokens_no_spec",
+)  # fmt: skip
+REQUEST_NAMES = ("num_tokens", "num_output_tokens", "append_output_token_ids")
+
+
+class RunningSessions:
+    """Wraps one method of a scheduler, and writes into the model runner of the same process.
+
+    Args:
+        scheduler: vLLM's.
+        runner: Its model runner, V1.
+    """
+
+    def __init__(self, scheduler: Any, runner: Any) -> None:
+        self._scheduler, self._runner = scheduler, runner
+        self._ids: set[str] = set()
+        self._append = scheduler._update_request_with_output
+        scheduler._update_request_with_output = self._report
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._ids
+
+    def add(self, request_id: str) -> None:
+        """A request that is about to be handed over."""
+        self._ids.add(request_id)
+
+    def remove(self, request_ids: Sequence[str]) -> None:
+        self._ids.difference_update(request_ids)
+
+    def extend(self, request_id: str, token_ids: list[int]) -> None:
+        """Append tokens to an idle session, in place of what vLLM has drawn after it.
+
+        The runner's arrays have only the requests of its last step. It adds another one again with
+        the tokens in its list, also one that it preempted.
+        """
+        request = self._scheduler.requests[request_id]
+        start, drawn = request.num_tokens, request.num_output_tokens
+        request.append_output_token_ids(token_ids)
+        self._runner.requests[request_id].output_token_ids[drawn:] = token_ids
+        batch, end = self._runner.input_batch, start + len(token_ids)
+        slot = batch.req_id_to_index.get(request_id)
+        if slot is not None:
+            batch.token_ids_cpu[slot, start:end] = token_ids
+            batch.is_token_ids[slot, start:end] = True
+            batch.num_tokens_no_spec[slot] = end
+
+    def stop(self) -> None:
+        """Leave the scheduler as it was; no session may be held."""
+        self._scheduler._update_request_with_output = self._append
+
+    def _report(
+        self, request: Any, new_token_ids: list[int], *args: Any, **options: Any
+    ) -> tuple[list[int], bool]:
+        if request.request_id in self._ids:
+            return new_token_ids, False  # neither appended, nor the end
+        reported: tuple[list[int], bool] = self._append(request, new_token_ids, *args, **options)
+        return reported
+
+
+def running_sessions(engine_core: Any, adapters: int) -> RunningSessions | None:
+    """For an engine core of this process; ``None`` where sessions must pause.
+
+    Args:
+        engine_core: vLLM's.
+        adapters: The most adapters that requests may have.
+    """
+    worker = getattr(engine_core.model_executor, "driver_worker", None)
+    runner = getattr(getattr(worker, "worker", None), "model_runner", None)
+    reason = _unsuited(engine_core, runner, adapters)
+    if reason:
+        log.info("vllm.sessions_pause", reason=reason)
+        return None
+    return RunningSessions(engine_core.scheduler, runner)
+
+
+def _unsuited(engine_core: Any, runner: Any, adapters: int) -> str | None:
+    """Why sessions must pause; ``None`` if they may run on."""
+    from vllm import SamplingParams
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+    from vllm.v1.request import Request
+
+    scheduler, config = engine_core.scheduler, engine_core.vllm_config
+    if config.parallel_config.world_size > 1:
+        return "the model is in several processes"
+    if missing := lacking(runner, *RUNNER_NAMES):
+        return f"this model runner has no {', '.join(missing)}"
+    missing = lacking(Request("", [0], SamplingParams(max_tokens=1), None), *REQUEST_NAMES)
+    if missing := missing + lacking(scheduler, *SCHEDULER_NAMES):
+        return f"this vLLM has no {', '.join(missing)}"
+    if config.scheduler_config.async_scheduling:
+        return "asynchronous scheduling takes the next token from the sampler"
+    if scheduler.connector is not None:
+        return "a KV connector looks at requests too"
+    if adapters > (scheduler.lora_config.max_loras if scheduler.lora_config else 0):
+        return "a step could have more adapters than slots: max_cpu_loras is above max_loras"
+    attention = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
+    specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
+    if any(type(spec) not in attention for spec in specs):
+        return "not all layers have attention"
+    return None
