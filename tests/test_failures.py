@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from genlm.conformance.driver import started, submitted
-from genlm.core import EngineDeadError, EngineError, ReentrancyError, hookimpl
+from genlm.core import EngineDeadError, EngineError, PluginError, ReentrancyError, hookimpl
 from genlm.core.mock import MockEngine
-from genlm.core.runtime.delivery import results_of
 
 from .conftest import PATIENCE, busy, gathered
 
@@ -104,6 +103,39 @@ def test_a_hook_that_asks_its_own_model_gets_an_error_instead_of_a_deadlock(mock
 
     lm = mock(on_batch=ask_again)
     lm.next_token_logprobs_sync([1])
+
+
+class Mixed:
+    """Rows that are a mixture with those of another model."""
+
+    other = None
+
+    @hookimpl
+    def genlm_process_logprobs(self, queries, rows):
+        others = self.other(query.token_ids for query in queries)
+        return torch.logaddexp(rows, others) - torch.log(torch.tensor(2.0))
+
+
+@pytest.mark.parametrize("way", ["blocking", "in a loop", "a draw"])
+def test_two_models_whose_hooks_ask_each_other_get_an_error_that_names_both(mock, way):
+    def ask(lm, contexts):
+        if way == "blocking":
+            return lm.batch_next_token_logprobs_sync(contexts)
+        if way == "in a loop":
+            return asyncio.run(lm.batch_next_token_logprobs(contexts))
+        lm.batch_sample_sync(contexts, 1, [])
+        return torch.zeros(258)
+
+    one, two = Mixed(), Mixed()
+    first, second = mock(wrappers=[one]), mock(wrappers=[two])
+    one.other = lambda contexts: ask(second, [[72]])
+    two.other = lambda contexts: ask(first, [[72]])
+    for lm in (first, second):
+        (error,) = gathered(lm.next_token_logprobs([1]))
+        assert isinstance(error, PluginError)
+        assert "only one may ask the other" in str(error)
+    two.other = lambda contexts: torch.zeros(1, 258)
+    assert first.next_token_logprobs_sync([2]).shape == (258,)
 
 
 class Interrupt(BaseException):
@@ -229,19 +261,19 @@ def test_what_is_no_ordinary_error_is_the_end_of_the_engine(mock, error, said):
             lm.next_token_logprobs_sync([1])
 
 
-def test_where_several_results_fail_the_first_error_is_raised_and_nobody_hears_of_the_others():
+@both
+def test_where_several_rows_of_a_call_fail_one_error_is_raised_and_nobody_hears_of_the_others(
+    mock, continuous
+):
+    lm = mock(fail_on=lambda query: query.token_ids[0] > 1, continuous=continuous)
     complaints = []
 
     async def ask():
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, about: complaints.append(about))
-        good, bad, worse, pending = futures = [loop.create_future() for _ in range(4)]
-        good.set_result(1)
-        bad.set_exception(KeyError("first"))
-        worse.set_exception(KeyError("second"))
-        with pytest.raises(KeyError, match="first"):
-            await results_of(futures)
-        assert pending.cancelled()
+        with pytest.raises(EngineError, match="the context"):
+            await lm.batch_next_token_logprobs([[1], [2], [3], [0]])
+        assert (await lm.batch_next_token_logprobs([[0], [1]])).shape == (2, 258)
 
     asyncio.run(ask())
     gc.collect()

@@ -234,46 +234,157 @@ def test_the_interpreter_exits_cleanly_when_no_thread_could_be_started():
     assert (result.returncode, result.stdout, result.stderr) == (0, "can't start new thread\n", "")
 
 
-def test_a_signal_handler_may_ask_reset_and_close_while_a_request_is_being_put():
-    """The interrupted code holds the batcher's lock: a request is hashed under it."""
-    result = run_python("""
-        import asyncio
-        from genlm.core import ModelClosedError
+@pytest.mark.parametrize("way", ["ask", "submit"])
+def test_a_signal_handler_may_ask_reset_and_close_while_a_request_is_being_put(way):
+    """At every line of the batcher, also where it holds its lock."""
+    result = run_python(f"""
+        import asyncio, itertools, sys
+        from genlm.core import ModelClosedError, QueriesResetError
+        from genlm.core.runtime import batcher as module
         from genlm.core.runtime.batcher import Batcher, Executor
-
-        class Interrupted:
-            def __init__(self, handler):
-                self.handler = handler
-            def __hash__(self):
-                handler, self.handler = self.handler, int
-                handler()
-                return 0
 
         class Echo(Executor):
             def step(self, newcomers, dropped):
                 return [(request, request) for request in newcomers]
             def close(self):
-                print("released")
+                pass
 
         async def submit():
-            return await batcher.submit(request)
+            return await asyncio.wait_for(batcher.submit([1], list), 60)
 
-        for ask in (lambda: batcher.ask([request])[0], lambda: asyncio.run(submit())):
-            batcher = Batcher(Echo)
-            request = Interrupted(lambda: print(batcher.ask([7]), batcher.run(lambda: 8)))
-            print(ask() == request)
-            request = Interrupted(batcher.reset)
-            print(ask() == request)
-            batcher.close()
-            batcher = Batcher(Echo)
-            request = Interrupted(batcher.close)
+        def ask():
+            return batcher.ask([1], list)
+
+        def handler_asks():
+            assert batcher.ask([7], list) == [7]
+            assert batcher.run(lambda: 8) == 8
+
+        def interrupted(way, handler, at):
+            # Runs the handler at one line; returns the result, and whether there was such a line.
+            left = at
+            def trace(frame, event, argument):
+                nonlocal left
+                if frame.f_code.co_filename != module.__file__:
+                    return None
+                if event == "line":
+                    left -= 1
+                    if left == 0:
+                        sys.settrace(None)
+                        handler()
+                        sys.settrace(trace)
+                return trace
             try:
-                ask()
-            except ModelClosedError:
-                print("told")
+                sys.settrace(trace)
+                return asyncio.run(submit()) if way == "submit" else ask(), left > 0
+            except (ModelClosedError, QueriesResetError) as error:
+                return type(error), left > 0
+            finally:
+                sys.settrace(None)
+
+        allowed = {{
+            "handler_asks": {{"[1]"}},
+            "reset": {{"[1]", str(QueriesResetError)}},
+            "close": {{"[1]", str(ModelClosedError)}},
+        }}
+        for name in allowed:
+            seen = set()
+            for at in itertools.count(1):
+                batcher = Batcher(Echo)
+                batcher.start()
+                handler = handler_asks if name == "handler_asks" else getattr(batcher, name)
+                result, passed = interrupted({way!r}, handler, at)
+                batcher.close()
+                if passed:
+                    break
+                seen.add(str(result))
+            print(name, at > 10, seen <= allowed[name])
     """)
-    said = "[7] 8\nTrue\nTrue\nreleased\nreleased\ntold\n"
-    assert (result.stdout, result.stderr) == (2 * said, "")
+    said = ["handler_asks True True", "reset True True", "close True True"]
+    assert result.stdout.splitlines() == said, result.stderr
+
+
+def test_an_interrupt_at_any_line_of_a_load_leaves_nothing():
+    """Ctrl-C in the main thread, at each line of the core that it runs."""
+    result = run_python("""
+        import gc, itertools, sys, threading
+        from genlm.core import AsyncLM, MockAsyncLM, hookimpl
+        from genlm.core.mock import ByteTokenizer, MockEngine
+
+        closed = []
+        class Engine(MockEngine):
+            @hookimpl
+            def genlm_close(self):
+                closed.append(self)
+
+        made = []
+        def load():
+            made.append(Engine(ByteTokenizer()))
+            return made[-1]
+
+        def interrupted(at):
+            left = at
+            def trace(frame, event, argument):
+                nonlocal left
+                name = frame.f_code.co_filename
+                if "genlm" not in name:
+                    return None
+                if event == "line":
+                    left -= 1
+                    if left == 0:
+                        sys.settrace(None)
+                        raise KeyboardInterrupt
+                return trace
+            sys.settrace(trace)
+            try:
+                lm = AsyncLM(load, backend="mock")
+                sys.settrace(None)
+                lm.close()
+                return left > 0
+            except KeyboardInterrupt:
+                return False
+            finally:
+                sys.settrace(None)
+
+        MockAsyncLM().close()  # what is imported when it is first needed
+        for at in itertools.count(1):
+            if interrupted(at):
+                break
+            gc.collect()
+            for thread in threading.enumerate():
+                if thread.name == "genlm-mock" and thread.ident is not None:
+                    thread.join(30)
+                    assert not thread.is_alive(), at
+            assert len(made) - len(closed) <= 1, at  # one that was lost while it was being made
+            made.clear(), closed.clear()
+        print(at > 100)
+    """)
+    assert result.stdout == "True\n", result.stderr
+
+
+def test_an_interrupt_ends_a_load_soon():
+    """A load waits in Python for what never comes; Ctrl-C ends it, and the program."""
+    result = run_python("""
+        import os, signal, threading, time
+        from genlm.core import AsyncLM
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        loading, ended = threading.Event(), threading.Event()
+        def load():
+            loading.set()
+            try:
+                while True:
+                    time.sleep(0.01)
+            finally:
+                ended.set()
+        def interrupt():
+            loading.wait(30)
+            os.kill(os.getpid(), signal.SIGINT)
+        threading.Thread(target=interrupt).start()
+        try:
+            AsyncLM(load, backend="mock")
+        except KeyboardInterrupt:
+            print(ended.wait(30))
+    """)
+    assert result.stdout.splitlines()[-1] == "True", result.stderr
 
 
 def test_a_forked_child_is_told_and_its_exit_is_clean():
@@ -321,15 +432,16 @@ def test_a_forked_child_waits_for_no_lock_that_a_thread_of_its_parent_held():
                 pass
 
         async def submit():
-            return await batcher.submit(1)
+            return await batcher.submit([1], list)
 
         batcher, cache = Batcher(Echo), OutputCache()
+        batcher.start()
         cache.put("known", torch.zeros(1), cache.generation)
         cache.put(in_cache := Blocking(at=0), torch.zeros(1), cache.generation)
         in_cache.left = 2  # the second time is under the lock
         in_batcher = Blocking(at=1)
         for held, use in (
-            (in_batcher, lambda: batcher.ask([in_batcher])),
+            (in_batcher, lambda: batcher.ask([in_batcher], list)),
             (in_cache, lambda: cache.get(in_cache)),
         ):
             threading.Thread(target=use).start()
@@ -341,7 +453,7 @@ def test_a_forked_child_waits_for_no_lock_that_a_thread_of_its_parent_held():
             signal.alarm(60)
             told = 0
             for ask in (
-                lambda: batcher.ask([1]),
+                lambda: batcher.ask([1], list),
                 lambda: asyncio.run(submit()),
                 lambda: batcher.run(int),
                 batcher.reset,

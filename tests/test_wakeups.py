@@ -31,6 +31,7 @@ class Interrupted(Executor):
         self.seen = queue.SimpleQueue()
         self.closed = threading.Event()
         self.batcher = Batcher(lambda: self, batch_size=2, timeout=3600.0)
+        self.batcher.start()
 
     def step(self, newcomers, dropped):
         sys.setprofile(self.interrupt)
@@ -58,7 +59,7 @@ def holding_a_batch_open(engine):
     if idle(engine) == "stopped":
         return "stopped"
     with ThreadPoolExecutor() as pool:
-        asked = pool.submit(engine.batcher.ask, [2])
+        asked = pool.submit(engine.batcher.ask, [2], list)
         seen = engine.seen.get(timeout=PATIENCE)
         engine.batcher.stop()
         with pytest.raises(ModelClosedError):
@@ -70,7 +71,7 @@ def holding_a_batch_open(engine):
 def test_a_model_may_be_collected_at_any_point_of_a_wait(wait):
     for point in itertools.count():
         engine = Interrupted(point)
-        assert engine.batcher.ask([0, 1]) == [0, 1]
+        assert engine.batcher.ask([0, 1], list) == [0, 1]
         if wait(engine) != "stopped":
             engine.batcher.close(PATIENCE)
             break

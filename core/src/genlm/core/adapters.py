@@ -101,14 +101,16 @@ class AdapterRegistry:
         """The adapters by their names."""
         return dict(self._bound)
 
-    def require_current(self, adapter: Adapter) -> None:
-        """Raises: UnknownAdapterError: the adapter has been removed or bound again since it was
-        resolved."""
-        if self._bound.get(adapter.name) is not adapter:
-            raise UnknownAdapterError(
-                f"LoRA adapter {adapter.name!r} was removed or bound again while the request was "
-                "on its way; ask again"
-            )
+    def is_current(self, adapter: Adapter) -> bool:
+        """Whether the adapter is still what its name is bound to."""
+        return self._bound.get(adapter.name) is adapter
+
+    def outdated(self, adapter: Adapter) -> UnknownAdapterError:
+        """The error for an adapter that was removed or bound again since it was resolved."""
+        return UnknownAdapterError(
+            f"LoRA adapter {adapter.name!r} was removed or bound again while the request was on "
+            "its way; ask again"
+        )
 
     def set_default(self, name: str) -> None:
         """Raises: UnknownAdapterError: the name is not bound."""

@@ -83,9 +83,14 @@ class OutputCache:
         be kept."""
         return self._generation
 
-    def get(self, key: Hashable, *, counted: bool = True) -> torch.Tensor | None:
-        """A copy of the row of ``key``, now the most recently used; ``None`` if it is not here. If
-        ``counted``, a row that is found is one of the hits."""
+    def get(self, key: Hashable) -> torch.Tensor | None:
+        """A copy of the row of ``key``, now the most recently used; ``None`` if it is not here."""
+        row = self.peek(key)
+        return None if row is None else row.clone()
+
+    def peek(self, key: Hashable, *, counted: bool = True) -> torch.Tensor | None:
+        """The row of ``key`` itself, which is to be copied and not written into; ``None`` if it is
+        not here. If ``counted``, a row that is found is one of the hits."""
         # By far the most often; no other thread's change can harm this look.
         if key not in self._rows or self._forked():
             return None
@@ -96,7 +101,7 @@ class OutputCache:
             except KeyError:  # dropped since, perhaps between these two
                 return None
             self.hits += counted
-        return row.clone() if row.device == device else row.to(device)
+        return row if row.device == device else row.to(device)
 
     def put(self, key: Hashable, row: torch.Tensor, generation: int) -> None:
         """Keep a copy of ``row``, unless it was computed under an older generation or is larger

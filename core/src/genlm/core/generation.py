@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
 from genlm.core.adapters import UNSET, LoraName
 from genlm.core.checks import integer
-from genlm.core.context import contexts_of, token_ids_of
+from genlm.core.context import token_ids_of
 from genlm.core.runtime.batcher import Batcher
 from genlm.core.runtime.blocking import blocking
-from genlm.core.runtime.continuations import Continuations, all_of
+from genlm.core.runtime.continuations import Continuations
 from genlm.core.runtime.executor import Result
 from genlm.core.runtime.keywords import known_keywords
 from genlm.core.sampling import Particle, SamplingOptions, checked_params, seeded
@@ -33,8 +33,14 @@ class GenerationMixin(TextMixin):
         """A checked query, with room for ``room_for`` tokens after it."""
         raise NotImplementedError
 
-    async def _row(self, query: Query) -> torch.Tensor:
-        """The row of a query."""
+    def _queries(
+        self, contexts: Iterable[Iterable[int]], lora_name: LoraName, room_for: int = 1
+    ) -> list[Query]:
+        """Several of them."""
+        raise NotImplementedError
+
+    async def _rows(self, queries: Sequence[Query]) -> torch.Tensor:
+        """The rows of queries, in one tensor."""
         raise NotImplementedError
 
     @known_keywords()
@@ -94,7 +100,7 @@ class GenerationMixin(TextMixin):
             top_p=top_p,
             min_p=min_p,
         )
-        return await self._continuations.draw(query, params)
+        return (await self._continuations.draw([(query, params)]))[0]
 
     @known_keywords()
     async def batch_sample(
@@ -121,12 +127,9 @@ class GenerationMixin(TextMixin):
             top_p=top_p,
             min_p=min_p,
         )
-        queries = [
-            self._query(prompt, lora_name, room_for=params.max_tokens)
-            for prompt in contexts_of(prompt_token_ids_list)
-        ]
+        queries = self._queries(prompt_token_ids_list, lora_name, room_for=params.max_tokens)
         own = seeded(params, len(queries))
-        return await all_of(map(self._continuations.draw, queries, own))
+        return await self._continuations.draw(list(zip(queries, own, strict=True)))
 
     @known_keywords(SamplingOptions)
     def stream(
@@ -203,7 +206,7 @@ class GenerationMixin(TextMixin):
         """
         query, params = self._draw(prompt_token_ids, max_tokens, **options)
         own = seeded(params, integer("n", n, least=1))
-        return await all_of(self._continuations.particle(query, each) for each in own)
+        return await self._continuations.particles([(query, each) for each in own])
 
     async def sequence_logprobs(
         self,
@@ -298,4 +301,4 @@ class GenerationMixin(TextMixin):
 
     @property
     def _continuations(self) -> Continuations:  # not kept: it would keep the model alive
-        return Continuations(self._engine, self._batcher, self._row)
+        return Continuations(self._engine, self._batcher, self._rows)

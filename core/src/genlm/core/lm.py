@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from attrs import evolve
 
@@ -25,7 +24,7 @@ from genlm.core.plugins import choose_backend, find_backend, installed_wrappers
 from genlm.core.runtime import replaced
 from genlm.core.runtime.batcher import Batcher
 from genlm.core.runtime.collection import rare_collections
-from genlm.core.runtime.delivery import results_of
+from genlm.core.runtime.continuations import stacked, the_copy
 from genlm.core.runtime.executor import EngineCounters, EngineExecutor, Result, describe
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.runtime.replaced import missing_attribute
@@ -144,25 +143,28 @@ class AsyncLM(GenerationMixin):
         self._engine_counters = counters = EngineCounters()
         self._timeline = timeline = Timeline(describe)
 
-        loaded: concurrent.futures.Future[LoadedEngine] = concurrent.futures.Future()
+        made: list[EngineExecutor] = []
 
         def start() -> EngineExecutor:
             with rare_collections():
-                loaded.set_result(LoadedEngine(load(), backend, wrappers, timeline))
-            return EngineExecutor(loaded.result(), cache, adapters, counters, timeline)
+                engine = LoadedEngine(load(), backend, wrappers, timeline)
+            made.append(EngineExecutor(engine, cache, adapters, counters, timeline))
+            return made[0]
 
+        self._name: str | None = None  # of the model, if it was loaded by name
         self._batcher: Batcher[Request, Result] = Batcher(
             start,
             name=f"genlm-{backend}",
             batch_size=options.batch_size,
             timeout=options.timeout,
-            share=_copy,
             timeline=timeline,
         )
-        self._engine = loaded.result()
-        self._name: str | None = None  # of the model, if it was loaded by name
-        # At exit the batcher ends itself, and waits.
+        # Before it starts: an interrupt must leave no thread. At exit the batcher ends itself, and
+        # waits.
         weakref.finalize(self, self._batcher.stop).atexit = False
+        self._batcher.start()
+        (self._executor,) = made
+        self._engine = self._executor.engine
 
     @classmethod
     def from_backend(cls, backend: str, model: str, options: Mapping[str, Any]) -> Self:
@@ -209,18 +211,13 @@ class AsyncLM(GenerationMixin):
         self, token_ids: Iterable[int], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
         """The row of one context."""
-        query, row = self._look_up(token_ids, lora_name)
-        return await self._batcher.submit(query) if row is None else row
+        return await self._row(self._query(token_ids, lora_name))
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Iterable[Iterable[int]], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
         """The rows of several contexts, ``[len(token_ids_list), len(lm.byte_vocab)]``."""
-        found = [self._look_up(ids, lora_name) for ids in contexts_of(token_ids_list)]
-        answers = iter(
-            await results_of([self._batcher.submit(query) for query, row in found if row is None])
-        )
-        return self._stack([next(answers) if row is None else row for _, row in found])
+        return await self._rows(self._queries(token_ids_list, lora_name))
 
     def next_token_logprobs_sync(
         self, token_ids: Iterable[int], lora_name: LoraName = UNSET
@@ -228,39 +225,53 @@ class AsyncLM(GenerationMixin):
         """The row of one context, blocking."""
         query = self._query(token_ids, lora_name)
         row = self._kept(query)
-        return self._batcher.ask([query])[0] if row is None else row
+        return self._batcher.ask((query,), the_copy) if row is None else row.clone()
 
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Iterable[Iterable[int]], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
         """The rows of several contexts, ``[len(token_ids_list), len(lm.byte_vocab)]``, blocking."""
-        found = [self._look_up(ids, lora_name) for ids in contexts_of(token_ids_list)]
-        answers = iter(self._batcher.ask([query for query, row in found if row is None]))
-        return self._stack([next(answers) if row is None else row for _, row in found])
+        unknown, combine = self._look_up(self._queries(token_ids_list, lora_name))
+        return self._batcher.ask(unknown, combine) if unknown else combine([])
 
     def next_token_logprobs_uncached(
         self, token_ids: Iterable[int], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
         """The row of one context, blocking, computed alone and without any cache, of rows or of
         key/value state."""
-        return cast(
-            "torch.Tensor",
-            self._batcher.ask([evolve(self._query(token_ids, lora_name), cold=True)])[0],
-        )
+        query = evolve(self._query(token_ids, lora_name), cold=True)
+        row: torch.Tensor = self._batcher.ask((query,), the_copy)
+        return row
 
     async def _row(self, query: Query) -> torch.Tensor:
         row = self._kept(query)
-        return await self._batcher.submit(query) if row is None else row
+        return await self._batcher.submit((query,), the_copy) if row is None else row.clone()
+
+    async def _rows(self, queries: Sequence[Query]) -> torch.Tensor:
+        """The rows of several queries, in a tensor of their own."""
+        unknown, combine = self._look_up(queries)
+        return await self._batcher.submit(unknown, combine) if unknown else combine([])
 
     def _look_up(
-        self, token_ids: Iterable[int], lora_name: LoraName
-    ) -> tuple[Query, torch.Tensor | None]:
-        """A checked query, and its row if the output cache has it."""
-        query = self._query(token_ids, lora_name)
-        return query, self._kept(query)
+        self, queries: Sequence[Query]
+    ) -> tuple[list[Query], Callable[[Sequence[torch.Tensor]], torch.Tensor]]:
+        """The queries whose rows the output cache does not have, and what makes one tensor of their
+        rows and those that it has."""
+        kept = [self._kept(query) for query in queries]
+        unknown = [query for query, row in zip(queries, kept, strict=True) if row is None]
+
+        def combine(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+            if len(unknown) == len(kept):
+                return stacked(rows, width)
+            asked = iter(rows)
+            return stacked([next(asked) if row is None else row for row in kept], width)
+
+        width = self._engine.width
+        return unknown, combine
 
     def _kept(self, query: Query) -> torch.Tensor | None:
-        row = self._cache.get(query)
+        """The row of a query if the output cache has it; to be copied."""
+        row = self._cache.peek(query)
         if row is not None:
             self._timeline.hit(query)
         return row
@@ -288,13 +299,7 @@ class AsyncLM(GenerationMixin):
         adapter = self._adapters.new(lora_name, lora_path)
         self._batcher.require_open()
         contents = self._engine.read_lora(adapter)
-        self._batcher.run(lambda: self._bind(adapter, contents))
-
-    def _bind(self, adapter: Adapter, contents: Any) -> None:
-        self._engine.add_lora(adapter, contents)
-        old = self._adapters.bind(adapter)
-        if old is not None:
-            self._discard(old)
+        self._batcher.run(lambda: self._executor.bind(adapter, contents))
 
     def remove_lora(self, lora_name: str) -> None:
         """Unload an adapter.
@@ -303,11 +308,7 @@ class AsyncLM(GenerationMixin):
             UnknownAdapterError: no adapter of that name is registered.
         """
         self._adapters.named(lora_name)
-        self._batcher.run(lambda: self._discard(self._adapters.unbind(lora_name)))
-
-    def _discard(self, adapter: Adapter) -> None:
-        self._cache.drop(lambda query: cast(Query, query).adapter == adapter)
-        self._engine.remove_lora(adapter)
+        self._batcher.run(lambda: self._executor.unbind(lora_name))
 
     @property
     def adapters(self) -> dict[str, Adapter]:
@@ -332,14 +333,7 @@ class AsyncLM(GenerationMixin):
         """Compute and pin the key/value state of a prompt, so that contexts which begin with it
         start from there. Blocks. Does nothing if the engine keeps no such state."""
         query = self._query(prompt_tokens, lora_name)
-
-        def pin() -> None:
-            if query.adapter is not None:
-                # It may have been removed while this call waited.
-                self._adapters.require_current(query.adapter)
-            self._engine.cache_prefix(query)
-
-        self._batcher.run(pin)
+        self._batcher.run(lambda: self._executor.pin(query))
 
     def clear_cache(self) -> None:
         """Drop all cached rows."""
@@ -465,12 +459,10 @@ class AsyncLM(GenerationMixin):
             raise InvalidQueryError(_too_long(len(ids), room_for, limit))
         return Query(ids, self._adapters.resolve(lora_name))
 
-    def _stack(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        import torch
-
-        if not rows:
-            return torch.empty(0, self._engine.width, dtype=torch.float32)
-        return torch.stack(list(rows))
+    def _queries(
+        self, contexts: Iterable[Iterable[int]], lora_name: LoraName, room_for: int = 1
+    ) -> list[Query]:
+        return [self._query(ids, lora_name, room_for) for ids in contexts_of(contexts)]
 
 
 class NamedLM(AsyncLM):
@@ -494,9 +486,3 @@ def _too_long(length: int, room_for: int, limit: int) -> str:
         f"a context of {length} tokens leaves room for {limit - length + 1} of the {room_for} "
         f"tokens to follow, since the model takes {limit}; shorten it, or ask for fewer tokens"
     )
-
-
-def _copy(answer: Result) -> Result:
-    """A copy for a further caller. Draws are never shared, so this is a row or scores, or ``None``
-    for no native score."""
-    return None if answer is None else answer.clone()

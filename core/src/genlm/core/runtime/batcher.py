@@ -2,37 +2,34 @@
 
 A :class:`Batcher` knows nothing of language models. It owns one thread, on which it calls an
 :class:`Executor` with everything asked since the last call. Nothing waits by default: while the
-executor works, requests queue; when it is free it takes all of them. A request from a coroutine is
-held until one pass of its event loop adds no other request, a batch is full, or a hundred passes
-are over. So requests gathered together make one batch, and a single one is not delayed.
+executor works, requests queue; when it is free it takes all of them. What a coroutine asks is held
+until one pass of its event loop adds nothing, a batch is full, or a hundred passes are over. So
+requests gathered together make one batch, and a single one is not delayed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
+import contextlib
+import ctypes
 import functools
 import itertools
+import os
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from attrs import frozen
+from attrs import Factory, define
 
 from genlm.core.checks import safe_repr
 from genlm.core.errors import EngineDeadError, ModelClosedError, QueriesResetError
 from genlm.core.logs import get_logger
-from genlm.core.runtime.delivery import Delivery
-from genlm.core.runtime.engine_thread import EngineThread
-from genlm.core.runtime.request_queue import (
-    ROWS,
-    Counters,
-    Lane,
-    Pending,
-    RequestQueue,
-    Task,
-    Waiting,
-)
+from genlm.core.runtime.askers import ASKING, Asker
+from genlm.core.runtime.calls import Call, Future, Place, Task, another, deliver
+from genlm.core.runtime.lanes import ROWS, Counters, Lane, Lanes, Pending
 from genlm.core.runtime.timeline import Timeline
 
 log = get_logger()
@@ -41,6 +38,24 @@ R = TypeVar("R", bound=Hashable)
 A = TypeVar("A")
 T = TypeVar("T")
 A_co = TypeVar("A_co", covariant=True)
+
+#: The most passes of an event loop for one gathering, while each adds a request. Particles that
+#: start together, or in waves one pass apart, have all asked after a few tens of passes; a loop
+#: that asks in every pass never ends.
+PASSES = 100
+
+#: How long the interpreter waits at exit for the current step, and for a load that has been
+#: interrupted, seconds.
+EXIT_PATIENCE, LOAD_PATIENCE = 60.0, 2.0
+
+#: How often a signal handler that asks looks for its answer, seconds. Only for a handler that
+#: interrupted code which holds the lock.
+POLL = 0.01
+
+
+class TryAlone(Exception):
+    """In place of an answer: the request was in flight with others when a step failed, and is to be
+    tried again alone."""
 
 
 class Executor(Protocol[R, A_co]):
@@ -74,144 +89,237 @@ class Executor(Protocol[R, A_co]):
         ...
 
 
-@frozen
-class Step(Generic[R]):
-    """One call of the executor's ``step``."""
+@define(eq=False)
+class Gathering(Generic[R, A]):
+    """What one event loop has asked since its last pass without a new request."""
 
-    newcomers: list[R]
-    dropped: list[R]
+    calls: list[Call[R, A, Any]] = Factory(list)
+    requests: int = 0
+    seen: int = 0  # how many there were one pass ago
+    passes: int = 0
 
 
 class Batcher(Generic[R, A]):
     """Batches requests from any number of event loops and threads onto one engine thread.
 
     Args:
-        start: Builds the executor, on the engine thread. Its exception is raised here.
+        load: Builds the executor, on the engine thread. Its exception is raised by :meth:`start`.
         name: The engine thread's name.
         batch_size: The most requests in flight at once; ``None`` means no limit.
         timeout: Seconds to hold a batch open after its first request.
-        share: Copies an answer for a further caller.
         timeline: Receives requests, batches, and the time spent queueing and delivering.
     """
 
     def __init__(
         self,
-        start: Callable[[], Executor[R, A]],
+        load: Callable[[], Executor[R, A]],
         *,
         name: str = "genlm-engine",
         batch_size: int | None = None,
         timeout: float = 0.0,
-        share: Callable[[A], A] = lambda answer: answer,
         timeline: Timeline | None = None,
     ) -> None:
         self._timeout = timeout
         self._timeline = timeline or Timeline()
         self.counters = Counters()
-        self._delivery = Delivery(share, self.counters, self._timeline)
-        self._queue: RequestQueue[R, A] = RequestQueue(batch_size, self._timeline, self.counters)
-        self._running: Pending[R, A] = {}  # the engine thread's own
-        self._executor: Executor[R, A] | None = None  # until the engine thread ends
+        self.asker = Asker(name)
+        # Re-entrant, because at any line, also one that holds it, a garbage collection may stop the
+        # thread, and a signal handler may ask, or close the model.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._alarm = threading.Lock()  # released to wake the thread
+        self._gatherings: dict[asyncio.AbstractEventLoop, Gathering[R, A]] = {}
+        self._lanes: Lanes[R, A] = Lanes(batch_size, self._timeline, self.counters)
+        self._executor: Executor[R, A] | None = None  # from the end of the load to that of all
         self._stepping = False  # whether a step is running and has not been woken
         self._drops = False  # whether the executor drops requests
         self._gone = False  # whether a caller has gone since the engine thread last looked
-        self._thread = EngineThread(name, self.close)
-        self._lock = self._thread.lock
-        started: concurrent.futures.Future[None] = concurrent.futures.Future()
-        # ``start`` is passed in a list that the thread empties: the objects that it refers to must
-        # be collectable while the thread runs.
-        self._thread.start(functools.partial(self._main, [start], started))
+        self._stopping = self._ended = self._exiting = False
+        # Makes the error for every later caller. A raised error keeps its callers' frames, and with
+        # them the model: one error kept here would keep the model alive as long as the model keeps
+        # this.
+        self._refusal: Callable[[], Exception] | None = None
+        self._pid = os.getpid()
+        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        # ``load`` is passed in a list that the thread empties: the objects that it refers to must
+        # be collectable while the thread runs. A daemon, because Python joins other threads before
+        # it calls the exit hook that ends this one.
+        self._thread = threading.Thread(target=self._main, args=([load],), name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the engine thread, and wait until the executor has been built."""
         try:
-            started.result()
+            self._thread.start()
+            self._started.result()
         except BaseException:
             self.stop()
+            self._interrupt_load()
             raise
 
     # --- asking: any thread, any event loop -------------------------------------------------------
 
-    def submit(self, request: R) -> asyncio.Future[A]:
-        """Ask from a coroutine. Cancelling the future disturbs no other caller."""
+    def submit(
+        self, requests: Sequence[R], combine: Callable[[Sequence[A]], T]
+    ) -> asyncio.Future[T]:
+        """Ask from a coroutine. Cancelling the future disturbs no other caller.
+
+        Args:
+            requests: One at least.
+            combine: Makes the result of the answers: see :class:`Call`.
+        """
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[A] = loop.create_future()
-        self._thread.check_process()
+        call: Call[R, A, T] = Call(requests, loop.create_future(), combine)
+        self._check_process()
         with self._lock:
-            self._thread.check_open()
-            if not self._queue.gathering(loop):
+            self._check_open()
+            gathering = self._gatherings.get(loop)
+            if gathering is None:
+                for closed in [other for other in self._gatherings if other.is_closed()]:
+                    self._release(self._gatherings.pop(closed))  # its passes are over
                 # Before the gathering exists: an interrupt must not leave one without a pass.
                 loop.call_soon(self._after_pass, loop)
-            self._queue.gather(request, future, loop)
-            # Checked again: a signal handler may have closed the model meanwhile. Then nothing
-            # would answer.
-            self._thread.check_open()
-            self.counters.requests += 1
-            self._timeline.asked(request, future)
-        self._watch(future)
-        return future
+                gathering = self._gatherings[loop] = Gathering()
+            gathering.calls.append(call)
+            gathering.requests += len(requests)
+            self._asked(requests, call.future)
+        return call.future  # type: ignore[return-value]
 
-    def ask(self, requests: Sequence[R]) -> list[A]:
-        """Ask from a plain thread, or from a coroutine that may block, and wait for all answers.
+    def ask(self, requests: Sequence[R], combine: Callable[[Sequence[A]], T]) -> T:
+        """Ask from a plain thread, or from a coroutine that may block, and wait for the result.
 
         Raises:
-            Exception: the first error among the answers, after all have arrived.
+            Exception: the first error among the answers.
         """
-        futures: list[concurrent.futures.Future[A]] = [
-            concurrent.futures.Future() for _ in requests
-        ]
-        self._thread.check_process()
+        call: Call[R, A, T] = Call(requests, concurrent.futures.Future(), combine)
+        self._check_process()
         with self._lock:
-            self._thread.check_open()
-            for request, future in zip(requests, futures, strict=True):
-                self._queue.put(request, future)
-                self._timeline.asked(request, future)
-            self._thread.check_open()
-            self.counters.requests += len(futures)
+            self._check_open()
+            self._lanes.put(call)
+            self._asked(requests, call.future)
             self._notify()
-        try:
-            for future in futures:
-                self._watch(future)
-            self._thread.wait_for(futures)
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
-        return [future.result() for future in futures]
+        return self._result(call.future)
 
-    def run(self, call: Callable[[], T]) -> T:
+    def run(self, make: Callable[[], T]) -> T:
         """Make a call on the engine thread, after everything asked before it has been answered, and
         wait for it."""
-        task = Task(call)
-        self._thread.check_process()
+        task = Task(make)
+        self._check_process()
         with self._lock:
-            self._thread.check_open()
-            self._queue.put_task(task)
-            self._thread.check_open()
+            self._check_open()
+            for gathering in list(self._gatherings.values()):
+                self._release(gathering)
+            self._lanes.put(task)
+            self._check_open()
             self._notify()
+        return self._result(task.future)
+
+    def _asked(self, requests: Sequence[R], future: Future[Any]) -> None:
+        """Note what has been asked. Called with the lock."""
+        if (asker := ASKING.asker) is not None:
+            future.add_done_callback(asker.waiting_for(self.asker))
+        # Again: a signal handler may have closed the model, or another model's hook have asked.
+        if self._refusal is not None or asker is not None:
+            try:
+                self._check_open()
+            except BaseException:
+                future.cancel()
+                raise
+        self.counters.requests += len(requests)
+        if self._timeline.trace is not None:
+            for request in requests:
+                self._timeline.asked(request, future)
+        if self._drops:
+            future.add_done_callback(self._caller_done)
+
+    def _result(self, future: Future[T]) -> T:
+        """Wait, on another thread, for a result."""
         try:
-            self._thread.wait_for([task.future])
-            return task.future.result()
+            while self._holds_lock() and not future.done():
+                # A signal handler that interrupted code which holds the lock. Waiting on the
+                # condition releases it, so that the engine thread can continue.
+                self._changed.wait(POLL)
+            return future.result()
         except BaseException:
-            task.future.cancel()
+            future.cancel()
             raise
+
+    def _holds_lock(self) -> bool:
+        try:
+            self._changed.notify(0)  # raises if this thread does not hold it
+        except RuntimeError:
+            return False
+        return True
+
+    def _after_pass(self, loop: asyncio.AbstractEventLoop) -> None:
+        """A pass of an event loop is over: wait for another if it added a request."""
+        with self._lock:
+            gathering = self._gatherings.get(loop)
+            if gathering is None:
+                return
+            grown, gathering.seen = gathering.requests > gathering.seen, gathering.requests
+            gathering.passes += 1
+            full = self._lanes.fills(range(gathering.requests))
+            if grown and gathering.passes < PASSES and not full:
+                loop.call_soon(self._after_pass, loop)
+            else:
+                del self._gatherings[loop]
+                self._release(gathering)
+                self._notify()
+                if self._stopping:  # a signal handler has closed the model meanwhile
+                    self._fail(self._withdraw(), closed_while_pending)
+
+    def _release(self, gathering: Gathering[R, A]) -> None:
+        """Let the engine thread have what one event loop has gathered. The gathering stays that of
+        its loop: a signal handler may release it while a request is being added."""
+        calls = gathering.calls[:]
+        del gathering.calls[: len(calls)]
+        for call in calls:
+            self._lanes.put(call)
+
+    def _caller_done(self, future: Future[Any]) -> None:
+        if future.cancelled():
+            with self._lock:
+                self._gone = True
+                self._notify()
+
+    # --- who may ask ------------------------------------------------------------------------------
 
     def require_open(self) -> None:
         """Raise the error for a new request if the batcher cannot answer."""
-        self._thread.check_process()
+        self._check_process()
         with self._lock:
-            self._thread.check_open()
+            self._check_open()
+
+    def _check_process(self) -> None:
+        """Refuse a forked child, which has no engine thread, and perhaps a lock that is never
+        released. Comes before the lock."""
+        if os.getpid() != self._pid:
+            raise EngineDeadError(
+                "this process was forked from the one that loaded the model; load it again here"
+            )
+
+    def _check_open(self) -> None:
+        """Refuse callers that cannot be answered. Called with the lock."""
+        if self._refusal is not None:
+            raise self._refusal()
+        if (asker := ASKING.asker) is not None:
+            asker.check(self.asker)
+
+    # --- the end ----------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Fail every request that the engine has not taken yet with :class:`QueriesResetError`."""
-        self._thread.check_process()
-        with self._lock:
-            dropped = self._queue.withdraw(tasks=False)
-        self._delivery.fail(dropped, dropped_by_reset)
+        self._check_process()
+        self._fail(self._withdraw(tasks=False), dropped_by_reset)
 
     def stop(self) -> None:
         """Ask the engine thread to end, without waiting for it. Safe in a finalizer."""
-        if self._thread.forked:
-            return
-        with self._lock:
-            self._thread.stop()
-            self._notify()
+        if os.getpid() == self._pid:
+            with self._lock:
+                self._stopping = True
+                if self._refusal is None:
+                    self._refusal = closed
+                self._notify()
 
     def close(self, patience: float | None = None) -> None:
         """Fail what is pending, let the current step end, release the engine. Idempotent.
@@ -219,122 +327,175 @@ class Batcher(Generic[R, A]):
         Args:
             patience: The most seconds to wait for the engine thread to end; ``None`` is no limit.
         """
-        if self._thread.forked:
+        if os.getpid() != self._pid:
             return
         self.stop()
+        self._fail(self._withdraw(), closed_while_pending)
+        if threading.current_thread() is not self._thread:
+            # Waiting releases the lock, also for code that a signal handler interrupted.
+            with self._changed:
+                ended = self._changed.wait_for(lambda: self._ended, patience)
+            if ended:
+                self._thread.join()
+
+    def _withdraw(self, tasks: bool = True) -> list[Place[A]]:
         with self._lock:
-            dropped = self._queue.withdraw()
-        self._delivery.fail(dropped, closed_while_pending)
-        self._thread.join(patience)
+            for gathering in list(self._gatherings.values()):
+                self._release(gathering)
+            return self._lanes.withdraw(tasks)
 
-    def _after_pass(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _fail(self, places: Iterable[Place[A]], error: Callable[[], Exception]) -> None:
+        """Give each caller an error of its own."""
+        ended = []
+        for place in places:
+            self.counters.failed += 1
+            if place.fail(failure := error()):
+                ended.append((place.future, failure))
+        deliver(ended, self._timeline)
+
+    def _at_exit(self) -> None:
+        """Registered by the engine thread, so that no hook is left if no thread could be
+        started."""
+        if os.getpid() != self._pid:
+            return
+        self._exiting = True
+        loading = self._executor is None and not self._ended
+        if loading:
+            self._interrupt_load()
+        self.close(LOAD_PATIENCE if loading else EXIT_PATIENCE)
+        if self._thread.is_alive():
+            log.warning("engine.abandoned", thread=self._thread.name)
+
+    def _interrupt_load(self) -> None:
+        """Raise ``KeyboardInterrupt`` in the engine thread while it loads, as Ctrl-C does where the
+        main thread loads: at the next line of Python."""
         with self._lock:
-            if self._queue.passed(loop):
-                loop.call_soon(self._after_pass, loop)
-            else:
-                self._notify()
-
-    def _notify(self) -> None:
-        """Wake the engine thread. Called with the lock."""
-        self._thread.rouse()
-        if self._stepping and self._executor is not None:
-            self._stepping = False  # once for each step
-            self._executor.wake()
-
-    def _watch(self, future: Waiting[Any]) -> None:
-        """Notice when a caller goes, if the executor drops requests."""
-        if self._drops:
-            future.add_done_callback(self._caller_done)
-
-    def _caller_done(self, future: Waiting[Any]) -> None:
-        if future.cancelled():
-            with self._lock:
-                self._gone = True
-                self._notify()
+            if self._executor is None and self._thread.is_alive() and not self._started.done():
+                ident = ctypes.c_ulong(self._thread.ident or 0)
+                error = ctypes.py_object(KeyboardInterrupt)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
+                log.warning(
+                    "engine.load_interrupted",
+                    thread=self._thread.name,
+                    what="the load ends at its next line of Python",
+                )
 
     # --- the engine thread ------------------------------------------------------------------------
 
-    def _main(
-        self, start: list[Callable[[], Executor[R, A]]], started: concurrent.futures.Future[None]
-    ) -> None:
+    def _main(self, load: list[Callable[[], Executor[R, A]]]) -> None:
+        atexit.register(self._at_exit)
+        ASKING.asker = self.asker
+        executor = None
         try:
-            executor = start.pop()()
-        except BaseException as error:
-            self.stop()
-            started.set_exception(error)
-            return
-        self._thread.engine_is_loaded()
-        self._executor, self._drops = executor, executor.drops
-        self._queue.lane_of = executor.lane
-        started.set_result(None)
+            try:
+                executor = load.pop()()
+                with self._lock:
+                    self._executor, self._drops = executor, executor.drops
+            except BaseException as error:
+                self.stop()
+                self._started.set_exception(error)
+                return
+            # Registered again: hooks run in reverse order, and this one must run before those that
+            # the engine registered while it loaded, which shut engines down.
+            self._forget_exit_hook()
+            atexit.register(self._at_exit)
+            self._lanes.lane_of = executor.lane
+            self._started.set_result(None)
+            self._work(executor)
+        finally:
+            self._end(executor)
+
+    def _work(self, executor: Executor[R, A]) -> None:
         try:
             while (work := self._take()) is not None:
-                self._do(executor, work)
+                if isinstance(work, Task):
+                    work.run()
+                else:
+                    began = self._timeline.clock()
+                    self._deliver(executor.step(*work))
+                    self._timeline.batch(began, len(work[0]))
                 # A task refers to its caller, who must be collectable while this waits.
                 del work
         except BaseException as error:
             self._die(error)
-        finally:
-            self._end(executor)
 
-    def _do(self, executor: Executor[R, A], work: Task[Any] | Step[R]) -> None:
-        if isinstance(work, Task):
-            work.run()
-        else:
-            began = self._timeline.clock()
-            answers = list(executor.step(work.newcomers, work.dropped))
-            self._delivery.answer(
-                (self._running.pop(request), answer) for request, answer in answers
-            )
-            self._timeline.batch(began, len(work.newcomers))
-
-    def _take(self) -> Task[Any] | Step[R] | None:
-        """Wait for work. No newcomers means a step for the requests in flight alone."""
+    def _take(self) -> Task[Any] | tuple[list[R], list[R]] | None:
+        """Wait for work: a task, or newcomers and what is dropped. No newcomers means a step for
+        the requests in flight alone; ``None`` is the end."""
+        lanes = self._lanes
         with self._lock:
             self._stepping = False
             while True:
-                while not (self._thread.stopping or self._running or self._queue):
-                    self._thread.sleep()
-                if self._timeout and not (self._thread.stopping or self._running):
+                while not (self._stopping or lanes.in_flight or lanes):
+                    self._sleep()
+                if self._timeout and not (self._stopping or lanes.in_flight):
                     self._hold_open()
-                if self._thread.stopping:
+                if self._stopping:
                     return None
-                self._queue.sort(self._running)
-                dropped = self._drop()
-                work = self._queue.take(self._running, dropping=bool(dropped))
+                gone, self._gone = self._gone, False
+                dropped = lanes.drop() if gone else []
+                work = lanes.take(dropping=bool(dropped))
                 if isinstance(work, Task):
                     return work
-                if work or dropped or self._running:
+                if work or dropped or lanes.in_flight:
                     self._stepping = True
-                    return Step(work, dropped)
-
-    def _drop(self) -> list[R]:
-        """Take the requests whose callers have all gone out of flight, and return them."""
-        if not self._gone:
-            return []
-        self._gone = False
-        dropped = [
-            request
-            for request, waiting in self._running.items()
-            if all(future.done() for future in waiting)
-        ]
-        for request in dropped:
-            self.counters.cancelled += len(self._running.pop(request))
-        return dropped
+                    return work, dropped
 
     def _hold_open(self) -> None:
         """Wait up to ``timeout`` for the batch to fill. A task or the end of the model ends the
         wait."""
         deadline = time.monotonic() + self._timeout
-        while not (self._thread.stopping or self._queue.full()):
+        while not (self._stopping or self._lanes.full()):
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return
-            self._thread.sleep(remaining)
+            self._sleep(remaining)
 
-    def _fail_running(self, error: Callable[[], Exception]) -> None:
-        self._delivery.fail(itertools.chain(*self._running.values()), error)
-        self._running.clear()
+    def _sleep(self, seconds: float = -1.0) -> None:
+        """Wait for :meth:`_notify`. Called with the lock, which others may take meanwhile.
+
+        Not ``Condition.wait``: a garbage collection on this thread may stop the thread before its
+        waiter is queued, and a notification without a waiter is lost.
+        """
+        self._lock.release()
+        try:
+            self._alarm.acquire(timeout=seconds)
+        finally:
+            self._lock.acquire()
+
+    def _notify(self) -> None:
+        """Wake the engine thread. Called with the lock."""
+        with contextlib.suppress(RuntimeError):  # it is awake already
+            self._alarm.release()
+        if self._stepping and self._executor is not None:
+            self._stepping = False  # once for each step
+            self._executor.wake()
+
+    def _deliver(self, answers: Iterable[tuple[R, A | Exception]]) -> None:
+        """Give every caller its answer."""
+        in_flight = self._lanes.in_flight
+        suspects: Pending[R, A] = {}
+        ended: list[Call[R, A, Any]] = []
+        for request, answer in answers:
+            callers = in_flight.pop(request)
+            if isinstance(answer, Exception):
+                if isinstance(answer, TryAlone):
+                    suspects[request] = callers
+                else:
+                    self.counters.failed += len(callers)
+                    for place in callers:
+                        if place.fail(answer):
+                            ended.append(place.call)
+                            answer = another(answer)  # for the next one
+            else:
+                for place in callers:
+                    if place.give(answer):
+                        ended.append(place.call)
+        if suspects:
+            with self._lock:
+                self._lanes.suspect(suspects)
+        outcomes = [(c.future, c.result()) for c in ended if not c.future.done()]
+        deliver(outcomes, self._timeline)
 
     def _die(self, cause: BaseException) -> None:
         """The executor cannot continue: fail everything, refuse everything."""
@@ -343,23 +504,36 @@ class Batcher(Generic[R, A]):
         log.error("engine.died", error=safe_repr(cause))
         with self._lock:
             # Without the cause, which also has frames.
-            self._thread.refuse(functools.partial(EngineDeadError, message))
-            dropped = self._queue.withdraw()
-        dead = functools.partial(died, message, cause)
-        self._delivery.fail(dropped, dead)
-        self._fail_running(dead)
+            self._refusal = functools.partial(EngineDeadError, message)
+        self._fail(self._pending(), functools.partial(died, message, cause))
 
-    def _end(self, executor: Executor[R, A]) -> None:
+    def _end(self, executor: Executor[R, A] | None) -> None:
         self.stop()
         with self._lock:
             self._executor = None
-            dropped = self._queue.withdraw()
-        self._delivery.fail(dropped, closed_while_pending)
-        self._fail_running(closed_while_pending)
-        try:
-            executor.close()
-        except Exception:
-            log.exception("engine.close_failed")
+        self._fail(self._pending(), closed_while_pending)
+        if executor is not None:
+            try:
+                executor.close()
+            except Exception:
+                log.exception("engine.close_failed")
+        self._forget_exit_hook()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _pending(self) -> list[Place[A]]:
+        """Everything that waits or is in flight, which it no longer is."""
+        in_flight, self._lanes.in_flight = self._lanes.in_flight, {}
+        return [*self._withdraw(), *itertools.chain(*in_flight.values())]
+
+    def _forget_exit_hook(self) -> None:
+        if not self._exiting:  # else the hooks are running, with this one
+            atexit.unregister(self._at_exit)
+
+
+def closed() -> ModelClosedError:
+    return ModelClosedError("the model is closed; load it again to ask further requests")
 
 
 def closed_while_pending() -> ModelClosedError:

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from genlm.core.runtime.askers import ASKING
+
 T = TypeVar("T")
 
 
@@ -26,7 +28,10 @@ def blocking(coroutine: Coroutine[Any, Any, T]) -> T:
             task.cancel()
         return await task
 
+    asker = ASKING.asker
+
     def main() -> None:
+        ASKING.asker = asker
         try:
             answer.set_result(asyncio.run(run()))
         except BaseException as error:

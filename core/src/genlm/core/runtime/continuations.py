@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from genlm.core.runtime.batcher import Batcher
@@ -21,6 +21,9 @@ T = TypeVar("T")
 #: Each may take as much key/value state as the whole context.
 PREFIXES = 32
 
+#: Queries, and how to draw after each.
+Draws = Sequence[tuple[Query, SamplingParams]]
+
 
 class Continuations:
     """Draws and scores continuations of checked queries.
@@ -28,51 +31,63 @@ class Continuations:
     Args:
         engine: Says what it draws and scores itself.
         batcher: Takes these requests.
-        ask: Gives the row of a query.
+        rows: Gives the rows of queries, in one tensor.
     """
 
     def __init__(
         self,
         engine: LoadedEngine,
         batcher: Batcher[Request, Result],
-        ask: Callable[[Query], Coroutine[Any, Any, torch.Tensor]],
+        rows: Callable[[Sequence[Query]], Coroutine[Any, Any, torch.Tensor]],
     ) -> None:
         self._engine = engine
         self._batcher = batcher
-        self._ask = ask
+        self._rows = rows
 
-    async def draw(self, query: Query, params: SamplingParams) -> list[int]:
-        """The ids of one continuation, without the stop token."""
-        if params.max_tokens and self._engine.draws and params.min_p is None:
-            drawn: list[int] | None = await self._batcher.submit(SampleRequest(query, params))
-            if drawn is not None:
-                return drawn
-        return [token_id async for token_id in self.stream(query, params)]
+    async def draw(self, draws: Draws) -> list[list[int]]:
+        """The ids of one continuation of each query, without the stop token."""
+        drawn: list[list[int] | None] = [None] * len(draws)
+        if self._engine.draws and draws and draws[0][1].max_tokens and draws[0][1].min_p is None:
+            drawn = await self._batcher.submit([SampleRequest(*draw) for draw in draws], list)
+        left = [draw for draw, ids in zip(draws, drawn, strict=True) if ids is None]
+        particles = iter(await self.particles(left))
+        return [list(next(particles).token_ids) if ids is None else ids for ids in drawn]
+
+    async def particles(self, draws: Draws) -> list[Particle]:
+        """One continuation of each query from rows, with its log-probabilities. They are drawn
+        together: one call for the next rows of all that go on."""
+        drawers = [TokenDrawer(params) for _, params in draws]
+        queries = [query for query, _ in draws]
+        drawn: list[list[int]] = [[] for _ in draws]
+        stops: list[int | None] = [None for _ in draws]
+        live = [i for i, (_, params) in enumerate(draws) if params.max_tokens]
+        while live:
+            rows = (await self._rows([queries[i] for i in live])).cpu()
+            going_on = []
+            for i, row in zip(live, rows.unbind(), strict=True):
+                token_id, params = drawers[i].draw(row), draws[i][1]
+                if token_id in params.stop_token_ids:
+                    stops[i] = token_id
+                    continue
+                drawn[i].append(token_id)
+                if len(drawn[i]) < params.max_tokens:
+                    queries[i] = queries[i].extended((token_id,))
+                    going_on.append(i)
+            live = going_on
+        return [
+            Particle(tuple(ids), stop, drawer.logprob, drawer.proposal_logprob)
+            for ids, stop, drawer in zip(drawn, stops, drawers, strict=True)
+        ]
 
     async def stream(self, query: Query, params: SamplingParams) -> AsyncGenerator[int, None]:
-        """The ids one by one, from rows, each as soon as it is drawn."""
+        """The ids one by one, from rows, each as soon as it is drawn. When the loop over it is
+        cancelled, so is its pending request."""
         drawer = TokenDrawer(params)
-        async for token_id in self._drawn(query, params, drawer):
-            if token_id not in params.stop_token_ids:
-                yield token_id
-
-    async def particle(self, query: Query, params: SamplingParams) -> Particle:
-        """One continuation from rows, with its log-probabilities."""
-        drawer = TokenDrawer(params)
-        ids = [token_id async for token_id in self._drawn(query, params, drawer)]
-        stop = ids.pop() if ids and ids[-1] in params.stop_token_ids else None
-        return Particle(tuple(ids), stop, drawer.logprob, drawer.proposal_logprob)
-
-    async def _drawn(
-        self, query: Query, params: SamplingParams, drawer: TokenDrawer
-    ) -> AsyncGenerator[int, None]:
-        """Every id that is drawn, with a stop token as the last: one row a token. When the loop
-        over it is cancelled, so is its pending request."""
         for _ in range(params.max_tokens):
-            token_id = drawer.draw(await self._ask(query))
-            yield token_id
+            token_id = drawer.draw((await self._rows([query]))[0])
             if token_id in params.stop_token_ids:
                 return
+            yield token_id
             query = query.extended((token_id,))
 
     async def score(self, query: Query, continuation: TokenIds) -> torch.Tensor:
@@ -84,18 +99,17 @@ class Continuations:
         # padding to drop.
         if self._engine.scores and self._engine.vocab_size <= self._engine.width:
             scores: torch.Tensor | None = await self._batcher.submit(
-                ScoreRequest(query, continuation)
+                [ScoreRequest(query, continuation)], the_copy
             )
             if scores is not None:
                 return scores
         scored: list[torch.Tensor] = []
         for start in range(0, len(continuation), PREFIXES):
             ids = continuation[start : start + PREFIXES]
-            prefixes = [query.extended(ids[:end]) for end in range(len(ids))]
-            rows = await all_of(map(self._ask, prefixes))
-            scored += [row[token_id] for row, token_id in zip(rows, ids, strict=True)]
+            rows = await self._rows([query.extended(ids[:end]) for end in range(len(ids))])
+            scored.append(rows[range(len(ids)), ids])
             query = query.extended(ids)
-        return torch.stack(scored)
+        return torch.cat(scored)
 
 
 async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -107,3 +121,17 @@ async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         raise
+
+
+def the_copy(answers: Sequence[Any]) -> Any:
+    """The caller's own copy of the one answer that was asked: a row or scores, or ``None`` for no
+    native scores."""
+    (answer,) = answers
+    return None if answer is None else answer.clone()
+
+
+def stacked(rows: Sequence[torch.Tensor], width: int) -> torch.Tensor:
+    """Rows in one tensor of their own, ``[len(rows), width]``."""
+    import torch
+
+    return torch.stack(list(rows)) if rows else torch.empty(0, width, dtype=torch.float32)

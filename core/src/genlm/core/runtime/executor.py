@@ -10,14 +10,15 @@ from attrs import define, field
 
 from genlm.core.adapters import AdapterRegistry
 from genlm.core.cache import OutputCache
-from genlm.core.checks import describe_error
-from genlm.core.errors import EngineError, GenlmError
+from genlm.core.checks import describe_error, safe_repr
+from genlm.core.errors import EngineDeadError, EngineError, GenlmError, PluginError
 from genlm.core.logs import get_logger
-from genlm.core.runtime.isolation import IsolatedSteps, Outcomes, evaluate_isolated
+from genlm.core.runtime.batcher import TryAlone
+from genlm.core.runtime.isolation import Answers, evaluate_isolated
+from genlm.core.runtime.lanes import ROWS, Lane
 from genlm.core.runtime.loaded_engine import LoadedEngine
-from genlm.core.runtime.request_queue import ROWS, Lane
 from genlm.core.runtime.timeline import Timeline
-from genlm.core.types import Query, Request, SampleRequest, ScoreRequest, query_of
+from genlm.core.types import Adapter, Query, Request, SampleRequest, ScoreRequest, query_of
 
 log = get_logger()
 
@@ -47,7 +48,7 @@ class EngineCounters:
     largest_batch: int = 0
     failed_calls: int = 0
 
-    def count(self, answers: Outcomes[Request, Result], in_flight: int) -> None:
+    def count(self, answers: Answers[Request, Result], in_flight: int) -> None:
         """Count the engine's answers. A declined request has ``None``."""
         if not answers:
             return
@@ -66,19 +67,17 @@ class EngineCounters:
 
 @define(eq=False)
 class EngineExecutor:
-    """Drives one engine for the batcher. Everything here happens on the engine thread."""
+    """Drives one engine for the batcher, and binds its adapters. Everything here happens on the
+    engine thread."""
 
     engine: LoadedEngine
     cache: OutputCache
     adapters: AdapterRegistry
     counters: EngineCounters
     timeline: Timeline
-    _steps: IsolatedSteps[Request, Result] = field(init=False)
-    # Of the cache, when the query was admitted.
-    _generation: dict[Query, int] = field(init=False, factory=dict)
-
-    def __attrs_post_init__(self) -> None:
-        self._steps = IsolatedSteps(self._advance, self.engine.drops)
+    # What a continuous engine has, with the cache's generation when it was admitted.
+    _in_flight: dict[Request, int] = field(init=False, factory=dict)
+    _failure: Exception | None = field(init=False, default=None)  # the last one of a step
 
     @property
     def drops(self) -> bool:
@@ -95,23 +94,28 @@ class EngineExecutor:
 
     def step(
         self, newcomers: Sequence[Request], dropped: Sequence[Request] = ()
-    ) -> Outcomes[Request, Result]:
+    ) -> Answers[Request, Result]:
         """Answer what can be answered now. The newcomers are of one lane."""
-        outcomes, askable = self._refuse_stale(newcomers)
-        lane = self.lane(askable[0]) if askable else ROWS
-        if lane is DRAWS or lane is SCORES:
-            evaluate = self._sample if lane is DRAWS else self._score
-            answered = evaluate_isolated(evaluate, askable)
+        began = self.timeline.clock()
+        # Read first: what is dropped after this line must not be kept.
+        generation = self.cache.generation
+        answers, asked = self._known(newcomers)
+        self.timeline.add("caching", began)
+        lane = self.lane(asked[0]) if asked else ROWS
+        if lane is DRAWS:
+            results = evaluate_isolated(self._sample, asked)
+        elif lane is SCORES:
+            results = evaluate_isolated(self._score, asked)
+        elif not self.engine.continuous:
+            results = evaluate_isolated(self._next_token_logprobs, asked)
+            self._keep(results, generation)
         else:
-            outcomes += self._known(askable)
-            if self.engine.continuous:
-                answered = self._advance_isolated(askable, dropped)
-            else:
-                answered = evaluate_isolated(self._next_token_logprobs, askable)
-        with self.timeline.stage("caching"):
-            return outcomes + [
-                (request, self._finish(request, result)) for request, result in answered
-            ]
+            self._in_flight.update(dict.fromkeys(asked, generation))
+            results = self._advance(asked, dropped)
+        for i, (request, result) in enumerate(results):
+            if isinstance(result, Exception):
+                results[i] = request, self._explained(query_of(request), result)
+        return answers + results
 
     def wake(self) -> None:
         self.engine.wake()
@@ -119,70 +123,89 @@ class EngineExecutor:
     def close(self) -> None:
         self.engine.close()
 
-    def _refuse_stale(
-        self, newcomers: Sequence[Request]
-    ) -> tuple[Outcomes[Request, Result], list[Request]]:
-        outcomes: Outcomes[Request, Result] = []
-        askable: list[Request] = []
-        for request in newcomers:
-            adapter = query_of(request).adapter
-            try:
-                if adapter is not None:
-                    self.adapters.require_current(adapter)
-                askable.append(request)
-            except GenlmError as error:
-                outcomes.append((request, error))
-        return outcomes, askable
+    # --- rows that are known ----------------------------------------------------------------------
 
-    # --- rows -------------------------------------------------------------------------------------
+    def _known(self, requests: Sequence[Request]) -> tuple[Answers[Request, Result], list[Request]]:
+        """What can be answered without the engine: rows that are in the cache now, and errors for
+        adapters that are gone; and the other requests."""
+        known: Answers[Request, Result] = []
+        asked: list[Request] = []
+        for request in requests:
+            query = request if isinstance(request, Query) else request.query
+            if query.adapter is not None and not self.adapters.is_current(query.adapter):
+                known.append((request, self.adapters.outdated(query.adapter)))
+                continue
+            # An equal request may have been answered after this one looked.
+            row = (
+                None
+                if query is not request or query.cold
+                else self.cache.peek(query, counted=False)
+            )
+            if row is None:
+                asked.append(request)
+            else:
+                self.counters.cache_hits += 1
+                known.append((request, row))
+        return known, asked
 
-    def _known(self, requests: list[Request]) -> Outcomes[Request, Result]:
-        """The rows that are in the cache now; their queries are removed from ``requests``."""
-        known: Outcomes[Request, Result] = []
-        with self.timeline.stage("caching"):
-            # Read first: what is dropped after this line must not be kept.
-            generation = self.cache.generation
-            for request in requests:
-                if not isinstance(request, Query) or request.cold:
-                    continue  # these are never kept
-                # An equal request may have been answered after this one looked.
-                row = self.cache.get(request, counted=False)
-                if row is None:
-                    self._generation[request] = generation
-                else:
-                    self.counters.cache_hits += 1
-                    known.append((request, row))
-        if known:
-            answered = {id(request) for request, _ in known}
-            requests[:] = [request for request in requests if id(request) not in answered]
-        return known
-
-    def _finish(self, request: Request, outcome: Result | Exception) -> Result:
-        generation = self._generation.pop(request, None) if isinstance(request, Query) else None
-        if isinstance(outcome, Exception):
-            return self._explained(query_of(request), outcome)
-        if generation is not None:
-            self.cache.put(cast(Query, request), outcome, generation)
-        return outcome
+    def _keep(self, results: Answers[Request, Result], generation: int) -> None:
+        """Keep rows in the cache, but cold ones."""
+        if self.cache.maxsize == 0:
+            return
+        began = self.timeline.clock()
+        for request, result in results:
+            if isinstance(request, Query) and not (request.cold or isinstance(result, Exception)):
+                self.cache.put(request, result, generation)
+        self.timeline.add("caching", began)
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def _advance_isolated(
-        self, newcomers: Sequence[Request], dropped: Sequence[Request]
-    ) -> Outcomes[Request, Result]:
-        for request in dropped:
-            if isinstance(request, Query):
-                self._generation.pop(request, None)
-        return self._steps.step(newcomers, dropped)
-
     def _advance(
         self, newcomers: Sequence[Request], dropped: Sequence[Request]
-    ) -> Outcomes[Request, Result]:
+    ) -> Answers[Request, Result]:
+        """Make a step. If it raises, all that were in flight are tried again, each alone.
+
+        Raises:
+            EngineDeadError: the engine cannot continue.
+            PluginError: it answered a request that is not in flight.
+        """
+        back = set(dropped).intersection(newcomers)  # asked again at once: the engine has them
+        if back:
+            newcomers = [request for request in newcomers if request not in back]
+            dropped = [request for request in dropped if request not in back]
+        for request in dropped:
+            self._in_flight.pop(request, None)
+        if not (self._in_flight or dropped):
+            return []
         queries = [request for request in newcomers if isinstance(request, Query)]
         samples = [request for request in newcomers if isinstance(request, SampleRequest)]
         scores = [request for request in newcomers if isinstance(request, ScoreRequest)]
-        return self._called(
-            lambda: self.engine.step(queries, samples, scores, dropped), self._steps.in_flight
+        try:
+            results = self._called(
+                lambda: self.engine.step(queries, samples, scores, dropped), len(self._in_flight)
+            )
+        except (EngineDeadError, PluginError):
+            raise
+        except Exception as error:
+            self._failure = error
+            failed, self._in_flight = list(self._in_flight), {}
+            return [(request, TryAlone() if len(failed) > 1 else error) for request in failed]
+        finished: Answers[Request, Result] = []
+        for request, result in results:
+            generation = self._in_flight.pop(request, None)
+            if generation is not None:
+                finished.append((request, result))
+                self._keep(finished[-1:], generation)
+            elif request not in dropped:
+                raise self._unasked(request) from self._failure
+        return finished
+
+    def _unasked(self, request: Request) -> PluginError:
+        """The error for an answer to what is not in flight."""
+        failed = "" if self._failure is None else f" (it did: {describe_error(self._failure)})"
+        return PluginError(
+            "genlm_step gave an answer to what is not in flight; answer every request once, and "
+            f"none that was admitted before it raised{failed}; the request: {safe_repr(request)}"
         )
 
     # --- batches ----------------------------------------------------------------------------------
@@ -203,7 +226,7 @@ class EngineExecutor:
     ) -> list[Result]:
         """The result of each request; ``None`` if the engine declines."""
 
-        def answers() -> Outcomes[Request, Result]:
+        def answers() -> Answers[Request, Result]:
             results = call()
             return [
                 *zip(requests, [None] * len(requests) if results is None else results, strict=True)
@@ -214,8 +237,8 @@ class EngineExecutor:
     # --- both -------------------------------------------------------------------------------------
 
     def _called(
-        self, call: Callable[[], Outcomes[Request, Result]], in_flight: int
-    ) -> Outcomes[Request, Result]:
+        self, call: Callable[[], Answers[Request, Result]], in_flight: int
+    ) -> Answers[Request, Result]:
         """Call the engine, and count what it does."""
         began = self.timeline.clock()
         try:
@@ -233,9 +256,32 @@ class EngineExecutor:
 
     def _explained(self, query: Query, error: Exception) -> Exception:
         """The engine's error, with the query that caused it."""
-        if isinstance(error, GenlmError):
+        if isinstance(error, (GenlmError, TryAlone)):
             return error
         what = f"backend {self.engine.backend!r} failed on {query}"
         explained = EngineError(f"{what}: {describe_error(error)}")
         explained.__cause__ = error
         return explained
+
+    # --- adapters and state -----------------------------------------------------------------------
+
+    def bind(self, adapter: Adapter, contents: Any) -> None:
+        """Load an adapter and bind it to its name; what was bound to it goes."""
+        self.engine.add_lora(adapter, contents)
+        old = self.adapters.bind(adapter)
+        if old is not None:
+            self._discard(old)
+
+    def unbind(self, name: str) -> None:
+        """Raises: UnknownAdapterError: the name is not bound."""
+        self._discard(self.adapters.unbind(name))
+
+    def _discard(self, adapter: Adapter) -> None:
+        self.cache.drop(lambda query: cast(Query, query).adapter == adapter)
+        self.engine.remove_lora(adapter)
+
+    def pin(self, query: Query) -> None:
+        """Compute and pin the state of a prompt."""
+        if query.adapter is not None and not self.adapters.is_current(query.adapter):
+            raise self.adapters.outdated(query.adapter)  # it was removed while this call waited
+        self.engine.cache_prefix(query)

@@ -90,14 +90,10 @@ class Results:
 
     def _own(self, queries: Sequence[Query], rows: torch.Tensor | list[torch.Tensor]) -> list[Any]:
         """Rows as callers get them, each in its own memory."""
-        import torch
-
         if self._process is not None:
             each = list(zip(queries, rows, strict=True))
             return [row for _, row in evaluate_isolated(self._processed, each)]
-        if isinstance(rows, torch.Tensor):
-            return _unbound(rows)
-        return [row.clone() for row in rows]
+        return list(rows)
 
     def _processed(self, each: Sequence[tuple[Query, torch.Tensor]]) -> Sequence[torch.Tensor]:
         import torch
@@ -110,7 +106,7 @@ class Results:
             rows = torch.nn.functional.pad(
                 own, (0, self._width - self._vocab_size), value=-torch.inf
             )
-        return _unbound(rows)
+        return rows.unbind()
 
     def _score(self, score: Any, length: int, hook: str) -> torch.Tensor:
         self._check_shape(score, (length,), hook)
@@ -153,14 +149,6 @@ def wrong_tensor(rows: Any, shape: tuple[int, ...]) -> str | None:
             f"expected {shape}, torch.float32, requires_grad=False"
         )
     return None
-
-
-def _unbound(rows: torch.Tensor) -> list[torch.Tensor]:
-    """Each row in its own memory."""
-    import torch
-
-    own: Any = torch.unbind_copy(rows)  # type: ignore[func-returns-value]  # so its stub says
-    return list(own)
 
 
 def _token_ids(drawn: Iterable[int]) -> list[int]:

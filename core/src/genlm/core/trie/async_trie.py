@@ -13,7 +13,7 @@ from attrs import frozen
 
 from genlm.core.errors import InvalidOptionError
 from genlm.core.runtime.batcher import Batcher, Executor
-from genlm.core.runtime.request_queue import Lane
+from genlm.core.runtime.lanes import Lane
 from genlm.core.trie.trie import ParallelTokenCharacterTrie, TokenCharacterTrie
 from genlm.core.trie.weights import MAX, SUM, Operation
 
@@ -117,14 +117,14 @@ class AsyncTokenCharacterTrie:
 
         Do not write into ``ws`` before the answer is there.
         """
-        return await self._running().submit(Request(SUM, ws))
+        return await self._running().submit([Request(SUM, ws)], the_answer)
 
     async def weight_max(self, ws: Any) -> Any:
         """:meth:`TokenCharacterTrie.weight_max`, together with other calls.
 
         Do not write into ``ws`` before the answer is there.
         """
-        return await self._running().submit(Request(MAX, ws))
+        return await self._running().submit([Request(MAX, ws)], the_answer)
 
     def start(self) -> None:
         """Start the worker thread. The first call does the same."""
@@ -154,6 +154,7 @@ class AsyncTokenCharacterTrie:
                 batcher = Batcher(lambda: executor, name="genlm-trie")
                 # At the interpreter's exit the batcher stops itself.
                 weakref.finalize(self, batcher.stop).atexit = False
+                batcher.start()
                 self._batcher = batcher
             return batcher
 
@@ -162,3 +163,8 @@ class AsyncTokenCharacterTrie:
         be released."""
         if os.getpid() != self._pid:
             self._pid, self._lock, self._batcher = os.getpid(), threading.RLock(), None
+
+
+def the_answer(answers: Sequence[Any]) -> Any:
+    """The one answer: requests are never equal, so it is the caller's own."""
+    return answers[0]

@@ -1,0 +1,56 @@
+"""Who asks: a hook on an engine thread waits for other models, and must not wait for itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from genlm.core.errors import ReentrancyError
+
+
+class Asker:
+    """An engine thread, as the one who asks when a hook on it asks a model.
+
+    Args:
+        name: The engine's, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._waits_for: list[Asker] = []
+
+    def check(self, other: Asker) -> None:
+        """Raises: ReentrancyError: ``other`` is this one, or waits for it already."""
+        if other is self:
+            raise ReentrancyError(
+                "a hook or wrapper asked its own model on the engine thread, which would wait for "
+                "itself; ask before loading, or use the engine object directly"
+            )
+        met, waiting = {id(other)}, [other]
+        while waiting:
+            for each in list(waiting.pop()._waits_for):
+                if each is self:
+                    raise ReentrancyError(
+                        f"a hook of {self.name} asked {other.name}, which waits for {self.name} in "
+                        "a hook of its own; of two models, only one may ask the other in its hooks"
+                    )
+                if id(each) not in met:
+                    met.add(id(each))
+                    waiting.append(each)
+
+    def waiting_for(self, other: Asker) -> Callable[[Any], None]:
+        """Note that this one waits for ``other``; returns what to call when it does no longer."""
+        self._waits_for.append(other)
+        return lambda _: self._waits_for.remove(other)
+
+
+class Asking(threading.local):
+    """In whose hook a thread is: on its engine thread, or where a blocking method goes on for
+    it."""
+
+    asker: Asker | None = None
+
+
+#: Of each thread.
+ASKING = Asking()

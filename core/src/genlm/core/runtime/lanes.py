@@ -1,0 +1,191 @@
+"""What waits for the engine thread: requests in lanes, and tasks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Sized
+from typing import Any, Generic, TypeVar
+
+from attrs import define
+
+from genlm.core.runtime.calls import Call, Place, Task
+from genlm.core.runtime.timeline import Timeline
+
+R = TypeVar("R", bound=Hashable)
+A = TypeVar("A")
+
+#: Requests, in the order asked, each with its callers.
+Pending = dict[R, list[Place[A]]]
+
+
+@define(eq=False)
+class Lane:
+    """Requests of one lane may be in flight together; those of different lanes may not.
+
+    Attributes:
+        name: For people.
+        alone: Whether each of its requests is in flight alone.
+    """
+
+    name: str
+    alone: bool = False
+
+
+#: The lane of requests that any other may join, and that of requests which failed together.
+ROWS, SUSPECTS = Lane("rows"), Lane("suspects", alone=True)
+
+
+@define
+class Counters:
+    """What the batcher has done; written under its lock or by its thread alone."""
+
+    requests: int = 0
+    dedup_hits: int = 0
+    cancelled: int = 0
+    failed: int = 0
+
+
+class Lanes(Generic[R, A]):
+    """Requests and tasks in the order asked; equal requests share a place. The batcher calls it
+    under its lock.
+
+    Within a lane the order is that of asking. Lanes take turns: while requests of one lane are in
+    flight, more of that lane may join, until a request of another lane waits. So no request waits
+    for ever. A task waits for everything asked before it, and everything asked after it waits for
+    the task. Suspects come before all others, one by one.
+
+    Taking a request costs the same for any number that wait.
+
+    Args:
+        limit: The most requests in flight; ``None`` means no limit.
+        timeline: Receives the time spent queueing.
+        counters: Receive equal requests, and requests without callers.
+    """
+
+    def __init__(self, limit: int | None, timeline: Timeline, counters: Counters) -> None:
+        #: Says which lane a request is in. Used by the engine thread, which sets it.
+        self.lane_of: Callable[[R], Lane] = lambda request: ROWS
+        #: What is in flight. The engine thread's own.
+        self.in_flight: Pending[R, A] = {}
+        self._lane = ROWS  # of what is in flight, if anything is
+        self._limit = limit
+        self._timeline = timeline
+        self._counters = counters
+        # Not sorted yet. Sorting stops at the first task.
+        self._arrived: deque[Call[R, A, Any] | Task[Any]] = deque()
+        # Requests before that task. The lane whose turn it is comes first.
+        self._lanes: dict[Lane, OrderedDict[R, list[Place[A]]]] = {}
+        self._queued_since = 0.0  # by the timeline's clock; holds while requests wait
+
+    def __bool__(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self._lanes or self._arrived)
+
+    def put(self, asked: Call[R, A, Any] | Task[Any]) -> None:
+        """Add what a caller has asked, behind everything else."""
+        if not self:
+            self._queued_since = self._timeline.clock()
+        self._arrived.append(asked)
+
+    def suspect(self, requests: Pending[R, A]) -> None:
+        """Put back requests of which one has made a step fail."""
+        if requests:
+            self._lanes = {SUSPECTS: OrderedDict(requests), **self._lanes}
+
+    def fills(self, requests: Sized) -> bool:
+        """Whether these are as many as may be in flight."""
+        return self._limit is not None and len(requests) >= self._limit
+
+    def full(self) -> bool:
+        """Whether a batch that begins now would not grow by waiting: it is full, or something that
+        cannot join it also waits."""
+        self._sort()
+        return bool(self._arrived) or len(self._lanes) != 1 or self.fills(*self._lanes.values())
+
+    def take(self, dropping: bool) -> Task[Any] | list[R]:
+        """What is next: a task, alone and when nothing is in flight; or requests that may join
+        those in flight.
+
+        Args:
+            dropping: Whether the engine still has requests that the next step will drop.
+        """
+        self._sort()
+        newcomers: list[R] = []
+        if self._lanes and not (self.in_flight or dropping):
+            while self._lanes and not newcomers:  # a lane may hold nothing but cancelled requests
+                newcomers = self._admit(next(iter(self._lanes)))
+        elif self._lanes.keys() == {self._lane}:
+            newcomers = self._admit(self._lane)
+        if self._arrived and not (self._lanes or self.in_flight or dropping):
+            task = self._arrived.popleft()
+            assert isinstance(task, Task)
+            return task
+        return newcomers
+
+    def _sort(self) -> None:
+        """Put what has arrived, up to the first task, into lanes. A request equal to one in flight,
+        or to a suspect, joins its callers."""
+        while self._arrived and not isinstance(arrived := self._arrived[0], Task):
+            self._arrived.popleft()
+            known = [p for p in (self.in_flight, self._lanes.get(SUSPECTS)) if p]
+            for request, place in zip(arrived.requests, arrived.places(), strict=True):
+                callers = None
+                for pending in known:
+                    callers = callers or pending.get(request)
+                if callers is None:
+                    lane = self.lane_of(request)
+                    if (waiting := self._lanes.get(lane)) is None:
+                        waiting = self._lanes[lane] = OrderedDict()
+                    mine = [place]
+                    if (callers := waiting.setdefault(request, mine)) is mine:
+                        continue
+                callers.append(place)
+                self._counters.dedup_hits += 1
+
+    def _admit(self, lane: Lane) -> list[R]:
+        """Put requests of one lane in flight, as many as fit, and return them."""
+        newcomers: list[R] = []
+        taken = self._timeline.clock()
+        pending = self._lanes.pop(lane)
+        while pending and not self.fills(self.in_flight) and not (lane.alone and self.in_flight):
+            request, asked = pending.popitem(last=False)
+            callers = [place for place in asked if not place.future.done()]
+            self._counters.cancelled += len(asked) - len(callers)
+            if callers:
+                self.in_flight[request] = callers
+                newcomers.append(request)
+        if pending:  # last: it is the other lanes' turn, but for suspects
+            self._lanes[lane] = pending
+            if lane is SUSPECTS:
+                self._lanes = {lane: pending, **self._lanes}
+        if newcomers:
+            self._lane = lane
+            self._timeline.add("queue", self._queued_since, requests=len(newcomers))
+            self._queued_since = taken  # of the requests that still wait, if any
+        return newcomers
+
+    def drop(self) -> list[R]:
+        """Take the requests whose callers have all gone out of flight, and return them."""
+        dropped = [
+            request
+            for request, callers in self.in_flight.items()
+            if all(place.future.done() for place in callers)
+        ]
+        for request in dropped:
+            self._counters.cancelled += len(self.in_flight.pop(request))
+        return dropped
+
+    def withdraw(self, tasks: bool = True) -> list[Place[A]]:
+        """Take back all requests that wait; with ``tasks`` the tasks too, each as a call of its
+        own."""
+        # At once, because a signal handler may read it at any line.
+        lanes, arrived, self._lanes, self._arrived = self._lanes, self._arrived, {}, deque()
+        withdrawn = [place for lane in lanes.values() for asked in lane.values() for place in asked]
+        for item in arrived:
+            if not isinstance(item, Task):
+                withdrawn += item.places()
+            elif tasks:
+                withdrawn.append(Call((item,), item.future, list))
+            else:
+                self._arrived.append(item)
+        return withdrawn
