@@ -35,3 +35,13 @@ def test_rows_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     found = swept(family, tmp_path, opened, changes=changes)
     assert [one for one in found if one.outcome != "right"] == []
     assert len(found) == 1 + len(CHANGES[family])
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [("olmo2", {"hidden_act": "gelu"}), ("gemma2", {"tie_word_embeddings": False})],
+)
+def test_a_setting_that_the_engine_leaves_out_is_refused(family, change, tmp_path: Path) -> None:
+    _, changed = swept(family, tmp_path, opened, changes=lambda _: iter([change]))
+    assert changed.outcome == "refused"
+    assert "{}={!r}".format(*next(iter(change.items()))) in changed.why

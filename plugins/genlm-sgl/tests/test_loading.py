@@ -153,8 +153,12 @@ def test_closing_releases_the_model(tiny):
     assert model() is None
 
 
-def left_by_processes() -> dict[str, object]:
-    """What a model could leave behind, that outlives it or its process."""
+def left_behind(made: set[str]) -> dict[str, object]:
+    """What a model could leave behind, that outlives it or its process.
+
+    Args:
+        made: The files in shared memory that this process has made: others make some as well.
+    """
     gc.collect()
     process = psutil.Process()
     open_files = {}
@@ -163,7 +167,7 @@ def left_by_processes() -> dict[str, object]:
             open_files[file.name] = str(file.readlink())
     return {
         "files": sorted(Path(tempfile.gettempdir()).iterdir()),
-        "shared memory": sorted(Path("/dev/shm").iterdir()),
+        "shared memory": [name for name in sorted(made) if Path(name).exists()],
         "open files and sockets": open_files,
         "threads": sorted(str(thread) for thread in threading.enumerate()),
         "processes": process.children(recursive=True),
@@ -172,20 +176,30 @@ def left_by_processes() -> dict[str, object]:
 
 @pytest.mark.parametrize("refused", [False, True], ids=["used", "refused"])
 def test_a_closed_model_leaves_nothing_behind(tiny, refused, tmp_path, monkeypatch):
+    from sglang.srt.managers import load_snapshot
+
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made, path_for = set(), load_snapshot.shm_path_for
+
+    def noted(name: str) -> str:
+        made.add(path_for(name))
+        return path_for(name)
+
+    monkeypatch.setattr(load_snapshot, "shm_path_for", noted)
 
     def use() -> None:
         with AsyncSGLTransformer.from_name(tiny, SMALL) as lm:
             lm.next_token_logprobs_sync([1, 2, 3])
 
     use()  # what imports leave
-    before = left_by_processes()
+    before = left_behind(made)
+    assert made
     if refused:
         with pytest.raises(Exception, match="no_such_backend"):
             AsyncSGLTransformer.from_name(tiny, {**SMALL, "attention_backend": "no_such_backend"})
     else:
         use()
-    assert left_by_processes() == before
+    assert left_behind(made) == before
 
 
 def test_loading_leaves_the_random_generators_alone(tiny):

@@ -16,6 +16,9 @@ from attrs import frozen
 from genlm.core.errors import EngineError
 from genlm.kit.settings import Rotary, layer_type, rotaries, windows
 
+#: SGLang's activations, and the beginnings of the names that transformers has for them.
+ACTIVATIONS = {"SiluAndMul": ("silu", "swish"), "GeluAndMul": ("gelu",)}
+
 #: How far cosines and sines may be off: more in half precision, and at later positions.
 CLOSE, CLOSE_IN_HALF, CLOSE_BY_POSITION = 1e-3, 2e-2, 1e-6
 
@@ -47,10 +50,37 @@ def repair(model: Any, settings: Any, ours: bool) -> list[Limit]:
     from sglang.srt.layers.radix_attention import RadixAttention
 
     attentions = [module for module in model.modules() if isinstance(module, RadixAttention)]
+    _require_activation(model, settings)
+    _require_head(model, settings)
     if ours:
         _cap_at_the_end(model)
     _cap_attention(attentions, settings, ours)
     return [*_window(attentions, settings, ours), *_rotate(model, settings, ours)]
+
+
+def _require_activation(model: Any, settings: Any) -> None:
+    """Some of SGLang's models have one activation, whatever the configuration says."""
+    names = ("hidden_activation", "hidden_act")
+    given = next((one for name in names if (one := getattr(settings, name, None))), None)
+    for kind in {type(module).__name__ for module in model.modules()} & set(ACTIVATIONS):
+        if isinstance(given, str) and not given.startswith(ACTIVATIONS[kind]):
+            raise EngineError(
+                f"the checkpoint has hidden_act={given!r}, and SGLang's {settings.model_type} "
+                f"computes {kind}; load it with backend='hf'"
+            )
+
+
+def _require_head(model: Any, settings: Any) -> None:
+    """Some of SGLang's models always use the embeddings at the end, too."""
+    from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    heads = [module for module in model.modules() if isinstance(module, ParallelLMHead)]
+    shared = type(getattr(model, "lm_head", None)) in (type(None), VocabParallelEmbedding)
+    if settings.tie_word_embeddings is False and shared and not heads:
+        raise EngineError(
+            f"the checkpoint has tie_word_embeddings=False, and SGLang's {settings.model_type} "
+            "leaves out its last layer; load it with backend='hf'"
+        )
 
 
 def _cap_at_the_end(model: Any) -> None:
