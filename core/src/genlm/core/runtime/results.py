@@ -89,7 +89,7 @@ class Results:
             return error
 
     def _own(self, queries: Sequence[Query], rows: torch.Tensor | list[torch.Tensor]) -> list[Any]:
-        """Rows as callers get them, each in its own memory."""
+        """A row for each query, a view of what the engine gave: whoever keeps one copies it."""
         if self._process is not None:
             each = list(zip(queries, rows, strict=True))
             return [row for _, row in evaluate_isolated(self._processed, each)]
