@@ -504,3 +504,17 @@ def test_a_copy_of_a_model_is_the_model(mock):
     assert copy.copy(lm) is lm
     assert copy.deepcopy(holder)["lm"] is lm
     assert copy.deepcopy(holder)["more"] is not holder["more"]
+
+
+def test_a_load_that_fails_keeps_nothing_alive() -> None:
+    made: list[weakref.ref[MockEngine]] = []
+
+    def load() -> MockEngine:
+        engine = MockEngine(ByteTokenizer())
+        made.append(weakref.ref(engine))
+        raise RuntimeError("no memory for the rest")
+
+    with pytest.raises(RuntimeError, match="no memory for the rest"):
+        AsyncLM(load, backend="test")
+    gc.collect()
+    assert made[0]() is None

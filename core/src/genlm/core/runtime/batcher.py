@@ -154,6 +154,11 @@ class Batcher(Generic[R, A]):
         except BaseException:
             self.stop()
             self._interrupt_load()
+            if self._started.done():
+                # Its error keeps the frames of the load and of the caller, and the finalizer of the
+                # caller keeps this batcher.
+                self._started = concurrent.futures.Future()
+                self._started.cancel()
             raise
 
     # --- asking: any thread, any event loop -------------------------------------------------------
