@@ -210,10 +210,10 @@ class Planner(Generic[A]):
 
     def _nearest(self, sequence: TokenSequence) -> tuple[Segment | None, int]:
         """The segment that shares the most leading tokens with a sequence, and how many. In the
-        usual step, a known context and a token more, that is one look-up: what another segment
-        might share beyond the parent is then not worth a search."""
+        usual step, a known context and a token more, that is one look-up: of what another segment
+        might share beyond the parent, all must be computed in any case."""
         found = self.tree.at_end(sequence.version, sequence.tokens)
-        if found is None and 0 < sequence.tokens.grown < self._worth.waiting:
+        if found is None and 0 < sequence.tokens.grown <= sequence.keep:
             found = self.tree.of_parent(sequence)
         if found is None:
             return self.tree.nearest(sequence.key)
