@@ -113,6 +113,8 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Make:
         monkeypatch.setattr(Evaluator, "FIRST_CHECK", 1 << 20)
         with META:
             model = AutoModelForCausalLM.from_config(config)
+        refuse = staticmethod(lambda model: None)  # weights on no device are refused elsewhere
+        monkeypatch.setattr(HFEngine, "_refuse", refuse)
         engine = HFEngine(model, None, HFOptions.parse({"kv_cache_bytes": 1 << 30, **options}))
         if reuse is not Reuse.NONE:
             engine.genlm_cache_prefix(Query((TOKENS - 1,)))  # the pool learns the shape of states
