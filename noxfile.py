@@ -316,7 +316,7 @@ def docs(session: nox.Session) -> None:
     """
     prepare(session)
     steps = [["install", *BASE, "--editable", with_extras(PLUGINS["hf"]), "--group", "docs"]]
-    own = Environment(session, "docs", steps)
+    own = Environment(session, "env-docs", steps)  # the session's own folder is named docs
     own.run("python", "-m", "tools.site", "--model", real_model(session, own), *session.posargs)
 
 
