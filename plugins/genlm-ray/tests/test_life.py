@@ -52,7 +52,7 @@ def test_a_program_that_ends_leaves_no_process_behind(ending: str) -> None:
         [sys.executable, "-c", START + ending],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, "RAY_gcs_rpc_server_reconnect_timeout_s": "8"},
+        env={**os.environ, "RAY_gcs_rpc_server_reconnect_timeout_s": "20"},
     )
     assert program.stdout is not None
     pids = [int(pid) for pid in program.stdout.readline().split()]
