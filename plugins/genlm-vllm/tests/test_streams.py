@@ -130,7 +130,7 @@ def test_a_step_of_a_real_vllm_is_on_the_stream_that_it_made_when_it_loaded(cuda
     mine = type("Mine", (Processor, *logits_processor_interfaces()), {})
     engine = load_briefly(logits_processors=[mine])
     assert cuda.current is cuda.default
-    assert "row" not in cuda.default.done
+    proven = cuda.default.done.count("row")  # a load computes some rows to compare them
     engine.ask(Query((1, 2, 3)))
     assert cuda.current is cuda.default
-    assert "row" in cuda.default.done
+    assert cuda.default.done.count("row") > proven
