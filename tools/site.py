@@ -43,8 +43,9 @@ PAGES = {
 #: Tutorials name the model as a reader does; they run on a copy in a local folder.
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
-#: A look at the site, and the programs of its pages on the real model.
-SEEN = ("tests/site/browser.py", "tests/site/test_programs.py", "tests/examples")
+#: A look at the site, and the programs of its pages and the examples on the real model. Each in a
+#: process of its own: the browser leaves an event loop running.
+SEEN = (("tests/site/browser.py",), ("tests/site/test_programs.py", "tests/examples"))
 
 #: What a tutorial's text says of its outputs, as a condition in Python. It is not shown.
 CHECK = re.compile(r"^<!-- check: (.+?) -->$", re.MULTILINE | re.DOTALL)
@@ -183,8 +184,9 @@ def main() -> None:
         "GENLM_SITE_ONLY": options.only or "",
         "GENLM_SCREENSHOTS": str(screenshots),
     }
-    tests = [sys.executable, "-m", "pytest", *SEEN]
-    sys.exit(subprocess.run(tests, env=os.environ | seen).returncode)
+    pytest = [sys.executable, "-m", "pytest"]
+    codes = [subprocess.run([*pytest, *paths], env=os.environ | seen).returncode for paths in SEEN]
+    sys.exit(max(codes))
 
 
 if __name__ == "__main__":
