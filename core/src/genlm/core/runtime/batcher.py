@@ -150,6 +150,8 @@ class Batcher(Generic[R, A]):
         """Start the engine thread, and wait until the executor has been built."""
         try:
             self._thread.start()
+            while not self._started.done():  # a signal just before a wait would not end it
+                concurrent.futures.wait([self._started], timeout=0.2)
             self._started.result()
         except BaseException:
             self.stop()
