@@ -268,7 +268,7 @@ class HFEngine:
 
 
 def _sequence(query: Query) -> TokenSequence:
-    return TokenSequence(query.token_ids, query.adapter)
+    return TokenSequence(query.context, query.adapter)
 
 
 def _in_order(parts: Sequence[tuple[list[int], torch.Tensor]]) -> torch.Tensor:
