@@ -1,27 +1,21 @@
-"""Every causal family that transformers and mlx-lm have, as far as a small model of it can be
-built: what each of its settings says is computed as transformers does, or refused when the model
-loads. Cold rows, on both sides of every threshold."""
+"""Every causal family that transformers and mlx-lm have; collected only when it is named."""
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from collections.abc import Iterator
-from copy import deepcopy
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from attrs import frozen
 from mlx_lm.utils import MODEL_REMAPPING
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from genlm.core import Query
-from genlm.kit.twin import INNER_WIDTH, MOST_WEIGHTS, WIDTH, small_config, thresholds
 from genlm.mlx import loading
 from genlm.mlx.probe import CacheSupport
+from tests.sweep import FAR, LEFT_OPEN, Row, Tried, report, swept
 
 from .conftest import save_model
 
@@ -34,16 +28,6 @@ FAMILIES = sorted(
 #: How many families could be tried when this was written, with transformers 5.23 and mlx-lm 0.32.2.
 TRIED = 40
 
-#: Where every threshold is, and the lengths that are tried.
-FAR = 20
-LENGTHS = (5, FAR, FAR + 1, FAR + 4, 2 * FAR + 1, 4 * FAR + 1)
-
-#: How far rows may be off: GELU is exact in some models and approximate in others.
-CLOSE = 2e-2
-
-#: How much narrower than the family's default a model is made: the first that can be built.
-FACTORS = (16, 32, 8, 64, 4)
-
 #: A rotary embedding that mlx-lm's MiniCPM 3 requires.
 LONGROPE = {
     "rope_type": "longrope",
@@ -53,133 +37,16 @@ LONGROPE = {
     "long_factor": [1.0] * 16,
 }
 
-LEFT_OPEN: dict[str, dict[str, Any]] = {
-    "hunyuan_v1_dense": {"head_dim": 128},
-    "minicpm3": {"rope_parameters": LONGROPE},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
-    "nemotron": {"num_key_value_heads": 8},
-    "stablelm": {"num_attention_heads": 8, "num_key_value_heads": 8},
-}
 
-#: Parts of the names of settings that change no row, or that change the sizes of weights.
-LEFT_ALONE = (
-    "token_id", "dropout", "initializer", "label", "architectures", "dtype", "name_or", "version",
-    "cache", "output_", "return_dict", "chunk_size_feed", "problem_type", "is_encoder",
-    "cross_att", "vocab", "aux_loss", "jitter", "layers", "n_layer", "model_type", "_attn_imp",
-    "base_model", "pad_", "max_position", "per_layer_config", "summary", "_pdrop", "init_",
-    "use_kernel", "use_mamba_kernels",
-    "rescale_prenorm_residual",  # transformers rescales what it has loaded
-)  # fmt: skip
+@contextmanager
+def opened(folder: Path) -> Iterator[tuple[int | None, Row]]:
+    """The longest context of a model in mlx-lm, and its rows."""
+    engine = loading.load(str(folder), {})
 
-SCALED = {"factor": 4.0, "original_max_position_embeddings": FAR}
-ROPES: list[dict[str, Any]] = [
-    {"rope_type": "linear", "factor": 2.0},
-    {"rope_type": "dynamic", "factor": 2.0},
-    {"rope_type": "yarn", **SCALED},
-    {"rope_type": "yarn", **SCALED, "attention_factor": 1.5},
-    {"rope_type": "yarn", **SCALED, "mscale": 1.3, "mscale_all_dim": 0.7},
-    {"rope_type": "yarn", **SCALED, "beta_fast": 16, "beta_slow": 2},
-    {"rope_type": "yarn", **SCALED, "truncate": False},
-    {"rope_type": "llama3", **SCALED, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    {"rope_theta": 500.0},
-    {"partial_rotary_factor": 0.5},
-]
+    def row_of(context: tuple[int, ...]) -> Any:
+        return engine.logprobs([Query(context, cold=True)])[0]
 
-
-@frozen
-class Tried:
-    """What became of one configuration: "right", "wrong", "refused" or "not built"."""
-
-    family: str
-    changed: dict[str, Any]
-    outcome: str
-    why: str = ""
-
-
-def variants(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Changes of a configuration, one setting at a time."""
-    for name, value in settings.items():
-        if any(part in name for part in LEFT_ALONE) or name == "rope_parameters":
-            continue
-        for other in _others(name, value):
-            yield {name: other}
-    if "sliding_window" in settings:
-        for kinds in (["sliding"] * 2, ["full", "sliding"], ["sliding", "full"]):
-            types = [f"{kind}_attention" for kind in kinds]
-            yield {"sliding_window": FAR, "use_sliding_window": True, "layer_types": types}
-    parameters = settings.get("rope_parameters") or {}
-    nested = {kind: given for kind, given in parameters.items() if isinstance(given, dict)}
-    if "rope_theta" in parameters:
-        for rope in ROPES:
-            yield {"rope_parameters": {**parameters, **rope}, "max_position_embeddings": 5 * FAR}
-    for kind, given in nested.items():
-        for rope in ROPES:
-            changed = {**parameters, kind: {**given, **rope}}
-            yield {"rope_parameters": changed, "max_position_embeddings": 5 * FAR}
-
-
-def _others(name: str, value: Any) -> list[Any]:
-    """Other values of a setting."""
-    if isinstance(value, bool):
-        return [not value]
-    if isinstance(value, float):
-        return [value * 1.5 or (3.0 if "cap" in name else 0.3)]
-    if isinstance(value, str):
-        return [act for act in ("silu", "gelu", "relu") if act[:4] != value[:4]] * ("act" in name)
-    if isinstance(value, int):
-        if "window" in name or "chunk" in name:
-            return [FAR + 3]
-        if WIDTH.search(name) or INNER_WIDTH.search(name) or "heads" in name:
-            return []
-        return [value + 1, *[value - 1] * (value > 1)]
-    if value is None:
-        known = {"window": FAR, "chunk": FAR, "cap": 3.0, "clip": 0.3, "act": "relu"}
-        return [other for part, other in known.items() if part in name] or [2, True]
-    return []
-
-
-def random_model(kind: Any, settings: Any) -> Any:
-    """Raises: ValueError: it would be too large."""
-    with torch.device("meta"):
-        weights = sum(one.numel() for one in kind(deepcopy(settings)).parameters())
-    if weights > MOST_WEIGHTS:
-        raise ValueError(f"it would have {weights:,} weights")
-    torch.manual_seed(0)
-    model = kind(settings).float()
-    with torch.no_grad():
-        for one in model.parameters():
-            if one.ndim > 1:  # rows far from uniform
-                one.normal_(0, max(one.shape[-1], 8) ** -0.5)
-    return model
-
-
-def tried(kind: Any, config: Any, changed: dict[str, Any], folder: Path) -> Tried:
-    family = config.model_type
-    try:
-        settings = type(config).from_dict({**config.to_dict(), **changed})
-        save_model(random_model(kind, settings), folder)
-        reference = AutoModelForCausalLM.from_pretrained(folder).eval()
-    except Exception as error:
-        return Tried(family, changed, "not built", str(error)[:200])
-    try:
-        engine = loading.load(str(folder), {})
-    except Exception as error:
-        return Tried(family, changed, "refused", f"{type(error).__name__}: {error}"[:200])
-    whole = tuple(random.Random(1).choices(range(60), k=LENGTHS[-1]))
-    off = {}
-    for length in LENGTHS:
-        if engine.max_context is not None and length > engine.max_context:
-            break
-        try:
-            with torch.no_grad():
-                logits = reference(torch.tensor([whole[:length]]), use_cache=False).logits[0, -1]
-        except Exception as error:
-            return Tried(family, changed, "not built", str(error)[:200])
-        (row,) = engine.logprobs([Query(whole[:length], cold=True)])
-        distance = row[: len(logits)] - logits.float().log_softmax(-1)
-        off[length] = round(float(distance.abs().nan_to_num(99).max()), 4)
-    right = all(distance < CLOSE for distance in off.values())
-    return Tried(family, changed, "right" if right else "wrong", "" if right else str(off))
+    yield engine.max_context, row_of
 
 
 @pytest.fixture(scope="module")
@@ -187,14 +54,7 @@ def table(pytestconfig: pytest.Config) -> Iterator[list[Tried]]:
     """What was found; printed at the end."""
     found: list[Tried] = []
     yield found
-    lines = [f"{len(found)} configurations: {dict(Counter(one.outcome for one in found))}"]
-    lines += [
-        f"{one.family:18}{one.outcome:10}{one.changed} {' '.join(one.why.split())}"
-        for one in found
-        if one.outcome != "right" and (one.outcome != "not built" or not one.changed)
-    ]
-    with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        print("", *lines, sep="\n")
+    report(found, pytestconfig)
 
 
 @pytest.fixture(autouse=True)
@@ -205,28 +65,10 @@ def no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family(family: str, table: list[Tried], tmp_path: Path) -> None:
-    config = CONFIG_MAPPING[family](**LEFT_OPEN.get(family, {}))
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if not isinstance(config, kind.config_class):
-        config = config.get_text_config(decoder=True)
-    far = {one.path: FAR for one in thresholds(config.to_dict())}
-    base = Tried(family, {}, "not built")
-    for factor in FACTORS:
-        try:
-            small = small_config(config, factor, far)
-        except Exception:
-            continue
-        base = tried(kind, small, {}, tmp_path / f"{factor}")
-        if base.outcome in ("right", "wrong"):
-            break
-    found = [base]
-    if base.outcome == "right":
-        found += [
-            tried(kind, small, changed, tmp_path / f"{at}")
-            for at, changed in enumerate(variants(small.to_dict()))
-        ]
+    left_open = {**LEFT_OPEN, "minicpm3": {"rope_parameters": LONGROPE}}
+    found = swept(family, tmp_path, opened, save_model, left_open)
     table.extend(found)
-    wrong = [one for one in found if one.outcome == "wrong"]
+    wrong = [one for one in found if one.outcome in ("wrong", "failed")]
     assert not wrong, wrong
 
 

@@ -120,6 +120,19 @@ RIGHT = {
         "GPTNeoX",
         {**SHAPE, "intermediate_size": 128, **rope("linear", partial_rotary_factor=0.5)},
     ),
+    "gptj": (
+        "GPTJ",
+        {
+            "vocab_size": 256,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "rotary_dim": 4,
+            "n_positions": 5 * FAR,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
+    ),
     "phi3, longrope": ("Phi3", {**SHAPE, **longrope(8)}),
     "llama, longrope": ("Llama", {**SHAPE, **longrope(8, attention_factor=1.3)}),
 }

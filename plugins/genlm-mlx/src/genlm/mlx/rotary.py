@@ -73,6 +73,8 @@ def repair(model: Any, settings: Any) -> None:
         if kinds[kind].get("rope_type") in RIGHT:
             continue
         prefix = "" if kind is None else f"{kind}_"
+        if not hasattr(theirs, f"{prefix}inv_freq"):  # GPT-J's, which no setting scales
+            continue
         periods = mx.array((1 / getattr(theirs, f"{prefix}inv_freq").float()).numpy())
         factor = float(getattr(theirs, f"{prefix}attention_scaling"))
         if not _has(module, periods, factor):
