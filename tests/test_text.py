@@ -205,6 +205,10 @@ def test_the_most_likely_tokens(mock):
         lm.top_logprobs(row[None])
     with pytest.raises(InvalidOptionError, match="k must be an integer of at least 1; got 0"):
         lm.top_logprobs(row, 0)
+    forgotten = lm.next_token_logprobs([72])
+    with pytest.raises(InvalidInputError, match="write `await` before"):
+        lm.top_logprobs(forgotten)
+    forgotten.close()
 
 
 def test_options_as_keywords():

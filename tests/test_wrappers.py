@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import weakref
+
 import pytest
 import structlog
 import torch
@@ -39,7 +43,105 @@ class Processor:
         return self.change(queries, rows)
 
 
+# --- which they are -------------------------------------------------------------------------------
+
+
+class Equal(Processor):
+    """Equal to every other, and of no hash."""
+
+    def __eq__(self, other):
+        return isinstance(other, Equal)
+
+
+def test_wrappers_and_engines_are_told_apart_by_identity():
+    class Unhashed(MockEngine):
+        __hash__ = None
+
+        def __eq__(self, other):
+            return True
+
+    def squared(queries, rows):
+        return (2 * rows).log_softmax(-1)
+
+    with opened(MockEngine) as lm:
+        expected = (4 * lm.next_token_logprobs_sync([1])).log_softmax(-1)
+    once = Equal(squared)
+    for given in ((Equal(squared), Equal(squared)), (once, once)):
+        with opened(Unhashed, *given) as lm:
+            torch.testing.assert_close(lm.next_token_logprobs_sync([1]), expected)
+    engine = Unhashed(ByteTokenizer())
+    released = weakref.ref(engine)
+    lm = opened(engine)
+    lm.close()
+    del engine
+    gc.collect()
+    assert released() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("genlm_process_logprob", "rows", "did you mean genlm_process_logprobs"),
+        ("genlm_process_logprobs", "query, rows", "no argument query; it may take queries, rows"),
+    ],
+)
+def test_a_misspelt_hook_is_told_by_the_name_of_its_class(name, arguments, message):
+    made = {}
+    exec(f"def {name}(self, {arguments}): return rows", made)
+    misspelt = type("Misspelt", (), {name: hookimpl(made[name])})
+    with pytest.raises(PluginError, match=rf"^wrapper .*Misspelt: .*{message}"):
+        opened(MockEngine, misspelt())
+
+
 # --- changing rows --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["inference", "expanded", "kept"])
+def test_what_a_processor_returns_may_be_written_into_by_the_next(how):
+    table = torch.randn(1, 258).log_softmax(-1)
+
+    def given(queries, rows):
+        if how == "kept":
+            return table
+        if how == "expanded":
+            return torch.full((1, 1), 1 / 258).log().expand(rows.shape)
+        with torch.inference_mode():
+            return (2 * rows).log_softmax(-1)
+
+    def masked(queries, rows):
+        rows[:, 0] -= 1.0
+        rows -= rows.logsumexp(-1, keepdim=True)
+        return rows
+
+    kept = table.clone()
+    with opened(MockEngine, Processor(given), Processor(masked), cache_size=0) as lm:
+        first, again = (lm.next_token_logprobs_sync([2]) for _ in range(2))
+    assert first.equal(again)
+    assert table.equal(kept)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("observes", [False, True])
+def test_a_hook_in_which_something_was_cancelled_fails_its_request_alone(engine, observes):
+    """A task that is cancelled inside a hook raises what is not an Exception."""
+
+    def cancelled(queries, rows):
+        if queries[0].token_ids == (2,):
+            raise asyncio.CancelledError
+        return rows
+
+    class Observer:
+        @hookimpl(wrapper=True)
+        def genlm_process_logprobs(self, queries, rows):
+            yield
+            cancelled(queries, rows)
+
+    same = Processor(lambda queries, rows: rows)
+    with opened(engine, *((same, Observer()) if observes else (Processor(cancelled),))) as lm:
+        for _ in range(2):
+            with pytest.raises(PluginError, match="cancelled"):
+                lm.next_token_logprobs_sync([2])
+            assert len(lm.next_token_logprobs_sync([1])) == 258
 
 
 @pytest.mark.parametrize("engine", ENGINES)

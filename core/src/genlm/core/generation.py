@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 from genlm.core.adapters import UNSET, LoraName
 from genlm.core.checks import integer
 from genlm.core.context import token_ids_of
+from genlm.core.errors import InvalidOptionError
 from genlm.core.runtime.batcher import Batcher
 from genlm.core.runtime.blocking import blocking
 from genlm.core.runtime.continuations import Continuations
@@ -297,7 +298,14 @@ class GenerationMixin(TextMixin):
         self, max_tokens: int, eos_token_ids: Iterable[int] | None = None, **options: Any
     ) -> SamplingParams:
         stops = self.eos_token_ids if eos_token_ids is None else eos_token_ids
-        return checked_params(max_tokens, stops, **options)
+        params = checked_params(max_tokens, stops, **options)
+        width = len(self.byte_vocab)
+        if (most := max(params.stop_token_ids, default=0)) >= width:
+            raise InvalidOptionError(
+                f"eos_token_ids has {most}, which is out of range; the model has ids 0 to "
+                f"{width - 1}"
+            )
+        return params
 
     @property
     def _continuations(self) -> Continuations:  # not kept: it would keep the model alive

@@ -247,7 +247,9 @@ def genlm_process_logprobs(queries: Sequence[Query], rows: torch.Tensor) -> torc
     engine**, one row a token, and not by the engine itself.
 
     Several apply in the order in which they were given: first those of installed distributions,
-    then those of the option ``wrappers``. Each gets the rows that the one before it returned.
+    then those of the option ``wrappers``. Each gets a copy of the rows that the one before it
+    returned. What they give to tokens that the model lacks (ids from ``engine.vocab_size`` on) is
+    taken away again, and the row normalised.
 
     A row must be a function of its query and its row alone, since rows are cached and shared. The
     hook may ask another model; asking its own model raises a

@@ -60,6 +60,9 @@ EVALUATION = (
     "genlm_sequence_logprobs",
 )
 
+#: How the names of hooks begin.
+PREFIX = f"{hookspecs.PROJECT}_"
+
 #: The hook that changes rows.
 PROCESSOR = "genlm_process_logprobs"
 
@@ -183,17 +186,70 @@ def plugin_manager(
     """
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
-    _check_marks(owner, plugin)
     try:
-        manager.register(plugin, name=owner)
+        manager.register(Hooked(owner, plugin))
         for wrapper in wrappers:
-            _check_marks(f"wrapper {name_of(wrapper)}", wrapper)
-            manager.register(wrapper)
-            _check_wrapper(manager, wrapper, owner)
+            around = Hooked(f"wrapper {name_of(wrapper)}", wrapper)
+            manager.register(around)
+            _check_wrapper(manager, around, owner)
         manager.check_pending()
     except (pluggy.PluginValidationError, ValueError) as error:
         raise PluginError(f"{owner}: {error}") from error
     return manager
+
+
+class Hooked:
+    """The hooks of an object. pluggy compares and hashes what it holds: these are alike only where
+    they are the same, for any ``__eq__`` and ``__hash__`` of the object.
+
+    Args:
+        owner: How messages name the object.
+        given: The object.
+
+    Raises:
+        PluginError: a hook is misspelt, lacks its mark, or takes an argument that it does not have.
+    """
+
+    def __init__(self, owner: str, given: object) -> None:
+        self.owner, self.given = owner, given
+        for name in dir(given):
+            hook = getattr(given, name, None) if name.startswith(PREFIX) else None
+            if callable(hook) and not inspect.isclass(hook):
+                self._check(name, hook)
+                setattr(self, name, hook)
+
+    def _check(self, name: str, hook: Any) -> None:
+        spec = getattr(hookspecs, name, None)
+        marked = hasattr(hook, f"{hookspecs.PROJECT}_impl")
+        if spec is None:
+            near = difflib.get_close_matches(name, hook_names(), n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            if marked or near:
+                raise PluginError(f"{self.owner}: there is no hook {name}{meant}")
+        elif not marked:
+            raise PluginError(
+                f"{self.owner}: {name} is not marked; put @hookimpl (from genlm.core) above it"
+            )
+        else:
+            there = list(inspect.signature(spec).parameters)
+            unknown = [one for one in inspect.signature(hook).parameters if one not in there]
+            if unknown:
+                raise PluginError(
+                    f"{self.owner}: {name} takes no argument {', '.join(unknown)}; it may take "
+                    f"{', '.join(there) or 'none'}"
+                )
+
+
+def hooked(implementation: pluggy.HookImpl) -> Hooked:
+    """What an implementation was registered with."""
+    found = implementation.plugin
+    assert isinstance(found, Hooked)
+    return found
+
+
+def hook_names() -> list[str]:
+    """The names of all hooks."""
+    return [name for name in vars(hookspecs) if name.startswith(PREFIX)]
 
 
 def implementations_of(manager: pluggy.PluginManager, hook: str) -> list[pluggy.HookImpl]:
@@ -213,12 +269,12 @@ def arguments_of(
 ) -> dict[str, tuple[str, ...] | None]:
     """For every hook the arguments that a plugin's own implementation takes; ``None`` where it has
     none."""
-    hooks = [name for name in vars(hookspecs) if name.startswith(f"{hookspecs.PROJECT}_")]
     return {
         hook: next(
-            (i.argnames for i in implementations_of(manager, hook) if i.plugin is plugin), None
+            (i.argnames for i in implementations_of(manager, hook) if hooked(i).given is plugin),
+            None,
         )
-        for hook in hooks
+        for hook in hook_names()
     }
 
 
@@ -294,29 +350,18 @@ def _not_found(name: str) -> str:
     return f"{message}; did you mean {meant!r}?{remedy}"
 
 
-def _check_marks(owner: str, plugin: object) -> None:
-    """pluggy takes no notice of a function that lacks its mark: say so instead."""
-    mark = f"{hookspecs.PROJECT}_impl"
-    for name in dir(plugin):
-        hook = getattr(plugin, name, None) if name.startswith(f"{hookspecs.PROJECT}_") else None
-        if callable(hook) and not hasattr(hook, mark):
-            raise PluginError(
-                f"{owner}: {name} is not marked; put @hookimpl (from genlm.core) above it"
-            )
-
-
-def _check_wrapper(manager: pluggy.PluginManager, wrapper: object, owner: str) -> None:
+def _check_wrapper(manager: pluggy.PluginManager, wrapper: Hooked, owner: str) -> None:
     hooks = manager.get_hookcallers(wrapper) or []
     if not hooks:
         raise PluginError(
-            f"wrapper {name_of(wrapper)} has no hook; mark its methods with @hookimpl(wrapper=True)"
+            f"{wrapper.owner} has no hook; mark its methods with @hookimpl(wrapper=True)"
             f", or with @hookimpl where one is {PROCESSOR}"
         )
     for hook in hooks:
         own = [i for i in implementations_of(manager, hook.name) if i.plugin is wrapper]
         if own and hook.name != PROCESSOR:
             raise PluginError(
-                f"wrapper {name_of(wrapper)} implements {hook.name} itself, which would shadow "
+                f"{wrapper.owner} implements {hook.name} itself, which would shadow "
                 f"{owner}; mark it with @hookimpl(wrapper=True)"
             )
 
@@ -335,14 +380,14 @@ def check_observers(
     Raises:
         PluginError: it names the wrapper, its hook and the one to take.
     """
-    around: dict[object, list[str]] = {}
+    around: dict[Hooked, list[str]] = {}
     for hook in (*EVALUATION, PROCESSOR):
         for wrapper in wrappers_of(manager, hook):
-            around.setdefault(wrapper.plugin, []).append(hook)
+            around.setdefault(hooked(wrapper), []).append(hook)
     for plugin, hooks in around.items():
         if not any(hook in called for hook in hooks):
             raise PluginError(
-                f"wrapper {name_of(plugin)} goes around {' and '.join(hooks)}, by which {owner} is "
+                f"{plugin.owner} goes around {' and '.join(hooks)}, by which {owner} is "
                 f"never called; to observe, let it go around {evaluates}; to change rows, "
                 f"implement {PROCESSOR}"
             )

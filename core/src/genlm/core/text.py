@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -144,6 +145,8 @@ class TextMixin:
         import torch
 
         k = integer("k", k, least=1)
+        if inspect.isawaitable(row):
+            raise InvalidInputError("the row is not there yet: write `await` before what gives it")
         values = torch.as_tensor(row)
         if tuple(values.shape) != (self._engine.width,):
             raise InvalidInputError(

@@ -204,8 +204,8 @@ class Stats:
         queue_seconds: From when requests were released to the engine thread until it took them.
             This and the following are wall time.
         engine_seconds: Spent in the engine's evaluation hooks.
-        alignment_seconds: Spent bringing rows to the tokenizer's vocabulary, in
-            ``genlm_process_logprobs``, and giving each row its own memory.
+        alignment_seconds: Spent bringing rows to the tokenizer's vocabulary, and in
+            ``genlm_process_logprobs``.
         caching_seconds: Spent by the engine thread looking in the output cache again, and keeping
             new rows there.
         delivery_seconds: From when rows were ready until their callers' futures had them; summed

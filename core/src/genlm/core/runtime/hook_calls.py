@@ -6,6 +6,7 @@ could skip the engine, lose or replace its result, and raise in its name.
 
 from __future__ import annotations
 
+import asyncio
 import operator
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from attrs import frozen
 from genlm.core.checks import describe_error, safe_repr
 from genlm.core.errors import PluginError
 from genlm.core.logs import get_logger
-from genlm.core.plugins import implementations_of, name_of, wrappers_of
+from genlm.core.plugins import hooked, implementations_of, name_of, wrappers_of
 from genlm.core.runtime.results import wrong_tensor
 from genlm.core.types import Answer, Query, Request
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     import torch
 
 log = get_logger()
+
+#: What a hook may raise without ending the model. A task that is cancelled in an event loop of the
+#: hook's own is none of ours.
+STRAY = (Exception, asyncio.CancelledError)
 
 #: A wrapper that is waiting for the result of a call.
 Waiting = Generator[None, Any, Any]
@@ -114,8 +119,12 @@ class HookCalls:
         def processors() -> torch.Tensor:
             processed = rows
             for one in implementations_of(self._manager, hook):
+                if processed is not rows:  # whoever gave it may still hold it
+                    processed = processed.clone(memory_format=torch.contiguous_format)
                 processed = _processed(one, queries, processed)
             return processed
+
+        import torch
 
         result: torch.Tensor = self._observed(hook, {"queries": queries, "rows": rows}, processors)
         return result
@@ -144,12 +153,12 @@ class HookCalls:
         remarks: list[Remark] = []
         waiting: list[tuple[str, Waiting]] = []
         for wrapper in reversed(wrappers_of(self._manager, hook)):
-            name = f"wrapper {name_of(wrapper.plugin)}: {hook}"
+            name = f"{hooked(wrapper).owner}: {hook}"
             try:
                 generator = _call(wrapper, arguments)
                 next(generator)
                 waiting.insert(0, (name, generator))
-            except Exception as error:
+            except STRAY as error:
                 remarks.append(Remark(name, error=_unyielding(error)))
         try:
             result = inner()
@@ -170,13 +179,16 @@ def attributed(name: str, error: Exception) -> PluginError:
 
 
 def _call(implementation: pluggy.HookImpl, arguments: Mapping[str, Any]) -> Any:
-    return implementation.function(*(arguments[name] for name in implementation.argnames))
+    try:
+        return implementation.function(*(arguments[name] for name in implementation.argnames))
+    except asyncio.CancelledError as error:
+        raise _cancelled() from error
 
 
 def _processed(
     processor: pluggy.HookImpl, queries: Sequence[Query], rows: torch.Tensor
 ) -> torch.Tensor:
-    name = f"{name_of(processor.plugin)}: genlm_process_logprobs"
+    name = f"{name_of(hooked(processor).given)}: genlm_process_logprobs"
     try:
         processed: torch.Tensor = _call(processor, {"queries": queries, "rows": rows})
     except Exception as error:
@@ -192,8 +204,8 @@ def _end(name: str, generator: Waiting, result: Any) -> Remark:
         generator.send(result)
     except StopIteration as end:
         return Remark(name, returned=end.value)
-    except Exception as error:
-        return Remark(name, error=error)
+    except STRAY as error:
+        return Remark(name, error=_unyielding(error))
     generator.close()
     return Remark(name, error=RuntimeError("it yields a second time"))
 
@@ -210,8 +222,14 @@ def _fail(name: str, generator: Waiting, error: BaseException) -> None:
             log.warning("wrapper.failed", error=f"{name} raised {describe_error(own)}")
 
 
-def _unyielding(error: Exception) -> Exception:
+def _unyielding(error: Exception | asyncio.CancelledError) -> Exception:
+    if isinstance(error, asyncio.CancelledError):
+        return _cancelled()
     return RuntimeError("it does not yield") if isinstance(error, StopIteration) else error
+
+
+def _cancelled() -> RuntimeError:
+    return RuntimeError("something that it waited for was cancelled (CancelledError)")
 
 
 def _differences(answers: Sequence[Answer], remark: Remark) -> Iterator[tuple[Request, Exception]]:
