@@ -39,17 +39,14 @@ Contexts = list[Any]
 def save_model(folder: str) -> None:
     """A model that costs nothing, and a tokenizer of bytes."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<end>"]
-    bytewise = Tokenizer(models.BPE({token: at for at, token in enumerate(tokens)}, []))
-    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytewise.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<end>").save_pretrained(folder)
+    from tools.tiny import write_tokenizer
+
+    tokens = write_tokenizer(folder, "<end>")
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tokens),
+        vocab_size=tokens,
         hidden_size=16,
         intermediate_size=16,
         num_hidden_layers=2,
@@ -57,7 +54,7 @@ def save_model(folder: str) -> None:
         num_key_value_heads=1,
         head_dim=32,  # the least that every engine has kernels for
         max_position_embeddings=4096,
-        eos_token_id=len(tokens) - 1,
+        eos_token_id=tokens - 1,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
 

@@ -53,21 +53,22 @@ def problems(tag: str | None) -> list[str]:
 
 
 def pin_problems(project: dict[str, Any], ours: Version) -> list[str]:
-    """What is wrong with the range of genlm-core that a plugin takes.
+    """What is wrong with the ranges of genlm-core and genlm-kit that a distribution takes.
 
-    The minor version of the core is the version of its hooks, so a plugin takes that one alone.
+    The minor version is that of the hooks, and of the kit's interface, so it takes that one alone.
     """
-    wanted = f"genlm-core>={ours.major}.{ours.minor},<{ours.major}.{ours.minor + 1}"
-    pins = [
-        requirement
-        for requirement in map(Requirement, project["dependencies"])
-        if requirement.name == "genlm-core"
-    ]
-    if project["name"] == "genlm-core":
-        return []
-    if len(pins) != 1 or set(pins[0].specifier) != set(Requirement(wanted).specifier):
-        return [f"needs the dependency {wanted}; has {', '.join(map(str, pins)) or 'none'}"]
-    return []
+    within = f">={ours.major}.{ours.minor},<{ours.major}.{ours.minor + 1}"
+    taken = {one.name: one for one in map(Requirement, project["dependencies"])}
+    found = []
+    for name in ("genlm-core", "genlm-kit"):
+        needed = name == "genlm-core" and project["name"] != name
+        if name in taken and set(taken[name].specifier) != set(
+            Requirement(name + within).specifier
+        ):
+            found.append(f"takes {taken[name]}; it must be {name}{within}")
+        elif needed and name not in taken:
+            found.append(f"needs the dependency {name}{within}; has none")
+    return found
 
 
 def notes() -> str:
