@@ -138,21 +138,6 @@ def test_tutorials_show_their_outputs_and_plots(browser: Any, site: str) -> None
     visit.close()
 
 
-@needs("trie")
-def test_a_click_opens_a_node_of_the_trie(browser: Any, site: str) -> None:
-    visit = Visit(browser, site, "desktop")
-    visit.open("tutorials/trie/")
-    trie = visit.page.frame_locator("iframe")
-    closed = trie.locator("#tree details:not([open]) > summary").first
-    closed.wait_for()
-    shown = trie.locator("#tree li:visible").count()
-    closed.click()
-    trie.locator(f"#tree li:visible >> nth={shown}").wait_for()
-    visit.page.locator("iframe").scroll_into_view_if_needed()
-    visit.picture("trie")
-    visit.close()
-
-
 def test_the_search_finds_a_method(browser: Any, site: str) -> None:
     visit = Visit(browser, site, "desktop")
     page = visit.open("")

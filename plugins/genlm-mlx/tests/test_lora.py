@@ -258,11 +258,11 @@ def test_falcon_h1(folders: Folders, tmp_path: Path, targets: str) -> None:
 
 
 def test_an_adapter_that_gives_nan_harms_nobody_after_it(folders: Folders, tmp_path: Path) -> None:
-    """Rows take the places of its rows; and it is answered, also in chunks of which none can be
-    kept."""
+    """Its numbers are finite and overflow. Rows take the places of its rows; and it is answered,
+    also in chunks of which none can be kept."""
     peft_adapter(folders("llama"), tmp_path / "nan", target_modules=["k_proj", "v_proj"])
     weights = load_file(tmp_path / "nan" / "adapter_model.safetensors")
-    weights = {name: torch.full_like(one, torch.nan) for name, one in weights.items()}
+    weights = {name: torch.full_like(one, 3e38) for name, one in weights.items()}
     save_file(weights, tmp_path / "nan" / "adapter_model.safetensors", {"format": "pt"})
     engine = load(str(folders("llama")), {"prefill_step_size": 64})
     adapter = Adapter("nan", str(tmp_path / "nan"), 1)

@@ -232,7 +232,14 @@ class Hooked:
             )
         else:
             there = list(inspect.signature(spec).parameters)
-            unknown = [one for one in inspect.signature(hook).parameters if one not in there]
+            takes = inspect.signature(hook).parameters.values()
+            unknown = [
+                one.name
+                for one in takes
+                if one.name not in there
+                and one.default is one.empty
+                and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+            ]
             if unknown:
                 raise PluginError(
                     f"{self.owner}: {name} takes no argument {', '.join(unknown)}; it may take "
