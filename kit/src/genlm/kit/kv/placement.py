@@ -74,8 +74,10 @@ class Placement(Generic[A]):
     def segments(self, start: int, stop: int) -> list[tuple[Segment, int, int]]:
         """Where positions ``start`` to ``stop`` (exclusive) go: segments, each with the start and
         stop of its positions."""
+        if self.trunk is None:
+            return [(self.end, start, stop)] if start < stop else []
         found: list[tuple[Segment, int, int]] = []
-        if self.trunk is not None and start < self.trunk.stop:
+        if start < self.trunk.stop:
             found.append((self.trunk, start, min(stop, self.trunk.stop)))
             start = found[0][2]
         if start < stop and self.row is not None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from attrs import define, field
+from attrs import define, field, setters
 
 from genlm.core.context import Context, as_context
 from genlm.core.types import Adapter
 from genlm.kit.prefixes import bytes_of, key_of, prefix_of
 
 
-@define(eq=False)
+@define(eq=False, on_setattr=setters.NO_OP)
 class TokenSequence:
     """Tokens whose last ``keep`` positions are wanted as rows.
 

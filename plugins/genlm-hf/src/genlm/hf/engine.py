@@ -138,8 +138,7 @@ class HFEngine:
             self._schedule.drop(query)
         if queries and queries[0].cold:
             return [Answer(queries[0], self._cold(_sequence(queries[0])))]
-        for query in queries:
-            self._schedule.add(query, _sequence(query))
+        self._schedule.add({query: _sequence(query) for query in queries})
         if not self._schedule:
             return []
         try:
@@ -148,7 +147,7 @@ class HFEngine:
         except BaseException:
             self._schedule.clear()
             raise
-        return [Answer(query, row) for query, row in zip(step.answered, rows, strict=True)]
+        return list(map(Answer, step.answered, rows.unbind()))
 
     def _cold(self, sequence: TokenSequence) -> torch.Tensor:
         """Its row, from its tokens only."""
@@ -197,7 +196,9 @@ class HFEngine:
         """One sequence per pair: logits of the continuation's positions only, reduced at once."""
         sequences = [
             TokenSequence(
-                (*query.token_ids, *continuation[:-1]), query.adapter, keep=len(continuation)
+                query.context.followed_by(tuple(continuation[:-1])),
+                query.adapter,
+                keep=len(continuation),
             )
             for query, continuation in zip(queries, continuations, strict=True)
         ]
@@ -215,10 +216,10 @@ class HFEngine:
     @hookimpl
     def genlm_cache_prefix(self, query: Query) -> bool:
         """Raises: EngineError: there is no room beside what is pinned."""
-        sequence = TokenSequence(query.token_ids, query.adapter)
+        sequence = _sequence(query)
         if self.reuse is Reuse.NONE:
             return True  # nothing can be kept of this model; it was logged at load
-        if self._evaluator.keeps(sequence):
+        if self._evaluator.keeps(sequence.length):
             for _ in self._evaluator.run([sequence]):
                 pass
             if self._strategy.pin(sequence):
@@ -274,6 +275,8 @@ def _sequence(query: Query) -> TokenSequence:
 def _in_order(parts: Sequence[tuple[list[int], torch.Tensor]]) -> torch.Tensor:
     """One row per sequence, from what the forwards gave: without a copy where one forward gave
     all, in order."""
+    if len(parts) == 1 and parts[0][0] == [*range(len(parts[0][0]))]:
+        return parts[0][1]
     places = sorted(
         (owner, part, at)
         for part, (owners, _) in enumerate(parts)

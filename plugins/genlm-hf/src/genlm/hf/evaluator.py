@@ -58,14 +58,15 @@ class Evaluator:
         The first context beyond each power of two is compared, so all comparisons together cost no
         more than twice the longest of them.
         """
-        at = max(range(len(sequences)), key=lambda at: sequences[at].length)
-        due = sequences[at].length >= self._next_check and self.keeps(sequences[at])
+        lengths = [sequence.length for sequence in sequences]
+        at = lengths.index(max(lengths))
+        due = lengths[at] >= self._next_check and self.keeps(lengths[at])
         return at if due else None
 
     def compared_part(self, sequence: TokenSequence) -> TokenSequence:
         """The beginning of a sequence whose length has been compared. From its state on the
         comparison shows what changes beyond it; a whole forward would agree with itself."""
-        return TokenSequence(sequence.tokens[: self._next_check - 1], sequence.adapter)
+        return TokenSequence(sequence.tokens.first(self._next_check - 1), sequence.adapter)
 
     def prove(self, length: int, right: bool) -> None:
         """Say what a comparison of a context of ``length`` tokens showed: where the row was wrong,
@@ -111,24 +112,24 @@ class Evaluator:
         beyond = range(max(first, limit) + 1, sequence.length + 1)
         stops.extend(beyond if self._rows_apart else beyond[-1:])
         return [
-            TokenSequence(sequence.tokens[:stop], sequence.adapter, keep=stop - before)
+            TokenSequence(sequence.tokens.first(stop), sequence.adapter, keep=stop - before)
             for before, stop in pairwise([first, *stops])
         ]
 
-    def keeps(self, sequence: TokenSequence) -> bool:
-        """Whether a sequence's state is kept."""
-        return not self._is_beyond(sequence) and self._strategy.fits(sequence.length)
+    def keeps(self, length: int) -> bool:
+        """Whether the state of contexts of a length is kept."""
+        return not self._is_beyond(length) and self._strategy.fits(length)
 
-    def _is_beyond(self, sequence: TokenSequence) -> bool:
-        return self._reuse_limit is not None and sequence.length > self._reuse_limit
+    def _is_beyond(self, length: int) -> bool:
+        return self._reuse_limit is not None and length > self._reuse_limit
 
     def continues(self, sequence: TokenSequence) -> bool:
         """Whether a sequence can be computed in parts, each from the state of the one before."""
-        return self._strategy.continues and self.keeps(sequence)
+        return self._strategy.continues and self.keeps(sequence.length)
 
     def known(self, sequence: TokenSequence) -> int:
         """How many leading tokens of a sequence need not be computed."""
-        return 0 if self._is_beyond(sequence) else self._strategy.known(sequence)
+        return 0 if self._is_beyond(sequence.length) else self._strategy.known(sequence)
 
     def together(self) -> Together[Any]:
         """What further sequences cost beside those of a batch."""
@@ -142,9 +143,11 @@ class Evaluator:
     def _parts(self, sequences: Sequence[TokenSequence]) -> list[Part]:
         """What may share forwards, the first last."""
         parts: list[Part] = []
+        lengths = [sequence.length for sequence in sequences]
+        keeps = {length: self.keeps(length) for length in {*lengths}}
         for group in self._adapters.groups([sequence.adapter for sequence in sequences]):
-            kept = [at for at in group if self.keeps(sequences[at])]
-            parts += [(sorted({*group} - {*kept}), False), (kept, True)]
+            for kept in (False, True):
+                parts.append(([at for at in group if keeps[lengths[at]] is kept], kept))
         return [part for part in reversed(parts) if part[0]]
 
     def _results(
@@ -153,7 +156,7 @@ class Evaluator:
         if kept:
             return self._strategy.compute(sequences, indices)
         # Where attention depends on the length, it may depend on that of padding too.
-        alike = any(self._is_beyond(sequences[at]) for at in indices)
+        alike = any(self._is_beyond(sequences[at].length) for at in indices)
         return self._strategy.plain(sequences, indices, padded=not alike)
 
     def _smaller(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, field
 
 from genlm.hf.patterns import Pattern
 from genlm.hf.upload import Indices, Places, Upload
@@ -18,24 +18,21 @@ SPARE_TOKENS = 32
 MaskKey = tuple[Pattern, torch.dtype, torch.device]
 
 
-@frozen(eq=False)
 class Chunk:
     """The part of a sequence that one forward computes: positions ``start`` to ``stop``
-    (exclusive), kept in ``segment``."""
+    (exclusive), ``size`` of them, kept in columns ``first`` to ``last`` (exclusive) of
+    ``segment``."""
 
-    segment: Segment
-    start: int
-    stop: int
+    __slots__ = ("first", "last", "segment", "size", "start", "stop")
 
-    @property
-    def size(self) -> int:
-        """The number of tokens."""
-        return self.stop - self.start
+    def __init__(self, segment: Segment, start: int, stop: int) -> None:
+        self.segment, self.start, self.stop, self.size = segment, start, stop, stop - start
+        self.first, self.last = start - segment.start, stop - segment.start
 
     @property
     def columns(self) -> slice:
         """Where the segment keeps them."""
-        return slice(self.start - self.segment.start, self.stop - self.segment.start)
+        return slice(self.first, self.last)
 
 
 class Layout:
@@ -114,16 +111,16 @@ class PackedLayout(Layout):
     ) -> None:
         in_rows = [chunk for chunk in chunks if isinstance(chunk.segment, Row)]
         rows = _rows_of(in_rows)
-        width = max((chunk.columns.stop for chunk in in_rows), default=0)
+        width = max([chunk.last for chunk in in_rows], default=0)
         super().__init__(rows, width, upload)
         self._patterns = patterns
-        self._in_rows = sum(chunk.size for chunk in in_rows)
-        self._token_slots = upload.add(
-            [row.slot for chunk, row in zip(in_rows, rows, strict=True) for _ in range(chunk.size)]
-        )
-        self._token_columns = upload.add(
-            [at for chunk in in_rows for at in range(chunk.columns.start, chunk.columns.stop)]
-        )
+        self._in_rows = sum([chunk.size for chunk in in_rows])
+        slots: list[int] = []
+        columns: list[int] = []
+        for chunk, row in zip(in_rows, rows, strict=True):
+            slots += [row.slot] * chunk.size
+            columns += range(chunk.first, chunk.last)
+        self._token_slots, self._token_columns = upload.add(slots), upload.add(columns)
         self.positions = upload.add(
             [at for chunk in chunks for at in range(chunk.start, chunk.stop)]
         )
@@ -178,18 +175,18 @@ class Group:
     @cached_property
     def size(self) -> int:
         """Tokens per row, padding included."""
-        return max(chunk.size for chunk in self.chunks)
+        return max([chunk.size for chunk in self.chunks])
 
     @cached_property
     def width(self) -> int:
         """Columns to read."""
-        return max(int(chunk.columns.stop) for chunk in self.chunks)
+        return max([chunk.last for chunk in self.chunks])
 
     @_ragged.default
     def _find_ragged(self) -> tuple[Indices, Indices] | None:
         """Row and column of every token in the padded rectangle; ``None`` where nothing is
         padded."""
-        if all(chunk.size == self.size for chunk in self.chunks):
+        if min([chunk.size for chunk in self.chunks]) == self.size:
             return None
         rows = [row for row, one in enumerate(self.chunks) for _ in range(one.size)]
         columns = [column for chunk in self.chunks for column in range(chunk.size)]
@@ -250,9 +247,9 @@ class Group:
     def _make_mask(
         self, pattern: Pattern, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor | None:
-        from_scratch = all(chunk.columns.start == 0 for chunk in self.chunks)
-        all_equal = all(one.columns.stop == self.width for one in self.chunks) and self.size == 1
-        longest = max(chunk.stop for chunk in self.chunks)
+        from_scratch = not any([chunk.first for chunk in self.chunks])
+        all_equal = self.size == 1 and min([one.last for one in self.chunks]) == self.width
+        longest = max([chunk.stop for chunk in self.chunks])
         if (from_scratch or all_equal) and pattern.is_causal_within(longest):
             return None
         starts, segment_starts = self._starts.on(device), self._segment_starts.on(device)
@@ -314,7 +311,7 @@ def _products(chunks: Sequence[Chunk], positions: Indices, upload: Upload) -> li
     above: dict[tuple[Trunk, int], list[tuple[Chunk, int]]] = {}
     token = 0
     for chunk in chunks:
-        for shared in chunk.segment.path():
+        for shared in chunk.segment.path() if chunk.segment.start else ():
             above.setdefault(shared, []).append((chunk, token))
         token += chunk.size
     products = []

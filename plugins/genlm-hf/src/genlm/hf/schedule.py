@@ -55,9 +55,9 @@ class Schedule(Generic[R]):
         """Whether anything waits."""
         return bool(self._waiting)
 
-    def add(self, request: R, sequence: TokenSequence) -> None:
-        """A request waits."""
-        self._waiting[request] = sequence
+    def add(self, requests: Mapping[R, TokenSequence]) -> None:
+        """Requests wait."""
+        self._waiting.update(requests)
 
     def drop(self, request: R) -> None:
         """A request waits no longer, if it did."""
@@ -73,15 +73,19 @@ class Schedule(Generic[R]):
     def next(self) -> StepPlan[R]:
         """Choose."""
         step = self._next()
-        for request in step.answered:
-            self.drop(request)
+        if len(step.answered) == len(self._waiting):
+            self._waiting, self._begun = {}, None
+        else:
+            for request in step.answered:
+                self.drop(request)
         return step
 
     def _next(self) -> StepPlan[R]:
-        if sum(sequence.length for sequence in self._waiting.values()) <= self._size:
-            return StepPlan(dict(self._waiting))  # without a look at what is known
-        # Each lacks a token at least, so no more of them can be answered.
-        waiting = dict(islice(self._waiting.items(), self._size))
+        waiting = self._waiting
+        if len(waiting) > self._size:  # each lacks a token at least: no more can be answered
+            waiting = dict(islice(waiting.items(), self._size))
+        if sum([one.length for one in waiting.values()]) <= self._size:
+            return StepPlan(waiting)  # without a look at what is known
         known = {request: self._evaluator.known(one) for request, one in waiting.items()}
         lacks = {request: one.length - known[request] for request, one in waiting.items()}
         if sum(lacks.values()) <= self._size:
@@ -119,7 +123,7 @@ class Schedule(Generic[R]):
         sequence = chosen.waiting[request]
         stop = sequence.length - chosen.cost(request) + chosen.room
         self._begun = request, stop
-        return TokenSequence(sequence.tokens[:stop], sequence.adapter)
+        return TokenSequence(sequence.tokens.first(stop), sequence.adapter)
 
 
 class _Chosen(Generic[R]):

@@ -4,7 +4,9 @@ without any."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,6 +24,9 @@ from genlm.kit.kv.planner import Planner
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.kv.sharing import Together, Worth
 from genlm.kit.segments import Row
+
+#: A sequence, and where it is computed.
+Placed = Placement[TokenSequence]
 
 #: What sharing is weighed with.
 WORTH = Worth()
@@ -52,18 +57,18 @@ class Computed:
     """What forwards have written into assigned rows and trunks, whether or not it is numbers.
 
     Attributes:
-        works: What they computed.
-        owners: For each flag the index of its work.
+        placed: What they computed.
+        owners: For each flag the index of its sequence.
         flags: On the device: whether a row was nan. One value of a row tells: each is a sum over
             the whole state.
     """
 
-    works: list[Work]
+    placed: list[Placed]
     owners: list[int]
     flags: list[torch.Tensor]
 
     def broken(self) -> set[int]:
-        """The works with a row of nan; the device is waited for, if it still computes."""
+        """The sequences with a row of nan; the device is waited for, if it still computes."""
         values = torch.cat(self.flags).tolist()
         return {owner for owner, bad in zip(self.owners, values, strict=True) if bad}
 
@@ -148,23 +153,6 @@ class Strategy:
 
 
 @define(eq=False)
-class Work:
-    """What remains to be computed of a placed sequence: what follows its first ``done`` tokens."""
-
-    index: int
-    placement: Placement[TokenSequence]
-    done: int
-
-    @property
-    def left(self) -> int:
-        return self.placement.sequence.length - self.done
-
-    def chunks(self, stop: int) -> list[Chunk]:
-        """Where the tokens up to ``stop`` (exclusive) go."""
-        return [Chunk(*part) for part in self.placement.segments(self.done, stop)]
-
-
-@define(eq=False)
 class InRows(Strategy):
     """With state in rows and trunks; how forwards are made is left to the two below.
 
@@ -186,9 +174,9 @@ class InRows(Strategy):
         return self._planner
 
     def _settle(self, done: Computed, broken: set[int]) -> None:
-        """Keep the state of the works that are not broken."""
+        """Keep the state of those that are not broken."""
         try:
-            self._planner.commit([one.placement for one in done.works if one.index not in broken])
+            self._planner.commit([one for one in done.placed if one.index not in broken])
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -212,18 +200,19 @@ class InRows(Strategy):
             if not batch:
                 yield from self.plain(sequences, left)
                 return
-            works = [Work(left[one.index], one, one.start) for one in batch]
-            placed = {work.index for work in works}
+            for one in batch:
+                one.index = left[one.index]
+            placed = {one.index for one in batch}
             left = [at for at in left if at not in placed]
-            done = Computed(works, [], [])
-            for result in self.forwards(works):
+            done = Computed(batch, [], [])
+            for result in self.forwards(batch):
                 done.owners.extend(result.owners)
                 done.flags.append(result.logits[:, 0].isnan())
                 yield result
             self._unsettled = done
 
-    def forwards(self, works: Sequence[Work]) -> Iterator[Result]:
-        """Compute what remains of some works."""
+    def forwards(self, placed: Sequence[Placed]) -> Iterator[Result]:
+        """Compute what is not done of some placed sequences."""
         raise NotImplementedError
 
     def pin(self, sequence: TokenSequence) -> bool:
@@ -242,70 +231,61 @@ class InRows(Strategy):
 
 @define(eq=False)
 class Packed(InRows):
-    """Any chunks of any works in one forward."""
+    """Any chunks of any sequences in one forward."""
 
-    def forwards(self, works: Sequence[Work]) -> Iterator[Result]:
-        while works:
-            chosen, works = self._filled(works)
-            yield _forward(self.runner.packed, chosen)
-
-    def _filled(self, works: Sequence[Work]) -> tuple[list[tuple[Work, int]], list[Work]]:
-        """Choose at most ``max_tokens`` tokens; return works with where they stop, and what is left
-        to do."""
-        room, chosen, rest = self.max_tokens, [], []
-        for work in works:
-            size = min(work.left, room)
-            if size:
-                chosen.append((work, work.done + size))
-                room -= size
-            if size < work.left:
-                rest.append(Work(work.index, work.placement, work.done + size))
-        return chosen, rest
+    def forwards(self, placed: Sequence[Placed]) -> Iterator[Result]:
+        while placed:
+            room, stops = self.max_tokens, []
+            for one in placed:
+                stops.append(min(one.sequence.length, one.done + room))
+                room -= stops[-1] - one.done
+            yield _forward(self.runner.packed, zip(placed, stops, strict=True))
+            placed = [one for one in placed if one.done < one.sequence.length]
 
 
 @define(eq=False)
 class Uniform(InRows):
-    """Works that begin and end together in one forward."""
+    """Sequences that begin and end together in one forward."""
 
-    def forwards(self, works: Sequence[Work]) -> Iterator[Result]:
-        groups: dict[tuple[int, int], list[Work]] = {}
-        for work in works:
-            groups.setdefault((work.done, work.left), []).append(work)
-        for group in groups.values():
-            count = max(self.max_tokens // group[0].left, 1)
+    def forwards(self, placed: Sequence[Placed]) -> Iterator[Result]:
+        groups: dict[tuple[int, int], list[Placed]] = {}
+        for one in placed:
+            groups.setdefault((one.done, one.sequence.length), []).append(one)
+        for (start, length), group in groups.items():
+            count = max(self.max_tokens // (length - start), 1)
             for first in range(0, len(group), count):
-                yield from self._together(group[first : first + count])
-
-    def _together(self, works: Sequence[Work]) -> Iterator[Result]:
-        size = max(self.max_tokens // len(works), 1)
-        while works[0].left:
-            stop = works[0].done + min(size, works[0].left)
-            yield _forward(self.runner.uniform, [(work, stop) for work in works])
-            works = [Work(work.index, work.placement, stop) for work in works]
+                some = group[first : first + count]
+                size = max(self.max_tokens // len(some), 1)
+                for done in range(start, length, size):
+                    stop = min(done + size, length)
+                    yield _forward(self.runner.uniform, [(one, stop) for one in some])
 
 
-def _forward(run: Run, chosen: Sequence[tuple[Work, int]]) -> Result:
-    """One forward over the works' tokens up to where they stop."""
-    pieces = [(chunk, work) for work, stop in chosen for chunk in work.chunks(stop)]
-    # Rows by slot, so that neighbours are read without a copy; then trunks.
-    pieces.sort(key=lambda piece: _place(piece[0]))
+def _forward(run: Run, chosen: Iterable[tuple[Placed, int]]) -> Result:
+    """One forward over what is not done of sequences, up to where they stop."""
+    pieces: list[tuple[int, Chunk, Placed]] = []
+    for one, stop in chosen:
+        for segment, first, last in one.segments(one.done, stop):
+            # Rows by slot, so that neighbours are read without a copy; then trunks.
+            place = segment.slot if isinstance(segment, Row) else sys.maxsize
+            pieces.append((place, Chunk(segment, first, last), one))
+        one.done = stop
+    pieces.sort(key=itemgetter(0))
     tokens: list[int] = []
     wanted: list[tuple[int, int, int]] = []
-    for chunk, work in pieces:
-        sequence = work.placement.sequence
-        first = max(sequence.latest_start, chunk.start)
-        wanted.extend(
-            (work.index, at, len(tokens) + at - chunk.start) for at in range(first, chunk.stop)
-        )
-        tokens.extend(sequence.tokens[chunk.start : chunk.stop])
+    for _, chunk, one in pieces:
+        sequence, first, stop = one.sequence, chunk.start, chunk.stop
+        for at in range(max(sequence.latest_start, first), stop):
+            wanted.append((one.index, at, len(tokens) + at - first))
+        tokens += sequence.tokens[first:stop]
     wanted.sort()
-    adapters = [work.placement.sequence.adapter for _, work in pieces]
-    logits = run([chunk for chunk, _ in pieces], tokens, adapters, [at for _, _, at in wanted])
+    logits = run(
+        [chunk for _, chunk, _ in pieces],
+        tokens,
+        [one.sequence.adapter for _, _, one in pieces],
+        [at for _, _, at in wanted],
+    )
     return Result([index for index, _, _ in wanted], logits)
-
-
-def _place(chunk: Chunk) -> tuple[bool, int]:
-    return (False, chunk.segment.slot) if isinstance(chunk.segment, Row) else (True, 0)
 
 
 @define(eq=False)
