@@ -18,12 +18,15 @@ from typing import Any, TypeVar
 
 from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+from lm_eval.utils import make_table
 from tqdm.asyncio import tqdm
 
-from genlm.core import AsyncLM, load_model_by_name
+from genlm.core import AsyncLM, Score, load_model_by_name
 
 T = TypeVar("T")
+
+#: How many continuations are scored in one call, for a progress bar that moves.
+PART = 64
 
 
 class GenlmLM(TemplateLM):
@@ -32,10 +35,10 @@ class GenlmLM(TemplateLM):
     Args:
         lm: The model, with a Hugging Face tokenizer.
         max_length: The most tokens of a context; ``None`` is the model's own, or 2,048.
-        at_once: How many requests are waited for at a time.
+        at_once: How many texts, or parts of the continuations, are waited for at a time.
     """
 
-    def __init__(self, lm: AsyncLM, max_length: int | None = None, at_once: int = 256) -> None:
+    def __init__(self, lm: AsyncLM, max_length: int | None = None, at_once: int = 64) -> None:
         super().__init__()
         self.lm = lm
         self.tokenizer = lm.tokenizer
@@ -75,7 +78,8 @@ class GenlmLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        return self._run(self._scored(context, rest) for _, context, rest in requests)
+        parts = [requests[i : i + PART] for i in range(0, len(requests), PART)]
+        return [score for part in self._run(map(self._scored, parts)) for score in part]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         return self._run(self._whole(request.args[0]) for request in requests)
@@ -98,31 +102,24 @@ class GenlmLM(TemplateLM):
 
         return asyncio.run(run())
 
-    async def _scored(self, context: list[int], rest: list[int]) -> tuple[float, bool]:
-        """The log-likelihood of ``rest``, and whether greedy decoding gives it. A context that is
-        too long loses its beginning, as in the harness."""
-        if len(rest) > self.max_length:
-            raise ValueError(
-                f"a continuation has {len(rest)} tokens, but a context at most {self.max_length}"
-            )
-        context = (context + rest)[-(self.max_length + 1) :][: -len(rest)]
-        logprobs = await self.lm.sequence_logprobs(context, rest)
-        ids = self.lm.context(context)
-        for token_id in rest:
-            if int((await self.lm.next_token_logprobs(ids)).argmax()) != token_id:
-                return float(logprobs.sum()), False
-            ids = ids.extend(token_id)
-        return float(logprobs.sum()), True
+    async def _scored(self, requests: Iterable[tuple[Any, list[int], list[int]]]) -> list[Score]:
+        """The log-likelihood of each continuation, and whether greedy decoding gives it. A context
+        that is too long loses its beginning, as in the harness."""
+        contexts, continuations = [], []
+        for _, context, rest in requests:
+            if len(rest) > self.max_length:
+                raise ValueError(
+                    f"a continuation has {len(rest)} tokens, but a context at most "
+                    f"{self.max_length}"
+                )
+            contexts.append((context + rest)[-(self.max_length + 1) :][: -len(rest)])
+            continuations.append(rest)
+        return await self.lm.batch_sequence_logprobs(contexts, continuations)
 
     async def _whole(self, text: str) -> float:
         """The log-likelihood of a text, each token scored once."""
-        ids = self.tok_encode(text)
-        windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
-        scores = [
-            await self.lm.sequence_logprobs(context, rest)
-            for context, rest in map(make_disjoint_window, windows)
-        ]
-        return float(sum(score.sum() for score in scores))
+        ids = [self.prefix_token_id, *self.tok_encode(text)]
+        return float((await self.lm.rolling_logprobs(ids, self.max_length)).sum())
 
     async def _until(self, text: str, options: dict[str, Any]) -> str:
         """What the model writes after a text, up to a stop string or token."""

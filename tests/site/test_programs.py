@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import subprocess
@@ -84,6 +85,11 @@ def test_the_programs_on_top_of_a_model() -> None:
             likelihood = [sum(await lm.sequence_logprobs(ids, one)) for one in (beam, greedy)]
             assert likelihood[0] >= likelihood[1]
             plain = await lm.next_token_logprobs(ids)
+            assert await written["best"](lm, "Two and two are", ["four", "a dog"]) == "four"
+            logprobs = await lm.sequence_logprobs([256], ids)
+            assert await written["perplexity"](lm, "Once") == pytest.approx(
+                math.exp(-logprobs.mean())
+            )
         penalty = written["RepetitionPenalty"](2.0)
         with load_model_by_name("mock", backend="mock", wrappers=[penalty]) as punished:
             row = await punished.next_token_logprobs(ids)

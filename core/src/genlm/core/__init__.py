@@ -26,6 +26,7 @@ from genlm.core.hookspecs import hookimpl
 from genlm.core.lm import AsyncLM, load_model_by_name
 from genlm.core.mock import MockAsyncLM
 from genlm.core.sampling import Particle
+from genlm.core.scoring import Score
 from genlm.core.tokenization import Token, decode_vocab
 from genlm.core.types import Adapter, Answer, BackendInfo, Engine, Query, SamplingParams, Stats
 
@@ -55,6 +56,7 @@ __all__ = [
     "Query",
     "ReentrancyError",
     "SamplingParams",
+    "Score",
     "Stats",
     "Token",
     "UnknownAdapterError",

@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
 from genlm.core.adapters import UNSET, LoraName
 from genlm.core.checks import integer
-from genlm.core.context import token_ids_of
-from genlm.core.errors import InvalidOptionError
+from genlm.core.context import contexts_of, token_ids_of
+from genlm.core.errors import InvalidOptionError, InvalidQueryError
 from genlm.core.runtime.batcher import Batcher
 from genlm.core.runtime.blocking import blocking
-from genlm.core.runtime.continuations import Continuations
+from genlm.core.runtime.continuations import Continuations, all_of
 from genlm.core.runtime.executor import Result
 from genlm.core.runtime.keywords import known_keywords
 from genlm.core.sampling import Particle, SamplingOptions, checked_params, seeded
+from genlm.core.scoring import Score, rolling_windows
 from genlm.core.text import TextMixin
-from genlm.core.types import Query, Request, SamplingParams
+from genlm.core.types import Query, Request, SamplingParams, TokenIds
 
 if TYPE_CHECKING:
     import torch
@@ -221,12 +222,109 @@ class GenerationMixin(TextMixin):
         Raises:
             InvalidQueryError: the continuation is empty or has an invalid token id.
         """
-        # Rows have no place for what the tokenizer lacks, nor for what the model lacks.
-        known = min(self._engine.vocab_size, self._engine.width)
-        most = self._engine.max_context
-        continuation = token_ids_of("continuation", continuation_token_ids, known, most)
-        query = self._query(prompt_token_ids, lora_name, room_for=len(continuation))
-        return await self._continuations.score(query, continuation)
+        return await self._continuations.score(
+            *self._scored(prompt_token_ids, continuation_token_ids, lora_name)
+        )
+
+    async def batch_sequence_logprobs(
+        self,
+        prompt_token_ids_list: Iterable[Iterable[int]],
+        continuation_token_ids_list: Iterable[Iterable[int]],
+        lora_name: LoraName = UNSET,
+    ) -> list[Score]:
+        """The log-probability of each continuation given the prompt in its place, and whether it is
+        the greedy one: multiple choice, as lm-evaluation-harness asks for it.
+
+        Prompts and continuations that are equal are computed once. ``[prompt] * len(answers)``
+        scores several answers of one prompt.
+
+        Examples:
+            >>> import asyncio
+            >>> from genlm.core import load_model_by_name
+            >>> async def best(lm, question, answers):
+            ...     ids = [lm.encode(answer) for answer in answers]
+            ...     scores = await lm.batch_sequence_logprobs([lm.encode(question)] * len(ids), ids)
+            ...     return max(zip(scores, answers))[1]
+            >>> with load_model_by_name("mock", backend="mock") as lm:
+            ...     asyncio.run(best(lm, "Two and two are", [" four", " a dog"]))
+            ' four'
+
+        Raises:
+            InvalidQueryError: a continuation is empty or has an invalid token id, or there are more
+                prompts than continuations, or fewer.
+        """
+        prompts = contexts_of(prompt_token_ids_list)
+        continuations = contexts_of(continuation_token_ids_list)
+        if len(prompts) != len(continuations):
+            raise InvalidQueryError(
+                f"there are {len(prompts)} prompts and {len(continuations)} continuations; give "
+                "each continuation its prompt: [prompt] * n for n of one prompt"
+            )
+        pairs = [
+            self._scored(prompt, continuation, lora_name)
+            for prompt, continuation in zip(prompts, continuations, strict=True)
+        ]
+        judge = self._continuations.judge
+        return await all_of(judge(query, continuation) for query, continuation in pairs)
+
+    async def rolling_logprobs(
+        self,
+        token_ids: Iterable[int],
+        max_length: int | None = None,
+        context_len: int = 1,
+        lora_name: LoraName = UNSET,
+    ) -> torch.Tensor:
+        """The log-probability of each token of a text after its first, however long it is:
+        ``[len(token_ids) - 1]`` float32. ``exp(-mean)`` of them is the perplexity.
+
+        A text longer than a context is scored in windows, each token once. The first token only
+        gives context: put one before the text, such as the tokenizer's beginning of a sequence.
+
+        Args:
+            token_ids: The text, of any length.
+            max_length: The most tokens of a context; ``None`` is :attr:`max_context`.
+            context_len: The least context of a token after the first window. 1 is the rule of
+                lm-evaluation-harness; more is closer to the text as a whole, and costs
+                ``max_length / (max_length - context_len + 1)`` times as much.
+            lora_name: The adapter.
+
+        Examples:
+            >>> import asyncio
+            >>> from genlm.core import load_model_by_name
+            >>> with load_model_by_name("mock", backend="mock") as lm:
+            ...     ids = [257, *lm.encode("Once upon a time")]
+            ...     whole = asyncio.run(lm.rolling_logprobs(ids))
+            ...     parts = asyncio.run(lm.rolling_logprobs(ids, max_length=8, context_len=4))
+            >>> whole.shape, parts.shape
+            (torch.Size([16]), torch.Size([16]))
+
+        Raises:
+            InvalidQueryError: the text is empty or has an invalid token id.
+            InvalidOptionError: ``max_length`` is more than the model takes, or ``context_len`` more
+                than ``max_length``.
+        """
+        import torch
+
+        ids = token_ids_of("text", token_ids, self._known)
+        limit = self._engine.max_context
+        given = integer("max_length", max_length, least=1, optional=True) or limit
+        if limit is not None and given is not None and given > limit:
+            raise InvalidOptionError(
+                f"max_length={given} exceeds the {limit} tokens that the model takes; give at most "
+                "these, or None"
+            )
+        least = integer("context_len", context_len, least=1)
+        if given is not None and least > given:
+            raise InvalidOptionError(
+                f"context_len={least} exceeds the {given} tokens of a window; give at most these"
+            )
+        windows = rolling_windows(len(ids), given or max(len(ids), least), least)
+        score = self._continuations.score
+        scores = await all_of(
+            score(self._query(ids[begin:first], lora_name, end - first), ids[first:end])
+            for begin, first, end in windows
+        )
+        return torch.cat(scores) if scores else torch.empty(0, device=self._engine.device)
 
     # --- blocking ---------------------------------------------------------------------------------
 
@@ -276,6 +374,30 @@ class GenerationMixin(TextMixin):
             self.sequence_logprobs, prompt_token_ids, continuation_token_ids, lora_name
         )
 
+    def batch_sequence_logprobs_sync(
+        self,
+        prompt_token_ids_list: Iterable[Iterable[int]],
+        continuation_token_ids_list: Iterable[Iterable[int]],
+        lora_name: LoraName = UNSET,
+    ) -> list[Score]:
+        """:meth:`batch_sequence_logprobs`, blocking."""
+        return self._blocking(
+            self.batch_sequence_logprobs,
+            prompt_token_ids_list,
+            continuation_token_ids_list,
+            lora_name,
+        )
+
+    def rolling_logprobs_sync(
+        self,
+        token_ids: Iterable[int],
+        max_length: int | None = None,
+        context_len: int = 1,
+        lora_name: LoraName = UNSET,
+    ) -> torch.Tensor:
+        """:meth:`rolling_logprobs`, blocking."""
+        return self._blocking(self.rolling_logprobs, token_ids, max_length, context_len, lora_name)
+
     def _blocking(
         self, ask: Callable[P, Coroutine[Any, Any, T]], *given: P.args, **options: P.kwargs
     ) -> T:
@@ -293,6 +415,22 @@ class GenerationMixin(TextMixin):
     ) -> tuple[Query, SamplingParams]:
         params = self._params(max_tokens, **options)
         return self._query(prompt_token_ids, lora_name, room_for=params.max_tokens), params
+
+    @property
+    def _known(self) -> int:
+        """How many ids can be scored: rows have no place for what the tokenizer lacks, nor for what
+        the model lacks."""
+        return min(self._engine.vocab_size, self._engine.width)
+
+    def _scored(
+        self,
+        prompt_token_ids: Iterable[int],
+        continuation_token_ids: Iterable[int],
+        lora_name: LoraName,
+    ) -> tuple[Query, TokenIds]:
+        most = self._engine.max_context
+        continuation = token_ids_of("continuation", continuation_token_ids, self._known, most)
+        return self._query(prompt_token_ids, lora_name, room_for=len(continuation)), continuation
 
     def _params(
         self, max_tokens: int, eos_token_ids: Iterable[int] | None = None, **options: Any

@@ -53,8 +53,8 @@ class ByteTokenizer:
     def __len__(self) -> int:
         return 258
 
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return [self.bos_token_id] * add_special_tokens + list(text.encode())
 
     def decode(self, token_ids: Sequence[int]) -> str:
         vocab = self.token_bytes()

@@ -10,6 +10,7 @@ from genlm.core.runtime.batcher import Batcher
 from genlm.core.runtime.executor import Result
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.sampling import Particle, TokenDrawer
+from genlm.core.scoring import LIKELIEST, Score
 from genlm.core.types import Query, Request, SampleRequest, SamplingParams, ScoreRequest, TokenIds
 
 if TYPE_CHECKING:
@@ -93,23 +94,48 @@ class Continuations:
     async def score(self, query: Query, continuation: TokenIds) -> torch.Tensor:
         """The log-probability of each token of a continuation given all before it,
         ``[len(continuation)]`` float32."""
-        import torch
+        scores = await self._native_scores(query, continuation)
+        return (await self._scores(query, continuation))[0] if scores is None else scores
 
+    async def judge(self, query: Query, continuation: TokenIds) -> Score:
+        """A continuation's log-probability, and whether it is the greedy one."""
+        scores = await self._native_scores(query, continuation)
+        if scores is None:
+            scores, likeliest = await self._scores(query, continuation)
+            return Score(_total(scores), likeliest == list(continuation))
+        is_greedy = True
+        for end, logprob in enumerate(scores.tolist()):
+            if logprob < LIKELIEST:
+                row = (await self._rows([query.extended(continuation[:end])]))[0]
+                if int(row.argmax()) != continuation[end]:
+                    is_greedy = False
+                    break
+        return Score(_total(scores), is_greedy)
+
+    async def _native_scores(self, query: Query, continuation: TokenIds) -> torch.Tensor | None:
+        """What the engine scores itself; ``None`` if it does not."""
         # A native score is normalised over the engine's rows. That is right unless they have
         # padding to drop.
-        if self._engine.scores and self._engine.vocab_size <= self._engine.width:
-            scores: torch.Tensor | None = await self._batcher.submit(
-                [ScoreRequest(query, continuation)], the_copy
-            )
-            if scores is not None:
-                return scores
+        if not self._engine.scores or self._engine.vocab_size > self._engine.width:
+            return None
+        scores: torch.Tensor | None = await self._batcher.submit(
+            [ScoreRequest(query, continuation)], the_copy
+        )
+        return scores
+
+    async def _scores(self, query: Query, continuation: TokenIds) -> tuple[torch.Tensor, list[int]]:
+        """The scores from rows, and the most likely token in each token's place."""
+        import torch
+
         scored: list[torch.Tensor] = []
+        likeliest: list[int] = []
         for start in range(0, len(continuation), PREFIXES):
             ids = continuation[start : start + PREFIXES]
             rows = await self._rows([query.extended(ids[:end]) for end in range(len(ids))])
             scored.append(rows[range(len(ids)), ids])
+            likeliest += rows.argmax(-1).tolist()
             query = query.extended(ids)
-        return torch.cat(scored)
+        return torch.cat(scored), likeliest
 
 
 async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -135,3 +161,7 @@ def stacked(rows: Sequence[torch.Tensor], width: int) -> torch.Tensor:
     import torch
 
     return torch.stack(list(rows)) if rows else torch.empty(0, width, dtype=torch.float32)
+
+
+def _total(scores: torch.Tensor) -> float:
+    return float(scores.double().sum())

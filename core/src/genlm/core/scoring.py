@@ -1,0 +1,49 @@
+"""Scores of continuations, and the windows in which a long text is scored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+#: A token this likely is the most likely one, however its score was rounded: no row is needed.
+LIKELIEST: Final = -0.5
+
+
+class Score(NamedTuple):
+    """What lm-evaluation-harness asks of a continuation.
+
+    Attributes:
+        logprob: Its log-probability given its context: the sum over its tokens, in nats.
+        is_greedy: Whether greedy decoding gives it: each token is the most likely one where it
+            stands (lowest id on a tie).
+    """
+
+    logprob: float
+    is_greedy: bool
+
+
+class Window(NamedTuple):
+    """A part of a text that is scored at once: tokens from ``first`` to before ``end`` given those
+    from ``begin``."""
+
+    begin: int
+    first: int
+    end: int
+
+
+def rolling_windows(length: int, max_length: int, context_len: int) -> Iterator[Window]:
+    """The windows in which every token of a text but its first is scored once.
+
+    Each has at most ``max_length`` tokens, without the last one that it scores: that needs no row
+    of its own. After the first window each gives every token at least ``context_len`` tokens of
+    context. The last one begins as early as it can.
+
+    Source: ``get_rolling_token_windows`` and ``make_disjoint_window`` of lm-evaluation-harness;
+    its prefix token is the text's first one here.
+    """
+    end = min(length, max_length + 1)
+    if end > 1:
+        yield Window(0, 1, end)
+    while end < length:
+        first, end = end, min(length, end + max_length - context_len + 1)
+        yield Window(end - 1 - max_length, first, end)

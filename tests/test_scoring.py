@@ -1,0 +1,153 @@
+"""Scores of whole batches, and of texts longer than a context."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from genlm.core import InvalidOptionError, InvalidQueryError, MockAsyncLM, hookimpl
+from genlm.core.mock import MockEngine
+from genlm.core.scoring import rolling_windows
+
+PROMPTS = [[1, 2], [1, 2], [3], [3], [4]]
+
+
+class Sharp(MockAsyncLM):
+    """Rows in which the most likely token has more than half of the mass in some contexts."""
+
+    def _get_logprobs(self, token_ids):
+        noise = torch.Generator().manual_seed(hash(tuple(token_ids)) % 2**31)
+        scale = 20.0 if sum(token_ids) % 2 else 1.0
+        return (scale * torch.randn(258, generator=noise)).log_softmax(-1)
+
+
+class Reversed:
+    @hookimpl
+    def genlm_process_logprobs(self, rows):
+        return rows.flip(-1)
+
+
+@pytest.fixture(params=["native", "rows", "hook"])
+def sharp(request, mock, monkeypatch):
+    """The mock with its own scores, with the core's, and under a row hook."""
+    if request.param == "rows":
+        monkeypatch.delattr(MockEngine, "genlm_sequence_logprobs")
+    return mock(Sharp, wrappers=[Reversed()] if request.param == "hook" else [])
+
+
+def greedy(lm, prompt, length):
+    return lm.sample_sync(prompt, length, [], temperature=0)
+
+
+def test_each_has_the_sum_of_its_scores_and_is_greedy_or_not(sharp):
+    first, third, last = (greedy(sharp, prompt, 40) for prompt in ([1, 2], [3], [4]))
+    late = [*last[:-1], (last[-1] + 1) % 256]  # only its last token is another
+    continuations = [first, [5, 6], third[:1], [*third[:2], 7], late]
+    scores = sharp.batch_sequence_logprobs_sync(PROMPTS, continuations)
+    assert [score.is_greedy for score in scores] == [True, False, True, False, False]
+    for prompt, continuation, score in zip(PROMPTS, continuations, scores, strict=True):
+        rows = [
+            sharp.next_token_logprobs_uncached([*prompt, *continuation[:i]])[token_id]
+            for i, token_id in enumerate(continuation)
+        ]
+        assert score.logprob == pytest.approx(float(sum(rows)), abs=1e-3)
+
+
+def test_a_tie_goes_to_the_lowest_id_as_in_a_draw(mock):
+    class Tied(MockAsyncLM):
+        def _get_logprobs(self, token_ids):
+            row = torch.full((258,), -20.0)
+            row[[7, 9]] = 0.0
+            return row.log_softmax(-1)
+
+    lm = mock(Tied)
+    assert greedy(lm, [1], 1) == [7]
+    found = lm.batch_sequence_logprobs_sync([[1], [1]], [[7], [9]])
+    assert [score.is_greedy for score in found] == [True, False]
+
+
+def test_what_is_certainly_greedy_needs_no_rows(mock, gate):
+    class Certain(MockAsyncLM):
+        def _get_logprobs(self, token_ids):
+            row = torch.full((258,), -20.0)
+            row[7] = 0.0
+            return row.log_softmax(-1)
+
+    lm = mock(Certain)
+    assert lm.batch_sequence_logprobs_sync([[1]], [[7, 7, 7]])[0].is_greedy
+    assert (lm.stats.scores, lm.stats.rows) == (1, 0)
+
+
+def test_equal_contexts_are_computed_once(mock):
+    lm = mock()
+    lm.batch_sequence_logprobs_sync([[1, 2]] * 4, [[3], [4], [5], [3]])
+    assert (lm.stats.scores, lm.stats.rows) == (3, 1)
+
+
+def test_an_empty_batch_and_batches_that_do_not_fit(mock):
+    lm = mock()
+    assert lm.batch_sequence_logprobs_sync([], []) == []
+    with pytest.raises(InvalidQueryError, match="2 prompts and 1 continuations; give each"):
+        lm.batch_sequence_logprobs_sync([[1], [2]], [[3]])
+    with pytest.raises(InvalidQueryError, match="the continuation is empty"):
+        lm.batch_sequence_logprobs_sync([[1], [2]], [[3], []])
+    with pytest.raises(InvalidQueryError, match="a list of contexts must be given"):
+        lm.batch_sequence_logprobs_sync([[1]], [3])
+
+
+@pytest.mark.parametrize("context_len", [1, 3, 5])
+def test_a_long_text_is_scored_in_windows_each_token_once(sharp, context_len):
+    ids = [(7 * i) % 256 for i in range(23)]
+    found = sharp.rolling_logprobs_sync(ids, max_length=5, context_len=context_len)
+    assert found.shape == (22,)
+    for first, length in _contexts(23, 5, context_len).items():
+        row = sharp.next_token_logprobs_uncached(ids[first - length : first])
+        assert float(found[first - 1]) == pytest.approx(float(row[ids[first]]), abs=1e-4)
+
+
+def _contexts(length, max_length, context_len):
+    """How many tokens stand before each one that is scored."""
+    contexts = {}
+    for begin, first, end in rolling_windows(length, max_length, context_len):
+        for i in range(first, end):
+            assert i not in contexts
+            contexts[i] = i - begin
+    return contexts
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 6, 7, 23, 24])
+@pytest.mark.parametrize("context_len", [1, 2, 5])
+def test_no_window_is_longer_and_no_context_shorter_than_was_asked(length, context_len):
+    contexts = _contexts(length, 5, context_len)
+    assert sorted(contexts) == list(range(1, length))
+    for i, context in contexts.items():
+        assert min(i, context_len) <= context <= 5
+    if length > 5:
+        assert contexts[length - 1] == 5
+
+
+def test_the_whole_text_where_it_fits(mock):
+    lm = mock()
+    ids = list(range(20))
+    whole = lm.sequence_logprobs_sync(ids[:1], ids[1:])
+    assert torch.equal(lm.rolling_logprobs_sync(ids), whole)
+    assert torch.equal(lm.rolling_logprobs_sync(ids, context_len=1000), whole)
+    assert lm.rolling_logprobs_sync([1]).shape == (0,)
+
+
+def test_the_models_own_limit_is_the_window(mock):
+    lm = mock(max_context=4)
+    ids = list(range(11))
+    assert torch.equal(
+        lm.rolling_logprobs_sync(ids), mock().rolling_logprobs_sync(ids, max_length=4)
+    )
+    with pytest.raises(InvalidOptionError, match="max_length=5 exceeds the 4 tokens"):
+        lm.rolling_logprobs_sync(ids, max_length=5)
+    with pytest.raises(InvalidOptionError, match="context_len=5 exceeds the 4 tokens of a window"):
+        lm.rolling_logprobs_sync(ids, context_len=5)
+    with pytest.raises(InvalidOptionError, match="context_len must be an integer of at least 1"):
+        asyncio.run(lm.rolling_logprobs(ids, context_len=0))
+    with pytest.raises(InvalidQueryError, match="the text is empty"):
+        lm.rolling_logprobs_sync([])
