@@ -207,3 +207,51 @@ def test_what_is_not_a_list_of_contexts(mock, contexts, message):
 def test_an_empty_continuation(mock):
     with pytest.raises(InvalidQueryError, match=r"the continuation is empty; .* one token id$"):
         asyncio.run(mock().sequence_logprobs([1], []))
+
+
+def calls(lm):
+    """Every method that takes contexts, and its arguments."""
+    return [
+        (lm.next_token_logprobs, [[1]]),
+        (lm.batch_next_token_logprobs, [[[1]]]),
+        (lm.next_token_logprobs_sync, [[1]]),
+        (lm.batch_next_token_logprobs_sync, [[[1]]]),
+        (lm.next_token_logprobs_uncached, [[1]]),
+        (lm.sample, [[1], 1]),
+        (lm.batch_sample, [[[1]], 1]),
+        (lm.stream, [[1], 1]),
+        (lm.sample_particles, [[1], 1, 1]),
+        (lm.sequence_logprobs, [[1], [2]]),
+        (lm.batch_sequence_logprobs, [[[1]], [[2]]]),
+        (lm.rolling_logprobs, [[1]]),
+        (lm.sample_sync, [[1], 1]),
+        (lm.batch_sample_sync, [[[1]], 1]),
+        (lm.sample_particles_sync, [[1], 1, 1]),
+        (lm.sequence_logprobs_sync, [[1], [2]]),
+        (lm.batch_sequence_logprobs_sync, [[[1]], [[2]]]),
+        (lm.rolling_logprobs_sync, [[1]]),
+        (lm.cache_kv, [[1]]),
+    ]
+
+
+def test_arguments_that_no_method_has(mock):
+    for method, given in calls(mock()):
+        for other in ("lora", "adapter"):
+            wanted = rf"{method.__name__} has no argument {other}: lora_name is .* add_new_lora"
+            with pytest.raises(InvalidOptionError, match=wanted):
+                method(*given, **{other: "poems"})
+    with pytest.raises(InvalidOptionError, match=r"temperature: .*\(row / t\).log_softmax"):
+        mock().next_token_logprobs_sync([1], temperature=0.5)
+
+
+def test_more_arguments_by_position_than_there_are(mock):
+    lm = mock()
+    wanted = r"stream takes prompt_token_ids, max_tokens by position; got 1 more; write eos_token_"
+    with pytest.raises(InvalidOptionError, match=wanted + r"ids=\[\]"):
+        lm.stream([1], 1, [])
+    with pytest.raises(
+        InvalidOptionError, match=r"sample takes .*lora_name by position; .*top_k=5"
+    ):
+        lm.sample([1], 1, [], 1.0, 0, None, 5)
+    with pytest.raises(InvalidOptionError, match=r"token_ids, lora_name by position; got 1 more$"):
+        lm.next_token_logprobs([1], None, 3)

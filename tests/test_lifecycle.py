@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -14,7 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from genlm.core import AsyncLM, EngineDeadError, MockAsyncLM, ModelClosedError, hookimpl
+from genlm.core import (
+    AsyncLM,
+    EngineDeadError,
+    MockAsyncLM,
+    ModelClosedError,
+    UnsupportedError,
+    hookimpl,
+)
 from genlm.core.mock import ByteTokenizer, MockEngine
 
 from .conftest import busy
@@ -504,6 +512,10 @@ def test_a_copy_of_a_model_is_the_model(mock):
     assert copy.copy(lm) is lm
     assert copy.deepcopy(holder)["lm"] is lm
     assert copy.deepcopy(holder)["more"] is not holder["more"]
+    with pytest.raises(
+        UnsupportedError, match=r"MockAsyncLM cannot be pickled: .* in each process"
+    ):
+        pickle.dumps(holder)
 
 
 def test_a_load_that_fails_keeps_nothing_alive() -> None:

@@ -143,6 +143,20 @@ def test_the_mock_says_what_it_takes():
         load_model_by_name("/no/such/folder", backend="mock")
 
 
-def test_what_is_not_a_name():
-    with pytest.raises(ModelNotFoundError, match="a model must be a folder or a hub name; got 7"):
-        require_model(7)
+@pytest.mark.parametrize(("name", "shown"), [(7, "7"), ("", "''")])
+def test_what_is_not_a_name(name, shown):
+    wanted = f"a model must be a folder or a hub name; got {shown}"
+    with pytest.raises(ModelNotFoundError, match=wanted):
+        require_model(name)
+
+
+def test_a_cache_in_place_of_which_is_a_file(monkeypatch, tmp_path):
+    def unreachable(*_, **__):
+        raise ConnectionError("no route")
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
+    monkeypatch.setattr(hub.HfApi, "model_info", unreachable)
+    with pytest.raises(ModelNotFoundError, match=r"file cannot be written .*; set HF_HOME"):
+        require_model("no-such/model")

@@ -57,6 +57,8 @@ def test_a_name_that_nobody_has():
         BackendNotFoundError, match=r"no backend 'mokc'; installed: .*mock.*; did you mean 'mock'\?"
     ):
         load_model_by_name("any", backend="mokc")
+    with pytest.raises(BackendNotFoundError, match=r"the model comes first: .*\('org/model', ba"):
+        load_model_by_name("mock", "org/model")
     with pytest.raises(ValueError, match="no backend 'xyzzy'"):
         load_model_by_name("any", backend="xyzzy")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -133,6 +135,18 @@ def test_half_of_a_surrogate_pair(mock):
         lm.encode("ab" + b"\xff".decode(errors="surrogateescape"))  # as a command line has it
 
 
+def test_half_of_a_surrogate_pair_from_the_command_line():
+    command = "import sys; from genlm.core.cli import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", command, "top", "mock", b"ab\xff", "--backend", "mock"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("\n") == 1
+    assert "text has '\\udcff' at 2, half of a surrogate pair" in done.stderr
+
+
 def test_blocking_siblings_answer_the_same_also_inside_a_running_loop(mock):
     lm = mock()
     drawn = asyncio.run(lm.sample([1], 5, [], seed=3))
@@ -197,6 +211,7 @@ def test_the_most_likely_tokens(mock):
     lm = mock()
     row = lm.next_token_logprobs_sync([1])
     best, second = lm.top_logprobs(row, 2)
+    assert best.token_id == best.token.token_id == int(row.argmax())
     assert best.token.token_id == int(row.argmax())
     assert best.logprob == float(row.max()) >= second.logprob
     assert best.text == lm.str_vocab[best.token.token_id]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,23 @@ def test_every_argument_of_from_pretrained_has_its_place() -> None:
             if named and name not in ("self", "pretrained_model_name_or_path"):
                 assert name in ELSEWHERE
     assert not ELSEWHERE.keys() & {each.name for each in attrs.fields(HFOptions)}
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("device_map", "hf_opts"),
+        ("an_argument_that_is_new", "an argument of from_pretrained goes in hf_opts"),
+        ("load_in_4bit", "bitsandbytes_opts"),
+        ("max_model_len", "vLLM: backend='vllm', in engine_opts"),
+        ("max_num_queued_tokens", "vLLM or SGLang in engine_opts, with backend='vllm'"),
+        ("adapter_path", "add_new_lora"),
+        ("model_config", "backend='mlx'"),
+    ],
+)
+def test_arguments_of_any_loader_have_a_way(name: str, way: str) -> None:
+    with pytest.raises(InvalidOptionError, match=re.escape(way)):
+        HFOptions.parse({name: 1})
 
 
 def test_how_to_load_a_model_is_no_option_of_a_loaded_one(tiny: str) -> None:

@@ -210,6 +210,7 @@ class GenerationMixin(TextMixin):
         own = seeded(params, integer("n", n, least=1))
         return await self._continuations.particles([(query, each) for each in own])
 
+    @known_keywords()
     async def sequence_logprobs(
         self,
         prompt_token_ids: Iterable[int],
@@ -226,6 +227,7 @@ class GenerationMixin(TextMixin):
             *self._scored(prompt_token_ids, continuation_token_ids, lora_name)
         )
 
+    @known_keywords()
     async def batch_sequence_logprobs(
         self,
         prompt_token_ids_list: Iterable[Iterable[int]],
@@ -267,6 +269,7 @@ class GenerationMixin(TextMixin):
         judge = self._continuations.judge
         return await all_of(judge(query, continuation) for query, continuation in pairs)
 
+    @known_keywords()
     async def rolling_logprobs(
         self,
         token_ids: Iterable[int],
@@ -363,6 +366,7 @@ class GenerationMixin(TextMixin):
         """:meth:`sample_particles`, blocking."""
         return self._blocking(self.sample_particles, prompt_token_ids, n, max_tokens, **options)
 
+    @known_keywords()
     def sequence_logprobs_sync(
         self,
         prompt_token_ids: Iterable[int],
@@ -374,6 +378,7 @@ class GenerationMixin(TextMixin):
             self.sequence_logprobs, prompt_token_ids, continuation_token_ids, lora_name
         )
 
+    @known_keywords()
     def batch_sequence_logprobs_sync(
         self,
         prompt_token_ids_list: Iterable[Iterable[int]],
@@ -388,6 +393,7 @@ class GenerationMixin(TextMixin):
             lora_name,
         )
 
+    @known_keywords()
     def rolling_logprobs_sync(
         self,
         token_ids: Iterable[int],

@@ -6,7 +6,7 @@ import asyncio
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from attrs import evolve
 
@@ -26,6 +26,7 @@ from genlm.core.runtime.batcher import Batcher
 from genlm.core.runtime.collection import rare_collections
 from genlm.core.runtime.continuations import stacked, the_copy
 from genlm.core.runtime.executor import EngineCounters, EngineExecutor, Result, describe
+from genlm.core.runtime.keywords import known_keywords
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.runtime.replaced import missing_attribute
 from genlm.core.runtime.timeline import Timeline, Trace
@@ -207,18 +208,21 @@ class AsyncLM(GenerationMixin):
         vocab_size, most = self._engine.vocab_size, self._engine.max_context
         return Context(token_ids_of("context", token_ids, vocab_size, most), vocab_size)
 
+    @known_keywords()
     async def next_token_logprobs(
         self, token_ids: Iterable[int], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
         """The row of one context."""
         return await self._row(self._query(token_ids, lora_name))
 
+    @known_keywords()
     async def batch_next_token_logprobs(
         self, token_ids_list: Iterable[Iterable[int]], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
         """The rows of several contexts, ``[len(token_ids_list), len(lm.byte_vocab)]``."""
         return await self._rows(self._queries(token_ids_list, lora_name))
 
+    @known_keywords()
     def next_token_logprobs_sync(
         self, token_ids: Iterable[int], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
@@ -227,6 +231,7 @@ class AsyncLM(GenerationMixin):
         row = self._kept(query)
         return self._batcher.ask((query,), the_copy) if row is None else row.clone()
 
+    @known_keywords()
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Iterable[Iterable[int]], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
@@ -234,6 +239,7 @@ class AsyncLM(GenerationMixin):
         unknown, combine = self._look_up(self._queries(token_ids_list, lora_name))
         return self._batcher.ask(unknown, combine) if unknown else combine([])
 
+    @known_keywords()
     def next_token_logprobs_uncached(
         self, token_ids: Iterable[int], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
@@ -329,6 +335,7 @@ class AsyncLM(GenerationMixin):
 
     # --- caches -----------------------------------------------------------------------------------
 
+    @known_keywords()
     def cache_kv(self, prompt_tokens: Iterable[int], lora_name: LoraName = UNSET) -> None:
         """Compute and pin the key/value state of a prompt, so that contexts which begin with it
         start from there. Blocks. Does nothing if the engine keeps no such state."""
@@ -418,6 +425,13 @@ class AsyncLM(GenerationMixin):
         """The model itself: objects that hold a model may be copied, but an engine exists only
         once."""
         return self
+
+    def __reduce__(self) -> NoReturn:
+        """Raises: UnsupportedError: always."""
+        raise UnsupportedError(
+            f"{type(self).__name__} cannot be pickled: an engine lives in one process; load the "
+            "model in each process that needs it (examples/islands.py), or serve it from one"
+        )
 
     def __enter__(self) -> Self:
         """Raises: ModelClosedError: the model has been closed."""

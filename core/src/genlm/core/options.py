@@ -128,6 +128,7 @@ def refuse_unknown(
     options: Iterable[str],
     own: Iterable[str] = (),
     elsewhere: Mapping[str, str] | None = None,
+    others: str = "",
 ) -> None:
     """Refuse options that a backend does not have.
 
@@ -137,6 +138,7 @@ def refuse_unknown(
         own: The names of its own options, besides those of every backend.
         elsewhere: What to do with names that are none of its options, but that people know from its
             engine or another one: ``{"revision": "give it in hf_opts"}``.
+        others: A sentence for the end of the message, on names that are in none of these.
 
     Raises:
         InvalidOptionError: it names the unknown ones, what may have been meant, and all that there
@@ -158,7 +160,7 @@ def refuse_unknown(
     ours = f"it has {', '.join(own)}; " if own else ""
     raise InvalidOptionError(
         f"backend {backend!r} has no option {', '.join(unknown)}{hint}; {ours}every backend has "
-        f"{', '.join(every)}"
+        f"{', '.join(every)}{others and f'; {others}'}"
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
@@ -346,6 +347,8 @@ def _not_found(name: str) -> str:
             f"the backend must be named by a string, one of those installed: {names}; got {name!r}"
         )
     message = f"no backend {name!r}; installed: {', '.join(installed) or 'none'}"
+    if "/" in name or os.sep in name or name.endswith(".gguf"):
+        return f"{message}; the model comes first: load_model_by_name({name!r}, backend=...)"
     if name in KNOWN:
         return f"{message}; {pip_install(KNOWN[name])}"
     near = {**ENGINES, **{name: name for name in (*installed, *KNOWN)}}

@@ -20,7 +20,7 @@ class TopToken(NamedTuple):
     """One of the most likely tokens of a row.
 
     Attributes:
-        token: The token: its bytes, with ``token.token_id``.
+        token: The token: its bytes and its id.
         text: The token as a string, for display.
         logprob: Its log-probability.
     """
@@ -28,6 +28,11 @@ class TopToken(NamedTuple):
     token: Token
     text: str
     logprob: float
+
+    @property
+    def token_id(self) -> int:
+        """The token's id."""
+        return self.token.token_id
 
 
 class TextMixin:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -40,7 +39,7 @@ def require_model(name: str, files: Sequence[str] = ("config.json",)) -> None:
         ModelNotFoundError: it names the folder and what was looked for, or the file that is not
             whole.
     """
-    if not isinstance(name, str | os.PathLike):
+    if not (isinstance(name, str | os.PathLike) and os.fspath(name)):
         raise ModelNotFoundError(f"a model must be a folder or a hub name; got {safe_repr(name)}")
     path = Path(name)
     if path.is_dir():
@@ -146,19 +145,20 @@ def _require_on_hub(name: str, files: Sequence[str]) -> None:
             ) from None
     except HfHubHTTPError:
         return  # the hub answers; let the engine try
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise _unreachable(absent, error) from None
-        raise ModelNotFoundError(
-            f"{absent}, and {error.filename or constants.HF_HOME} cannot be written "
-            f"({error.strerror}); set HF_HOME to a folder that can"
-        ) from None
     except Exception as error:  # its traceback is a hundred lines, of the network's libraries
-        raise _unreachable(absent, error) from None
+        reason = _unreachable(error, Path(constants.HF_HUB_CACHE))
+        raise ModelNotFoundError(f"{absent}, and {reason}") from None
 
 
-def _unreachable(absent: str, error: Exception) -> ModelNotFoundError:
-    return ModelNotFoundError(
-        f"{absent}, and the hub cannot be reached ({describe_error(error):.200}); give a folder, "
-        "or look at the network"
+def _unreachable(error: Exception, cache: Path) -> str:
+    """Why the hub could not be asked, with the remedy."""
+    nearest = next(path for path in (cache, *cache.parents) if path.exists())
+    unwritable = not (nearest.is_dir() and os.access(nearest, os.W_OK))
+    file = getattr(error, "filename", None) or (nearest if unwritable else None)
+    if file is not None:
+        why = getattr(error, "strerror", None) or f"the cache is to be {cache}"
+        return f"{file} cannot be written ({why}); set HF_HOME to a folder that can"
+    return (
+        f"the hub cannot be reached ({describe_error(error):.200}); give a folder, or look at the "
+        "network"
     )

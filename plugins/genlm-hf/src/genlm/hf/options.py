@@ -11,7 +11,8 @@ from genlm.core.checks import integer
 from genlm.core.options import refuse_unknown
 
 _FROM_PRETRAINED = (
-    "disable_mmap adapter_kwargs attn_implementation cache_dir code_revision config device_map "
+    "allow_all_kernels disable_mmap adapter_kwargs attn_implementation cache_dir code_revision "
+    "config device_map device_mesh distributed_config "
     "experts_implementation force_download fusion_config generation_config gguf_file "
     "ignore_mismatched_sizes kernel_config key_mapping local_files_only low_cpu_mem_usage "
     "max_memory offload_buffers offload_folder offload_state_dict proxies quantization_config "
@@ -40,16 +41,28 @@ ELSEWHERE = {
         (_FROM_PRETRAINED, "give it in hf_opts, the arguments of from_pretrained"),
         (_BITSANDBYTES, "give it in bitsandbytes_opts"),
         ("backend fullgraph dynamic mode options", "give it in compile_opts"),
+        (
+            "adapter_name adapter_path lora lora_path lora_paths peft_model_id",
+            "load the adapter with lm.add_new_lora(path, name)",
+        ),
         ("engine_opts", "it is an option of vllm and sgl; for hf, give hf_opts"),
         ("live_sessions", "it is an option of vllm"),
         (_VLLM, "it is an argument of vLLM: backend='vllm', in engine_opts"),
         (_SGLANG, "it is an argument of SGLang: backend='sgl', in engine_opts"),
         ("gpu_id", "it is an option of sgl; for hf, give device='cuda:1'"),
+        ("lazy model_config tokenizer_config", "it is an argument of mlx-lm, for backend='mlx'"),
         ("prefill_step_size", "it is an option of mlx; for hf, give max_batch_tokens"),
         ("replicas resources address start_timeout backend_opts", "it is an option of ray"),
     )
     for name in names.split()
 }
+
+
+#: For what is in no list: engines have hundreds of arguments.
+OTHERS = (
+    "an argument of from_pretrained goes in hf_opts, one of BitsAndBytesConfig in "
+    "bitsandbytes_opts; one of vLLM or SGLang in engine_opts, with backend='vllm' or 'sgl'"
+)
 
 
 def _mapping(given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -104,5 +117,5 @@ class HFOptions:
     def parse(cls, options: Mapping[str, object]) -> HFOptions:
         """Raises: InvalidOptionError: an option is unknown or has a value that is not accepted."""
         own = [attribute.name for attribute in fields(cls)]
-        refuse_unknown("hf", options, own, ELSEWHERE)
+        refuse_unknown("hf", options, own, ELSEWHERE, OTHERS)
         return cls(**options)  # type: ignore[arg-type]  # each field checks its own value
