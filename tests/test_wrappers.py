@@ -16,6 +16,7 @@ from genlm.core import (
     BackendImportError,
     EngineError,
     PluginError,
+    Query,
     hookimpl,
     load_model_by_name,
 )
@@ -380,40 +381,27 @@ class Interfering(Both):
         return self.how(result)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
-    ("how", "concerned", "did"),
+    "how",
     [
-        (lambda answers: answers[1:], {0}, "lost the answer"),
-        (lambda answers: [], {0, 1, 2}, "lost the answer"),
-        (lambda answers: [*answers, answers[2]], {2}, "more than one answer"),
-        (
-            lambda answers: [Answer(answers[0].request, answers[1].result), *answers[1:]],
-            {0},
-            "changed",
-        ),
-        (lambda answers: answers.pop(0) and answers, {0}, "lost the answer"),
-        (lambda answers: 5, {0, 1, 2}, "returned 5"),
+        lambda result: result[1:],
+        lambda result: [*result, *result],
+        lambda result: [Answer(Query((1,)), torch.zeros(258)) for _ in result],
+        lambda result: isinstance(result, list) and result.pop(0),
+        lambda result: {Query((9,)): OSError("of no request"), Query((1,)): "no error"},
+        lambda result: 5,
+        lambda result: None,
     ],
 )
-def test_what_a_wrapper_of_a_step_does_to_answers_concerns_those_requests_alone(
-    how, concerned, did
-):
+def test_what_else_an_observer_returns_is_ignored(engine, how):
     wrapper = Interfering(how)
-    with opened(ContinuousMockEngine, wrapper) as lm, opened(ContinuousMockEngine) as sound:
+    with opened(engine, wrapper, check=True) as lm, opened(engine) as sound:
         contexts = [[1], [2], [3]]
         rows = gathered(*map(lm.next_token_logprobs, contexts))
-        for i, (row, context) in enumerate(zip(rows, contexts, strict=True)):
-            if i in concerned:
-                assert isinstance(row, PluginError)
-                assert "Interfering" in str(row)
-                assert did in str(row)
-                assert "genlm_process_logprobs" in str(row)
-            else:
-                assert torch.equal(row, sound.next_token_logprobs_sync(context))
-        assert wrapper.calls == 2, "the steps that the rows took"
-        for context in contexts:
-            row = lm.next_token_logprobs_sync(context)
+        for row, context in zip(rows, contexts, strict=True):
             assert torch.equal(row, sound.next_token_logprobs_sync(context))
+        assert wrapper.done
 
 
 def test_answers_may_come_from_a_generator():
@@ -426,49 +414,51 @@ def test_answers_may_come_from_a_generator():
         assert torch.equal(lm.next_token_logprobs_sync([1]), hashed_row([1], None, 258))
 
 
-def test_an_invented_answer_is_an_error_for_its_request():
-    class Inventing:
-        @hookimpl(wrapper=True)
-        def genlm_step(self, samples):
-            answers = yield
-            return [*answers, *(Answer(draw, [7]) for draw in samples)]
+class Refusing:
+    """Names requests to fail: draws when they come, rows when they are there."""
 
-    with opened(ContinuousMockEngine, Inventing()) as lm:
-        drawn, row = gathered(lm.sample([1], 3, [], seed=1), lm.next_token_logprobs([2]))
-        assert isinstance(drawn, PluginError)
-        assert "invented an answer" in str(drawn)
-        assert isinstance(row, torch.Tensor)
+    def failing(self, requests):
+        return {
+            request: OSError("not today")
+            for request in requests
+            if getattr(request, "token_ids", (2,)) == (2,)
+        }
 
+    @hookimpl(wrapper=True)
+    def genlm_next_token_logprobs(self, queries):
+        yield
+        return self.failing(queries)
 
-def test_changed_rows_of_a_batch_are_an_error_with_the_remedy():
-    with (
-        opened(MockEngine, Interfering(lambda rows: 2 * rows)) as lm,
-        pytest.raises(PluginError, match="Interfering: genlm_next_token_logprobs returned another"),
-    ):
-        lm.next_token_logprobs_sync([1])
+    @hookimpl(wrapper=True)
+    def genlm_sample(self, queries):
+        yield
+        return self.failing(queries)
+
+    @hookimpl(wrapper=True)
+    def genlm_process_logprobs(self, queries):
+        yield
+        return self.failing(queries)
+
+    @hookimpl(wrapper=True)
+    def genlm_step(self, samples):
+        answers = yield
+        return self.failing([*samples, *(answer.request for answer in answers)])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_observer_may_return_nothing(engine):
-    with opened(engine, Interfering(lambda result: None)) as lm:
-        assert torch.equal(lm.next_token_logprobs_sync([1]), hashed_row([1], None, 258))
-
-
-def test_a_wrapper_may_fail_a_request():
-    class Refusing:
-        @hookimpl(wrapper=True)
-        def genlm_step(self):
-            answers = yield
-            return [
-                Answer(a.request, OSError("not today")) if a.request.token_ids == (2,) else a
-                for a in answers
-            ]
-
-    with opened(ContinuousMockEngine, Refusing()) as lm:
-        row, refused = gathered(lm.next_token_logprobs([1]), lm.next_token_logprobs([2]))
-        assert isinstance(row, torch.Tensor)
-        assert isinstance(refused, EngineError)
-        assert "not today" in str(refused)
+@pytest.mark.parametrize("others", [[], [Processor(lambda queries, rows: rows)]])
+def test_a_wrapper_may_fail_requests_by_name(engine, others):
+    with opened(engine, *others, Refusing()) as lm, opened(engine) as sound:
+        row, refused, draw = gathered(
+            lm.next_token_logprobs([1]), lm.next_token_logprobs([2]), lm.sample([2], 2, [], seed=1)
+        )
+        assert torch.equal(row, sound.next_token_logprobs_sync([1]))
+        for error in (refused, draw):
+            assert isinstance(error, PluginError)
+            assert "Refusing: genlm_" in str(error)
+            assert "OSError: not today" in str(error)
+            assert isinstance(error.__cause__, OSError)
+        assert lm.stats.failed_calls == 0, "the engine was not asked again"
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -166,7 +166,7 @@ class Soak:
         """Load another model, ask it, and close it."""
         context = self.live.contexts.stem[:5]
         try:
-            with self.suite.load([]) as second, suppress(QueriesResetError):
+            with self.suite.load() as second, suppress(QueriesResetError):
                 row, cold = second.next_token_logprobs_sync(context), self.live.cold(context)
                 self.live.expect_row(row, cold, f"{list(context)}, asked of a second model")
         except Exception as error:

@@ -19,7 +19,6 @@ from genlm.conformance.compare import check
 from genlm.conformance.driver import Outcome
 from genlm.conformance.subject import Subject
 from genlm.core import AsyncLM, ModelClosedError, QueriesResetError, UnknownAdapterError
-from genlm.core.contract import ContractCheck
 
 #: What users do, and how often.
 ACTIONS = {"rows": 40, "draws": 20, "scores": 6, "leave": 10, "block": 4, "disturb": 5}
@@ -46,7 +45,7 @@ class Live(Subject):
         self._binding = threading.Lock()
 
     def load(self) -> AsyncLM:
-        return self.suite.load([ContractCheck(self.suite.backend, self.contract_violations.append)])
+        return self.suite.load(check=self.contract_violations.append)
 
     def cold(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
         return self.lm.next_token_logprobs_uncached(token_ids, lora_name=adapter)

@@ -52,15 +52,15 @@ class OfTheMock(Faulty):
         self.effort = effort
         self.trouble = Trouble()
 
-    def load(self, wrappers: Sequence[object]) -> AsyncLM:
+    def load(self, **core: Any) -> AsyncLM:
         refuse_unknown("mock", self.options, ())
-        return self.loaded(wrappers)
+        return self.loaded(**core)
 
-    def loaded(self, wrappers: Sequence[object]) -> AsyncLM:
+    def loaded(self, **core: Any) -> AsyncLM:
         return AsyncLM(
             lambda: self.engine(ByteTokenizer(), max_context=1024, fail_on=self.trouble),
             backend="mock",
-            wrappers=wrappers,
+            **core,
         )
 
     def fail_inside(self, lm: AsyncLM) -> Any:
@@ -79,8 +79,8 @@ class OfAMutant(OfTheMock):
         super().__init__(MockEngine, effort)
         self.mutant = mutant
 
-    def loaded(self, wrappers: Sequence[object]) -> AsyncLM:
-        return self.mutant.load(wrappers, fail_on=self.trouble)
+    def loaded(self, **core: Any) -> AsyncLM:
+        return self.mutant.load(fail_on=self.trouble, **core)
 
 
 class OfARealModel(Faulty):
@@ -94,7 +94,7 @@ class OfARealModel(Faulty):
         self.effort = effort
         self.model, self.adapters = tiny()
 
-    def load(self, wrappers: Sequence[object]) -> AsyncLM:
+    def load(self, **core: Any) -> AsyncLM:
         def load() -> Any:
             from genlm.hf.loading import load_pretrained
             from genlm.hf.options import HFOptions
@@ -102,7 +102,7 @@ class OfARealModel(Faulty):
             options = HFOptions.parse(self.options)
             return self.engine(*load_pretrained(str(self.model), options), options)
 
-        return AsyncLM(load, backend="hf", wrappers=wrappers)
+        return AsyncLM(load, backend="hf", **core)
 
     def reference_rows(self, contexts: Sequence[TokenIds]) -> Sequence[torch.Tensor]:
         from tests.adapter_outcomes import reference_rows

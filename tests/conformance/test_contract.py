@@ -76,9 +76,7 @@ def test_rows_of_which_there_are_too_few(load):
         def genlm_next_token_logprobs(self, queries):
             return super().genlm_next_token_logprobs(queries)[:0]
 
-    with pytest.raises(
-        PluginError, match=r"genlm_next_token_logprobs returned shape \(0, 258\).* for 1 queries"
-    ):
+    with pytest.raises(PluginError, match=r"_logprobs returned shape \(0, 258\).* \(1, 258\)"):
         load(Engine, check=True).next_token_logprobs_sync([1])
 
 
@@ -106,9 +104,9 @@ def test_a_wrong_draw(load, drawn, what):
     [
         (torch.tensor([0.5]), "a score that is nan or above 0"),
         (torch.tensor([float("nan")]), "a score that is nan or above 0"),
-        (torch.tensor([-1.0, -1.0]), r"shape \(2,\), torch.float32; expected shape \(1,\)"),
+        (torch.tensor([-1.0, -1.0]), r"shape \(2,\), torch.float32.*; expected \(1,\)"),
         (torch.tensor([-1.0]).double(), "shape .* torch.float64"),
-        ([-1.0], "list; expected shape"),
+        ([-1.0], "list, not a tensor"),
     ],
 )
 def test_a_wrong_score(load, score, what):

@@ -71,7 +71,7 @@ def test_a_new_plugin_of_any_name_remembers_every_token(
     ]
     suite = ConformanceSuite()
     suite.backend = suite.model = name
-    suite.load = lambda wrappers: AsyncLM(lambda: engine(name), backend=name, wrappers=wrappers)  # type: ignore[method-assign]
+    suite.load = lambda **core: AsyncLM(lambda: engine(name), backend=name, **core)  # type: ignore[method-assign]
     with contextlib.closing(suite.subject()) as live:
         suite.test_row_depends_on_every_token(live)
         suite.test_row_is_normalised(live)

@@ -50,10 +50,8 @@ class Rounding(WorkingEngine):
 class WithManyTokens(OfTheMock):
     adapters = {}  # noqa: RUF012
 
-    def load(self, wrappers: Sequence[object]) -> AsyncLM:
-        return AsyncLM(
-            lambda: self.engine(ManyTokens(), max_context=1024), backend="mock", wrappers=wrappers
-        )
+    def load(self, **core: Any) -> AsyncLM:
+        return AsyncLM(lambda: self.engine(ManyTokens(), max_context=1024), backend="mock", **core)
 
 
 def test_rounding_is_no_fault() -> None:

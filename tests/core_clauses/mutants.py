@@ -193,20 +193,6 @@ class ScoresPastTheWrapper(AsyncLM):
         return torch.stack([row[token] for row, token in zip(rows, tokens, strict=True)])
 
 
-@breaks("lost_answer_is_an_error")
-class LostAnswerIsAFlatRow(Flat):
-    """A row that a wrapper has lost is replaced by a flat one."""
-
-    error = PluginError
-
-
-@breaks("lost_answer_is_an_error", engine=ContinuousMockEngine)
-class LostAnswerIsWaitedFor(Unanswered):
-    """Who asked for a row that a wrapper has lost waits for ever."""
-
-    error = PluginError
-
-
 # --- the end ----------------------------------------------------------------------------------
 
 

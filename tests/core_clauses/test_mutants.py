@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -24,8 +24,8 @@ class OfAMutant(CoreClauses):
         self.mutant = mutant
         self.poison = Poison()
 
-    def load(self, wrappers: Sequence[object]) -> AsyncLM:
-        return self.mutant.load(wrappers, fail_on=self.poison)
+    def load(self, **core: Any) -> AsyncLM:
+        return self.mutant.load(fail_on=self.poison, **core)
 
     def subject(self) -> Subject:
         subject = super().subject()

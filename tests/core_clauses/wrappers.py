@@ -1,21 +1,16 @@
-"""Clauses on wrappers: one that changes rows is heard by every method, one that loses a row is
-named."""
+"""Clauses on wrappers: one that changes rows is heard by every method."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from genlm.conformance.agreement import expect_score
-from genlm.conformance.compare import TOP_FACTOR, brief, check
-from genlm.conformance.driver import Outcome
+from genlm.conformance.compare import TOP_FACTOR, check
 from genlm.conformance.subject import Subject
-from genlm.core.errors import PluginError
 from genlm.core.hookspecs import hookimpl
-from genlm.core.lm import AsyncLM
-from genlm.core.types import Answer, Query, TokenIds
+from genlm.core.types import Query, TokenIds
 
 if TYPE_CHECKING:
     import torch
@@ -36,56 +31,8 @@ class Changing:
         return changed
 
 
-class Losing:
-    """Loses every row of one context."""
-
-    def __init__(self, token_ids: TokenIds) -> None:
-        self.token_ids: TokenIds | None = token_ids
-
-    @hookimpl(wrapper=True)
-    def genlm_next_token_logprobs(
-        self, queries: Sequence[Query]
-    ) -> Generator[None, torch.Tensor, torch.Tensor]:
-        rows = yield
-        return rows[1:] if self.token_ids in [query.token_ids for query in queries] else rows
-
-    @hookimpl(wrapper=True)
-    def genlm_step(self) -> Generator[None, Sequence[Answer], Sequence[Answer]]:
-        answers = yield
-        return [a for a in answers if getattr(a.request, "token_ids", ()) != self.token_ids]
-
-
-async def gathered(lm: AsyncLM, contexts: Sequence[TokenIds]) -> list[Outcome]:
-    """Outcomes of requests that are asked together."""
-    return await asyncio.gather(*map(lm.next_token_logprobs, contexts), return_exceptions=True)
-
-
 class WrapperClauses:
-    """What a wrapper changes, and loses."""
-
-    def test_lost_answer_is_an_error(self, live: Subject) -> None:
-        """Where a wrapper loses the row of one request of several, that request gets a
-        ``PluginError`` that names the wrapper, and the others their rows."""
-        contexts = live.contexts.many(8)
-        lost = contexts[3]
-        for context in contexts:
-            live.cold(context)
-        live.end()
-        losing = Losing(lost)
-        with contextlib.closing(live.suite.load([losing])) as lm:
-            outcomes = live.run(gathered(lm, contexts))
-            for outcome, context in zip(outcomes, contexts, strict=True):
-                if context == lost:
-                    check(
-                        isinstance(outcome, PluginError) and "Losing" in str(outcome),
-                        f"a wrapper, Losing, lost the row of {brief(lost)}; its caller got "
-                        f"{outcome!r:.200}, and not a PluginError that names the wrapper",
-                    )
-                else:
-                    live.expect(outcome, context, how=f"while a wrapper lost that of {brief(lost)}")
-            losing.token_ids = None
-            row = live.run(lm.next_token_logprobs(lost))
-            live.expect(row, lost, how="after a wrapper had lost its row once")
+    """What a wrapper changes."""
 
     def test_changed_rows_are_what_every_method_gives(self, live: Subject) -> None:
         """With a wrapper that changes rows, all ways of asking, draws and scores tell the changed
@@ -94,7 +41,7 @@ class WrapperClauses:
         length = min(8, live.contexts.limit - len(prompt))
         live.end()  # there may be no room for two
         changing = Changing()
-        with contextlib.closing(live.suite.load([changing])) as lm:
+        with contextlib.closing(live.suite.load(wrappers=[changing])) as lm:
             rows = {
                 "next_token_logprobs": live.run(lm.next_token_logprobs(prompt)),
                 "next_token_logprobs, asked again": live.run(lm.next_token_logprobs(prompt)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,10 +17,10 @@ ADAPTERS = {"a": "first-adapter", "b": "second-adapter"}  # the mock takes any p
 class OverRay(ConformanceSuite):
     backend = "ray"
 
-    def load(self, wrappers: Sequence[object]) -> AsyncLM:
+    def load(self, **core: Any) -> AsyncLM:
         """The model under test has two replicas. Further ones, of which it is seen that they are
         apart, have one: the start of a replica takes most of the time."""
-        options = {**self.options, "replicas": 2 if wrappers else 1, "wrappers": [*wrappers]}
+        options = {**self.options, "replicas": 2 if core else 1, **core}
         return load_model_by_name(os.fspath(self.model), self.backend, options)
 
 

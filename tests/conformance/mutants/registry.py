@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from attrs import frozen
@@ -19,7 +19,7 @@ class Mutant:
 
     Attributes:
         breaks: The clause that is about this fault.
-        load: Loads the faulty model, given wrappers and further options of the mock.
+        load: Loads the faulty model, given the mock's ``fail_on`` and options of the core.
     """
 
     breaks: str
@@ -57,16 +57,17 @@ def _load(
     faulty: type,
     sound: type[MockEngine],
     max_context: int,
-    wrappers: Sequence[object],
-    **options: Any,
+    fail_on: Callable[..., bool] | None = None,
+    **core: Any,
 ) -> AsyncLM:
+    options: dict[str, Any] = {} if fail_on is None else {"fail_on": fail_on}
     if issubclass(faulty, AsyncLM):
         engine = functools.partial(sound, ByteTokenizer(), max_context=max_context, **options)
-        return faulty(engine, backend="mock", wrappers=wrappers)
+        return faulty(engine, backend="mock", **core)
     return AsyncLM(
         lambda: faulty(ByteTokenizer(), max_context=max_context, **options),
         backend="mock",
-        wrappers=wrappers,
+        **core,
     )
 
 

@@ -56,10 +56,11 @@ class Declaration:
     text_is_normalised: bool = False
     seed: int = 0
 
-    def load(self, wrappers: Sequence[object]) -> AsyncLM:
-        """Load the model with further wrappers around its engine. Override it for a model that is
-        made in another way."""
-        options = {**self.options, "wrappers": [*self.options.get("wrappers", ()), *wrappers]}
+    def load(self, **core: Any) -> AsyncLM:
+        """Load the model with further options of the core, such as ``wrappers`` and ``check``.
+        Override it for a model that is made in another way."""
+        wrappers = [*self.options.get("wrappers", ()), *core.pop("wrappers", ())]
+        options = {**self.options, **core, "wrappers": wrappers}
         return load_model_by_name(os.fspath(self.model), self.backend, options)
 
     def reference_rows(self, contexts: Sequence[TokenIds]) -> Sequence[torch.Tensor] | None:

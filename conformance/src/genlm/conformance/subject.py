@@ -34,7 +34,6 @@ from genlm.conformance.declaration import Declaration
 from genlm.conformance.driver import Awaited, Driver, Outcome
 from genlm.conformance.gate import EngineGate
 from genlm.core.cache import OutputCache
-from genlm.core.contract import ContractCheck
 from genlm.core.errors import PluginError
 from genlm.core.lm import AsyncLM
 from genlm.core.types import TokenIds
@@ -111,8 +110,7 @@ class Subject(Driver):
 
     def load(self) -> AsyncLM:
         """Load the model, with what observes its engine around it."""
-        check = ContractCheck(self.suite.backend, self.contract_violations.append)
-        return self.suite.load([self.gate, check])
+        return self.suite.load(wrappers=[self.gate], check=self.contract_violations.append)
 
     @property
     def rows(self) -> int:

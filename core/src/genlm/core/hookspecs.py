@@ -56,10 +56,10 @@ gives wrappers to one model, and an entry point of group ``genlm.wrappers`` give
 model. A wrapper can do two things. It **changes rows** by implementing
 :func:`genlm_process_logprobs`. It **observes** any other hook by an implementation with
 ``@hookimpl(wrapper=True)``: a generator function that sees the arguments, yields once, and sees the
-result, into which it must not write. It must return that result, or nothing. Instead of a result in
-an :class:`~genlm.core.types.Answer` it may return an exception, which fails that request. If it
-loses, changes or invents a result, or raises, the requests concerned get a
-:class:`~genlm.core.errors.PluginError` that names the wrapper; the engine is called in any case.
+result, into which it must not write. Around a hook that evaluates it may return a dict of requests,
+as it met them, and exceptions: these requests fail. Whatever else it returns is ignored. If it
+raises, the requests of that call get a :class:`~genlm.core.errors.PluginError` that names the
+wrapper; the engine is called in any case.
 
 A misspelt hook is an error when the model loads. So is a wrapper without a hook, and a wrapper that
 has evaluation hooks but none by which this engine is called: an engine with ``genlm_step`` is never

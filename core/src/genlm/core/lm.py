@@ -138,7 +138,8 @@ class AsyncLM(GenerationMixin):
                 f"_get_logprobs; got {safe_repr(load)}"
             )
         options = options or CoreOptions.named(core_options, backend)
-        wrappers = [*installed_wrappers(), *options.wrappers, *options.contract_check(backend)]
+        wrappers = [*installed_wrappers(), *options.wrappers]
+        violated = options.violated
         self._cache = cache = options.output_cache()
         self._adapters = adapters = AdapterRegistry()
         self._engine_counters = counters = EngineCounters()
@@ -148,7 +149,7 @@ class AsyncLM(GenerationMixin):
 
         def start() -> EngineExecutor:
             with rare_collections():
-                engine = LoadedEngine(load(), backend, wrappers, timeline)
+                engine = LoadedEngine(load(), backend, wrappers, timeline, violated)
             made.append(EngineExecutor(engine, cache, adapters, counters, timeline))
             return made[0]
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import difflib
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from attrs import fields, frozen
 
 from genlm.core.cache import OutputCache
 from genlm.core.checks import flag, integer, number, safe_repr
-from genlm.core.contract import ContractCheck
-from genlm.core.errors import InvalidOptionError
+from genlm.core.errors import InvalidOptionError, PluginError
 
 CACHE_OPTIONS = ("maxsize", "max_bytes", "move_to_cpu")
 
@@ -32,7 +31,8 @@ class CoreOptions:
             ``cache_opts``.
         cache_opts: ``maxsize`` (rows, default 1000), ``max_bytes`` (default 512 MiB),
             ``move_to_cpu`` (default false).
-        check: Check every result of the engine against the contract; ``None`` asks the environment
+        check: Check every result of the engine against the contract, and raise what breaks it, or
+            pass that to a function, on the engine thread; ``None`` asks the environment
             (``GENLM_CHECK=1``).
         wrappers: Objects that observe the engine's hooks, by ``@hookimpl(wrapper=True)`` methods,
             or change rows, by ``genlm_process_logprobs`` (see :mod:`genlm.core.hookspecs`).
@@ -42,7 +42,7 @@ class CoreOptions:
     timeout: float = 0.0
     cache_size: int | None = None
     cache_opts: Mapping[str, Any] | None = None
-    check: bool | None = None
+    check: bool | Callable[[PluginError], None] | None = None
     wrappers: Sequence[object] = ()
 
     @classmethod
@@ -66,7 +66,8 @@ class CoreOptions:
     def __attrs_post_init__(self) -> None:
         integer("batch_size", self.batch_size, least=1, optional=True)
         integer("cache_size", self.cache_size, least=0, optional=True)
-        flag("check", self.check)
+        if not callable(self.check):
+            flag("check", self.check)
         number(
             "timeout",
             self.timeout,
@@ -116,11 +117,19 @@ class CoreOptions:
             given["maxsize"] = self.cache_size
         return OutputCache(**given)
 
-    def contract_check(self, backend: str) -> list[object]:
-        """The wrapper that checks every result, if the user or the environment wants it."""
+    @property
+    def violated(self) -> Callable[[PluginError], None] | None:
+        """What is told of results that break the contract, if the user or the environment wants
+        them checked."""
+        if callable(self.check):
+            return self.check
         environment = os.environ.get("GENLM_CHECK", "")
         wanted = environment.lower() not in OFF if self.check is None else self.check
-        return [ContractCheck(backend)] if wanted else []
+        return _raise if wanted else None
+
+
+def _raise(violation: PluginError) -> None:
+    raise violation
 
 
 def refuse_unknown(

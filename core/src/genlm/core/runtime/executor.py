@@ -4,7 +4,7 @@ rows."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from attrs import define, field
 
@@ -21,6 +21,8 @@ from genlm.core.runtime.timeline import Timeline
 from genlm.core.types import Adapter, Query, Request, SampleRequest, ScoreRequest, query_of
 
 log = get_logger()
+
+T = TypeVar("T")
 
 # A row for a Query; ids, or None, for a SampleRequest; scores, or None, for a ScoreRequest.
 Result = Any
@@ -75,8 +77,9 @@ class EngineExecutor:
     adapters: AdapterRegistry
     counters: EngineCounters
     timeline: Timeline
-    # What a continuous engine has, with the cache's generation when it was admitted.
-    _in_flight: dict[Request, int] = field(init=False, factory=dict)
+    # What a continuous engine has, with the cache's generation when it was admitted, or the error
+    # that a wrapper has given it.
+    _in_flight: dict[Request, int | Exception] = field(init=False, factory=dict)
     _failure: Exception | None = field(init=False, default=None)  # the last one of a step
 
     @property
@@ -181,21 +184,25 @@ class EngineExecutor:
         samples = [request for request in newcomers if isinstance(request, SampleRequest)]
         scores = [request for request in newcomers if isinstance(request, ScoreRequest)]
         try:
-            results = self._called(
-                lambda: self.engine.step(queries, samples, scores, dropped), len(self._in_flight)
+            results, failed = self._called(
+                len(self._in_flight), self.engine.step, queries, samples, scores, dropped
             )
         except (EngineDeadError, PluginError):
             raise
         except Exception as error:
             self._failure = error
-            failed, self._in_flight = list(self._in_flight), {}
-            return [(request, TryAlone() if len(failed) > 1 else error) for request in failed]
+            lost, self._in_flight = list(self._in_flight), {}
+            return [(request, TryAlone() if len(lost) > 1 else error) for request in lost]
+        self.counters.count(results, len(self._in_flight))
+        self._in_flight.update((r, error) for r, error in failed.items() if r in self._in_flight)
         finished: Answers[Request, Result] = []
         for request, result in results:
-            generation = self._in_flight.pop(request, None)
-            if generation is not None:
+            admitted = self._in_flight.pop(request, None)
+            if isinstance(admitted, Exception):
+                finished.append((request, admitted))
+            elif admitted is not None:
                 finished.append((request, result))
-                self._keep(finished[-1:], generation)
+                self._keep(finished[-1:], admitted)
             elif request not in dropped:
                 raise self._unasked(request) from self._failure
         return finished
@@ -211,48 +218,40 @@ class EngineExecutor:
     # --- batches ----------------------------------------------------------------------------------
 
     def _next_token_logprobs(self, queries: Sequence[Any]) -> list[Result]:
-        return self._batch(queries, lambda: self.engine.next_token_logprobs(queries))
+        return self._batch(queries, self.engine.next_token_logprobs, queries)
 
     def _sample(self, draws: Sequence[Any]) -> list[Result]:
         queries, params = [draw.query for draw in draws], [draw.params for draw in draws]
-        return self._batch(draws, lambda: self.engine.sample(queries, params))
+        return self._batch(draws, self.engine.sample, queries, params)
 
     def _score(self, requests: Sequence[Any]) -> list[Result]:
         queries, continuations = [r.query for r in requests], [r.continuation for r in requests]
-        return self._batch(requests, lambda: self.engine.sequence_logprobs(queries, continuations))
+        return self._batch(requests, self.engine.sequence_logprobs, queries, continuations)
 
     def _batch(
-        self, requests: Sequence[Request], call: Callable[[], list[Any] | None]
+        self, requests: Sequence[Request], hook: Callable[..., list[Any] | None], *arguments: Any
     ) -> list[Result]:
         """The result of each request; ``None`` if the engine declines."""
-
-        def answers() -> Answers[Request, Result]:
-            results = call()
-            return [
-                *zip(requests, [None] * len(requests) if results is None else results, strict=True)
-            ]
-
-        return [result for _, result in self._called(answers, len(requests))]
+        results = self._called(len(requests), hook, *arguments) or [None] * len(requests)
+        self.counters.count([*zip(requests, results, strict=True)], len(requests))
+        return results
 
     # --- both -------------------------------------------------------------------------------------
 
-    def _called(
-        self, call: Callable[[], Answers[Request, Result]], in_flight: int
-    ) -> Answers[Request, Result]:
-        """Call the engine, and count what it does."""
+    def _called(self, in_flight: int, hook: Callable[..., T], *arguments: Any) -> T:
+        """Call the engine."""
         began = self.timeline.clock()
         try:
-            answers = call()
+            results = hook(*arguments)
         except Exception as error:
             if not self.counters.failed_calls:
                 what = describe_error(error)
                 log.warning("engine.call_failed", backend=self.engine.backend, error=what)
             self.counters.failed_calls += 1
             raise
-        self.counters.count(answers, in_flight)
         milliseconds = round((self.timeline.clock() - began) * 1e3, 3)
         log.debug("batch.evaluated", backend=self.engine.backend, n=in_flight, ms=milliseconds)
-        return answers
+        return results
 
     def _explained(self, query: Query, error: Exception) -> Exception:
         """The engine's error, with the query that caused it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from genlm.core.errors import (
@@ -22,8 +22,8 @@ from genlm.core.plugins import (
     implementations_of,
     plugin_manager,
 )
-from genlm.core.runtime.hook_calls import HookCalls
-from genlm.core.runtime.results import Results
+from genlm.core.runtime.hook_calls import Failed, HookCalls
+from genlm.core.runtime.results import Results, Violated
 from genlm.core.runtime.timeline import Timeline
 from genlm.core.tokenization import Token, decode_vocab
 from genlm.core.types import (
@@ -37,7 +37,7 @@ from genlm.core.types import (
 )
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 log = get_logger()
 
@@ -52,6 +52,7 @@ class LoadedEngine:
         wrappers: Objects that process rows, in this order, or observe hooks; the last one is
             outermost.
         timeline: Receives the time in the evaluation hooks, and the time for their rows.
+        violated: Told of results that break the contract; ``None`` checks shapes alone.
 
     Raises:
         PluginError: the engine lacks an attribute, has a misspelt hook, or no hook that evaluates.
@@ -64,19 +65,20 @@ class LoadedEngine:
         backend: str,
         wrappers: Iterable[object] = (),
         timeline: Timeline | None = None,
+        violated: Violated | None = None,
     ) -> None:
         self.backend = backend
         self._owner = f"engine {type(engine).__name__} of backend {backend!r}"
         self._timeline = timeline or Timeline()
         try:
-            self._adopt(engine, wrappers)
+            self._adopt(engine, wrappers, violated)
         except BaseException:
             self._close_refused(engine)
             raise
 
-    def _adopt(self, engine: Engine, wrappers: Iterable[object]) -> None:
+    def _adopt(self, engine: Engine, wrappers: Iterable[object], violated: Violated | None) -> None:
         check_engine(engine, self._owner)
-        self._manager = manager = plugin_manager(self._owner, engine, wrappers)
+        manager = plugin_manager(self._owner, engine, wrappers)
         self._calls = HookCalls(manager)
         self._arguments = arguments_of(manager, engine)
         self.continuous = self.supports("genlm_step")
@@ -107,11 +109,8 @@ class LoadedEngine:
         self.width = len(self.byte_vocab)  # of rows; kept, because users have the list itself
         named: Iterable[int] = getattr(engine, "eos_token_ids", None) or ()
         self.eos_token_ids = [token_id for token_id in named if 0 <= token_id < self.width]
-        self._results = Results(
-            self._owner, self.vocab_size, self.width, self._calls.process if processes else None
-        )
-        # Errors of requests in flight whose answers a wrapper changed.
-        self._faults: dict[Request, Exception] = {}
+        process = partial(self._calls.evaluate, PROCESSOR) if processes else None
+        self._results = Results(self._owner, self.vocab_size, self.width, process, violated)
 
     def _close_refused(self, engine: object) -> None:
         """The engine has been loaded, so it must be closed. The error to report is the one that
@@ -196,9 +195,9 @@ class LoadedEngine:
     def next_token_logprobs(self, queries: Sequence[Query]) -> list[Any]:
         """For each query its own row over the tokenizer's vocabulary, or its exception."""
         with self._timeline.stage("engine", queries=len(queries)):
-            rows = self._calls.call("genlm_next_token_logprobs", queries=queries)
+            rows, failed = self._calls.evaluate("genlm_next_token_logprobs", queries=queries)
         with self._timeline.stage("alignment"):
-            return self._results.of_batch(queries, rows)
+            return _failing(failed, queries, self._results.of_batch(queries, rows))
 
     def step(
         self,
@@ -206,26 +205,16 @@ class LoadedEngine:
         samples: Sequence[SampleRequest] = (),
         scores: Sequence[ScoreRequest] = (),
         dropped: Sequence[Request] = (),
-    ) -> list[tuple[Request, Any]]:
+    ) -> tuple[list[tuple[Request, Any]], Failed]:
         """Advance a continuous engine; return what it finished: each request with its result or its
-        exception."""
+        exception. Also the requests, in flight or finished, that wrappers fail."""
         newcomers = len(queries) + len(samples) + len(scores)
-        try:
-            with self._timeline.stage("engine", newcomers=newcomers):
-                answers, faults = self._calls.step(
-                    queries=queries, samples=samples, scores=scores, dropped=dropped
-                )
-        except Exception:
-            self._faults.clear()  # nothing is in flight
-            raise
-        self._faults.update(faults)
-        for request in dropped:
-            self._faults.pop(request, None)
+        with self._timeline.stage("engine", newcomers=newcomers):
+            answers, failed = self._calls.evaluate(
+                "genlm_step", queries=queries, samples=samples, scores=scores, dropped=dropped
+            )
         with self._timeline.stage("alignment"):
-            results = self._results.of_step(answers)
-        if not self._faults:
-            return results
-        return [(request, self._faults.pop(request, result)) for request, result in results]
+            return self._results.of_step(answers), failed
 
     def wake(self) -> None:
         """Make the current step return early, if the engine can. On any thread."""
@@ -236,26 +225,32 @@ class LoadedEngine:
 
     def sample(
         self, queries: Sequence[Query], params: Sequence[SamplingParams]
-    ) -> list[list[int]] | None:
+    ) -> list[Any] | None:
         """Native draws, or ``None`` if the engine declines."""
         with self._timeline.stage("engine", draws=len(queries)):
-            drawn = self._calls.call("genlm_sample", queries=queries, params=params)
-        return None if drawn is None else self._results.of_draws(queries, drawn)
+            drawn, failed = self._calls.evaluate("genlm_sample", queries=queries, params=params)
+        if drawn is None:
+            return None
+        return _failing(failed, queries, self._results.of_draws(queries, params, drawn))
 
     def sequence_logprobs(
         self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
-    ) -> list[torch.Tensor] | None:
+    ) -> list[Any] | None:
         """Native scores, or ``None`` if the engine declines."""
         with self._timeline.stage("engine", scores=len(queries)):
-            scores = self._calls.call(
+            scores, failed = self._calls.evaluate(
                 "genlm_sequence_logprobs", queries=queries, continuations=continuations
             )
-        return None if scores is None else self._results.of_scores(continuations, scores)
+        if scores is None:
+            return None
+        return _failing(failed, queries, self._results.of_scores(queries, continuations, scores))
 
     # --- state ------------------------------------------------------------------------------------
 
     def cache_prefix(self, query: Query) -> None:
-        self._calls.call("genlm_cache_prefix", query=query)
+        pinned = self._calls.call("genlm_cache_prefix", query=query)
+        if self.supports("genlm_cache_prefix"):
+            self._results.of_change("genlm_cache_prefix", query, pinned)
 
     def clear_kv_cache(self) -> None:
         self._calls.call("genlm_clear_kv_cache")
@@ -265,10 +260,12 @@ class LoadedEngine:
         return self._calls.call("genlm_read_lora", adapter=adapter)
 
     def add_lora(self, adapter: Adapter, contents: Any) -> None:
-        self._calls.call("genlm_add_lora", adapter=adapter, contents=contents)
+        added = self._calls.call("genlm_add_lora", adapter=adapter, contents=contents)
+        self._results.of_change("genlm_add_lora", adapter, added)
 
     def remove_lora(self, adapter: Adapter) -> None:
-        self._calls.call("genlm_remove_lora", adapter=adapter)
+        removed = self._calls.call("genlm_remove_lora", adapter=adapter)
+        self._results.of_change("genlm_remove_lora", adapter, removed)
 
     def close(self) -> None:
         """End the engine and release it, so that its memory is free even while this object is
@@ -278,5 +275,11 @@ class LoadedEngine:
         finally:
             self.closed = True
             self._model = None
-            for plugin in self._manager.get_plugins():
-                self._manager.unregister(plugin)
+            self._calls.forget()
+
+
+def _failing(failed: Failed, queries: Sequence[Query], results: list[Any]) -> list[Any]:
+    """The results of queries, with the errors of those that wrappers fail."""
+    if not failed:
+        return results
+    return [failed.get(query, result) for query, result in zip(queries, results, strict=True)]

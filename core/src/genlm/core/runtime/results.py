@@ -3,42 +3,59 @@ processed, and made the core's own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from genlm.core.errors import PluginError
 from genlm.core.runtime.isolation import evaluate_isolated
-from genlm.core.types import Answer, Query, Request, SampleRequest
+from genlm.core.types import Answer, Query, Request, SampleRequest, SamplingParams
 
 if TYPE_CHECKING:
     import torch
 
-#: Changes the rows ``[n, width]`` of ``n`` queries.
-Process = Callable[[Sequence[Query], "torch.Tensor"], "torch.Tensor"]
+#: How far the logarithm of a row's total mass may be from 0.
+NORMALISATION = 1e-4
+
+#: Told of a result that breaks the contract; it may raise that.
+Violated = Callable[[PluginError], None]
+
+#: Changes ``rows``, ``[n, width]``, of ``n`` ``queries``; gives also the queries that a wrapper
+#: fails.
+Process = Callable[..., tuple["torch.Tensor", Mapping[Request, Exception]]]
 
 
 class Results:
-    """Turns what an engine returned into what callers get.
+    """Turns what an engine returned into what callers get. Number, shapes and types are always
+    checked, values and mass where ``violated`` is given.
 
     Args:
         owner: The engine, for messages.
         vocab_size: The width of the engine's rows.
         width: The width of callers' rows: how many tokens the tokenizer has.
         process: Changes rows; ``None`` leaves them as they are.
+        violated: Told of everything that breaks the contract.
     """
 
     def __init__(
-        self, owner: str, vocab_size: int, width: int, process: Process | None = None
+        self,
+        owner: str,
+        vocab_size: int,
+        width: int,
+        process: Process | None = None,
+        violated: Violated | None = None,
     ) -> None:
         self._owner = owner
         self._vocab_size = vocab_size
         self._width = width
         self._process = process
+        self._violated = violated
 
     def of_batch(self, queries: Sequence[Query], rows: Any) -> list[Any]:
-        """For each query its row, or the exception that processing it raised."""
-        self._check_shape(rows, (len(queries), self._vocab_size), "genlm_next_token_logprobs")
-        return self._own(queries, self._align(rows))
+        """For each query its row, or the exception in its place."""
+        hook = "genlm_next_token_logprobs"
+        self._check_tensor(hook, queries[0], rows, (len(queries), self._vocab_size))
+        wrong = self._wrong_rows(hook, queries, rows)
+        return self._own(queries, self._align(rows), wrong)
 
     def of_step(self, answers: Sequence[Answer]) -> list[tuple[Request, Any]]:
         """Each request with its result or its exception, which may say what is wrong with the
@@ -55,73 +72,135 @@ class Results:
                 others.append((request, result))
         return [*zip(queries, self._own(queries, rows), strict=True), *others]
 
-    def of_draws(self, queries: Sequence[Query], drawn: Sequence[Iterable[int]]) -> list[list[int]]:
+    def of_draws(
+        self,
+        queries: Sequence[Query],
+        params: Sequence[SamplingParams],
+        drawn: Sequence[Iterable[int]],
+    ) -> list[list[int]]:
         """For each query what ``genlm_sample`` drew."""
-        self._check_count("genlm_sample", len(drawn), len(queries))
-        return list(map(_token_ids, drawn))
+        hook = "genlm_sample"
+        self._check_count(hook, queries, drawn, "continuations")
+        return [self._draw(hook, *each) for each in zip(queries, params, drawn, strict=True)]
 
     def of_scores(
-        self, continuations: Sequence[Sequence[int]], scores: Sequence[Any]
+        self,
+        queries: Sequence[Query],
+        continuations: Sequence[Sequence[int]],
+        scores: Sequence[Any],
     ) -> list[torch.Tensor]:
         """For each continuation what ``genlm_sequence_logprobs`` gave."""
         hook = "genlm_sequence_logprobs"
-        self._check_count(hook, len(scores), len(continuations))
+        self._check_count(hook, queries, scores, "scores")
         return [
-            self._score(score, len(continuation), hook)
-            for score, continuation in zip(scores, continuations, strict=True)
+            self._score(hook, *each) for each in zip(queries, continuations, scores, strict=True)
         ]
+
+    def of_change(self, hook: str, subject: object, result: Any) -> None:
+        """What a hook returned that changes the engine's state."""
+        if result is not True:
+            self._violation(hook, subject, f"{result!r}; expected True")
 
     def _checked(self, request: Request, result: Any) -> Any:
         """A result of a step, or the exception in its place. A row may still be the engine's
         memory."""
-        if isinstance(result, Exception):
+        if isinstance(result, Exception) or (result is None and not isinstance(request, Query)):
             return result
+        hook = "genlm_step"
         try:
             if isinstance(request, Query):
-                self._check_shape(result, (self._vocab_size,), "genlm_step")
-                return self._align(result)
-            if result is None:
-                return None
+                self._check_tensor(hook, request, result, (self._vocab_size,))
+                (wrong,) = self._wrong_rows(hook, [request], [result]) or (None,)
+                return wrong or self._align(result)
             if isinstance(request, SampleRequest):
-                return _token_ids(result)
-            return self._score(result, len(request.continuation), "genlm_step")
+                return self._draw(hook, request.query, request.params, result)
+            return self._score(hook, request.query, request.continuation, result)
         except Exception as error:
             return error
 
-    def _own(self, queries: Sequence[Query], rows: torch.Tensor | list[torch.Tensor]) -> list[Any]:
-        """A row for each query, a view of what the engine gave: whoever keeps one copies it."""
+    def _own(
+        self,
+        queries: Sequence[Query],
+        rows: torch.Tensor | list[torch.Tensor],
+        errors: Sequence[Exception | None] = (),
+    ) -> list[Any]:
+        """A row for each query, a view of what the engine gave: whoever keeps one copies it; or its
+        error."""
+        own: list[Any] = list(rows)
         if self._process is not None:
-            each = list(zip(queries, rows, strict=True))
-            return [row for _, row in evaluate_isolated(self._processed, each)]
-        return list(rows)
+            own = [
+                row
+                for _, row in evaluate_isolated(self._processed, [*zip(queries, own, strict=True)])
+            ]
+        return (
+            [error or row for error, row in zip(errors, own, strict=True)] if any(errors) else own
+        )
 
-    def _processed(self, each: Sequence[tuple[Query, torch.Tensor]]) -> Sequence[torch.Tensor]:
+    def _processed(self, each: Sequence[tuple[Query, torch.Tensor]]) -> Sequence[Any]:
         import torch
 
         assert self._process is not None
-        rows = self._process([query for query, _ in each], torch.stack([row for _, row in each]))
+        queries = [query for query, _ in each]
+        rows, errors = self._process(queries=queries, rows=torch.stack([row for _, row in each]))
+        wrong = self._wrong_rows("genlm_process_logprobs", queries, rows)
         if self._width > self._vocab_size:
             # Tokens that the model lacks: a draw would put them into a context.
             own = rows[:, : self._vocab_size].log_softmax(-1)
             rows = torch.nn.functional.pad(
                 own, (0, self._width - self._vocab_size), value=-torch.inf
             )
-        return rows.unbind()
+        wrong = wrong or [None] * len(queries)
+        return [
+            errors.get(query) or error or row
+            for query, error, row in zip(queries, wrong, rows.unbind(), strict=True)
+        ]
 
-    def _score(self, score: Any, length: int, hook: str) -> torch.Tensor:
-        self._check_shape(score, (length,), hook)
-        own: torch.Tensor = score.clone()
-        return own
+    # --- what is wrong with a result --------------------------------------------------------------
 
-    def _check_count(self, hook: str, given: int, asked: int) -> None:
-        if given != asked:
-            raise PluginError(
-                f"{self._owner}: {hook} returned {given} results for {asked} requests"
-            )
+    def _wrong_rows(
+        self, hook: str, queries: Sequence[Query], rows: Iterable[torch.Tensor]
+    ) -> list[Exception | None]:
+        """For each row what is wrong with its values; nothing, if they are not checked."""
+        found: list[Exception | None] = []
+        if self._violated is not None:
+            for query, row in zip(queries, rows, strict=True):
+                try:
+                    self._violation(hook, query, wrong_row(row))
+                    found.append(None)
+                except Exception as error:  # concerns this query alone
+                    found.append(error)
+        return found
 
-    def _check_shape(self, rows: Any, shape: tuple[int, ...], hook: str) -> None:
-        if (wrong := wrong_tensor(rows, shape)) is not None:
-            raise PluginError(f"{self._owner}: {hook} returned {wrong}")
+    def _draw(
+        self, hook: str, query: Query, params: SamplingParams, drawn: Iterable[int]
+    ) -> list[int]:
+        ids = [int(token_id) for token_id in drawn]
+        self._violation(hook, query, wrong_draw(ids, params))
+        return ids
+
+    def _score(self, hook: str, query: Query, continuation: Sequence[int], score: Any) -> Any:
+        self._check_tensor(hook, query, score, (len(continuation),))
+        if self._violated is not None:
+            self._violation(hook, query, wrong_score(score))
+        return score.clone()
+
+    def _check_count(
+        self, hook: str, queries: Sequence[Query], given: Sequence[Any], what: str
+    ) -> None:
+        if len(given) != len(queries):
+            wrong = f"{len(given)} {what} for {len(queries)} queries"
+            raise self._violation(hook, queries[0], wrong)
+
+    def _check_tensor(self, hook: str, query: Query, given: Any, shape: tuple[int, ...]) -> None:
+        if (wrong := wrong_tensor(given, shape)) is not None:
+            raise self._violation(hook, query, wrong)
+
+    def _violation(self, hook: str, subject: object, wrong: str | None) -> PluginError:
+        """Tell of what is wrong, if anything is, and where that is wanted."""
+        error = PluginError(f"{self._owner}: {hook} returned {wrong}, for {subject!r:.200}")
+        if wrong is not None and self._violated is not None:
+            self._violated(error)
+        return error
 
     def _align(self, rows: torch.Tensor) -> torch.Tensor:
         """Bring rows, or one row, to the width of the tokenizer's vocabulary: drop padding and
@@ -151,5 +230,31 @@ def wrong_tensor(rows: Any, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def _token_ids(drawn: Iterable[int]) -> list[int]:
-    return [int(token_id) for token_id in drawn]
+def wrong_row(row: torch.Tensor) -> str | None:
+    """What is wrong with the values of a row."""
+    import torch
+
+    if torch.isnan(row).any() or (row == float("inf")).any():
+        return "a row with nan or +inf"
+    mass = float(row.logsumexp(dim=0))
+    if not abs(mass) <= NORMALISATION:
+        return f"a row with logsumexp {mass:.6g}; normalise it to 0 within {NORMALISATION}"
+    return None
+
+
+def wrong_draw(ids: Sequence[int], params: SamplingParams) -> str | None:
+    """What is wrong with a draw."""
+    if len(ids) > params.max_tokens:
+        return f"{len(ids)} tokens; at most max_tokens={params.max_tokens} were asked"
+    if stops := params.stop_token_ids.intersection(ids):
+        return f"the stop token {min(stops)} in a continuation; leave it out"
+    if any(token_id < 0 for token_id in ids):
+        return f"the token id {min(ids)}"
+    return None
+
+
+def wrong_score(score: torch.Tensor) -> str | None:
+    """What is wrong with the values of a score."""
+    if score.isnan().any() or (score > NORMALISATION).any():
+        return "a score that is nan or above 0; scores are log-probabilities"
+    return None
