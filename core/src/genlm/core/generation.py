@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
+import functools
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack
 
 from genlm.core.adapters import UNSET, LoraName
 from genlm.core.checks import integer
 from genlm.core.context import contexts_of, token_ids_of
 from genlm.core.errors import InvalidOptionError, InvalidQueryError
-from genlm.core.runtime.batcher import Batcher
+from genlm.core.hints import known_keywords
+from genlm.core.rows import RowsMixin
 from genlm.core.runtime.blocking import blocking
 from genlm.core.runtime.continuations import Continuations, all_of
-from genlm.core.runtime.executor import Result
-from genlm.core.runtime.keywords import known_keywords
 from genlm.core.sampling import Particle, SamplingOptions, checked_params, seeded
 from genlm.core.scoring import Score, rolling_windows
-from genlm.core.text import TextMixin
-from genlm.core.types import Query, Request, SamplingParams, TokenIds
+from genlm.core.types import Query, SamplingParams, TokenIds
 
 if TYPE_CHECKING:
     import torch
@@ -26,24 +25,24 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class GenerationMixin(TextMixin):
+def twin(
+    ask: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Any, P], T]:
+    """A method that does the same and blocks. It takes the same arguments."""
+
+    @functools.wraps(ask)
+    def asks(self: GenerationMixin, /, *given: P.args, **options: P.kwargs) -> T:
+        self._batcher.require_open()
+        own: Callable[P, Coroutine[Any, Any, T]] = getattr(self, ask.__name__)
+        return blocking(own(*given, **options))
+
+    asks.__name__, asks.__doc__ = f"{ask.__name__}_sync", f":meth:`{ask.__name__}`, blocking."
+    asks.__qualname__ = f"{ask.__qualname__}_sync"
+    return asks
+
+
+class GenerationMixin(RowsMixin):
     """What :class:`~genlm.core.lm.AsyncLM` draws and scores."""
-
-    _batcher: Batcher[Request, Result]
-
-    def _query(self, token_ids: Iterable[int], lora_name: LoraName, room_for: int = 1) -> Query:
-        """A checked query, with room for ``room_for`` tokens after it."""
-        raise NotImplementedError
-
-    def _queries(
-        self, contexts: Iterable[Iterable[int]], lora_name: LoraName, room_for: int = 1
-    ) -> list[Query]:
-        """Several of them."""
-        raise NotImplementedError
-
-    async def _rows(self, queries: Sequence[Query]) -> torch.Tensor:
-        """The rows of queries, in one tensor."""
-        raise NotImplementedError
 
     @known_keywords()
     async def sample(
@@ -331,84 +330,23 @@ class GenerationMixin(TextMixin):
 
     # --- blocking ---------------------------------------------------------------------------------
 
-    @known_keywords(SamplingOptions)
-    def sample_sync(
-        self,
-        prompt_token_ids: Iterable[int],
-        max_tokens: int,
-        eos_token_ids: Iterable[int] | None = None,
-        **options: Any,
-    ) -> list[int]:
-        """:meth:`sample`, blocking. The options are its keywords."""
-        return self._blocking(self.sample, prompt_token_ids, max_tokens, eos_token_ids, **options)
+    sample_sync = twin(sample)
+    """:meth:`sample`, blocking."""
 
-    @known_keywords(SamplingOptions)
-    def batch_sample_sync(
-        self,
-        prompt_token_ids_list: Iterable[Iterable[int]],
-        max_tokens: int,
-        eos_token_ids: Iterable[int] | None = None,
-        **options: Any,
-    ) -> list[list[int]]:
-        """:meth:`batch_sample`, blocking. The options are its keywords."""
-        return self._blocking(
-            self.batch_sample, prompt_token_ids_list, max_tokens, eos_token_ids, **options
-        )
+    batch_sample_sync = twin(batch_sample)
+    """:meth:`batch_sample`, blocking."""
 
-    @known_keywords(SamplingOptions)
-    def sample_particles_sync(
-        self,
-        prompt_token_ids: Iterable[int],
-        n: int,
-        max_tokens: int,
-        **options: Unpack[SamplingOptions],
-    ) -> list[Particle]:
-        """:meth:`sample_particles`, blocking."""
-        return self._blocking(self.sample_particles, prompt_token_ids, n, max_tokens, **options)
+    sample_particles_sync = twin(sample_particles)
+    """:meth:`sample_particles`, blocking."""
 
-    @known_keywords()
-    def sequence_logprobs_sync(
-        self,
-        prompt_token_ids: Iterable[int],
-        continuation_token_ids: Iterable[int],
-        lora_name: LoraName = UNSET,
-    ) -> torch.Tensor:
-        """:meth:`sequence_logprobs`, blocking."""
-        return self._blocking(
-            self.sequence_logprobs, prompt_token_ids, continuation_token_ids, lora_name
-        )
+    sequence_logprobs_sync = twin(sequence_logprobs)
+    """:meth:`sequence_logprobs`, blocking."""
 
-    @known_keywords()
-    def batch_sequence_logprobs_sync(
-        self,
-        prompt_token_ids_list: Iterable[Iterable[int]],
-        continuation_token_ids_list: Iterable[Iterable[int]],
-        lora_name: LoraName = UNSET,
-    ) -> list[Score]:
-        """:meth:`batch_sequence_logprobs`, blocking."""
-        return self._blocking(
-            self.batch_sequence_logprobs,
-            prompt_token_ids_list,
-            continuation_token_ids_list,
-            lora_name,
-        )
+    batch_sequence_logprobs_sync = twin(batch_sequence_logprobs)
+    """:meth:`batch_sequence_logprobs`, blocking."""
 
-    @known_keywords()
-    def rolling_logprobs_sync(
-        self,
-        token_ids: Iterable[int],
-        max_length: int | None = None,
-        context_len: int = 1,
-        lora_name: LoraName = UNSET,
-    ) -> torch.Tensor:
-        """:meth:`rolling_logprobs`, blocking."""
-        return self._blocking(self.rolling_logprobs, token_ids, max_length, context_len, lora_name)
-
-    def _blocking(
-        self, ask: Callable[P, Coroutine[Any, Any, T]], *given: P.args, **options: P.kwargs
-    ) -> T:
-        self._batcher.require_open()
-        return blocking(ask(*given, **options))
+    rolling_logprobs_sync = twin(rolling_logprobs)
+    """:meth:`rolling_logprobs`, blocking."""
 
     # --- checks -----------------------------------------------------------------------------------
 

@@ -1,46 +1,37 @@
-"""AsyncLM: what users call. It checks a request, looks in the cache, and asks the batcher."""
+"""AsyncLM: what users call. How it is loaded, its adapters, its caches, its end."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
-
-from attrs import evolve
 
 from genlm.core.adapters import UNSET, AdapterRegistry, LoraName
 from genlm.core.checks import safe_repr
-from genlm.core.context import Context, contexts_of, token_ids_of
 from genlm.core.errors import (
     InvalidOptionError,
-    InvalidQueryError,
     UnsupportedError,
 )
 from genlm.core.generation import GenerationMixin
+from genlm.core.hints import LM, known_keywords, missing_attribute
 from genlm.core.options import CoreOptions
 from genlm.core.plugins import choose_backend, find_backend, installed_wrappers
-from genlm.core.runtime import replaced
 from genlm.core.runtime.batcher import Batcher
 from genlm.core.runtime.collection import rare_collections
-from genlm.core.runtime.continuations import stacked, the_copy
 from genlm.core.runtime.executor import EngineCounters, EngineExecutor, Result, describe
-from genlm.core.runtime.keywords import known_keywords
 from genlm.core.runtime.loaded_engine import LoadedEngine
-from genlm.core.runtime.replaced import missing_attribute
 from genlm.core.runtime.timeline import Timeline, Trace
 from genlm.core.types import (
     Adapter,
     Engine,
-    Query,
     Request,
     Stats,
-    TokenIds,
 )
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 T = TypeVar("T")
 
@@ -200,88 +191,6 @@ class AsyncLM(GenerationMixin):
             f"<{type(self).__name__} {named}backend={engine.backend!r}, device={engine.device!r}, "
             f"context of {limit}{closed}>"
         )
-
-    # --- rows -------------------------------------------------------------------------------------
-
-    def context(self, token_ids: Iterable[int]) -> Context:
-        """A context to be extended token by token. It may be given in place of token ids. If it is
-        long, it costs less: ``context.extend(token_id)`` checks and hashes only the new token."""
-        vocab_size, most = self._engine.vocab_size, self._engine.max_context
-        return Context(token_ids_of("context", token_ids, vocab_size, most), vocab_size)
-
-    @known_keywords()
-    async def next_token_logprobs(
-        self, token_ids: Iterable[int], lora_name: LoraName = UNSET
-    ) -> torch.Tensor:
-        """The row of one context."""
-        return await self._row(self._query(token_ids, lora_name))
-
-    @known_keywords()
-    async def batch_next_token_logprobs(
-        self, token_ids_list: Iterable[Iterable[int]], lora_name: LoraName = UNSET
-    ) -> torch.Tensor:
-        """The rows of several contexts, ``[len(token_ids_list), len(lm.byte_vocab)]``."""
-        return await self._rows(self._queries(token_ids_list, lora_name))
-
-    @known_keywords()
-    def next_token_logprobs_sync(
-        self, token_ids: Iterable[int], lora_name: LoraName = UNSET
-    ) -> torch.Tensor:
-        """The row of one context, blocking."""
-        query = self._query(token_ids, lora_name)
-        row = self._kept(query)
-        return self._batcher.ask((query,), the_copy) if row is None else row.clone()
-
-    @known_keywords()
-    def batch_next_token_logprobs_sync(
-        self, token_ids_list: Iterable[Iterable[int]], lora_name: LoraName = UNSET
-    ) -> torch.Tensor:
-        """The rows of several contexts, ``[len(token_ids_list), len(lm.byte_vocab)]``, blocking."""
-        unknown, combine = self._look_up(self._queries(token_ids_list, lora_name))
-        return self._batcher.ask(unknown, combine) if unknown else combine([])
-
-    @known_keywords()
-    def next_token_logprobs_uncached(
-        self, token_ids: Iterable[int], lora_name: LoraName = UNSET
-    ) -> torch.Tensor:
-        """The row of one context, blocking, computed alone and without any cache, of rows or of
-        key/value state."""
-        query = evolve(self._query(token_ids, lora_name), cold=True)
-        row: torch.Tensor = self._batcher.ask((query,), the_copy)
-        return row
-
-    async def _row(self, query: Query) -> torch.Tensor:
-        row = self._kept(query)
-        return await self._batcher.submit((query,), the_copy) if row is None else row.clone()
-
-    async def _rows(self, queries: Sequence[Query]) -> torch.Tensor:
-        """The rows of several queries, in a tensor of their own."""
-        unknown, combine = self._look_up(queries)
-        return await self._batcher.submit(unknown, combine) if unknown else combine([])
-
-    def _look_up(
-        self, queries: Sequence[Query]
-    ) -> tuple[list[Query], Callable[[Sequence[torch.Tensor]], torch.Tensor]]:
-        """The queries whose rows the output cache does not have, and what makes one tensor of their
-        rows and those that it has."""
-        kept = [self._kept(query) for query in queries]
-        unknown = [query for query, row in zip(queries, kept, strict=True) if row is None]
-
-        def combine(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-            if len(unknown) == len(kept):
-                return stacked(rows, width)
-            asked = iter(rows)
-            return stacked([next(asked) if row is None else row for row in kept], width)
-
-        width = self._engine.width
-        return unknown, combine
-
-    def _kept(self, query: Query) -> torch.Tensor | None:
-        """The row of a query if the output cache has it; to be copied."""
-        row = self._cache.peek(query)
-        if row is not None:
-            self._timeline.hit(query)
-        return row
 
     # --- adapters ---------------------------------------------------------------------------------
 
@@ -451,33 +360,12 @@ class AsyncLM(GenerationMixin):
     if not TYPE_CHECKING:  # a type checker must report every missing attribute
 
         def __getattr__(self, name):
-            raise missing_attribute(self, name, replaced.LM)
+            raise missing_attribute(self, name, LM)
 
         def __setattr__(self, name, value):
-            if name in replaced.OPTIONS:
-                raise missing_attribute(self, name, replaced.LM)
+            if name in ("batch_size", "timeout"):
+                raise missing_attribute(self, name, LM)
             super().__setattr__(name, value)
-
-    # --- checks -----------------------------------------------------------------------------------
-
-    def _query(self, token_ids: Iterable[int], lora_name: LoraName, room_for: int = 1) -> Query:
-        """A checked query, with room for drawing or scoring ``room_for`` tokens after it."""
-        vocab_size, limit = self._engine.vocab_size, self._engine.max_context
-        ids: TokenIds | Context
-        if isinstance(token_ids, Context) and token_ids.vocab_size <= vocab_size:
-            ids = token_ids
-        else:
-            ids = token_ids_of("context", token_ids, vocab_size, limit)
-            if room_for > 1:
-                ids = Context(ids, vocab_size)  # it may be extended token by token
-        if limit is not None and len(ids) + max(room_for - 1, 0) > limit:
-            raise InvalidQueryError(_too_long(len(ids), room_for, limit))
-        return Query(ids, self._adapters.resolve(lora_name))
-
-    def _queries(
-        self, contexts: Iterable[Iterable[int]], lora_name: LoraName, room_for: int = 1
-    ) -> list[Query]:
-        return [self._query(ids, lora_name, room_for) for ids in contexts_of(contexts)]
 
 
 class NamedLM(AsyncLM):
@@ -489,15 +377,3 @@ class NamedLM(AsyncLM):
         raise UnsupportedError(
             f"{name} cannot wrap what is loaded already; use {name}.from_name(name)"
         )
-
-
-def _too_long(length: int, room_for: int, limit: int) -> str:
-    if length > limit:
-        return (
-            f"the context of {length} tokens exceeds the {limit} tokens that the model takes; "
-            "shorten it"
-        )
-    return (
-        f"a context of {length} tokens leaves room for {limit - length + 1} of the {room_for} "
-        f"tokens to follow, since the model takes {limit}; shorten it, or ask for fewer tokens"
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +12,7 @@ from attrs import fields, frozen
 from genlm.core.cache import OutputCache
 from genlm.core.checks import flag, integer, number, safe_repr
 from genlm.core.errors import InvalidOptionError, PluginError
+from genlm.core.hints import nearest
 
 CACHE_OPTIONS = ("maxsize", "max_bytes", "move_to_cpu")
 
@@ -162,9 +162,7 @@ def refuse_unknown(
             raise InvalidOptionError(
                 f"backend {backend!r} has no option {name} of its own; {(elsewhere or {})[name]}"
             )
-    meant = [
-        near for name in unknown for near in difflib.get_close_matches(name, [*own, *every], n=1)
-    ]
+    meant = [near for name in unknown if (near := nearest(name, [*own, *every]))]
     hint = f" (did you mean {', '.join(meant)}?)" if meant else ""
     ours = f"it has {', '.join(own)}; " if own else ""
     raise InvalidOptionError(
@@ -175,9 +173,9 @@ def refuse_unknown(
 
 def unknown_argument(engine: str, what: str, name: str, known: Iterable[str]) -> InvalidOptionError:
     """The error for an argument that is passed on to an engine, and which that does not have."""
-    near = difflib.get_close_matches(name, list(known), n=1)
+    near = nearest(name, known)
     remedy = (
-        f"did you mean {near[0]!r}?"
+        f"did you mean {near!r}?"
         if near
         else "see its documentation for those of the installed version"
     )

@@ -3,7 +3,6 @@ model."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import os
@@ -23,6 +22,7 @@ from genlm.core.errors import (
     BackendUnavailableError,
     PluginError,
 )
+from genlm.core.hints import nearest
 from genlm.core.installation import pip_install
 from genlm.core.logs import get_logger
 from genlm.core.types import BackendInfo, Engine
@@ -223,8 +223,8 @@ class Hooked:
         spec = getattr(hookspecs, name, None)
         marked = hasattr(hook, f"{hookspecs.PROJECT}_impl")
         if spec is None:
-            near = difflib.get_close_matches(name, hook_names(), n=1)
-            meant = f"; did you mean {near[0]}?" if near else ""
+            near = nearest(name, hook_names())
+            meant = f"; did you mean {near}?" if near else ""
             if marked or near:
                 raise PluginError(f"{self.owner}: there is no hook {name}{meant}")
         elif not marked:
@@ -352,10 +352,10 @@ def _not_found(name: str) -> str:
     if name in KNOWN:
         return f"{message}; {pip_install(KNOWN[name])}"
     near = {**ENGINES, **{name: name for name in (*installed, *KNOWN)}}
-    close = difflib.get_close_matches(name.lower(), near, n=1)
-    if not close:
+    close = nearest(name.lower(), near)
+    if close is None:
         return message
-    meant = near[close[0]]
+    meant = near[close]
     remedy = "" if meant in installed else f"; {pip_install(KNOWN[meant])}"
     return f"{message}; did you mean {meant!r}?{remedy}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from genlm.core.errors import (
     PluginError,
     UnsupportedError,
 )
+from genlm.core.hints import nearest
 from genlm.core.logs import get_logger
 from genlm.core.plugins import (
     PROCESSOR,
@@ -145,14 +145,11 @@ class LoadedEngine:
             InvalidInputError: there is no such hook.
         """
         if hook not in self._arguments:
-            meant = [name for name in self._arguments if str(hook) in name] or (
-                difflib.get_close_matches(str(hook), self._arguments, n=1)
-            )
-            hint = (
-                f"did you mean {' or '.join(map(repr, meant))}?"
-                if meant
-                else f"there are {', '.join(self._arguments)}"
-            )
+            near = nearest(hook, self._arguments)
+            meant = [name for name in self._arguments if str(hook) in name or name == near]
+            hint = f"did you mean {' or '.join(map(repr, meant))}?"
+            if not meant:
+                hint = f"there are {', '.join(self._arguments)}"
             raise InvalidInputError(f"there is no hook {hook!r}; {hint}")
         taken = self._arguments[hook]
         return taken is not None and (argument is None or argument in taken)

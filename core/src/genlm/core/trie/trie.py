@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from genlm.core.errors import InvalidInputError
-from genlm.core.runtime.replaced import TRIE, missing_attribute
+from genlm.core.hints import TRIE, missing_attribute
 from genlm.core.tokenization.token import Token
 from genlm.core.trie.cpu import CpuKernel
 from genlm.core.trie.device import DeviceKernel

@@ -1,0 +1,128 @@
+"""What to write instead of a name that is not here: near names, and those of other tools."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import ParamSpec, TypeVar
+
+from genlm.core.checks import safe_repr
+from genlm.core.errors import InvalidOptionError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_LENGTH = "max_tokens is the most tokens to draw"
+_ON_TOP = "is for what is built on top of a model; docs/how-to/on-top.md says with what"
+_ADAPTER = "lora_name is the name of an adapter that add_new_lora(path, name) has loaded"
+_MANY = "lm.sample_particles(ids, n, max_tokens) draws n, each with its log-probabilities"
+
+#: Arguments of other tools, and what to use here.
+ARGUMENTS: Mapping[str, str] = {
+    "adapter": _ADAPTER,
+    "adapter_name": _ADAPTER,
+    "best_of": _MANY,
+    "do_sample": "temperature=0 takes the most likely token every time",
+    "frequency_penalty": f"a penalty {_ON_TOP}",
+    "logprobs": _MANY,
+    "lora": _ADAPTER,
+    "lora_request": _ADAPTER,
+    "max_length": _LENGTH,
+    "max_new_tokens": _LENGTH,
+    "n": _MANY,
+    "num_beams": f"beam search {_ON_TOP}",
+    "num_return_sequences": _MANY,
+    "presence_penalty": f"a penalty {_ON_TOP}",
+    "repetition_penalty": f"a penalty {_ON_TOP}",
+    "stop": f"a stop string {_ON_TOP}; eos_token_ids ends a draw at tokens",
+    "stop_strings": f"a stop string {_ON_TOP}; eos_token_ids ends a draw at tokens",
+    "stop_token_ids": "eos_token_ids are the tokens that end a draw",
+    "stream": "`async for token_id in lm.stream(ids, max_tokens)` gives them as they are drawn",
+    "temperature": "a row has temperature t as (row / t).log_softmax(-1)",
+}
+
+_BATCHING = "batching is inside, so await lm.next_token_logprobs(ids) in as many tasks as you like"
+_LOADING = "give it when the model is loaded, for instance load_model_by_name(name, {}=40)"
+_LOADED = "lm.underlying_model is the engine's own model"
+
+#: Attributes of a model of genlm-backend 0.3, and what to use here.
+LM: Mapping[str, str] = {
+    "add_query": _BATCHING,
+    "batch_evaluate_queries": _BATCHING,
+    "batch_size": _LOADING.format("batch_size"),
+    "cache": "lm.stats counts its hits, and lm.clear_cache() empties it",
+    "device": "row.device is that of a row",
+    "llm_engine": _LOADED,
+    "mlx_lm_model": _LOADED,
+    "model": _LOADED,
+    "prefill_step_size": _LOADING.format("prefill_step_size"),
+    "queries": _BATCHING,
+    "release_all": "lm.clear_kv_cache() drops the state of every context",
+    "timeout": _LOADING.format("timeout"),
+    "timer": _BATCHING,
+    "walk_cache": "reuse is automatic, and lm.cache_kv(prompt) pins a prompt",
+}
+
+_SUMS = "trie.weight_sum and trie.weight_max do it all"
+
+#: Those of its trie.
+TRIE: Mapping[str, str] = {
+    "M": _SUMS,
+    "dst_indices": _SUMS,
+    "jump": "trie.children has the children of every node",
+    "ordering": _SUMS,
+    "src_indices": _SUMS,
+    "visualize": "trie.draw(ws) draws it as text",
+}
+
+
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """The name that may have been meant."""
+    return next(iter(difflib.get_close_matches(str(name), list(known), n=1)), None)
+
+
+def missing_attribute(owner: object, name: str, replaced: Mapping[str, str]) -> AttributeError:
+    """The error for an attribute that ``owner`` lacks. For one of 0.3, it says what replaced it."""
+    message = f"{type(owner).__name__!r} object has no attribute {name!r}"
+    if name in replaced:
+        message = f"{message}, as it had in genlm-backend 0.3: {replaced[name]}"
+    return AttributeError(message, name=name, obj=owner)
+
+
+def known_keywords(more: type | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a method refuse arguments that it does not take with :class:`InvalidOptionError`, where
+    Python has a bare ``TypeError``. A coroutine's are refused when it is called.
+
+    Args:
+        more: A ``TypedDict`` of the keywords that its ``**options`` take.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        name = function.__name__
+        parameters = [*inspect.signature(function).parameters.values()][1:]  # without self
+        most = 1 + sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
+        named = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
+        known = list(dict.fromkeys([*named, *getattr(more, "__annotations__", ())]))
+
+        @functools.wraps(function)
+        def refusing(*args: P.args, **options: P.kwargs) -> R:
+            for option in options:
+                if option not in known:
+                    near = nearest(option, known)
+                    hint = ARGUMENTS.get(option) or (f"did you mean {near}?" if near else "")
+                    message = f"{name} has no argument {option}{hint and f': {hint}'}"
+                    raise InvalidOptionError(f"{message}; it has {', '.join(known)}")
+            if len(args) > most:
+                more_by_name = known[most - 1 :]  # what may have been meant, in this order
+                hint = f"; write {more_by_name[0]}={safe_repr(args[most])}" if more_by_name else ""
+                raise InvalidOptionError(
+                    f"{name} takes {', '.join(known[: most - 1])} by position; "
+                    f"got {len(args) - most} more{hint}"
+                )
+            return function(*args, **options)
+
+        return refusing
+
+    return decorate
