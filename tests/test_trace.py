@@ -47,7 +47,7 @@ def test_requests_batches_stages_and_hits(mock, path):
 
     (batch,) = named(events, "batch", "X")
     assert batch["args"] == {"requests": 5}
-    assert [span["args"] for span in named(events, "engine", "X")] == [{"queries": 5}]
+    assert [span["args"] for span in named(events, "engine", "X")] == [{"requests": 5}]
     stages = [
         span for name in ("engine", "alignment", "caching") for span in named(events, name, "X")
     ]
@@ -138,5 +138,5 @@ def test_a_continuous_engine(mock, path):
     with lm.trace(path):
         lm.next_token_logprobs_sync([1])
         finish(lm)
-    steps = [span["args"]["newcomers"] for span in named(recorded(path), "engine", "X")]
+    steps = [span["args"]["requests"] for span in named(recorded(path), "engine", "X")]
     assert steps == [1, 0, 0]

@@ -38,13 +38,13 @@ def twin(
 
     asks.__name__, asks.__doc__ = f"{ask.__name__}_sync", f":meth:`{ask.__name__}`, blocking."
     asks.__qualname__ = f"{ask.__qualname__}_sync"
-    return asks
+    return known_keywords(asks)
 
 
 class GenerationMixin(RowsMixin):
     """What :class:`~genlm.core.lm.AsyncLM` draws and scores."""
 
-    @known_keywords()
+    @known_keywords
     async def sample(
         self,
         prompt_token_ids: Iterable[int],
@@ -103,7 +103,7 @@ class GenerationMixin(RowsMixin):
         )
         return (await self._continuations.draw([(query, params)]))[0]
 
-    @known_keywords()
+    @known_keywords
     async def batch_sample(
         self,
         prompt_token_ids_list: Iterable[Iterable[int]],
@@ -132,7 +132,7 @@ class GenerationMixin(RowsMixin):
         own = seeded(params, len(queries))
         return await self._continuations.draw(list(zip(queries, own, strict=True)))
 
-    @known_keywords(SamplingOptions)
+    @known_keywords
     def stream(
         self,
         prompt_token_ids: Iterable[int],
@@ -168,7 +168,7 @@ class GenerationMixin(RowsMixin):
         query, params = self._draw(prompt_token_ids, max_tokens, **options)
         return self._continuations.stream(query, params)
 
-    @known_keywords(SamplingOptions)
+    @known_keywords
     async def sample_particles(
         self,
         prompt_token_ids: Iterable[int],
@@ -209,7 +209,7 @@ class GenerationMixin(RowsMixin):
         own = seeded(params, integer("n", n, least=1))
         return await self._continuations.particles([(query, each) for each in own])
 
-    @known_keywords()
+    @known_keywords
     async def sequence_logprobs(
         self,
         prompt_token_ids: Iterable[int],
@@ -226,7 +226,7 @@ class GenerationMixin(RowsMixin):
             *self._scored(prompt_token_ids, continuation_token_ids, lora_name)
         )
 
-    @known_keywords()
+    @known_keywords
     async def batch_sequence_logprobs(
         self,
         prompt_token_ids_list: Iterable[Iterable[int]],
@@ -268,7 +268,7 @@ class GenerationMixin(RowsMixin):
         judge = self._continuations.judge
         return await all_of(judge(query, continuation) for query, continuation in pairs)
 
-    @known_keywords()
+    @known_keywords
     async def rolling_logprobs(
         self,
         token_ids: Iterable[int],

@@ -10,6 +10,7 @@ from typing import ParamSpec, TypeVar
 
 from genlm.core.checks import safe_repr
 from genlm.core.errors import InvalidOptionError
+from genlm.core.sampling import SamplingOptions
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -91,38 +92,32 @@ def missing_attribute(owner: object, name: str, replaced: Mapping[str, str]) -> 
     return AttributeError(message, name=name, obj=owner)
 
 
-def known_keywords(more: type | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
     """Make a method refuse arguments that it does not take with :class:`InvalidOptionError`, where
-    Python has a bare ``TypeError``. A coroutine's are refused when it is called.
+    Python has a bare ``TypeError``. A coroutine's are refused when it is called. ``**options`` are
+    those of drawing."""
+    name = function.__name__
+    parameters = [*inspect.signature(function).parameters.values()][1:]  # without self
+    most = 1 + sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
+    named = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
+    more = SamplingOptions.__annotations__ if len(named) < len(parameters) else ()
+    known = list(dict.fromkeys([*named, *more]))
 
-    Args:
-        more: A ``TypedDict`` of the keywords that its ``**options`` take.
-    """
+    @functools.wraps(function)
+    def refusing(*args: P.args, **options: P.kwargs) -> R:
+        for option in options:
+            if option not in known:
+                near = nearest(option, known)
+                hint = ARGUMENTS.get(option) or (f"did you mean {near}?" if near else "")
+                message = f"{name} has no argument {option}{hint and f': {hint}'}"
+                raise InvalidOptionError(f"{message}; it has {', '.join(known)}")
+        if len(args) > most:
+            more_by_name = known[most - 1 :]  # what may have been meant, in this order
+            hint = f"; write {more_by_name[0]}={safe_repr(args[most])}" if more_by_name else ""
+            raise InvalidOptionError(
+                f"{name} takes {', '.join(known[: most - 1])} by position; "
+                f"got {len(args) - most} more{hint}"
+            )
+        return function(*args, **options)
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        name = function.__name__
-        parameters = [*inspect.signature(function).parameters.values()][1:]  # without self
-        most = 1 + sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
-        named = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
-        known = list(dict.fromkeys([*named, *getattr(more, "__annotations__", ())]))
-
-        @functools.wraps(function)
-        def refusing(*args: P.args, **options: P.kwargs) -> R:
-            for option in options:
-                if option not in known:
-                    near = nearest(option, known)
-                    hint = ARGUMENTS.get(option) or (f"did you mean {near}?" if near else "")
-                    message = f"{name} has no argument {option}{hint and f': {hint}'}"
-                    raise InvalidOptionError(f"{message}; it has {', '.join(known)}")
-            if len(args) > most:
-                more_by_name = known[most - 1 :]  # what may have been meant, in this order
-                hint = f"; write {more_by_name[0]}={safe_repr(args[most])}" if more_by_name else ""
-                raise InvalidOptionError(
-                    f"{name} takes {', '.join(known[: most - 1])} by position; "
-                    f"got {len(args) - most} more{hint}"
-                )
-            return function(*args, **options)
-
-        return refusing
-
-    return decorate
+    return refusing

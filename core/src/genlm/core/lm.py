@@ -245,7 +245,7 @@ class AsyncLM(GenerationMixin):
 
     # --- caches -----------------------------------------------------------------------------------
 
-    @known_keywords()
+    @known_keywords
     def cache_kv(self, prompt_tokens: Iterable[int], lora_name: LoraName = UNSET) -> None:
         """Compute and pin the key/value state of a prompt, so that contexts which begin with it
         start from there. Blocks. Does nothing if the engine keeps no such state."""

@@ -14,7 +14,7 @@ from genlm.core.context import Context, contexts_of, token_ids_of
 from genlm.core.errors import InvalidQueryError
 from genlm.core.hints import known_keywords
 from genlm.core.runtime.batcher import Batcher
-from genlm.core.runtime.continuations import stacked, the_copy
+from genlm.core.runtime.calls import the_copy
 from genlm.core.runtime.executor import Result
 from genlm.core.runtime.timeline import Timeline
 from genlm.core.text import TextMixin
@@ -38,21 +38,21 @@ class RowsMixin(TextMixin):
         vocab_size, most = self._engine.vocab_size, self._engine.max_context
         return Context(token_ids_of("context", token_ids, vocab_size, most), vocab_size)
 
-    @known_keywords()
+    @known_keywords
     async def next_token_logprobs(
         self, token_ids: Iterable[int], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
         """The row of one context."""
         return await self._row(self._query(token_ids, lora_name))
 
-    @known_keywords()
+    @known_keywords
     async def batch_next_token_logprobs(
         self, token_ids_list: Iterable[Iterable[int]], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
         """The rows of several contexts, ``[len(token_ids_list), len(lm.byte_vocab)]``."""
         return await self._rows(self._queries(token_ids_list, lora_name))
 
-    @known_keywords()
+    @known_keywords
     def next_token_logprobs_sync(
         self, token_ids: Iterable[int], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
@@ -61,7 +61,7 @@ class RowsMixin(TextMixin):
         row = self._kept(query)
         return self._batcher.ask((query,), the_copy) if row is None else row.clone()
 
-    @known_keywords()
+    @known_keywords
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Iterable[Iterable[int]], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
@@ -69,7 +69,7 @@ class RowsMixin(TextMixin):
         unknown, combine = self._look_up(self._queries(token_ids_list, lora_name))
         return self._batcher.ask(unknown, combine) if unknown else combine([])
 
-    @known_keywords()
+    @known_keywords
     def next_token_logprobs_uncached(
         self, token_ids: Iterable[int], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
@@ -98,9 +98,9 @@ class RowsMixin(TextMixin):
 
         def combine(rows: Sequence[torch.Tensor]) -> torch.Tensor:
             if len(unknown) == len(kept):
-                return stacked(rows, width)
+                return _stacked(rows, width)
             asked = iter(rows)
-            return stacked([next(asked) if row is None else row for row in kept], width)
+            return _stacked([next(asked) if row is None else row for row in kept], width)
 
         width = self._engine.width
         return unknown, combine
@@ -144,3 +144,10 @@ def _too_long(length: int, room_for: int, limit: int) -> str:
         f"a context of {length} tokens leaves room for {limit - length + 1} of the {room_for} "
         f"tokens to follow, since the model takes {limit}; shorten it, or ask for fewer tokens"
     )
+
+
+def _stacked(rows: Sequence[torch.Tensor], width: int) -> torch.Tensor:
+    """Rows in one tensor of their own, ``[len(rows), width]``."""
+    import torch
+
+    return torch.stack(list(rows)) if rows else torch.empty(0, width, dtype=torch.float32)

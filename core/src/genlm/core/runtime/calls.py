@@ -164,3 +164,10 @@ def another(error: Exception) -> Exception:
         return error
     own.__cause__ = error.__cause__
     return own if same else error
+
+
+def the_copy(answers: Sequence[Any]) -> Any:
+    """The caller's own copy of the one answer that was asked: a row or scores, or ``None`` for no
+    native scores."""
+    (answer,) = answers
+    return None if answer is None else answer.clone()

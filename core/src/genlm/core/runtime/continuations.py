@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Seque
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from genlm.core.runtime.batcher import Batcher
+from genlm.core.runtime.calls import the_copy
 from genlm.core.runtime.executor import Result
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.sampling import Particle, TokenDrawer
@@ -147,20 +148,6 @@ async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         raise
-
-
-def the_copy(answers: Sequence[Any]) -> Any:
-    """The caller's own copy of the one answer that was asked: a row or scores, or ``None`` for no
-    native scores."""
-    (answer,) = answers
-    return None if answer is None else answer.clone()
-
-
-def stacked(rows: Sequence[torch.Tensor], width: int) -> torch.Tensor:
-    """Rows in one tensor of their own, ``[len(rows), width]``."""
-    import torch
-
-    return torch.stack(list(rows)) if rows else torch.empty(0, width, dtype=torch.float32)
 
 
 def _total(scores: torch.Tensor) -> float:

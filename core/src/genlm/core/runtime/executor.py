@@ -14,9 +14,9 @@ from genlm.core.checks import describe_error, safe_repr
 from genlm.core.errors import EngineDeadError, EngineError, GenlmError, PluginError
 from genlm.core.logs import get_logger
 from genlm.core.runtime.batcher import TryAlone
-from genlm.core.runtime.isolation import Answers, evaluate_isolated
 from genlm.core.runtime.lanes import ROWS, Lane
 from genlm.core.runtime.loaded_engine import LoadedEngine
+from genlm.core.runtime.results import Answers, evaluate_isolated
 from genlm.core.runtime.timeline import Timeline
 from genlm.core.types import Adapter, Query, Request, SampleRequest, ScoreRequest, query_of
 

@@ -77,7 +77,7 @@ class HookCalls:
                 raise remark
         return result
 
-    def evaluate(self, hook: str, **arguments: Any) -> tuple[Any, Failed]:
+    def evaluate(self, hook: str, arguments: Mapping[str, Any]) -> tuple[Any, Failed]:
         """What an evaluation hook returns, and an error for each request that a wrapper fails. A
         wrapper that raises fails all that came or were answered in this call.
 

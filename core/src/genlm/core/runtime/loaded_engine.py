@@ -191,10 +191,11 @@ class LoadedEngine:
 
     def next_token_logprobs(self, queries: Sequence[Query]) -> list[Any]:
         """For each query its own row over the tokenizer's vocabulary, or its exception."""
-        with self._timeline.stage("engine", queries=len(queries)):
-            rows, failed = self._calls.evaluate("genlm_next_token_logprobs", queries=queries)
-        with self._timeline.stage("alignment"):
-            return _failing(failed, queries, self._results.of_batch(queries, rows))
+        rows, failed = self._evaluate("genlm_next_token_logprobs", queries=queries)
+        began = self._timeline.clock()
+        own = self._results.of_batch(queries, rows)
+        self._timeline.add("alignment", began)
+        return _failing(failed, queries, own)
 
     def step(
         self,
@@ -205,13 +206,21 @@ class LoadedEngine:
     ) -> tuple[list[tuple[Request, Any]], Failed]:
         """Advance a continuous engine; return what it finished: each request with its result or its
         exception. Also the requests, in flight or finished, that wrappers fail."""
-        newcomers = len(queries) + len(samples) + len(scores)
-        with self._timeline.stage("engine", newcomers=newcomers):
-            answers, failed = self._calls.evaluate(
-                "genlm_step", queries=queries, samples=samples, scores=scores, dropped=dropped
-            )
-        with self._timeline.stage("alignment"):
-            return self._results.of_step(answers), failed
+        answers, failed = self._evaluate(
+            "genlm_step", queries=queries, samples=samples, scores=scores, dropped=dropped
+        )
+        began = self._timeline.clock()
+        results = self._results.of_step(answers)
+        self._timeline.add("alignment", began)
+        return results, failed
+
+    def _evaluate(self, hook: str, **arguments: Any) -> tuple[Any, Failed]:
+        began = self._timeline.clock()
+        try:
+            return self._calls.evaluate(hook, arguments)
+        finally:
+            asked = sum(len(arguments.get(kind, ())) for kind in ("queries", "samples", "scores"))
+            self._timeline.add("engine", began, requests=asked)
 
     def wake(self) -> None:
         """Make the current step return early, if the engine can. On any thread."""
@@ -224,8 +233,7 @@ class LoadedEngine:
         self, queries: Sequence[Query], params: Sequence[SamplingParams]
     ) -> list[Any] | None:
         """Native draws, or ``None`` if the engine declines."""
-        with self._timeline.stage("engine", draws=len(queries)):
-            drawn, failed = self._calls.evaluate("genlm_sample", queries=queries, params=params)
+        drawn, failed = self._evaluate("genlm_sample", queries=queries, params=params)
         if drawn is None:
             return None
         return _failing(failed, queries, self._results.of_draws(queries, params, drawn))
@@ -234,10 +242,9 @@ class LoadedEngine:
         self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
     ) -> list[Any] | None:
         """Native scores, or ``None`` if the engine declines."""
-        with self._timeline.stage("engine", scores=len(queries)):
-            scores, failed = self._calls.evaluate(
-                "genlm_sequence_logprobs", queries=queries, continuations=continuations
-            )
+        scores, failed = self._evaluate(
+            "genlm_sequence_logprobs", queries=queries, continuations=continuations
+        )
         if scores is None:
             return None
         return _failing(failed, queries, self._results.of_scores(queries, continuations, scores))

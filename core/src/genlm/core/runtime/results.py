@@ -3,11 +3,10 @@ processed, and made the core's own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from genlm.core.errors import PluginError
-from genlm.core.runtime.isolation import evaluate_isolated
+from genlm.core.errors import EngineDeadError, PluginError
 from genlm.core.types import Answer, Query, Request, SampleRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -16,12 +15,18 @@ if TYPE_CHECKING:
 #: How far the logarithm of a row's total mass may be from 0.
 NORMALISATION = 1e-4
 
+R = TypeVar("R", bound=Hashable)
+A = TypeVar("A")
+
+#: Requests, each with its result or its exception.
+Answers = list[tuple[R, A | Exception]]
+
 #: Told of a result that breaks the contract; it may raise that.
 Violated = Callable[[PluginError], None]
 
-#: Changes ``rows``, ``[n, width]``, of ``n`` ``queries``; gives also the queries that a wrapper
-#: fails.
-Process = Callable[..., tuple["torch.Tensor", Mapping[Request, Exception]]]
+#: Given ``n`` ``queries`` and their ``rows``, ``[n, width]``: changed rows, and an error for each
+#: query that a wrapper fails.
+Process = Callable[[Mapping[str, Any]], tuple["torch.Tensor", Mapping[Request, Exception]]]
 
 
 class Results:
@@ -141,7 +146,8 @@ class Results:
 
         assert self._process is not None
         queries = [query for query, _ in each]
-        rows, errors = self._process(queries=queries, rows=torch.stack([row for _, row in each]))
+        given = {"queries": queries, "rows": torch.stack([row for _, row in each])}
+        rows, errors = self._process(given)
         wrong = self._wrong_rows("genlm_process_logprobs", queries, rows)
         if self._width > self._vocab_size:
             # Tokens that the model lacks: a draw would put them into a context.
@@ -214,6 +220,29 @@ class Results:
             aligned[..., : self._vocab_size] = rows
             return aligned
         return rows
+
+
+def evaluate_isolated(
+    evaluate: Callable[[Sequence[R]], Sequence[A]], requests: Sequence[R]
+) -> Answers[R, A]:
+    """Evaluate a batch; if it raises, evaluate its halves, down to the requests that fail alone.
+
+    A batch of ``n`` with one failing request costs about ``2 * log2(n)`` more calls, most of them
+    small.
+    """
+    if not requests:
+        return []
+    try:
+        return list(zip(requests, evaluate(requests), strict=True))
+    except EngineDeadError:
+        raise
+    except Exception as error:
+        if len(requests) == 1:
+            return [(requests[0], error)]
+    middle = len(requests) // 2
+    return evaluate_isolated(evaluate, requests[:middle]) + evaluate_isolated(
+        evaluate, requests[middle:]
+    )
 
 
 def wrong_tensor(rows: Any, shape: tuple[int, ...]) -> str | None:

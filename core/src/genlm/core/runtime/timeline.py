@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-from attrs import define
-
 from genlm.core.errors import InvalidInputError
 
 Future = asyncio.Future[Any] | concurrent.futures.Future[Any]
@@ -53,10 +51,6 @@ class Timeline:
             spent[stage] += seconds
         return spent
 
-    def stage(self, name: str, **about: Any) -> Span:
-        """Times a ``with`` block as a stage."""
-        return Span(self, name, about)
-
     def add(self, stage: str, began: float, **about: Any) -> None:
         """A stage that began at ``began`` has ended now."""
         ended = self.clock()
@@ -79,22 +73,6 @@ class Timeline:
         """A request has been answered from the output cache."""
         if (trace := self.trace) is not None:
             trace.hit(self._describe(request))
-
-
-@define
-class Span:
-    """A stage under way."""
-
-    _timeline: Timeline
-    _stage: str
-    _about: dict[str, Any]
-    _began: float = 0.0
-
-    def __enter__(self) -> None:
-        self._began = self._timeline.clock()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._timeline.add(self._stage, self._began, **self._about)
 
 
 #: Stages that begin in one thread and end in another.
