@@ -43,7 +43,9 @@ class OutputCache:
         # row, from, bytes.
         self._rows: OrderedDict[Hashable, tuple[torch.Tensor, torch.device, int]] = OrderedDict()
         self._nbytes = 0
-        self._generation = 0
+        #: Changes whenever rows are dropped on purpose: a row computed under an older one must not
+        #: be kept.
+        self.generation = 0
         # Re-entrant, because comparing keys runs Python code, and between any two lines of that a
         # signal handler may look or drop rows: get() and drop() allow for it. Signal handlers run
         # on the main thread, put() on the engine's.
@@ -70,18 +72,12 @@ class OutputCache:
     def __setitem__(self, key: Hashable, row: torch.Tensor) -> None:
         """Keep a copy of ``row``, unless it is larger than the whole cache. Writing a key again
         evicts no other."""
-        self.put(key, row, self._generation)
+        self.put(key, row, self.generation)
 
     @property
     def nbytes(self) -> int:
         """The bytes that the rows take, and their contexts' ids."""
         return self._nbytes
-
-    @property
-    def generation(self) -> int:
-        """Changes whenever rows are dropped on purpose: a row computed under an older one must not
-        be kept."""
-        return self._generation
 
     def get(self, key: Hashable) -> torch.Tensor | None:
         """A copy of the row of ``key``, now the most recently used; ``None`` if it is not here."""
@@ -113,12 +109,14 @@ class OutputCache:
             return
         own = row.to("cpu" if self.move_to_cpu else row.device, copy=True)
         with self._lock:
-            if generation != self._generation:
+            if generation != self.generation:
                 return
             self._remove(key)
             self._rows[key] = own, row.device, nbytes
             self._nbytes += nbytes
-            while self._over():
+            while (self.maxsize is not None and len(self._rows) > self.maxsize) or (
+                self.max_bytes is not None and self._nbytes > self.max_bytes
+            ):
                 _, (_, _, gone) = self._rows.popitem(last=False)
                 self._nbytes -= gone
 
@@ -131,7 +129,7 @@ class OutputCache:
         if self._forked():
             return
         with self._lock:
-            self._generation += 1
+            self.generation += 1
             for key in list(dict.__iter__(self._rows)):  # the ordered one hashes every key
                 if condition(key):
                     self._remove(key)
@@ -144,8 +142,3 @@ class OutputCache:
         """Whether this is a forked child: it has no use for rows, and perhaps a lock that is
         never released."""
         return os.getpid() != self._pid
-
-    def _over(self) -> bool:
-        return (self.maxsize is not None and len(self._rows) > self.maxsize) or (
-            self.max_bytes is not None and self._nbytes > self.max_bytes
-        )

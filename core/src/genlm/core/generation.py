@@ -12,7 +12,7 @@ from genlm.core.context import contexts_of, token_ids_of
 from genlm.core.errors import InvalidOptionError, InvalidQueryError
 from genlm.core.hints import known_keywords
 from genlm.core.rows import RowsMixin
-from genlm.core.runtime.blocking import blocking
+from genlm.core.runtime.askers import blocking
 from genlm.core.runtime.continuations import Continuations, all_of
 from genlm.core.sampling import Particle, SamplingOptions, checked_params, seeded
 from genlm.core.scoring import Score, rolling_windows

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from genlm.core.adapters import UNSET, AdapterRegistry, LoraName
@@ -19,7 +21,6 @@ from genlm.core.hints import LM, known_keywords, missing_attribute
 from genlm.core.options import CoreOptions
 from genlm.core.plugins import choose_backend, find_backend, installed_wrappers
 from genlm.core.runtime.batcher import Batcher
-from genlm.core.runtime.collection import rare_collections
 from genlm.core.runtime.executor import EngineCounters, EngineExecutor, Result, describe
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.runtime.timeline import Timeline, Trace
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
     pass
 
 T = TypeVar("T")
+
+#: Thresholds of the collector: garbage among the newest 100,000 objects is still freed, but older
+#: objects are not searched again.
+RARE = (100_000, 50, 1000)
 
 
 def load_model_by_name(
@@ -139,7 +144,7 @@ class AsyncLM(GenerationMixin):
         made: list[EngineExecutor] = []
 
         def start() -> EngineExecutor:
-            with rare_collections():
+            with _rare_collections():
                 engine = LoadedEngine(load(), backend, wrappers, timeline, violated)
             made.append(EngineExecutor(engine, cache, adapters, counters, timeline))
             return made[0]
@@ -377,3 +382,23 @@ class NamedLM(AsyncLM):
         raise UnsupportedError(
             f"{name} cannot wrap what is loaded already; use {name}.from_name(name)"
         )
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Let the garbage collector run rarely.
+
+    Importing an engine makes a million objects that stay, and the collector would search them again
+    and again: a seventh of the time until an hf model has loaded. The collector serves the whole
+    process, so it is not switched off: other threads may work during the minutes that a large model
+    takes.
+    """
+    before = gc.get_threshold()
+    if not 0 < before[0] < RARE[0]:  # off, already rare, or another model is loading
+        yield
+        return
+    gc.set_threshold(*RARE)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

@@ -16,13 +16,12 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import operator
 import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
-
-from attrs import Factory, define
 
 from genlm.core.checks import safe_repr
 from genlm.core.errors import EngineDeadError, ModelClosedError, QueriesResetError
@@ -51,6 +50,8 @@ EXIT_PATIENCE, LOAD_PATIENCE = 60.0, 2.0
 #: How often a signal handler that asks looks for its answer, seconds. Only for a handler that
 #: interrupted code which holds the lock.
 POLL = 0.01
+
+is_closed = operator.methodcaller("is_closed")
 
 
 class TryAlone(Exception):
@@ -89,14 +90,14 @@ class Executor(Protocol[R, A_co]):
         ...
 
 
-@define(eq=False)
 class Gathering(Generic[R, A]):
     """What one event loop has asked since its last pass without a new request."""
 
-    calls: list[Call[R, A, Any]] = Factory(list)
-    requests: int = 0
-    seen: int = 0  # how many there were one pass ago
-    passes: int = 0
+    def __init__(self) -> None:
+        self.calls: list[Call[R, A, Any]] = []
+        self.requests = 0
+        self.seen = 0  # how many there were one pass ago
+        self.passes = 0
 
 
 class Batcher(Generic[R, A]):
@@ -181,7 +182,7 @@ class Batcher(Generic[R, A]):
             self._check_open()
             gathering = self._gatherings.get(loop)
             if gathering is None:
-                for closed in [other for other in self._gatherings if other.is_closed()]:
+                for closed in filter(is_closed, [*self._gatherings]):
                     self._release(self._gatherings.pop(closed))  # its passes are over
                 # Before the gathering exists: an interrupt must not leave one without a pass.
                 loop.call_soon(self._after_pass, loop)

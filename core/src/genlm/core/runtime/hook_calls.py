@@ -84,6 +84,8 @@ class HookCalls:
         Raises:
             Exception: the engine's own.
         """
+        if not self._around[hook]:
+            return self._engine(hook, arguments), {}
         result, remarks = self._inside(hook, arguments)
         failed: Failed = {}
         for remark in remarks:
@@ -103,12 +105,9 @@ class HookCalls:
     ) -> tuple[Any, list[PluginError | Failed]]:
         """Begin the wrappers, the last one first; make the call in every case; let them see its
         result, the first one first. Also what each has raised, or the requests that it fails."""
-        wrappers = self._around[hook]
-        if not wrappers:
-            return self._engine(hook, arguments), []
         remarks: list[PluginError | Failed] = []
         waiting: list[tuple[str, Observer]] = []
-        for name, wrapper in reversed(wrappers):
+        for name, wrapper in reversed(self._around[hook]):
             try:
                 generator = _call(wrapper, arguments)
                 next(generator)
@@ -149,7 +148,7 @@ def attributed(name: str, error: BaseException) -> PluginError:
 
 def _call(implementation: pluggy.HookImpl, arguments: Mapping[str, Any]) -> Any:
     try:
-        return implementation.function(*[arguments[name] for name in implementation.argnames])
+        return implementation.function(*map(arguments.__getitem__, implementation.argnames))
     except asyncio.CancelledError as error:
         raise RuntimeError(CANCELLED) from error
 

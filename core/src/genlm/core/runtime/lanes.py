@@ -127,11 +127,11 @@ class Lanes(Generic[R, A]):
         or to a suspect, joins its callers."""
         while self._arrived and not isinstance(arrived := self._arrived[0], Task):
             self._arrived.popleft()
-            known = [p for p in (self.in_flight, self._lanes.get(SUSPECTS)) if p]
+            suspects: Pending[R, A] = self._lanes.get(SUSPECTS, OrderedDict())
             for request, place in zip(arrived.requests, arrived.places(), strict=True):
-                callers = None
-                for pending in known:
-                    callers = callers or pending.get(request)
+                callers = self.in_flight.get(request) if self.in_flight else None
+                if suspects and callers is None:
+                    callers = suspects.get(request)
                 if callers is None:
                     lane = self.lane_of(request)
                     if (waiting := self._lanes.get(lane)) is None:

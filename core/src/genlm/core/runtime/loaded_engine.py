@@ -191,11 +191,11 @@ class LoadedEngine:
 
     def next_token_logprobs(self, queries: Sequence[Query]) -> list[Any]:
         """For each query its own row over the tokenizer's vocabulary, or its exception."""
-        rows, failed = self._evaluate("genlm_next_token_logprobs", queries=queries)
+        rows, failed = self._evaluate("genlm_next_token_logprobs", len(queries), queries=queries)
         began = self._timeline.clock()
         own = self._results.of_batch(queries, rows)
         self._timeline.add("alignment", began)
-        return _failing(failed, queries, own)
+        return _failing(failed, queries, own) if failed else own
 
     def step(
         self,
@@ -207,20 +207,24 @@ class LoadedEngine:
         """Advance a continuous engine; return what it finished: each request with its result or its
         exception. Also the requests, in flight or finished, that wrappers fail."""
         answers, failed = self._evaluate(
-            "genlm_step", queries=queries, samples=samples, scores=scores, dropped=dropped
+            "genlm_step",
+            len(queries) + len(samples) + len(scores),
+            queries=queries,
+            samples=samples,
+            scores=scores,
+            dropped=dropped,
         )
         began = self._timeline.clock()
         results = self._results.of_step(answers)
         self._timeline.add("alignment", began)
         return results, failed
 
-    def _evaluate(self, hook: str, **arguments: Any) -> tuple[Any, Failed]:
+    def _evaluate(self, hook: str, requests: int, **arguments: Any) -> tuple[Any, Failed]:
         began = self._timeline.clock()
         try:
             return self._calls.evaluate(hook, arguments)
         finally:
-            asked = sum(len(arguments.get(kind, ())) for kind in ("queries", "samples", "scores"))
-            self._timeline.add("engine", began, requests=asked)
+            self._timeline.add("engine", began, requests=requests)
 
     def wake(self) -> None:
         """Make the current step return early, if the engine can. On any thread."""
@@ -233,7 +237,7 @@ class LoadedEngine:
         self, queries: Sequence[Query], params: Sequence[SamplingParams]
     ) -> list[Any] | None:
         """Native draws, or ``None`` if the engine declines."""
-        drawn, failed = self._evaluate("genlm_sample", queries=queries, params=params)
+        drawn, failed = self._evaluate("genlm_sample", len(queries), queries=queries, params=params)
         if drawn is None:
             return None
         return _failing(failed, queries, self._results.of_draws(queries, params, drawn))
@@ -243,7 +247,10 @@ class LoadedEngine:
     ) -> list[Any] | None:
         """Native scores, or ``None`` if the engine declines."""
         scores, failed = self._evaluate(
-            "genlm_sequence_logprobs", queries=queries, continuations=continuations
+            "genlm_sequence_logprobs",
+            len(queries),
+            queries=queries,
+            continuations=continuations,
         )
         if scores is None:
             return None

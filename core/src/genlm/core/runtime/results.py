@@ -59,7 +59,7 @@ class Results:
         """For each query its row, or the exception in its place."""
         hook = "genlm_next_token_logprobs"
         self._check_tensor(hook, queries[0], rows, (len(queries), self._vocab_size))
-        wrong = self._wrong_rows(hook, queries, rows)
+        wrong = self._wrong_rows(hook, queries, rows) if self._violated else ()
         return self._own(queries, self._align(rows), wrong)
 
     def of_step(self, answers: Sequence[Answer]) -> list[tuple[Request, Any]]:
