@@ -105,16 +105,12 @@ class EngineExecutor:
         answers, asked = self._known(newcomers)
         self.timeline.add("caching", began)
         lane = self.lane(asked[0]) if asked else ROWS
-        if lane is DRAWS:
-            results = evaluate_isolated(self._sample, asked)
-        elif lane is SCORES:
-            results = evaluate_isolated(self._score, asked)
-        elif not self.engine.continuous:
-            results = evaluate_isolated(self._next_token_logprobs, asked)
-            self._keep(results, generation)
-        else:
+        if self.engine.continuous and lane not in (DRAWS, SCORES):
             self._in_flight.update(dict.fromkeys(asked, generation))
             results = self._advance(asked, dropped)
+        else:
+            results = evaluate_isolated(self._batch, asked)
+            self._keep(results, generation)
         for i, (request, result) in enumerate(results):
             if isinstance(result, Exception):
                 results[i] = request, self._explained(query_of(request), result)
@@ -217,22 +213,14 @@ class EngineExecutor:
 
     # --- batches ----------------------------------------------------------------------------------
 
-    def _next_token_logprobs(self, queries: Sequence[Any]) -> list[Result]:
-        return self._batch(queries, self.engine.next_token_logprobs, queries)
-
-    def _sample(self, draws: Sequence[Any]) -> list[Result]:
-        queries, params = [draw.query for draw in draws], [draw.params for draw in draws]
-        return self._batch(draws, self.engine.sample, queries, params)
-
-    def _score(self, requests: Sequence[Any]) -> list[Result]:
-        queries, continuations = [r.query for r in requests], [r.continuation for r in requests]
-        return self._batch(requests, self.engine.sequence_logprobs, queries, continuations)
-
-    def _batch(
-        self, requests: Sequence[Request], hook: Callable[..., list[Any] | None], *arguments: Any
-    ) -> list[Result]:
-        """The result of each request; ``None`` if the engine declines."""
-        results = self._called(len(requests), hook, *arguments) or [None] * len(requests)
+    def _batch(self, requests: Sequence[Any]) -> list[Result]:
+        """The result of each request, which are of one kind; ``None`` if the engine declines."""
+        hook: Callable[..., list[Any] | None] = self.engine.next_token_logprobs
+        if isinstance(requests[0], SampleRequest):
+            hook = self.engine.sample
+        elif isinstance(requests[0], ScoreRequest):
+            hook = self.engine.sequence_logprobs
+        results = self._called(len(requests), hook, requests) or [None] * len(requests)
         self.counters.count([*zip(requests, results, strict=True)], len(requests))
         return results
 

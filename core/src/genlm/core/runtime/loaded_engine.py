@@ -32,7 +32,6 @@ from genlm.core.types import (
     Query,
     Request,
     SampleRequest,
-    SamplingParams,
     ScoreRequest,
 )
 
@@ -189,7 +188,7 @@ class LoadedEngine:
 
     # --- evaluation -------------------------------------------------------------------------------
 
-    def next_token_logprobs(self, queries: Sequence[Query]) -> list[Any]:
+    def next_token_logprobs(self, queries: Sequence[Query]) -> list[Any] | None:
         """For each query its own row over the tokenizer's vocabulary, or its exception."""
         rows, failed = self._evaluate("genlm_next_token_logprobs", len(queries), queries=queries)
         began = self._timeline.clock()
@@ -233,24 +232,20 @@ class LoadedEngine:
         except Exception:
             log.exception("engine.wake_failed", backend=self.backend)
 
-    def sample(
-        self, queries: Sequence[Query], params: Sequence[SamplingParams]
-    ) -> list[Any] | None:
+    def sample(self, draws: Sequence[SampleRequest]) -> list[Any] | None:
         """Native draws, or ``None`` if the engine declines."""
-        drawn, failed = self._evaluate("genlm_sample", len(queries), queries=queries, params=params)
+        queries, params = [each.query for each in draws], [each.params for each in draws]
+        drawn, failed = self._evaluate("genlm_sample", len(draws), queries=queries, params=params)
         if drawn is None:
             return None
         return _failing(failed, queries, self._results.of_draws(queries, params, drawn))
 
-    def sequence_logprobs(
-        self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
-    ) -> list[Any] | None:
+    def sequence_logprobs(self, requests: Sequence[ScoreRequest]) -> list[Any] | None:
         """Native scores, or ``None`` if the engine declines."""
+        hook = "genlm_sequence_logprobs"
+        queries, continuations = [r.query for r in requests], [r.continuation for r in requests]
         scores, failed = self._evaluate(
-            "genlm_sequence_logprobs",
-            len(queries),
-            queries=queries,
-            continuations=continuations,
+            hook, len(requests), queries=queries, continuations=continuations
         )
         if scores is None:
             return None
