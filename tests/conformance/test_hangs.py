@@ -89,3 +89,27 @@ def test_an_engine_that_stops_answering(engine: Callable[..., MockEngine]) -> No
     END.set()
     assert not report.conforms
     assert "it hangs" in (report.not_loaded or report.failed[0].detail)
+
+
+class Slow(MockEngine):
+    """Answers everything, and would go on for hours."""
+
+    @hookimpl
+    def genlm_next_token_logprobs(self, queries):
+        END.wait(0.2)
+        return super().genlm_next_token_logprobs(queries)
+
+
+def test_a_run_that_takes_too_long() -> None:
+    """What was found until then is told, the clause under way fails, and the others are not
+    tried."""
+    suite = OfTheMock(Slow, effort=1.0)
+    suite.longest = 64
+    suite.deadline = 4.0
+    report = run(suite)
+    assert not report.conforms
+    (late,) = report.failed
+    assert "the time of the whole run was over, and " in late.detail
+    passed = [verdict.clause for verdict in report.verdicts if verdict.status == "passed"]
+    assert passed
+    assert report.skipped[-1].detail.startswith("given up: the time of the whole run was over")

@@ -401,3 +401,32 @@ class SecondTokenOfTheBaseModel(MockEngine):
 
 
 # --- the end ----------------------------------------------------------------------------------
+
+
+@breaks("scores_together")
+class EqualContinuationsScoredOnce(MockEngine):
+    """In one batch equal continuations are scored once, whatever stands before them."""
+
+    @hookimpl
+    def genlm_sequence_logprobs(self, queries, continuations):
+        scores = super().genlm_sequence_logprobs(queries, continuations)
+        known: dict = {}
+        return [known.setdefault(tuple(c), s) for c, s in zip(continuations, scores, strict=True)]
+
+
+@breaks("longest_context")
+class LimitOneTooLong(MockEngine):
+    """One token less than ``max_context`` fits: the first one goes, in cold rows too."""
+
+    def row(self, query):
+        full = query.length == self.max_context
+        return super().row(evolve(query, token_ids=query.token_ids[1:]) if full else query)
+
+
+@breaks("longest_context", max_context=3000)
+class CoarseBeyondFifteenHundred(MockEngine):
+    """Warm rows of more than 1,500 tokens are computed more coarsely."""
+
+    def row(self, query):
+        row = super().row(query)
+        return row.half().float() if query.length > 1500 and not query.cold else row

@@ -50,6 +50,9 @@ def add_to(commands: Commands) -> None:
         "--patience", type=float, default=120.0, help="seconds after which something hangs"
     )
     conformance.add_argument(
+        "--deadline", type=float, default=3600.0, help="seconds for the whole run"
+    )
+    conformance.add_argument(
         "--window", type=int, help="how many tokens back the model looks, if it forgets the others"
     )
     conformance.add_argument(

@@ -24,8 +24,8 @@ QUICK = 0.1
 
 #: Options that are attributes of the suite.
 AS_GIVEN = (
-    "backend", "model", "seed", "longest", "window", "patience", "reference", "ignores_tokens",
-    "text_is_normalised",
+    "backend", "model", "seed", "longest", "window", "patience", "deadline", "reference",
+    "ignores_tokens", "text_is_normalised",
 )  # fmt: skip
 
 #: Exit codes.
@@ -101,7 +101,7 @@ def suite_of(options: argparse.Namespace) -> ConformanceSuite:
     """
     if options.dtype is not None and options.dtype not in ATOL:
         raise InvalidOptionError(f"--dtype must be one of {', '.join(ATOL)}; got {options.dtype!r}")
-    for name in ("effort", "patience", "longest", "window"):
+    for name in ("effort", "patience", "deadline", "longest", "window"):
         value = getattr(options, name)
         if value is not None and not value > 0:
             raise InvalidOptionError(f"--{name} must be more than 0; got {value:g}")

@@ -31,6 +31,8 @@ class Declaration:
         options: Further ``llm_opts``.
         effort: Multiplies the numbers of examples; 0.1 takes about a tenth of the time.
         patience: The most seconds to wait for what must happen before the suite says that it hangs.
+        deadline: The most seconds of a whole run; what was found until then is told. With an
+            ``effort`` above 1, so many times more.
         longest: The longest context to ask, in tokens; ``None`` is what the engine can bear.
         window: How many tokens back the model looks; ``None`` is all of them.
         ignores_tokens: Whether the model may give contexts that differ the same row, as a back-off
@@ -48,6 +50,7 @@ class Declaration:
     options: Mapping[str, Any] = {}
     effort: float = 1.0
     patience: float = 120.0
+    deadline: float = 3600.0
     longest: int | None = None
     window: int | None = None
     ignores_tokens: bool = False

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
+import math
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -31,6 +33,10 @@ class Driver:
         self.patience = self._patience = patience
         #: How often something hung.
         self.hangs = 0
+        #: When the run as a whole must have ended, by ``time.monotonic``.
+        self.until = math.inf
+        #: Whether something was under way then.
+        self.was_late = False
         # One loop for the main thread: to make one takes longer than a request.
         self._loop = asyncio.Runner()
 
@@ -83,8 +89,10 @@ class Driver:
         pending, standstill = set(futures), self._standstill()
         while pending:
             done, pending = await asyncio.wait(
-                pending, timeout=self._patience, return_when=asyncio.FIRST_COMPLETED
+                pending, timeout=self._wait_for(), return_when=asyncio.FIRST_COMPLETED
             )
+            if pending and self.is_late:
+                return self.late(f"{who} had no answer yet")
             if done:
                 standstill = self._standstill()
             elif standstill():
@@ -120,10 +128,12 @@ class Driver:
         standstill = self._standstill()
         while True:
             try:
-                return future.result(self._patience)
+                return future.result(self._wait_for())
             except TimeoutError:
                 if future.done():
                     raise
+                if self.is_late:
+                    raise self.late(f"{what} had not returned yet") from None
                 if standstill():
                     raise self._hang(f"{what} did not return") from None
 
@@ -142,6 +152,22 @@ class Driver:
             return last == before or last - begun > CALLS
 
         return is_reached
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the time of the run as a whole is over."""
+        return time.monotonic() >= self.until
+
+    def late(self, where: str) -> Violation:
+        """What is told where it is over."""
+        self.was_late = True
+        return Violation(
+            f"the time of the whole run was over, and {where}. To allow more time set `deadline` "
+            "(--deadline)"
+        )
+
+    def _wait_for(self) -> float:
+        return max(0.0, min(self._patience, self.until - time.monotonic()))
 
     def _hang(self, what: str) -> Violation:
         violation = Violation(f"{what} within {self._patience:g} s: it hangs")

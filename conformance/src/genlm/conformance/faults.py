@@ -1,10 +1,16 @@
-"""A clause on errors: the engine fails in the middle of its work."""
+"""Clauses on errors: the engine fails in the middle of its work."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 
 from genlm.conformance.subject import Subject
+from genlm.core.types import TokenIds
 
 
 class FaultClauses:
@@ -20,12 +26,7 @@ class FaultClauses:
         plain = [(context, None) for context in contexts]
         for context, name in {*mixed, *plain}:
             live.cold(context, name)
-        failing = live.suite.fail_inside(live.lm)
-        if failing is None:
-            pytest.skip(
-                "the suite cannot make this engine fail from inside; override fail_inside() where "
-                "you can"
-            )
+        failing = self._failing(live)
         for asked in (mixed, plain, mixed[:1]):
             for times in (1, 1 << 20):
                 live.clear()
@@ -39,3 +40,43 @@ class FaultClauses:
                     live.lm.clear_cache()
                     how = f"after the engine had failed inside {times}x"
                     live.check_rows(*zip(*again, strict=True), how=how)
+
+    def test_state_after_an_error(self, live: Subject) -> None:
+        """A row, a draw, a score or a pin that fails half-way leaves no half of its state: the same
+        context, what it began with, and what goes on from it are right afterwards."""
+        most = min(live.longest, live.contexts.limit - 4)
+        tail = tuple(live.contexts.tokens[:3])
+        lengths = sorted({min(n, most) for n in (5, 33, 130)})
+        contexts = [live.contexts.long(n, 2) for n in lengths]
+        adapter = next(iter(live.loras), None)
+        for context in contexts:  # computed before anything fails
+            for end in range(len(tail)):
+                live.cold(context + tail[:end], adapter)
+        failing = self._failing(live)
+        ways: dict[str, Callable[[TokenIds], Any]] = {
+            "a row": lambda ids: live.gather([ids], [adapter]),
+            "a draw": lambda ids: live.sample(ids, 3, temperature=0.0, lora_name=adapter),
+            "a score": lambda ids: live.score(ids, tail, adapter),
+            "a pin": lambda ids: live.lm.cache_kv(ids, lora_name=adapter),
+        }
+        for context in contexts:
+            for what, ask in ways.items():
+                live.clear()
+                half = context[: len(context) // 2]
+                live.ask(half, adapter)  # what fails begins with state that is kept
+                with failing(1 << 20), contextlib.suppress(Exception):
+                    ask(context)
+                for end in (2, 0, 1):  # the longest first: it would go on from a wrong state
+                    how = f"after {what} of {len(context)} tokens had failed half-way"
+                    live.check_row(context + tail[:end], adapter, how=how)
+                live.lm.clear_cache()
+                live.check_row(half, adapter, how=f"after {what} that began with it had failed")
+
+    def _failing(self, live: Subject) -> Callable[[int], AbstractContextManager[None]]:
+        failing = live.suite.fail_inside(live.lm)
+        if failing is None:
+            pytest.skip(
+                "the suite cannot make this engine fail from inside; override fail_inside() where "
+                "you can"
+            )
+        return failing

@@ -3,6 +3,11 @@ what they do."""
 
 from __future__ import annotations
 
+import asyncio
+import math
+import time
+from typing import Any
+
 import pytest
 
 from genlm.conformance.agreement import expect_greedy, expect_scores
@@ -13,6 +18,9 @@ from genlm.core.types import TokenIds
 
 #: A prompt of this many tokens is computed in chunks by most engines.
 CHUNK = 256
+
+#: Longer contexts are not tried, nor those after one whose row took so many seconds.
+MOST_TOKENS, BEARABLE = 8192, 0.5
 
 #: Where shorter continuations begin and end, within blocks and across them.
 PIECES = ((1, 20), (14, 18), (14, 40), (30, 34), (32, 36), (64, 67), (33, 70), (60, 68), (126, 132))
@@ -140,18 +148,36 @@ class LengthClauses:
             live.atol = atol
 
     def test_longest_context(self, live: Subject) -> None:
-        """A context of exactly ``max_context`` tokens has a row, a draw and a score; run only where
-        that is at most 1024 tokens, or as many as the engine can bear."""
-        limit = live.lm.max_context
-        if limit is None or limit > live.longest:
+        """A context of exactly ``max_context`` tokens has a row, which depends on its first token,
+        a draw and a score. Where that is very long, contexts that are twice as long each time have
+        their rows, extended and cold, for as long as a row takes half a second."""
+        contexts, limit, length = live.contexts, live.contexts.limit, live.longest
+        seconds = 0.0 if live.suite.longest is None else math.inf
+        most = min(limit, MOST_TOKENS if live.effort >= 1 else MOST_TOKENS // 4)
+        while length < most and seconds <= BEARABLE:
+            length = min(2 * (length - length % 2), most)
+            text = contexts.long(length, 1)
+            live.ask(text[:-2])
+            began = time.perf_counter()
+            live.cold(text)
+            seconds = time.perf_counter() - began
+            live.check_row(text, how="extending one that is shorter by two")
+            live.looked = length
+        if length < limit:
             pytest.skip(
-                f"max_context is {limit}; to have it run, set it to {live.longest - 1} or less "
-                "where the backend lets you (for instance by --option max_context=64)"
+                f"rows of {length} tokens were looked at, and max_context is {live.lm.max_context};"
+                " to have the rest run, set it lower where the backend lets you (for instance by "
+                "--option max_context=64)"
             )
-        context = live.contexts.long(limit)
-        tokens = live.contexts.tokens
+        context, tokens = contexts.long(limit), contexts.tokens
         for shorter in (context[:-1], context):
             live.check_row(shorter, how=f"where max_context is {limit}")
+        if not live.suite.ignores_tokens and (live.suite.window or limit) >= limit:
+            first = next(token for token in tokens if token != context[0])
+            check(
+                not live.cold((first, *context[1:])).equal(live.cold(context)),
+                f"the row of a context of max_context={limit} tokens does not depend on the first",
+            )
         expect_greedy(live, live.sample(context, 1, temperature=0.0), context)
         drawn = live.sample(context[:-3], 4, seed=0)
         check(len(drawn) == 4, f"4 tokens fit after {limit - 3}; {len(drawn)} were drawn")
@@ -167,6 +193,29 @@ class LengthClauses:
         draws = [live.lm.sample(prompt, 4, [], temperature=0.0) for prompt in prompts]
         for prompt, drawn in zip(prompts, live.run_all(draws), strict=True):
             expect_greedy(live, drawn, prompt)
+
+    def test_scores_together(self, live: Subject) -> None:
+        """Scores that are asked together, and with rows and draws of their prompts, and share a
+        continuation or a prompt, with adapters and without, each are those of their own."""
+        lm, contexts, names = live.lm, live.contexts, [None, *live.loras][:3]
+        prompts = [contexts.long(min(n, contexts.limit - 3), n) for n in (2, 3, 17)]
+        tails = tuple(contexts.tokens[:2]), tuple(contexts.tokens[2:5])
+        asked = [(prompt, tail, name) for prompt in prompts for tail in tails for name in names]
+        greedy: Any = {"max_tokens": 2, "eos_token_ids": [], "temperature": 0.0}
+
+        async def together() -> list[Any]:
+            scores = [lm.sequence_logprobs(*each) for each in asked]
+            rows = [lm.next_token_logprobs(prompt) for prompt in prompts]
+            draws = [lm.sample(prompt, **greedy) for prompt in prompts]
+            return await asyncio.gather(*scores, *rows, *draws)
+
+        scores = live.run(together())
+        draws, rows = [[scores.pop() for _ in prompts][::-1] for _ in range(2)]
+        for given, (prompt, tail, name) in zip(scores, asked, strict=True):
+            expect_scores(live, given, prompt, tail, name, how="together with others like it")
+        live.expect_all(rows, prompts, how="together with scores after it")
+        for drawn, prompt in zip(draws, prompts, strict=True):
+            expect_greedy(live, drawn, prompt, how="together with scores, with temperature=0")
 
     def test_scores_at_every_length(self, live: Subject) -> None:
         """Continuations of unequal lengths score what the cold rows say, across blocks, chunks and

@@ -225,7 +225,9 @@ class LifecycleClauses:
         tensor library."""
         backend = find_backend(live.suite.backend)
         look = [sys.executable, "-c", LOOK, backend.name]
-        looked = subprocess.run(look, capture_output=True, text=True, check=False)
+        looked = subprocess.run(
+            look, capture_output=True, text=True, check=False, timeout=live.patience
+        )
         check(looked.returncode == 0, f"looking at the backend failed: {looked.stderr[-500:]}")
         imported = set(json.loads(looked.stdout.splitlines()[-1]))
         engine = backend.info().engine

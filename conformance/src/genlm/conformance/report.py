@@ -184,8 +184,9 @@ def run(
             if only(name.removeprefix("test_")):
                 verdicts.append(_verdict(suite, name, subject))
                 on_verdict(verdicts[-1])
-        longest, limit = subject.__dict__.get("longest"), subject.contexts_limit
-        if longest is not None and (limit is None or longest < limit):
+        longest = max(subject.looked, subject.__dict__.get("longest", 0))
+        limit = subject.contexts_limit
+        if longest and (limit is None or longest < limit):
             setting["longest context"] = f"{longest}" + (f" of {limit}" if limit else "")
     return Report(suite.backend, str(suite.model), tuple(verdicts), setting=setting)
 

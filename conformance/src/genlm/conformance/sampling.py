@@ -122,7 +122,8 @@ class SamplingClauses:
         expect_frequencies(what, [ids for ids in drawn if ids in mass], mass)
 
     def test_unseeded_after_seeded(self, live: Subject) -> None:
-        """A seed fixes one draw, and none of those without a seed that follow."""
+        """A seed fixes one draw, and none of those without a seed that follow it or are beside
+        it."""
         prompt = live.contexts.stem[:4]
         length = min(24, live.contexts.limit - 5)
         free = []
@@ -130,6 +131,16 @@ class SamplingClauses:
             live.sample(prompt, 4, seed=11)
             free.append(live.sample(prompt, length, temperature=100.0))
         check(free[0] != free[1], f"after a seeded draw, unseeded ones repeat: {free[0]}")
+        for _ in range(2):
+            beside = [
+                live.lm.sample(prompt, length, [], seed=seed, temperature=100.0)
+                for seed in (11, None, None)
+            ]
+            free += live.run_all(beside)[1:]
+        check(
+            len(set(map(tuple, free))) == len(free),
+            f"beside a seeded draw, unseeded ones repeat: {list(map(brief, free))}",
+        )
 
     def test_temperature_zero_is_argmax(self, live: Subject) -> None:
         """At temperature 0 every token is a most likely one of its row (within the tolerance)."""

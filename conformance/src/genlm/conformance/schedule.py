@@ -71,7 +71,8 @@ class ScheduleClauses:
         for turn in range(live.scaled(24, 3)):
             check_schedule(live, _leaving(turn))
         if live.effort >= 1:  # minutes on a slow engine
-            check_schedule(live, _leaving_alone(70))
+            for kind in ("long rows", "scores"):
+                check_schedule(live, _leaving_alone(kind, 70))
 
     def test_requests_on_a_schedule(self, live: Subject) -> None:
         """Rows, draws and scores of all lengths, options and adapters arrive alone and in bursts,
@@ -121,11 +122,11 @@ def _leaving(turn: int) -> list[Event]:
     ]
 
 
-def _leaving_alone(times: int) -> list[Event]:
-    """Long contexts that begin with nothing else in flight, and leave: who has the last place."""
+def _leaving_alone(kind: str, times: int) -> list[Event]:
+    """Requests that begin with nothing else in flight, and leave: who has the last place."""
     events: list[Event] = []
     for turn in range(times):
-        events += [Arrival(0, "long rows", 1, turn), Leaving(1, turn)]
+        events += [Arrival(0, kind, 1, turn), Leaving(1, turn)]
     return [*events, Arrival(1, "rows", 3, 0), Arrival(0, "long rows", 2, 0)]
 
 

@@ -63,10 +63,13 @@ class Subject(Driver):
     def __init__(self, suite: Declaration) -> None:
         super().__init__(suite.patience)
         self.suite = suite
+        self.until = time.monotonic() + suite.deadline * max(1.0, suite.effort)
         self.atol, self.effort, self.seed = suite.atol, suite.effort, suite.seed
         self.adapters = {name: os.fspath(path) for name, path in suite.adapters.items()}
         #: How long a failing example is made simpler, seconds; 0 where nobody reads it.
         self.shrinking = SHRINKING
+        #: The longest context whose row was looked at, where that is longer than :attr:`longest`.
+        self.looked = 0
         #: The largest deviation of a probability from the oracle's, in this clause.
         self.deviation = 0.0
         self.gate = EngineGate(suite.patience)
@@ -137,6 +140,10 @@ class Subject(Driver):
             pytest.skip(
                 f"given up: {self.hangs} times the model gave no answer; see the first failure"
             )
+        if self.was_late:
+            pytest.skip("given up: the time of the whole run was over; see the first failure")
+        if self.is_late:
+            raise self.late("this clause had not begun")
         self._clean = False
         self.deviation = 0.0
         return self
@@ -220,6 +227,7 @@ class Subject(Driver):
 
     def close(self) -> None:
         """The end of all clauses."""
+        self.until = math.inf  # to close the model there is time
         self._loop.close()
         self.end()
 
@@ -285,7 +293,7 @@ class Subject(Driver):
                 try:
                     holds(**drawn)
                 except Exception:
-                    shrinking = self.shrinking if self.hangs == hangs else 0.0
+                    shrinking = 0.0 if self.was_late or self.hangs > hangs else self.shrinking
                     shrink_until = min(shrink_until, time.monotonic() + shrinking)
                     failed.append(drawn)
                     raise
