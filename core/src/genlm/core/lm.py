@@ -145,7 +145,7 @@ class AsyncLM(GenerationMixin):
 
         def start() -> EngineExecutor:
             with _rare_collections():
-                engine = LoadedEngine(load(), backend, wrappers, timeline, violated)
+                engine = LoadedEngine(load(), backend, wrappers, violated)
             made.append(EngineExecutor(engine, cache, adapters, counters, timeline))
             return made[0]
 

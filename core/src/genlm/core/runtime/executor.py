@@ -3,7 +3,7 @@ rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from attrs import define, field
@@ -26,6 +26,9 @@ T = TypeVar("T")
 
 # A row for a Query; ids, or None, for a SampleRequest; scores, or None, for a ScoreRequest.
 Result = Any
+
+#: The arguments that hold requests.
+KINDS = ("queries", "samples", "scores")
 
 #: Cold queries, and draws and scores that the engine does not take in its steps.
 COLD, DRAWS, SCORES = Lane("cold rows", alone=True), Lane("draws"), Lane("scores")
@@ -181,7 +184,12 @@ class EngineExecutor:
         scores = [request for request in newcomers if isinstance(request, ScoreRequest)]
         try:
             results, failed = self._called(
-                len(self._in_flight), self.engine.step, queries, samples, scores, dropped
+                "genlm_step",
+                self.engine.results.of_step,
+                queries=queries,
+                samples=samples,
+                scores=scores,
+                dropped=dropped,
             )
         except (EngineDeadError, PluginError):
             raise
@@ -213,24 +221,52 @@ class EngineExecutor:
 
     # --- batches ----------------------------------------------------------------------------------
 
-    def _batch(self, requests: Sequence[Any]) -> list[Result]:
+    def _batch(self, requests: Sequence[Any]) -> Sequence[Result]:
         """The result of each request, which are of one kind; ``None`` if the engine declines."""
-        hook: Callable[..., list[Any] | None] = self.engine.next_token_logprobs
-        if isinstance(requests[0], SampleRequest):
-            hook = self.engine.sample
-        elif isinstance(requests[0], ScoreRequest):
-            hook = self.engine.sequence_logprobs
-        results = self._called(len(requests), hook, requests) or [None] * len(requests)
+        first, read = requests[0], self.engine.results
+        if isinstance(first, Query):
+            queries, hook = requests, "genlm_next_token_logprobs"
+            results, failed = self._called(
+                hook, lambda rows: read.of_batch(queries, rows), queries=queries
+            )
+        elif isinstance(first, SampleRequest):
+            queries, params = [r.query for r in requests], [r.params for r in requests]
+            results, failed = self._called(
+                "genlm_sample",
+                lambda drawn: read.of_draws(queries, params, drawn),
+                queries=queries,
+                params=params,
+            )
+        else:
+            queries, texts = [r.query for r in requests], [r.continuation for r in requests]
+            results, failed = self._called(
+                "genlm_sequence_logprobs",
+                lambda scores: read.of_scores(queries, texts, scores),
+                queries=queries,
+                continuations=texts,
+            )
         self.counters.count([*zip(requests, results, strict=True)], len(requests))
+        if failed:
+            return [failed.get(q, result) for q, result in zip(queries, results, strict=True)]
         return results
 
     # --- both -------------------------------------------------------------------------------------
 
-    def _called(self, in_flight: int, hook: Callable[..., T], *arguments: Any) -> T:
-        """Call the engine."""
+    def _called(
+        self, hook: str, read: Callable[[Any], T], **arguments: Any
+    ) -> tuple[T, Mapping[Request, Exception]]:
+        """Call an evaluation hook and read what it returns; also the requests that wrappers
+        fail."""
+        asked = sum(map(len, map(arguments.get, KINDS, ((), (), ()))))
         began = self.timeline.clock()
         try:
-            results = hook(*arguments)
+            try:
+                given, failed = self.engine.calls.evaluate(hook, arguments)
+            finally:
+                self.timeline.add("engine", began, requests=asked)
+            ended = self.timeline.clock()
+            results = read(given)
+            self.timeline.add("alignment", ended)
         except Exception as error:
             if not self.counters.failed_calls:
                 what = describe_error(error)
@@ -238,8 +274,8 @@ class EngineExecutor:
             self.counters.failed_calls += 1
             raise
         milliseconds = round((self.timeline.clock() - began) * 1e3, 3)
-        log.debug("batch.evaluated", backend=self.engine.backend, n=in_flight, ms=milliseconds)
-        return results
+        log.debug("batch.evaluated", backend=self.engine.backend, n=asked, ms=milliseconds)
+        return results, failed
 
     def _explained(self, query: Query, error: Exception) -> Exception:
         """The engine's error, with the query that caused it."""

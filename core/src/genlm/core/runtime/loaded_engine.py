@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +22,13 @@ from genlm.core.plugins import (
     implementations_of,
     plugin_manager,
 )
-from genlm.core.runtime.hook_calls import Failed, HookCalls
+from genlm.core.runtime.hook_calls import HookCalls
 from genlm.core.runtime.results import Results, Violated
-from genlm.core.runtime.timeline import Timeline
 from genlm.core.tokenization import Token, decode_vocab
 from genlm.core.types import (
     Adapter,
     Engine,
     Query,
-    Request,
-    SampleRequest,
-    ScoreRequest,
 )
 
 if TYPE_CHECKING:
@@ -50,7 +46,6 @@ class LoadedEngine:
         backend: The backend's name, for messages.
         wrappers: Objects that process rows, in this order, or observe hooks; the last one is
             outermost.
-        timeline: Receives the time in the evaluation hooks, and the time for their rows.
         violated: Told of results that break the contract; ``None`` checks shapes alone.
 
     Raises:
@@ -63,12 +58,10 @@ class LoadedEngine:
         engine: Engine,
         backend: str,
         wrappers: Iterable[object] = (),
-        timeline: Timeline | None = None,
         violated: Violated | None = None,
     ) -> None:
         self.backend = backend
         self._owner = f"engine {type(engine).__name__} of backend {backend!r}"
-        self._timeline = timeline or Timeline()
         try:
             self._adopt(engine, wrappers, violated)
         except BaseException:
@@ -78,7 +71,8 @@ class LoadedEngine:
     def _adopt(self, engine: Engine, wrappers: Iterable[object], violated: Violated | None) -> None:
         check_engine(engine, self._owner)
         manager = plugin_manager(self._owner, engine, wrappers)
-        self._calls = HookCalls(manager)
+        #: Its hooks, inside the wrappers, and what reads their results.
+        self.calls = HookCalls(manager)
         self._arguments = arguments_of(manager, engine)
         self.continuous = self.supports("genlm_step")
         evaluates = "genlm_step" if self.continuous else "genlm_next_token_logprobs"
@@ -108,8 +102,8 @@ class LoadedEngine:
         self.width = len(self.byte_vocab)  # of rows; kept, because users have the list itself
         named: Iterable[int] = getattr(engine, "eos_token_ids", None) or ()
         self.eos_token_ids = [token_id for token_id in named if 0 <= token_id < self.width]
-        process = partial(self._calls.evaluate, PROCESSOR) if processes else None
-        self._results = Results(self._owner, self.vocab_size, self.width, process, violated)
+        process = partial(self.calls.evaluate, PROCESSOR) if processes else None
+        self.results = Results(self._owner, self.vocab_size, self.width, process, violated)
 
     def _close_refused(self, engine: object) -> None:
         """The engine has been loaded, so it must be closed. The error to report is the one that
@@ -186,106 +180,41 @@ class LoadedEngine:
             why = self._lacking.get(hook, unknown)
             raise UnsupportedError(f"backend {self.backend!r} has no {feature}: {why}")
 
-    # --- evaluation -------------------------------------------------------------------------------
-
-    def next_token_logprobs(self, queries: Sequence[Query]) -> list[Any] | None:
-        """For each query its own row over the tokenizer's vocabulary, or its exception."""
-        rows, failed = self._evaluate("genlm_next_token_logprobs", len(queries), queries=queries)
-        began = self._timeline.clock()
-        own = self._results.of_batch(queries, rows)
-        self._timeline.add("alignment", began)
-        return _failing(failed, queries, own) if failed else own
-
-    def step(
-        self,
-        queries: Sequence[Query],
-        samples: Sequence[SampleRequest] = (),
-        scores: Sequence[ScoreRequest] = (),
-        dropped: Sequence[Request] = (),
-    ) -> tuple[list[tuple[Request, Any]], Failed]:
-        """Advance a continuous engine; return what it finished: each request with its result or its
-        exception. Also the requests, in flight or finished, that wrappers fail."""
-        answers, failed = self._evaluate(
-            "genlm_step",
-            len(queries) + len(samples) + len(scores),
-            queries=queries,
-            samples=samples,
-            scores=scores,
-            dropped=dropped,
-        )
-        began = self._timeline.clock()
-        results = self._results.of_step(answers)
-        self._timeline.add("alignment", began)
-        return results, failed
-
-    def _evaluate(self, hook: str, requests: int, **arguments: Any) -> tuple[Any, Failed]:
-        began = self._timeline.clock()
-        try:
-            return self._calls.evaluate(hook, arguments)
-        finally:
-            self._timeline.add("engine", began, requests=requests)
+    # --- calls ------------------------------------------------------------------------------------
 
     def wake(self) -> None:
         """Make the current step return early, if the engine can. On any thread."""
         try:
-            self._calls.call("genlm_wake")
+            self.calls.call("genlm_wake")
         except Exception:
             log.exception("engine.wake_failed", backend=self.backend)
 
-    def sample(self, draws: Sequence[SampleRequest]) -> list[Any] | None:
-        """Native draws, or ``None`` if the engine declines."""
-        queries, params = [each.query for each in draws], [each.params for each in draws]
-        drawn, failed = self._evaluate("genlm_sample", len(draws), queries=queries, params=params)
-        if drawn is None:
-            return None
-        return _failing(failed, queries, self._results.of_draws(queries, params, drawn))
-
-    def sequence_logprobs(self, requests: Sequence[ScoreRequest]) -> list[Any] | None:
-        """Native scores, or ``None`` if the engine declines."""
-        hook = "genlm_sequence_logprobs"
-        queries, continuations = [r.query for r in requests], [r.continuation for r in requests]
-        scores, failed = self._evaluate(
-            hook, len(requests), queries=queries, continuations=continuations
-        )
-        if scores is None:
-            return None
-        return _failing(failed, queries, self._results.of_scores(queries, continuations, scores))
-
-    # --- state ------------------------------------------------------------------------------------
-
     def cache_prefix(self, query: Query) -> None:
-        pinned = self._calls.call("genlm_cache_prefix", query=query)
+        pinned = self.calls.call("genlm_cache_prefix", query=query)
         if self.supports("genlm_cache_prefix"):
-            self._results.of_change("genlm_cache_prefix", query, pinned)
+            self.results.of_change("genlm_cache_prefix", query, pinned)
 
     def clear_kv_cache(self) -> None:
-        self._calls.call("genlm_clear_kv_cache")
+        self.calls.call("genlm_clear_kv_cache")
 
     def read_lora(self, adapter: Adapter) -> Any:
         """Called on any thread."""
-        return self._calls.call("genlm_read_lora", adapter=adapter)
+        return self.calls.call("genlm_read_lora", adapter=adapter)
 
     def add_lora(self, adapter: Adapter, contents: Any) -> None:
-        added = self._calls.call("genlm_add_lora", adapter=adapter, contents=contents)
-        self._results.of_change("genlm_add_lora", adapter, added)
+        added = self.calls.call("genlm_add_lora", adapter=adapter, contents=contents)
+        self.results.of_change("genlm_add_lora", adapter, added)
 
     def remove_lora(self, adapter: Adapter) -> None:
-        removed = self._calls.call("genlm_remove_lora", adapter=adapter)
-        self._results.of_change("genlm_remove_lora", adapter, removed)
+        removed = self.calls.call("genlm_remove_lora", adapter=adapter)
+        self.results.of_change("genlm_remove_lora", adapter, removed)
 
     def close(self) -> None:
         """End the engine and release it, so that its memory is free even while this object is
         kept."""
         try:
-            self._calls.call("genlm_close")
+            self.calls.call("genlm_close")
         finally:
             self.closed = True
             self._model = None
-            self._calls.forget()
-
-
-def _failing(failed: Failed, queries: Sequence[Query], results: list[Any]) -> list[Any]:
-    """The results of queries, with the errors of those that wrappers fail."""
-    if not failed:
-        return results
-    return [failed.get(query, result) for query, result in zip(queries, results, strict=True)]
+            self.calls.forget()

@@ -81,9 +81,11 @@ class Results:
         self,
         queries: Sequence[Query],
         params: Sequence[SamplingParams],
-        drawn: Sequence[Iterable[int]],
-    ) -> list[list[int]]:
-        """For each query what ``genlm_sample`` drew."""
+        drawn: Sequence[Iterable[int]] | None,
+    ) -> list[Any]:
+        """For each query what ``genlm_sample`` drew; ``None`` where it declined."""
+        if drawn is None:
+            return [None] * len(queries)
         hook = "genlm_sample"
         self._check_count(hook, queries, drawn, "continuations")
         return [self._draw(hook, *each) for each in zip(queries, params, drawn, strict=True)]
@@ -92,9 +94,12 @@ class Results:
         self,
         queries: Sequence[Query],
         continuations: Sequence[Sequence[int]],
-        scores: Sequence[Any],
-    ) -> list[torch.Tensor]:
-        """For each continuation what ``genlm_sequence_logprobs`` gave."""
+        scores: Sequence[Any] | None,
+    ) -> list[Any]:
+        """For each continuation what ``genlm_sequence_logprobs`` gave; ``None`` where it
+        declined."""
+        if scores is None:
+            return [None] * len(queries)
         hook = "genlm_sequence_logprobs"
         self._check_count(hook, queries, scores, "scores")
         return [

@@ -14,6 +14,7 @@ from attrs import frozen
 from genlm.core.errors import InvalidOptionError
 from genlm.core.runtime.batcher import Batcher, Executor
 from genlm.core.runtime.lanes import Lane
+from genlm.core.runtime.results import evaluate_isolated
 from genlm.core.trie.trie import ParallelTokenCharacterTrie, TokenCharacterTrie
 from genlm.core.trie.weights import MAX, SUM, Operation
 
@@ -45,23 +46,11 @@ class TrieExecutor(Executor[Request, Any]):
     def step(
         self, newcomers: Sequence[Request], dropped: Sequence[Request] = ()
     ) -> Iterable[tuple[Request, Any]]:
-        """Answer all of ``newcomers``, which ask for the same operation.
-
-        If that fails, each is answered alone.
-        """
-        try:
-            return list(zip(newcomers, self._combine(newcomers), strict=True))
-        except Exception:
-            return [(request, self._alone(request)) for request in newcomers]
+        """Answer all of ``newcomers``, which ask for the same operation. Wrong ones fail alone."""
+        return evaluate_isolated(self._combine, newcomers)
 
     def close(self) -> None:
         """Nothing to release."""
-
-    def _alone(self, request: Request) -> Any:
-        try:
-            return self._combine([request])[0]
-        except Exception as error:
-            return error
 
     def _combine(self, requests: Sequence[Request]) -> Any:
         is_sum = requests[0].operation is SUM
