@@ -14,8 +14,8 @@ from genlm.core.context import Context, contexts_of, token_ids_of
 from genlm.core.errors import InvalidQueryError
 from genlm.core.hints import known_keywords
 from genlm.core.runtime.batcher import Batcher
-from genlm.core.runtime.calls import the_copy
 from genlm.core.runtime.executor import Result
+from genlm.core.runtime.lanes import the_copy
 from genlm.core.runtime.timeline import Timeline
 from genlm.core.text import TextMixin
 from genlm.core.types import Query, Request, TokenIds

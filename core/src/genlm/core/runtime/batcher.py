@@ -13,6 +13,7 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
+import copy
 import ctypes
 import functools
 import itertools
@@ -27,8 +28,17 @@ from genlm.core.checks import safe_repr
 from genlm.core.errors import EngineDeadError, ModelClosedError, QueriesResetError
 from genlm.core.logs import get_logger
 from genlm.core.runtime.askers import ASKING, Asker
-from genlm.core.runtime.calls import Call, Future, Place, Task, another, deliver
-from genlm.core.runtime.lanes import ROWS, Counters, Lane, Lanes, Pending
+from genlm.core.runtime.lanes import (
+    ROWS,
+    Call,
+    Counters,
+    Future,
+    Lane,
+    Lanes,
+    Pending,
+    Place,
+    Task,
+)
 from genlm.core.runtime.timeline import Timeline
 
 log = get_logger()
@@ -556,3 +566,50 @@ def died(message: str, cause: BaseException) -> EngineDeadError:
     error = EngineDeadError(message)
     error.__cause__ = cause
     return error
+
+
+def deliver(outcomes: Iterable[tuple[Future[Any], Any]], timeline: Timeline) -> None:
+    """Give futures their result, or the error in its place. Each is resolved in its own event loop,
+    and each loop is woken once."""
+    began = timeline.clock()
+    by_loop: dict[asyncio.AbstractEventLoop | None, list[tuple[Future[Any], Any]]] = {}
+    for outcome in outcomes:
+        future = outcome[0]
+        loop = None if isinstance(future, concurrent.futures.Future) else future.get_loop()
+        if (of_loop := by_loop.get(loop)) is None:
+            of_loop = by_loop[loop] = []
+        of_loop.append(outcome)
+    for loop, of_loop in by_loop.items():
+        if loop is None:
+            _resolve(of_loop, timeline, began)
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(_resolve, of_loop, timeline, began)
+
+
+def _resolve(outcomes: Sequence[tuple[Future[Any], Any]], timeline: Timeline, began: float) -> None:
+    for future, result in outcomes:
+        try:
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+        except (asyncio.InvalidStateError, concurrent.futures.InvalidStateError):
+            continue  # its caller has gone
+        except TypeError as refused:
+            # An asyncio future takes no StopIteration; the futures after it must not wait for ever
+            refused.__cause__ = result
+            future.set_exception(refused)
+    timeline.add("delivery", began, answers=len(outcomes))
+
+
+def another(error: Exception) -> Exception:
+    """A copy of an error for a further caller: if several tasks raise one object, each sees the
+    frames of the others."""
+    try:
+        own = copy.copy(error)
+        same = str(own) == str(error)
+    except Exception:  # some classes cannot be made from their ``args``, or have no text
+        return error
+    own.__cause__ = error.__cause__
+    return own if same else error

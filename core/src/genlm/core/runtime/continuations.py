@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Seque
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from genlm.core.runtime.batcher import Batcher
-from genlm.core.runtime.calls import the_copy
 from genlm.core.runtime.executor import Result
+from genlm.core.runtime.lanes import the_copy
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.sampling import Particle, TokenDrawer
 from genlm.core.scoring import LIKELIEST, Score
