@@ -1,16 +1,29 @@
-"""Every block of code on a page runs as it is shown: what it names stands before it on the page."""
+"""Every block of code on a page runs as it is shown: what it names stands before it on the page.
+
+Run here, over the mock, is every page that nothing else runs. The project's README, tutorials and
+the pages that show a real model's answers are run over that model, and the page on plugins shows
+code that is a plugin's own.
+"""
 
 from __future__ import annotations
 
 import ast
+import asyncio
 import builtins
+import inspect
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import structlog
+
+from genlm.core import AsyncLM
+from genlm.core.options import CoreOptions
 
 ROOT = Path(__file__).parents[1]
 FENCED = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+RUN_ELSEWHERE = ("docs/index.md", "docs/start.md", "docs/writing-a-plugin.md")
 PAGES = [page for page in (ROOT / "docs").glob("**/*.md") if FENCED.search(page.read_text("utf-8"))]
 
 
@@ -46,3 +59,43 @@ def test_what_a_block_names_stands_before_it(page: Path) -> None:
         bound, read = names(block)
         known |= bound
         assert read <= known, block
+
+
+RUN_HERE = [
+    page
+    for page in (*PAGES, *ROOT.glob("co*/README.md"))
+    if page.relative_to(ROOT).as_posix() not in RUN_ELSEWHERE and page.parent.name != "tutorials"
+]
+
+
+@pytest.fixture
+def mocks(monkeypatch, tmp_path):
+    """Whatever a page loads is the mock, and what it writes is in a folder that goes."""
+    load = AsyncLM.from_backend.__func__
+    loaded = []
+
+    def from_backend(cls, backend, name, options):
+        core, _ = CoreOptions.split(options)
+        loaded.append(load(cls, "mock", "mock", {"wrappers": core.wrappers}))
+        return loaded[-1]
+
+    monkeypatch.setattr(AsyncLM, "from_backend", classmethod(from_backend))
+    monkeypatch.chdir(tmp_path)
+    yield
+    for lm in loaded:
+        lm.close()
+    structlog.reset_defaults()
+
+
+@pytest.mark.usefixtures("mocks")
+@pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_the_blocks_of_a_page_run(page: Path) -> None:
+    text = re.sub(r"\b7042\b", "70", page.read_text("utf-8"))  # an id that the mock has as well
+    blocks = [parsed(block) for block in FENCED.findall(text)]
+    written = vars(ModuleType("__main__"))
+    for block in blocks:
+        code = compile(block, str(page), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        if code.co_flags & inspect.CO_COROUTINE:
+            asyncio.run(eval(code, written))
+        else:
+            exec(code, written)
