@@ -104,14 +104,15 @@ class OutputCache:
         than the whole cache."""
         if self.maxsize == 0:
             return
-        nbytes = row.nbytes + (ID_BYTES * key.length if isinstance(key, Query) else 0)
+        nbytes = row.nbytes + (ID_BYTES * len(key.context) if isinstance(key, Query) else 0)
         if self.max_bytes is not None and nbytes > self.max_bytes:
             return
         own = row.to("cpu" if self.move_to_cpu else row.device, copy=True)
         with self._lock:
             if generation != self.generation:
                 return
-            self._remove(key)
+            if (kept := self._rows.pop(key, None)) is not None:
+                self._nbytes -= kept[2]
             self._rows[key] = own, row.device, nbytes
             self._nbytes += nbytes
             while (self.maxsize is not None and len(self._rows) > self.maxsize) or (
@@ -131,12 +132,8 @@ class OutputCache:
         with self._lock:
             self.generation += 1
             for key in list(dict.__iter__(self._rows)):  # the ordered one hashes every key
-                if condition(key):
-                    self._remove(key)
-
-    def _remove(self, key: Hashable) -> None:
-        if (kept := self._rows.pop(key, None)) is not None:
-            self._nbytes -= kept[2]
+                if condition(key) and (kept := self._rows.pop(key, None)) is not None:
+                    self._nbytes -= kept[2]
 
     def _forked(self) -> bool:
         """Whether this is a forked child: it has no use for rows, and perhaps a lock that is

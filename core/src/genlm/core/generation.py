@@ -25,7 +25,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def twin(
+def blocking_form(
     ask: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Any, P], T]:
     """A method that does the same and blocks. It takes the same arguments."""
@@ -330,22 +330,22 @@ class GenerationMixin(RowsMixin):
 
     # --- blocking ---------------------------------------------------------------------------------
 
-    sample_sync = twin(sample)
+    sample_sync = blocking_form(sample)
     """:meth:`sample`, blocking."""
 
-    batch_sample_sync = twin(batch_sample)
+    batch_sample_sync = blocking_form(batch_sample)
     """:meth:`batch_sample`, blocking."""
 
-    sample_particles_sync = twin(sample_particles)
+    sample_particles_sync = blocking_form(sample_particles)
     """:meth:`sample_particles`, blocking."""
 
-    sequence_logprobs_sync = twin(sequence_logprobs)
+    sequence_logprobs_sync = blocking_form(sequence_logprobs)
     """:meth:`sequence_logprobs`, blocking."""
 
-    batch_sequence_logprobs_sync = twin(batch_sequence_logprobs)
+    batch_sequence_logprobs_sync = blocking_form(batch_sequence_logprobs)
     """:meth:`batch_sequence_logprobs`, blocking."""
 
-    rolling_logprobs_sync = twin(rolling_logprobs)
+    rolling_logprobs_sync = blocking_form(rolling_logprobs)
     """:meth:`rolling_logprobs`, blocking."""
 
     # --- checks -----------------------------------------------------------------------------------

@@ -107,8 +107,7 @@ class EngineExecutor:
         generation = self.cache.generation
         answers, asked = self._known(newcomers)
         self.timeline.add("caching", began)
-        lane = self.lane(asked[0]) if asked else ROWS
-        if self.engine.continuous and lane not in (DRAWS, SCORES):
+        if self.engine.continuous and not (asked and self.lane(asked[0]) in (DRAWS, SCORES)):
             self._in_flight.update(dict.fromkeys(asked, generation))
             results = self._advance(asked, dropped)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence, Sized
 from typing import Any, Generic, TypeVar
@@ -179,7 +180,7 @@ class Lanes(Generic[R, A]):
         #: What is in flight. The engine thread's own.
         self.in_flight: Pending[R, A] = {}
         self._lane = ROWS  # of what is in flight, if anything is
-        self._limit = limit
+        self._limit = math.inf if limit is None else limit
         self._timeline = timeline
         self._counters = counters
         # Not sorted yet. Sorting stops at the first task.
@@ -194,7 +195,7 @@ class Lanes(Generic[R, A]):
 
     def put(self, asked: Call[R, A, Any] | Task[Any]) -> None:
         """Add what a caller has asked, behind everything else."""
-        if not self:
+        if not (self._lanes or self._arrived):
             self._queued_since = self._timeline.clock()
         self._arrived.append(asked)
 
@@ -205,7 +206,7 @@ class Lanes(Generic[R, A]):
 
     def fills(self, requests: Sized) -> bool:
         """Whether these are as many as may be in flight."""
-        return self._limit is not None and len(requests) >= self._limit
+        return len(requests) >= self._limit
 
     def full(self) -> bool:
         """Whether a batch that begins now would not grow by waiting: it is full, or something that
@@ -258,7 +259,8 @@ class Lanes(Generic[R, A]):
         newcomers: list[R] = []
         taken = self._timeline.clock()
         pending = self._lanes.pop(lane)
-        while pending and not self.fills(self.in_flight) and not (lane.alone and self.in_flight):
+        most = 1 if lane.alone else self._limit
+        while pending and len(self.in_flight) < most:
             request, asked = pending.popitem(last=False)
             callers = [place for place in asked if not place.future.done()]
             self._counters.cancelled += len(asked) - len(callers)

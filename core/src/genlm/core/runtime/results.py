@@ -60,7 +60,8 @@ class Results:
         hook = "genlm_next_token_logprobs"
         self._check_tensor(hook, queries[0], rows, (len(queries), self._vocab_size))
         wrong = self._wrong_rows(hook, queries, rows) if self._violated else ()
-        return self._own(queries, self._align(rows), wrong)
+        aligned = rows if self._width == self._vocab_size else self._align(rows)
+        return self._own(queries, aligned, wrong)
 
     def of_step(self, answers: Sequence[Answer]) -> list[tuple[Request, Any]]:
         """Each request with its result or its exception, which may say what is wrong with the
