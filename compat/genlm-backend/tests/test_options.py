@@ -81,7 +81,7 @@ def test_a_call_of_0_3_1_is_a_call_here(signature: str) -> None:
     name, _, parameters = call.removesuffix(")").partition("(")
     owner = owner_of(where)
     function = getattr(owner, name.removeprefix("async "))
-    assert inspect.iscoroutinefunction(function) == name.startswith("async ")
+    assert inspect.iscoroutinefunction(inspect.unwrap(function)) == name.startswith("async ")
     wanted = [parameter for parameter in parameters.split(", ") if parameter]
     found = [
         parameter.name

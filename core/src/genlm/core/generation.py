@@ -30,7 +30,7 @@ def blocking_form(
 ) -> Callable[Concatenate[Any, P], T]:
     """A method that does the same and blocks. It takes the same arguments."""
 
-    @functools.wraps(ask)
+    @functools.wraps(ask, updated=())  # a mark of coroutines is not its own
     def asks(self: GenerationMixin, /, *given: P.args, **options: P.kwargs) -> T:
         self._batcher.require_open()
         own: Callable[P, Coroutine[Any, Any, T]] = getattr(self, ask.__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import ParamSpec, TypeVar
 
@@ -120,4 +121,6 @@ def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
             )
         return function(*args, **options)
 
+    if sys.version_info >= (3, 12) and inspect.iscoroutinefunction(function):
+        inspect.markcoroutinefunction(refusing)
     return refusing
