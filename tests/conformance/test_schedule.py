@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 
+from genlm.conformance import Violation
 from genlm.conformance.report import Report, Verdict, run
 from genlm.core import AsyncLM
 from genlm.core.mock import ByteTokenizer
@@ -60,14 +62,48 @@ def test_rounding_is_no_fault() -> None:
     assert verdict.status == "passed", verdict.detail
 
 
-def test_the_request_that_is_wrong_is_named_in_a_few_lines() -> None:
-    verdict = on_a_schedule(GeneratorsDoNotMoveUp)
+class Planted(OfTheMock):
+    """A suite that a program can make by its name."""
+
+    def __init__(self) -> None:
+        super().__init__(GeneratorsDoNotMoveUp, effort=1.0)
+
+
+def test_the_request_that_is_wrong_is_named_in_a_few_lines_and_shown_by_a_program() -> None:
+    suite = Planted()
+    suite.shrinking = 600.0  # a busy machine is slow
+    (verdict,) = run(suite, only=lambda clause: clause == "requests_on_a_schedule").verdicts
     wrong, *story = verdict.detail.splitlines()
     assert ": request " in wrong
     assert "it draws [" in wrong
     assert "alone it draws [" in wrong
     asked = [line for line in story if line.startswith("  call ")]
     assert 1 <= len(asked) <= 3
+    begin = 1 + story.index("  A program that shows it alone:")
+    lines = [line[4:] for line in story[begin:] if line.startswith("    ")]
+    program = lines[: 1 + [line.startswith("show(") for line in lines].index(True)]
+    assert len(program) <= 10
+    with pytest.raises(Violation, match="alone it draws"):
+        exec("\n".join(program), {})
+
+
+class ByName(WorkingEngine):
+    """The first adapter of a name stays."""
+
+    def job_of(self, request: Any) -> Any:
+        job = super().job_of(request)
+        if job.adapter is not None and job.adapter.name == "moving":
+            job.adapter = None
+        return job
+
+
+def test_an_adapter_has_one_name_in_a_message() -> None:
+    suite = OfTheMock(ByName, effort=1.0)
+    suite.shrinking = 600.0
+    (verdict,) = run(suite, only=lambda clause: clause == "requests_on_a_schedule").verdicts
+    wrong = verdict.detail.splitlines()[0]
+    assert "with adapter 'moving' (bound to 'a' then)" in wrong
+    assert wrong.count("'a'") == 1
 
 
 def test_a_clause_that_says_what_is_wrong_is_read_first() -> None:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 
 import pytest
+import torch
 from hypothesis import strategies as st
 
 from genlm.conformance import ConformanceSuite, Violation
 from genlm.conformance.driver import Driver
-from genlm.conformance.report import counterexample
+from genlm.conformance.report import counterexample, run
 from genlm.conformance.subject import Subject
+from genlm.core import Query, hookimpl
+from genlm.core.mock import MockEngine
+
+from .faulty import OfTheMock
 
 
 def test_a_call_ends_quietly_after_its_waiter_gave_up() -> None:
@@ -81,3 +87,41 @@ def test_a_failure_that_comes_and_goes_shows_the_violation() -> None:
     said = counterexample(failed.value)
     assert said.startswith("Violation: ")
     assert "The same example does not fail every time." in said
+
+
+class Raises(MockEngine):
+    """A helper of the engine raises for longer contexts."""
+
+    def row(self, query: Query) -> torch.Tensor:
+        if query.length > 20:
+            self.look_up(query)
+        return super().row(query)
+
+    def look_up(self, query: Query) -> None:
+        raise KeyError("no such block")
+
+    @hookimpl
+    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+        return super().genlm_next_token_logprobs(queries)
+
+
+def test_an_exception_of_the_engines_own_code_says_where_it_was_raised() -> None:
+    (verdict,) = run(OfTheMock(Raises, 0.1), only=lambda name: name == "large_batch").failed
+    assert "raised by the engine's own code, in genlm_next_token_logprobs: " in verdict.detail
+    assert __file__ in verdict.detail
+    assert "in look_up" in verdict.detail
+
+
+class Doubles(MockEngine):
+    """Rows of another type."""
+
+    @hookimpl
+    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+        return super().genlm_next_token_logprobs(queries).double()
+
+
+def test_what_one_clause_has_told_another_does_not_tell_again() -> None:
+    wanted = ("engine_keeps_its_contract", "contract_is_kept_throughout")
+    (verdict,) = run(OfTheMock(Doubles, 0.1), only=lambda name: name in wanted).failed
+    assert verdict.clause == "engine_keeps_its_contract"
+    assert verdict.detail.count("torch.float64") == 1

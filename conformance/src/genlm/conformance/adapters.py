@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from genlm.conformance.agreement import expect_score
 from genlm.conformance.compare import Violation, answered, brief, check, difference
 from genlm.conformance.driver import Outcome, started, submitted
-from genlm.conformance.subject import Subject
+from genlm.conformance.subject import Subject, with_adapter
 from genlm.core.errors import UnknownAdapterError
 from genlm.core.types import TokenIds
 
@@ -89,22 +89,30 @@ class AdapterClauses:
         )
         def rebound_adapter(context: TokenIds, pinned: bool, removed: bool) -> None:
             old, new = live.cold(context, first), live.cold(context, second)
+            done: list[str] = []
 
-            def expect(row: torch.Tensor, how: str) -> None:
+            def expect(row: torch.Tensor) -> None:
                 asked = live.ask(context, first)
-                live.expect_row(asked, row, f"{list(context)} with {first!r}{how}")
+                after = ", ".join(done) or "nothing"
+                live.expect_row(asked, row, f"{brief(context)}{with_adapter(first)}, after {after}")
+                done.append("it was asked")
 
             if pinned:
                 live.lm.cache_kv(context[:-1] or context, lora_name=first)
-            expect(old, "")
+                done.append("it was pinned")
+            expect(old)
             if removed:
                 live.remove(first)
+                done.append(f"{first!r} was removed")
             live.bind(first, live.adapters[second])
-            expect(new, f" bound to {second!r} anew")
+            done.append(f"{first!r} was bound to the files of {second!r}")
+            expect(new)
             live.lm.clear_cache()
-            expect(new, f" bound to {second!r}, asked again")
+            done.append("the row cache was cleared")
+            expect(new)
             live.bind(first, live.adapters[first])
-            expect(old, " bound back")
+            done.append(f"{first!r} was bound to its own files again")
+            expect(old)
 
     def test_removed_adapter(self, live: Subject) -> None:
         """A removed adapter is unknown, the base model and the other adapters are as before, and it
@@ -232,7 +240,9 @@ class AdapterClauses:
                 else [live.ask(context, name) for name in asked]
             )
             for name, outcome, row in zip(asked, outcomes, expected, strict=True):
-                live.expect_row(outcome, row, f"{brief(context)} with {name!r} of {len(asked)}")
+                bound = f"when {len(asked) - 1} adapters are bound"
+                what = f"{brief(context)}{with_adapter(name)}, {bound}"
+                live.expect_row(outcome, row, what)
             live.lm.clear_cache()
 
 

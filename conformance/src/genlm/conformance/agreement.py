@@ -82,8 +82,10 @@ def expect_scores(
     places: Iterable[int] | None = None,
     how: str = "scored",
 ) -> None:
-    """Check that scores are the entries of the cold rows, at some places or at all."""
-    what = f"{brief(tokens)} after {brief(prompt)}{with_adapter(adapter)}, {how}"
+    """Check that scores are the entries of the cold rows, at some places or at all. Without
+    ``how`` the adapter has been named."""
+    what = f"{brief(tokens)} after {brief(prompt)}"
+    what += f"{with_adapter(adapter)}, {how}" if how else ""
     answered(scores, what)
     check(
         tuple(scores.shape) == (len(tokens),),

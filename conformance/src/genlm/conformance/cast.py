@@ -9,7 +9,7 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from genlm.conformance.agreement import MovedDraw, expect_scores, may_follow, steady
-from genlm.conformance.compare import ROUNDING, Violation, answered
+from genlm.conformance.compare import ROUNDING, Violation, answered, brief
 from genlm.conformance.driver import Outcome
 from genlm.conformance.subject import Subject, with_adapter
 from genlm.core.types import TokenIds
@@ -51,7 +51,8 @@ class Row:
         return self
 
     def compare(self, live: Subject, outcome: Outcome, owner: str | None) -> None:
-        live.expect(outcome, self.prompt, owner, how="in the schedule")
+        cold = live.cold(self.prompt, owner)
+        live.expect_row(outcome, cold, f"the row of {brief(self.prompt)}")
 
 
 @frozen
@@ -75,7 +76,7 @@ class Score:
         return self
 
     def compare(self, live: Subject, outcome: Outcome, owner: str | None) -> None:
-        expect_scores(live, outcome, self.prompt, self.tokens, owner, places=self._places)
+        expect_scores(live, outcome, self.prompt, self.tokens, owner, places=self._places, how="")
 
     @property
     def _places(self) -> list[int]:

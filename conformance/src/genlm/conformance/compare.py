@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
+import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import genlm.core
+
 if TYPE_CHECKING:
     import torch
+
+#: Where the suite's code is, and the core's.
+OURS = (os.path.dirname(__file__), os.path.dirname(genlm.core.__file__))
 
 #: How far a probability may be from its cold one, by the type the model computes in. Measured
 #: differences between batch shapes are a tenth of these.
@@ -45,8 +52,23 @@ def answered(outcome: Any, what: str, more: str = "") -> Any:
         Violation: with the messages ``what`` and ``more``; it is an exception.
     """
     if isinstance(outcome, BaseException):
-        raise Violation(f"{what}: {type(outcome).__name__}: {outcome}{more}") from outcome
+        told = f"{type(outcome).__name__}: {outcome}{origin(outcome)}"
+        raise Violation(f"{what}: {told}{more}") from outcome
     return outcome
+
+
+def origin(error: BaseException) -> str:
+    """Where in the engine's own code an exception was raised, as the end of a message; empty where
+    it was not."""
+    while error.__cause__ is not None:  # the core says which request it was
+        error = error.__cause__
+    hook, place = "", ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if not file.startswith(OURS):
+            hook = name if name.startswith("genlm_") else hook
+            place = f"{file}, line {line}, in {name}"
+    return f" (raised by the engine's own code, in {hook}: {place})" if hook else ""
 
 
 def brief(token_ids: Sequence[int]) -> str:

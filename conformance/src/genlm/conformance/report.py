@@ -14,6 +14,7 @@ from typing import Any, Literal
 import pytest
 from attrs import asdict, field, frozen
 
+from genlm.conformance.compare import origin
 from genlm.conformance.subject import Subject, violation_in
 from genlm.conformance.suite import INVOLVED, OneModel, clause_names
 from genlm.core.errors import GenlmError
@@ -244,4 +245,6 @@ def counterexample(error: BaseException) -> str:
     lines = traceback.format_exception_only(error)
     if isinstance(error, BaseExceptionGroup):
         lines += [counterexample(cause) for cause in error.exceptions]
+    elif origin_of := origin(error):
+        lines[0] = f"{lines[0].rstrip()}{origin_of}\n"
     return "".join(lines).removeprefix(f"{type(error).__module__}.").strip()

@@ -4,6 +4,8 @@ of the engine. Each must get what it gets alone."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -15,12 +17,16 @@ from hypothesis.strategies import SearchStrategy
 from genlm.conformance.agreement import MovedDraw, for_each_seed
 from genlm.conformance.cast import DIFFERENT, MOVING, Request, Row, requests_of
 from genlm.conformance.compare import Violation
+from genlm.conformance.declaration import Declaration
 from genlm.conformance.driver import Outcome, submitted
 from genlm.conformance.subject import Subject
 from genlm.core.errors import UnknownAdapterError
 
 #: How many events a schedule has at most.
 EVENTS = 10
+
+#: Of a longer story as many lines are told from its beginning, and from its end.
+LINES = 10
 
 #: How many requests come at once: alone, few, beyond 8, beyond 64.
 BURSTS = (1, 2, 4, 9, 17, 66, 80)
@@ -130,6 +136,35 @@ def _leaving_alone(kind: str, times: int) -> list[Event]:
     return [*events, Arrival(1, "rows", 3, 0), Arrival(0, "long rows", 2, 0)]
 
 
+def show(suite: Declaration, *schedule: Event) -> None:
+    """Perform a schedule alone, on a model that is loaded for it.
+
+    Raises:
+        Violation: some request got something else than alone.
+    """
+    with contextlib.closing(Subject(suite)) as live:
+        check_schedule(live, schedule)
+
+
+def program(live: Subject, schedule: Sequence[Event]) -> str:
+    """A program that performs a schedule alone."""
+    suite = live.suite
+    name, module = type(suite).__name__, type(suite).__module__
+    lines = [f"from {module} import {name}", f"suite = {name}()"]
+    if module.startswith("genlm."):
+        lines[0] = f"from genlm.conformance import {name}"
+        lines += [
+            f"suite.backend, suite.model = {suite.backend!r}, {os.fspath(suite.model)!r}",
+            f"suite.adapters, suite.options = {live.adapters}, {dict(suite.options)}",
+        ]
+    lines += [
+        f"suite.longest, suite.atol = {live.longest}, {suite.atol!r}",
+        "from genlm.conformance.schedule import Arrival, Leaving, Rebinding, show",
+        f"show(suite, {', '.join(map(repr, schedule))})",
+    ]
+    return "\n".join(["  A program that shows it alone:", *(f"    {line}" for line in lines)])
+
+
 def check_schedule(live: Subject, schedule: Sequence[Event]) -> None:
     """Raises: Violation: some request got something else than alone."""
 
@@ -181,6 +216,7 @@ class Performance:
 
     def __init__(self, live: Subject, schedule: Sequence[Event], salt: int) -> None:
         self.live = live
+        self._schedule = schedule
         self._salt = salt
         self._clock = 0
         self._asked: list[Asked] = []
@@ -309,8 +345,12 @@ class Performance:
             violation = one.wrong(self.live)
             if violation is None:
                 continue
-            story = "\n  ".join(self._lines)
-            message = f"request {one.number}, a {one.request}: {violation}\n  {story}"
+            story = "\n  ".join([*self._lines[:LINES], "...", *self._lines[-LINES:]])
+            if len(self._lines) <= 2 * LINES:
+                story = "\n  ".join(self._lines)
+                story += f"\n{program(self.live, self._schedule)}"
+            bound = f" (bound to {one.owner!r} then)" if one.request.adapter != one.owner else ""
+            message = f"request {one.number}, a {one.request}{bound}: {violation}\n  {story}"
             if not isinstance(violation, MovedDraw):
                 raise Violation(message)
             moved = moved or MovedDraw(message)

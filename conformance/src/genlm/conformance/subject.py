@@ -74,6 +74,8 @@ class Subject(Driver):
         self.deviation = 0.0
         self.gate = EngineGate(suite.patience)
         self.contract_violations: list[PluginError] = []
+        #: Those that a clause has told.
+        self.told: set[str] = set()
         self._together = ""  # the contexts that were asked last, for messages
         self._lm: AsyncLM | None = None
         self._broken: Exception | None = None
