@@ -124,6 +124,13 @@ def test_quantised(
     interleave(model, seed=0, atol=0.1)
 
 
+def test_four_bits_of_a_real_model(real_model: str) -> None:
+    """On a CPU, bitsandbytes computes wide layers in bfloat16, whatever the model's type."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    engine = HFEngine(load(real_model, bitsandbytes_opts={"load_in_4bit": True}), None)
+    assert engine.reuse is Reuse.SHARED
+
+
 def test_quantised_rows_are_other_than_plain_ones(tiny: str, beside: Make) -> None:
     """Or the test above would not see that the options are lost."""
     pytest.importorskip(

@@ -237,10 +237,13 @@ def _tolerance(
     contexts apart."""
     if getattr(model, "is_loaded_in_8bit", False):
         return INT8_TOLERANCE
-    most = TOLERANCES.get(model.dtype, TOLERANCES[torch.float32])
+    dtype = model.dtype
+    if getattr(model, "is_loaded_in_4bit", False) and model.device.type == "cpu":
+        dtype = torch.bfloat16  # in which bitsandbytes computes there, if the processor can
+    most = TOLERANCES.get(dtype, TOLERANCES[torch.float32])
     spread = float(expected.std(-1).min())
     size = float((expected.amax(-1) - expected.amin(-1)).max())
-    steps = ROUNDING_STEPS * torch.finfo(model.dtype).eps * size
+    steps = ROUNDING_STEPS * torch.finfo(dtype).eps * size
     least = max(SPREAD_SHARE * spread, steps)
     if least >= most:  # however small the noise is
         return most
