@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from genlm.conformance.compare import brief, check
 from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
-
-if TYPE_CHECKING:
-    pass
 
 #: How far the logarithm of a row's total mass may be from 0.
 NORMALISATION = 1e-4
