@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from genlm.core import MockAsyncLM
+from genlm.core import InvalidOptionError, MockAsyncLM
+from genlm.core.hints import METHODS
 from genlm.core.trie import TokenCharacterTrie
 
 
@@ -45,3 +48,13 @@ def test_other_attributes_are_ordinary() -> None:
         assert lm.mine == 1
         with pytest.raises(AttributeError, match=r"'MockAsyncLM' object has no attribute 'yours'$"):
             _ = lm.yours
+
+
+def test_methods_of_other_tools(mock) -> None:
+    lm = mock()
+    for name, way in METHODS.items():
+        with pytest.raises(AttributeError, match=re.escape(f"has no attribute {name!r}: {way}")):
+            getattr(lm, name)
+        assert any(hasattr(lm, method) for method in re.findall(r"lm\.(\w+)", way))
+    with pytest.raises(InvalidOptionError, match="stride: context_len is the least context"):
+        lm.rolling_logprobs_sync([1, 2], stride=1)

@@ -42,6 +42,7 @@ ARGUMENTS: Mapping[str, str] = {
     "stop_strings": f"a stop string {_ON_TOP}; eos_token_ids ends a draw at tokens",
     "stop_token_ids": "eos_token_ids are the tokens that end a draw",
     "stream": "`async for token_id in lm.stream(ids, max_tokens)` gives them as they are drawn",
+    "stride": "context_len is the least context of a token: max_length - stride + 1",
     "temperature": "a row has temperature t as (row / t).log_softmax(-1)",
 }
 
@@ -67,6 +68,23 @@ LM: Mapping[str, str] = {
     "walk_cache": "reuse is automatic, and lm.cache_kv(prompt) pins a prompt",
 }
 
+_SCORES = "lm.batch_sequence_logprobs(contexts, continuations), or lm.sequence_logprobs for one"
+_ROLLING = "lm.rolling_logprobs(ids) scores each token of a text, however long it is"
+
+#: Methods of other tools, and what to use here.
+METHODS: Mapping[str, str] = {
+    "chat": "lm.apply_chat_template(messages) gives the ids to draw after with lm.sample",
+    "forward": "lm.next_token_logprobs(ids) gives a row",
+    "generate": "lm.sample(ids, max_tokens) draws ids",
+    "logits": "lm.next_token_logprobs(ids) gives a row",
+    "logprobs": "lm.next_token_logprobs(ids) gives a row",
+    "loglikelihood": _SCORES,
+    "loglikelihood_rolling": _ROLLING,
+    "perplexity": _ROLLING,
+    "score": _SCORES,
+    "tokenize": "lm.encode(text) gives ids",
+}
+
 _SUMS = "trie.weight_sum and trie.weight_max do it all"
 
 #: Those of its trie.
@@ -86,8 +104,11 @@ def nearest(name: object, known: Iterable[str]) -> str | None:
 
 
 def missing_attribute(owner: object, name: str, replaced: Mapping[str, str]) -> AttributeError:
-    """The error for an attribute that ``owner`` lacks. For one of 0.3, it says what replaced it."""
+    """The error for an attribute that ``owner`` lacks. For one of 0.3 it says what replaced it, for
+    a method of another tool what does the same."""
     message = f"{type(owner).__name__!r} object has no attribute {name!r}"
+    if replaced is LM and name in METHODS:
+        message = f"{message}: {METHODS[name]}"
     if name in replaced:
         message = f"{message}, as it had in genlm-backend 0.3: {replaced[name]}"
     return AttributeError(message, name=name, obj=owner)
