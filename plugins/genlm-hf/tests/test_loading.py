@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,16 @@ def test_every_argument_of_from_pretrained_has_its_place() -> None:
             if named and name not in ("self", "pretrained_model_name_or_path"):
                 assert name in ELSEWHERE
     assert not ELSEWHERE.keys() & {each.name for each in attrs.fields(HFOptions)}
+
+
+def test_a_cache_of_ones_own(tiny: str, tmp_path: Path) -> None:
+    snapshots = tmp_path / "models--org--tiny"
+    (snapshots / "refs").mkdir(parents=True)
+    (snapshots / "refs" / "main").write_text("a" * 40)
+    shutil.copytree(tiny, snapshots / "snapshots" / ("a" * 40))
+    places = {"cache_dir": str(tmp_path), "local_files_only": True}
+    with load_model_by_name("org/tiny", backend="hf", hf_opts=places) as lm:
+        assert lm.next_token_logprobs_sync([1]).shape == (len(lm.byte_vocab),)
 
 
 @pytest.mark.parametrize(

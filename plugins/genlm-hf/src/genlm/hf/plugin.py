@@ -26,7 +26,7 @@ def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
     from genlm.hf.options import HFOptions
 
     parsed = HFOptions.parse(options)
-    if "subfolder" not in parsed.hf_opts:
+    if not {"subfolder", "cache_dir"} & parsed.hf_opts.keys():  # then it is not in the usual place
         require_model(model, ("config.json", "*.gguf"))
     from genlm.hf.engine import HFEngine
     from genlm.hf.loading import load_pretrained
