@@ -1,5 +1,5 @@
-"""What every backend must do: tiny models of five cache families, one of them with adapters, and a
-small real model."""
+"""What every backend must do: tiny models of five cache families, one of them with adapters; the
+rows of a small real model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from genlm.conformance import ConformanceSuite
+from genlm.conformance import ConformanceSuite, RowSuite
 
 
 @pytest.mark.quick
@@ -49,7 +49,7 @@ class TestLfm2(Family):
     family = "lfm2"
 
 
-class TestReal(ConformanceSuite):
+class TestReal(RowSuite):
     backend = "mlx"
     effort = 0.1
     longest = 129  # the tiny ones go further

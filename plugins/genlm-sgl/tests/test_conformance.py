@@ -1,17 +1,30 @@
-"""What every backend must do, on the real engine: a small real model, then adapters of a tiny one
-in mixed batches."""
+"""What every backend must do, on the real engine: a tiny model, alone and with adapters in mixed
+batches; the rows of a small real one."""
 
 from __future__ import annotations
 
 import pytest
 from sgl_torch_cpu import without_pinned_memory
 
-from genlm.conformance import ConformanceSuite
+from genlm.conformance import ConformanceSuite, RowSuite
+
+LIMITS = {"context_length": 512, "max_total_tokens": 16384}
 
 
 class TestSgl(ConformanceSuite):
     backend = "sgl"
-    options = {"engine_opts": {"context_length": 512, "max_total_tokens": 16384}}  # noqa: RUF012
+    options = {"engine_opts": LIMITS}  # noqa: RUF012
+    effort = 0.1
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def given(cls, tiny):
+        cls.model = tiny
+
+
+class TestSglReal(RowSuite):
+    backend = "sgl"
+    options = {"engine_opts": LIMITS}  # noqa: RUF012
     effort = 0.1
 
     @pytest.fixture(scope="class", autouse=True)

@@ -1,5 +1,5 @@
-"""What every backend must do, on a real vLLM: a small real model with live sessions; a tiny one
-without them, and with adapters."""
+"""What every backend must do, on a real vLLM: a tiny model with live sessions, without them, and
+with adapters; the rows of a small real one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from genlm.conformance import ConformanceSuite
+from genlm.conformance import ConformanceSuite, RowSuite
 from tools.tiny import write_adapter
 
 FLOAT32 = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 256 << 20}
@@ -22,17 +22,23 @@ class TestVllm(ConformanceSuite):
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
-    def _given(cls, real_model):
-        cls.model = real_model
+    def _given(cls, tiny_path):
+        cls.model = tiny_path
 
 
 class TestVllmWithoutLiveSessions(TestVllm):
     options = {"engine_opts": FLOAT32, "live_sessions": False}  # noqa: RUF012
 
+
+class TestVllmReal(RowSuite):
+    backend = "vllm"
+    options = {"engine_opts": FLOAT32}  # noqa: RUF012
+    effort = 0.1
+
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
-    def _given(cls, tiny_path):
-        cls.model = tiny_path
+    def _given(cls, real_model):
+        cls.model = real_model
 
 
 @pytest.mark.quick
