@@ -16,6 +16,7 @@ from genlm.vllm.lora import LoraEngine
 from genlm.vllm.options import Options, check_engine_opts
 from genlm.vllm.rows import LocalRows, Rows, WorkerRows
 from genlm.vllm.sessions import Sessions
+from genlm.vllm.settings import corrections
 from genlm.vllm.streams import EngineStream
 
 log = get_logger()
@@ -46,6 +47,7 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
         settings = (
             _defaults()
             | dict(chosen.engine_opts)
+            | corrections(model, chosen.engine_opts)
             | spare
             | _row_hooks(chosen.engine_opts, store if local else None)
         )

@@ -1,0 +1,71 @@
+"""What a configuration says is computed as transformers does, or contexts end before it, or the
+model is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from transformers import AutoModelForCausalLM
+
+from genlm.core import EngineError, Query
+
+#: Where windows and scaling begin to matter, and the lengths that are tried.
+FAR = 20
+LENGTHS = (5, FAR, FAR + 1, FAR + 4, 2 * FAR + 1, 4 * FAR + 1)
+
+SHAPE = {"head_dim": 32, "max_position_embeddings": 256, "sliding_window": FAR}
+MIXED = {**SHAPE, "layer_types": ["sliding_attention", "full_attention"]}
+QWEN = {**MIXED, "use_sliding_window": True, "max_window_layers": 1}
+SCALED = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": FAR,
+    "llama_4_scaling_beta": 0.5,
+}
+MINISTRAL = {"head_dim": 32, "max_position_embeddings": 4 * FAR, "rope_parameters": SCALED}
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "engine_opts", "longest"),
+    [
+        ("Cohere2", MIXED, {}, None),
+        ("Qwen2", QWEN, {"max_model_len": FAR}, FAR - 1),
+        ("Ministral3", MINISTRAL, {"max_model_len": None}, FAR - 1),
+    ],
+)
+def test_rows_are_those_of_transformers(
+    family: str,
+    config: dict[str, Any],
+    engine_opts: dict[str, Any],
+    longest: int | None,
+    make_tiny: Callable[..., str],
+    load_briefly: Callable[..., Any],
+) -> None:
+    folder = make_tiny(family, **config)
+    reference = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with capture_logs() as logs:
+        engine = load_briefly(folder, **engine_opts)
+    assert longest is None or engine.max_context == longest
+    ends = [log for log in logs if log["event"] == "vllm.context_ends"]
+    assert len(ends) == (family == "Ministral3")
+    whole = tuple(torch.randint(1000, (LENGTHS[-1],), generator=torch.manual_seed(1)).tolist())
+    for length in LENGTHS:
+        if length <= engine.max_context:
+            with torch.no_grad():
+                logits = reference(torch.tensor([whole[:length]]), use_cache=False).logits[0, -1]
+            (row,) = engine.ask(Query(whole[:length], cold=True))
+            torch.testing.assert_close(row, logits.log_softmax(-1), atol=2e-3, rtol=0)
+
+
+def test_windows_of_some_layers_alone_are_refused(
+    make_tiny: Callable[..., str], load_briefly: Callable[..., Any]
+) -> None:
+    with pytest.raises(EngineError, match=f"a window of {FAR} tokens, and vLLM gives all layers"):
+        load_briefly(make_tiny("Qwen2", **QWEN))
