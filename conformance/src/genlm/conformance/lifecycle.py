@@ -27,6 +27,9 @@ from genlm.core.plugins import find_backend
 HEAVY = frozenset({"jax", "mlx", "tensorflow", "torch", "transformers"})
 
 #: Prints the top-level modules that looking at a backend imports, beyond those of the core.
+#: The most seconds in which an interpreter starts and looks at a backend, on any machine.
+STARTS = 60.0
+
 LOOK = """
 import json, sys
 from genlm.core.plugins import find_backend
@@ -225,9 +228,8 @@ class LifecycleClauses:
         tensor library."""
         backend = find_backend(live.suite.backend)
         look = [sys.executable, "-c", LOOK, backend.name]
-        looked = subprocess.run(
-            look, capture_output=True, text=True, check=False, timeout=live.patience
-        )
+        patience = max(live.patience, STARTS)
+        looked = subprocess.run(look, capture_output=True, text=True, check=False, timeout=patience)
         check(looked.returncode == 0, f"looking at the backend failed: {looked.stderr[-500:]}")
         imported = set(json.loads(looked.stdout.splitlines()[-1]))
         engine = backend.info().engine
