@@ -34,6 +34,8 @@ MINISTRAL = {"head_dim": 32, "max_position_embeddings": 4 * FAR, "rope_parameter
     ("family", "config", "engine_opts", "longest"),
     [
         ("Cohere2", MIXED, {}, None),
+        ("Falcon", {"max_position_embeddings": 256}, {}, None),
+        ("Phi3", MIXED, {"max_model_len": FAR}, FAR - 1),
         ("Qwen2", QWEN, {"max_model_len": FAR}, FAR - 1),
         ("Ministral3", MINISTRAL, {"max_model_len": None}, FAR - 1),
     ],
@@ -64,8 +66,34 @@ def test_rows_are_those_of_transformers(
             torch.testing.assert_close(row, logits.log_softmax(-1), atol=2e-3, rtol=0)
 
 
-def test_windows_of_some_layers_alone_are_refused(
-    make_tiny: Callable[..., str], load_briefly: Callable[..., Any]
+FLIPPED = ["full_attention", "sliding_attention"]
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+PARTLY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "said"),
+    [
+        ("Qwen2", QWEN, f"have a window of {FAR} tokens"),
+        ("Phi3", MIXED, f"have a window of {FAR} tokens"),
+        ("Mixtral", MIXED | EXPERTS, f"have a window of {FAR} tokens"),
+        ("GptOss", SHAPE | EXPERTS | {"layer_types": FLIPPED}, f"have a window of {FAR} tokens"),
+        ("GptOss", SHAPE | EXPERTS | {"rope_parameters": LINEAR}, "rope_parameters=.* of gpt_oss"),
+        ("GptOss", SHAPE | EXPERTS | {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+        ("Cohere", {"tie_word_embeddings": False}, "tie_word_embeddings=False of cohere"),
+        ("Falcon", {"activation": "relu"}, "activation='relu' of falcon"),
+        ("Falcon", {"ffn_hidden_size": 256}, "ffn_hidden_size=256 of falcon"),
+        ("Qwen2", SHAPE | {"rope_parameters": PARTLY}, "partial_rotary_factor=0.5 of qwen2"),
+        ("Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2}, "e_score_correction_bias"),
+    ],
+)
+def test_what_vllm_computes_otherwise_is_refused(
+    family: str,
+    config: dict[str, Any],
+    said: str,
+    make_tiny: Callable[..., str],
+    load_briefly: Callable[..., Any],
 ) -> None:
-    with pytest.raises(EngineError, match=f"a window of {FAR} tokens, and vLLM gives all layers"):
-        load_briefly(make_tiny("Qwen2", **QWEN))
+    with pytest.raises(EngineError, match=said):
+        load_briefly(make_tiny(family, **config))

@@ -16,7 +16,17 @@ log = get_logger()
 WIDER = ("cohere2", "cohere2_moe")
 
 #: Families of which vLLM gives all layers the same window.
-ONE_WINDOW = ("qwen2", "qwen3")
+ONE_WINDOW = ("ministral3", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+
+#: Settings that vLLM does not read, and what it takes for them.
+TAKEN: Mapping[str, Mapping[str, object]] = {
+    "cohere": {"tie_word_embeddings": True},
+    "cohere2": {"tie_word_embeddings": True},
+    "cohere2_moe": {"tie_word_embeddings": True},
+    "falcon": {"activation": "gelu"},
+    "gpt_oss": {"tie_word_embeddings": False, "swiglu_alpha": 1.702, "attention_bias": True},
+    "qwen2_moe": {"qkv_bias": True},
+}
 
 
 def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,16 +40,24 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
     settings = settings_of(model, engine_opts.get("revision"))
     if settings is None or not isinstance(given, Mapping):
         return {}
+    _refuse_what_is_not_read(settings)
     longest = engine_opts.get("max_model_len")
     found = windows(settings, settings.num_hidden_layers)
     window = next((one for one in found if one is not None), None)
-    if settings.model_type in ONE_WINDOW and window is not None and None in found:
-        _refuse_mixed(settings, found, window, longest)
+    if window is not None and not _takes_windows(settings):
+        if longest is None or longest > window:
+            raise EngineError(
+                f"some layers of this {settings.model_type} have a window of {window} tokens, and "
+                "vLLM gives layers other windows than its configuration; load it with "
+                f'engine_opts={{"max_model_len": {window}}}, within which no window matters, or '
+                'with backend="hf"'
+            )
         whole = ["full_attention"] * len(found)
-        return {"hf_overrides": {"use_sliding_window": False, "layer_types": whole, **given}}
+        off = {"use_sliding_window": False, "sliding_window": None, "layer_types": whole}
+        return {"hf_overrides": {**off, **given}}
     if settings.model_type in WIDER and window is not None:
         return {"hf_overrides": {"sliding_window": window - 1, **given}}
-    rope = getattr(settings, "rope_parameters", None) or {}
+    rope = _rope_of(settings)
     if rope.get("llama_4_scaling_beta"):
         begins = rope["original_max_position_embeddings"]
         if longest is None or longest > begins:
@@ -48,11 +66,42 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _refuse_mixed(settings: Any, found: list[int | None], window: int, longest: int | None) -> None:
-    if longest is None or longest > window:
-        raise EngineError(
-            f"{len(found) - found.count(None)} of the {len(found)} layers have a window of "
-            f"{window} tokens, and vLLM gives all layers of {settings.model_type} the same; load "
-            f'the model with engine_opts={{"max_model_len": {window}}}, within which no window '
-            'matters, or with backend="hf"'
-        )
+def _takes_windows(settings: Any) -> bool:
+    """Whether vLLM gives each layer the window that the configuration does."""
+    kinds = list(getattr(settings, "layer_types", None) or ())
+    if settings.model_type == "gpt_oss":  # windows in every other layer, from the first on
+        return kinds == (["sliding_attention", "full_attention"] * len(kinds))[: len(kinds)]
+    return settings.model_type not in ONE_WINDOW or len({*kinds}) <= 1
+
+
+def _refuse_what_is_not_read(settings: Any) -> None:
+    family, rope = settings.model_type, _rope_of(settings)
+    for name, taken in TAKEN.get(family, {}).items():
+        if (value := getattr(settings, name, taken)) != taken:
+            raise _error(family, f"{name}={value!r}", f"takes {taken!r} for it")
+    if family == "falcon" and settings.ffn_hidden_size != 4 * settings.hidden_size:
+        size = f"ffn_hidden_size={settings.ffn_hidden_size}"
+        raise _error(family, size, f"takes 4 * hidden_size={4 * settings.hidden_size} for it")
+    if family == "gpt_oss" and (
+        rope.get("rope_type") != "yarn" or {"attention_factor", "mscale"} & rope.keys()
+    ):
+        raise _error(family, f"rope_parameters={rope!r}", "computes its own yarn without factors")
+    if family == "qwen2" and rope.get("partial_rotary_factor", 1.0) != 1.0:
+        factor = f"partial_rotary_factor={rope['partial_rotary_factor']}"
+        raise _error(family, factor, "applies it, where the model's own code does not")
+    if family == "ernie4_5_moe" and _on_a_cpu():
+        raise _error(family, "e_score_correction_bias", "leaves it out of the routing on a CPU")
+
+
+def _rope_of(settings: Any) -> Mapping[str, Any]:
+    return getattr(settings, "rope_parameters", None) or {}
+
+
+def _on_a_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _error(family: str, setting: str, what: str) -> EngineError:
+    return EngineError(f'{setting} of {family}: vLLM {what}; load the model with backend="hf"')
