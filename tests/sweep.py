@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -199,8 +200,10 @@ def swept(
     save: Callable[[Any, Path], Any] = save_model,
     left_open: Mapping[str, Mapping[str, Any]] = LEFT_OPEN,
     changes: Callable[[dict[str, Any]], Iterator[dict[str, Any]]] = variants,
+    sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Tried]:
-    """What becomes of a family's small model, and of each change of it."""
+    """What becomes of a family's small model, and of each change of it. An engine that has no
+    kernels for so small ones names its ``sizes``."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     config = CONFIG_MAPPING[family](**left_open.get(family, {}))
@@ -212,6 +215,9 @@ def swept(
     for factor in FACTORS:
         try:
             small = small_config(config, factor, far)
+            given = small.to_dict()
+            given |= {name: n for name, n in sizes.items() if isinstance(given.get(name), int)}
+            small = type(config).from_dict(given)
         except Exception:
             continue
         base = tried(kind, small, {}, folder / f"{factor}", load, save)

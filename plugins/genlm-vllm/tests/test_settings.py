@@ -27,6 +27,9 @@ SCALED = {
     "original_max_position_embeddings": FAR,
     "llama_4_scaling_beta": 0.5,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0} | {
+    "original_max_position_embeddings": FAR
+}
 MINISTRAL = {"head_dim": 32, "max_position_embeddings": 4 * FAR, "rope_parameters": SCALED}
 
 
@@ -37,6 +40,7 @@ MINISTRAL = {"head_dim": 32, "max_position_embeddings": 4 * FAR, "rope_parameter
         ("Falcon", {"max_position_embeddings": 256}, {}, None),
         ("Phi3", MIXED, {"max_model_len": FAR}, FAR - 1),
         ("Qwen2", QWEN, {"max_model_len": FAR}, FAR - 1),
+        ("Llama", {"head_dim": 32, "rope_parameters": YARN}, {"max_model_len": 96}, 2 * FAR - 1),
         ("Ministral3", MINISTRAL, {"max_model_len": None}, FAR - 1),
     ],
 )
@@ -56,7 +60,7 @@ def test_rows_are_those_of_transformers(
         engine = load_briefly(folder, **engine_opts)
     assert longest is None or engine.max_context == longest
     ends = [log for log in logs if log["event"] == "vllm.context_ends"]
-    assert len(ends) == (family == "Ministral3")
+    assert len(ends) == (family in ("Llama", "Ministral3"))
     whole = tuple(torch.randint(1000, (LENGTHS[-1],), generator=torch.manual_seed(1)).tolist())
     for length in LENGTHS:
         if length <= engine.max_context:
@@ -82,6 +86,9 @@ PARTLY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.
         ("GptOss", SHAPE | EXPERTS | {"rope_parameters": LINEAR}, "rope_parameters=.* of gpt_oss"),
         ("GptOss", SHAPE | EXPERTS | {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
         ("Cohere", {"tie_word_embeddings": False}, "tie_word_embeddings=False of cohere"),
+        ("Cohere2", SHAPE | {"hidden_act": "relu"}, "hidden_act='relu' of cohere2"),
+        ("StableLm", {"use_parallel_residual": True}, "use_parallel_residual=True of stablelm"),
+        ("Olmoe", {"num_experts": 4, "clip_qkv": 2.0}, "clip_qkv=2.0 of olmoe"),
         ("Falcon", {"activation": "relu"}, "activation='relu' of falcon"),
         ("Falcon", {"ffn_hidden_size": 256}, "ffn_hidden_size=256 of falcon"),
         ("Qwen2", SHAPE | {"rope_parameters": PARTLY}, "partial_rotary_factor=0.5 of qwen2"),

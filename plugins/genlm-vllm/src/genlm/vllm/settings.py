@@ -18,15 +18,29 @@ WIDER = ("cohere2", "cohere2_moe")
 #: Families of which vLLM gives all layers the same window.
 ONE_WINDOW = ("ministral3", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
+COHERE = {"tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False}
+
 #: Settings that vLLM does not read, and what it takes for them.
 TAKEN: Mapping[str, Mapping[str, object]] = {
-    "cohere": {"tie_word_embeddings": True},
-    "cohere2": {"tie_word_embeddings": True},
-    "cohere2_moe": {"tie_word_embeddings": True},
+    "cohere": COHERE,
+    "cohere2": COHERE,
+    "cohere2_moe": {**COHERE, "norm_topk_prob": True},
     "falcon": {"activation": "gelu"},
-    "gpt_oss": {"tie_word_embeddings": False, "swiglu_alpha": 1.702, "attention_bias": True},
+    "gpt2": {"scale_attn_weights": True},
+    "gpt_oss": {
+        "tie_word_embeddings": False,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "attention_bias": True,
+        "rms_norm_eps": 1e-5,
+    },
+    "olmoe": {"norm_topk_prob": False, "clip_qkv": None},
     "qwen2_moe": {"qkv_bias": True},
+    "stablelm": {"use_parallel_residual": False, "qk_layernorm": False, "hidden_act": "silu"},
 }
+
+#: Families whose own code does not read ``partial_rotary_factor``, which vLLM applies.
+WHOLLY_ROTARY = ("cohere", "cohere2", "cohere2_moe", "falcon", "qwen2", "qwen2_moe")
 
 
 def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,13 +71,25 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
         return {"hf_overrides": {**off, **given}}
     if settings.model_type in WIDER and window is not None:
         return {"hf_overrides": {"sliding_window": window - 1, **given}}
-    rope = _rope_of(settings)
-    if rope.get("llama_4_scaling_beta"):
-        begins = rope["original_max_position_embeddings"]
-        if longest is None or longest > begins:
-            log.warning("vllm.context_ends", at=begins, before="the scaling of queries by position")
-            return {"max_model_len": begins}
+    ends, before = _end_of(settings)
+    if ends is not None and (longest is None or longest > ends):
+        log.warning("vllm.context_ends", at=ends, before=before)
+        return {"max_model_len": ends}
     return {}
+
+
+def _end_of(settings: Any) -> tuple[int | None, str]:
+    """The longest context of which vLLM's positions are right, if it is less than the model's, and
+    what it ends before."""
+    rope = _rope_of(settings)
+    begins = rope.get("original_max_position_embeddings")
+    if begins and rope.get("llama_4_scaling_beta"):
+        return begins, "the scaling of queries by position"
+    if begins and rope.get("rope_type") == "yarn":
+        ends = int(begins * rope.get("factor", 1.0))
+        if ends < getattr(settings, "max_position_embeddings", ends):
+            return ends, "the last of yarn's positions"
+    return None, ""
 
 
 def _takes_windows(settings: Any) -> bool:
@@ -86,9 +112,11 @@ def _refuse_what_is_not_read(settings: Any) -> None:
         rope.get("rope_type") != "yarn" or {"attention_factor", "mscale"} & rope.keys()
     ):
         raise _error(family, f"rope_parameters={rope!r}", "computes its own yarn without factors")
-    if family == "qwen2" and rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if family in WHOLLY_ROTARY and rope.get("partial_rotary_factor", 1.0) != 1.0:
         factor = f"partial_rotary_factor={rope['partial_rotary_factor']}"
         raise _error(family, factor, "applies it, where the model's own code does not")
+    if family == "falcon_h1" and settings.mamba_rms_norm and settings.mamba_norm_before_gate:
+        raise _error(family, "mamba_norm_before_gate=True", "applies the gate first")
     if family == "ernie4_5_moe" and _on_a_cpu():
         raise _error(family, "e_score_correction_bias", "leaves it out of the routing on a CPU")
 
