@@ -1,18 +1,15 @@
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib.metadata
 import random
 import re
 import shutil
 import tempfile
-import threading
 import weakref
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -26,6 +23,7 @@ from genlm.sgl import AsyncSGLTransformer, plugin
 from genlm.sgl.options import gpu_index
 from genlm.sgl.plugin import genlm_backend_info, genlm_load
 from tests.adapter_outcomes import reference_rows
+from tests.left_behind import left_behind
 
 SMALL = {"max_total_tokens": 1024}
 
@@ -151,27 +149,6 @@ def test_closing_releases_the_model(tiny):
     engine.genlm_close()
     gc.collect()
     assert model() is None
-
-
-def left_behind(made: set[str]) -> dict[str, object]:
-    """What a model could leave behind, that outlives it or its process.
-
-    Args:
-        made: The files in shared memory that this process has made: others make some as well.
-    """
-    gc.collect()
-    process = psutil.Process()
-    open_files = {}
-    for file in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-            open_files[file.name] = str(file.readlink())
-    return {
-        "files": sorted(Path(tempfile.gettempdir()).iterdir()),
-        "shared memory": [name for name in sorted(made) if Path(name).exists()],
-        "open files and sockets": open_files,
-        "threads": sorted(str(thread) for thread in threading.enumerate()),
-        "processes": process.children(recursive=True),
-    }
 
 
 @pytest.mark.parametrize("refused", [False, True], ids=["used", "refused"])
