@@ -92,6 +92,7 @@ PARTLY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.
         ("Falcon", {"activation": "relu"}, "activation='relu' of falcon"),
         ("Falcon", {"ffn_hidden_size": 256}, "ffn_hidden_size=256 of falcon"),
         ("Qwen2", SHAPE | {"rope_parameters": PARTLY}, "partial_rotary_factor=0.5 of qwen2"),
+        ("Exaone4", SHAPE | {"rope_parameters": PARTLY}, "partial_rotary_factor=0.5 of exaone4"),
         ("Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2}, "e_score_correction_bias"),
     ],
 )

@@ -4,6 +4,7 @@ vLLM can compute them, else contexts end before them, or the model is refused by
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from genlm.core.errors import EngineError
@@ -26,6 +27,7 @@ TAKEN: Mapping[str, Mapping[str, object]] = {
     "cohere2": COHERE,
     "cohere2_moe": {**COHERE, "norm_topk_prob": True},
     "falcon": {"activation": "gelu"},
+    "falcon_h1": {"mamba_proj_bias": False},
     "gpt2": {"scale_attn_weights": True},
     "gpt_oss": {
         "tie_word_embeddings": False,
@@ -38,9 +40,6 @@ TAKEN: Mapping[str, Mapping[str, object]] = {
     "qwen2_moe": {"qkv_bias": True},
     "stablelm": {"use_parallel_residual": False, "qk_layernorm": False, "hidden_act": "silu"},
 }
-
-#: Families whose own code does not read ``partial_rotary_factor``, which vLLM applies.
-WHOLLY_ROTARY = ("cohere", "cohere2", "cohere2_moe", "falcon", "qwen2", "qwen2_moe")
 
 
 def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,13 +68,14 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
         whole = ["full_attention"] * len(found)
         off = {"use_sliding_window": False, "sliding_window": None, "layer_types": whole}
         return {"hf_overrides": {**off, **given}}
+    corrected: dict[str, Any] = {}
     if settings.model_type in WIDER and window is not None:
-        return {"hf_overrides": {"sliding_window": window - 1, **given}}
+        corrected["hf_overrides"] = {"sliding_window": window - 1, **given}
     ends, before = _end_of(settings)
     if ends is not None and (longest is None or longest > ends):
         log.warning("vllm.context_ends", at=ends, before=before)
-        return {"max_model_len": ends}
-    return {}
+        corrected["max_model_len"] = ends
+    return corrected
 
 
 def _end_of(settings: Any) -> tuple[int | None, str]:
@@ -112,9 +112,11 @@ def _refuse_what_is_not_read(settings: Any) -> None:
         rope.get("rope_type") != "yarn" or {"attention_factor", "mscale"} & rope.keys()
     ):
         raise _error(family, f"rope_parameters={rope!r}", "computes its own yarn without factors")
-    if family in WHOLLY_ROTARY and rope.get("partial_rotary_factor", 1.0) != 1.0:
-        factor = f"partial_rotary_factor={rope['partial_rotary_factor']}"
-        raise _error(family, factor, "applies it, where the model's own code does not")
+    part = rope.get("partial_rotary_factor", 1.0)
+    plain = rope.get("rope_type", "default") == "default"
+    if part != 1.0 and plain and not _is_read(family, "partial_rotary_factor"):
+        what = "applies it, where the model's code in transformers does not"
+        raise _error(family, f"partial_rotary_factor={part}", what)
     if family == "falcon_h1" and settings.mamba_rms_norm and settings.mamba_norm_before_gate:
         raise _error(family, "mamba_norm_before_gate=True", "applies the gate first")
     if family == "ernie4_5_moe" and _on_a_cpu():
@@ -123,6 +125,16 @@ def _refuse_what_is_not_read(settings: Any) -> None:
 
 def _rope_of(settings: Any) -> Mapping[str, Any]:
     return getattr(settings, "rope_parameters", None) or {}
+
+
+def _is_read(family: str, setting: str) -> bool:
+    """Whether the code of a family in transformers names a setting; true where it is not there."""
+    import transformers.models
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    folder = Path(transformers.models.__path__[0]) / model_type_to_module_name(family)
+    code = [file.read_text(encoding="utf-8") for file in folder.glob("modeling_*.py")]
+    return not code or any(setting in text for text in code)
 
 
 def _on_a_cpu() -> bool:
