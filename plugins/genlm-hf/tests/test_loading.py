@@ -118,7 +118,9 @@ def test_every_argument_of_from_pretrained_has_its_place() -> None:
     assert not ELSEWHERE.keys() & {each.name for each in attrs.fields(HFOptions)}
 
 
-def test_a_cache_of_ones_own(tiny: str, tmp_path: Path) -> None:
+def test_a_cache_of_ones_own(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Else transformers asks the hub for an adapter, again and again, whatever it is told.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     snapshots = tmp_path / "models--org--tiny"
     (snapshots / "refs").mkdir(parents=True)
     (snapshots / "refs" / "main").write_text("a" * 40)
