@@ -57,9 +57,11 @@ def windows(settings: Any, layers: int) -> list[int | None]:
     if not window or getattr(settings, "use_sliding_window", True) is False:
         return [None] * layers
     # Families whose configuration does not declare the types of layers do not use them.
-    if "layer_types" not in signature(type(settings)).parameters:
+    declared = "layer_types" in signature(type(settings)).parameters
+    kinds = getattr(settings, "layer_types", None) if declared else None
+    if kinds is None:
         return [window] * layers
-    return [window if one == "sliding_attention" else None for one in settings.layer_types]
+    return [window if one == "sliding_attention" else None for one in kinds]
 
 
 def layer_type(settings: Any, layer: int) -> str | None:

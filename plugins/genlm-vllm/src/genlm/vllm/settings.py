@@ -55,7 +55,7 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     _refuse_what_is_not_read(settings)
     longest = engine_opts.get("max_model_len")
-    found = windows(settings, settings.num_hidden_layers)
+    found = windows(settings, getattr(settings, "num_hidden_layers", 0))
     window = next((one for one in found if one is not None), None)
     if window is not None and not _takes_windows(settings):
         if longest is None or longest > window:
