@@ -93,6 +93,7 @@ PARTLY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.
         ("Falcon", {"ffn_hidden_size": 256}, "ffn_hidden_size=256 of falcon"),
         ("Qwen2", SHAPE | {"rope_parameters": PARTLY}, "partial_rotary_factor=0.5 of qwen2"),
         ("Exaone4", SHAPE | {"rope_parameters": PARTLY}, "partial_rotary_factor=0.5 of exaone4"),
+        ("HrmText", {"head_dim": 32}, "lets its tokens attend to later ones"),
         ("Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2}, "e_score_correction_bias"),
     ],
 )

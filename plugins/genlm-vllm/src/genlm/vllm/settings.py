@@ -119,6 +119,8 @@ def _refuse_what_is_not_read(settings: Any) -> None:
         raise _error(family, f"partial_rotary_factor={part}", what)
     if family == "falcon_h1" and settings.mamba_rms_norm and settings.mamba_norm_before_gate:
         raise _error(family, "mamba_norm_before_gate=True", "applies the gate first")
+    if family == "hrm_text":
+        raise _error(family, "a prompt", "lets its tokens attend to later ones")
     if family == "ernie4_5_moe" and _on_a_cpu():
         raise _error(family, "e_score_correction_bias", "leaves it out of the routing on a CPU")
 
