@@ -69,7 +69,9 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
         off = {"use_sliding_window": False, "sliding_window": None, "layer_types": whole}
         return {"hf_overrides": {**off, **given}}
     corrected: dict[str, Any] = {}
-    if settings.model_type in WIDER and window is not None:
+    if window is not None and not _is_read(settings.model_type, "sliding_window"):
+        corrected["hf_overrides"] = {"sliding_window": None, **given}
+    elif settings.model_type in WIDER and window is not None:
         corrected["hf_overrides"] = {"sliding_window": window - 1, **given}
     ends, before = _end_of(settings)
     if ends is not None and (longest is None or longest > ends):
