@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
 from genlm.core import EngineError, Query
+from genlm.vllm.settings import corrections
 
 #: Where windows and scaling begin to matter, and the lengths that are tried.
 FAR = 20
@@ -75,6 +76,15 @@ FLIPPED = ["full_attention", "sliding_attention"]
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 PARTLY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+
+def test_what_the_user_overrides_is_the_configuration(make_tiny: Callable[..., str]) -> None:
+    """And a length that vLLM is to choose is none that was given."""
+    folder = make_tiny("Qwen2", **QWEN)
+    whole = {"use_sliding_window": False}
+    assert corrections(folder, {"hf_overrides": whole}) == {}
+    with pytest.raises(EngineError, match=f"have a window of {FAR} tokens"):
+        corrections(folder, {"max_model_len": -1})
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from genlm.core.errors import (
     InvalidInputError,
@@ -30,9 +30,6 @@ from genlm.core.types import (
     Engine,
     Query,
 )
-
-if TYPE_CHECKING:
-    pass
 
 log = get_logger()
 

@@ -53,8 +53,12 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
     settings = settings_of(model, engine_opts.get("revision"))
     if settings is None or not isinstance(given, Mapping):
         return {}
+    for name, value in given.items():
+        setattr(settings, name, value)
     _refuse_what_is_not_read(settings)
     longest = engine_opts.get("max_model_len")
+    if not isinstance(longest, int) or longest < 0:  # vLLM chooses
+        longest = None
     found = windows(settings, getattr(settings, "num_hidden_layers", 0))
     window = next((one for one in found if one is not None), None)
     if window is not None and not _takes_windows(settings):
