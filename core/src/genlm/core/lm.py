@@ -31,9 +31,6 @@ from genlm.core.types import (
     Stats,
 )
 
-if TYPE_CHECKING:
-    pass
-
 T = TypeVar("T")
 
 #: Thresholds of the collector: garbage among the newest 100,000 objects is still freed, but older
