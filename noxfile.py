@@ -511,6 +511,8 @@ class Environment:
 
     def __post_init__(self) -> None:
         self.folder = Path(self.session.create_tmp()).resolve().parents[1] / self.label
+        # Making that folder sets TMPDIR to it, and Ray's sockets need a short path.
+        self.session.env.pop("TMPDIR", None)
         if not Path(self.program("python")).exists():
             self.session.run_install(UV, "venv", str(self.folder), external=True)
         for step in self.steps:
