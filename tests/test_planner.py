@@ -440,6 +440,7 @@ def test_sequences_wait_for_the_one_that_computes_what_they_need() -> None:
     assert [one.index for one in batch] == [0, 1]
     assert batch[0].trunk is not None
     assert batch[0].trunk.stop == 10, "a trunk to where the others fork"
+    assert batch[0].segments(0, 0) == [], "no positions lie nowhere"
     kept.commit(batch)
     batch = kept.place(others)
     assert [one.start for one in batch] == [10] * 4

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from genlm.core import Adapter, EngineError, Query
+from genlm.kit.kv.sharing import Worth
 from tests.engines import add_lora, rows_of
 
 Contexts = Callable[..., list[tuple[int, ...]]]
@@ -27,6 +28,22 @@ def test_a_prompt_is_kept_once(pair: Make, llama_config: Make, contexts: Context
         live = [(*context, token) for context in live]
         model.check(*live)
     assert model.forwards == [32] * 3
+
+
+def test_a_prompt_waits_for_the_next_forward(
+    pair: Make, llama_config: Make, contexts: Contexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another context fills the first forward; nothing of the shared prompt is in it."""
+    monkeypatch.setattr("genlm.hf.strategies.WORTH", Worth(waiting=2, sharing=1, trunk=2))
+    model = pair(llama_config(), max_batch_tokens=50)
+    other, prompt = contexts(2, 100)
+    whole = [(*other, 1), *((*prompt, token, 5) for token in range(4))]
+    given = model.engine.genlm_sequence_logprobs(
+        [Query(context[:-1]) for context in whole], [context[-1:] for context in whole]
+    )
+    expected = model.expected(*(context[:-1] for context in whole))
+    for context, row, scores in zip(whole, expected, given, strict=True):
+        torch.testing.assert_close(scores[0], row[context[-1]], atol=1e-4, rtol=0)
 
 
 def test_a_pinned_prompt_is_read_by_all(llama: Any, contexts: Contexts) -> None:

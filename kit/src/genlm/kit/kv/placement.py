@@ -77,9 +77,9 @@ class Placement(Generic[A]):
         if self.trunk is None:
             return [(self.end, start, stop)] if start < stop else []
         found: list[tuple[Segment, int, int]] = []
-        if start < self.trunk.stop:
-            found.append((self.trunk, start, min(stop, self.trunk.stop)))
-            start = found[0][2]
+        if start < (below := min(stop, self.trunk.stop)):
+            found.append((self.trunk, start, below))
+            start = below
         if start < stop and self.row is not None:
             found.append((self.row, start, stop))
         return found
