@@ -210,6 +210,14 @@ def test_values_that_mlx_lm_misreads_are_refused(
     refuse_unread(made(family, {}), model=None)
 
 
+def test_what_fails_at_the_first_row_is_refused(saved: Saved) -> None:
+    """Rotary embeddings of a single feature are none."""
+    sizes = {**SHAPE, "intermediate_size": 128}
+    config = made("GPTNeoX", {**sizes, **rope("yarn", partial_rotary_factor=0.125)})
+    with pytest.raises(EngineError, match=r"'gpt_neox' \(.*\); load it with backend="):
+        load(saved(config), {})
+
+
 def test_a_family_that_is_wrong_in_any_case_is_refused(saved: Saved) -> None:
     config = made("Ernie4_5_Moe", {**SHAPE, **EXPERTS, "moe_num_experts": 4, "moe_k": 2})
     with pytest.raises(EngineError, match="e_score_correction_bias of ernie4_5_moe"):

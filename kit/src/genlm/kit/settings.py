@@ -28,13 +28,11 @@ class Rotary:
         inverse: By how many radians each pair of features turns from a position to the next,
             ``[pairs]`` float32.
         factor: The factor of rotated features.
-        limit: The longest context with these; ``None`` is any.
     """
 
     kind: str
     inverse: torch.Tensor
     factor: float
-    limit: int | None
 
 
 def settings_of(name: str | Path, revision: str | None = None) -> Any:
@@ -86,7 +84,6 @@ def rotaries(settings: Any) -> dict[str | None, Rotary]:
                 kind=given.get("rope_type", "default"),
                 inverse=inverse.float(),
                 factor=float(getattr(module, f"{prefix}attention_scaling", 1.0)),
-                limit=_limit(settings, given),
             )
     return found
 
@@ -112,8 +109,15 @@ def _rotary_parameters(settings: Any) -> dict[str | None, dict[str, Any]]:
     return nested or {None: parameters}
 
 
-def _limit(settings: Any, given: dict[str, Any]) -> int | None:
-    """Beyond which length all positions turn at another pace."""
-    if given.get("rope_type") == "longrope":
-        return int(given["original_max_position_embeddings"])
-    return int(settings.max_position_embeddings) if given.get("rope_type") == "dynamic" else None
+def rope_limits(settings: Any) -> dict[str, int]:
+    """The types of rotary embeddings whose angles are others in longer contexts, for all positions,
+    and the longest context before."""
+    found: dict[str, int] = {}
+    for given in _rotary_parameters(settings).values():
+        match given.get("rope_type"):
+            case "longrope" as kind:
+                begins = "original_max_position_embeddings"
+                found[kind] = given.get(begins, settings.max_position_embeddings)
+            case "dynamic" as kind:
+                found[kind] = settings.max_position_embeddings
+    return found

@@ -10,10 +10,12 @@ from typing import Any
 from mlx_lm.utils import load_model, snapshot_download
 from transformers import AutoTokenizer
 
+import mlx.core as mx
 from genlm.core.checks import describe_error
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
 from genlm.kit.model_files import eos_token_ids, require_model
+from genlm.kit.settings import rope_limits, settings_of
 from genlm.mlx import rotary, windows
 from genlm.mlx.adapters import Adapters
 from genlm.mlx.engine import MlxEngine
@@ -22,7 +24,7 @@ from genlm.mlx.pool import Pool
 from genlm.mlx.probe import CacheSupport, probe
 from genlm.mlx.repairs import repair
 from genlm.mlx.runner import Runner
-from genlm.mlx.settings import refuse_unread, settings_of
+from genlm.mlx.settings import refuse_unread
 from genlm.mlx.store import Store
 
 #: The files that mlx-lm itself fetches from a repository.
@@ -40,8 +42,8 @@ FILES = (
 #: Rotary settings, and what mlx-lm's GPT-NeoX calls them.
 GPT_NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 
-#: What mlx-lm raises for a configuration or weights that it does not know; one of its models ends
-#: the process.
+#: What mlx-lm raises for a configuration or weights that it does not know, as it loads or at the
+#: first row; one of its models ends the process.
 UNREAD = (AttributeError, LookupError, NotImplementedError, SystemExit, TypeError, ValueError)
 
 log = get_logger()
@@ -65,18 +67,20 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
     settings = settings_of(folder)
     try:
         model, _ = load_model(folder, model_config=amended(config))
+        repair(model)
+        longest = max_context(config)
+        if settings is not None:
+            longest = honoured(model, settings, longest)
+        adapters = Adapters(model)
+        runner = Runner(model, adapters, chosen.prefill_step_size)
+        first = runner.cold((0, 0))
+        mx.eval(first)
     except UNREAD as error:
         raise EngineError(
             f"mlx-lm cannot load {name!r}, of family {config.get('model_type')!r} "
             f"({' '.join(describe_error(error).split()):.200}); load it with backend='hf'"
         ) from error
-    repair(model)
-    longest = max_context(config)
-    if settings is not None:
-        longest = honoured(model, settings, longest)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    adapters = Adapters(model)
-    runner = Runner(model, adapters, chosen.prefill_step_size)
     support = probe(runner)
     if support is CacheSupport.NONE:
         log.warning(
@@ -96,7 +100,7 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
         runner,
         adapters,
         pool,
-        vocab_size=runner.cold((0, 0)).shape[-1],
+        vocab_size=first.shape[-1],
         max_context=longest,
         eos_token_ids=eos_token_ids(str(folder)),
     )
@@ -113,8 +117,8 @@ def honoured(model: Any, settings: Any, longest: int | None) -> int | None:
     """
     refuse_unread(settings, model)
     rotary.repair(model, settings)
-    limits = {"sliding_window": windows.repair(model, settings), "longrope": rotary.limit(settings)}
-    for name, limit in limits.items():
+    ends = {"sliding_window": windows.repair(model, settings), **rope_limits(settings)}
+    for name, limit in ends.items():
         if limit is not None and (longest is None or limit < longest):
             log.warning("context.limited", to=limit, why=f"mlx-lm has no {name} beyond it")
             longest = limit

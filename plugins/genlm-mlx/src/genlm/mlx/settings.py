@@ -1,18 +1,12 @@
-"""The configuration as transformers reads it, and the settings that mlx-lm does not read."""
+"""The settings that mlx-lm does not read."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 from genlm.core.errors import EngineError
-from genlm.core.logs import get_logger
-
-log = get_logger()
 
 #: Settings for which mlx-lm's models know only the family's default, even if they have the name.
 FIXED = re.compile(r"(^|_)act(ivation)?(_|$)")
@@ -37,17 +31,6 @@ MISREAD: dict[tuple[str, str], Callable[[Any], bool]] = {
 
 #: Several names of one function, or a function and its approximation.
 SAME = {"swish": "silu", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu"}
-
-
-def settings_of(folder: Path) -> Any:
-    """The settings of the language model in a folder, as transformers completes them; ``None`` if
-    it does not know the model."""
-    try:
-        whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # also errors of a class for unexpected values
-        log.info("settings.unknown", model=str(folder), error=str(error)[:200])
-        return None
-    return whole.get_text_config(decoder=True)
 
 
 def refuse_unread(settings: Any, model: Any) -> None:

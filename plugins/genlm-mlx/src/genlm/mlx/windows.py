@@ -12,6 +12,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import mlx.core as mx
 from genlm.core.errors import EngineError
+from genlm.kit.settings import windows as wanted_windows
 
 
 class Windowed:
@@ -40,7 +41,7 @@ def repair(model: Any, settings: Any) -> int | None:
         EngineError: mlx-lm has windows in other layers.
     """
     layers = model.layers
-    wanted = _wanted(settings, len(layers))
+    wanted = wanted_windows(settings, len(layers))
     if not any(wanted):
         return None
     _forget_pattern(model)
@@ -90,17 +91,6 @@ def narrowed(model: Any, window: int) -> Iterator[None]:
 def _windowed(layer: Any) -> Windowed | None:
     attention = getattr(layer, "self_attn", None)
     return attention if isinstance(attention, Windowed) else None
-
-
-def _wanted(settings: Any, layers: int) -> list[int | None]:
-    """The window of every layer in transformers."""
-    window = getattr(settings, "sliding_window", None)
-    if not window or getattr(settings, "use_sliding_window", True) is False:
-        return [None] * layers
-    # Families whose configuration does not declare the types of layers do not use them.
-    if "layer_types" not in signature(type(settings)).parameters:
-        return [window] * layers
-    return [window if one == "sliding_attention" else None for one in settings.layer_types]
 
 
 def _forget_pattern(model: Any) -> None:

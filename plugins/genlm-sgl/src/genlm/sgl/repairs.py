@@ -14,7 +14,7 @@ import torch
 from attrs import frozen
 
 from genlm.core.errors import EngineError
-from genlm.kit.settings import Rotary, layer_type, rotaries, windows
+from genlm.kit.settings import Rotary, layer_type, rope_limits, rotaries, windows
 
 #: SGLang's activations, and the beginnings of the names that transformers has for them.
 ACTIVATIONS = {"SiluAndMul": ("silu", "swish"), "GeluAndMul": ("gelu",)}
@@ -129,11 +129,9 @@ def _rotate(model: Any, settings: Any, ours: bool) -> Iterator[Limit]:
     parameters = getattr(settings, "rope_parameters", None) or {}
     if parameters.get("llama_4_scaling_beta"):  # queries are scaled beyond it
         yield Limit(parameters["original_max_position_embeddings"], "llama_4_scaling_beta")
-    wanted = rotaries(settings)
-    for one in wanted.values():
-        if one.limit is not None:
-            yield Limit(one.limit, f"rope_type={one.kind!r}")
-    if not wanted:
+    ends = rope_limits(settings)
+    yield from (Limit(length, f"rope_type={kind!r}") for kind, length in ends.items())
+    if not (wanted := rotaries(settings)):
         return
     # SGLang gives the same module to all layers whose rotary embeddings look alike to it.
     for name, module in list(model.named_modules(remove_duplicate=False)):
@@ -141,7 +139,7 @@ def _rotate(model: Any, settings: Any, ours: bool) -> Iterator[Limit]:
         if layer is None or _table(module) is None:
             continue
         right = wanted.get(layer_type(settings, int(layer[1])))
-        if right is None or _rotates(module, right):
+        if right is None or _rotates(module, right, ends.get(right.kind)):
             continue
         if not ours:
             raise EngineError(
@@ -153,12 +151,12 @@ def _rotate(model: Any, settings: Any, ours: bool) -> Iterator[Limit]:
         setattr(model.get_submodule(parent), own, _rotary(module, right))
 
 
-def _rotates(module: Any, right: Rotary) -> bool:
+def _rotates(module: Any, right: Rotary, limit: int | None) -> bool:
     """Whether rotary embeddings turn so, as far as they go."""
     known = _table(module)
     if known.shape[-1] != 2 * right.inverse.numel():
         return False
-    last = min(len(known), right.limit or len(known)) - 1
+    last = min(len(known), limit or len(known)) - 1
     positions = torch.tensor([*(2**n for n in range(last.bit_length()) if 2**n <= last), last])
     angles = positions.unsqueeze(1) * right.inverse.cpu()
     expected = torch.cat([angles.cos(), angles.sin()], -1) * right.factor

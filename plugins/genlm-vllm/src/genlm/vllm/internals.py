@@ -24,6 +24,7 @@ from attrs import frozen
 
 from genlm.core.errors import BackendUnavailableError
 from genlm.core.types import Adapter
+from genlm.kit.settings import rope_limits
 from genlm.vllm.running import RunningSessions, running_sessions
 from genlm.vllm.streams import EngineStream
 
@@ -141,7 +142,9 @@ class EngineCore:
                 raise _unsupported(f"{struct.__name__} has no {', '.join(sorted(missing))}")
         config = _require(llm, "llm_engine.vllm_config")
         self.max_model_len: int = _require(config, "model_config.max_model_len")
-        self.max_positions = _max_positions(_require(config, "model_config.hf_text_config"))
+        # Contexts may be longer in vLLM, which then reads beyond the table of embeddings.
+        text = _require(config, "model_config.hf_text_config")
+        self.max_positions = rope_limits(text).get("dynamic")
         self.logprobs_mode: str = _require(config, "model_config.logprobs_mode")
         self.vocab_size: int = _require(config, "model_config.get_vocab_size")()
         self.max_num_seqs: int = _require(config, "scheduler_config.max_num_seqs")
@@ -361,16 +364,6 @@ def _output(raw: Any) -> Output:
         # Other columns are those of likelier tokens.
         None if scores is None else scores.logprobs[:, 0],
     )
-
-
-def _max_positions(config: Any) -> int | None:
-    """How many positions dynamic rotary embeddings have in vLLM. It allows contexts ``factor``
-    times longer, and then reads beyond their table. ``None`` for other embeddings."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    every = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # by kind of layer
-    if any(each.get("rope_type") == "dynamic" for each in every):
-        return int(config.max_position_embeddings)
-    return None
 
 
 def _forgets_seeds() -> bool:
