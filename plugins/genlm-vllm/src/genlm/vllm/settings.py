@@ -9,7 +9,7 @@ from typing import Any
 
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
-from genlm.kit.settings import settings_of, windows
+from genlm.kit.settings import rope_limits, settings_of, windows
 
 log = get_logger()
 
@@ -95,7 +95,8 @@ def _end_of(settings: Any) -> tuple[int | None, str]:
         ends = int(begins * rope.get("factor", 1.0))
         if ends < getattr(settings, "max_position_embeddings", ends):
             return ends, "the last of yarn's positions"
-    return None, ""
+    # vLLM takes the long factors at every length, if a context may be longer.
+    return rope_limits(settings).get("longrope"), 'longrope\'s long factors; backend="hf" has both'
 
 
 def _takes_windows(settings: Any) -> bool:
