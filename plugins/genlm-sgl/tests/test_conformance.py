@@ -6,7 +6,9 @@ from __future__ import annotations
 import pytest
 from sgl_torch_cpu import without_pinned_memory
 
-from genlm.conformance import ConformanceSuite, RowSuite
+from genlm.conformance import ConformanceSuite
+from genlm.core import load_model_by_name
+from tests.real_rows import check_rows
 
 LIMITS = {"context_length": 512, "max_total_tokens": 16384}
 
@@ -20,17 +22,6 @@ class TestSgl(ConformanceSuite):
     @classmethod
     def given(cls, tiny):
         cls.model = tiny
-
-
-class TestSglReal(RowSuite):
-    backend = "sgl"
-    options = {"engine_opts": LIMITS}  # noqa: RUF012
-    effort = 0.1
-
-    @pytest.fixture(scope="class", autouse=True)
-    @classmethod
-    def given(cls, real_model):
-        cls.model = real_model
 
 
 @pytest.mark.quick
@@ -49,3 +40,8 @@ class TestSglLora(ConformanceSuite):
         }
         with without_pinned_memory():
             yield
+
+
+def test_the_rows_of_a_real_model(real_model):
+    with load_model_by_name(real_model, "sgl", {"engine_opts": LIMITS}) as lm:
+        check_rows(lm, real_model)

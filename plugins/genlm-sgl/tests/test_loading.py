@@ -22,7 +22,6 @@ from genlm.core import (
 from genlm.sgl import AsyncSGLTransformer, plugin
 from genlm.sgl.options import gpu_index
 from genlm.sgl.plugin import genlm_backend_info, genlm_load
-from tests.adapter_outcomes import reference_rows
 from tests.left_behind import left_behind
 
 SMALL = {"max_total_tokens": 1024}
@@ -197,15 +196,3 @@ def test_prompts_run_in_chunks(tiny, contexts, reference):
     # The vocabulary is narrower than the model.
     expected = reference(asked)[:, : rows.shape[1]].log_softmax(dim=-1)
     torch.testing.assert_close(rows, expected, atol=1e-4, rtol=0)
-
-
-def test_a_real_model(real_model):
-    with AsyncSGLTransformer.from_name(real_model, {"max_total_tokens": 4096}) as lm:
-        asked = [
-            lm.tokenizer.encode(text)
-            for text in ("The capital of France is", "def f(x):\n", "Once upon a time")
-        ]
-        rows = lm.batch_next_token_logprobs_sync(asked)
-        assert type(lm.underlying_model).__name__ == "LlamaForCausalLM"
-    expected = torch.stack(reference_rows(real_model, None, asked))
-    torch.testing.assert_close(rows, expected, atol=1e-3, rtol=0)

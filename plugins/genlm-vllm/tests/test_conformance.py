@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from genlm.conformance import ConformanceSuite, RowSuite
+from genlm.conformance import ConformanceSuite
+from genlm.core import load_model_by_name
+from tests.real_rows import check_rows
 from tools.tiny import write_adapter
 
 FLOAT32 = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 256 << 20}
@@ -30,17 +32,6 @@ class TestVllmWithoutLiveSessions(TestVllm):
     options = {"engine_opts": FLOAT32, "live_sessions": False}  # noqa: RUF012
 
 
-class TestVllmReal(RowSuite):
-    backend = "vllm"
-    options = {"engine_opts": FLOAT32}  # noqa: RUF012
-    effort = 0.1
-
-    @pytest.fixture(scope="class", autouse=True)
-    @classmethod
-    def _given(cls, real_model):
-        cls.model = real_model
-
-
 @pytest.mark.quick
 class TestVllmWithAdapters(TestVllm):
     longest = 129  # slow with adapters on a CPU; beyond several blocks, and TestVllm goes further
@@ -54,3 +45,8 @@ class TestVllmWithAdapters(TestVllm):
         cls.adapters = {
             name: write_adapter(tiny_path, folder / name, seed) for seed, name in enumerate("ab")
         }
+
+
+def test_the_rows_of_a_real_model(real_model):
+    with load_model_by_name(real_model, "vllm", {"engine_opts": FLOAT32}) as lm:
+        check_rows(lm, real_model)

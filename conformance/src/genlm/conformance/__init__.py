@@ -2,7 +2,7 @@
 ``docs/conformance.md``."""
 
 from genlm.conformance.compare import Violation
-from genlm.conformance.suite import ConformanceSuite, RowSuite
+from genlm.conformance.suite import ConformanceSuite
 from genlm.conformance.trust import TrustSuite
 
-__all__ = ["ConformanceSuite", "RowSuite", "TrustSuite", "Violation"]
+__all__ = ["ConformanceSuite", "TrustSuite", "Violation"]

@@ -97,11 +97,6 @@ class ConformanceSuite(
                 )
 
 
-class RowSuite(LengthClauses, StateClauses, RowClauses, OneModel):
-    """The clauses on rows, their lengths and the state behind them: what a further model of a
-    backend may break, where :class:`ConformanceSuite` runs on another one."""
-
-
 def clause_names(suite: type[OneModel]) -> tuple[str, ...]:
     """The names of the clauses, in the order in which pytest runs them."""
     names = [
