@@ -10,26 +10,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
+from attrs import asdict, evolve
+
 from genlm.core.adapters import UNSET, AdapterRegistry, LoraName
 from genlm.core.checks import safe_repr
-from genlm.core.errors import (
-    InvalidOptionError,
-    UnsupportedError,
-)
+from genlm.core.errors import InvalidOptionError, UnsupportedError
 from genlm.core.generation import GenerationMixin
 from genlm.core.hints import LM, known_keywords, missing_attribute
 from genlm.core.options import CoreOptions
 from genlm.core.plugins import choose_backend, find_backend, installed_wrappers
 from genlm.core.runtime.batcher import Batcher
-from genlm.core.runtime.executor import EngineCounters, EngineExecutor, Result, describe
+from genlm.core.runtime.executor import EngineExecutor, describe
+from genlm.core.runtime.lanes import Counters
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.runtime.timeline import Timeline, Trace
-from genlm.core.types import (
-    Adapter,
-    Engine,
-    Request,
-    Stats,
-)
+from genlm.core.types import Adapter, Engine, Stats
 
 T = TypeVar("T")
 
@@ -135,8 +130,8 @@ class AsyncLM(GenerationMixin):
         violated = options.violated
         self._cache = cache = options.output_cache()
         self._adapters = adapters = AdapterRegistry()
-        self._engine_counters = counters = EngineCounters()
-        self._timeline = timeline = Timeline(describe)
+        self._timeline = timeline = Timeline()
+        counters = Counters()
 
         made: list[EngineExecutor] = []
 
@@ -147,12 +142,13 @@ class AsyncLM(GenerationMixin):
             return made[0]
 
         self._name: str | None = None  # of the model, if it was loaded by name
-        self._batcher: Batcher[Request, Result] = Batcher(
+        self._batcher = Batcher(
             start,
             name=f"genlm-{backend}",
             batch_size=options.batch_size,
             timeout=options.timeout,
             timeline=timeline,
+            counters=counters,
         )
         # Before it starts: an interrupt must leave no thread. At exit the batcher ends itself, and
         # waits.
@@ -216,7 +212,7 @@ class AsyncLM(GenerationMixin):
         self._engine.require("genlm_add_lora", "LoRA")
         adapter = self._adapters.new(lora_name, lora_path)
         self._batcher.require_open()
-        contents = self._engine.read_lora(adapter)
+        contents = self._engine.calls.call("genlm_read_lora", adapter=adapter)
         self._batcher.run(lambda: self._executor.bind(adapter, contents))
 
     def remove_lora(self, lora_name: str) -> None:
@@ -260,7 +256,8 @@ class AsyncLM(GenerationMixin):
 
     def clear_kv_cache(self) -> None:
         """Drop all key/value state, pinned prompts included. Waits for what was asked before."""
-        self._batcher.run(self._engine.clear_kv_cache)
+        calls = self._engine.calls
+        self._batcher.run(lambda: calls.call("genlm_clear_kv_cache"))
 
     def reset_async_queries(self) -> None:
         """Drop the requests that the engine has not taken yet; their callers get
@@ -296,21 +293,10 @@ class AsyncLM(GenerationMixin):
     @property
     def stats(self) -> Stats:
         """What has been done since the model was loaded."""
-        asked, engine, hits = self._batcher.counters, self._engine_counters, self._cache.hits
-        return Stats(
-            requests=asked.requests + hits,
-            cache_hits=hits + engine.cache_hits,
-            dedup_hits=asked.dedup_hits,
-            cancelled=asked.cancelled,
-            failed=asked.failed,
-            batches=engine.batches,
-            rows=engine.rows,
-            draws=engine.draws,
-            scores=engine.scores,
-            largest_batch=engine.largest_batch,
-            failed_calls=engine.failed_calls,
-            **{f"{stage}_seconds": seconds for stage, seconds in self._timeline.spent().items()},
-        )
+        hits = self._cache.hits
+        seconds: dict[str, Any] = {f"{s}_seconds": t for s, t in self._timeline.spent().items()}
+        stats = Stats(**asdict(self._batcher.counters), **seconds)
+        return evolve(stats, requests=stats.requests + hits, cache_hits=stats.cache_hits + hits)
 
     def trace(self, path: str | os.PathLike[str]) -> Trace:
         """Record what happens inside a ``with`` block, in any thread: requests, batches, the
@@ -321,7 +307,7 @@ class AsyncLM(GenerationMixin):
             InvalidInputError: a trace is being recorded already.
             OSError: the file cannot be written.
         """
-        return Trace(self._timeline, path)
+        return Trace(self._timeline, path, describe)
 
     def close(self) -> None:
         """Fail what is pending, wait for the current batch, release the engine. Idempotent."""

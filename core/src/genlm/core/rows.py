@@ -14,11 +14,10 @@ from genlm.core.context import Context, contexts_of, token_ids_of
 from genlm.core.errors import InvalidQueryError
 from genlm.core.hints import known_keywords
 from genlm.core.runtime.batcher import Batcher
-from genlm.core.runtime.executor import Result
 from genlm.core.runtime.lanes import the_copy
 from genlm.core.runtime.timeline import Timeline
 from genlm.core.text import TextMixin
-from genlm.core.types import Query, Request, TokenIds
+from genlm.core.types import Query, TokenIds
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 class RowsMixin(TextMixin):
     """The rows of :class:`~genlm.core.lm.AsyncLM`."""
 
-    _batcher: Batcher[Request, Result]
+    _batcher: Batcher
     _cache: OutputCache
     _adapters: AdapterRegistry
     _timeline: Timeline
@@ -108,8 +107,8 @@ class RowsMixin(TextMixin):
     def _kept(self, query: Query) -> torch.Tensor | None:
         """The row of a query if the output cache has it; to be copied."""
         row = self._cache.peek(query)
-        if row is not None:
-            self._timeline.hit(query)
+        if row is not None and (trace := self._timeline.trace) is not None:
+            trace.hit(query)
         return row
 
     # --- checks -----------------------------------------------------------------------------------

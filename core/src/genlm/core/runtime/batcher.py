@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import collections
 import concurrent.futures
 import contextlib
 import copy
@@ -21,8 +22,8 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 from genlm.core.checks import safe_repr
 from genlm.core.errors import EngineDeadError, ModelClosedError, QueriesResetError
@@ -31,22 +32,19 @@ from genlm.core.runtime.askers import ASKING, Asker
 from genlm.core.runtime.lanes import (
     ROWS,
     Call,
+    Callers,
     Counters,
     Future,
     Lane,
     Lanes,
     Pending,
-    Place,
     Task,
 )
 from genlm.core.runtime.timeline import Timeline
 
 log = get_logger()
 
-R = TypeVar("R", bound=Hashable)
-A = TypeVar("A")
 T = TypeVar("T")
-A_co = TypeVar("A_co", covariant=True)
 
 #: The most passes of an event loop for one gathering, while each adds a request. Particles that
 #: start together, or in waves one pass apart, have all asked after a few tens of passes; a loop
@@ -69,23 +67,22 @@ class TryAlone(Exception):
     tried again alone."""
 
 
-class Executor(Protocol[R, A_co]):
-    """What the engine thread drives. All methods but ``wake`` are called on that thread."""
+class Executor(Protocol):
+    """What the engine thread drives. All methods but ``wake`` are called on that thread. A request
+    is anything that can be hashed, an answer anything but an exception."""
 
     @property
     def drops(self) -> bool:
         """Whether ``step`` drops requests."""
         return False
 
-    def lane(self, request: R) -> Lane:
+    def lane(self, request: Any) -> Lane:
         """The lane of a request."""
         return ROWS
 
-    def step(
-        self, newcomers: Sequence[R], dropped: Sequence[R]
-    ) -> Iterable[tuple[R, A_co | Exception]]:
-        """Admit ``newcomers``, drop ``dropped``, and return the answers; requests without an answer
-        are still in flight.
+    def step(self, newcomers: Sequence[Any], dropped: Sequence[Any]) -> Iterable[tuple[Any, Any]]:
+        """Admit ``newcomers``, drop ``dropped``, and return requests with their answers, or the
+        exceptions in their place; requests without an answer are still in flight.
 
         If it raises, nothing can be answered any more.
         """
@@ -100,17 +97,17 @@ class Executor(Protocol[R, A_co]):
         ...
 
 
-class Gathering(Generic[R, A]):
+class Gathering:
     """What one event loop has asked since its last pass without a new request."""
 
     def __init__(self) -> None:
-        self.calls: list[Call[R, A, Any]] = []
+        self.calls: list[Call[Any]] = []
         self.requests = 0
         self.seen = 0  # how many there were one pass ago
         self.passes = 0
 
 
-class Batcher(Generic[R, A]):
+class Batcher:
     """Batches requests from any number of event loops and threads onto one engine thread.
 
     Args:
@@ -119,29 +116,31 @@ class Batcher(Generic[R, A]):
         batch_size: The most requests in flight at once; ``None`` means no limit.
         timeout: Seconds to hold a batch open after its first request.
         timeline: Receives requests, batches, and the time spent queueing and delivering.
+        counters: Receive requests and what becomes of them.
     """
 
     def __init__(
         self,
-        load: Callable[[], Executor[R, A]],
+        load: Callable[[], Executor],
         *,
         name: str = "genlm-engine",
         batch_size: int | None = None,
         timeout: float = 0.0,
         timeline: Timeline | None = None,
+        counters: Counters | None = None,
     ) -> None:
         self._timeout = timeout
         self._timeline = timeline or Timeline()
-        self.counters = Counters()
+        self.counters = counters or Counters()
         self.asker = Asker(name)
         # Re-entrant, because at any line, also one that holds it, a garbage collection may stop the
         # thread, and a signal handler may ask, or close the model.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._alarm = threading.Lock()  # released to wake the thread
-        self._gatherings: dict[asyncio.AbstractEventLoop, Gathering[R, A]] = {}
-        self._lanes: Lanes[R, A] = Lanes(batch_size, self._timeline, self.counters)
-        self._executor: Executor[R, A] | None = None  # from the end of the load to that of all
+        self._gatherings: dict[asyncio.AbstractEventLoop, Gathering] = {}
+        self._lanes: Lanes = Lanes(batch_size, self._timeline, self.counters)
+        self._executor: Executor | None = None  # from the end of the load to that of all
         self._stepping = False  # whether a step is running and has not been woken
         self._drops = False  # whether the executor drops requests
         self._gone = False  # whether a caller has gone since the engine thread last looked
@@ -177,7 +176,7 @@ class Batcher(Generic[R, A]):
     # --- asking: any thread, any event loop -------------------------------------------------------
 
     def submit(
-        self, requests: Sequence[R], combine: Callable[[Sequence[A]], T]
+        self, requests: Sequence[Any], combine: Callable[[Sequence[Any]], T]
     ) -> asyncio.Future[T]:
         """Ask from a coroutine. Cancelling the future disturbs no other caller.
 
@@ -186,7 +185,7 @@ class Batcher(Generic[R, A]):
             combine: Makes the result of the answers: see :class:`Call`.
         """
         loop = asyncio.get_running_loop()
-        call: Call[R, A, T] = Call(requests, loop.create_future(), combine)
+        call: Call[T] = Call(requests, loop.create_future(), combine)
         self._check_process()
         with self._lock:
             self._check_open()
@@ -202,13 +201,13 @@ class Batcher(Generic[R, A]):
             self._asked(requests, call.future)
         return call.future  # type: ignore[return-value]
 
-    def ask(self, requests: Sequence[R], combine: Callable[[Sequence[A]], T]) -> T:
+    def ask(self, requests: Sequence[Any], combine: Callable[[Sequence[Any]], T]) -> T:
         """Ask from a plain thread, or from a coroutine that may block, and wait for the result.
 
         Raises:
             Exception: the first error among the answers.
         """
-        call: Call[R, A, T] = Call(requests, concurrent.futures.Future(), combine)
+        call: Call[T] = Call(requests, concurrent.futures.Future(), combine)
         self._check_process()
         with self._lock:
             self._check_open()
@@ -231,7 +230,7 @@ class Batcher(Generic[R, A]):
             self._notify()
         return self._result(task.future)
 
-    def _asked(self, requests: Sequence[R], future: Future[Any]) -> None:
+    def _asked(self, requests: Sequence[Any], future: Future[Any]) -> None:
         """Note what has been asked. Called with the lock."""
         if (asker := ASKING.asker) is not None:
             future.add_done_callback(asker.waiting_for(self.asker))
@@ -243,9 +242,9 @@ class Batcher(Generic[R, A]):
                 future.cancel()
                 raise
         self.counters.requests += len(requests)
-        if self._timeline.trace is not None:
+        if (trace := self._timeline.trace) is not None:
             for request in requests:
-                self._timeline.asked(request, future)
+                trace.request(request, future)
         if self._drops:
             future.add_done_callback(self._caller_done)
 
@@ -286,7 +285,7 @@ class Batcher(Generic[R, A]):
                 if self._stopping:  # a signal handler has closed the model meanwhile
                     self._fail(self._withdraw(), closed_while_pending)
 
-    def _release(self, gathering: Gathering[R, A]) -> None:
+    def _release(self, gathering: Gathering) -> None:
         """Let the engine thread have what one event loop has gathered. The gathering stays that of
         its loop: a signal handler may release it while a request is being added."""
         calls = gathering.calls[:]
@@ -356,20 +355,16 @@ class Batcher(Generic[R, A]):
             if ended:
                 self._thread.join()
 
-    def _withdraw(self, tasks: bool = True) -> list[Place[A]]:
+    def _withdraw(self, tasks: bool = True) -> Callers:
         with self._lock:
             for gathering in list(self._gatherings.values()):
                 self._release(gathering)
             return self._lanes.withdraw(tasks)
 
-    def _fail(self, places: Iterable[Place[A]], error: Callable[[], Exception]) -> None:
+    def _fail(self, callers: Callers, error: Callable[[], Exception]) -> None:
         """Give each caller an error of its own."""
-        ended = []
-        for place in places:
-            self.counters.failed += 1
-            if place.fail(failure := error()):
-                ended.append((place.future, failure))
-        deliver(ended, self._timeline)
+        self.counters.failed += len(callers)
+        self._end_calls([call for call, _ in callers if call.fail(error())])
 
     def _at_exit(self) -> None:
         """Registered by the engine thread, so that no hook is left if no thread could be
@@ -400,7 +395,7 @@ class Batcher(Generic[R, A]):
 
     # --- the engine thread ------------------------------------------------------------------------
 
-    def _main(self, load: list[Callable[[], Executor[R, A]]]) -> None:
+    def _main(self, load: list[Callable[[], Executor]]) -> None:
         atexit.register(self._at_exit)
         ASKING.asker = self.asker
         executor = None
@@ -423,7 +418,7 @@ class Batcher(Generic[R, A]):
         finally:
             self._end(executor)
 
-    def _work(self, executor: Executor[R, A]) -> None:
+    def _work(self, executor: Executor) -> None:
         try:
             while (work := self._take()) is not None:
                 if isinstance(work, Task):
@@ -431,13 +426,13 @@ class Batcher(Generic[R, A]):
                 else:
                     began = self._timeline.clock()
                     self._deliver(executor.step(*work))
-                    self._timeline.batch(began, len(work[0]))
+                    self._timeline.add("batch", began, requests=len(work[0]))
                 # A task refers to its caller, who must be collectable while this waits.
                 del work
         except BaseException as error:
             self._die(error)
 
-    def _take(self) -> Task[Any] | tuple[list[R], list[R]] | None:
+    def _take(self) -> Task[Any] | tuple[list[Any], list[Any]] | None:
         """Wait for work: a task, or newcomers and what is dropped. No newcomers means a step for
         the requests in flight alone; ``None`` is the end."""
         lanes = self._lanes
@@ -489,31 +484,43 @@ class Batcher(Generic[R, A]):
             self._stepping = False  # once for each step
             self._executor.wake()
 
-    def _deliver(self, answers: Iterable[tuple[R, A | Exception]]) -> None:
+    def _deliver(self, answers: Iterable[tuple[Any, Any]]) -> None:
         """Give every caller its answer."""
-        in_flight = self._lanes.in_flight
-        suspects: Pending[R, A] = {}
-        ended: list[Call[R, A, Any]] = []
+        suspects: Pending = {}
+        ended: list[Call[Any]] = []
         for request, answer in answers:
-            callers = in_flight.pop(request)
-            if isinstance(answer, Exception):
-                if isinstance(answer, TryAlone):
-                    suspects[request] = callers
-                else:
-                    self.counters.failed += len(callers)
-                    for place in callers:
-                        if place.fail(answer):
-                            ended.append(place.call)
-                            answer = another(answer)  # for the next one
+            callers = self._lanes.in_flight.pop(request)
+            if isinstance(answer, TryAlone):
+                suspects[request] = callers
+            elif isinstance(answer, Exception):
+                self.counters.failed += len(callers)
+                for call, _ in callers:
+                    if call.fail(answer):
+                        ended.append(call)
+                        answer = another(answer)  # for the next one
             else:
-                for place in callers:
-                    if place.give(answer):
-                        ended.append(place.call)
+                ended += [call for call, at in callers if call.give(at, answer)]
         if suspects:
             with self._lock:
                 self._lanes.suspect(suspects)
-        outcomes = [(c.future, c.result()) for c in ended if not c.future.done()]
-        deliver(outcomes, self._timeline)
+        self._end_calls(ended)
+
+    def _end_calls(self, calls: Iterable[Call[Any]]) -> None:
+        """Give futures their results, or the errors in their place. Each is resolved in its own
+        event loop, and each loop is woken once."""
+        began = self._timeline.clock()
+        by_loop: dict[asyncio.AbstractEventLoop | None, list[tuple[Future[Any], Any]]]
+        by_loop = collections.defaultdict(list)
+        for call in calls:
+            if not (future := call.future).done():
+                loop = None if isinstance(future, concurrent.futures.Future) else future.get_loop()
+                by_loop[loop].append((future, call.result()))
+        for loop, outcomes in by_loop.items():
+            if loop is None:
+                _resolve(outcomes, self._timeline, began)
+            else:
+                with contextlib.suppress(RuntimeError):  # the loop has been closed
+                    loop.call_soon_threadsafe(_resolve, outcomes, self._timeline, began)
 
     def _die(self, cause: BaseException) -> None:
         """The executor cannot continue: fail everything, refuse everything."""
@@ -525,7 +532,7 @@ class Batcher(Generic[R, A]):
             self._refusal = functools.partial(EngineDeadError, message)
         self._fail(self._pending(), functools.partial(died, message, cause))
 
-    def _end(self, executor: Executor[R, A] | None) -> None:
+    def _end(self, executor: Executor | None) -> None:
         self.stop()
         with self._lock:
             self._executor = None
@@ -540,7 +547,7 @@ class Batcher(Generic[R, A]):
             self._ended = True
             self._changed.notify_all()
 
-    def _pending(self) -> list[Place[A]]:
+    def _pending(self) -> Callers:
         """Everything that waits or is in flight, which it no longer is."""
         in_flight, self._lanes.in_flight = self._lanes.in_flight, {}
         return [*self._withdraw(), *itertools.chain(*in_flight.values())]
@@ -566,25 +573,6 @@ def died(message: str, cause: BaseException) -> EngineDeadError:
     error = EngineDeadError(message)
     error.__cause__ = cause
     return error
-
-
-def deliver(outcomes: Iterable[tuple[Future[Any], Any]], timeline: Timeline) -> None:
-    """Give futures their result, or the error in its place. Each is resolved in its own event loop,
-    and each loop is woken once."""
-    began = timeline.clock()
-    by_loop: dict[asyncio.AbstractEventLoop | None, list[tuple[Future[Any], Any]]] = {}
-    for outcome in outcomes:
-        future = outcome[0]
-        loop = None if isinstance(future, concurrent.futures.Future) else future.get_loop()
-        if (of_loop := by_loop.get(loop)) is None:
-            of_loop = by_loop[loop] = []
-        of_loop.append(outcome)
-    for loop, of_loop in by_loop.items():
-        if loop is None:
-            _resolve(of_loop, timeline, began)
-        else:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed
-                loop.call_soon_threadsafe(_resolve, of_loop, timeline, began)
 
 
 def _resolve(outcomes: Sequence[tuple[Future[Any], Any]], timeline: Timeline, began: float) -> None:

@@ -7,12 +7,11 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Seque
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from genlm.core.runtime.batcher import Batcher
-from genlm.core.runtime.executor import Result
 from genlm.core.runtime.lanes import the_copy
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.sampling import Particle, TokenDrawer
 from genlm.core.scoring import LIKELIEST, Score
-from genlm.core.types import Query, Request, SampleRequest, SamplingParams, ScoreRequest, TokenIds
+from genlm.core.types import Query, SampleRequest, SamplingParams, ScoreRequest, TokenIds
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +38,7 @@ class Continuations:
     def __init__(
         self,
         engine: LoadedEngine,
-        batcher: Batcher[Request, Result],
+        batcher: Batcher,
         rows: Callable[[Sequence[Query]], Coroutine[Any, Any, torch.Tensor]],
     ) -> None:
         self._engine = engine
@@ -49,7 +48,12 @@ class Continuations:
     async def draw(self, draws: Draws) -> list[list[int]]:
         """The ids of one continuation of each query, without the stop token."""
         drawn: list[list[int] | None] = [None] * len(draws)
-        if self._engine.draws and draws and draws[0][1].max_tokens and draws[0][1].min_p is None:
+        if (
+            "samples" in self._engine.native
+            and draws
+            and draws[0][1].max_tokens
+            and draws[0][1].min_p is None
+        ):
             drawn = await self._batcher.submit([SampleRequest(*draw) for draw in draws], list)
         left = [draw for draw, ids in zip(draws, drawn, strict=True) if ids is None]
         particles = iter(await self.particles(left))
@@ -117,7 +121,7 @@ class Continuations:
         """What the engine scores itself; ``None`` if it does not."""
         # A native score is normalised over the engine's rows. That is right unless they have
         # padding to drop.
-        if not self._engine.scores or self._engine.vocab_size > self._engine.width:
+        if "scores" not in self._engine.native or self._engine.vocab_size > self._engine.width:
             return None
         scores: torch.Tensor | None = await self._batcher.submit(
             [ScoreRequest(query, continuation)], the_copy

@@ -3,8 +3,8 @@ rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from attrs import define, field
 
@@ -14,21 +14,13 @@ from genlm.core.checks import describe_error, safe_repr
 from genlm.core.errors import EngineDeadError, EngineError, GenlmError, PluginError
 from genlm.core.logs import get_logger
 from genlm.core.runtime.batcher import TryAlone
-from genlm.core.runtime.lanes import ROWS, Lane
+from genlm.core.runtime.lanes import ROWS, Counters, Lane
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.runtime.results import Answers, evaluate_isolated
 from genlm.core.runtime.timeline import Timeline
 from genlm.core.types import Adapter, Query, Request, SampleRequest, ScoreRequest, query_of
 
 log = get_logger()
-
-T = TypeVar("T")
-
-# A row for a Query; ids, or None, for a SampleRequest; scores, or None, for a ScoreRequest.
-Result = Any
-
-#: The arguments that hold requests.
-KINDS = ("queries", "samples", "scores")
 
 #: Cold queries, and draws and scores that the engine does not take in its steps.
 COLD, DRAWS, SCORES = Lane("cold rows", alone=True), Lane("draws"), Lane("scores")
@@ -41,35 +33,6 @@ def describe(request: Request) -> dict[str, Any]:
     return {"asked": type(request).__name__, "tokens": query.length, "adapter": adapter}
 
 
-@define
-class EngineCounters:
-    """Written only by the engine thread."""
-
-    cache_hits: int = 0  # of requests that the batcher has already counted
-    batches: int = 0
-    rows: int = 0
-    draws: int = 0
-    scores: int = 0
-    largest_batch: int = 0
-    failed_calls: int = 0
-
-    def count(self, answers: Answers[Request, Result], in_flight: int) -> None:
-        """Count the engine's answers. A declined request has ``None``."""
-        if not answers:
-            return
-        self.batches += 1
-        self.largest_batch = max(self.largest_batch, in_flight)
-        for request, result in answers:
-            if result is None or isinstance(result, Exception):
-                continue
-            if isinstance(request, Query):
-                self.rows += 1
-            elif isinstance(request, SampleRequest):
-                self.draws += 1
-            else:
-                self.scores += 1
-
-
 @define(eq=False)
 class EngineExecutor:
     """Drives one engine for the batcher, and binds its adapters. Everything here happens on the
@@ -78,7 +41,7 @@ class EngineExecutor:
     engine: LoadedEngine
     cache: OutputCache
     adapters: AdapterRegistry
-    counters: EngineCounters
+    counters: Counters
     timeline: Timeline
     # What a continuous engine has, with the cache's generation when it was admitted, or the error
     # that a wrapper has given it.
@@ -94,13 +57,13 @@ class EngineExecutor:
         of a hook."""
         if isinstance(request, Query):
             return COLD if request.cold else ROWS
-        if isinstance(request, SampleRequest):
-            return ROWS if self.engine.in_steps("samples") else DRAWS
-        return ROWS if self.engine.in_steps("scores") else SCORES
+        draw = isinstance(request, SampleRequest)
+        hook = self.engine.native["samples" if draw else "scores"]
+        return ROWS if hook == "genlm_step" else DRAWS if draw else SCORES
 
     def step(
         self, newcomers: Sequence[Request], dropped: Sequence[Request] = ()
-    ) -> Answers[Request, Result]:
+    ) -> Answers[Request]:
         """Answer what can be answered now. The newcomers are of one lane."""
         began = self.timeline.clock()
         # Read first: what is dropped after this line must not be kept.
@@ -119,17 +82,21 @@ class EngineExecutor:
         return answers + results
 
     def wake(self) -> None:
-        self.engine.wake()
+        """Make the current step return early, if the engine can. On any thread."""
+        try:
+            self.engine.calls.call("genlm_wake")
+        except Exception:
+            log.exception("engine.wake_failed", backend=self.engine.backend)
 
     def close(self) -> None:
         self.engine.close()
 
     # --- rows that are known ----------------------------------------------------------------------
 
-    def _known(self, requests: Sequence[Request]) -> tuple[Answers[Request, Result], list[Request]]:
+    def _known(self, requests: Sequence[Request]) -> tuple[Answers[Request], list[Request]]:
         """What can be answered without the engine: rows that are in the cache now, and errors for
         adapters that are gone; and the other requests."""
-        known: Answers[Request, Result] = []
+        known: Answers[Request] = []
         asked: list[Request] = []
         for request in requests:
             query = request if isinstance(request, Query) else request.query
@@ -149,7 +116,7 @@ class EngineExecutor:
                 known.append((request, row))
         return known, asked
 
-    def _keep(self, results: Answers[Request, Result], generation: int) -> None:
+    def _keep(self, results: Answers[Request], generation: int) -> None:
         """Keep rows in the cache, but cold ones."""
         if self.cache.maxsize == 0:
             return
@@ -163,7 +130,7 @@ class EngineExecutor:
 
     def _advance(
         self, newcomers: Sequence[Request], dropped: Sequence[Request]
-    ) -> Answers[Request, Result]:
+    ) -> Answers[Request]:
         """Make a step. If it raises, all that were in flight are tried again, each alone.
 
         Raises:
@@ -178,16 +145,13 @@ class EngineExecutor:
             self._in_flight.pop(request, None)
         if not (self._in_flight or dropped):
             return []
-        queries = [request for request in newcomers if isinstance(request, Query)]
-        samples = [request for request in newcomers if isinstance(request, SampleRequest)]
-        scores = [request for request in newcomers if isinstance(request, ScoreRequest)]
         try:
             results, failed = self._called(
                 "genlm_step",
-                self.engine.results.of_step,
-                queries=queries,
-                samples=samples,
-                scores=scores,
+                newcomers,
+                queries=[r for r in newcomers if isinstance(r, Query)],
+                samples=[r for r in newcomers if isinstance(r, SampleRequest)],
+                scores=[r for r in newcomers if isinstance(r, ScoreRequest)],
                 dropped=dropped,
             )
         except (EngineDeadError, PluginError):
@@ -196,9 +160,8 @@ class EngineExecutor:
             self._failure = error
             lost, self._in_flight = list(self._in_flight), {}
             return [(request, TryAlone() if len(lost) > 1 else error) for request in lost]
-        self.counters.count(results, len(self._in_flight))
         self._in_flight.update((r, error) for r, error in failed.items() if r in self._in_flight)
-        finished: Answers[Request, Result] = []
+        finished: Answers[Request] = []
         for request, result in results:
             admitted = self._in_flight.pop(request, None)
             if isinstance(admitted, Exception):
@@ -220,51 +183,39 @@ class EngineExecutor:
 
     # --- batches ----------------------------------------------------------------------------------
 
-    def _batch(self, requests: Sequence[Any]) -> Sequence[Result]:
+    def _batch(self, requests: Sequence[Any]) -> Answers[Request]:
         """The result of each request, which are of one kind; ``None`` if the engine declines."""
-        first, read = requests[0], self.engine.results
-        if isinstance(first, Query):
-            queries, hook = requests, "genlm_next_token_logprobs"
-            results, failed = self._called(
-                hook, lambda rows: read.of_batch(queries, rows), queries=queries
-            )
-        elif isinstance(first, SampleRequest):
+        if isinstance(requests[0], Query):
+            results, failed = self._called("genlm_next_token_logprobs", requests, queries=requests)
+        elif isinstance(requests[0], SampleRequest):
             queries, params = [r.query for r in requests], [r.params for r in requests]
-            results, failed = self._called(
-                "genlm_sample",
-                lambda drawn: read.of_draws(queries, params, drawn),
-                queries=queries,
-                params=params,
-            )
+            results, failed = self._called("genlm_sample", requests, queries=queries, params=params)
         else:
-            queries, texts = [r.query for r in requests], [r.continuation for r in requests]
             results, failed = self._called(
                 "genlm_sequence_logprobs",
-                lambda scores: read.of_scores(queries, texts, scores),
-                queries=queries,
-                continuations=texts,
+                requests,
+                queries=[r.query for r in requests],
+                continuations=[r.continuation for r in requests],
             )
-        self.counters.count([*zip(requests, results, strict=True)], len(requests))
-        if failed:
-            return [failed.get(q, result) for q, result in zip(queries, results, strict=True)]
-        return results
+        return (
+            [(r, failed.get(query_of(r), result)) for r, result in results] if failed else results
+        )
 
     # --- both -------------------------------------------------------------------------------------
 
     def _called(
-        self, hook: str, read: Callable[[Any], T], **arguments: Any
-    ) -> tuple[T, Mapping[Request, Exception]]:
-        """Call an evaluation hook and read what it returns; also the requests that wrappers
-        fail."""
-        asked = sum(map(len, map(arguments.get, KINDS, ((), (), ()))))
+        self, hook: str, requests: Sequence[Request], **arguments: Any
+    ) -> tuple[Answers[Request], Mapping[Request, Exception]]:
+        """Call an evaluation hook for new requests and read what it returns; also the requests that
+        wrappers fail."""
         began = self.timeline.clock()
         try:
             try:
                 given, failed = self.engine.calls.evaluate(hook, arguments)
             finally:
-                self.timeline.add("engine", began, requests=asked)
+                self.timeline.add("engine", began, requests=len(requests))
             ended = self.timeline.clock()
-            results = read(given)
+            answers = self.engine.results.read(hook, requests, given)
             self.timeline.add("alignment", ended)
         except Exception as error:
             if not self.counters.failed_calls:
@@ -273,8 +224,21 @@ class EngineExecutor:
             self.counters.failed_calls += 1
             raise
         milliseconds = round((self.timeline.clock() - began) * 1e3, 3)
-        log.debug("batch.evaluated", backend=self.engine.backend, n=asked, ms=milliseconds)
-        return results, failed
+        log.debug("batch.evaluated", backend=self.engine.backend, n=len(requests), ms=milliseconds)
+        self._count(answers, max(len(self._in_flight), len(requests)))
+        return answers, failed
+
+    def _count(self, answers: Answers[Request], in_flight: int) -> None:
+        """Count the engine's answers. A declined request has ``None``."""
+        if answers:
+            counters = self.counters
+            counters.batches += 1
+            counters.largest_batch = max(counters.largest_batch, in_flight)
+            failed = (Exception, type(None))
+            kinds = [type(request) for request, result in answers if not isinstance(result, failed)]
+            counters.rows += kinds.count(Query)
+            counters.draws += kinds.count(SampleRequest)
+            counters.scores += kinds.count(ScoreRequest)
 
     def _explained(self, query: Query, error: Exception) -> Exception:
         """The engine's error, with the query that caused it."""
@@ -289,7 +253,7 @@ class EngineExecutor:
 
     def bind(self, adapter: Adapter, contents: Any) -> None:
         """Load an adapter and bind it to its name; what was bound to it goes."""
-        self.engine.add_lora(adapter, contents)
+        self.engine.change("genlm_add_lora", adapter=adapter, contents=contents)
         old = self.adapters.bind(adapter)
         if old is not None:
             self._discard(old)
@@ -300,10 +264,10 @@ class EngineExecutor:
 
     def _discard(self, adapter: Adapter) -> None:
         self.cache.drop(lambda query: cast(Query, query).adapter == adapter)
-        self.engine.remove_lora(adapter)
+        self.engine.change("genlm_remove_lora", adapter=adapter)
 
     def pin(self, query: Query) -> None:
         """Compute and pin the state of a prompt."""
         if query.adapter is not None and not self.adapters.is_current(query.adapter):
             raise self.adapters.outdated(query.adapter)  # it was removed while this call waited
-        self.engine.cache_prefix(query)
+        self.engine.change("genlm_cache_prefix", query=query)

@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import Any, Generic, TypeVar
 
 from attrs import Factory, define
@@ -14,15 +14,13 @@ from attrs import Factory, define
 from genlm.core.errors import EngineDeadError
 from genlm.core.runtime.timeline import Timeline
 
-R = TypeVar("R", bound=Hashable)
-A = TypeVar("A")
 T = TypeVar("T")
 
 #: How a caller waits: in a coroutine, or in a plain thread.
 Future = asyncio.Future[T] | concurrent.futures.Future[T]
 
 
-class Call(Generic[R, A, T]):
+class Call(Generic[T]):
     """One caller, who waits for the answers to some requests.
 
     Args:
@@ -35,26 +33,21 @@ class Call(Generic[R, A, T]):
     __slots__ = ("answers", "combine", "error", "future", "left", "requests")
 
     def __init__(
-        self, requests: Sequence[R], future: Future[T], combine: Callable[[Sequence[A]], T]
+        self, requests: Sequence[Any], future: Future[T], combine: Callable[[Sequence[Any]], T]
     ) -> None:
         self.requests = requests
         self.future = future
         self.combine = combine
-        self.answers: Any = None
         self.left = len(requests)
+        self.answers: list[Any] = [None] * self.left
         self.error: Exception | None = None
 
-    def places(self) -> Sequence[Place[A]]:
-        """For each request, what its answer is given to."""
-        if self.left == 1:
-            return (self,)
-        self.answers = [None] * self.left
-        return [Part(self, at) for at in range(self.left)]
-
-    def give(self, answer: A) -> bool:
-        """Take the answer to the only request. Returns whether the call ends with it."""
-        self.answers = (answer,)
-        return self.error is None
+    def give(self, at: int, answer: Any) -> bool:
+        """Take the answer to one of the requests. Returns whether the call ends with it: whether
+        it was the last."""
+        self.answers[at] = answer
+        self.left -= 1
+        return not self.left and self.error is None
 
     def fail(self, error: Exception) -> bool:
         """Take an error in place of an answer. Returns whether the call ends with it."""
@@ -62,10 +55,6 @@ class Call(Generic[R, A, T]):
             return False
         self.error = error
         return True
-
-    @property
-    def call(self) -> Call[R, A, T]:
-        return self
 
     def result(self) -> T | Exception:
         """What the caller gets."""
@@ -75,30 +64,6 @@ class Call(Generic[R, A, T]):
             return self.combine(self.answers)
         except Exception as error:  # no memory for the copy: only this caller fails
             return error
-
-
-class Part(Generic[A]):
-    """A place in a call of several requests."""
-
-    __slots__ = ("at", "call", "future")
-
-    def __init__(self, call: Call[Any, A, Any], at: int) -> None:
-        self.call = call
-        self.at = at
-        self.future = call.future
-
-    def give(self, answer: A) -> bool:
-        """Take an answer. Returns whether the call ends with it: whether it was the last."""
-        call = self.call
-        call.answers[self.at] = answer
-        call.left -= 1
-        return not call.left and call.error is None
-
-    def fail(self, error: Exception) -> bool:
-        return self.call.fail(error)
-
-
-Place = Call[Any, A, Any] | Part[A]
 
 
 @define(eq=False)
@@ -126,8 +91,11 @@ def the_copy(answers: Sequence[Any]) -> Any:
     return None if answer is None else answer.clone()
 
 
+#: The calls that wait for a request, and the place of its answer in each.
+Callers = list[tuple[Call[Any], int]]
+
 #: Requests, in the order asked, each with its callers.
-Pending = dict[R, list[Place[A]]]
+Pending = dict[Any, Callers]
 
 
 @define(eq=False)
@@ -149,15 +117,23 @@ ROWS, SUSPECTS = Lane("rows"), Lane("suspects", alone=True)
 
 @define
 class Counters:
-    """What the batcher has done; written under its lock or by its thread alone."""
+    """Counters of :class:`~genlm.core.types.Stats`. The first four are written under the batcher's
+    lock or by the engine thread, the others by that thread alone."""
 
     requests: int = 0
     dedup_hits: int = 0
     cancelled: int = 0
     failed: int = 0
+    cache_hits: int = 0  # of requests that the batcher has already counted
+    batches: int = 0
+    rows: int = 0
+    draws: int = 0
+    scores: int = 0
+    largest_batch: int = 0
+    failed_calls: int = 0
 
 
-class Lanes(Generic[R, A]):
+class Lanes:
     """Requests and tasks in the order asked; equal requests share a place. The batcher calls it
     under its lock.
 
@@ -176,30 +152,30 @@ class Lanes(Generic[R, A]):
 
     def __init__(self, limit: int | None, timeline: Timeline, counters: Counters) -> None:
         #: Says which lane a request is in. Used by the engine thread, which sets it.
-        self.lane_of: Callable[[R], Lane] = lambda request: ROWS
+        self.lane_of: Callable[[Any], Lane] = lambda request: ROWS
         #: What is in flight. The engine thread's own.
-        self.in_flight: Pending[R, A] = {}
+        self.in_flight: Pending = {}
         self._lane = ROWS  # of what is in flight, if anything is
         self._limit = math.inf if limit is None else limit
         self._timeline = timeline
         self._counters = counters
         # Not sorted yet. Sorting stops at the first task.
-        self._arrived: deque[Call[R, A, Any] | Task[Any]] = deque()
+        self._arrived: deque[Call[Any] | Task[Any]] = deque()
         # Requests before that task. The lane whose turn it is comes first.
-        self._lanes: dict[Lane, OrderedDict[R, list[Place[A]]]] = {}
+        self._lanes: dict[Lane, OrderedDict[Any, Callers]] = {}
         self._queued_since = 0.0  # by the timeline's clock; holds while requests wait
 
     def __bool__(self) -> bool:
         """Whether there is something to take."""
         return bool(self._lanes or self._arrived)
 
-    def put(self, asked: Call[R, A, Any] | Task[Any]) -> None:
+    def put(self, asked: Call[Any] | Task[Any]) -> None:
         """Add what a caller has asked, behind everything else."""
         if not (self._lanes or self._arrived):
             self._queued_since = self._timeline.clock()
         self._arrived.append(asked)
 
-    def suspect(self, requests: Pending[R, A]) -> None:
+    def suspect(self, requests: Pending) -> None:
         """Put back requests of which one has made a step fail."""
         if requests:
             self._lanes = {SUSPECTS: OrderedDict(requests), **self._lanes}
@@ -214,7 +190,7 @@ class Lanes(Generic[R, A]):
         self._sort()
         return bool(self._arrived) or len(self._lanes) != 1 or self.fills(*self._lanes.values())
 
-    def take(self, dropping: bool) -> Task[Any] | list[R]:
+    def take(self, dropping: bool) -> Task[Any] | list[Any]:
         """What is next: a task, alone and when nothing is in flight; or requests that may join
         those in flight.
 
@@ -222,7 +198,7 @@ class Lanes(Generic[R, A]):
             dropping: Whether the engine still has requests that the next step will drop.
         """
         self._sort()
-        newcomers: list[R] = []
+        newcomers: list[Any] = []
         if self._lanes and not (self.in_flight or dropping):
             while self._lanes and not newcomers:  # a lane may hold nothing but cancelled requests
                 newcomers = self._admit(next(iter(self._lanes)))
@@ -239,8 +215,8 @@ class Lanes(Generic[R, A]):
         or to a suspect, joins its callers."""
         while self._arrived and not isinstance(arrived := self._arrived[0], Task):
             self._arrived.popleft()
-            suspects: Pending[R, A] = self._lanes.get(SUSPECTS, OrderedDict())
-            for request, place in zip(arrived.requests, arrived.places(), strict=True):
+            suspects: Pending = self._lanes.get(SUSPECTS, OrderedDict())
+            for at, request in enumerate(arrived.requests):
                 callers = self.in_flight.get(request) if self.in_flight else None
                 if suspects and callers is None:
                     callers = suspects.get(request)
@@ -248,21 +224,21 @@ class Lanes(Generic[R, A]):
                     lane = self.lane_of(request)
                     if (waiting := self._lanes.get(lane)) is None:
                         waiting = self._lanes[lane] = OrderedDict()
-                    mine = [place]
+                    mine = [(arrived, at)]
                     if (callers := waiting.setdefault(request, mine)) is mine:
                         continue
-                callers.append(place)
+                callers.append((arrived, at))
                 self._counters.dedup_hits += 1
 
-    def _admit(self, lane: Lane) -> list[R]:
+    def _admit(self, lane: Lane) -> list[Any]:
         """Put requests of one lane in flight, as many as fit, and return them."""
-        newcomers: list[R] = []
+        newcomers: list[Any] = []
         taken = self._timeline.clock()
         pending = self._lanes.pop(lane)
         most = 1 if lane.alone else self._limit
         while pending and len(self.in_flight) < most:
             request, asked = pending.popitem(last=False)
-            callers = [place for place in asked if not place.future.done()]
+            callers = [caller for caller in asked if not caller[0].future.done()]
             self._counters.cancelled += len(asked) - len(callers)
             if callers:
                 self.in_flight[request] = callers
@@ -277,28 +253,30 @@ class Lanes(Generic[R, A]):
             self._queued_since = taken  # of the requests that still wait, if any
         return newcomers
 
-    def drop(self) -> list[R]:
+    def drop(self) -> list[Any]:
         """Take the requests whose callers have all gone out of flight, and return them."""
         dropped = [
             request
             for request, callers in self.in_flight.items()
-            if all(place.future.done() for place in callers)
+            if all(call.future.done() for call, _ in callers)
         ]
         for request in dropped:
             self._counters.cancelled += len(self.in_flight.pop(request))
         return dropped
 
-    def withdraw(self, tasks: bool = True) -> list[Place[A]]:
+    def withdraw(self, tasks: bool = True) -> Callers:
         """Take back all requests that wait; with ``tasks`` the tasks too, each as a call of its
         own."""
         # At once, because a signal handler may read it at any line.
         lanes, arrived, self._lanes, self._arrived = self._lanes, self._arrived, {}, deque()
-        withdrawn = [place for lane in lanes.values() for asked in lane.values() for place in asked]
+        withdrawn = [
+            caller for lane in lanes.values() for callers in lane.values() for caller in callers
+        ]
         for item in arrived:
             if not isinstance(item, Task):
-                withdrawn += item.places()
+                withdrawn += ((item, at) for at in range(len(item.requests)))
             elif tasks:
-                withdrawn.append(Call((item,), item.future, list))
+                withdrawn.append((Call((item,), item.future, list), 0))
             else:
                 self._arrived.append(item)
         return withdrawn

@@ -6,12 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
-from genlm.core.errors import (
-    InvalidInputError,
-    ModelClosedError,
-    PluginError,
-    UnsupportedError,
-)
+from genlm.core.errors import InvalidInputError, ModelClosedError, PluginError, UnsupportedError
 from genlm.core.hints import nearest
 from genlm.core.logs import get_logger
 from genlm.core.plugins import (
@@ -25,11 +20,7 @@ from genlm.core.plugins import (
 from genlm.core.runtime.hook_calls import HookCalls
 from genlm.core.runtime.results import Results, Violated
 from genlm.core.tokenization import Token, decode_vocab
-from genlm.core.types import (
-    Adapter,
-    Engine,
-    Query,
-)
+from genlm.core.types import Engine
 
 log = get_logger()
 
@@ -79,10 +70,10 @@ class LoadedEngine:
                 "genlm_step"
             )
         processes = bool(implementations_of(manager, PROCESSOR))
-        #: By which hook the engine draws and scores itself. With processors it does not: its draws
-        #: would not be from their rows.
-        self._native = {} if processes else self._native_hooks()
-        called = {evaluates, *self._native.values(), *([PROCESSOR] if processes else ())}
+        #: By which hook the engine answers ``samples`` and ``scores`` itself. With processors it
+        #: does not: its draws would not be from their rows.
+        self.native = {} if processes else self._native_hooks()
+        called = {evaluates, *self.native.values(), *([PROCESSOR] if processes else ())}
         check_observers(manager, self._owner, evaluates, called)
         #: Whether its steps drop requests.
         self.drops = self.supports("genlm_step", "dropped")
@@ -153,20 +144,6 @@ class LoadedEngine:
                 native[kind] = hook
         return native
 
-    @property
-    def draws(self) -> bool:
-        """Whether it draws itself."""
-        return "samples" in self._native
-
-    @property
-    def scores(self) -> bool:
-        """Whether it scores itself."""
-        return "scores" in self._native
-
-    def in_steps(self, kind: str) -> bool:
-        """Whether it takes ``"samples"`` or ``"scores"`` in its steps."""
-        return self._native.get(kind) == "genlm_step"
-
     def require(self, hook: str, feature: str) -> None:
         """Raises: UnsupportedError: the engine does not implement ``hook``."""
         if not self.supports(hook):
@@ -179,32 +156,12 @@ class LoadedEngine:
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def wake(self) -> None:
-        """Make the current step return early, if the engine can. On any thread."""
-        try:
-            self.calls.call("genlm_wake")
-        except Exception:
-            log.exception("engine.wake_failed", backend=self.backend)
-
-    def cache_prefix(self, query: Query) -> None:
-        pinned = self.calls.call("genlm_cache_prefix", query=query)
-        if self.supports("genlm_cache_prefix"):
-            self.results.of_change("genlm_cache_prefix", query, pinned)
-
-    def clear_kv_cache(self) -> None:
-        self.calls.call("genlm_clear_kv_cache")
-
-    def read_lora(self, adapter: Adapter) -> Any:
-        """Called on any thread."""
-        return self.calls.call("genlm_read_lora", adapter=adapter)
-
-    def add_lora(self, adapter: Adapter, contents: Any) -> None:
-        added = self.calls.call("genlm_add_lora", adapter=adapter, contents=contents)
-        self.results.of_change("genlm_add_lora", adapter, added)
-
-    def remove_lora(self, adapter: Adapter) -> None:
-        removed = self.calls.call("genlm_remove_lora", adapter=adapter)
-        self.results.of_change("genlm_remove_lora", adapter, removed)
+    def change(self, hook: str, **arguments: Any) -> None:
+        """Call a hook that changes the engine's state, and returns ``True``. The first argument is
+        what it is about."""
+        result = self.calls.call(hook, **arguments)
+        if self.supports(hook):
+            self.results.of_change(hook, next(iter(arguments.values())), result)
 
     def close(self) -> None:
         """End the engine and release it, so that its memory is free even while this object is

@@ -3,11 +3,18 @@ processed, and made the core's own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from genlm.core.errors import EngineDeadError, PluginError
-from genlm.core.types import Answer, Query, Request, SampleRequest, SamplingParams
+from genlm.core.types import (
+    Query,
+    Request,
+    SampleRequest,
+    SamplingParams,
+    ScoreRequest,
+    query_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -15,11 +22,10 @@ if TYPE_CHECKING:
 #: How far the logarithm of a row's total mass may be from 0.
 NORMALISATION = 1e-4
 
-R = TypeVar("R", bound=Hashable)
-A = TypeVar("A")
+R = TypeVar("R")
 
 #: Requests, each with its result or its exception.
-Answers = list[tuple[R, A | Exception]]
+Answers = list[tuple[R, Any]]
 
 #: Told of a result that breaks the contract; it may raise that.
 Violated = Callable[[PluginError], None]
@@ -55,77 +61,70 @@ class Results:
         self._process = process
         self._violated = violated
 
-    def of_batch(self, queries: Sequence[Query], rows: Any) -> list[Any]:
-        """For each query its row, or the exception in its place."""
-        hook = "genlm_next_token_logprobs"
+    def read(self, hook: str, requests: Sequence[Any], given: Any) -> Answers[Request]:
+        """The answers that an evaluation hook has given.
+
+        Args:
+            hook: The hook.
+            requests: What it was called with, of one kind; a step may answer others.
+            given: What it returned. ``None`` in place of draws or scores declines them.
+        """
+        if hook == "genlm_step":
+            return self._of_step(given)
+        if hook == "genlm_next_token_logprobs":
+            return [*zip(requests, self._of_batch(hook, requests, given), strict=True)]
+        if given is None:
+            return [(request, None) for request in requests]
+        if len(given) != len(requests):
+            wrong = f"{len(given)} results for {len(requests)} queries"
+            raise self._violation(hook, requests[0].query, wrong)
+        pairs = zip(requests, given, strict=True)
+        return [(request, self._checked(hook, request, result)) for request, result in pairs]
+
+    def _of_batch(self, hook: str, queries: Sequence[Query], rows: Any) -> list[Any]:
         self._check_tensor(hook, queries[0], rows, (len(queries), self._vocab_size))
         wrong = self._wrong_rows(hook, queries, rows) if self._violated else ()
         aligned = rows if self._width == self._vocab_size else self._align(rows)
         return self._own(queries, aligned, wrong)
 
-    def of_step(self, answers: Sequence[Answer]) -> list[tuple[Request, Any]]:
-        """Each request with its result or its exception, which may say what is wrong with the
-        result. Rows come first."""
-        queries: list[Query] = []
-        rows: list[torch.Tensor] = []
-        others: list[tuple[Request, Any]] = []
+    def _of_step(self, answers: Iterable[Any]) -> Answers[Request]:
+        """Rows come first."""
+        rows: Answers[Query] = []
+        others: Answers[Request] = []
         for answer in answers:
-            request, result = answer.request, self._checked(answer.request, answer.result)
-            if isinstance(request, Query) and not isinstance(result, Exception):
-                queries.append(request)
-                rows.append(result)
-            else:
-                others.append((request, result))
-        return [*zip(queries, self._own(queries, rows), strict=True), *others]
-
-    def of_draws(
-        self,
-        queries: Sequence[Query],
-        params: Sequence[SamplingParams],
-        drawn: Sequence[Iterable[int]] | None,
-    ) -> list[Any]:
-        """For each query what ``genlm_sample`` drew; ``None`` where it declined."""
-        if drawn is None:
-            return [None] * len(queries)
-        hook = "genlm_sample"
-        self._check_count(hook, queries, drawn, "continuations")
-        return [self._draw(hook, *each) for each in zip(queries, params, drawn, strict=True)]
-
-    def of_scores(
-        self,
-        queries: Sequence[Query],
-        continuations: Sequence[Sequence[int]],
-        scores: Sequence[Any] | None,
-    ) -> list[Any]:
-        """For each continuation what ``genlm_sequence_logprobs`` gave; ``None`` where it
-        declined."""
-        if scores is None:
-            return [None] * len(queries)
-        hook = "genlm_sequence_logprobs"
-        self._check_count(hook, queries, scores, "scores")
-        return [
-            self._score(hook, *each) for each in zip(queries, continuations, scores, strict=True)
-        ]
+            request, result = answer.request, answer.result
+            result = self._checked("genlm_step", request, result)
+            row = isinstance(request, Query) and not isinstance(result, Exception)
+            (rows if row else others).append((request, result))
+        queries = [query for query, _ in rows]
+        own = self._own(queries, [row for _, row in rows])
+        return [*zip(queries, own, strict=True), *others]
 
     def of_change(self, hook: str, subject: object, result: Any) -> None:
         """What a hook returned that changes the engine's state."""
         if result is not True:
             self._violation(hook, subject, f"{result!r}; expected True")
 
-    def _checked(self, request: Request, result: Any) -> Any:
-        """A result of a step, or the exception in its place. A row may still be the engine's
+    def _checked(self, hook: str, request: Request, result: Any) -> Any:
+        """The result of one request, or the exception in its place. A row may still be the engine's
         memory."""
         if isinstance(result, Exception) or (result is None and not isinstance(request, Query)):
             return result
-        hook = "genlm_step"
+        query = query_of(request)
         try:
-            if isinstance(request, Query):
-                self._check_tensor(hook, request, result, (self._vocab_size,))
-                (wrong,) = self._wrong_rows(hook, [request], [result]) or (None,)
-                return wrong or self._align(result)
             if isinstance(request, SampleRequest):
-                return self._draw(hook, request.query, request.params, result)
-            return self._score(hook, request.query, request.continuation, result)
+                ids = [int(token_id) for token_id in result]
+                self._violation(hook, query, wrong_draw(ids, request.params))
+                return ids
+            if isinstance(request, ScoreRequest):
+                self._check_tensor(hook, query, result, (len(request.continuation),))
+                if self._violated is not None:
+                    self._violation(hook, query, wrong_score(result))
+                return result.clone()
+            self._check_tensor(hook, query, result, (self._vocab_size,))
+            if self._violated is not None:
+                self._violation(hook, query, wrong_row(result))
+            return self._align(result)
         except Exception as error:
             return error
 
@@ -147,7 +146,7 @@ class Results:
             [error or row for error, row in zip(errors, own, strict=True)] if any(errors) else own
         )
 
-    def _processed(self, each: Sequence[tuple[Query, torch.Tensor]]) -> Sequence[Any]:
+    def _processed(self, each: Sequence[tuple[Query, torch.Tensor]]) -> Answers[Any]:
         import torch
 
         assert self._process is not None
@@ -163,8 +162,8 @@ class Results:
             )
         wrong = wrong or [None] * len(queries)
         return [
-            errors.get(query) or error or row
-            for query, error, row in zip(queries, wrong, rows.unbind(), strict=True)
+            (pair, errors.get(pair[0]) or error or row)
+            for pair, error, row in zip(each, wrong, rows.unbind(), strict=True)
         ]
 
     # --- what is wrong with a result --------------------------------------------------------------
@@ -182,26 +181,6 @@ class Results:
                 except Exception as error:  # concerns this query alone
                     found.append(error)
         return found
-
-    def _draw(
-        self, hook: str, query: Query, params: SamplingParams, drawn: Iterable[int]
-    ) -> list[int]:
-        ids = [int(token_id) for token_id in drawn]
-        self._violation(hook, query, wrong_draw(ids, params))
-        return ids
-
-    def _score(self, hook: str, query: Query, continuation: Sequence[int], score: Any) -> Any:
-        self._check_tensor(hook, query, score, (len(continuation),))
-        if self._violated is not None:
-            self._violation(hook, query, wrong_score(score))
-        return score.clone()
-
-    def _check_count(
-        self, hook: str, queries: Sequence[Query], given: Sequence[Any], what: str
-    ) -> None:
-        if len(given) != len(queries):
-            wrong = f"{len(given)} {what} for {len(queries)} queries"
-            raise self._violation(hook, queries[0], wrong)
 
     def _check_tensor(self, hook: str, query: Query, given: Any, shape: tuple[int, ...]) -> None:
         if (wrong := wrong_tensor(given, shape)) is not None:
@@ -229,8 +208,8 @@ class Results:
 
 
 def evaluate_isolated(
-    evaluate: Callable[[Sequence[R]], Sequence[A]], requests: Sequence[R]
-) -> Answers[R, A]:
+    evaluate: Callable[[Sequence[R]], Answers[R]], requests: Sequence[R]
+) -> Answers[R]:
     """Evaluate a batch; if it raises, evaluate its halves, down to the requests that fail alone.
 
     A batch of ``n`` with one failing request costs about ``2 * log2(n)`` more calls, most of them
@@ -239,7 +218,7 @@ def evaluate_isolated(
     if not requests:
         return []
     try:
-        return list(zip(requests, evaluate(requests), strict=True))
+        return evaluate(requests)
     except EngineDeadError:
         raise
     except Exception as error:

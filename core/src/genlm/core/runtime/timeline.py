@@ -27,18 +27,12 @@ class Timeline:
     thread.
 
     Args:
-        describe: What a trace says of a request: names and JSON values.
         clock: Returns seconds.
     """
 
-    def __init__(
-        self,
-        describe: Callable[[Any], Mapping[str, Any]] = lambda request: {},
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self.trace: Trace | None = None
-        self._describe = describe
         # By thread too: each writes only its own and needs no lock. A signal handler would wait for
         # ever for a lock held by the code that it interrupted, and a forked child for one that a
         # thread of its parent held.
@@ -46,33 +40,16 @@ class Timeline:
 
     def spent(self) -> dict[str, float]:
         """The seconds that each stage has taken so far."""
-        spent = dict.fromkeys(STAGES, 0.0)
-        for (_, stage), seconds in self._spent.copy().items():  # threads may add to it meanwhile
-            spent[stage] += seconds
-        return spent
+        spent = self._spent.copy().items()  # threads may add to it meanwhile
+        return {stage: sum((s for (_, of), s in spent if of == stage), 0.0) for stage in STAGES}
 
     def add(self, stage: str, began: float, **about: Any) -> None:
-        """A stage that began at ``began`` has ended now."""
+        """A stage, or a whole batch, that began at ``began`` has ended now."""
         ended = self.clock()
         mine = threading.get_ident(), stage
         self._spent[mine] = self._spent.get(mine, 0.0) + (ended - began)
         if (trace := self.trace) is not None:
             trace.span(stage, began, ended, about)
-
-    def batch(self, began: float, requests: int) -> None:
-        """The engine thread has dealt with a batch."""
-        if (trace := self.trace) is not None:
-            trace.span("batch", began, self.clock(), {"requests": requests})
-
-    def asked(self, request: Any, future: Future) -> None:
-        """A caller begins to wait."""
-        if (trace := self.trace) is not None:
-            trace.request(self._describe(request), future)
-
-    def hit(self, request: Any) -> None:
-        """A request has been answered from the output cache."""
-        if (trace := self.trace) is not None:
-            trace.hit(self._describe(request))
 
 
 #: Stages that begin in one thread and end in another.
@@ -90,14 +67,21 @@ class Trace:
     Args:
         timeline: What to record.
         path: The file to write.
+        describe: What the trace says of a request: names and JSON values.
 
     Raises:
         InvalidInputError: the model is being traced already.
         OSError: the file cannot be written; on entering the block.
     """
 
-    def __init__(self, timeline: Timeline, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        timeline: Timeline,
+        path: str | os.PathLike[str],
+        describe: Callable[[Any], Mapping[str, Any]],
+    ) -> None:
         self._timeline = timeline
+        self._describe = describe
         self._path = os.fspath(path)
         self._events: list[dict[str, Any]] = []
         self._threads: dict[int, str] = {}
@@ -135,26 +119,19 @@ class Trace:
         else:
             self._add("X", name, began, dur=microseconds(ended - began), args=about)
 
-    def request(self, about: Mapping[str, Any], future: Future) -> None:
+    def request(self, request: Any, future: Future) -> None:
         """A request asked now and answered when ``future`` is done."""
-        number = next(self._ids)
-        self._add("b", "request", self._timeline.clock(), cat="request", id=number, args=about)
+        now, about = self._timeline.clock, {"cat": "request", "id": next(self._ids)}
 
         def done(future: Future) -> None:
-            self._add(
-                "e",
-                "request",
-                self._timeline.clock(),
-                cat="request",
-                id=number,
-                args={"end": end_of(future)},
-            )
+            self._add("e", "request", now(), args={"end": end_of(future)}, **about)
 
+        self._add("b", "request", now(), args=self._describe(request), **about)
         future.add_done_callback(done)
 
-    def hit(self, about: Mapping[str, Any]) -> None:
+    def hit(self, request: Any) -> None:
         """A request answered from the output cache now."""
-        self._add("i", "cache hit", self._timeline.clock(), s="t", args=about)
+        self._add("i", "cache hit", self._timeline.clock(), s="t", args=self._describe(request))
 
     def _add(self, phase: str, name: str, at: float, **more: Any) -> None:
         thread = threading.current_thread()

@@ -34,7 +34,7 @@ class Request:
 SUMS, MAXIMA = Lane("sums"), Lane("maxima")
 
 
-class TrieExecutor(Executor[Request, Any]):
+class TrieExecutor(Executor):
     """Answers all requests of a batch with one kernel call. Lives on the batcher's thread."""
 
     def __init__(self, trie: TokenCharacterTrie) -> None:
@@ -52,10 +52,11 @@ class TrieExecutor(Executor[Request, Any]):
     def close(self) -> None:
         """Nothing to release."""
 
-    def _combine(self, requests: Sequence[Request]) -> Any:
+    def _combine(self, requests: Sequence[Request]) -> list[tuple[Request, Any]]:
         is_sum = requests[0].operation is SUM
         combine = self.trie.batch_weight_sum if is_sum else self.trie.batch_weight_max
-        return combine([request.weights for request in requests])
+        results = combine([request.weights for request in requests])
+        return list(zip(requests, results, strict=True))
 
 
 class AsyncTokenCharacterTrie:
@@ -79,7 +80,7 @@ class AsyncTokenCharacterTrie:
         self.trie = trie
         # Re-entrant, because a signal handler may call shutdown() at any line.
         self._lock = threading.RLock()
-        self._batcher: Batcher[Request, Any] | None = None
+        self._batcher: Batcher | None = None
         self._pid = os.getpid()
 
     @classmethod
@@ -134,7 +135,7 @@ class AsyncTokenCharacterTrie:
         """:meth:`shutdown`, without blocking the event loop."""
         await asyncio.to_thread(self.shutdown)
 
-    def _running(self) -> Batcher[Request, Any]:
+    def _running(self) -> Batcher:
         self._leave_parent()
         with self._lock:
             batcher = self._batcher
