@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from genlm.core import AsyncLM, EngineError, InvalidQueryError, MockAsyncLM, SamplingParams
+from genlm.core.generation import PREFIXES
 from genlm.core.mock import ByteTokenizer, MockEngine
-from genlm.core.runtime.continuations import PREFIXES
 from genlm.core.sampling import TokenDrawer, seed_of
 
 

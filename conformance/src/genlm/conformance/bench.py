@@ -22,7 +22,7 @@ from genlm.core.errors import BackendImportError, GenlmError, InvalidOptionError
 from genlm.core.installation import pip_install
 from genlm.core.lm import AsyncLM
 from genlm.core.plugins import backend_names, find_backend
-from genlm.core.runtime.continuations import all_of
+from genlm.core.runtime.askers import all_of
 from genlm.core.sampling import TokenDrawer, checked_params
 
 PROMPT = "Once upon a time there was"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack
 
 from genlm.core.adapters import UNSET, LoraName
@@ -12,17 +12,24 @@ from genlm.core.context import contexts_of, token_ids_of
 from genlm.core.errors import InvalidOptionError, InvalidQueryError
 from genlm.core.hints import known_keywords
 from genlm.core.rows import RowsMixin
-from genlm.core.runtime.askers import blocking
-from genlm.core.runtime.continuations import Continuations, all_of
-from genlm.core.sampling import Particle, SamplingOptions, checked_params, seeded
-from genlm.core.scoring import Score, rolling_windows
-from genlm.core.types import Query, SamplingParams, TokenIds
+from genlm.core.runtime.askers import all_of, blocking
+from genlm.core.runtime.lanes import the_copy
+from genlm.core.sampling import Particle, SamplingOptions, TokenDrawer, checked_params, seeded
+from genlm.core.scoring import LIKELIEST, Score, rolling_windows
+from genlm.core.types import Query, SampleRequest, SamplingParams, ScoreRequest, TokenIds
 
 if TYPE_CHECKING:
     import torch
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+#: How many contexts of one continuation are asked at a time, if the engine does not score itself.
+#: Each may take as much key/value state as the whole context.
+PREFIXES = 32
+
+#: Queries, and how to draw after each.
+Draws = Sequence[tuple[Query, SamplingParams]]
 
 
 def blocking_form(
@@ -42,7 +49,8 @@ def blocking_form(
 
 
 class GenerationMixin(RowsMixin):
-    """What :class:`~genlm.core.lm.AsyncLM` draws and scores."""
+    """What :class:`~genlm.core.lm.AsyncLM` draws and scores: by the engine if it can, else from
+    rows."""
 
     @known_keywords
     async def sample(
@@ -90,7 +98,7 @@ class GenerationMixin(RowsMixin):
             InvalidOptionError: an argument is out of range, or there is none of that name (a
                 ``ValueError``).
         """
-        query, params = self._draw(
+        query, params = self._checked_draw(
             prompt_token_ids,
             max_tokens,
             lora_name,
@@ -101,7 +109,7 @@ class GenerationMixin(RowsMixin):
             top_p=top_p,
             min_p=min_p,
         )
-        return (await self._continuations.draw([(query, params)]))[0]
+        return (await self._drawn([(query, params)]))[0]
 
     @known_keywords
     async def batch_sample(
@@ -130,7 +138,7 @@ class GenerationMixin(RowsMixin):
         )
         queries = self._queries(prompt_token_ids_list, lora_name, room_for=params.max_tokens)
         own = seeded(params, len(queries))
-        return await self._continuations.draw(list(zip(queries, own, strict=True)))
+        return await self._drawn(list(zip(queries, own, strict=True)))
 
     @known_keywords
     def stream(
@@ -165,8 +173,8 @@ class GenerationMixin(RowsMixin):
         Raises:
             InvalidOptionError: an argument is out of range, or there is none of that name.
         """
-        query, params = self._draw(prompt_token_ids, max_tokens, **options)
-        return self._continuations.stream(query, params)
+        query, params = self._checked_draw(prompt_token_ids, max_tokens, **options)
+        return self._stream(query, params)
 
     @known_keywords
     async def sample_particles(
@@ -205,9 +213,9 @@ class GenerationMixin(RowsMixin):
         Raises:
             InvalidOptionError: an argument is out of range, or there is none of that name.
         """
-        query, params = self._draw(prompt_token_ids, max_tokens, **options)
+        query, params = self._checked_draw(prompt_token_ids, max_tokens, **options)
         own = seeded(params, integer("n", n, least=1))
-        return await self._continuations.particles([(query, each) for each in own])
+        return await self._particles([(query, each) for each in own])
 
     @known_keywords
     async def sequence_logprobs(
@@ -222,9 +230,10 @@ class GenerationMixin(RowsMixin):
         Raises:
             InvalidQueryError: the continuation is empty or has an invalid token id.
         """
-        return await self._continuations.score(
-            *self._scored(prompt_token_ids, continuation_token_ids, lora_name)
+        query, continuation = self._checked_score(
+            prompt_token_ids, continuation_token_ids, lora_name
         )
+        return await self._score(query, continuation)
 
     @known_keywords
     async def batch_sequence_logprobs(
@@ -262,11 +271,10 @@ class GenerationMixin(RowsMixin):
                 "each continuation its prompt: [prompt] * n for n of one prompt"
             )
         pairs = [
-            self._scored(prompt, continuation, lora_name)
+            self._checked_score(prompt, continuation, lora_name)
             for prompt, continuation in zip(prompts, continuations, strict=True)
         ]
-        judge = self._continuations.judge
-        return await all_of(judge(query, continuation) for query, continuation in pairs)
+        return await all_of(self._judge(query, continuation) for query, continuation in pairs)
 
     @known_keywords
     async def rolling_logprobs(
@@ -321,9 +329,8 @@ class GenerationMixin(RowsMixin):
                 f"context_len={least} exceeds the {given} tokens of a window; give at most these"
             )
         windows = rolling_windows(len(ids), given or max(len(ids), least), least)
-        score = self._continuations.score
         scores = await all_of(
-            score(self._query(ids[begin:first], lora_name, end - first), ids[first:end])
+            self._score(self._query(ids[begin:first], lora_name, end - first), ids[first:end])
             for begin, first, end in windows
         )
         return torch.cat(scores) if scores else torch.empty(0, device=self._engine.device)
@@ -348,9 +355,108 @@ class GenerationMixin(RowsMixin):
     rolling_logprobs_sync = blocking_form(rolling_logprobs)
     """:meth:`rolling_logprobs`, blocking."""
 
+    # --- drawing ----------------------------------------------------------------------------------
+
+    async def _drawn(self, draws: Draws) -> list[list[int]]:
+        """The ids of one continuation of each query, without the stop token."""
+        drawn: list[list[int] | None] = [None] * len(draws)
+        if (
+            draws
+            and "samples" in self._engine.native
+            and draws[0][1].max_tokens
+            and draws[0][1].min_p is None
+        ):
+            drawn = await self._batcher.submit([SampleRequest(*draw) for draw in draws], list)
+        left = [draw for draw, ids in zip(draws, drawn, strict=True) if ids is None]
+        particles = iter(await self._particles(left))
+        return [list(next(particles).token_ids) if ids is None else ids for ids in drawn]
+
+    async def _particles(self, draws: Draws) -> list[Particle]:
+        """One continuation of each query from rows, with its log-probabilities. They are drawn
+        together: one call for the next rows of all that go on."""
+        drawers = [TokenDrawer(params) for _, params in draws]
+        queries = [query for query, _ in draws]
+        drawn: list[list[int]] = [[] for _ in draws]
+        stops: list[int | None] = [None for _ in draws]
+        live = [i for i, (_, params) in enumerate(draws) if params.max_tokens]
+        while live:
+            rows = (await self._rows([queries[i] for i in live])).cpu()
+            going_on = []
+            for i, row in zip(live, rows.unbind(), strict=True):
+                token_id, params = drawers[i].draw(row), draws[i][1]
+                if token_id in params.stop_token_ids:
+                    stops[i] = token_id
+                    continue
+                drawn[i].append(token_id)
+                if len(drawn[i]) < params.max_tokens:
+                    queries[i] = queries[i].extended((token_id,))
+                    going_on.append(i)
+            live = going_on
+        return [
+            Particle(tuple(ids), stop, drawer.logprob, drawer.proposal_logprob)
+            for ids, stop, drawer in zip(drawn, stops, drawers, strict=True)
+        ]
+
+    async def _stream(self, query: Query, params: SamplingParams) -> AsyncGenerator[int, None]:
+        drawer = TokenDrawer(params)
+        for _ in range(params.max_tokens):
+            token_id = drawer.draw((await self._rows([query]))[0])
+            if token_id in params.stop_token_ids:
+                return
+            yield token_id
+            query = query.extended((token_id,))
+
+    # --- scoring ----------------------------------------------------------------------------------
+
+    async def _score(self, query: Query, continuation: TokenIds) -> torch.Tensor:
+        scores = await self._native_scores(query, continuation)
+        return (await self._scores_from_rows(query, continuation))[0] if scores is None else scores
+
+    async def _judge(self, query: Query, continuation: TokenIds) -> Score:
+        """A continuation's log-probability, and whether it is the greedy one."""
+        scores = await self._native_scores(query, continuation)
+        if scores is None:
+            scores, likeliest = await self._scores_from_rows(query, continuation)
+            return Score(float(scores.double().sum()), likeliest == list(continuation))
+        is_greedy = True
+        for end, logprob in enumerate(scores.tolist()):
+            if logprob < LIKELIEST:
+                row = await self._row(query.extended(continuation[:end]))
+                if int(row.argmax()) != continuation[end]:
+                    is_greedy = False
+                    break
+        return Score(float(scores.double().sum()), is_greedy)
+
+    async def _native_scores(self, query: Query, continuation: TokenIds) -> torch.Tensor | None:
+        """What the engine scores itself; ``None`` if it does not."""
+        # A native score is normalised over the engine's rows. That is right unless they have
+        # padding to drop.
+        if "scores" not in self._engine.native or self._engine.vocab_size > self._engine.width:
+            return None
+        scores: torch.Tensor | None = await self._batcher.submit(
+            [ScoreRequest(query, continuation)], the_copy
+        )
+        return scores
+
+    async def _scores_from_rows(
+        self, query: Query, continuation: TokenIds
+    ) -> tuple[torch.Tensor, list[int]]:
+        """The scores from rows, and the most likely token in each token's place."""
+        import torch
+
+        scored: list[torch.Tensor] = []
+        likeliest: list[int] = []
+        for start in range(0, len(continuation), PREFIXES):
+            ids = continuation[start : start + PREFIXES]
+            rows = await self._rows([query.extended(ids[:end]) for end in range(len(ids))])
+            scored.append(rows[range(len(ids)), ids])
+            likeliest += rows.argmax(-1).tolist()
+            query = query.extended(ids)
+        return torch.cat(scored), likeliest
+
     # --- checks -----------------------------------------------------------------------------------
 
-    def _draw(
+    def _checked_draw(
         self,
         prompt_token_ids: Iterable[int],
         max_tokens: int,
@@ -366,7 +472,7 @@ class GenerationMixin(RowsMixin):
         the model lacks."""
         return min(self._engine.vocab_size, self._engine.width)
 
-    def _scored(
+    def _checked_score(
         self,
         prompt_token_ids: Iterable[int],
         continuation_token_ids: Iterable[int],
@@ -388,7 +494,3 @@ class GenerationMixin(RowsMixin):
                 f"{width - 1}"
             )
         return params
-
-    @property
-    def _continuations(self) -> Continuations:  # not kept: it would keep the model alive
-        return Continuations(self._engine, self._batcher, self._rows)

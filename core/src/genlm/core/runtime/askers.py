@@ -7,7 +7,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from genlm.core.errors import ReentrancyError
@@ -94,4 +94,15 @@ def blocking(coroutine: Coroutine[Any, Any, T]) -> T:
             for loop, task in tasks:
                 with contextlib.suppress(RuntimeError):
                     loop.call_soon_threadsafe(task.cancel)
+        raise
+
+
+async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all. When one fails, the others are cancelled: their results are useless."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
         raise

@@ -15,7 +15,7 @@ from genlm.core.adapters import UNSET, LoraName
 from genlm.core.context import Context
 from genlm.core.errors import InvalidInputError, InvalidOptionError
 from genlm.core.lm import AsyncLM
-from genlm.core.runtime.continuations import all_of
+from genlm.core.runtime.askers import all_of
 from genlm.core.trie.trie import TokenCharacterTrie
 from genlm.core.trie.walk import Walker
 
