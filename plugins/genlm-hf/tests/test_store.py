@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from genlm.core import Adapter
+from genlm.core.context import Context
 from genlm.hf.layout import Chunk, UniformLayout
 from genlm.hf.pool import RowPool
 from genlm.hf.table import PoolTable
@@ -56,9 +57,7 @@ class Tokens:
     def __init__(self) -> None:
         self.pool = RowPool()
         self.pool.resize(1, 1)
-        self.pool.layout = UniformLayout(
-            [Chunk(Row(TokenSequence([1]).key, 0, slot=0), 0, 1)], Upload()
-        )
+        self.pool.layout = UniformLayout([Chunk(Row(Context((1,)), slot=0), 0, 1)], Upload())
         self.pool.update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), 0)
         self.pool.resize(0, 0)
 

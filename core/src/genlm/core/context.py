@@ -119,6 +119,8 @@ class Context(Sequence[int]):
     def starts_with(self, other: Context) -> bool:
         """Whether its first tokens are those of another context. Where one extends the other, this
         takes no longer for long ones."""
+        if self._blocks is other._blocks:  # as where one extends the other by a few
+            return self._tail[: len(other._tail)] == other._tail
         blocks, tail = self._cut(len(other))
         return tail == other._tail and same_blocks(blocks, other._blocks)
 

@@ -59,11 +59,6 @@ def bytes_of(token_ids: Sequence[int]) -> bytes:
     return array("I", token_ids).tobytes()
 
 
-def version_of(key: bytes) -> int:
-    """The adapter's version of a key."""
-    return array("I", key[:WIDTH])[0]
-
-
 def length_of(key: bytes) -> int:
     """The number of tokens of a key."""
     return len(key) // WIDTH - 1

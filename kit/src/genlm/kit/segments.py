@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from attrs import define, field
+from attrs import Factory, define, field
 
 from genlm.core.context import Context
-from genlm.kit.prefixes import WIDTH, version_of
+from genlm.kit.prefixes import bytes_of, length_of, prefix_of
 
 
 @define(eq=False)
@@ -21,19 +21,20 @@ class Segment:
     """State of positions ``start`` to ``stop`` (exclusive) of a context.
 
     Attributes:
-        key: The context to the end of this segment, see
-            :func:`~genlm.kit.prefixes.key_of`.
+        context: The context to the end of this segment.
+        version: Of its adapter; 0 is the base model.
         start: The first position that is stored here.
         parent: The trunk that holds the positions before. It may be longer than ``start``: then
             only its beginning belongs to this context.
         pinned: Whether it stays until the state is cleared.
-        context: The same as ``key``, without the adapter's version, for look-ups.
+        stop: The length of the context.
+        known_key: The key of its first tokens, as far as it has been made.
         children: The segments that stand on this one; only trunks have some.
 
     Examples:
-        >>> from genlm.kit.prefixes import key_of
-        >>> trunk = Trunk(key_of(0, [1, 2, 3]))
-        >>> row = Row(key_of(0, [1, 2, 7, 8]), slot=5)
+        >>> from genlm.core.context import Context
+        >>> trunk = Trunk(Context((1, 2, 3)))
+        >>> row = Row(Context((1, 2, 7, 8)), slot=5)
         >>> row.stand_on(trunk, 2)
         >>> row.size, [(below.stop, used) for below, used in row.path()]
         (2, [(3, 2)])
@@ -41,28 +42,45 @@ class Segment:
         [('Trunk', 2), ('Row', 1)]
     """
 
-    key: bytes
+    context: Context
+    version: int = 0
     start: int = 0
     parent: Trunk | None = None
     pinned: bool = False
-    context: Context | None = field(default=None, repr=False)
+    stop: int = field(init=False, default=Factory(lambda self: len(self.context), takes_self=True))
     children: set[Segment] = field(factory=set, init=False, repr=False)
+    known_key: bytes = field(
+        init=False,
+        default=Factory(lambda self: bytes_of((self.version,)), takes_self=True),
+        repr=False,
+    )
 
     @property
-    def stop(self) -> int:
-        """The length of the context to the end of this segment."""
-        return len(self.key) // WIDTH - 1
+    def key(self) -> bytes:
+        """The context, see :func:`~genlm.kit.prefixes.key_of`. What has been added to it since the
+        key was last asked for is added to the key."""
+        known = length_of(self.known_key)
+        if known < self.stop:
+            self.known_key += bytes_of(self.context.since(known))
+        return self.known_key
 
     @property
     def size(self) -> int:
         """The number of positions stored here."""
-        return len(self.key) // WIDTH - 1 - self.start
+        return self.stop - self.start
 
     @property
     def name(self) -> tuple[int, int]:
         """The version of the adapter, and the hash of the context."""
-        assert self.context is not None
-        return version_of(self.key), self.context.hash_value
+        return self.version, self.context.hash_value
+
+    def grow(self, context: Context) -> None:
+        """End where a context does that extends this one's."""
+        self.context, self.stop = context, len(context)
+
+    def begins_like(self, known_key: bytes, length: int) -> None:
+        """Note the key of a context with which this one has the first tokens in common."""
+        self.known_key = prefix_of(known_key, min(length, self.stop))
 
     def path(self) -> Iterator[tuple[Trunk, int]]:
         """The trunks below this segment, the nearest first, each with how many of its positions

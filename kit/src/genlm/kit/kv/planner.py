@@ -12,7 +12,6 @@ from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.kv.sharing import Together, Worth, best_cut
 from genlm.kit.kv.tree import Tree
 from genlm.kit.kv.trunks import Trunks
-from genlm.kit.prefixes import key_of, prefix_of, version_of
 from genlm.kit.segments import Row, Segment, Trunk
 
 A = TypeVar("A", bound=TokenSequence)
@@ -136,8 +135,7 @@ class Planner(Generic[A]):
         """Keep the paths below new trunks short; the segments in which sequences end stay."""
         staying = [end for end in ends if end is not None]
         for made in trunks:
-            assert made.context is not None
-            trunk = self.tree.at_end(version_of(made.key), made.context)
+            trunk = self.tree.at_end(made.version, made.context)
             if isinstance(trunk, Trunk):
                 self._trunks.shorten(trunk, staying)
 
@@ -201,9 +199,8 @@ class Planner(Generic[A]):
     def drop_adapter(self, version: int) -> None:
         """Drop the state computed with a version of an adapter, pinned or not."""
         self.abandon()
-        header = key_of(version, ())
         for one in list(self.tree.kept):
-            if one.key.startswith(header):
+            if one.version == version:
                 self.tree.drop(one)
 
     # --- planning ---------------------------------------------------------------------------------
@@ -215,11 +212,7 @@ class Planner(Generic[A]):
         found = self.tree.at_end(sequence.version, sequence.tokens)
         if found is None and 0 < sequence.tokens.grown <= sequence.keep:
             found = self.tree.of_parent(sequence)
-        if found is None:
-            return self.tree.nearest(sequence.key)
-        shared = found.stop
-        sequence.begins_like(found.key, shared)
-        return found, shared
+        return self.tree.nearest(sequence.key) if found is None else (found, found.stop)
 
     def _located(self, sequences: Sequence[A], indices: Iterable[int]) -> list[Placement[A]]:
         """Placements of some of the sequences, which know no more than what they start from."""
@@ -337,11 +330,17 @@ class Planner(Generic[A]):
         """The new segments of a placement."""
         sequence, parent, base = one.sequence, one.parent, one.base
         if one.cut > base:
-            key, context = prefix_of(sequence.key, one.cut), sequence.tokens.first(one.cut)
-            one.trunk = parent = self.tree.new_trunk(key, context, parent, base)
+            context = sequence.tokens.first(one.cut)
+            one.trunk = parent = self.tree.new_trunk(context, sequence.version, parent, base)
             base = one.cut
         if one.needs_row:
             one.row = self.tree.new_row(sequence, parent, base)
+        like, length = sequence.known_key, sequence.length
+        if not like and one.found is not None:
+            like, length = one.found.known_key, one.shared
+        for segment in (one.trunk, one.row):
+            if segment is not None and like:
+                segment.begins_like(like, length)
 
     def _copy(self, batch: Sequence[Placement[A]]) -> None:
         """Copy known positions to new segments: the forks of rows together."""

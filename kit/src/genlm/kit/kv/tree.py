@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from genlm.core.context import Context
 from genlm.kit.kv.sequence import TokenSequence
-from genlm.kit.prefixes import key_of, nearest_of, prefix_of, tokens_in, version_of
+from genlm.kit.prefixes import key_of, nearest_of, prefix_of, tokens_in
 from genlm.kit.segments import Row, Segment, Trunk
 
 
@@ -52,9 +52,7 @@ class Tree:
         """The kept segment that ends where the context does that a sequence extends."""
         tokens = sequence.tokens
         one = self._ends.get((sequence.version, tokens.parent_hash))
-        if one is None or one.context is None or not tokens.starts_with(one.context):
-            return None
-        return one
+        return one if one is not None and tokens.starts_with(one.context) else None
 
     def nearest(self, key: bytes) -> tuple[Segment | None, int]:
         """The segment that shares the most leading tokens with ``key``, and how many."""
@@ -103,15 +101,15 @@ class Tree:
 
     def new_row(self, sequence: TokenSequence, parent: Trunk | None, start: int) -> Row:
         """A running row in a free slot."""
-        row = Row(sequence.key, context=sequence.tokens, slot=heapq.heappop(self._free))
+        row = Row(sequence.tokens, sequence.version, slot=heapq.heappop(self._free))
         row.stand_on(parent, start)
         self.rows[row] = None
         self.running.add(row)
         return row
 
-    def new_trunk(self, key: bytes, context: Context, parent: Trunk | None, start: int) -> Trunk:
+    def new_trunk(self, context: Context, version: int, parent: Trunk | None, start: int) -> Trunk:
         """A running trunk."""
-        trunk = Trunk(key, context=context)
+        trunk = Trunk(context, version)
         trunk.stand_on(parent, start)
         self.trunk_positions += trunk.size
         self.running.add(trunk)
@@ -141,7 +139,7 @@ class Tree:
         """Let a kept row end where a longer context does; it is running until it is kept again."""
         self._keys, self._sorted = None, []
         self._forget(row)
-        row.key, row.context = sequence.key, sequence.tokens
+        row.grow(sequence.tokens)
         self.running.add(row)
 
     def pin(self, segment: Segment) -> None:
@@ -217,9 +215,9 @@ class Tree:
         for one in self.kept:
             if self.nearest(one.key)[0] is not one:
                 raise RuntimeError("a segment is not found by its key")
-            if one.context is None or self.at_end(version_of(one.key), one.context) is not one:
+            if self.at_end(one.version, one.context) is not one:
                 raise RuntimeError("a segment is not found by its context")
-            if key_of(version_of(one.key), one.context) != one.key:
+            if key_of(one.version, one.context) != one.key:
                 raise RuntimeError("a segment's key is not that of its context")
             below = one.parent
             if (below is None) != (one.start == 0):

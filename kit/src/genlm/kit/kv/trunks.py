@@ -14,7 +14,6 @@ from genlm.kit.kv.placement import Placement
 from genlm.kit.kv.room import Needs, Room
 from genlm.kit.kv.sharing import Worth, best_cut, best_part, families_of
 from genlm.kit.kv.tree import Tree
-from genlm.kit.prefixes import prefix_of, version_of
 from genlm.kit.segments import Row, Segment, Trunk
 
 logger = get_logger()
@@ -116,9 +115,8 @@ class Trunks:
             ``False`` if the budget does not allow it; then nothing was done.
         """
         first = rows[0]
-        assert first.context is not None
         context = first.context.first(cut)
-        trunk = self._tree.at_end(version_of(first.key), context)
+        trunk = self._tree.at_end(first.version, context)
         if not isinstance(trunk, Trunk):
             needs = Needs(trunks=cut - first.start, protected={*protected, *rows})
             if not self._room.make(needs):
@@ -133,8 +131,8 @@ class Trunks:
 
     def _collected(self, row: Row, context: Context) -> Trunk:
         """A kept trunk of the first positions of a row."""
-        key = prefix_of(row.key, len(context))
-        trunk = self._tree.new_trunk(key, context, row.parent, row.start)
+        trunk = self._tree.new_trunk(context, row.version, row.parent, row.start)
+        trunk.begins_like(row.known_key, trunk.stop)
         try:
             self._table.do(NewTrunk(trunk))
             self._table.do(Copy(row, trunk, trunk.size))

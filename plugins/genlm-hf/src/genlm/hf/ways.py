@@ -7,18 +7,18 @@ from collections.abc import Sequence
 
 import torch
 
+from genlm.core.context import Context, as_context
 from genlm.core.types import Adapter
 from genlm.hf.layout import Chunk
 from genlm.hf.pool import copy_front
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from genlm.hf.snapshots import Snapshot, joined
-from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.segments import Row, Trunk
 
 
 def _row(slot: int, parent: Trunk | None = None, start: int = 0) -> Row:
-    return Row(TokenSequence([0]).key, start, parent, slot=slot)
+    return Row(Context((0,)), 0, start, parent, slot=slot)
 
 
 def _shared(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -32,10 +32,10 @@ def _shared(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Ten
     # Only after a forward does the pool know the shape of a trunk.
     chunks = [Chunk(rows[0], 0, half), Chunk(rows[1], 0, first)]
     runner.packed(chunks, [*short[:half], *long[:first]], none[:2], [0])
-    below = Trunk(TokenSequence(long[:first]).key, 0, layers=runner.pool.new_trunk(first))
+    below = Trunk(as_context(long[:first]), layers=runner.pool.new_trunk(first))
     copy_front(runner.pool.row(1), below.layers, first)
     above = Trunk(
-        TokenSequence(long[:second]).key, first, below, layers=runner.pool.new_trunk(second - first)
+        as_context(long[:second]), 0, first, below, layers=runner.pool.new_trunk(second - first)
     )
     rows[1:] = [_row(1, below, first - 1), _row(2, above, second)]
     chunks = [Chunk(rows[1], first - 1, first + 1), Chunk(above, first, second)]
