@@ -30,7 +30,6 @@ class Placement(Generic[A]):
         base: The first position of that segment.
         source: What positions ``base`` to ``start`` are copied from.
         cut: Where the new trunk stops; ``base`` if there is none.
-        done: The first position that the engine has yet to compute, if it counts them here.
     """
 
     index: int
@@ -46,10 +45,9 @@ class Placement(Generic[A]):
     base: int = 0
     source: Segment | None = None
     cut: int = 0
-    done: int = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.start = self.done = min(self.shared, self.sequence.latest_start)
+        self.start = min(self.shared, self.sequence.latest_start)
         self.kept = self.shared < self.sequence.length
 
     @property

@@ -127,9 +127,15 @@ class Evaluator:
         """Whether a sequence can be computed in parts, each from the state of the one before."""
         return self._strategy.continues and self.keeps(sequence.length)
 
-    def known(self, sequence: TokenSequence) -> int:
-        """How many leading tokens of a sequence need not be computed."""
-        return 0 if self._is_beyond(sequence.length) else self._strategy.known(sequence)
+    def known(self, sequences: Sequence[TokenSequence]) -> list[int]:
+        """How many leading tokens of each sequence need not be computed."""
+        known = self._strategy.known(sequences)
+        if self._reuse_limit is None:
+            return known
+        return [
+            0 if self._is_beyond(one.length) else found
+            for one, found in zip(sequences, known, strict=True)
+        ]
 
     def together(self) -> Together[Any]:
         """What further sequences cost beside those of a batch."""

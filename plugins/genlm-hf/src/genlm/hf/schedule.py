@@ -84,12 +84,14 @@ class Schedule(Generic[R]):
         waiting = self._waiting
         if len(waiting) > self._size:  # each lacks a token at least: no more can be answered
             waiting = dict(islice(waiting.items(), self._size))
-        if sum([one.length for one in waiting.values()]) <= self._size:
+        lengths = [one.length for one in waiting.values()]
+        if sum(lengths) <= self._size:
             return StepPlan(waiting)  # without a look at what is known
-        known = {request: self._evaluator.known(one) for request, one in waiting.items()}
-        lacks = {request: one.length - known[request] for request, one in waiting.items()}
-        if sum(lacks.values()) <= self._size:
+        found = self._evaluator.known([*waiting.values()])
+        if sum(lengths) - sum(found) <= self._size:
             return StepPlan(waiting)
+        known = dict(zip(waiting, found, strict=True))
+        lacks = {request: one.length - known[request] for request, one in waiting.items()}
         chosen = _Chosen(waiting, known, self._size, self._evaluator.together())
         for request in sorted(waiting, key=lacks.__getitem__):
             if not chosen.takes(request, leaving=self._size - self._size // 2):

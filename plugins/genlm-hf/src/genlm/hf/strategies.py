@@ -28,6 +28,9 @@ from genlm.kit.segments import Row
 #: A sequence, and where it is computed.
 Placed = Placement[TokenSequence]
 
+#: A placed sequence, and the start and stop of the positions of it that one forward computes.
+Part = tuple[Placed, int, int]
+
 #: What sharing is weighed with.
 WORTH = Worth()
 
@@ -94,9 +97,9 @@ class Strategy:
         """Whether the state of a context of this length can be kept."""
         return False
 
-    def known(self, sequence: TokenSequence) -> int:
-        """How many leading tokens of a sequence need not be computed."""
-        return 0
+    def known(self, sequences: Sequence[TokenSequence]) -> list[int]:
+        """How many leading tokens of each sequence need not be computed."""
+        return [0] * len(sequences)
 
     def together(self) -> Together[Any]:
         """What further sequences cost beside those of a batch: none waits for another."""
@@ -185,8 +188,8 @@ class InRows(Strategy):
     def fits(self, length: int) -> bool:
         return self.planner.fits(length)
 
-    def known(self, sequence: TokenSequence) -> int:
-        return self.planner.known(sequence)
+    def known(self, sequences: Sequence[TokenSequence]) -> list[int]:
+        return list(map(self.planner.known, sequences))
 
     def together(self) -> Together[Any]:
         return self._planner.together()
@@ -212,7 +215,7 @@ class InRows(Strategy):
             self._unsettled = done
 
     def forwards(self, placed: Sequence[Placed]) -> Iterator[Result]:
-        """Compute what is not done of some placed sequences."""
+        """Compute some placed sequences."""
         raise NotImplementedError
 
     def pin(self, sequence: TokenSequence) -> bool:
@@ -234,13 +237,15 @@ class Packed(InRows):
     """Any chunks of any sequences in one forward."""
 
     def forwards(self, placed: Sequence[Placed]) -> Iterator[Result]:
-        while placed:
-            room, stops = self.max_tokens, []
-            for one in placed:
-                stops.append(min(one.sequence.length, one.done + room))
-                room -= stops[-1] - one.done
-            yield _forward(self.runner.packed, zip(placed, stops, strict=True))
-            placed = [one for one in placed if one.done < one.sequence.length]
+        room, some = self.max_tokens, list[Part]()
+        for one in placed:
+            start, stop = one.start, one.sequence.length
+            while stop - start > room:
+                yield _forward(self.runner.packed, [*some, (one, start, start + room)])
+                start, room, some = start + room, self.max_tokens, []
+            some.append((one, start, stop))
+            room -= stop - start
+        yield _forward(self.runner.packed, some)
 
 
 @define(eq=False)
@@ -250,34 +255,33 @@ class Uniform(InRows):
     def forwards(self, placed: Sequence[Placed]) -> Iterator[Result]:
         groups: dict[tuple[int, int], list[Placed]] = {}
         for one in placed:
-            groups.setdefault((one.done, one.sequence.length), []).append(one)
+            groups.setdefault((one.start, one.sequence.length), []).append(one)
         for (start, length), group in groups.items():
             count = max(self.max_tokens // (length - start), 1)
             for first in range(0, len(group), count):
                 some = group[first : first + count]
                 size = max(self.max_tokens // len(some), 1)
-                for done in range(start, length, size):
-                    stop = min(done + size, length)
-                    yield _forward(self.runner.uniform, [(one, stop) for one in some])
+                for at in range(start, length, size):
+                    stop = min(at + size, length)
+                    yield _forward(self.runner.uniform, [(one, at, stop) for one in some])
 
 
-def _forward(run: Run, chosen: Iterable[tuple[Placed, int]]) -> Result:
-    """One forward over what is not done of sequences, up to where they stop."""
+def _forward(run: Run, parts: Iterable[Part]) -> Result:
+    """One forward over parts of sequences."""
     pieces: list[tuple[int, Chunk, Placed]] = []
-    for one, stop in chosen:
-        for segment, first, last in one.segments(one.done, stop):
+    for one, start, stop in parts:
+        for segment, first, last in one.segments(start, stop):
             # Rows by slot, so that neighbours are read without a copy; then trunks.
             place = segment.slot if isinstance(segment, Row) else sys.maxsize
             pieces.append((place, Chunk(segment, first, last), one))
-        one.done = stop
     pieces.sort(key=itemgetter(0))
     tokens: list[int] = []
     wanted: list[tuple[int, int, int]] = []
     for _, chunk, one in pieces:
-        sequence, first, stop = one.sequence, chunk.start, chunk.stop
-        for at in range(max(sequence.latest_start, first), stop):
+        first, stop = chunk.start, chunk.stop
+        for at in range(max(one.sequence.latest_start, first), stop):
             wanted.append((one.index, at, len(tokens) + at - first))
-        tokens += sequence.tokens[first:stop]
+        tokens += one.sequence.tokens.since(first)[: chunk.size]
     wanted.sort()
     logits = run(
         [chunk for _, chunk, _ in pieces],
@@ -297,8 +301,8 @@ class InSnapshots(Strategy):
     def fits(self, length: int) -> bool:
         return self.snapshots.fits(length)
 
-    def known(self, sequence: TokenSequence) -> int:
-        return self.snapshots.find(sequence)[0]
+    def known(self, sequences: Sequence[TokenSequence]) -> list[int]:
+        return [self.snapshots.find(sequence)[0] for sequence in sequences]
 
     def compute(
         self, sequences: Sequence[TokenSequence], indices: Sequence[int]
