@@ -86,7 +86,7 @@ def test_rows_of_which_there_are_too_few(load):
         ([[9, 1, 2]], "3 tokens"),
         ([[5]], "the stop token 5"),
         ([[-1]], "the token id -1"),
-        ([], "0 continuations"),
+        ([], "0 results"),
     ],
 )
 def test_a_wrong_draw(load, drawn, what):

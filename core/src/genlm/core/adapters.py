@@ -101,12 +101,11 @@ class AdapterRegistry:
         """The adapters by their names."""
         return dict(self._bound)
 
-    def is_current(self, adapter: Adapter) -> bool:
-        """Whether the adapter is still what its name is bound to."""
-        return self._bound.get(adapter.name) is adapter
-
-    def outdated(self, adapter: Adapter) -> UnknownAdapterError:
-        """The error for an adapter that was removed or bound again since it was resolved."""
+    def outdated(self, adapter: Adapter | None) -> UnknownAdapterError | None:
+        """The error for an adapter that was removed or bound again since it was resolved; ``None``
+        if it is still what its name is bound to, or the base model."""
+        if adapter is None or self._bound.get(adapter.name) is adapter:
+            return None
         return UnknownAdapterError(
             f"LoRA adapter {adapter.name!r} was removed or bound again while the request was on "
             "its way; ask again"

@@ -100,15 +100,13 @@ class EngineExecutor:
         asked: list[Request] = []
         for request in requests:
             query = request if isinstance(request, Query) else request.query
-            if query.adapter is not None and not self.adapters.is_current(query.adapter):
-                known.append((request, self.adapters.outdated(query.adapter)))
+            if query.adapter and (error := self.adapters.outdated(query.adapter)) is not None:
+                known.append((request, error))
                 continue
-            # An equal request may have been answered after this one looked.
-            row = (
-                None
-                if query is not request or query.cold
-                else self.cache.peek(query, counted=False)
-            )
+            row = None
+            if query is request and not query.cold:
+                # An equal request may have been answered after this one looked.
+                row = self.cache.peek(query, counted=False)
             if row is None:
                 asked.append(request)
             else:
@@ -268,6 +266,6 @@ class EngineExecutor:
 
     def pin(self, query: Query) -> None:
         """Compute and pin the state of a prompt."""
-        if query.adapter is not None and not self.adapters.is_current(query.adapter):
-            raise self.adapters.outdated(query.adapter)  # it was removed while this call waited
+        if (error := self.adapters.outdated(query.adapter)) is not None:
+            raise error  # it was removed while this call waited
         self.engine.change("genlm_cache_prefix", query=query)

@@ -3,7 +3,7 @@ processed, and made the core's own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from genlm.core.errors import EngineDeadError, PluginError
@@ -62,7 +62,8 @@ class Results:
         self._violated = violated
 
     def read(self, hook: str, requests: Sequence[Any], given: Any) -> Answers[Request]:
-        """The answers that an evaluation hook has given.
+        """The answers that an evaluation hook has given. A row is a view of what the engine gave:
+        whoever keeps one copies it.
 
         Args:
             hook: The hook.
@@ -70,35 +71,21 @@ class Results:
             given: What it returned. ``None`` in place of draws or scores declines them.
         """
         if hook == "genlm_step":
-            return self._of_step(given)
-        if hook == "genlm_next_token_logprobs":
-            return [*zip(requests, self._of_batch(hook, requests, given), strict=True)]
-        if given is None:
+            pairs = [(answer.request, answer.result) for answer in given]
+        elif hook == "genlm_next_token_logprobs":
+            shape = len(requests), self._vocab_size
+            self._check_tensor(hook, requests[0], given, shape)
+            if self._violated is None:
+                return self._changed([*zip(requests, self._align(given), strict=True)])
+            pairs = [*zip(requests, given, strict=True)]
+        elif given is None:
             return [(request, None) for request in requests]
-        if len(given) != len(requests):
+        elif len(given) != len(requests):
             wrong = f"{len(given)} results for {len(requests)} queries"
             raise self._violation(hook, requests[0].query, wrong)
-        pairs = zip(requests, given, strict=True)
-        return [(request, self._checked(hook, request, result)) for request, result in pairs]
-
-    def _of_batch(self, hook: str, queries: Sequence[Query], rows: Any) -> list[Any]:
-        self._check_tensor(hook, queries[0], rows, (len(queries), self._vocab_size))
-        wrong = self._wrong_rows(hook, queries, rows) if self._violated else ()
-        aligned = rows if self._width == self._vocab_size else self._align(rows)
-        return self._own(queries, aligned, wrong)
-
-    def _of_step(self, answers: Iterable[Any]) -> Answers[Request]:
-        """Rows come first."""
-        rows: Answers[Query] = []
-        others: Answers[Request] = []
-        for answer in answers:
-            request, result = answer.request, answer.result
-            result = self._checked("genlm_step", request, result)
-            row = isinstance(request, Query) and not isinstance(result, Exception)
-            (rows if row else others).append((request, result))
-        queries = [query for query, _ in rows]
-        own = self._own(queries, [row for _, row in rows])
-        return [*zip(queries, own, strict=True), *others]
+        else:
+            pairs = [*zip(requests, given, strict=True)]
+        return self._changed([(r, self._checked(hook, r, result)) for r, result in pairs])
 
     def of_change(self, hook: str, subject: object, result: Any) -> None:
         """What a hook returned that changes the engine's state."""
@@ -106,8 +93,7 @@ class Results:
             self._violation(hook, subject, f"{result!r}; expected True")
 
     def _checked(self, hook: str, request: Request, result: Any) -> Any:
-        """The result of one request, or the exception in its place. A row may still be the engine's
-        memory."""
+        """The result of one request, or the exception in its place."""
         if isinstance(result, Exception) or (result is None and not isinstance(request, Query)):
             return result
         query = query_of(request)
@@ -116,71 +102,51 @@ class Results:
                 ids = [int(token_id) for token_id in result]
                 self._violation(hook, query, wrong_draw(ids, request.params))
                 return ids
-            if isinstance(request, ScoreRequest):
-                self._check_tensor(hook, query, result, (len(request.continuation),))
-                if self._violated is not None:
-                    self._violation(hook, query, wrong_score(result))
-                return result.clone()
-            self._check_tensor(hook, query, result, (self._vocab_size,))
+            length = self._vocab_size
+            if score := isinstance(request, ScoreRequest):
+                length = len(request.continuation)
+            self._check_tensor(hook, query, result, (length,))
             if self._violated is not None:
-                self._violation(hook, query, wrong_row(result))
-            return self._align(result)
+                self._violation(hook, query, wrong_score(result) if score else wrong_row(result))
+            return result.clone() if score else self._align(result)
         except Exception as error:
             return error
 
-    def _own(
-        self,
-        queries: Sequence[Query],
-        rows: torch.Tensor | list[torch.Tensor],
-        errors: Sequence[Exception | None] = (),
-    ) -> list[Any]:
-        """A row for each query, a view of what the engine gave: whoever keeps one copies it; or its
-        error."""
-        own: list[Any] = list(rows)
-        if self._process is not None:
-            own = [
-                row
-                for _, row in evaluate_isolated(self._processed, [*zip(queries, own, strict=True)])
-            ]
-        return (
-            [error or row for error, row in zip(errors, own, strict=True)] if any(errors) else own
-        )
+    def _changed(self, answers: Answers[Request]) -> Answers[Request]:
+        """The same after wrappers have changed the rows among them."""
+        if self._process is None:
+            return answers
+        rows: Answers[Request] = []
+        others: Answers[Request] = []
+        for request, result in answers:
+            row = isinstance(request, Query) and not isinstance(result, Exception)
+            (rows if row else others).append((request, result))
+        changed = evaluate_isolated(self._processed, rows)
+        return [*((query, row) for (query, _), row in changed), *others]
 
-    def _processed(self, each: Sequence[tuple[Query, torch.Tensor]]) -> Answers[Any]:
+    def _processed(self, each: Sequence[tuple[Any, Any]]) -> Answers[tuple[Any, Any]]:
         import torch
 
         assert self._process is not None
         queries = [query for query, _ in each]
         given = {"queries": queries, "rows": torch.stack([row for _, row in each])}
         rows, errors = self._process(given)
-        wrong = self._wrong_rows("genlm_process_logprobs", queries, rows)
+        errors = dict(errors)
+        for query, row in zip(queries, rows, strict=True) if self._violated else ():
+            try:
+                self._violation("genlm_process_logprobs", query, wrong_row(row))
+            except Exception as error:  # concerns this query alone
+                errors.setdefault(query, error)
         if self._width > self._vocab_size:
             # Tokens that the model lacks: a draw would put them into a context.
             own = rows[:, : self._vocab_size].log_softmax(-1)
             rows = torch.nn.functional.pad(
                 own, (0, self._width - self._vocab_size), value=-torch.inf
             )
-        wrong = wrong or [None] * len(queries)
-        return [
-            (pair, errors.get(pair[0]) or error or row)
-            for pair, error, row in zip(each, wrong, rows.unbind(), strict=True)
-        ]
+        rows_of = zip(each, rows.unbind(), strict=True)
+        return [(pair, errors.get(pair[0], row)) for pair, row in rows_of]
 
     # --- what is wrong with a result --------------------------------------------------------------
-
-    def _wrong_rows(
-        self, hook: str, queries: Sequence[Query], rows: Iterable[torch.Tensor]
-    ) -> list[Exception | None]:
-        """For each row what is wrong with its values; nothing, if they are not checked."""
-        found: list[Exception | None] = []
-        if self._violated is not None:
-            for query, row in zip(queries, rows, strict=True):
-                try:
-                    self._violation(hook, query, wrong_row(row))
-                    found.append(None)
-                except Exception as error:  # concerns this query alone
-                    found.append(error)
-        return found
 
     def _check_tensor(self, hook: str, query: Query, given: Any, shape: tuple[int, ...]) -> None:
         if (wrong := wrong_tensor(given, shape)) is not None:
