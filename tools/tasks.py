@@ -1,5 +1,5 @@
-"""Runs tasks of nox two at a time, and ends in a table: what ran, how long, what was skipped and
-why."""
+"""Runs tasks of nox, several at a time, and ends in a table: what ran, how long, what was skipped
+and why."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-
-#: A task takes about one core and a few gigabytes.
-AT_ONCE = 2
 
 #: What a log says of what was left out: by nox, by a task of its own accord, by pytest.
 SKIPPED = re.compile(
@@ -48,7 +45,7 @@ class Done:
         return [f"{reason} ({n} tests)" if n else reason for reason, n in reasons.items()]
 
 
-def run(named: Mapping[str, Sequence[str]], folder: Path) -> bool:
+def run(named: Mapping[str, Sequence[str]], folder: Path, at_once: int) -> bool:
     """Run the tasks, each with its arguments. Print the log of each when it ends, then the table;
     say whether all passed."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,10 +56,13 @@ def run(named: Mapping[str, Sequence[str]], folder: Path) -> bool:
         done.append(ended := run_one(name, named[name], folder))
         print(f"{ended.log}\n{name}: {ended.result}, {ended.seconds:.0f} s\n", flush=True)
 
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         list(pool.map(one, named))
-    print(table(done, time.monotonic() - began), flush=True)
-    return all(task.result in ("success", "skipped") for task in done)
+    wall = time.monotonic() - began
+    print(f"{table(done)}\n{wall:8.0f}  all, {at_once} at a time\n", flush=True)
+    failed = [task.name for task in done if task.result == "failed"]
+    print(f"{len(done) - len(failed)} passed, {len(failed)} failed", flush=True)
+    return not failed
 
 
 def run_one(name: str, arguments: Sequence[str], folder: Path) -> Done:
@@ -84,12 +84,10 @@ def run_one(name: str, arguments: Sequence[str], folder: Path) -> Done:
     return Done(name, result, seconds, log.read_text(encoding="utf-8", errors="replace"))
 
 
-def table(done: Sequence[Done], wall: float) -> str:
+def table(done: Sequence[Done]) -> str:
     """A line for each task, the longest first, with what was skipped below it."""
     lines = [f"{'seconds':>8}  task"]
     for task in sorted(done, key=lambda task: -task.seconds):
         lines.append(f"{task.seconds:8.0f}  {task.name}: {task.result}")
         lines += [f"{'':12}skipped: {reason}" for reason in task.skipped()]
-    failed = sum(task.result == "failed" for task in done)
-    lines.append(f"{wall:8.0f}  all, {AT_ONCE} at a time")
-    return "\n".join([*lines, "", f"{len(done) - failed} passed, {failed} failed"])
+    return "\n".join(lines)
