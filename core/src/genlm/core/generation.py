@@ -98,17 +98,8 @@ class GenerationMixin(RowsMixin):
             InvalidOptionError: an argument is out of range, or there is none of that name (a
                 ``ValueError``).
         """
-        query, params = self._checked_draw(
-            prompt_token_ids,
-            max_tokens,
-            lora_name,
-            eos_token_ids=eos_token_ids,
-            temperature=temperature,
-            seed=seed,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-        )
+        params = self._params(max_tokens, eos_token_ids, temperature, seed, top_k, top_p, min_p)
+        query = self._query(prompt_token_ids, lora_name, room_for=params.max_tokens)
         return (await self._drawn([(query, params)]))[0]
 
     @known_keywords
@@ -127,15 +118,7 @@ class GenerationMixin(RowsMixin):
     ) -> list[list[int]]:
         """Draw one continuation for each prompt. With a ``seed`` each prompt has a stream of its
         own, by its position; the first one's is that of :meth:`sample`."""
-        params = self._params(
-            max_tokens,
-            eos_token_ids,
-            temperature=temperature,
-            seed=seed,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-        )
+        params = self._params(max_tokens, eos_token_ids, temperature, seed, top_k, top_p, min_p)
         queries = self._queries(prompt_token_ids_list, lora_name, room_for=params.max_tokens)
         own = seeded(params, len(queries))
         return await self._drawn(list(zip(queries, own, strict=True)))
@@ -483,10 +466,10 @@ class GenerationMixin(RowsMixin):
         return self._query(prompt_token_ids, lora_name, room_for=len(continuation)), continuation
 
     def _params(
-        self, max_tokens: int, eos_token_ids: Iterable[int] | None = None, **options: Any
+        self, max_tokens: int, eos_token_ids: Iterable[int] | None = None, *how: Any, **options: Any
     ) -> SamplingParams:
         stops = self.eos_token_ids if eos_token_ids is None else eos_token_ids
-        params = checked_params(max_tokens, stops, **options)
+        params = checked_params(max_tokens, stops, *how, **options)
         width = len(self.byte_vocab)
         if (most := max(params.stop_token_ids, default=0)) >= width:
             raise InvalidOptionError(

@@ -133,13 +133,10 @@ class AsyncLM(GenerationMixin):
         self._timeline = timeline = Timeline()
         counters = Counters()
 
-        made: list[EngineExecutor] = []
-
         def start() -> EngineExecutor:
             with _rare_collections():
                 engine = LoadedEngine(load(), backend, wrappers, violated)
-            made.append(EngineExecutor(engine, cache, adapters, counters, timeline))
-            return made[0]
+            return EngineExecutor(engine, cache, adapters, counters, timeline)
 
         self._name: str | None = None  # of the model, if it was loaded by name
         self._batcher = Batcher(
@@ -153,8 +150,7 @@ class AsyncLM(GenerationMixin):
         # Before it starts: an interrupt must leave no thread. At exit the batcher ends itself, and
         # waits.
         weakref.finalize(self, self._batcher.stop).atexit = False
-        self._batcher.start()
-        (self._executor,) = made
+        self._executor: EngineExecutor = self._batcher.start()
         self._engine = self._executor.engine
 
     @classmethod

@@ -12,9 +12,13 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
+from functools import partialmethod
 from typing import Any
 
 import structlog
+
+#: Levels that are shown once structlog is configured.
+QUIET = ("debug", "info")
 
 
 class Logger:
@@ -29,31 +33,20 @@ class Logger:
     def __init__(self) -> None:
         self._log = structlog.get_logger()
 
-    def debug(self, event: str, **fields: Any) -> None:
-        if structlog.is_configured():
-            self._say("debug", event, fields)
-
-    def info(self, event: str, **fields: Any) -> None:
-        if structlog.is_configured():
-            self._say("info", event, fields)
-
-    def warning(self, event: str, **fields: Any) -> None:
-        self._say("warning", event, fields)
-
-    def error(self, event: str, **fields: Any) -> None:
-        self._say("error", event, fields)
-
-    def exception(self, event: str, **fields: Any) -> None:
-        """An error, with the exception that is being handled."""
-        self._say("exception", event, fields)
-
-    def _say(self, level: str, event: str, fields: dict[str, Any]) -> None:
+    def _say(self, level: str, event: str, **fields: Any) -> None:
+        if level in QUIET and not structlog.is_configured():
+            return
         try:
             getattr(self._log, level)(event, **fields)
         except Exception:
             if logging.raiseExceptions and sys.stderr is not None:
                 print(f"--- the event {event!r} could not be logged ---", file=sys.stderr)
                 traceback.print_exc()
+
+    debug, info = partialmethod(_say, "debug"), partialmethod(_say, "info")
+    warning, error = partialmethod(_say, "warning"), partialmethod(_say, "error")
+    exception = partialmethod(_say, "exception")
+    """An error, with the exception that is being handled."""
 
 
 def get_logger() -> Logger:

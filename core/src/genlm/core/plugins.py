@@ -149,28 +149,33 @@ def find_backend(name: str) -> Backend:
     return Backend(name, entry_point, module)
 
 
-def choose_backend() -> str:
-    """The available backend that suits this machine best; the choice is logged.
-
-    Raises:
-        BackendNotFoundError: none is installed and available.
-    """
-    candidates: list[tuple[int, str]] = []
+def available_backends() -> list[tuple[int, str]]:
+    """The preferences and names of the backends that can run on this machine, the best first."""
+    available: list[tuple[int, str]] = []
     for name in backend_names():
         try:
             info = find_backend(name).info()
         except (BackendImportError, PluginError) as error:
             log.warning("backend.skipped", backend=name, reason=str(error))
             continue
-        if info.available and info.preference >= 0:
-            candidates.append((info.preference, name))
-    if not candidates:
+        if info.available:
+            available.append((info.preference, name))
+    return sorted(available, reverse=True)
+
+
+def choose_backend() -> str:
+    """The available backend that suits this machine best; the choice is logged.
+
+    Raises:
+        BackendNotFoundError: none is installed and available.
+    """
+    ranked = [name for preference, name in available_backends() if preference >= 0]
+    if not ranked:
         raise BackendNotFoundError(
             "no backend can be chosen automatically on this machine; "
             f"{pip_install('genlm-hf')}, or name one of those installed: "
             f"{', '.join(backend_names()) or 'none'}; `genlm backends` says why one cannot run"
         )
-    ranked = [name for _, name in sorted(candidates, reverse=True)]
     log.info("backend.chosen", backend=ranked[0], available=ranked)
     return ranked[0]
 
@@ -272,20 +277,6 @@ def wrappers_of(manager: pluggy.PluginManager, hook: str) -> list[pluggy.HookImp
     return [i for i in getattr(manager.hook, hook).get_hookimpls() if i.wrapper]
 
 
-def arguments_of(
-    manager: pluggy.PluginManager, plugin: object
-) -> dict[str, tuple[str, ...] | None]:
-    """For every hook the arguments that a plugin's own implementation takes; ``None`` where it has
-    none."""
-    return {
-        hook: next(
-            (i.argnames for i in implementations_of(manager, hook) if hooked(i).given is plugin),
-            None,
-        )
-        for hook in hook_names()
-    }
-
-
 def name_of(plugin: object) -> str:
     """How a message names an object with hooks."""
     kind = plugin if isinstance(plugin, ModuleType) else type(plugin)
@@ -305,20 +296,6 @@ def installed_wrappers() -> list[object]:
 def _wrapper(entry_point: EntryPoint) -> object:
     wrapper = entry_point.load()
     return wrapper() if inspect.isclass(wrapper) else wrapper
-
-
-def check_engine(engine: object, owner: str) -> None:
-    """Refuse an engine object without its attributes.
-
-    Raises:
-        PluginError: it names what is missing.
-    """
-    missing = [name for name in ENGINE_ATTRIBUTES if not hasattr(engine, name)]
-    if missing:
-        raise PluginError(
-            f"{owner}: the engine {type(engine).__name__} lacks {', '.join(missing)}; see "
-            "genlm.core.types.Engine"
-        )
 
 
 def distribution(entry_point: EntryPoint) -> str:

@@ -15,8 +15,8 @@ from genlm.core.cli.backends import backend_table
 from genlm.core.cli.processor import timings, usable_processors
 from genlm.core.cli.progress import Progress
 from genlm.core.cli.tables import table
-from genlm.core.errors import BackendImportError, BackendNotFoundError, PluginError
-from genlm.core.plugins import backend_names, choose_backend, find_backend
+from genlm.core.errors import BackendNotFoundError
+from genlm.core.plugins import available_backends, choose_backend
 
 #: How long to wait for a tool of the system, seconds.
 PATIENCE = 10.0
@@ -81,19 +81,11 @@ def _lines_of(command: list[str]) -> list[str]:
 
 def choice() -> str:
     """Which backend would be chosen, and why."""
-    preferences: list[tuple[int, str]] = []
-    for name in backend_names():
-        try:
-            info = find_backend(name).info()
-        except (BackendImportError, PluginError):
-            continue  # the table of backends says so
-        if info.available:
-            preferences.append((info.preference, name))
     try:
         chosen = choose_backend()
     except BackendNotFoundError as error:
         return str(error)
-    (highest, _), *rest = sorted(preferences, reverse=True)
+    (highest, _), *rest = available_backends()
     others = [f"{name} ({rank})" for rank, name in rest if rank >= 0]
     named = sorted(name for rank, name in rest if rank < 0)
     why = f"it has the highest preference ({highest}) of those that run here"

@@ -59,6 +59,17 @@ EXIT_PATIENCE, LOAD_PATIENCE = 60.0, 2.0
 #: interrupted code which holds the lock.
 POLL = 0.01
 
+#: Make the errors of callers, for each its own.
+closed = functools.partial(
+    ModelClosedError, "the model is closed; load it again to ask further requests"
+)
+closed_while_pending = functools.partial(
+    ModelClosedError, "the model was closed before this request was answered"
+)
+dropped_by_reset = functools.partial(
+    QueriesResetError, "reset_async_queries() dropped this request before the engine took it"
+)
+
 is_closed = operator.methodcaller("is_closed")
 
 
@@ -150,19 +161,20 @@ class Batcher:
         # this.
         self._refusal: Callable[[], Exception] | None = None
         self._pid = os.getpid()
-        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._started: concurrent.futures.Future[Executor] = concurrent.futures.Future()
         # ``load`` is passed in a list that the thread empties: the objects that it refers to must
         # be collectable while the thread runs. A daemon, because Python joins other threads before
         # it calls the exit hook that ends this one.
         self._thread = threading.Thread(target=self._main, args=([load],), name=name, daemon=True)
 
-    def start(self) -> None:
-        """Start the engine thread, and wait until the executor has been built."""
+    def start(self) -> Any:
+        """Start the engine thread, and wait until the executor has been built, which is
+        returned."""
         try:
             self._thread.start()
             while not self._started.done():  # a signal just before a wait would not end it
                 concurrent.futures.wait([self._started], timeout=0.2)
-            self._started.result()
+            return self._started.result()
         except BaseException:
             self.stop()
             self._interrupt_load()
@@ -413,7 +425,7 @@ class Batcher:
             self._forget_exit_hook()
             atexit.register(self._at_exit)
             self._lanes.lane_of = executor.lane
-            self._started.set_result(None)
+            self._started.set_result(executor)
             self._work(executor)
         finally:
             self._end(executor)
@@ -555,18 +567,6 @@ class Batcher:
     def _forget_exit_hook(self) -> None:
         if not self._exiting:  # else the hooks are running, with this one
             atexit.unregister(self._at_exit)
-
-
-def closed() -> ModelClosedError:
-    return ModelClosedError("the model is closed; load it again to ask further requests")
-
-
-def closed_while_pending() -> ModelClosedError:
-    return ModelClosedError("the model was closed before this request was answered")
-
-
-def dropped_by_reset() -> QueriesResetError:
-    return QueriesResetError("reset_async_queries() dropped this request before the engine took it")
 
 
 def died(message: str, cause: BaseException) -> EngineDeadError:

@@ -10,10 +10,11 @@ from genlm.core.errors import InvalidInputError, ModelClosedError, PluginError, 
 from genlm.core.hints import nearest
 from genlm.core.logs import get_logger
 from genlm.core.plugins import (
+    ENGINE_ATTRIBUTES,
     PROCESSOR,
-    arguments_of,
-    check_engine,
     check_observers,
+    hook_names,
+    hooked,
     implementations_of,
     plugin_manager,
 )
@@ -57,11 +58,20 @@ class LoadedEngine:
             raise
 
     def _adopt(self, engine: Engine, wrappers: Iterable[object], violated: Violated | None) -> None:
-        check_engine(engine, self._owner)
+        if missing := [name for name in ENGINE_ATTRIBUTES if not hasattr(engine, name)]:
+            raise PluginError(
+                f"{self._owner} lacks {', '.join(missing)}; see genlm.core.types.Engine"
+            )
         manager = plugin_manager(self._owner, engine, wrappers)
         #: Its hooks, inside the wrappers, and what reads their results.
         self.calls = HookCalls(manager)
-        self._arguments = arguments_of(manager, engine)
+        # For every hook the arguments that the engine's own implementation takes; None where it has
+        # none.
+        self._arguments: dict[str, tuple[str, ...] | None] = dict.fromkeys(hook_names())
+        for hook in self._arguments:
+            for implementation in implementations_of(manager, hook):
+                if hooked(implementation).given is engine:
+                    self._arguments[hook] = implementation.argnames
         self.continuous = self.supports("genlm_step")
         evaluates = "genlm_step" if self.continuous else "genlm_next_token_logprobs"
         if not self.supports(evaluates):
