@@ -44,7 +44,21 @@ def test_a_folder_without_a_model_says_what_was_looked_for(tmp_path):
 def test_a_folder_with_one_of_the_files(tmp_path, file):
     (tmp_path / file).touch()
     require_model(str(tmp_path), ("config.json", "*.gguf"))
-    require_model(str(tmp_path / file))
+
+
+def test_one_file_is_a_model_where_it_holds_all_of_it(tmp_path):
+    for file in ("model.gguf", "config.json", "model.safetensors"):
+        (tmp_path / file).touch()
+    require_model(str(tmp_path / "model.gguf"))
+    for file in ("config.json", "model.safetensors"):
+        with pytest.raises(ModelNotFoundError, match=f"{file}' is one file of a model; give its f"):
+            require_model(str(tmp_path / file))
+
+
+def test_the_address_of_a_page_of_the_hub():
+    for page in ("https://huggingface.co/a/b.c", "http://www.huggingface.co/a/b.c/tree/main"):
+        with pytest.raises(ModelNotFoundError, match=r"page of the hub; give its name, 'a/b\.c'"):
+            require_model(page)
 
 
 def test_large_files_must_be_whole(tmp_path):

@@ -102,6 +102,15 @@ def test_the_type_is_the_users(tiny: str) -> None:
             {"bitsandbytes_opts": {"load_in_4bit": True}, "hf_opts": {"quantization_config": None}},
             "contradict",
         ),
+        # transformers would ignore it, and quantise nothing
+        ({"bitsandbytes_opts": {"load_in_4bits": True}}, "did you mean 'load_in_4bit'?"),
+        ({"bitsandbytes_opts": True}, "bitsandbytes_opts must be a dict of arguments; got True"),
+        ({"compile_opts": True}, "compile_opts must be a dict of arguments; got True"),
+        ({"compile_opts": {"mod": "default"}}, "compile_opts has no argument 'mod'; did you mean"),
+        ({"hf_opts": ["revision"]}, "hf_opts must be a dict of arguments; got"),
+        ({"hf_opts": {"attn_implementatio": 1}}, "did you mean 'attn_implementation'?"),
+        ({"hf_opts": {"load_in_4bit": True}}, "hf_opts takes no load_in_4bit; give it in bits"),
+        ({"hf_opts": {"max_model_len": 7}}, "hf_opts takes no max_model_len; it is an argument of"),
     ],
 )
 def test_options_that_are_not_accepted(tiny: str, options: dict[str, object], message: str) -> None:

@@ -14,6 +14,9 @@ from genlm.core.errors import ModelNotFoundError
 #: A name that the Hugging Face hub could have.
 HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
+#: The address of a model's page, and the name in it.
+HUB_PAGE = re.compile(rf"https?://(?:www\.)?huggingface\.co/({HUB_NAME.pattern})")
+
 #: How a file begins that Git has in place of a large one.
 LFS_POINTER = b"version https://git-lfs"
 
@@ -51,6 +54,10 @@ def require_model(name: str, files: Sequence[str] = ("config.json",)) -> None:
                 f"model; this one holds {listed or 'nothing'}"
             )
         _require_whole(path)
+    elif path.suffix in (".json", ".safetensors", ".bin") and path.is_file():
+        raise ModelNotFoundError(f"{str(name)!r} is one file of a model; give its folder")
+    elif match := HUB_PAGE.match(str(name)):
+        raise ModelNotFoundError(f"{name} is a page of the hub; give its name, {match[1]!r}")
     elif not path.exists() and "://" not in str(name):
         _require_on_hub(str(name), files)
 

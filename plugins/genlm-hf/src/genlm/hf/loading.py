@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-from collections.abc import Mapping
+import inspect
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from genlm.core.checks import safe_repr
 from genlm.core.errors import InvalidOptionError, ModelNotFoundError
 from genlm.core.logs import get_logger
-from genlm.hf.options import HFOptions
+from genlm.core.options import unknown_argument
+from genlm.hf.options import ELSEWHERE, FROM_PRETRAINED, HFOptions
 
 logger = get_logger()
 
@@ -62,7 +65,11 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
     tokenizer = _load_tokenizer(tokenizer_name or name, {} if tokenizer_name else source)
     device = _place(arguments, options)
     arguments["output_loading_info"] = True
-    model, found = AutoModelForCausalLM.from_pretrained(name, **arguments)
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(name, **arguments)
+    except TypeError as error:
+        _refuse_argument(error, options.hf_opts)
+        raise
     _require_weights(name, model, found)
     if device is not None:
         model = model.to(device)
@@ -72,6 +79,18 @@ def load_pretrained(name: str, options: HFOptions) -> tuple[Any, Any]:
         "model.loaded", backend="hf", model=name, device=str(model.device), dtype=str(model.dtype)
     )
     return model.eval(), tokenizer
+
+
+def _refuse_argument(error: TypeError, given: Mapping[str, Any]) -> None:
+    """Raises: InvalidOptionError: a model's class does not take one of ``hf_opts``."""
+    unexpected = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    if unexpected is None or unexpected[1] not in given:
+        return
+    way = ELSEWHERE.get(unexpected[1], "")
+    if way and "in hf_opts" not in way:
+        raise InvalidOptionError(f"hf_opts takes no {unexpected[1]}; {way}") from error
+    known = [*FROM_PRETRAINED.split(), "dtype"]
+    raise unknown_argument("hf_opts", "argument", unexpected[1], known) from error
 
 
 def _load_tokenizer(name: str, source: Mapping[str, Any]) -> Any:
@@ -127,6 +146,7 @@ def _place(arguments: dict[str, Any], options: HFOptions) -> str | None:
             "dtype", torch.float32 if torch.device(device).type == "cpu" else "auto"
         )
     if options.bitsandbytes_opts:
+        _check_arguments("bitsandbytes_opts", options.bitsandbytes_opts, BitsAndBytesConfig)
         if "quantization_config" in arguments:
             raise InvalidOptionError(
                 "bitsandbytes_opts and hf_opts['quantization_config'] contradict; give one of them"
@@ -169,13 +189,24 @@ def _check_device(device: Any) -> None:
 
 
 def _check_mode(options: HFOptions, device: str) -> None:
-    """Raises: InvalidOptionError: ``compile_opts`` asks for CUDA graphs."""
-    mode = (options.compile_opts or {}).get("mode")
+    """Raises: InvalidOptionError: ``compile_opts`` asks for CUDA graphs, or for what
+    ``torch.compile`` does not have."""
+    given = options.compile_opts or {}
+    _check_arguments("compile_opts", given, torch.compile)
+    mode = given.get("mode")
     if device == "cuda" and mode in GRAPH_MODES:
         raise InvalidOptionError(
             f"compile_opts['mode']={mode!r} captures CUDA graphs, whose rows the next forward "
             "overwrites; give 'default' or 'max-autotune-no-cudagraphs'"
         )
+
+
+def _check_arguments(option: str, given: Mapping[str, Any], taker: Callable[..., Any]) -> None:
+    """Raises: InvalidOptionError: ``taker`` names no such argument; transformers ignores it."""
+    known = inspect.signature(taker).parameters
+    for name in given:
+        if name not in known:
+            raise unknown_argument(option, "argument", name, known)
 
 
 def _check_dtype(dtype: Any) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 from attrs import field, fields, frozen
 
-from genlm.core.checks import integer
+from genlm.core.checks import integer, safe_repr
+from genlm.core.errors import InvalidOptionError
 from genlm.core.options import refuse_unknown
 
-_FROM_PRETRAINED = (
+#: The arguments of ``from_pretrained``.
+FROM_PRETRAINED = (
     "allow_all_kernels disable_mmap adapter_kwargs attn_implementation cache_dir code_revision "
     "config device_map device_mesh distributed_config "
     "experts_implementation force_download fusion_config generation_config gguf_file "
@@ -38,9 +40,10 @@ _SGLANG = (
 ELSEWHERE = {
     name: way
     for names, way in (
-        (_FROM_PRETRAINED, "give it in hf_opts, the arguments of from_pretrained"),
+        (FROM_PRETRAINED, "give it in hf_opts, the arguments of from_pretrained"),
         (_BITSANDBYTES, "give it in bitsandbytes_opts"),
-        ("backend fullgraph dynamic mode options", "give it in compile_opts"),
+        ("fullgraph dynamic mode options", "give it in compile_opts"),
+        ("backend", "load_model_by_name takes it; torch.compile's goes in compile_opts"),
         (
             "adapter_name adapter_path lora lora_path lora_paths peft_model_id",
             "load the adapter with lm.add_new_lora(path, name)",
@@ -65,8 +68,15 @@ OTHERS = (
 )
 
 
-def _mapping(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    return dict(given or {})
+def _mapping(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    return {} if given is None else given
+
+
+def _is_mapping(instance: object, attribute: Any, value: Any) -> None:
+    if not isinstance(value, Mapping | None):
+        raise InvalidOptionError(
+            f"{attribute.name} must be a dict of arguments; got {safe_repr(value)}"
+        )
 
 
 def _without_token(given: Mapping[str, Any]) -> str:
@@ -101,9 +111,11 @@ class HFOptions:
         max_batch_tokens: The most new tokens in one forward; longer work is done in chunks.
     """
 
-    hf_opts: Mapping[str, Any] = field(factory=dict, converter=_mapping, repr=_without_token)
-    bitsandbytes_opts: Mapping[str, Any] | None = None
-    compile_opts: Mapping[str, Any] | None = None
+    hf_opts: Mapping[str, Any] = field(
+        factory=dict, converter=_mapping, validator=_is_mapping, repr=_without_token
+    )
+    bitsandbytes_opts: Mapping[str, Any] | None = field(default=None, validator=_is_mapping)
+    compile_opts: Mapping[str, Any] | None = field(default=None, validator=_is_mapping)
     device: str | None = None
     dtype: Any = None
     kv_cache_bytes: int | None = field(default=None)
