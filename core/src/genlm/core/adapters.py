@@ -26,11 +26,14 @@ class AdapterRegistry:
     """Names, the adapters bound to them, and the default.
 
     Safe to use from any thread, but :meth:`bind` and :meth:`unbind` are for one: the engine's.
+
+    Attributes:
+        default: The name of the adapter of calls that name none; ``None`` is the base model.
     """
 
     def __init__(self) -> None:
         self._bound: dict[str, Adapter] = {}
-        self._default: str | None = None
+        self.default: str | None = None
         self._versions = itertools.count(1)
 
     def new(self, name: str, path: str | bytes | os.PathLike[Any]) -> Adapter:
@@ -85,11 +88,11 @@ class AdapterRegistry:
             return None
         if name is not UNSET:
             return self.named(name)
-        default = self._default  # read once: another thread may change it
+        default = self.default  # read once: another thread may change it
         if default is None:
             return None
         adapter = self._bound.get(default)
-        if adapter is None and self._default == default:
+        if adapter is None and self.default == default:
             raise UnknownAdapterError(
                 f"the default LoRA adapter {default!r} has been removed; call clear_lora() to go "
                 "back to the base model, or set_lora(name) to choose another"
@@ -110,10 +113,3 @@ class AdapterRegistry:
             f"LoRA adapter {adapter.name!r} was removed or bound again while the request was on "
             "its way; ask again"
         )
-
-    def set_default(self, name: str) -> None:
-        """Raises: UnknownAdapterError: the name is not bound."""
-        self._default = self.named(name).name
-
-    def clear_default(self) -> None:
-        self._default = None

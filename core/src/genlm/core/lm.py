@@ -231,11 +231,11 @@ class AsyncLM(GenerationMixin):
         Raises:
             UnknownAdapterError: no adapter of that name is registered.
         """
-        self._adapters.set_default(lora_name)
+        self._adapters.default = self._adapters.named(lora_name).name
 
     def clear_lora(self) -> None:
         """Make the base model the default again."""
-        self._adapters.clear_default()
+        self._adapters.default = None
 
     # --- caches -----------------------------------------------------------------------------------
 

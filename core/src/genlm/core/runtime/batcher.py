@@ -287,7 +287,7 @@ class Batcher:
                 return
             grown, gathering.seen = gathering.requests > gathering.seen, gathering.requests
             gathering.passes += 1
-            full = self._lanes.fills(range(gathering.requests))
+            full = gathering.requests >= self._lanes.limit
             if grown and gathering.passes < PASSES and not full:
                 loop.call_soon(self._after_pass, loop)
             else:

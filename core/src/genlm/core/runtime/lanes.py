@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from attrs import Factory, define
@@ -156,7 +156,7 @@ class Lanes:
         #: What is in flight. The engine thread's own.
         self.in_flight: Pending = {}
         self._lane = ROWS  # of what is in flight, if anything is
-        self._limit = math.inf if limit is None else limit
+        self.limit = math.inf if limit is None else limit
         self._timeline = timeline
         self._counters = counters
         # Not sorted yet. Sorting stops at the first task.
@@ -180,15 +180,14 @@ class Lanes:
         if requests:
             self._lanes = {SUSPECTS: OrderedDict(requests), **self._lanes}
 
-    def fills(self, requests: Sized) -> bool:
-        """Whether these are as many as may be in flight."""
-        return len(requests) >= self._limit
-
     def full(self) -> bool:
         """Whether a batch that begins now would not grow by waiting: it is full, or something that
         cannot join it also waits."""
         self._sort()
-        return bool(self._arrived) or len(self._lanes) != 1 or self.fills(*self._lanes.values())
+        if self._arrived or len(self._lanes) != 1:
+            return True
+        (waiting,) = self._lanes.values()
+        return len(waiting) >= self.limit
 
     def take(self, dropping: bool) -> Task[Any] | list[Any]:
         """What is next: a task, alone and when nothing is in flight; or requests that may join
@@ -235,7 +234,7 @@ class Lanes:
         newcomers: list[Any] = []
         taken = self._timeline.clock()
         pending = self._lanes.pop(lane)
-        most = 1 if lane.alone else self._limit
+        most = 1 if lane.alone else self.limit
         while pending and len(self.in_flight) < most:
             request, asked = pending.popitem(last=False)
             callers = [caller for caller in asked if not caller[0].future.done()]

@@ -170,8 +170,9 @@ class LoadedEngine:
         """Call a hook that changes the engine's state, and returns ``True``. The first argument is
         what it is about."""
         result = self.calls.call(hook, **arguments)
-        if self.supports(hook):
-            self.results.of_change(hook, next(iter(arguments.values())), result)
+        if self.supports(hook) and result is not True:
+            subject = next(iter(arguments.values()))
+            self.results.violation(hook, subject, f"{result!r}; expected True")
 
     def close(self) -> None:
         """End the engine and release it, so that its memory is free even while this object is

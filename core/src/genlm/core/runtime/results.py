@@ -82,15 +82,10 @@ class Results:
             return [(request, None) for request in requests]
         elif len(given) != len(requests):
             wrong = f"{len(given)} results for {len(requests)} queries"
-            raise self._violation(hook, requests[0].query, wrong)
+            raise self.violation(hook, requests[0].query, wrong)
         else:
             pairs = [*zip(requests, given, strict=True)]
         return self._changed([(r, self._checked(hook, r, result)) for r, result in pairs])
-
-    def of_change(self, hook: str, subject: object, result: Any) -> None:
-        """What a hook returned that changes the engine's state."""
-        if result is not True:
-            self._violation(hook, subject, f"{result!r}; expected True")
 
     def _checked(self, hook: str, request: Request, result: Any) -> Any:
         """The result of one request, or the exception in its place."""
@@ -100,14 +95,14 @@ class Results:
         try:
             if isinstance(request, SampleRequest):
                 ids = [int(token_id) for token_id in result]
-                self._violation(hook, query, wrong_draw(ids, request.params))
+                self.violation(hook, query, wrong_draw(ids, request.params))
                 return ids
             length = self._vocab_size
             if score := isinstance(request, ScoreRequest):
                 length = len(request.continuation)
             self._check_tensor(hook, query, result, (length,))
             if self._violated is not None:
-                self._violation(hook, query, wrong_score(result) if score else wrong_row(result))
+                self.violation(hook, query, wrong_score(result) if score else wrong_row(result))
             return result.clone() if score else self._align(result)
         except Exception as error:
             return error
@@ -134,7 +129,7 @@ class Results:
         errors = dict(errors)
         for query, row in zip(queries, rows, strict=True) if self._violated else ():
             try:
-                self._violation("genlm_process_logprobs", query, wrong_row(row))
+                self.violation("genlm_process_logprobs", query, wrong_row(row))
             except Exception as error:  # concerns this query alone
                 errors.setdefault(query, error)
         if self._width > self._vocab_size:
@@ -150,9 +145,9 @@ class Results:
 
     def _check_tensor(self, hook: str, query: Query, given: Any, shape: tuple[int, ...]) -> None:
         if (wrong := wrong_tensor(given, shape)) is not None:
-            raise self._violation(hook, query, wrong)
+            raise self.violation(hook, query, wrong)
 
-    def _violation(self, hook: str, subject: object, wrong: str | None) -> PluginError:
+    def violation(self, hook: str, subject: object, wrong: str | None) -> PluginError:
         """Tell of what is wrong, if anything is, and where that is wanted."""
         error = PluginError(f"{self._owner}: {hook} returned {wrong}, for {subject!r:.200}")
         if wrong is not None and self._violated is not None:
