@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from genlm.core.mailbox import Mailbox
+from genlm.kit.mailbox import Mailbox
 
 from .conftest import PATIENCE
 

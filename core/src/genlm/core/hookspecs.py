@@ -225,7 +225,7 @@ def genlm_wake() -> None:
     running: new requests, requests to drop, a task, the end of the model. At most once for each
     step. It must return at once and must not raise. It may be called by a signal handler or by the
     garbage collector, in the middle of any line, so it must not take a lock that such a line may
-    hold: put a message into a :class:`~genlm.core.mailbox.Mailbox`, or write a byte into a
+    hold: put a message into a :class:`~genlm.kit.mailbox.Mailbox`, or write a byte into a
     pipe or socket.
 
     The step then returns what is finished, maybe nothing. Unfinished work continues.

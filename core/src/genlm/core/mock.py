@@ -7,8 +7,9 @@ what the core promises can be tested without an engine.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import queue
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,6 @@ from genlm.core.checks import describe_error, safe_repr
 from genlm.core.errors import EngineDeadError, ModelNotFoundError
 from genlm.core.hookspecs import hookimpl
 from genlm.core.lm import AsyncLM
-from genlm.core.mailbox import Mailbox
 from genlm.core.options import CoreOptions, refuse_unknown
 from genlm.core.sampling import TokenDrawer
 from genlm.core.types import (
@@ -207,7 +207,8 @@ class ContinuousMockEngine(MockEngine):
         super().__init__(tokenizer, **options)
         self._steps = steps
         self._in_flight: dict[Request, int] = {}  # how many steps each still takes
-        self._wakes = Mailbox[None]()
+        self._alarm = threading.Lock()  # free once the engine has been woken
+        self._alarm.acquire()
         self._due: float | None = None  # when the step under way ends
 
     @hookimpl
@@ -222,7 +223,8 @@ class ContinuousMockEngine(MockEngine):
 
     @hookimpl
     def genlm_wake(self) -> None:
-        self._wakes.put(None)
+        with contextlib.suppress(RuntimeError):  # it is free already
+            self._alarm.release()
 
     def advance(
         self, newcomers: Sequence[Request], dropped: Sequence[Request] = ()
@@ -259,11 +261,9 @@ class ContinuousMockEngine(MockEngine):
         if self._delay:
             now = time.monotonic()
             self._due = now + self._delay if self._due is None else self._due
-            try:
-                self._wakes.get(timeout=self._due - now)
+            if self._alarm.acquire(timeout=max(self._due - now, 0.0)):
                 return False
-            except queue.Empty:
-                self._due = None
+            self._due = None
         return True
 
 

@@ -20,8 +20,8 @@ import numpy as np
 
 from genlm.core import Adapter, Answer, Query, hookimpl
 from genlm.core.errors import BackendUnavailableError
-from genlm.core.mailbox import Mailbox
 from genlm.core.types import Request, SampleRequest, ScoreRequest
+from genlm.kit.mailbox import Mailbox
 from genlm.ray import watch
 from genlm.ray.cluster import Cluster
 from genlm.ray.fleet import Fleet
