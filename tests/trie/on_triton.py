@@ -12,12 +12,10 @@ from functools import partial
 import numpy as np
 import pytest
 import structlog
-import torch
 
 from genlm.core.trie import TokenCharacterTrie, cuda, device
 from genlm.core.trie.cuda import TritonReducer
 from genlm.core.trie.device import TorchReducer, proven_reducer
-from genlm.core.trie.weights import MAX, SUM
 
 from .conftest import plan_of
 
@@ -38,14 +36,6 @@ VOCABULARIES = {
     "rounds, and a rest of several blocks": [*numbers(270), b"", b"\x00", b"\x01\x01\x01"],
 }
 
-#: How to lay out ``[rows, items]`` in memory.
-STRIDES = {
-    "neighbours": lambda ws: ws,
-    "columns": lambda ws: ws.t().contiguous().t(),
-    "a part": lambda ws: torch.nn.functional.pad(ws, (3, 2))[:, 3:-2],
-    "every other": lambda ws: ws.repeat_interleave(2, 1)[:, ::2],
-}
-
 
 @pytest.fixture
 def fused(monkeypatch):
@@ -64,25 +54,6 @@ def test_all_parts_of_a_plan(fused, words, rows):
     sums, maxima = exact.batch_weight_sum(ws), exact.batch_weight_max(logs)
     np.testing.assert_allclose(trie.batch_weight_sum(ws), sums, rtol=2e-6)
     np.testing.assert_array_equal(trie.batch_weight_max(logs), maxima.astype(np.float32))
-
-
-@pytest.mark.parametrize("lay_out", STRIDES.values(), ids=STRIDES)
-def test_rows_of_any_strides(fused, lay_out):
-    """Against PyTorch's own functions, in float64."""
-    words = numbers(210)
-    ws = torch.rand(3, len(words), dtype=torch.float64, device=DEVICE)
-    trie, plain = fused(words), TorchReducer(plan_of(words), DEVICE)
-    sums = trie.batch_weight_sum(lay_out(ws), dtype=torch.float64)
-    np.testing.assert_allclose(sums.cpu(), plain.reduce(SUM, ws).cpu(), rtol=1e-14)
-    maxima = trie.batch_weight_max(lay_out(ws), dtype=torch.float64)
-    assert torch.equal(maxima, plain.reduce(MAX, ws))
-
-
-def test_one_row_given_several_times(fused):
-    words = VOCABULARIES["no rounds, a nested rest"]
-    ws = torch.rand(len(words), device=DEVICE)
-    sums = fused(words).batch_weight_sum(ws.expand(5, -1), dtype=torch.float32)
-    assert torch.equal(sums, sums[:1].expand(5, -1))
 
 
 def test_weights_without_mass_and_without_value(fused):

@@ -45,7 +45,7 @@ def test_in_the_interpreter_and_on_cuda(interpret):
 @needs_triton
 def test_the_kernels_compile_for_a_gpu(tmp_path):
     said = run(HERE / "compile_triton.py", "80", TRITON_CACHE_DIR=str(tmp_path))
-    assert said.strip() == "compiled 14 kernels"
+    assert said.strip() == "compiled 4 kernels"
 
 
 # --- the proof ------------------------------------------------------------------------------------
@@ -92,8 +92,9 @@ def test_kernels_that_give_one_wrong_value_are_not_used(prove, operation, dtype,
     assert (event["log_level"], event["event"]) == ("warning", "trie.not_fused")
     assert "take longer" in event["consequence"]
     name = str(dtype).removeprefix("torch.")
-    assert event["reason"].startswith(f"{operation} in {name} gives ")
-    assert event["reason"].endswith("at node 17 of 550")
+    assert event["reason"].startswith(f"AssertionError: {operation} in {name}: ")
+    assert "1 / 2750" in event["reason"]
+    assert "(4, 17)" in event["reason"]
 
 
 def test_sums_may_be_rounded_differently_and_maxima_not(prove):
@@ -112,7 +113,7 @@ def test_sums_may_be_rounded_differently_and_maxima_not(prove):
     assert prove(Rounded) == (True, [])
     used, (event,) = prove(Wrong)
     assert not used
-    assert event["reason"].startswith("maximum in float32 gives ")
+    assert "maximum in float32" in event["reason"]
 
 
 def test_kernels_that_raise_are_not_used(prove):

@@ -10,13 +10,11 @@ import numpy as np
 
 from genlm.core.errors import InvalidOptionError
 from genlm.core.logs import get_logger
-from genlm.core.trie.plan import Indices, Plan, Rest, on_device
+from genlm.core.trie.plan import Indices, Plan, Rest, Round, on_device
 from genlm.core.trie.weights import MAX, SUM, Operation, ResultType, check_shape, to_array
 
 if TYPE_CHECKING:
     import torch
-
-    from genlm.core.trie.cuda import TritonReducer
 
 log = get_logger()
 
@@ -34,8 +32,8 @@ class DeviceKernel:
     float64 takes up to 64 times as long, and everywhere twice the memory traffic. Never waits for
     the device, unless the result is to be a NumPy array.
 
-    On CUDA, kernels written in Triton reduce the rows, if they have proved there that they compute
-    what PyTorch's own functions do. Those reduce the rows elsewhere.
+    On CUDA, a kernel written in Triton combines the pairs of each round, if it has proved there
+    that it computes what PyTorch's own functions do. Those combine them elsewhere.
     """
 
     precision = "float32"
@@ -118,19 +116,27 @@ class TorchReducer:
         """
         import torch
 
-        plan, combine = self._plan, operation.of(torch)
+        plan = self._plan
         work = weights.new_empty((len(weights), plan.width + 1))
         work[:, : plan.items] = weights
         work[:, plan.width].fill_(operation.identity)  # pads the rest
-        new = weights.index_select(1, self._first)  # of the first round
+        first = slice(plan.items, plan.items + len(self._first))
+        work[:, first] = weights.index_select(1, self._first)
         for step, other in zip(plan.rounds, self._others, strict=True):
-            if step.new != step.results:
-                new = work[:, step.new]
-            combine(new, work.index_select(1, other), out=work[:, step.results])
+            self._combine(operation, work, step, other)
         values = work.index_select(1, self._rest.flatten()).view(len(work), *self._rest.shape)
         reduce = getattr(torch, operation.reduction)
         reduce(values, dim=2, out=work[:, plan.rest.results])
         return work.index_select(1, self._place)
+
+    def _combine(
+        self, operation: Operation, work: torch.Tensor, step: Round, other: torch.Tensor
+    ) -> None:
+        """One round, in every work row."""
+        import torch
+
+        others = work.index_select(1, other)
+        operation.of(torch)(work[:, step.new], others, out=work[:, step.results])
 
 
 def _padded(rest: Rest, padding: int) -> Indices:
@@ -142,7 +148,7 @@ def _padded(rest: Rest, padding: int) -> Indices:
     return padded
 
 
-def proven_reducer(plan: Plan, device: str, plain: TorchReducer) -> TritonReducer | None:
+def proven_reducer(plan: Plan, device: str, plain: TorchReducer) -> TorchReducer | None:
     """Fused kernels, if they compute what ``plain`` does for a few random rows.
 
     Otherwise the reason is logged: a missing Triton as information, all else as a warning.
@@ -154,22 +160,19 @@ def proven_reducer(plan: Plan, device: str, plain: TorchReducer) -> TritonReduce
         from genlm.core.trie.cuda import TritonReducer
 
         fused = TritonReducer(plan, device)
-        reason = _difference(fused, plain, plan.items, device)
+        _compare(fused, plain, plan.items, device)
     except Exception as error:  # a compiler or a driver may raise anything
-        reason = f"{type(error).__name__}: {error}"
-    else:
-        if reason is None:
-            return fused
-    log.warning(
-        "trie.not_fused",
-        consequence="sums and maxima over a trie on this device take longer",
-        reason=reason,
-    )
-    return None
+        log.warning(
+            "trie.not_fused",
+            consequence="sums and maxima over a trie on this device take longer",
+            reason=f"{type(error).__name__}: {error}",
+        )
+        return None
+    return fused
 
 
-def _difference(fused: TritonReducer, plain: TorchReducer, items: int, device: str) -> str | None:
-    """The first difference between two reducers: maxima are to be equal, sums within the bound."""
+def _compare(fused: TorchReducer, plain: TorchReducer, items: int, device: str) -> None:
+    """Raise ``AssertionError`` where maxima are not equal, or sums not within the bound."""
     import torch
 
     source = torch.Generator().manual_seed(0)
@@ -177,12 +180,10 @@ def _difference(fused: TritonReducer, plain: TorchReducer, items: int, device: s
         weights = torch.rand(_ROWS, items, generator=source, dtype=getattr(torch, name)).to(device)
         # In this order: memory that the plain way leaves may hold the very values.
         found, expected = fused.reduce(operation, weights), plain.reduce(operation, weights)
-        bound = _BOUNDS[name] if operation is SUM else 0.0
-        wrong = ~((found - expected).abs() <= bound * expected)  # NaN is wrong too
-        if wrong.any():
-            row, node = wrong.nonzero()[0].tolist()
-            return (
-                f"{operation.name} in {name} gives {found[row, node]:.9g} instead of "
-                f"{expected[row, node]:.9g} at node {node} of {found.shape[1]}"
-            )
-    return None
+        torch.testing.assert_close(
+            found,
+            expected,
+            rtol=_BOUNDS[name] if operation is SUM else 0.0,
+            atol=0.0,
+            msg=lambda difference: f"{operation.name} in {name}: {difference}",  # noqa: B023
+        )
