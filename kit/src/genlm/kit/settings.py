@@ -18,6 +18,11 @@ from genlm.core.logs import get_logger
 
 log = get_logger()
 
+#: Several names of one activation, or an activation and its approximation.
+_ACTIVATIONS = {"swish": "silu"} | dict.fromkeys(
+    ("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu"
+)
+
 
 @frozen(eq=False)
 class Rotary:
@@ -48,6 +53,20 @@ def settings_of(name: str | Path, revision: str | None = None) -> Any:
     return whole.get_text_config(decoder=True)
 
 
+def alike(value: object, other: object) -> bool:
+    """Whether two values of a setting mean the same: an activation has several names."""
+    if isinstance(value, str) and isinstance(other, str):
+        return _ACTIVATIONS.get(value, value) == _ACTIVATIONS.get(other, other)
+    return value == other
+
+
+def rope_parameters(settings: Any) -> dict[str | None, dict[str, Any]]:
+    """The rotary settings of each type of layer; under ``None`` if all have the same."""
+    parameters = getattr(settings, "rope_parameters", None) or {}
+    nested = {kind: given for kind, given in parameters.items() if isinstance(given, dict)}
+    return nested or {None: parameters}
+
+
 def windows(settings: Any, layers: int) -> list[int | None]:
     """The window of every layer: the most positions that a token attends to, its own included;
     ``None`` is all."""
@@ -64,7 +83,7 @@ def windows(settings: Any, layers: int) -> list[int | None]:
 
 def layer_type(settings: Any, layer: int) -> str | None:
     """The type of a layer by which rotary embeddings differ; ``None`` if they are all alike."""
-    if None in _rotary_parameters(settings):
+    if None in rope_parameters(settings):
         return None
     return str(settings.layer_types[layer])
 
@@ -76,7 +95,7 @@ def rotaries(settings: Any) -> dict[str | None, Rotary]:
     if module is None:
         return {}
     found: dict[str | None, Rotary] = {}
-    for kind, given in _rotary_parameters(settings).items():
+    for kind, given in rope_parameters(settings).items():
         prefix = "" if kind is None else f"{kind}_"
         inverse = getattr(module, f"{prefix}inv_freq", None)
         if inverse is not None:
@@ -102,18 +121,11 @@ def _rotary_module(settings: Any) -> Any:
     return kinds[0](settings) if len(kinds) == 1 else None
 
 
-def _rotary_parameters(settings: Any) -> dict[str | None, dict[str, Any]]:
-    """The rotary settings of each type of layer; under ``None`` if all have the same."""
-    parameters = getattr(settings, "rope_parameters", None) or {}
-    nested = {kind: given for kind, given in parameters.items() if isinstance(given, dict)}
-    return nested or {None: parameters}
-
-
 def rope_limits(settings: Any) -> dict[str, int]:
     """The types of rotary embeddings whose angles are others in longer contexts, for all positions,
     and the longest context before."""
     found: dict[str, int] = {}
-    for given in _rotary_parameters(settings).values():
+    for given in rope_parameters(settings).values():
         match given.get("rope_type"):
             case "longrope" as kind:
                 begins = "original_max_position_embeddings"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from genlm.core.errors import EngineError
+from genlm.kit.settings import alike
 
 #: Settings for which mlx-lm's models know only the family's default, even if they have the name.
 FIXED = re.compile(r"(^|_)act(ivation)?(_|$)")
@@ -28,9 +29,6 @@ MISREAD: dict[tuple[str, str], Callable[[Any], bool]] = {
     ("minicpm3", "mscale_all_dim"): bool,
     ("nemotron_h", "num_experts_per_tok"): lambda experts: experts == 1,
 }
-
-#: Several names of one function, or a function and its approximation.
-SAME = {"swish": "silu", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu"}
 
 
 def refuse_unread(settings: Any, model: Any) -> None:
@@ -60,12 +58,10 @@ def refuse_unread(settings: Any, model: Any) -> None:
         return
     for name, value in settings.to_dict().items():
         usual = defaults.get(name)
-        if FIXED.search(name) and isinstance(value, str):
-            alike = SAME.get(value, value) == SAME.get(str(usual), usual)
-        else:
-            unread = PERHAPS_READ.search(name) and not hasattr(read, name)
-            alike = not unread or value == usual
-        if not alike:
+        unread = (FIXED.search(name) and isinstance(value, str)) or (
+            PERHAPS_READ.search(name) and not hasattr(read, name)
+        )
+        if unread and not alike(value, usual):
             raise EngineError(
                 f"the checkpoint has {name}={value!r}, and mlx-lm computes this family "
                 f"({settings.model_type}) with {usual!r}; load it with backend='hf'"

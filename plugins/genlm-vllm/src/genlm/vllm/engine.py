@@ -203,17 +203,19 @@ class VllmEngine:
         self._lost_pins = []
         self._forget()
 
-    def run_sessions(self) -> None:
-        """Let sessions stay running requests of vLLM, if a row of an extended one is the cold
-        one."""
-        self._core.run_sessions()
+    def prove(self) -> None:
+        """Compute a row; and let sessions stay running requests of vLLM, if a row of an extended
+        one is the cold one."""
+        ids = tuple(token_id % self.vocab_size for token_id in range(1, 7))
+        cold = self._row(Query(ids, cold=True))
+        if self.live:
+            self._core.run_sessions()
         if not self._core.sessions_run:
             return
-        ids = tuple(token_id % self.vocab_size for token_id in range(1, 7))
         try:
             for known in (ids[:3], ids[:4]):
                 self._row(Query(known))
-            off = distance(self._row(Query(ids)), self._row(Query(ids, cold=True)))
+            off = distance(self._row(Query(ids)), cold)
             reason = f"rows are {off:.2g} apart" if off > SAME else None
         except EngineDeadError:
             raise
@@ -229,10 +231,9 @@ class VllmEngine:
         answers = self.genlm_step([query], [], [], [])
         while not answers:
             answers = self.genlm_step([], [], [], [])
-        row = answers[0].result
-        if not isinstance(row, torch.Tensor):
-            raise EngineError(f"no row: {row}")
-        return row
+        if isinstance(row := answers[0].result, torch.Tensor):
+            return row
+        raise row if isinstance(row, Exception) else EngineError("no row")
 
     def _pin(self, query: Query) -> None:
         """Keep ``query`` as a session that is never extended: its blocks stay in vLLM's prefix

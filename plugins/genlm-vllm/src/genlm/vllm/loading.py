@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from genlm.core.errors import InvalidOptionError
+from genlm.core.checks import describe_error
+from genlm.core.errors import EngineError, InvalidOptionError
 from genlm.core.logs import get_logger
 from genlm.kit.model_files import eos_token_ids, require_model
 from genlm.vllm.capture import RowStore, capture_into
@@ -24,6 +26,9 @@ log = get_logger()
 WORKER = "genlm.vllm.worker"
 SCHEDULER = "genlm.vllm.forks.forking_scheduler"
 
+#: What vLLM raises for a configuration that it does not know, as it loads or at the first row.
+UNREAD = (AssertionError, AttributeError, LookupError, NotImplementedError, TypeError)
+
 
 def load(model: str, options: Mapping[str, object]) -> VllmEngine:
     """Start vLLM on the calling thread.
@@ -32,6 +37,8 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
         InvalidOptionError: an option is unknown, or does not work with full rows; or there is no
             such folder.
         BackendUnavailableError: the installed vLLM is outside the supported range.
+        EngineError: vLLM cannot serve the model, or would compute other rows than its configuration
+            says.
     """
     chosen = Options.read(options)
     check_version()
@@ -51,14 +58,19 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
             | spare
             | _row_hooks(chosen.engine_opts, store if local else None)
         )
-        llm = vllm.LLM(model, **settings)
+        with _explained(model):
+            llm = vllm.LLM(model, **settings)
         core = EngineCore(llm, stream, spare_slot=bool(spare))
     rows: Rows = LocalRows(store, core.device_type) if local else WorkerRows(core)
     engine = _engine(llm, core, rows, chosen)
     given = chosen.engine_opts
     engine.eos_token_ids = eos_token_ids(model, given.get("revision"), given.get("download_dir"))
-    if engine.live:
-        engine.run_sessions()
+    try:
+        with _explained(model):
+            engine.prove()
+    except BaseException:
+        core.shutdown()
+        raise
     log.info(
         "vllm.loaded",
         model=model,
@@ -67,6 +79,18 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
         context=engine.max_context,
     )
     return engine
+
+
+@contextmanager
+def _explained(model: str) -> Iterator[None]:
+    """Say what it means that vLLM fails without words for a user."""
+    try:
+        yield
+    except UNREAD as error:
+        raise EngineError(
+            f"vLLM cannot serve the model {model!r} here ({describe_error(error)}); load it with "
+            'backend="hf"'
+        ) from error
 
 
 def _engine(llm: Any, core: EngineCore, rows: Rows, chosen: Options) -> VllmEngine:

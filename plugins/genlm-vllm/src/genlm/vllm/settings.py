@@ -9,7 +9,7 @@ from typing import Any
 
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
-from genlm.kit.settings import rope_limits, settings_of, windows
+from genlm.kit.settings import alike, rope_limits, rope_parameters, settings_of, windows
 
 log = get_logger()
 
@@ -28,6 +28,8 @@ TAKEN: Mapping[str, Mapping[str, object]] = {
     "cohere2_moe": {**COHERE, "norm_topk_prob": True},
     "falcon": {"activation": "gelu"},
     "falcon_h1": {"mamba_proj_bias": False},
+    "gemma": {"hidden_act": "gelu"},
+    "gemma4_text": {"hidden_activation": "gelu"},
     "gpt2": {"scale_attn_weights": True},
     "gpt_oss": {
         "tie_word_embeddings": False,
@@ -36,9 +38,15 @@ TAKEN: Mapping[str, Mapping[str, object]] = {
         "attention_bias": True,
         "rms_norm_eps": 1e-5,
     },
-    "olmoe": {"norm_topk_prob": False, "clip_qkv": None},
+    "olmoe": {"norm_topk_prob": False, "clip_qkv": None, "tie_word_embeddings": False},
     "qwen2_moe": {"qkv_bias": True},
     "stablelm": {"use_parallel_residual": False, "qk_layernorm": False, "hidden_act": "silu"},
+}
+
+#: What vLLM always computes otherwise in a family, and what only on a CPU.
+ALWAYS = {"hrm_text": ("a prompt", "lets its tokens attend to later ones")}
+ON_A_CPU = {
+    "ernie4_5_moe": ("e_score_correction_bias", "leaves it out of the routing on a CPU"),
 }
 
 
@@ -87,14 +95,14 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
 def _end_of(settings: Any) -> tuple[int | None, str]:
     """The longest context of which vLLM's positions are right, if it is less than the model's, and
     what it ends before."""
-    rope = _rope_of(settings)
-    begins = rope.get("original_max_position_embeddings")
-    if begins and rope.get("llama_4_scaling_beta"):
-        return begins, "the scaling of queries by position"
-    if begins and rope.get("rope_type") == "yarn":
-        ends = int(begins * rope.get("factor", 1.0))
-        if ends < getattr(settings, "max_position_embeddings", ends):
-            return ends, "the last of yarn's positions"
+    for rope in rope_parameters(settings).values():
+        begins = rope.get("original_max_position_embeddings")
+        if begins and rope.get("llama_4_scaling_beta"):
+            return begins, "the scaling of queries by position"
+        if begins and rope.get("rope_type") == "yarn":
+            ends = int(begins * rope.get("factor", 1.0))
+            if ends < getattr(settings, "max_position_embeddings", ends):
+                return ends, "the last of yarn's positions"
     # vLLM takes the long factors at every length, if a context may be longer.
     return rope_limits(settings).get("longrope"), 'longrope\'s long factors; backend="hf" has both'
 
@@ -108,32 +116,31 @@ def _takes_windows(settings: Any) -> bool:
 
 
 def _refuse_what_is_not_read(settings: Any) -> None:
-    family, rope = settings.model_type, _rope_of(settings)
-    for name, taken in TAKEN.get(family, {}).items():
-        if (value := getattr(settings, name, taken)) != taken:
+    family, fixed = settings.model_type, dict(TAKEN.get(settings.model_type, {}))
+    if any("experts" in name for name in settings.to_dict()):  # theirs is that of the family
+        fixed["hidden_act"] = getattr(type(settings), "hidden_act", None)
+    for name, taken in fixed.items():
+        if not alike(value := getattr(settings, name, taken), taken):
             raise _error(family, f"{name}={value!r}", f"takes {taken!r} for it")
     if family == "falcon" and settings.ffn_hidden_size != 4 * settings.hidden_size:
         size = f"ffn_hidden_size={settings.ffn_hidden_size}"
         raise _error(family, size, f"takes 4 * hidden_size={4 * settings.hidden_size} for it")
-    if family == "gpt_oss" and (
-        rope.get("rope_type") != "yarn" or {"attention_factor", "mscale"} & rope.keys()
-    ):
-        raise _error(family, f"rope_parameters={rope!r}", "computes its own yarn without factors")
-    part = rope.get("partial_rotary_factor", 1.0)
-    plain = rope.get("rope_type", "default") == "default"
-    if part != 1.0 and plain and not _is_read(family, "partial_rotary_factor"):
-        what = "applies it, where the model's code in transformers does not"
-        raise _error(family, f"partial_rotary_factor={part}", what)
+    for kind, rope in rope_parameters(settings).items():
+        if family == "gpt_oss" and (
+            rope.get("rope_type") != "yarn" or {"attention_factor", "mscale"} & rope.keys()
+        ):
+            raise _error(family, f"rope_parameters={rope!r}", "computes a yarn without factors")
+        what = "applies it, where transformers does not"
+        part = rope.get("partial_rotary_factor", 1.0)
+        plain = rope.get("rope_type", "default") == "default"
+        if part != 1.0 and plain and not _is_read(family, "partial_rotary_factor"):
+            raise _error(family, f"partial_rotary_factor={part}", what)
+        if kind is not None and not rope.get("truncate", True):
+            raise _error(family, "truncate=False", what)
     if family == "falcon_h1" and settings.mamba_rms_norm and settings.mamba_norm_before_gate:
         raise _error(family, "mamba_norm_before_gate=True", "applies the gate first")
-    if family == "hrm_text":
-        raise _error(family, "a prompt", "lets its tokens attend to later ones")
-    if family == "ernie4_5_moe" and _on_a_cpu():
-        raise _error(family, "e_score_correction_bias", "leaves it out of the routing on a CPU")
-
-
-def _rope_of(settings: Any) -> Mapping[str, Any]:
-    return getattr(settings, "rope_parameters", None) or {}
+    if wrong := ALWAYS.get(family) or (_on_a_cpu() and ON_A_CPU.get(family)):
+        raise _error(family, *wrong)
 
 
 def _is_read(family: str, setting: str) -> bool:
