@@ -404,7 +404,7 @@ class GenerationMixin(RowsMixin):
         is_greedy = True
         for end, logprob in enumerate(scores.tolist()):
             if logprob < LIKELIEST:
-                row = await self._row(query.extended(continuation[:end]))
+                row = (await self._rows([query.extended(continuation[:end])]))[0]
                 if int(row.argmax()) != continuation[end]:
                     is_greedy = False
                     break

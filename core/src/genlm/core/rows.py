@@ -42,7 +42,9 @@ class RowsMixin(TextMixin):
         self, token_ids: Iterable[int], lora_name: LoraName = UNSET
     ) -> torch.Tensor:
         """The row of one context."""
-        return await self._row(self._query(token_ids, lora_name))
+        query = self._query(token_ids, lora_name)
+        row = self._kept(query)
+        return await self._batcher.submit((query,), the_copy) if row is None else row.clone()
 
     @known_keywords
     async def batch_next_token_logprobs(
@@ -77,10 +79,6 @@ class RowsMixin(TextMixin):
         query = evolve(self._query(token_ids, lora_name), cold=True)
         row: torch.Tensor = self._batcher.ask((query,), the_copy)
         return row
-
-    async def _row(self, query: Query) -> torch.Tensor:
-        row = self._kept(query)
-        return await self._batcher.submit((query,), the_copy) if row is None else row.clone()
 
     async def _rows(self, queries: Sequence[Query]) -> torch.Tensor:
         """The rows of several queries, in a tensor of their own."""

@@ -451,9 +451,7 @@ class Batcher:
         with self._lock:
             self._stepping = False
             while True:
-                while not (self._stopping or lanes.in_flight or lanes):
-                    self._sleep()
-                if self._timeout and not (self._stopping or lanes.in_flight):
+                if self._timeout and not lanes.in_flight:
                     self._hold_open()
                 if self._stopping:
                     return None
@@ -465,6 +463,7 @@ class Batcher:
                 if work or dropped or lanes.in_flight:
                     self._stepping = True
                     return work, dropped
+                self._sleep()
 
     def _hold_open(self) -> None:
         """Wait up to ``timeout`` for the batch to fill. A task or the end of the model ends the

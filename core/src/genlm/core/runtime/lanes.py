@@ -165,10 +165,6 @@ class Lanes:
         self._lanes: dict[Lane, OrderedDict[Any, Callers]] = {}
         self._queued_since = 0.0  # by the timeline's clock; holds while requests wait
 
-    def __bool__(self) -> bool:
-        """Whether there is something to take."""
-        return bool(self._lanes or self._arrived)
-
     def put(self, asked: Call[Any] | Task[Any]) -> None:
         """Add what a caller has asked, behind everything else."""
         if not (self._lanes or self._arrived):
