@@ -16,8 +16,8 @@ from genlm.core.context import Context
 from genlm.core.errors import InvalidInputError, InvalidOptionError
 from genlm.core.lm import AsyncLM
 from genlm.core.runtime.askers import all_of
+from genlm.core.trie.nodes import Nodes
 from genlm.core.trie.trie import TokenCharacterTrie
-from genlm.core.trie.walk import Walker
 
 Floats = npt.NDArray[np.float64]
 
@@ -158,7 +158,7 @@ class BytePrefix:
             )
         first = lm.context(token_ids)
         is_text = ~trie.is_special[trie.positions]
-        is_text[: trie.walker.ending(trie.root)] = False
+        is_text[: trie.nodes.ending(trie.root)] = False
         return cls(lm, lora_name, trie, is_text, min_share, first, (Ending(first, 0.0),))
 
     async def next_byte_logprobs(self) -> Floats:
@@ -179,7 +179,7 @@ class BytePrefix:
                 "comes next; give one that the model may write"
             )
         masses = sum(
-            math.exp(reading.logprob - heaviest) * reading.next_bytes(self._trie.walker)
+            math.exp(reading.logprob - heaviest) * reading.next_bytes(self._trie.nodes)
             for reading in readings
         )
         with np.errstate(divide="ignore"):
@@ -217,7 +217,7 @@ class BytePrefix:
         Raises:
             InvalidInputError: There are more than ``limit``.
         """
-        trie, walker = self._trie, self._trie.walker
+        trie, nodes = self._trie, self._trie.nodes
         ways = [1] + [0] * len(more)  # to write the bytes up to each place
         contexts = 0
         for begin in range(len(more)):
@@ -232,10 +232,10 @@ class BytePrefix:
             for end in range(begin + 1, len(more)):
                 if node is None:
                     break
-                rank = walker.nodes.begin[node]
-                tokens = np.count_nonzero(self._is_text[rank : rank + walker.ending(node)])
+                rank = nodes.begin[node]
+                tokens = np.count_nonzero(self._is_text[rank : rank + nodes.ending(node)])
                 ways[end] += ways[begin] * int(tokens)
-                node = walker.child(node, more[end])
+                node = nodes.child(node, more[end])
 
     async def _with_rows(self) -> list[Reading]:
         """The readings in the middle of a token, and those that begin one here."""
@@ -254,11 +254,11 @@ class BytePrefix:
 
     def _with_byte(self, byte: int, readings: Iterable[Reading]) -> BytePrefix:
         """The text with one byte more, and those of its tokenisations that are likely."""
-        walker = self._trie.walker
-        grown = [longer for reading in readings if (longer := reading.into(walker, byte))]
+        nodes = self._trie.nodes
+        grown = [longer for reading in readings if (longer := reading.into(nodes, byte))]
         logprob = _logsumexp([reading.mass for reading in grown])
-        ended = [end for reading in grown for end in reading.endings(walker)]
-        inside = [going for reading in grown if (going := reading.going_on(walker))]
+        ended = [end for reading in grown for end in reading.endings(self._trie)]
+        inside = [going for reading in grown if (going := reading.going_on(nodes))]
         # Compared with what ends here, so that a byte which surprises those inside has a way too.
         least = max((end.logprob for end in ended), default=logprob)
         least += math.log(self._min_share) if self._min_share else -math.inf
@@ -305,37 +305,37 @@ class Reading:
         """The log-probability of its tokens, with all that the last one may become."""
         return self.logprob + math.log(self.masses.sum())
 
-    def into(self, walker: Walker, byte: int) -> Reading | None:
+    def into(self, nodes: Nodes, byte: int) -> Reading | None:
         """With one byte more in its last token; ``None`` if no such token has any probability."""
-        child = walker.child(self.node, byte)
+        child = nodes.child(self.node, byte)
         if child is None:
             return None
-        first = walker.nodes.begin[self.node]
-        below = slice(walker.nodes.begin[child] - first, walker.nodes.end[child] - first)
+        first = nodes.begin[self.node]
+        below = slice(nodes.begin[child] - first, nodes.end[child] - first)
         masses = self.masses[below].copy()
         return Reading(self.context, self.logprob, child, masses) if masses.any() else None
 
-    def endings(self, walker: Walker) -> Iterator[Ending]:
+    def endings(self, trie: TokenCharacterTrie) -> Iterator[Ending]:
         """The tokenisations whose last token is complete."""
-        masses = self.masses[: walker.ending(self.node)]
-        for token_id, mass in zip(walker.below(self.node).tolist(), masses, strict=False):
+        masses = self.masses[: trie.nodes.ending(self.node)]
+        for token_id, mass in zip(trie.positions_under(self.node).tolist(), masses, strict=False):
             if mass > 0:
                 yield Ending(self.context.extend(token_id), self.logprob + math.log(mass))
 
-    def going_on(self, walker: Walker) -> Reading | None:
+    def going_on(self, nodes: Nodes) -> Reading | None:
         """Without the tokens that are complete; ``None`` if the others have no probability."""
         masses = self.masses.copy()
-        masses[: walker.ending(self.node)] = 0.0
+        masses[: nodes.ending(self.node)] = 0.0
         return evolve(self, masses=masses) if masses.any() else None
 
-    def next_bytes(self, walker: Walker) -> Floats:
+    def next_bytes(self, nodes: Nodes) -> Floats:
         """``[257]`` The probability of each next byte in its last token, and of none."""
         found = np.zeros(257)
         found[256] = self.no_byte
-        below = walker.children_of(self.node)
-        starts = walker.nodes.begin[below] - walker.nodes.begin[self.node]
+        below = nodes.children(self.node)
+        starts = nodes.begin[below] - nodes.begin[self.node]
         if len(starts):
-            found[walker.nodes.symbol[below]] = np.add.reduceat(self.masses, starts)
+            found[nodes.symbol[below]] = np.add.reduceat(self.masses, starts)
         return found
 
 

@@ -138,6 +138,23 @@ class Nodes:
         """The number of nodes."""
         return len(self.begin)
 
+    def children(self, node: int) -> slice:
+        """Which nodes are the children of a node."""
+        return slice(*self.first_child[node : node + 2].tolist())
+
+    def child(self, node: int, code: int) -> int | None:
+        """The child of a node by the code of its symbol: for a byte, its value."""
+        children = self.children(node)
+        siblings = self.symbol[children]
+        index = int(np.searchsorted(siblings, code))
+        return children.start + index if code in siblings[index : index + 1] else None
+
+    def ending(self, node: int) -> int:
+        """How many items equal the prefix of a node. They come first below it."""
+        starts = self.begin[self.children(node)]
+        stop = starts[0] if len(starts) else self.end[node]
+        return int(stop - self.begin[node])
+
     @classmethod
     def of(cls, items: SortedItems) -> Nodes:
         """Make a node for every distinct prefix, in one vectorised pass over the items.

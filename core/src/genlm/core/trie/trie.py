@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from genlm.core.trie.device import DeviceKernel
 from genlm.core.trie.drawing import draw
 from genlm.core.trie.nodes import Nodes, SortedItems, key_of
 from genlm.core.trie.plan import Plan
-from genlm.core.trie.walk import Walker, children_view, prefixes_view
 from genlm.core.trie.weights import (
     MAX,
     SUM,
@@ -78,9 +77,8 @@ class TokenCharacterTrie:
         self.device = str(device or "cpu")
         self.root = 0
         self._items = SortedItems.of(self.decode)
-        self._nodes = Nodes.of(self._items)
-        self.walker = Walker(self._items, self._nodes)
-        plan = Plan.of(self._items.order, self._nodes)
+        self.nodes = Nodes.of(self._items)
+        plan = Plan.of(self._items.order, self.nodes)
         self._kernel = CpuKernel(plan) if self.device == "cpu" else DeviceKernel(plan, self.device)
 
     if not TYPE_CHECKING:  # a type checker must report every missing attribute
@@ -90,7 +88,7 @@ class TokenCharacterTrie:
 
     def __len__(self) -> int:
         """The number of nodes, leaves included."""
-        return self._nodes.size + len(self._items.order)
+        return self.nodes.size + len(self._items.order)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.decode, self.device)
@@ -165,7 +163,18 @@ class TokenCharacterTrie:
         Raises:
             InvalidInputError: ``prefix`` is a str, but the symbols are bytes.
         """
-        return self.walker.find(prefix)
+        if isinstance(prefix, str) and self._items.is_bytes:
+            raise InvalidInputError(
+                f"the symbols of this trie are bytes; got the str {prefix!r:.80}: encode it first, "
+                "for instance with .encode()"
+            )
+        node = self.root
+        for symbol in prefix:
+            child = self.nodes.child(node, self._codes.get(symbol, -1))
+            if child is None:
+                return None
+            node = child
+        return node
 
     def mass(self, row: Any, prefix: Iterable[Hashable], special: bool = False) -> float:
         """The probability that the next item begins with ``prefix``; 0.0 if no item does.
@@ -190,10 +199,10 @@ class TokenCharacterTrie:
                 f"row must be log-probabilities, but the probabilities sum to {total:.6g}; give "
                 "the model's row itself, without exp()"
             )
-        node = self.walker.find(prefix)
+        node = self.find(prefix)
         if node is None:
             return 0.0
-        below = self.walker.below(node)
+        below = self.positions_under(node)
         return float(probabilities[below if special else below[~self.is_special[below]]].sum())
 
     @property
@@ -204,12 +213,16 @@ class TokenCharacterTrie:
     def positions_under(self, node: int) -> npt.NDArray[np.int64]:
         """The positions of the items below ``node``: for a vocabulary, their token ids.
 
-        A slice of :attr:`positions`, in constant time.
+        In constant time; of a node that is no leaf, a slice of :attr:`positions`.
 
         Raises:
             InvalidInputError: There is no such node.
         """
-        return self.walker.below(node)
+        if not 0 <= node < len(self):
+            raise InvalidInputError(f"there is no node {node}: nodes are 0 to {len(self) - 1}")
+        if node >= self.nodes.size:
+            return np.array([node - self.nodes.size])
+        return self._items.order[self.nodes.begin[node] : self.nodes.end[node]]
 
     def children_sum(self, node: int, ws: Any) -> dict[Any, float]:
         """The sum of the weights below each child of ``node``, by the keys of ``children[node]``.
@@ -224,12 +237,12 @@ class TokenCharacterTrie:
         Raises:
             InvalidInputError: ``ws`` has another shape, or there is no such node.
         """
-        return self.walker.children(SUM, node, self._row(ws))
+        return self._children(SUM, node, ws)
 
     def children_max(self, node: int, ws: Any) -> dict[Any, float]:
         """The largest weight below each child of ``node``. Arguments and cost are those of
         :meth:`children_sum`."""
-        return self.walker.children(MAX, node, self._row(ws))
+        return self._children(MAX, node, ws)
 
     def heaviest_children(self, node: int, ws: Any, k: int) -> list[tuple[Any, float]]:
         """The ``k`` children of ``node`` with the largest sums, the heaviest first.
@@ -247,10 +260,26 @@ class TokenCharacterTrie:
         """``[len(decode)]`` Whether each item is a special token."""
         return np.array([isinstance(item, Token) and item.is_special for item in self.decode])
 
+    def _children(self, operation: Operation, node: int, ws: Any) -> dict[Any, float]:
+        row, below = self._row(ws), self.positions_under(node)
+        if node >= self.nodes.size:
+            return {}
+        weights = row[below].astype(np.float64)
+        children, ending = self.nodes.children(node), self.nodes.ending(node)
+        starts = self.nodes.begin[children] - self.nodes.begin[node]
+        combined = operation.of(np).reduceat(weights, starts)
+        leaves = ((None, position) for position in below[:ending].tolist())
+        edges = [*leaves, *map(self._items.alphabet.__getitem__, self.nodes.symbol[children])]
+        return dict(zip(edges, [*weights[:ending].tolist(), *combined.tolist()], strict=True))
+
     def _row(self, ws: Any) -> FloatArray:
         row = to_array(ws)
         check_shape(row.shape, len(self.decode))
         return row
+
+    @cached_property
+    def _codes(self) -> dict[Hashable, int]:
+        return {symbol: code for code, symbol in enumerate(self._items.alphabet)}
 
     # --- as dictionaries, built when first used ---------------------------------------------------
 
@@ -261,14 +290,19 @@ class TokenCharacterTrie:
         So a walk from :attr:`root` visits the nodes that it wants, and finds the items that end
         there. A leaf has no edges.
         """
-        return children_view(self._items, self._nodes)
+        children: list[dict[Any, int]] = [{} for _ in range(len(self))]
+        for node, parent, symbol in self._edges():
+            children[parent][symbol] = node
+        for position, node in self._ends():
+            children[node][None, position] = self.nodes.size + position
+        return children
 
     @cached_property
     def word2leaf(self) -> dict[Any, int]:
         """The leaf of every item. The key of a token is ``(byte_string, token_id)``, that of
         another item the item itself."""
         return {
-            key_of(item): self._nodes.size + position for position, item in enumerate(self.decode)
+            key_of(item): self.nodes.size + position for position, item in enumerate(self.decode)
         }
 
     @cached_property
@@ -276,7 +310,7 @@ class TokenCharacterTrie:
         """``[len(decode), 2]`` The position of every item, and its leaf. Items with equal symbols
         have a leaf each."""
         positions = np.arange(len(self.decode))
-        return np.stack([positions, self._nodes.size + positions], axis=1)
+        return np.stack([positions, self.nodes.size + positions], axis=1)
 
     @cached_property
     def leaf2word(self) -> dict[int, Any]:
@@ -286,7 +320,22 @@ class TokenCharacterTrie:
     @cached_property
     def node2prefix(self) -> dict[int, list[Any]]:
         """The symbols that lead to each node, leaves included."""
-        return prefixes_view(self._items, self._nodes)
+        prefixes: dict[int, list[Any]] = {self.root: []}
+        for node, parent, symbol in self._edges():
+            prefixes[node] = [*prefixes[parent], symbol]
+        for position, node in self._ends():
+            prefixes[self.nodes.size + position] = prefixes[node]
+        return prefixes
+
+    def _edges(self) -> Iterator[tuple[int, int, Hashable]]:
+        """Each node but the root, the node above it, and the symbol between them."""
+        above = zip(self.nodes.parent[1:].tolist(), self.nodes.symbol[1:].tolist(), strict=True)
+        for node, (parent, code) in enumerate(above, 1):
+            yield node, parent, self._items.alphabet[code]
+
+    def _ends(self) -> Iterable[tuple[int, int]]:
+        """The position of each item, and the node at which it ends."""
+        return zip(self.positions.tolist(), self.nodes.node_of_item.tolist(), strict=True)
 
     # --- for people -------------------------------------------------------------------------------
 
