@@ -131,27 +131,17 @@ class Recycler:
             block = np.empty(size, np.uint8)
         if not size <= block.nbytes <= 2 * size:
             block = np.empty(size, np.uint8)
-        return np.asarray(_Lease(block, self._spare, shape, np.dtype(dtype).str))
+        return np.asarray(_Lease(block, self._spare, block[:size].view(dtype).reshape(shape)))
 
 
 class _Lease:
     """The base of a result's array. Gives the block back when the last array on it is gone."""
 
     def __init__(
-        self,
-        block: npt.NDArray[np.uint8],
-        home: deque[npt.NDArray[np.uint8]],
-        shape: tuple[int, ...],
-        typestr: str,
-    ):
-        self._block = block
-        self._home = home
-        self.__array_interface__ = {
-            "data": (block.ctypes.data, False),
-            "shape": shape,
-            "typestr": typestr,
-            "version": 3,
-        }
+        self, block: npt.NDArray[Any], home: deque[npt.NDArray[Any]], array: npt.NDArray[Any]
+    ) -> None:
+        self._block, self._home = block, home
+        self.__array_interface__ = array.__array_interface__
 
     def __del__(self) -> None:
         self._home.append(self._block)
