@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from typing import Any
@@ -26,6 +27,20 @@ class _Fields(dict[str, Any]):
 
     page: int
     index: int
+
+
+def _compared(compare: Callable[[Any, Any], Any]) -> Any:
+    """A comparison of tokens by id, and of a token with anything else as bytes."""
+    as_bytes = getattr(bytes, f"__{compare.__name__}__")
+
+    def method(self: Token, other: object) -> Any:
+        if isinstance(other, Token):
+            # Written out: programs look tokens up by the hundred thousand.
+            one, two = self.__dict__, other.__dict__
+            return compare(one.page * _PAGE + one.index, two.page * _PAGE + two.index)
+        return as_bytes(self, other)
+
+    return method
 
 
 class Token(bytes):
@@ -110,35 +125,15 @@ class Token(bytes):
         return f"Token(token_id={self.token_id}, byte_string={bytes(self)!r})"
 
     def __hash__(self) -> int:
-        # Written out: programs look tokens up by the hundred thousand.
-        fields = self.__dict__
+        fields = self.__dict__  # written out, as in a comparison
         return fields.page * _PAGE + fields.index
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            self.token_id == other.token_id if isinstance(other, Token) else super().__eq__(other)
-        )
-
-    def __ne__(self, other: object) -> bool:
-        return (
-            self.token_id != other.token_id if isinstance(other, Token) else super().__ne__(other)
-        )
-
-    def __lt__(self, other: bytes) -> bool:
-        return self.token_id < other.token_id if isinstance(other, Token) else super().__lt__(other)
-
-    def __le__(self, other: bytes) -> bool:
-        return (
-            self.token_id <= other.token_id if isinstance(other, Token) else super().__le__(other)
-        )
-
-    def __gt__(self, other: bytes) -> bool:
-        return self.token_id > other.token_id if isinstance(other, Token) else super().__gt__(other)
-
-    def __ge__(self, other: bytes) -> bool:
-        return (
-            self.token_id >= other.token_id if isinstance(other, Token) else super().__ge__(other)
-        )
+    __eq__ = _compared(operator.eq)
+    __ne__ = _compared(operator.ne)
+    __lt__ = _compared(operator.lt)
+    __le__ = _compared(operator.le)
+    __gt__ = _compared(operator.gt)
+    __ge__ = _compared(operator.ge)
 
     def __reduce__(self) -> tuple[type[Token], tuple[int, bytes, bool]]:
         return type(self), (self.token_id, bytes(self), self.is_special)

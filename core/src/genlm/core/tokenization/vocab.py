@@ -8,9 +8,12 @@ from typing import Any
 
 from genlm.core.errors import InvalidOptionError, VocabularyError
 from genlm.core.tokenization.decoder import MOST_IDS, checked_size, undecodable
-from genlm.core.tokenization.fast import fast_token_bytes, is_fast
-from genlm.core.tokenization.libraries import library_token_bytes, slow_token_bytes
-from genlm.core.tokenization.special import special_ids
+from genlm.core.tokenization.fast import fast_token_bytes, is_fast, special_added_ids
+from genlm.core.tokenization.libraries import (
+    library_special_ids,
+    library_token_bytes,
+    slow_token_bytes,
+)
 from genlm.core.tokenization.token import Token
 
 
@@ -61,7 +64,7 @@ def decode_vocab(
             f"the vocabulary of {type(tokenizer).__name__} is empty; give a tokenizer that has "
             "tokens"
         )
-    special = {i for i in special_ids(tokenizer) if 0 <= i < len(token_bytes)}
+    special = _special_ids(tokenizer).intersection(range(len(token_bytes)))
     if len(special) == len(token_bytes):
         names = ", ".join(token.decode(errors="replace") for token in token_bytes[:4])
         raise VocabularyError(
@@ -90,6 +93,17 @@ def _token_bytes(tokenizer: Any) -> Sequence[bytes]:
             "every token"
         )
     return slow_token_bytes(tokenizer)
+
+
+def _special_ids(tokenizer: Any) -> set[int]:
+    """What the tokenizer marks as special, or uses to begin or end a sequence."""
+    candidates = (
+        *(getattr(tokenizer, "all_special_ids", None) or ()),
+        *(getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id")),
+        *special_added_ids(tokenizer),
+        *library_special_ids(tokenizer),
+    )
+    return {token_id for token_id in candidates if isinstance(token_id, int)}
 
 
 def _checked(token_id: int, token: Any) -> bytes:
