@@ -18,9 +18,9 @@ import structlog
 from genlm.conformance import ConformanceSuite
 from genlm.core import MockAsyncLM
 from genlm.core.cli import main
-from genlm.core.cli.doctor import accelerators
-from genlm.core.cli.processor import dtypes_verdict, threads_verdict
 from genlm.core.installation import pip_install
+from genlm.kit.doctor import accelerators
+from genlm.kit.processor import dtypes_verdict, threads_verdict
 
 from .conformance.installed import pretend_installed
 

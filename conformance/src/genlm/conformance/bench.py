@@ -13,9 +13,7 @@ from attrs import frozen
 
 from genlm.core.checks import number, safe_repr
 from genlm.core.cli.arguments import Commands
-from genlm.core.cli.doctor import accelerators
 from genlm.core.cli.model import add_model, loaded
-from genlm.core.cli.processor import dtypes
 from genlm.core.cli.progress import Progress
 from genlm.core.cli.tables import bar, table
 from genlm.core.errors import BackendImportError, GenlmError, InvalidOptionError, PluginError
@@ -24,6 +22,8 @@ from genlm.core.lm import AsyncLM
 from genlm.core.plugins import backend_names, find_backend
 from genlm.core.runtime.askers import all_of
 from genlm.core.sampling import TokenDrawer, checked_params
+from genlm.kit.doctor import accelerators
+from genlm.kit.processor import dtypes
 
 PROMPT = "Once upon a time there was"
 PARTICLES = (1, 2, 4, 8, 16, 32, 64)

@@ -13,20 +13,23 @@ from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 
 from genlm.core.checks import describe_error
-from genlm.core.cli import backends, completion, doctor, sample, top
+from genlm.core.cli import backends, completion, sample, top
 from genlm.core.cli.arguments import Commands
 from genlm.core.cli.version import PrintVersions
 from genlm.core.errors import GenlmError
 from genlm.core.installation import pip_install
 
 #: In the order of ``genlm --help``.
-COMMANDS = (sample, top, doctor, backends, completion)
+COMMANDS = (sample, top, backends, completion)
 
 #: Subcommands of other distributions, which may not be installed.
-ELSEWHERE = dict.fromkeys(("bench", "conformance", "new-plugin"), "genlm-conformance")
+ELSEWHERE = {
+    "doctor": "genlm-kit",
+    **dict.fromkeys(("bench", "conformance", "new-plugin"), "genlm-conformance"),
+}
 
 #: Subcommands for which those of other distributions are not imported, which takes a second.
-LIGHT = {"sample", "top", "doctor", "backends"}
+LIGHT = {"sample", "top", "backends"}
 
 #: What a shell reports of a program that was interrupted.
 INTERRUPTED = 130
@@ -36,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     given = sys.argv[1:] if arguments is None else arguments
     first = next((word for word in given if not word.startswith("-")), None)
-    options = parser(others=first not in LIGHT).parse_args(given)
+    options = parser(first).parse_args(given)
     try:
         code = int(options.run(options))
         sys.stdout.flush()
@@ -61,8 +64,9 @@ def _line(error: Exception) -> str:
     return f"{text} (`genlm --traceback ...` shows where)"
 
 
-def parser(others: bool = True) -> argparse.ArgumentParser:
-    """The parser of every subcommand; without ``others``, of the core's own alone."""
+def parser(first: str | None = None) -> argparse.ArgumentParser:
+    """The parser of every subcommand, or of no more of other distributions' than ``first``, the
+    one that runs, needs."""
     parser = argparse.ArgumentParser(
         prog="genlm", description="Next-token log-probabilities on any engine."
     )
@@ -75,8 +79,9 @@ def parser(others: bool = True) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for command in COMMANDS:
         command.add_to(commands)
-    if others:
-        for entry in entry_points(group="genlm.commands"):
+    if first not in LIGHT:
+        installed = list(entry_points(group="genlm.commands"))
+        for entry in [entry for entry in installed if entry.name == first] or installed:
             _add_installed(entry, commands)
     for name, distribution in ELSEWHERE.items():
         if name not in commands.choices:
