@@ -51,7 +51,7 @@ class Live(Subject):
         return self.lm.next_token_logprobs_uncached(token_ids, lora_name=adapter)
 
     def calls(self) -> int:
-        return self.lm.stats.batches
+        return 0 if self._lm is None else self._lm.stats.batches
 
     def bind_moving(self, name: str) -> None:
         """Bind MOVING to the adapter of a name."""

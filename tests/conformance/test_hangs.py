@@ -3,13 +3,15 @@ what was found before is told."""
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 
 from genlm.conformance.report import run
-from genlm.core import hookimpl
+from genlm.core import AsyncLM, hookimpl
 from genlm.core.mock import ContinuousMockEngine, MockEngine
 
 from .faulty import OfTheMock
@@ -25,44 +27,12 @@ def let_go() -> Iterator[None]:
     END.set()
 
 
-class RowsStop(MockEngine):
-    """The tenth batch never returns."""
-
-    batches = 0
+class WithFiles(MockEngine):
+    """The mock, which reads the files of adapters."""
 
     @hookimpl
-    def genlm_next_token_logprobs(self, queries):
-        self.batches += 1
-        if self.batches > 10:
-            END.wait()
-        return super().genlm_next_token_logprobs(queries)
-
-
-class DrawsStop(MockEngine):
-    @hookimpl
-    def genlm_sample(self, queries, params):
-        END.wait()
-        return super().genlm_sample(queries, params)
-
-
-class PinsStop(MockEngine):
-    @hookimpl
-    def genlm_cache_prefix(self, query):
-        END.wait()
-        return super().genlm_cache_prefix(query)
-
-
-class ClearingStops(MockEngine):
-    @hookimpl
-    def genlm_clear_kv_cache(self):
-        END.wait()
-
-
-class AdaptersStop(MockEngine):
-    @hookimpl
-    def genlm_add_lora(self, adapter):
-        END.wait()
-        return super().genlm_add_lora(adapter)
+    def genlm_read_lora(self, adapter):
+        return None
 
 
 class PlacesLeak(ContinuousMockEngine):
@@ -79,13 +49,55 @@ class PlacesLeak(ContinuousMockEngine):
         return []
 
 
-@pytest.mark.parametrize(
-    "engine", [RowsStop, DrawsStop, PinsStop, ClearingStops, AdaptersStop, PlacesLeak]
-)
-def test_an_engine_that_stops_answering(engine: Callable[..., MockEngine]) -> None:
-    suite = OfTheMock(engine, effort=0.05)
-    suite.patience = 1.0
-    report = run(suite)
+def never_loaded(*arguments: object, **options: object) -> MockEngine:
+    END.wait()
+    raise RuntimeError("too late")
+
+
+#: The hooks that stop, after how many calls, engines that have them, and a clause that calls them.
+STOPPING = {
+    "genlm_next_token_logprobs": (10, MockEngine, ""),
+    "genlm_sample": (0, MockEngine, ""),
+    "genlm_sequence_logprobs": (0, MockEngine, ""),
+    "genlm_cache_prefix": (0, MockEngine, ""),
+    "genlm_clear_kv_cache": (0, MockEngine, ""),
+    "genlm_read_lora": (0, WithFiles, ""),
+    "genlm_add_lora": (0, MockEngine, ""),
+    "genlm_remove_lora": (0, MockEngine, "removed_adapter"),
+    "genlm_close": (0, MockEngine, "close_fails_what_is_pending"),
+    "genlm_step": (30, ContinuousMockEngine, ""),
+    "places leak": (0, PlacesLeak, ""),
+    "never loaded": (0, never_loaded, ""),
+}
+
+
+class Stopping(OfTheMock):
+    """The suite on an engine that does not return from a hook."""
+
+    patience = 0.5
+    hook = ""
+
+    def loaded(self, **core: Any) -> AsyncLM:
+        calls = itertools.count()
+
+        @hookimpl(wrapper=True)
+        def stops(self: object) -> Generator[None, Any, Any]:
+            if next(calls) >= STOPPING[hook][0]:
+                END.wait()
+            return (yield)
+
+        hook = self.hook
+        if hook.startswith("genlm_"):
+            core["wrappers"] = [*core.get("wrappers", ()), type("Stops", (), {hook: stops})()]
+        return super().loaded(**core)
+
+
+@pytest.mark.parametrize("hook", STOPPING)
+def test_an_engine_that_stops_answering(hook: str) -> None:
+    _, engine, clause = STOPPING[hook]
+    suite = Stopping(engine, effort=0.05)
+    suite.hook = hook
+    report = run(suite, only=lambda name: clause in name)
     END.set()
     assert not report.conforms
     assert "it hangs" in (report.not_loaded or report.failed[0].detail)

@@ -123,19 +123,20 @@ class Driver:
                 return error
             raise
 
-    def wait(self, future: concurrent.futures.Future[T], what: str = "a call") -> T:
-        """The result of a call in another thread; that it hangs is a violation."""
+    def wait(self, future: concurrent.futures.Future[T], what: str = "a call", times: int = 1) -> T:
+        """The result of a call in another thread; that it hangs, for so many times the patience, is
+        a violation."""
         standstill = self._standstill()
         while True:
             try:
-                return future.result(self._wait_for())
+                return future.result(self._wait_for(times))
             except TimeoutError:
                 if future.done():
                     raise
                 if self.is_late:
                     raise self.late(f"{what} had not returned yet") from None
                 if standstill():
-                    raise self._hang(f"{what} did not return") from None
+                    raise self._hang(f"{what} did not return", times) from None
 
     def calls(self) -> int:
         """How many calls of the engine have ended."""
@@ -166,11 +167,11 @@ class Driver:
             "(--deadline)"
         )
 
-    def _wait_for(self) -> float:
-        return max(0.0, min(self._patience, self.until - time.monotonic()))
+    def _wait_for(self, times: int = 1) -> float:
+        return max(0.0, min(times * self._patience, self.until - time.monotonic()))
 
-    def _hang(self, what: str) -> Violation:
-        violation = Violation(f"{what} within {self._patience:g} s: it hangs")
+    def _hang(self, what: str, times: int = 1) -> Violation:
+        violation = Violation(f"{what} within {times * self._patience:g} s: it hangs")
         self.hangs += 1
         # Shrinking would hang again and again, and so may every clause that follows.
         self._patience = self.patience / 20

@@ -171,7 +171,7 @@ class LifecycleClauses:
                 "this class says that there is no room for a second model (second_model = False)"
             )
         try:
-            return live.awaited(live.suite.load())
+            return live.awaited(live.loaded(live.suite.load))
         except Exception as error:
             pytest.skip(
                 "the backend refuses another model while one is open "
@@ -216,7 +216,7 @@ class LifecycleClauses:
         other = copy.copy(live.suite)
         other.options = {**other.options, "no_such_option": 1}
         try:
-            lm = other.load()
+            lm = live.loaded(other.load)
         except ValueError as error:
             check("no_such_option" in str(error), f"the refusal does not name the option: {error}")
         else:

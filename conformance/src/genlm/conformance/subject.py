@@ -46,6 +46,9 @@ T = TypeVar("T")
 #: How long a failing example is made simpler, seconds, unless a subject says something else.
 SHRINKING = 20.0
 
+#: How many times the patience a model may take to load.
+LOADING = 10
+
 #: After so much that hung, no further clause is tried.
 HANGS = 3
 
@@ -99,7 +102,7 @@ class Subject(Driver):
             )
         if self._lm is None:
             try:
-                self._lm = self.load()
+                self._lm = self.loaded(self.load)
             except Exception as error:
                 self._broken = error
                 raise
@@ -117,13 +120,17 @@ class Subject(Driver):
         """Load the model, with what observes its engine around it."""
         return self.suite.load(wrappers=[self.gate], check=self.contract_violations.append)
 
+    def loaded(self, load: Callable[[], AsyncLM]) -> AsyncLM:
+        """What ``load`` returns, which may take ten times the patience."""
+        return self.wait(self.thread(load), "loading the model", times=LOADING)
+
     @property
     def rows(self) -> int:
         """How many rows the model that is open has computed; 0 where none is."""
         return self._lm.stats.rows if self._lm is not None else 0
 
-    def _hang(self, what: str) -> Violation:
-        violation = super()._hang(what)
+    def _hang(self, what: str, times: int = 1) -> Violation:
+        violation = super()._hang(what, times)
         self.gate.patience = self._patience
         return violation
 
