@@ -1,18 +1,9 @@
-"""The whole suite on a small real model: beside the gate's, which looks at its rows, and takes a
-tiny model for the rest."""
+"""The whole suite on a small real model."""
 
 from __future__ import annotations
 
-import pytest
-
-from genlm.conformance import ConformanceSuite
+from tests.whole_suite import OnARealModel
 
 
-class TestReal(ConformanceSuite):
+class TestReal(OnARealModel):
     backend = "hf"
-    effort = 0.1
-
-    @pytest.fixture(scope="class", autouse=True)
-    @classmethod
-    def given(cls, real_model: str) -> None:
-        cls.model = real_model

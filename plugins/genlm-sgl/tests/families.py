@@ -12,7 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from genlm.core import Query
 from genlm.sgl.loading import load
-from tests.sweep import Row
+from tests.sweep import Row, Sweep
 
 
 def served() -> set[str]:
@@ -40,3 +40,6 @@ def opened(folder: Path) -> Iterator[tuple[int | None, Row]]:
         yield engine.max_context, lambda context: engine.evaluate_alone(Query(context, cold=True))
     finally:
         engine.genlm_close()
+
+
+SWEEP = Sweep(load=opened)

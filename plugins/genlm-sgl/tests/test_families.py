@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.sweep import FAR, ROPES, swept
+from tests.sweep import FAR, ROPES
 
-from .families import opened
+from .families import SWEEP
 
 WINDOWED = {"sliding_window": FAR, "use_sliding_window": True}
 CHANGES = {
@@ -32,7 +32,7 @@ def test_rows_are_those_of_transformers(family: str, tmp_path: Path) -> None:
             else:
                 yield change
 
-    found = swept(family, tmp_path, opened, changes=changes)
+    found = SWEEP.of(family, tmp_path, changes)
     assert [one for one in found if one.outcome != "right"] == []
     assert len(found) == 1 + len(CHANGES[family])
 
@@ -42,6 +42,6 @@ def test_rows_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     [("olmo2", {"hidden_act": "gelu"}), ("gemma2", {"tie_word_embeddings": False})],
 )
 def test_a_setting_that_the_engine_leaves_out_is_refused(family, change, tmp_path: Path) -> None:
-    _, changed = swept(family, tmp_path, opened, changes=lambda _: iter([change]))
+    _, changed = SWEEP.of(family, tmp_path, lambda _: [change])
     assert changed.outcome == "refused"
     assert "{}={!r}".format(*next(iter(change.items()))) in changed.why

@@ -1,25 +1,12 @@
-"""The whole suite on a small real model: beside the gate's, which looks at its rows, and takes a
-tiny model for the rest."""
+"""The whole suite on a small real model."""
 
 from __future__ import annotations
 
-import pytest
+from tests.whole_suite import OnARealModel
 
-from genlm.conformance import ConformanceSuite
+from .test_conformance import FLOAT32
 
 
-class TestReal(ConformanceSuite):
+class TestReal(OnARealModel):
     backend = "vllm"
-    options = {  # noqa: RUF012
-        "engine_opts": {
-            "dtype": "float32",
-            "max_model_len": 512,
-            "kv_cache_memory_bytes": 256 << 20,
-        }
-    }
-    effort = 0.1
-
-    @pytest.fixture(scope="class", autouse=True)
-    @classmethod
-    def given(cls, real_model: str) -> None:
-        cls.model = real_model
+    options = {"engine_opts": FLOAT32}  # noqa: RUF012

@@ -2,122 +2,27 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
-
-import pytest
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from vllm.model_executor.models import ModelRegistry
 
-from genlm.core import EngineError, Query
-from genlm.core.types import Answer
-from genlm.vllm.loading import load
-from tests.sweep import Row, Tried, report, swept
+from tests.sweep import EveryFamily
+
+from .families import SWEEP
 
 SERVED = set(ModelRegistry.get_supported_archs())
-FAMILIES = sorted(
-    config.model_type
-    for config, kind in MODEL_FOR_CAUSAL_LM_MAPPING.items()
-    if getattr(kind, "__name__", None) in SERVED
-)
-
-#: How many families could be tried when this was written, with transformers 5.19 and vLLM 0.32.
-TRIED = 40
-
-#: Transformers rounds the slopes of ALiBi to bfloat16, and vLLM does not.
-EXCUSED = {("falcon", "alibi")}
-
-OPTIONS = {
-    "dtype": "float32",
-    "max_model_len": 96,
-    "max_num_seqs": 4,
-    "kv_cache_memory_bytes": 16 << 20,
-}
-
-#: vLLM's attention on a CPU has kernels for heads of at least 32.
-SIZES = {
-    "d_model": 128,
-    "ffn_dim": 128,
-    "ffn_hidden_size": 512,
-    "global_head_dim": 32,
-    "head_dim": 32,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "kv_lora_rank": 32,
-    "moe_intermediate_size": 128,
-    "moe_k": 2,
-    "moe_num_experts": 4,
-    "n_embd": 128,
-    "n_head": 4,
-    "n_heads": 4,
-    "n_inner": 256,
-    "n_routed_experts": 4,
-    "num_attention_heads": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_key_value_heads": 2,
-    "num_kv_heads": 2,
-    "num_local_experts": 4,
-    "q_lora_rank": 32,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
-    "rotary_dim": 32,
-    "shared_expert_intermediate_size": 128,
-    "v_head_dim": 32,
-    "word_embed_proj_dim": 128,
-}
 
 
-@contextmanager
-def opened(folder: Path) -> Iterator[tuple[int | None, Row]]:
-    """The longest context of a model in vLLM, and its rows. What vLLM itself refuses or has no
-    kernels for is an error with its words."""
-    gc.freeze()  # vLLM collects garbage five times as it loads
-    try:
-        engine = load(str(folder), {"engine_opts": OPTIONS})
-    except Exception as error:
-        raise EngineError(f"{type(error).__name__}: {error}") from error
+class TestVllm(EveryFamily):
+    """With transformers 5.19 and vLLM 0.32."""
 
-    def row_of(context: tuple[int, ...]) -> Any:
-        try:
-            answers: list[Answer] = engine.genlm_step([Query(context, cold=True)], [], [], [])
-            while not answers:
-                answers = engine.genlm_step([], [], [], [])
-        except Exception as error:
-            raise EngineError(f"{type(error).__name__}: {error}") from error
-        return answers[0].result
-
-    try:
-        yield engine.max_context, row_of
-    finally:
-        engine.genlm_close()
-
-
-@pytest.fixture(scope="module")
-def table(pytestconfig: pytest.Config) -> Iterator[list[Tried]]:
-    """What was found; printed at the end."""
-    found: list[Tried] = []
-    yield found
-    report(found, pytestconfig)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family(family: str, table: list[Tried], tmp_path: Path) -> None:
-    found = swept(family, tmp_path, opened, sizes=SIZES)
-    table.extend(found)
-    wrong = [
-        one
-        for one in found
-        if one.outcome in ("wrong", "failed") and (family, *one.changed) not in EXCUSED
-    ]
-    assert not wrong, wrong
-
-
-def test_most_families_were_tried(table: list[Tried]) -> None:
-    families = {one.family for one in table}
-    if len(families) < len(FAMILIES):
-        pytest.skip("not every family was asked for")
-    assert len({one.family for one in table if one.outcome == "right"}) >= TRIED
+    families = sorted(
+        {
+            config.model_type
+            for config, kind in MODEL_FOR_CAUSAL_LM_MAPPING.items()
+            if getattr(kind, "__name__", None) in SERVED
+        }
+    )
+    sweep = SWEEP
+    tried = 40
+    # Transformers rounds the slopes of ALiBi to bfloat16, and vLLM does not.
+    excused = (("falcon", "alibi"),)

@@ -81,8 +81,10 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
         off = {"use_sliding_window": False, "sliding_window": None, "layer_types": whole}
         return {"hf_overrides": {**off, **given}}
     corrected: dict[str, Any] = {}
-    if window is not None and not _is_read(settings.model_type, "sliding_window"):
-        corrected["hf_overrides"] = {"sliding_window": None, **given}
+    windowed = ("sliding_window", "layer_types") if window is not None else ()
+    unread = [name for name in windowed if not _is_read(settings.model_type, name)]
+    if any(getattr(settings, name, None) for name in unread):  # vLLM would read them
+        corrected["hf_overrides"] = {**dict.fromkeys(unread), **given}
     elif settings.model_type in WIDER and window is not None:
         corrected["hf_overrides"] = {"sliding_window": window - 1, **given}
     ends, before = _end_of(settings)

@@ -1,0 +1,28 @@
+"""What a configuration says is computed as transformers does; costly_sweep.py tries all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.sweep import FAR, SCALED
+
+from .families import SWEEP
+
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, **SCALED, "factor": 2.0}
+WHOLE = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+LAYERS = ["full_attention", "sliding_attention"]
+
+CHANGES = {
+    "gemma4_text": [{"rope_parameters": {"sliding_attention": YARN, "full_attention": WHOLE}}],
+    "nemotron": [{"hidden_act": "silu"}, {"rope_parameters": PLAIN}],
+    "starcoder2": [{"sliding_window": FAR, "layer_types": LAYERS}],  # of which it has no types
+}
+
+
+@pytest.mark.parametrize("family", CHANGES)
+def test_rows_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    found = SWEEP.of(family, tmp_path, lambda _: CHANGES[family])
+    assert [one.outcome for one in found] == ["right"] * (1 + len(CHANGES[family])), found
