@@ -90,17 +90,17 @@ class RowsMixin(TextMixin):
     ) -> tuple[list[Query], Callable[[Sequence[torch.Tensor]], torch.Tensor]]:
         """The queries whose rows the output cache does not have, and what makes one tensor of their
         rows and those that it has."""
+        import torch
+
         kept = [self._kept(query) for query in queries]
-        unknown = [query for query, row in zip(queries, kept, strict=True) if row is None]
+        width = self._engine.width
 
         def combine(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-            if len(unknown) == len(kept):
-                return _stacked(rows, width)
             asked = iter(rows)
-            return _stacked([next(asked) if row is None else row for row in kept], width)
+            own = [next(asked) if row is None else row for row in kept]
+            return torch.stack(own) if own else torch.empty(0, width, dtype=torch.float32)
 
-        width = self._engine.width
-        return unknown, combine
+        return [query for query, row in zip(queries, kept, strict=True) if row is None], combine
 
     def _kept(self, query: Query) -> torch.Tensor | None:
         """The row of a query if the output cache has it; to be copied."""
@@ -141,10 +141,3 @@ def _too_long(length: int, room_for: int, limit: int) -> str:
         f"a context of {length} tokens leaves room for {limit - length + 1} of the {room_for} "
         f"tokens to follow, since the model takes {limit}; shorten it, or ask for fewer tokens"
     )
-
-
-def _stacked(rows: Sequence[torch.Tensor], width: int) -> torch.Tensor:
-    """Rows in one tensor of their own, ``[len(rows), width]``."""
-    import torch
-
-    return torch.stack(list(rows)) if rows else torch.empty(0, width, dtype=torch.float32)

@@ -18,12 +18,13 @@ import copy
 import ctypes
 import functools
 import itertools
-import operator
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
+
+from attrs import Factory, define
 
 from genlm.core.checks import safe_repr
 from genlm.core.errors import EngineDeadError, ModelClosedError, QueriesResetError
@@ -70,8 +71,6 @@ dropped_by_reset = functools.partial(
     QueriesResetError, "reset_async_queries() dropped this request before the engine took it"
 )
 
-is_closed = operator.methodcaller("is_closed")
-
 
 class TryAlone(Exception):
     """In place of an answer: the request was in flight with others when a step failed, and is to be
@@ -97,7 +96,6 @@ class Executor(Protocol):
 
         If it raises, nothing can be answered any more.
         """
-        ...
 
     def wake(self) -> None:
         """Make the current step return early, if it can. Called on any thread."""
@@ -105,17 +103,16 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Release everything. Called last."""
-        ...
 
 
+@define
 class Gathering:
     """What one event loop has asked since its last pass without a new request."""
 
-    def __init__(self) -> None:
-        self.calls: list[Call[Any]] = []
-        self.requests = 0
-        self.seen = 0  # how many there were one pass ago
-        self.passes = 0
+    calls: list[Call[Any]] = Factory(list)
+    requests: int = 0
+    seen: int = 0  # how many there were one pass ago
+    passes: int = 0
 
 
 class Batcher:
@@ -203,8 +200,9 @@ class Batcher:
             self._check_open()
             gathering = self._gatherings.get(loop)
             if gathering is None:
-                for closed in filter(is_closed, [*self._gatherings]):
-                    self._release(self._gatherings.pop(closed))  # its passes are over
+                for other in [*self._gatherings]:
+                    if other.is_closed():  # its passes are over
+                        self._release(self._gatherings.pop(other))
                 # Before the gathering exists: an interrupt must not leave one without a pass.
                 loop.call_soon(self._after_pass, loop)
                 gathering = self._gatherings[loop] = Gathering()

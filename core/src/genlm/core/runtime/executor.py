@@ -50,7 +50,7 @@ class EngineExecutor:
 
     @property
     def drops(self) -> bool:
-        return self.engine.drops
+        return self.engine.supports("genlm_step", "dropped")
 
     def lane(self, request: Request) -> Lane:
         """The lane of a request: all that the engine takes in its steps, or one kind for one call
@@ -61,9 +61,7 @@ class EngineExecutor:
         hook = self.engine.native["samples" if draw else "scores"]
         return ROWS if hook == "genlm_step" else DRAWS if draw else SCORES
 
-    def step(
-        self, newcomers: Sequence[Request], dropped: Sequence[Request] = ()
-    ) -> Answers[Request]:
+    def step(self, newcomers: Sequence[Request], dropped: Sequence[Request]) -> Answers[Request]:
         """Answer what can be answered now. The newcomers are of one lane."""
         began = self.timeline.clock()
         # Read first: what is dropped after this line must not be kept.

@@ -36,8 +36,6 @@ log = get_logger()
 STRAY = (Exception, asyncio.CancelledError)
 CANCELLED = "CancelledError: something that it waited for was cancelled"
 
-STEP = "genlm_step"
-
 #: A wrapper that waits for the result of a call.
 Observer = Generator[None, Any, Any]
 
@@ -93,7 +91,7 @@ class HookCalls:
                 failed.update(remark)
                 continue
             met = [r for kind in ("queries", "samples", "scores") for r in arguments.get(kind, ())]
-            if hook == STEP:
+            if hook == "genlm_step":
                 met += [answer.request for answer in result]
             failed.update(dict.fromkeys(met, remark))
             if not met:
@@ -129,7 +127,7 @@ class HookCalls:
         if hook == PROCESSOR:
             return _processed(implementations, **arguments)
         result: Any = _call(implementations[0], arguments) if implementations else None
-        return list(result) if hook == STEP else result
+        return list(result) if hook == "genlm_step" else result
 
 
 def attributed(name: str, error: BaseException) -> PluginError:

@@ -173,8 +173,7 @@ class Lanes:
 
     def suspect(self, requests: Pending) -> None:
         """Put back requests of which one has made a step fail."""
-        if requests:
-            self._lanes = {SUSPECTS: OrderedDict(requests), **self._lanes}
+        self._lanes = {SUSPECTS: OrderedDict(requests), **self._lanes}
 
     def full(self) -> bool:
         """Whether a batch that begins now would not grow by waiting: it is full, or something that

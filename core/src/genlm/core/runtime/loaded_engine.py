@@ -20,7 +20,7 @@ from genlm.core.plugins import (
 )
 from genlm.core.runtime.hook_calls import HookCalls
 from genlm.core.runtime.results import Results, Violated
-from genlm.core.tokenization import Token, decode_vocab
+from genlm.core.tokenization import decode_vocab
 from genlm.core.types import Engine
 
 log = get_logger()
@@ -53,8 +53,11 @@ class LoadedEngine:
         self._owner = f"engine {type(engine).__name__} of backend {backend!r}"
         try:
             self._adopt(engine, wrappers, violated)
-        except BaseException:
-            self._close_refused(engine)
+        except BaseException:  # it has been loaded, so it must be closed
+            try:
+                getattr(engine, "genlm_close", lambda: None)()
+            except Exception:
+                log.exception("engine.close_failed", backend=backend)
             raise
 
     def _adopt(self, engine: Engine, wrappers: Iterable[object], violated: Violated | None) -> None:
@@ -82,11 +85,13 @@ class LoadedEngine:
         processes = bool(implementations_of(manager, PROCESSOR))
         #: By which hook the engine answers ``samples`` and ``scores`` itself. With processors it
         #: does not: its draws would not be from their rows.
-        self.native = {} if processes else self._native_hooks()
+        self.native: dict[str, str] = {}
+        for kind, hook in (("samples", "genlm_sample"), ("scores", "genlm_sequence_logprobs")):
+            in_steps = self.supports("genlm_step", kind)
+            if not processes and (in_steps or self.supports(hook)):
+                self.native[kind] = "genlm_step" if in_steps else hook
         called = {evaluates, *self.native.values(), *([PROCESSOR] if processes else ())}
         check_observers(manager, self._owner, evaluates, called)
-        #: Whether its steps drop requests.
-        self.drops = self.supports("genlm_step", "dropped")
         self.tokenizer = engine.tokenizer
         self.vocab_size = engine.vocab_size
         self.max_context = engine.max_context
@@ -94,22 +99,12 @@ class LoadedEngine:
         self._model = engine.model
         self._lacking: Mapping[str, str] = getattr(engine, "lacking", {})
         self.closed = False
-        self.byte_vocab: list[Token]
-        self.str_vocab: list[str]
         self.byte_vocab, self.str_vocab = decode_vocab(engine.tokenizer)
         self.width = len(self.byte_vocab)  # of rows; kept, because users have the list itself
         named: Iterable[int] = getattr(engine, "eos_token_ids", None) or ()
         self.eos_token_ids = [token_id for token_id in named if 0 <= token_id < self.width]
         process = partial(self.calls.evaluate, PROCESSOR) if processes else None
         self.results = Results(self._owner, self.vocab_size, self.width, process, violated)
-
-    def _close_refused(self, engine: object) -> None:
-        """The engine has been loaded, so it must be closed. The error to report is the one that
-        refused it."""
-        try:
-            getattr(engine, "genlm_close", lambda: None)()
-        except Exception:
-            log.exception("engine.close_failed", backend=self.backend)
 
     @cached_property
     def special_token_ids(self) -> list[int]:
@@ -144,15 +139,6 @@ class LoadedEngine:
             raise InvalidInputError(f"there is no hook {hook!r}; {hint}")
         taken = self._arguments[hook]
         return taken is not None and (argument is None or argument in taken)
-
-    def _native_hooks(self) -> dict[str, str]:
-        native = {}
-        for kind, hook in (("samples", "genlm_sample"), ("scores", "genlm_sequence_logprobs")):
-            if self.supports("genlm_step", kind):
-                native[kind] = "genlm_step"
-            elif self.supports(hook):
-                native[kind] = hook
-        return native
 
     def require(self, hook: str, feature: str) -> None:
         """Raises: UnsupportedError: the engine does not implement ``hook``."""

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from attrs import define
+
 from genlm.core.errors import EngineDeadError, PluginError
 from genlm.core.types import (
     Query,
@@ -35,6 +37,7 @@ Violated = Callable[[PluginError], None]
 Process = Callable[[Mapping[str, Any]], tuple["torch.Tensor", Mapping[Request, Exception]]]
 
 
+@define(eq=False)
 class Results:
     """Turns what an engine returned into what callers get. Number, shapes and types are always
     checked, values and mass where ``violated`` is given.
@@ -47,19 +50,11 @@ class Results:
         violated: Told of everything that breaks the contract.
     """
 
-    def __init__(
-        self,
-        owner: str,
-        vocab_size: int,
-        width: int,
-        process: Process | None = None,
-        violated: Violated | None = None,
-    ) -> None:
-        self._owner = owner
-        self._vocab_size = vocab_size
-        self._width = width
-        self._process = process
-        self._violated = violated
+    _owner: str
+    _vocab_size: int
+    _width: int
+    _process: Process | None = None
+    _violated: Violated | None = None
 
     def read(self, hook: str, requests: Sequence[Any], given: Any) -> Answers[Request]:
         """The answers that an evaluation hook has given. A row is a view of what the engine gave:

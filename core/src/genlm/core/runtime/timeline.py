@@ -117,14 +117,19 @@ class Trace:
             self._add("b", name, began, cat=name, id=number, args=about)
             self._add("e", name, ended, cat=name, id=number)
         else:
-            self._add("X", name, began, dur=microseconds(ended - began), args=about)
+            self._add("X", name, began, dur=round((ended - began) * 1e6, 3), args=about)
 
     def request(self, request: Any, future: Future) -> None:
         """A request asked now and answered when ``future`` is done."""
         now, about = self._timeline.clock, {"cat": "request", "id": next(self._ids)}
 
         def done(future: Future) -> None:
-            self._add("e", "request", now(), args={"end": end_of(future)}, **about)
+            if future.cancelled():
+                end = "cancelled"
+            else:
+                error = future.exception()
+                end = "answered" if error is None else type(error).__name__
+            self._add("e", "request", now(), args={"end": end}, **about)
 
         self._add("b", "request", now(), args=self._describe(request), **about)
         future.add_done_callback(done)
@@ -138,16 +143,5 @@ class Trace:
         tid = thread.native_id or 0
         self._threads[tid] = thread.name
         self._events.append(
-            {"ph": phase, "name": name, "ts": microseconds(at), "pid": 0, "tid": tid, **more}
+            {"ph": phase, "name": name, "ts": round(at * 1e6, 3), "pid": 0, "tid": tid, **more}
         )
-
-
-def microseconds(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
-
-
-def end_of(future: Future) -> str:
-    if future.cancelled():
-        return "cancelled"
-    error = future.exception()
-    return "answered" if error is None else type(error).__name__
