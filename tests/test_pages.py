@@ -1,36 +1,27 @@
 """Every block of code on a page runs as it is shown: what it names stands before it on the page.
 
 Run here, over the mock, is every page that nothing else runs. The project's README, tutorials and
-the pages that show a real model's answers are run over that model, and the page on plugins shows
-code that is a plugin's own.
+the pages that show a real model's answers are run over that model, the README of a plugin over its
+engine, and the page on plugins shows code that is a plugin's own.
 """
 
 from __future__ import annotations
 
 import ast
-import asyncio
 import builtins
-import inspect
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import structlog
 
 from genlm.core import AsyncLM
 from genlm.core.options import CoreOptions
+from tests.pages import FENCED, parsed, run_page
 
 ROOT = Path(__file__).parents[1]
-FENCED = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RUN_ELSEWHERE = ("docs/index.md", "docs/start.md", "docs/writing-a-plugin.md")
 PAGES = [page for page in (ROOT / "docs").glob("**/*.md") if FENCED.search(page.read_text("utf-8"))]
-
-
-def parsed(block: str) -> ast.Module:
-    """A block as a module; one that is the part of a class, as that class."""
-    block = block + "    ...\n" if block.rstrip().endswith(":") else block
-    return ast.parse("class Part:\n" + block if block.startswith("    ") else block)
 
 
 def names(block: str) -> tuple[set[str], set[str]]:
@@ -52,7 +43,12 @@ def names(block: str) -> tuple[set[str], set[str]]:
     return bound, read
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+READMES = [*ROOT.glob("co*/README.md"), *ROOT.glob("plugins/*/README.md")]
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *READMES], ids=lambda page: page.relative_to(ROOT).as_posix()
+)
 def test_what_a_block_names_stands_before_it(page: Path) -> None:
     known = {*vars(builtins)}
     for block in FENCED.findall(page.read_text("utf-8")):
@@ -91,11 +87,4 @@ def mocks(monkeypatch, tmp_path):
 @pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_the_blocks_of_a_page_run(page: Path) -> None:
     text = re.sub(r"\b7042\b", "70", page.read_text("utf-8"))  # an id that the mock has as well
-    blocks = [parsed(block) for block in FENCED.findall(text)]
-    written = vars(ModuleType("__main__"))
-    for block in blocks:
-        code = compile(block, str(page), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        if code.co_flags & inspect.CO_COROUTINE:
-            asyncio.run(eval(code, written))
-        else:
-            exec(code, written)
+    run_page(page, text)

@@ -1,4 +1,4 @@
-"""The quick start of the project's README, on the real model: it prints what the README says."""
+"""What READMEs show is run: the plugin's, and the project's on the real model, with its output."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.pages import run_readme
 
 README = Path(__file__).parents[3] / "README.md"
 
@@ -30,3 +32,7 @@ def test_the_quick_start_prints_what_the_readme_says():
         [sys.executable, "-c", local], capture_output=True, text=True, timeout=300, check=False
     )
     assert run.stdout == output[1], run.stderr
+
+
+def test_the_blocks_of_the_plugins_readme_run(tiny: str) -> None:
+    run_readme(Path(__file__).parents[1], tiny)

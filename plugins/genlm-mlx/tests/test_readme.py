@@ -1,0 +1,12 @@
+"""What this plugin's README shows runs on MLX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.pages import run_readme
+
+
+def test_the_blocks_of_the_readme_run(folders: Callable[[str], Path]) -> None:
+    run_readme(Path(__file__).parents[1], str(folders("llama")))
