@@ -9,7 +9,7 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from genlm.conformance.agreement import MovedDraw, expect_scores, may_follow, steady
-from genlm.conformance.compare import ROUNDING, Violation, answered, brief
+from genlm.conformance.compare import ROUNDING, Violation, answered, brief, check
 from genlm.conformance.driver import Outcome
 from genlm.conformance.subject import Subject, with_adapter
 from genlm.core.types import TokenIds
@@ -117,6 +117,7 @@ class Draw:
         free = evolve(self, adapter=owner, stop=None)
         key = (self.prompt, self.most, tuple(self.options.items()), live.path_of(owner))
         drawn: tuple[int, ...] = live.noted(key, lambda: tuple(live.run(free.ask(live))))
+        check(len(drawn) == self.most, f"a {free}, asked alone, gives {len(drawn)} tokens")
         if self.stop is None or self.stop >= len(drawn):
             return evolve(self, expected=drawn)
         never = [token for token in live.contexts.plain[:40] if token not in drawn][:2]

@@ -30,7 +30,7 @@ BOUND_ELSEWHERE = 2000
 TIMES = 8
 
 #: Who waits among the crowd.
-CROWDED = ("a row", "a draw of 2 tokens", "a score of 2 tokens")
+CROWDED = ("a row", "a draw of 2 tokens", "a score of 2 tokens", "a row that was asked first")
 
 
 class CompanyClauses:
@@ -43,8 +43,8 @@ class CompanyClauses:
         contexts = live.contexts
         crowd = contexts.many(callers * TIMES)
         long = contexts.long(min(100, contexts.limit - 3, live.longest), 3)
-        row, drawn, scored = long, long[:-1], long[:-2]
         tokens = contexts.tokens[:2]
+        row, drawn, scored, early = long, long[:-1], long[:-2], (*long[:-2], tokens[0])
         waiting: dict[str, asyncio.Future[Outcome]] = {}
         passed_over: list[str] = []
         answered = 0
@@ -71,18 +71,19 @@ class CompanyClauses:
 
         async def scenario() -> list[Outcome]:
             with live.gate.held():
+                first = await started(live.lm.next_token_logprobs(early))
                 others = [asyncio.ensure_future(one_of_the_crowd(n)) for n in range(callers)]
                 asked = await started(
                     live.lm.next_token_logprobs(row),
                     live.lm.sample(drawn, 2, [], temperature=0.0),
                     live.lm.sequence_logprobs(scored, tokens),
                 )
-                waiting.update(zip(CROWDED, asked, strict=True))
+                waiting.update(zip(CROWDED, [*asked, *first], strict=True))
             async with live.after_each_call(call_ends):
-                await live.all_done(asked)
-                for one in (*others, *asked):  # who is not answered at all
+                await live.all_done([*asked, *first])
+                for one in (*others, *asked, *first):  # who is not answered at all
                     one.cancel()
-            return await asyncio.gather(*asked, return_exceptions=True)
+            return await asyncio.gather(*asked, *first, return_exceptions=True)
 
         live.reset()
         outcomes = live.drive(scenario())
@@ -94,7 +95,7 @@ class CompanyClauses:
         )
         for what, outcome in zip(waiting, outcomes, strict=True):
             check(not isinstance(outcome, BaseException), f"{what}, {how}: {outcome!r}")
-        live.expect(outcomes[0], row, how=how)
+        live.expect_all([outcomes[0], outcomes[3]], [row, early], how=how)
         expect_greedy(live, outcomes[1], drawn, how=how)
         expect_scores(live, outcomes[2], scored, tuple(tokens), how=how)
 

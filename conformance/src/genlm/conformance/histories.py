@@ -206,13 +206,15 @@ class GrowthClauses:
         for context in pinned:
             live.lm.cache_kv(context)
         for turn, token in enumerate(contexts.tokens[:2]):
+            longer = [(*context, token) for context in pinned]
             if adapter is not None:
                 live.bind(MOVING, live.adapters[adapter])
                 live.gather(long[:4], [MOVING] * 4)
+                how = "with an adapter, extending one that is pinned without"
+                live.check_rows(longer, [MOVING] * len(longer), how=how)
                 live.remove(MOVING)
             live.gather(many[turn::2])
             live.gather(long[turn::2])
-            longer = [(*context, token) for context in pinned]
             self._expect_all(live, longer, "extending a pinned one, after others came and went")
 
     def test_adapters_are_bound_and_pinned_again_and_again(self, live: Subject) -> None:

@@ -199,7 +199,7 @@ class LengthClauses:
         continuation or a prompt, with adapters and without, each are those of their own."""
         lm, contexts, names = live.lm, live.contexts, [None, *live.loras][:3]
         prompts = [contexts.long(min(n, contexts.limit - 3), n) for n in (2, 3, 17)]
-        tails = tuple(contexts.tokens[:2]), tuple(contexts.tokens[2:5])
+        tails = [tuple(contexts.tokens[begin:end]) for begin, end in ((0, 2), (2, 5), (3, 5))]
         asked = [(prompt, tail, name) for prompt in prompts for tail in tails for name in names]
         greedy: Any = {"max_tokens": 2, "eos_token_ids": [], "temperature": 0.0}
 
