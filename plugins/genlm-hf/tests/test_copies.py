@@ -1,4 +1,5 @@
-"""How often a step copies between the host and the device; counted without a device.
+"""How often a step copies between the host and the device, and how many kernels it launches;
+counted without a device.
 
 The ``meta`` device has no memory. So whatever would copy from there to the host, or wait for a
 value, raises.
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoModelForCausalLM,
+    DynamicCache,
     Gemma2Config,
     LlamaConfig,
     PretrainedConfig,
@@ -25,10 +27,12 @@ from transformers import (
 
 from genlm.core import Query
 from genlm.hf import engine as engine_module
+from genlm.hf import pool as pool_module
 from genlm.hf.attention import ROW_ATTENTION
 from genlm.hf.engine import HFEngine
 from genlm.hf.evaluator import Evaluator
 from genlm.hf.options import HFOptions
+from genlm.hf.pool import RowPool
 from genlm.hf.probe import Choice
 from genlm.hf.reuse import Reuse
 from genlm.hf.strategies import Computed
@@ -74,6 +78,21 @@ class Moved(TorchDispatchMode):
         if there:
             self.down += sum(one.device != META for one in made)
         return result
+
+
+class Launched(TorchDispatchMode):
+    """Counts what computes: not views, nor memory that nothing is written into."""
+
+    count = 0
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = [one.alias_info for one in call._schema.returns]
+        views = any(alias is not None and not alias.is_write for alias in returned)
+        self.count += not (views or call._schema.name.removeprefix("aten::") in UNWRITTEN)
+        return call(*args, **(kwargs or {}))
+
+
+UNWRITTEN = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty"}
 
 
 @define
@@ -215,6 +234,61 @@ def test_snapshots_copy_once_where_contexts_stay_together(there: Make) -> None:
     grown = [[*one, 5] for one in contexts_of(20)]
     assert ask(engine, *grown) == ONE
     assert ask(engine, *[[*one, 6] for one in grown[::-1]]) == Counts(up=2)
+
+
+def launched(engine: HFEngine, contexts: Sequence[Sequence[int]]) -> int:
+    """How many kernels a step launches that answers these contexts, beyond transformers' own."""
+    with Launched() as ours:
+        assert len(engine.genlm_step([Query(tuple(one)) for one in contexts], [])) == len(contexts)
+    ids = torch.zeros(len(contexts), 1, dtype=torch.long, device=META)
+    with torch.inference_mode(), Launched() as raw:
+        cache = DynamicCache(config=engine.model.config)
+        engine.model.set_attn_implementation("sdpa")
+        engine.model(ids, past_key_values=cache).logits[:, -1].float().log_softmax(-1)
+        engine.model.set_attn_implementation(ROW_ATTENTION)
+    return ours.count - raw.count
+
+
+@pytest.mark.parametrize("n", [1, 3, 64])
+def test_a_step_launches_ten_kernels_more_than_transformers(n: int, there: Make) -> None:
+    engine = there(LLAMA)
+    contexts = contexts_of(20, n)
+    launched(engine, contexts)
+    contexts = [[*one, 5] for one in contexts]
+    launched(engine, contexts)  # the table has grown
+    assert launched(engine, [[*one, 5] for one in contexts]) <= 10
+
+
+@pytest.mark.parametrize("n", [2, 64])
+def test_a_fork_launches_four_kernels_a_layer_besides(n: int, there: Make) -> None:
+    engine = there(LLAMA)
+    contexts = contexts_of(20, n)
+    for _ in range(3):  # the table is large enough then
+        launched(engine, contexts)
+        contexts = [[*one, at] for one in contexts[: n // 2] for at in (5, 6)]
+    assert launched(engine, contexts) <= 10 + 4 * LLAMA.num_hidden_layers
+
+
+@pytest.mark.parametrize("row_by_row", [{"cpu"}, set[str]()])
+def test_a_fork_copies_the_same_in_either_way(
+    row_by_row: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "ROW_BY_ROW", row_by_row)
+    pool = RowPool()
+    pool.resize(6, 8)
+    states = [pool_module.PoolLayer(pool, at) for at in range(2)]
+    pool.layers.extend(states)
+    for at, layer in enumerate(states):
+        layer.lazy_initialization(torch.empty(6, 3, 1, 4), torch.empty(6, 3, 1, 5))
+        layer.keys.copy_(torch.arange(6)[:, None, None, None] + 10 * at)
+        layer.values.copy_(layer.keys[..., :1] + 100)
+    pool.fork([4, 1, 4], [0, 3, 5], 6)
+    for at, layer in enumerate(states):
+        for number, kept in ((10 * at, layer.keys), (10 * at + 100, layer.values)):
+            assert (
+                kept[:, :, :6, :] == torch.tensor([4, 1, 2, 1, 4, 4])[:, None, None, None] + number
+            ).all()
+            assert (kept[:, :, 6:, :] == torch.arange(6)[:, None, None, None] + number).all()
 
 
 def test_the_whole_contexts_of_a_cold_row_are_copied_once(there: Make) -> None:

@@ -107,7 +107,7 @@ class OutputCache:
         nbytes = row.nbytes + (ID_BYTES * len(key.context) if isinstance(key, Query) else 0)
         if self.max_bytes is not None and nbytes > self.max_bytes:
             return
-        own = row.to("cpu" if self.move_to_cpu else row.device, copy=True)
+        own = row.to("cpu", copy=True) if self.move_to_cpu else row.clone()
         with self._lock:
             if generation != self.generation:
                 return

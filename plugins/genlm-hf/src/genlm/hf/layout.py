@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import chain, repeat
 
 import torch
 from attrs import define, field
@@ -109,21 +110,18 @@ class PackedLayout(Layout):
     def __init__(
         self, chunks: Sequence[Chunk], patterns: Sequence[Pattern], upload: Upload
     ) -> None:
-        in_rows = [chunk for chunk in chunks if isinstance(chunk.segment, Row)]
-        rows = _rows_of(in_rows)
-        width = max([chunk.last for chunk in in_rows], default=0)
-        super().__init__(rows, width, upload)
+        rows = _rows_of(chunks)
+        in_rows = chunks[: len(rows)]
+        sizes, lasts = [chunk.size for chunk in in_rows], [chunk.last for chunk in in_rows]
+        super().__init__(rows, max(lasts, default=0), upload)
         self._patterns = patterns
-        self._in_rows = sum([chunk.size for chunk in in_rows])
-        slots: list[int] = []
-        columns: list[int] = []
-        for chunk, row in zip(in_rows, rows, strict=True):
-            slots += [row.slot] * chunk.size
-            columns += range(chunk.first, chunk.last)
-        self._token_slots, self._token_columns = upload.add(slots), upload.add(columns)
-        self.positions = upload.add(
-            [at for chunk in chunks for at in range(chunk.start, chunk.stop)]
-        )
+        self._in_rows = sum(sizes)
+        slots = map(repeat, [row.slot for row in rows], sizes)
+        columns = map(range, [chunk.first for chunk in in_rows], lasts)
+        positions = [range(chunk.start, chunk.stop) for chunk in chunks]
+        self._token_slots = upload.add([*chain.from_iterable(slots)])
+        self._token_columns = upload.add([*chain.from_iterable(columns)])
+        self.positions = upload.add([*chain.from_iterable(positions)])
         self.groups = _groups(in_rows, upload)
         self._trunk_groups: list[Group] = []
         token = self._in_rows
@@ -330,7 +328,9 @@ def _groups(chunks: Sequence[Chunk], upload: Upload) -> list[Group]:
     parts: list[list[Chunk]] = []
     longest = total = 0
     for chunk in chunks:
-        longest, total = max(longest, chunk.size), total + chunk.size
+        total += chunk.size
+        if chunk.size > longest:
+            longest = chunk.size
         if not parts or longest * (len(parts[-1]) + 1) > 1.5 * total + SPARE_TOKENS:
             parts.append([])
             longest = total = chunk.size

@@ -12,6 +12,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from genlm.hf.layout import Layout
 from genlm.hf.upload import Indices, Places, Upload
 
+#: On these devices a fork copies row by row. Elsewhere a launch for each would cost more than to
+#: copy all twice.
+ROW_BY_ROW = frozenset({"cpu"})
+
 #: Keys and values of one layer, ``[1, heads, positions, head_dim]`` each.
 LayerStates = tuple[torch.Tensor, torch.Tensor]
 
@@ -70,8 +74,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no
         if self.is_initialized:
             for states in (self.keys, self.values):
                 part, device = states[:, :, :columns], states.device
-                # A copy per row, instead of a launch: nothing is copied twice.
-                if device.type == "cpu":
+                if device.type in ROW_BY_ROW:
                     for source, target in zip(sources.values, targets.values, strict=True):
                         part[target].copy_(part[source])
                 else:
