@@ -448,16 +448,6 @@ def test_rows_of_an_inference_mode_engine_may_be_written_into():
         lm.next_token_logprobs_sync([1]).zero_()
 
 
-def test_keeping_a_row_does_not_keep_its_batch():
-    with AsyncLM(Engine, backend="x") as lm:
-        rows = [
-            lm.next_token_logprobs_sync([1]),
-            *lm.batch_next_token_logprobs_sync([[2], [3]]).unbind(),
-        ]
-        row = rows[0]
-        assert row.untyped_storage().nbytes() == row.nbytes
-
-
 # --- imports --------------------------------------------------------------------------------------
 
 

@@ -24,8 +24,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from attrs import Factory, define
-
 from genlm.core.checks import safe_repr
 from genlm.core.errors import EngineDeadError, ModelClosedError, QueriesResetError
 from genlm.core.logs import get_logger
@@ -105,14 +103,14 @@ class Executor(Protocol):
         """Release everything. Called last."""
 
 
-@define
 class Gathering:
     """What one event loop has asked since its last pass without a new request."""
 
-    calls: list[Call[Any]] = Factory(list)
-    requests: int = 0
-    seen: int = 0  # how many there were one pass ago
-    passes: int = 0
+    def __init__(self) -> None:
+        self.calls: list[Call[Any]] = []
+        self.requests = 0
+        self.seen = 0  # how many there were one pass ago
+        self.passes = 0
 
 
 class Batcher:
