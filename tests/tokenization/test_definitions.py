@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given, settings
@@ -490,14 +488,3 @@ def test_an_empty_vocabulary_is_refused():
 
     with pytest.raises(VocabularyError, match="the vocabulary of Empty is empty"):
         decode_vocab(Empty())
-
-
-def test_reading_a_vocabulary_imports_no_engine():
-    code = (
-        "import sys, genlm.core.tokenization, genlm.core.trie; "
-        "print({'torch', 'tokenizers'} & {*sys.modules})"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "set()"

@@ -142,12 +142,3 @@ def test_on_cuda_pytorch_computes_where_nothing_else_is_proven(monkeypatch, plan
     monkeypatch.setattr(device, "proven_reducer", lambda plan, device, plain: proven)
     assert DeviceKernel(plan, "cuda")._reducer == (proven or "plain")
     assert DeviceKernel(plan, "cpu")._reducer == "plain"
-
-
-def test_where_there_is_no_cuda_nothing_imports_the_kernels():
-    run(
-        "-c",
-        "import sys; from genlm.core.trie import TokenCharacterTrie as Trie\n"
-        "Trie([b'a'], device='cpu:0').weight_sum([1.0])\n"
-        "assert not {'triton', 'genlm.core.trie.cuda'} & {*sys.modules}",
-    )
