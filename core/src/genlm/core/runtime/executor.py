@@ -133,8 +133,8 @@ class EngineExecutor:
             EngineDeadError: the engine cannot continue.
             PluginError: it answered a request that is not in flight.
         """
-        back = set(dropped).intersection(newcomers)  # asked again at once: the engine has them
-        if back:
+        # Asked again at once: the engine has them.
+        if dropped and (back := set(dropped).intersection(newcomers)):
             newcomers = [request for request in newcomers if request not in back]
             dropped = [request for request in dropped if request not in back]
         for request in dropped:
@@ -158,15 +158,18 @@ class EngineExecutor:
             return [(request, TryAlone() if len(lost) > 1 else error) for request in lost]
         self._in_flight.update((r, error) for r, error in failed.items() if r in self._in_flight)
         finished: Answers[Request] = []
+        kept: dict[int, Answers[Request]] = {}  # by the generation that they were admitted under
         for request, result in results:
             admitted = self._in_flight.pop(request, None)
             if isinstance(admitted, Exception):
                 finished.append((request, admitted))
             elif admitted is not None:
                 finished.append((request, result))
-                self._keep(finished[-1:], admitted)
+                kept.setdefault(admitted, []).append((request, result))
             elif request not in dropped:
                 raise self._unasked(request) from self._failure
+        for generation, answers in kept.items():
+            self._keep(answers, generation)
         return finished
 
     def _unasked(self, request: Request) -> PluginError:

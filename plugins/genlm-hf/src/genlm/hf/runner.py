@@ -40,6 +40,7 @@ class Runner:
         self, model: Any, adapters: AdapterSet, pool: RowPool, patterns: Sequence[Pattern] | None
     ) -> None:
         self._model = model
+        self._device: torch.device = model.device  # of its first weight, which it looks for
         self._adapters = adapters
         self.pool = pool
         self._patterns = patterns
@@ -101,7 +102,7 @@ class Runner:
         layout = PackedLayout(chunks, self._patterns, upload)
         self.pool.layout = layout
         ids, places = upload.add(tokens), upload.add(wanted)
-        device = self._model.device
+        device = self._device
         rows = [
             adapter
             for chunk, adapter in zip(chunks, adapters, strict=True)
@@ -208,7 +209,7 @@ class Runner:
         """The tokens of ``rows`` rows of equal length, ``[rows, tokens]`` on the device, and the
         places that are wanted."""
         ids, places = upload.add(tokens), upload.add(wanted)
-        return ids.on(self._model.device).view(rows, -1), places
+        return ids.on(self._device).view(rows, -1), places
 
     def _forward(
         self, rows: Sequence[Adapter | None], wanted: Indices, **inputs: Any
@@ -221,7 +222,7 @@ class Runner:
         inputs = {**self._asked, **inputs}
         if not self._takes_use_cache:
             inputs.pop("use_cache")
-        self._wanted, self._selected = wanted.on(self._model.device), False
+        self._wanted, self._selected = wanted.on(self._device), False
         width = inputs["input_ids"].shape[1]
         of_wanted = [at // width for at in wanted.values]
         try:

@@ -206,7 +206,7 @@ class InRows(Strategy):
             for one in batch:
                 one.index = left[one.index]
             placed = {one.index for one in batch}
-            left = [at for at in left if at not in placed]
+            left = [at for at in left if at not in placed] if len(batch) < len(left) else []
             done = Computed(batch, [], [])
             for result in self.forwards(batch):
                 done.owners.extend(result.owners)
