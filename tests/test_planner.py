@@ -31,7 +31,7 @@ from genlm.kit.kv.placement import Placement
 from genlm.kit.kv.planner import Planner
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.kv.sharing import Worth
-from genlm.kit.prefixes import length_of
+from genlm.kit.prefixes import key_of, length_of
 from genlm.kit.segments import Row, Segment
 
 #: The numbers of hf, of mlx, and some small ones, so that short contexts reach all of them.
@@ -413,6 +413,11 @@ def planner(budget: int, worth: Worth = WORTHS[2]) -> Planner[Wanted]:
 
 def ask(planner: Planner[Wanted], *contexts: Sequence[int]) -> None:
     for batch in planner.batches([Wanted(tokens) for tokens in contexts]):
+        for one in batch:
+            cells = cells_of(key_of(one.sequence.version, one.sequence.tokens))
+            for segment, first, last in one.segments(one.start, one.sequence.length):
+                offset = segment.start
+                planner._table.own(segment)[first - offset : last - offset] = cells[first:last]
         planner.commit(batch)
 
 
@@ -460,6 +465,21 @@ def test_a_trunk_that_two_sequences_compute_is_kept_once() -> None:
     assert kept.known(Wanted([*prompt, 2, 3, 4])) == 22
     kept.drop_unpinned()  # and takes no place of its own any more
     assert kept.tree.positions == 0
+
+
+def test_a_context_is_found_however_it_has_grown() -> None:
+    """A segment makes its key late: of what it knew when it was new, and of all that came since."""
+    kept = planner(budget=5000, worth=Worth())
+    live = [Context((first, *range(200)), 1000) for first in (1, 2)]
+    for step in range(6):
+        ask(kept, *live)
+        live = [one.extend(step, at) for one in live for at in (5, 6)][:4]
+    for _ in range(3):
+        ask(kept, *live)
+        live = [one.extend(7) for one in live]
+    assert [kept.known(Wanted(tuple(one))) for one in live] == [len(live[0]) - 1] * 4
+    ask(kept, *live)
+    kept.tree.check_integrity()
 
 
 def test_what_is_not_pinned_can_be_dropped() -> None:
