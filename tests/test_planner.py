@@ -393,7 +393,10 @@ class PlannerMachine(RuleBasedStateMachine):
 
 
 def test_any_sequence_of_plans_keeps_what_it_says() -> None:
-    """An operation is a sequence that is placed, computed and settled."""
+    """An operation is a sequence that is placed, computed and settled.
+
+    It takes long because all that is kept is read and compared after every step of 900 programs.
+    """
     PlannerMachine.total = 0
     run_state_machine_as_test(
         PlannerMachine,

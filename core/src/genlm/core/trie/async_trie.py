@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import os
 import threading
 import weakref
@@ -29,6 +30,9 @@ class Request:
     operation: Operation
     weights: Any
 
+
+#: Of one request's answers: requests are never equal, so it is the caller's own.
+_THE_ANSWER = operator.itemgetter(0)
 
 #: Sums and maxima are computed by different kernel calls.
 SUMS, MAXIMA = Lane("sums"), Lane("maxima")
@@ -107,14 +111,14 @@ class AsyncTokenCharacterTrie:
 
         Do not write into ``ws`` before the answer is there.
         """
-        return await self._running().submit([Request(SUM, ws)], the_answer)
+        return await self._running().submit([Request(SUM, ws)], _THE_ANSWER)
 
     async def weight_max(self, ws: Any) -> Any:
         """:meth:`TokenCharacterTrie.weight_max`, together with other calls.
 
         Do not write into ``ws`` before the answer is there.
         """
-        return await self._running().submit([Request(MAX, ws)], the_answer)
+        return await self._running().submit([Request(MAX, ws)], _THE_ANSWER)
 
     def start(self) -> None:
         """Start the worker thread. The first call does the same."""
@@ -153,8 +157,3 @@ class AsyncTokenCharacterTrie:
         be released."""
         if os.getpid() != self._pid:
             self._pid, self._lock, self._batcher = os.getpid(), threading.RLock(), None
-
-
-def the_answer(answers: Sequence[Any]) -> Any:
-    """The one answer: requests are never equal, so it is the caller's own."""
-    return answers[0]

@@ -12,16 +12,12 @@ in the order in which the next round takes them. Only the other value of a pair 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
 from genlm.core.trie.nodes import Ints, Nodes
-
-if TYPE_CHECKING:
-    import torch
 
 
 @frozen(eq=False)
@@ -289,10 +285,3 @@ def _arrange(rounds: Sequence[Pairs], items: int, index: Ints) -> tuple[Indices,
         final.append(Round(slice(start, start + len(other)), index[other].astype(np.intp), results))
         start = results.start
     return taken.astype(np.intp), tuple(final)
-
-
-def on_device(indices: Indices, device: str) -> torch.Tensor:
-    """Indices as int32 on a device: half as much to read as int64."""
-    import torch
-
-    return torch.from_numpy(indices.astype(np.int32)).to(device)
