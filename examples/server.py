@@ -89,7 +89,8 @@ def app_of(lm: AsyncLM, seconds: float = 30.0) -> FastAPI:
     @app.post("/score")
     async def score(asked: Scored, request: Request) -> float:
         """The log-probability of a continuation."""
-        work = lm.sequence_logprobs(lm.encode(asked.text), lm.encode(asked.continuation))
+        continuation = lm.encode(asked.continuation, add_special_tokens=False)
+        work = lm.sequence_logprobs(lm.encode(asked.text), continuation)
         return float((await while_there(request, work, seconds)).sum())
 
     @app.post("/draw")

@@ -92,6 +92,19 @@ def test_scores_draws_and_what_is_refused(client, lm):
     assert (refused.status_code, "empty" in refused.json()["error"]) == (422, True)
 
 
+def test_a_continuation_does_not_begin_a_text(client, lm, monkeypatch):
+    """Many tokenizers put a token before every text that they are given."""
+    encode = lm.encode
+
+    def begin(text, add_special_tokens=True):
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(lm, "encode", begin)
+    score = client.post("/score", json={"text": "a", "continuation": "bc"}).json()
+    expected = lm.sequence_logprobs_sync([lm.tokenizer.bos_token_id, *b"a"], list(b"bc")).sum()
+    assert score == pytest.approx(float(expected))
+
+
 def test_what_takes_too_long_is_an_error_and_the_next_answer_is_right(example, lm):
     with serving(example("server").app_of(lm, seconds=0.05)) as client:
         lm.may_compute.clear()
