@@ -44,7 +44,10 @@ def test_what_are_no_token_ids_are_not_decoded(mock, ids):
         mock().decode(ids)
 
 
-@pytest.mark.parametrize("messages", ["hi", ["hi"], {"role": "user", "content": "hi"}])
+@pytest.mark.parametrize(
+    "messages",
+    ["hi", ["hi"], {"role": "user", "content": "hi"}, [{"rol": "user", "content": "hi"}]],
+)
 def test_what_are_no_messages_have_no_template(mock, messages):
     with pytest.raises(InvalidInputError, match="messages must be a list of dicts"):
         mock().apply_chat_template(messages)

@@ -71,7 +71,7 @@ LM: Mapping[str, str] = {
 _SCORES = "lm.batch_sequence_logprobs(contexts, continuations), or lm.sequence_logprobs for one"
 _ROLLING = "lm.rolling_logprobs(ids) scores each token of a text, however long it is"
 
-#: Methods of other tools, and what to use here.
+#: Methods and attributes of other tools, and what to use here.
 METHODS: Mapping[str, str] = {
     "chat": "lm.apply_chat_template(messages) gives the ids to draw after with lm.sample",
     "forward": "lm.next_token_logprobs(ids) gives a row",
@@ -83,6 +83,7 @@ METHODS: Mapping[str, str] = {
     "perplexity": _ROLLING,
     "score": _SCORES,
     "tokenize": "lm.encode(text) gives ids",
+    "vocab_size": "len(lm.byte_vocab) is the width of a row",
 }
 
 _SUMS = "trie.weight_sum and trie.weight_max do it all"

@@ -108,11 +108,13 @@ class TextMixin:
             **options: Those of the tokenizer's ``apply_chat_template``.
 
         Raises:
-            InvalidInputError: ``messages`` is not a list of dicts.
+            InvalidInputError: ``messages`` is not a list of dicts, each with a role.
             InvalidOptionError: an option asks for something other than token ids.
             UnsupportedError: the tokenizer has no chat template.
         """
-        if isinstance(messages, str) or not all(isinstance(m, Mapping) for m in messages):
+        if isinstance(messages, str) or not all(
+            isinstance(message, Mapping) and "role" in message for message in messages
+        ):
             raise InvalidInputError(
                 "messages must be a list of dicts, each with a role and its content; got "
                 f"{safe_repr(messages)}"
