@@ -116,6 +116,12 @@ def test_a_failed_step_leaves_no_request_with_vllm(engine, core):
     assert row.shape == (WIDTH,)
 
 
+def test_memory_that_runs_out_has_a_remedy(engine, core):
+    core.trouble = RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    with pytest.raises(EngineError, match=r"can't allocate .*; lower max_num_batched_tokens"):
+        engine.step(QUERY)
+
+
 def test_a_dead_engine_is_said_to_be_dead(engine, core):
     core.trouble, core.dead = RuntimeError("the worker has gone"), True
     with pytest.raises(EngineDeadError, match=r"the worker has gone.*load the model again"):

@@ -14,9 +14,9 @@ from genlm.hf.base_weights import (
     require_same_embeddings,
 )
 from genlm.hf.lora_config import lora_config
-from genlm.hf.memory import is_out_of_memory
 from genlm.hf.names import in_names_of
 from genlm.kit.adapter_files import AdapterFolder, Feature, module_shapes, read_adapter
+from genlm.kit.memory import is_out_of_memory
 
 #: What PEFT calls the base model in a list of adapter names.
 BASE = "__base__"

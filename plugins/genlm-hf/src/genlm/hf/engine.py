@@ -18,7 +18,6 @@ from genlm.hf.adapters import AdapterSet
 from genlm.hf.attention import register_row_attention
 from genlm.hf.budget import budget
 from genlm.hf.evaluator import Evaluator
-from genlm.hf.memory import is_out_of_memory
 from genlm.hf.options import HFOptions
 from genlm.hf.patterns import attention_window, layer_patterns
 from genlm.hf.pool import RowPool
@@ -32,6 +31,7 @@ from genlm.hf.scores import Scores, logprobs
 from genlm.hf.strategies import strategy_for
 from genlm.kit.adapter_files import AdapterFolder
 from genlm.kit.kv.sequence import TokenSequence
+from genlm.kit.memory import is_out_of_memory
 
 #: Rows of long contexts may be off by this many times what the probe of short ones allows.
 PROOF_MARGIN = 4.0

@@ -12,10 +12,10 @@ from attrs import evolve
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
 from genlm.hf.adapters import AdapterSet
-from genlm.hf.memory import is_out_of_memory
 from genlm.hf.strategies import Result, Strategy
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.kv.sharing import Together
+from genlm.kit.memory import is_out_of_memory
 
 logger = get_logger()
 

@@ -14,7 +14,6 @@ from attrs import define, field, frozen
 
 from genlm.core.types import Adapter
 from genlm.hf.layout import Chunk
-from genlm.hf.memory import is_out_of_memory
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from genlm.hf.snapshots import Snapshots, steps
@@ -23,6 +22,7 @@ from genlm.kit.kv.placement import Placement
 from genlm.kit.kv.planner import Planner
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.kv.sharing import Together, Worth
+from genlm.kit.memory import is_out_of_memory
 from genlm.kit.segments import Row
 
 #: A sequence, and where it is computed.

@@ -11,11 +11,14 @@ import torch
 import mlx.core as mx
 from genlm.core import Adapter, Answer, Query, hookimpl
 from genlm.kit.adapter_files import AdapterFolder
+from genlm.kit.memory import lower
 from genlm.mlx.adapters import Adapters, read_folder
 from genlm.mlx.folders import MlxFolder
 from genlm.mlx.pool import Pool
 from genlm.mlx.runner import Key, Runner
 from genlm.mlx.store import Store
+
+LOWER = lower("prefill_step_size or kv_cache_bytes")
 
 
 class MlxEngine:
@@ -55,6 +58,7 @@ class MlxEngine:
     # --- rows -------------------------------------------------------------------------------------
 
     @hookimpl
+    @LOWER
     def genlm_step(self, queries: Sequence[Query], dropped: Sequence[Query]) -> list[Answer]:
         """Answer the queries that need at most a chunk, and compute one chunk of the oldest of the
         others."""
@@ -96,6 +100,7 @@ class MlxEngine:
         return _rows(self.pool.logits(keys))
 
     @hookimpl
+    @LOWER
     def genlm_sequence_logprobs(
         self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from genlm.core import (
 )
 from genlm.core.logs import get_logger
 from genlm.core.types import Request, SampleRequest
+from genlm.kit.memory import lower
 from genlm.sgl.internals import Finished, Scheduler
 from genlm.sgl.sampling import native_draw
 
@@ -41,6 +42,7 @@ class SglEngine:
     # --- evaluation -------------------------------------------------------------------------------
 
     @hookimpl
+    @lower("the engine option chunked_prefill_size or max_running_requests")
     def genlm_step(
         self,
         queries: Sequence[Query],
@@ -77,6 +79,8 @@ class SglEngine:
 
     def _drop(self, requests: Sequence[Request]) -> None:
         """Release requests that no longer have callers."""
+        if not requests:
+            return
         gone = set(requests)
         for key in [key for key, request in self._in_flight.items() if request in gone]:
             del self._in_flight[key]

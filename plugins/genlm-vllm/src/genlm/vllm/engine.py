@@ -14,6 +14,7 @@ from genlm.core.errors import EngineDeadError, EngineError, UnsupportedError
 from genlm.core.hookspecs import hookimpl
 from genlm.core.logs import get_logger
 from genlm.core.types import Answer, Query, Request, SampleRequest, ScoreRequest
+from genlm.kit.memory import lower
 from genlm.vllm.in_flight import InFlightRequest, RequestsInFlight
 from genlm.vllm.internals import EngineCore
 from genlm.vllm.rows import Rows
@@ -65,7 +66,7 @@ class VllmEngine:
         scores: Sequence[ScoreRequest],
         dropped: Sequence[Request],
     ) -> list[Answer]:
-        with self._all_or_nothing():
+        with lower("max_num_batched_tokens or max_num_seqs"), self._all_or_nothing():
             self._restore_pins()
             self._drop(dropped)
             answers = self._receive([*queries, *samples, *scores])

@@ -1,0 +1,33 @@
+"""Whether memory ran out, and what to lower then."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from genlm.core.checks import describe_error
+from genlm.core.errors import EngineError, GenlmError
+
+#: What PyTorch and MLX say where they have no kind of error for it: on a CPU, and in Metal.
+_SAYS_SO = re.compile(r"can't allocate memory|unable to allocate|insufficient memory", re.I)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and _SAYS_SO.search(str(error)) is not None
+    )
+
+
+@contextmanager
+def lower(what: str) -> Iterator[None]:
+    """Where memory runs out during the block, say which options to lower."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, GenlmError) or not is_out_of_memory(error):
+            raise
+        raise EngineError(f"memory ran out ({describe_error(error)}); lower {what}") from error
