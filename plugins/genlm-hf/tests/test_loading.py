@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from genlm.core.mock import ByteTokenizer
 from genlm.hf import AsyncTransformer
 from genlm.hf.loading import load_pretrained
 from genlm.hf.options import ELSEWHERE, HFOptions
+from tests.left_behind import left_behind
 
 from .conftest import build
 from .shapes import SHAPE, TOKENS
@@ -206,6 +208,21 @@ def test_the_real_model(real_model: str) -> None:
         cold = lm.next_token_logprobs_uncached(prompt)
         torch.testing.assert_close(lm.next_token_logprobs_sync(prompt), cold, atol=2e-4, rtol=0)
         assert bytes(lm.byte_vocab[int(cold.argmax())]) == b" Paris"
+
+
+def test_a_closed_model_leaves_nothing_behind(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def use() -> None:
+        with AsyncTransformer.from_name(tiny) as lm:
+            lm.next_token_logprobs_sync(CONTEXT)
+
+    use()  # what imports leave
+    before = left_behind()
+    use()
+    assert left_behind() == before
 
 
 def test_the_hub_token_is_not_shown() -> None:

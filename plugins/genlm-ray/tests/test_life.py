@@ -7,6 +7,7 @@ import re
 import select
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from genlm.core import AsyncLM, EngineDeadError, InvalidOptionError
 from genlm.core.errors import ModelNotFoundError
 from genlm.ray import end_fleet
+from tests.left_behind import left_behind
 
 from .conftest import PATIENCE, save_tokenizer
 
@@ -150,6 +152,23 @@ def test_a_named_fleet_whose_model_does_not_load_leaves_nothing_behind(
     with pytest.raises(ModelNotFoundError):
         fleet("misspelt", name="misspelt")
     assert names(cluster, "misspelt") == []
+
+
+def test_a_closed_fleet_leaves_nothing_in_the_program(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes of replicas belong to the cluster, which keeps idle ones for the next."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def use() -> dict[str, object]:
+        with fleet() as lm:
+            lm.next_token_logprobs_sync([1, 2, 3])
+        left = left_behind()
+        del left["processes"], left["open files and sockets"]  # Ray's own come and go
+        return left
+
+    use()  # what imports leave
+    assert use() == use()
 
 
 NOWHERE = """

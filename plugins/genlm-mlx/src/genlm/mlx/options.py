@@ -13,14 +13,7 @@ from genlm.core.options import refuse_unknown
 
 @frozen
 class Options:
-    """What the user chose.
-
-    Attributes:
-        prefill_step_size: The most tokens in one forward pass, over all rows of a batch.
-        kv_cache_bytes: The most bytes of key/value state to keep besides the current batch's;
-            ``None`` keeps in all two and a half times what the largest batch took, and at least 64
-            MiB besides any batch.
-    """
+    """What the user chose; :meth:`genlm.mlx.AsyncMlxLM.from_name` describes it."""
 
     prefill_step_size: int = 2048
     kv_cache_bytes: int | None = None

@@ -28,13 +28,7 @@ REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
 
 @frozen
 class Options:
-    """What the user chose.
-
-    Attributes:
-        engine_opts: Options of ``vllm.LLM``.
-        live_sessions: ``False`` makes every request independent; a number is the most idle
-            sessions; ``True`` is half of ``max_num_seqs``.
-    """
+    """What the user chose; :meth:`genlm.vllm.AsyncVirtualLM.from_name` describes it."""
 
     engine_opts: Mapping[str, Any]
     live_sessions: bool | int
