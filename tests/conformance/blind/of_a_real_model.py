@@ -192,7 +192,7 @@ class UnknownNamesAreTheBase(Batched):
         return super().genlm_next_token_logprobs(queries)
 
 
-@seen_in("https://github.com/unslothai/unsloth/issues/2142", "scores_agree_with_rows")
+@seen_in("https://github.com/unslothai/unsloth/issues/2142", "scores_together")
 class ScoresWithoutTheAdapter(HFEngine):
     """Scoring goes through the base model whatever adapter was asked."""
 

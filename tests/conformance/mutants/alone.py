@@ -225,7 +225,7 @@ class RowsOutliveTheirAdapter(Keeping, AsyncLM, kept=dict):
         self._forget()
 
 
-@breaks("operations_in_turn", "https://github.com/ggml-org/llama.cpp/issues/7859")
+@breaks("requests_on_a_schedule", "https://github.com/ggml-org/llama.cpp/issues/7859")
 class DrawnTokensStay(Forgetting, MockEngine, left=dict):
     """What was drawn stays in a sequence of several blocks: the next request decodes after it."""
 
@@ -246,7 +246,7 @@ class DrawnTokensStay(Forgetting, MockEngine, left=dict):
         )
 
 
-@breaks("many_contexts_without_clearing", "https://github.com/ggml-org/llama.cpp/issues/12253")
+@breaks("requests_on_a_schedule", "https://github.com/ggml-org/llama.cpp/issues/12253")
 class EvictedAndStillFound(Forgetting, MockEngine, table=list, places=dict):
     """A table for 320 contexts: when it is full, the first are overwritten and still found."""
 
@@ -360,7 +360,7 @@ class DraftAccepted(MockEngine):
         return drawn
 
 
-@breaks("stop_token_ends_the_draw")
+@breaks("long_continuations")
 class TokenBeforeTheStopLost(MockEngine):
     """What is held back until it is known whether the draw stops is lost when it does."""
 

@@ -148,7 +148,6 @@ for engine, clause in {
     at_work.EightShortestRun: "nobody_waits_behind_a_crowd",
     at_work.DeferredBehindNewcomers: "nobody_waits_behind_a_crowd",
     at_work.SecondWakeIsLost: "row_during_a_draw",
-    at_work.KeptTablesGrowByTheirFirstColumns: "long_contexts_grow",
     at_work.PinnedAreNotMoved: "pinned_contexts_are_moved_with_the_others",
     at_work.PinsOfRemovedAdaptersStay: "adapters_are_bound_and_pinned_again_and_again",
     at_work.ScoresFromAHundredOn: "long_continuations",

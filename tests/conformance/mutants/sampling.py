@@ -64,7 +64,7 @@ for name, clause, change in (
     breaks(clause)(drawing(name, change))
 
 
-@breaks("stop_token_ends_the_draw")
+@breaks("long_continuations")
 class StopTokenLeftIn(MockEngine):
     @hookimpl
     def genlm_sample(self, queries, params):
@@ -87,7 +87,7 @@ class DrawsFromTheBaseModel(MockEngine):
         return super().genlm_sample([evolve(query, adapter=None) for query in queries], params)
 
 
-@breaks("scores_agree_with_rows")
+@breaks("scores_at_every_length")
 class ScoresOffByOne(MockEngine):
     """Each token is scored by the row of the token before it."""
 

@@ -16,15 +16,12 @@ from ..blind import of_the_mock
 from .registry import breaks
 
 breaks("large_batch")(of_the_mock.GraphTooSmall)
-breaks("operations_in_turn")(of_the_mock.ScoredTwice)
-breaks("many_contexts_without_clearing")(of_the_mock.DefragmentedWrongly)
 breaks("contract_is_kept_throughout")(of_the_mock.SharedOutputBuffer)
 breaks("many_adapters")(of_the_mock.ThirdAdapterEvictsTheFirst)
 breaks("error_inside_the_engine")(of_the_mock.NaNStaysInTheBlock)
 breaks("options_together")(of_the_mock.NucleusOfWhatWasCut)
 breaks("several_stop_tokens")(of_the_mock.OnlyOneStopToken)
 breaks("draws_of_full_length")(of_the_mock.EndTokenAlwaysStops)
-breaks("seeds_among_companions")(of_the_mock.SeedNeedsSeededNeighbours)
 breaks("successive_tokens_are_independent")(of_the_mock.EveryTokenTheSameQuantile)
 breaks("two_models_in_one_process")(of_the_mock.OneModelClearsTheOther)
 breaks("nothing_grows")(of_the_mock.LeaksEveryRow)

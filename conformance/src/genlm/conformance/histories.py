@@ -3,61 +3,20 @@ shows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from hypothesis import strategies as st
 
-from genlm.conformance.agreement import expect_greedy, expect_scores
 from genlm.conformance.cast import MOVING
 from genlm.conformance.compare import Violation, brief, check
 from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
 
-#: One operation on a context.
-OPERATIONS = ("ask", "score", "draw", "pin", "ask longer", "ask shorter")
-
 
 class HistoryClauses:
     """Long histories, without clearing anything."""
-
-    def test_operations_in_turn(self, live: Subject) -> None:
-        """A context that is scored, drawn after, pinned, extended and asked, in any order: every
-        answer is the oracle's."""
-
-        def check_operation(operation: str, ids: TokenIds, tail: TokenIds, how: str) -> None:
-            if operation == "score":
-                expect_scores(live, live.score(ids, tail), ids, tail, how=how)
-            elif operation == "draw":
-                expect_greedy(live, live.sample(ids, 3, temperature=0.0), ids, how=how)
-            elif operation == "pin":
-                live.lm.cache_kv(ids)
-            else:
-                asked = {"ask": ids, "ask longer": ids + tail, "ask shorter": ids[:-2] or ids[:1]}
-                live.check_row(asked[operation], how=how)
-
-        lengths = [n for n in (3, 17, 33, 65) if n + 4 <= live.contexts.limit]
-
-        @live.for_all(
-            examples=8,
-            least=4,
-            lengths=st.sampled_from([tuple(dict.fromkeys((n, lengths[-1]))) for n in lengths]),
-            variant=st.integers(0, 1),
-            # Twice, so that each comes before each.
-            operations=st.permutations(OPERATIONS).map(lambda order: [*order, *order]),
-            tail=live.contexts.tails(most=3),
-        )
-        def operations_in_turn(
-            lengths: Iterable[int], variant: int, operations: list[str], tail: TokenIds
-        ) -> None:
-            for length in lengths:
-                context = live.contexts.long(length, variant)
-                for i, operation in enumerate(operations):
-                    live.lm.clear_cache()  # so that the engine is asked
-                    how = f"after {', '.join(operations[:i]) or 'nothing'}"
-                    check_operation(operation, context, tail, how)
 
     def test_growing_particles(self, live: Subject) -> None:
         """A dozen contexts behind one prompt grow token by token, fork and end, as in sequential
@@ -75,21 +34,6 @@ class HistoryClauses:
             rows = live.gather(particles)
             for i in source.sample(range(len(particles)), live.scaled(4, 2)):
                 live.expect(rows[i], particles[i], how=f"one of 12 particles, at step {step + 1}")
-
-    def test_many_contexts_without_clearing(self, live: Subject) -> None:
-        """Hundreds of contexts, one batch after the other, then all asked again and extended: each
-        has its cold row."""
-        many = live.contexts.many(live.scaled(360, 140))
-        tokens = live.contexts.tokens
-        for begin in range(0, len(many), 60):
-            live.gather(many[begin : begin + 60])
-        live.lm.clear_cache()
-        source = live.random("many")
-        chosen = source.sample(many, live.scaled(120, 50))
-        fitting = [context for context in chosen if len(context) < live.contexts.limit]
-        longer = [(*context, source.choice(tokens)) for context in fitting]
-        for asked in (chosen, longer):
-            live.check_rows(asked, how=f"after {len(many)} others")
 
     def test_two_long_contexts_in_turn(self, live: Subject) -> None:
         """One very long context, then short ones, then another long one and the first again: each
@@ -164,34 +108,6 @@ def _changed_weights(model: Any) -> Iterator[None]:
 
 class GrowthClauses:
     """Tables grow and are moved together, and nothing is lost."""
-
-    def test_long_contexts_grow(self, live: Subject) -> None:
-        """Dozens of long contexts are held, more arrive, some go with their adapter, the first are
-        extended, and many fork from one: all have their cold rows."""
-        contexts = live.contexts
-        most = min(live.longest, contexts.limit - 2)
-        lengths = [most - 7 * i % (most // 2 + 1) for i in range(20)] + [most // 3] * 12
-        held = [contexts.long(max(1, length), i) for i, length in enumerate(lengths)]
-        first, more = held[:10], held[10:]
-        moving = next(iter(live.loras), None)
-        live.gather(first)
-        if moving is not None:
-            live.bind(MOVING, live.adapters[moving])
-            live.gather([context[: most // 3 + 1] for context in more[:6]], [MOVING] * 6)
-            live.remove(MOVING)
-        for begin in range(0, len(more), 5):
-            live.gather(more[begin : begin + 5])
-        tokens = contexts.tokens
-        for step in range(3):
-            first = [(*context[:most], tokens[step])[: contexts.limit] for context in first[:6]]
-            self._expect_all(live, first, f"after {step + 1} extensions, beside {len(held)} others")
-        for parent in (held[0], held[-1]):
-            cut = 2 * len(parent) // 3
-            ends = [(one, other) for one in tokens for other in tokens[:2]]
-            forks = [(*parent[:cut], *end)[: contexts.limit] for end in ends]
-            self._expect_all(live, forks, "one of several that fork from a long context")
-            longer = [(*context, tokens[0])[: contexts.limit] for context in (parent, forks[-1])]
-            self._expect_all(live, longer, "grown after others had forked from a long context")
 
     def test_pinned_contexts_are_moved_with_the_others(self, live: Subject) -> None:
         """Contexts are pinned, state of others is freed, much more is asked, and the pinned ones

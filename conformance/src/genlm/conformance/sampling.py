@@ -14,7 +14,6 @@ from genlm.conformance.agreement import (
     expect_frequencies,
     expect_greedy,
     expect_same_draw,
-    expect_scores,
     for_each_seed,
     single_tokens,
     steady,
@@ -68,41 +67,6 @@ class SamplingClauses:
             drawn = live.samples([prompt] * 4, 6, temperature=100.0, seed=seed)
             what = f"four draws of six tokens in a batch at temperature 100, seed={seed}"
             check(len(set(map(tuple, drawn))) > 1, f"{what}: all {drawn[0]}")
-
-    def test_seeds_among_companions(self, live: Subject) -> None:
-        """A seeded draw is the same among draws with other options, other seeds, none, and other
-        adapters."""
-        live.needs_little_rounding()
-        how = steady(live)
-        neighbours = (
-            {"seed": None},
-            {"seed": 3},
-            {"top_k": 2, "seed": 5},
-            {"top_p": 0.5},
-            {"temperature": 0.0},
-            {"temperature": 3.0, "seed": 1},
-            {"lora_name": next(iter(live.loras), None)},
-        )
-
-        @live.for_all(
-            examples=15,
-            least=8,
-            prompt=live.contexts.any(room_for=5),
-            seed=SEEDS,
-            others=st.lists(st.sampled_from(neighbours), min_size=1, max_size=5),
-            place=st.integers(0, 5),
-        )
-        @for_each_seed
-        def seeds_among_companions(
-            prompt: TokenIds, seed: int, others: list[dict[str, Any]], place: int
-        ) -> None:
-            alone = live.sample(prompt, 5, seed=seed, **how)
-            live.lm.clear_cache()
-            place %= len(others) + 1
-            given = [*others[:place], {"seed": seed, **how}, *others[place:]]
-            draws = live.run_all(live.lm.sample(prompt, 5, [], **options) for options in given)
-            what = f"{brief(prompt)} with seed {seed} draws {alone} alone, and {draws[place]}"
-            expect_same_draw(draws[place], alone, f"{what} beside {others}")
 
     def test_successive_tokens_are_independent(self, live: Subject) -> None:
         """Draws of two tokens, with seeds one after the other: all pairs come at the frequencies
@@ -165,30 +129,6 @@ class SamplingClauses:
                 float(row[token_id]) >= least,
                 f"{list(prompt)} with top_k=5 drew token {token_id}, not one of the five",
             )
-
-    def test_stop_token_ends_the_draw(self, live: Subject) -> None:
-        """A stop token ends the continuation and is not in it, also as the last token that is
-        allowed; a token that is not listed does not stop."""
-        live.needs_little_rounding()
-
-        end = getattr(live.lm.tokenizer, "eos_token_id", None)
-        ends = [end] if isinstance(end, int) else []
-
-        @live.for_all(examples=10, prompt=live.contexts.any(), seed=SEEDS, place=st.integers(0, 3))
-        @for_each_seed
-        def stop_token_ends_the_draw(prompt: TokenIds, seed: int, place: int) -> None:
-            # Without a seed, and with the model's own end, an engine may stop the draw by itself.
-            for how, others in (({**steady(live), "seed": seed}, []), ({"temperature": 0.0}, ends)):
-                free = live.sample(prompt, 4, **how)
-                stops = [free[place], *others]
-                first = min(free.index(stop) for stop in stops if stop in free)
-                what = (
-                    f"{list(prompt)} with {_given(how)} draws {free}, with the stop tokens {stops}"
-                )
-                for most in (4, first + 1):
-                    stopped = live.sample(prompt, most, stops, **how)
-                    found = f"{what} and max_tokens={most} {stopped}"
-                    expect_same_draw(stopped, free[:first], found)
 
     def test_first_and_last_token_stop(self, live: Subject) -> None:
         """The first token of the vocabulary and the last one stop a draw as others do: at a
@@ -323,19 +263,6 @@ class SamplingClauses:
             for name in names:
                 drawn = live.sample(prompt, 2, temperature=0.0, lora_name=name)
                 expect_greedy(live, drawn, prompt, name)
-
-    def test_scores_agree_with_rows(self, live: Subject) -> None:
-        """``sequence_logprobs`` gives the entries of the cold rows, token by token, with each
-        adapter."""
-
-        @live.for_all(
-            examples=10,
-            prompt=live.contexts.any(),
-            tokens=live.contexts.tails(),
-            name=st.sampled_from([None, *live.loras]),
-        )
-        def scores_agree_with_rows(prompt: TokenIds, tokens: TokenIds, name: str | None) -> None:
-            expect_scores(live, live.score(prompt, tokens, name), prompt, tokens, name)
 
 
 def _left(
