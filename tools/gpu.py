@@ -28,9 +28,10 @@ from benchmarks.trie import enlarged
 from genlm.core import EngineError
 from genlm.core.mock import ByteTokenizer
 from genlm.core.tokenization import Token, decode_vocab
-from genlm.core.trie.device import TorchReducer, proven_reducer
+from genlm.core.trie.device import proven_reducer
 from genlm.core.trie.nodes import Nodes, SortedItems
 from genlm.core.trie.plan import Plan
+from genlm.core.trie.reducer import TorchReducer
 from genlm.core.trie.weights import SUM
 from genlm.hf import AsyncTransformer
 from genlm.hf.runner import CACHE_NAMES

@@ -15,7 +15,8 @@ import structlog
 
 from genlm.core.trie import TokenCharacterTrie, cuda, device
 from genlm.core.trie.cuda import TritonReducer
-from genlm.core.trie.device import TorchReducer, proven_reducer
+from genlm.core.trie.device import proven_reducer
+from genlm.core.trie.reducer import TorchReducer
 
 from .conftest import plan_of
 

@@ -14,7 +14,8 @@ import structlog
 import torch
 
 from genlm.core.trie import device
-from genlm.core.trie.device import DeviceKernel, TorchReducer
+from genlm.core.trie.device import DeviceKernel
+from genlm.core.trie.reducer import TorchReducer
 
 from .conftest import plan_of
 

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from genlm.core.trie.device import TorchReducer
 from genlm.core.trie.plan import Round
+from genlm.core.trie.reducer import TorchReducer
 from genlm.core.trie.weights import SUM, Operation
 
 #: How many indices and rows a program takes. An index is read once for all of its rows.
