@@ -77,12 +77,13 @@ def attention(start: int, query: Array, keys: Array, values: Array) -> Array:
     later = np.arange(len(keys)) > start + np.arange(len(query))[:, None]
     scores = np.where(later, np.float32(-np.inf), scores)
     shares = np.exp(scores - scores.max(axis=2, keepdims=True))
-    mixed: Array = shares @ heads[2] / shares.sum(axis=2, keepdims=True)
+    mixed: Array = np.divide(shares @ heads[2], shares.sum(axis=2, keepdims=True))
     return mixed.swapaxes(0, 1).reshape(query.shape)
 
 
 def _norm(state: Array) -> Array:
-    scaled: Array = state / np.sqrt((state * state).mean(axis=1, keepdims=True) + np.float32(1e-6))
+    size = np.sqrt((state * state).mean(axis=1, keepdims=True) + np.float32(1e-6))
+    scaled: Array = np.divide(state, size)
     return scaled
 
 
