@@ -90,6 +90,7 @@ def test_what_cannot_be_served_says_what_is_needed() -> None:
     for model, needed in (
         (nn.DataParallel(OwnModel(OwnConfig())), r"DataParallel has no .*; give model\.module"),
         (nn.Linear(2, 2), "Linear has no configuration of a model; give a PreTrainedModel"),
+        ("org/model", r"str has .*, or load it by AsyncTransformer\.from_name\('org/model'\)"),
         (OwnModel(OwnConfig()).to("meta"), "device_map that keeps the embeddings in memory"),
     ):
         with pytest.raises(EngineError, match=needed):
