@@ -196,7 +196,7 @@ def trie_words(size: int) -> list[bytes]:
 
 
 def trie_figures(words: list[bytes], device: str, rows: int, repeat: int) -> dict[str, Any]:
-    """Sums over the trie, in PyTorch's own functions and, on CUDA, in the fused kernels: what of a
+    """Sums over the trie, in PyTorch's own functions and, on CUDA, in the fused kernel: what of a
     copy's speed they reach, and their relative error in float32."""
     items = SortedItems.of(Token.vocabulary(words))
     plan = Plan.of(items.order, Nodes.of(items))
