@@ -5,7 +5,7 @@
 Two kinds of mutants: ``mutants/`` has at least one for each clause, written with the suite.
 ``blind/`` has those of bugs that real engines had, written before the suite was looked at. Those of
 bugs where requests meet were written before the clauses on schedules (``work``), and after them,
-before any clause was run on them (``later``).
+before any clause was run on them (``later``). The set ``fourth`` was written from the hooks alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from genlm.conformance.subject import SHRINKING
 from genlm.core.errors import EngineDeadError
 from genlm.core.mock import ContinuousMockEngine, MockEngine
 
-from .blind import at_work, meeting, of_the_mock
+from .blind import at_work, fourth, meeting, of_the_mock
 from .blind.working_engine import WorkingEngine
 from .faulty import PATIENCE, Faulty, OfAMutant, OfARealModel, OfTheMock
 from .mutants import MUTANTS
@@ -64,7 +64,7 @@ class Bite:
 
 def suites(real: bool = True) -> dict[str, Callable[[float], Faulty]]:
     """The suite on every mutant, by name; those of a real model too where genlm-hf is installed."""
-    mocks = {"blind": of_the_mock, "work": at_work, "later": meeting}
+    mocks = {"blind": of_the_mock, "work": at_work, "later": meeting, "fourth": fourth}
     made: dict[str, Callable[[float], Faulty]] = {
         f"{kind}.mock.{engine.__name__}": functools.partial(OfTheMock, engine)
         for kind, module in mocks.items()

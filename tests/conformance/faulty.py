@@ -66,7 +66,9 @@ class OfTheMock(Faulty):
     def fail_inside(self, lm: AsyncLM) -> Any:
         return self.trouble.during
 
-    def reference_rows(self, contexts: Sequence[TokenIds]) -> Sequence[torch.Tensor]:
+    def reference_rows(self, contexts: Sequence[TokenIds]) -> Sequence[torch.Tensor] | None:
+        if not getattr(self.engine, "reference", True):
+            return None
         return [hashed_row(ids, None, len(ByteTokenizer())) for ids in contexts]
 
 
