@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from structlog.testing import capture_logs
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from genlm.core import EngineError, Query
 from genlm.vllm.settings import corrections
@@ -85,6 +85,15 @@ def test_what_the_user_overrides_is_the_configuration(make_tiny: Callable[..., s
     assert corrections(folder, {"hf_overrides": whole}) == {}
     with pytest.raises(EngineError, match=f"have a window of {FAR} tokens"):
         corrections(folder, {"max_model_len": -1})
+
+
+def test_a_family_that_names_no_usual_activation_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in transformers 4, where a class of settings has no attributes of its own."""
+    settings = PreTrainedConfig(num_experts=4, hidden_act="silu", model_type="mixtral")
+    monkeypatch.setattr("genlm.vllm.settings.settings_of", lambda *given: settings)
+    assert corrections("any", {}) == {}
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,10 @@ class Driver:
         return max(0.0, min(times * self._patience, self.until - time.monotonic()))
 
     def _hang(self, what: str, times: int = 1) -> Violation:
-        violation = Violation(f"{what} within {times * self._patience:g} s: it hangs")
+        violation = Violation(
+            f"{what} within {times * self._patience:g} s: it hangs, or is so slow that `patience` "
+            "(--patience) must be raised"
+        )
         self.hangs += 1
         # Shrinking would hang again and again, and so may every clause that follows.
         self._patience = self.patience / 20

@@ -119,8 +119,9 @@ def _takes_windows(settings: Any) -> bool:
 
 def _refuse_what_is_not_read(settings: Any) -> None:
     family, fixed = settings.model_type, dict(TAKEN.get(settings.model_type, {}))
-    if any("experts" in name for name in settings.to_dict()):  # theirs is that of the family
-        fixed["hidden_act"] = getattr(type(settings), "hidden_act", None)
+    usual = getattr(type(settings), "hidden_act", None)  # transformers 4 names none
+    if usual is not None and any("experts" in name for name in settings.to_dict()):
+        fixed["hidden_act"] = usual  # experts have that of the family
     for name, taken in fixed.items():
         if not alike(value := getattr(settings, name, taken), taken):
             raise _error(family, f"{name}={value!r}", f"takes {taken!r} for it")
