@@ -410,22 +410,26 @@ def test_any_sequence_of_plans_keeps_what_it_says() -> None:
     assert PlannerMachine.total >= 90_000
 
 
-def planner(budget: int, worth: Worth = WORTHS[2]) -> Planner[Wanted]:
-    return Planner(Cells(budget, None), worth)
+class Kept(Planner[Wanted]):
+    """One whose cells can be written."""
+
+    def __init__(self, budget: int, worth: Worth = WORTHS[2]) -> None:
+        self.cells = Cells(budget, None)
+        super().__init__(self.cells, worth)
 
 
-def ask(planner: Planner[Wanted], *contexts: Sequence[int]) -> None:
+def ask(planner: Kept, *contexts: Sequence[int]) -> None:
     for batch in planner.batches([Wanted(tokens) for tokens in contexts]):
         for one in batch:
             cells = cells_of(key_of(one.sequence.version, one.sequence.tokens))
             for segment, first, last in one.segments(one.start, one.sequence.length):
                 offset = segment.start
-                planner._table.own(segment)[first - offset : last - offset] = cells[first:last]
+                planner.cells.own(segment)[first - offset : last - offset] = cells[first:last]
         planner.commit(batch)
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    kept = planner(budget=12)
+    kept = Kept(budget=12)
     for first in (1, 2, 3):
         ask(kept, [first] * 3)
     ask(kept, [1, 1, 1])
@@ -434,14 +438,14 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 def test_a_context_may_take_the_whole_budget() -> None:
-    kept = planner(budget=4)
+    kept = Kept(budget=4)
     assert [kept.fits(length) for length in (4, 5)] == [True, False]
     ask(kept, [1] * 4)
     assert kept.known(Wanted([1] * 5)) == 4
 
 
 def test_sequences_wait_for_the_one_that_computes_what_they_need() -> None:
-    kept = planner(budget=1000)
+    kept = Kept(budget=1000)
     prompt = [1] * 10
     first, *others = [Wanted([*prompt, at]) for at in range(5)]
     batch = kept.place([first, Wanted([2] * 10), *others])
@@ -457,7 +461,7 @@ def test_sequences_wait_for_the_one_that_computes_what_they_need() -> None:
 
 def test_a_trunk_that_two_sequences_compute_is_kept_once() -> None:
     """One of them wants so many rows that waiting saves nothing."""
-    kept = planner(budget=1000)
+    kept = Kept(budget=1000)
     prompt = [1] * 20
     whole, longer = Wanted(prompt, keep=20), Wanted([*prompt, 2, 3], keep=22)
     batch = kept.place([whole, longer, Wanted([*prompt, 4])])
@@ -472,7 +476,7 @@ def test_a_trunk_that_two_sequences_compute_is_kept_once() -> None:
 
 def test_a_context_is_found_however_it_has_grown() -> None:
     """A segment makes its key late: of what it knew when it was new, and of all that came since."""
-    kept = planner(budget=5000, worth=Worth())
+    kept = Kept(budget=5000, worth=Worth())
     live = [Context((first, *range(200)), 1000) for first in (1, 2)]
     for step in range(6):
         ask(kept, *live)
@@ -486,7 +490,7 @@ def test_a_context_is_found_however_it_has_grown() -> None:
 
 
 def test_what_is_not_pinned_can_be_dropped() -> None:
-    kept = planner(budget=1000)
+    kept = Kept(budget=1000)
     ask(kept, [1] * 30, [2] * 30)
     assert kept.pin(Wanted([1] * 30))
     kept.drop_unpinned()
