@@ -106,21 +106,21 @@ class LengthClauses:
                     expect_another(text, {length - 1: other}, "with another last token")
 
     def test_contexts_that_differ_in_one_token(self, live: Subject) -> None:
-        """Contexts that differ in one token anywhere, and equal ends behind different beginnings,
-        have their cold rows, one after the other and together."""
+        """Contexts that differ in one token anywhere, or in the order of tokens, and equal ends
+        behind different beginnings, have their cold rows, one after the other and together."""
         contexts = live.contexts
         most = min(live.longest, contexts.limit)
         for length in sorted({min(length, most) for length in (40, 64, 130, 300)}):
             text = contexts.long(length)
             places = range(0, length, max(1, length // live.scaled(8, 4)))
-            near = [text]
+            near = [text, (*text[1::-1], *text[2:])]
             for at in places:
                 other = next(token for token in contexts.tokens if token != text[at])
                 near.append((*text[:at], other, *text[at + 1 :]))
             for context in near:
-                live.check_row(context, how="after others that differ in one token")
+                live.check_row(context, how="after others that differ in little")
             live.clear()
-            live.check_rows(near, how="together with others that differ in one token")
+            live.check_rows(near, how="together with others that differ in little")
         for size in (16, 32, 64, 100):
             end = contexts.long(size, 1)
             first, second = contexts.long(size, 2), contexts.long(size, 3)

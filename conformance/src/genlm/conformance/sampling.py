@@ -255,7 +255,8 @@ class SamplingClauses:
             check(len(ids) == length, f"without stop tokens {length} were asked, {len(ids)} drawn")
 
     def test_adapter_in_sampling(self, live: Subject) -> None:
-        """A continuation is drawn with its adapter: greedy ones follow the adapter's rows."""
+        """A continuation is drawn with its adapter: greedy ones follow the adapter's rows, and
+        leave no state that serves another."""
         names = [None, *live.needs_adapters()]
 
         @live.for_all(examples=5, prompt=live.contexts.any())
@@ -263,6 +264,12 @@ class SamplingClauses:
             for name in names:
                 drawn = live.sample(prompt, 2, temperature=0.0, lora_name=name)
                 expect_greedy(live, drawn, prompt, name)
+
+        prompt = live.contexts.long(min(60, live.contexts.limit - 8), 4)
+        for name in reversed(names):
+            drawn = live.sample(prompt, 8, temperature=0.0, lora_name=name)
+            for other in names:
+                live.check_row((*prompt, *drawn), other, how=f"after {name!r} drew it")
 
 
 def _left(
