@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 
 import pytest
 
-from genlm.core import InvalidOptionError, MockAsyncLM
+from genlm.core import (
+    InvalidOptionError,
+    MockAsyncLM,
+    TokenCharacterTrie,
+    UnsupportedError,
+    VocabularyItemError,
+)
 from genlm.core.hints import METHODS
-from genlm.core.trie import TokenCharacterTrie
 
 
 @pytest.mark.parametrize(
@@ -58,3 +64,26 @@ def test_methods_of_other_tools(mock) -> None:
         assert any(hasattr(lm, method) for method in re.findall(r"lm\.(\w+)", way))
     with pytest.raises(InvalidOptionError, match="stride: context_len is the least context"):
         lm.rolling_logprobs_sync([1, 2], stride=1)
+
+
+def test_what_other_tools_do_with_a_model(mock) -> None:
+    lm = mock()
+    ids = [72, 105]
+    with pytest.raises(UnsupportedError, match=r"await lm\.next_token_logprobs\(ids\)"):
+        lm(ids)
+    for cls in (lm, type(lm)):
+        with pytest.raises(UnsupportedError, match=r"load_model_by_name\(name, backend\)"):
+            cls.from_pretrained("org/model")
+
+    async def awaited() -> None:
+        await lm.stream(ids, 3)
+
+    for wrong in (lambda: asyncio.run(awaited()), lambda: list(lm.stream(ids, 3))):
+        with pytest.raises(UnsupportedError, match=r"`async for token_id in lm\.stream"):
+            wrong()
+
+
+@pytest.mark.parametrize("given", ["abc", b"abc", object()])
+def test_a_trie_over_what_is_no_vocabulary(given) -> None:
+    with pytest.raises(VocabularyItemError, match=r"lm\.byte_vocab; got"):
+        TokenCharacterTrie(given)

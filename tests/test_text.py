@@ -215,6 +215,7 @@ def test_the_most_likely_tokens(mock):
     row = lm.next_token_logprobs_sync([1])
     best, second = lm.top_logprobs(row, 2)
     assert best.token_id == best.token.token_id == int(row.argmax())
+    assert best.prob == pytest.approx(float(row.max().exp()))
     assert best.token.token_id == int(row.argmax())
     assert best.logprob == float(row.max()) >= second.logprob
     assert best.text == lm.str_vocab[best.token.token_id]

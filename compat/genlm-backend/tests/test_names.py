@@ -129,9 +129,7 @@ def test_a_class_without_its_plugin_can_be_asked_about_but_not_used(
         lambda: cls.from_name("any"),
         lambda: llm.load_model_by_name("any", backend),
     ):
-        with pytest.raises(
-            BackendUnavailableError, match=rf"pip install 'genlm-backend\[{backend}\]'"
-        ):
+        with pytest.raises(BackendUnavailableError, match=rf"pip install .*genlm-{backend}$"):
             use()
 
 

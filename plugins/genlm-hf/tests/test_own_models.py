@@ -10,7 +10,7 @@ from torch import nn
 from transformers import MambaConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from genlm.core import EngineError
+from genlm.core import EngineError, InvalidOptionError
 from genlm.core.mock import ByteTokenizer
 from genlm.hf import AsyncTransformer
 
@@ -90,8 +90,15 @@ def test_what_cannot_be_served_says_what_is_needed() -> None:
     for model, needed in (
         (nn.DataParallel(OwnModel(OwnConfig())), r"DataParallel has no .*; give model\.module"),
         (nn.Linear(2, 2), "Linear has no configuration of a model; give a PreTrainedModel"),
-        ("org/model", r"str has .*, or load it by AsyncTransformer\.from_name\('org/model'\)"),
         (OwnModel(OwnConfig()).to("meta"), "device_map that keeps the embeddings in memory"),
     ):
         with pytest.raises(EngineError, match=needed):
             AsyncTransformer(model, ByteTokenizer())
+
+
+def test_a_name_in_place_of_a_model_is_answered_with_the_way_to_load_it() -> None:
+    for given in (["org/model"], ["org/model", ByteTokenizer()]):
+        with pytest.raises(InvalidOptionError, match=r"from_name\('org/model'\)"):
+            AsyncTransformer(*given)
+    with pytest.raises(InvalidOptionError, match="needs a tokenizer"):
+        AsyncTransformer(OwnModel(OwnConfig()))

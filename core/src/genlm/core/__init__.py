@@ -28,12 +28,14 @@ from genlm.core.mock import MockAsyncLM
 from genlm.core.sampling import Particle
 from genlm.core.scoring import Score
 from genlm.core.tokenization import Token, decode_vocab
+from genlm.core.trie import AsyncTokenCharacterTrie, ParallelTokenCharacterTrie, TokenCharacterTrie
 from genlm.core.types import Adapter, Answer, BackendInfo, Engine, Query, SamplingParams, Stats
 
 __all__ = [
     "Adapter",
     "Answer",
     "AsyncLM",
+    "AsyncTokenCharacterTrie",
     "BackendImportError",
     "BackendInfo",
     "BackendNotFoundError",
@@ -50,6 +52,7 @@ __all__ = [
     "MockAsyncLM",
     "ModelClosedError",
     "ModelNotFoundError",
+    "ParallelTokenCharacterTrie",
     "Particle",
     "PluginError",
     "QueriesResetError",
@@ -59,6 +62,7 @@ __all__ = [
     "Score",
     "Stats",
     "Token",
+    "TokenCharacterTrie",
     "UnknownAdapterError",
     "UnsupportedError",
     "VocabularyError",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar, Unpack
 
 from genlm.core.adapters import UNSET, LoraName
 from genlm.core.checks import integer
 from genlm.core.context import contexts_of, token_ids_of
-from genlm.core.errors import InvalidOptionError, InvalidQueryError
-from genlm.core.hints import known_keywords
+from genlm.core.errors import InvalidOptionError, InvalidQueryError, UnsupportedError
+from genlm.core.hints import ARGUMENTS, known_keywords
 from genlm.core.rows import RowsMixin
 from genlm.core.runtime.askers import all_of, blocking
 from genlm.core.runtime.lanes import the_copy
@@ -46,6 +46,24 @@ def blocking_form(
     asks.__name__, asks.__doc__ = f"{ask.__name__}_sync", f":meth:`{ask.__name__}`, blocking."
     asks.__qualname__ = f"{ask.__qualname__}_sync"
     return known_keywords(asks)
+
+
+class Drawing(AsyncGenerator[int, None]):
+    """The ids of a draw, as they are drawn."""
+
+    def __init__(self, tokens: AsyncGenerator[int, None]) -> None:
+        self._tokens = tokens
+
+    async def asend(self, value: None) -> int:
+        return await self._tokens.asend(value)
+
+    async def athrow(self, *error: Any) -> int:
+        return await self._tokens.athrow(*error)
+
+    def __await__(self) -> NoReturn:
+        raise UnsupportedError(f"a stream is iterated: {ARGUMENTS['stream']}")
+
+    __iter__ = __await__
 
 
 class GenerationMixin(RowsMixin):
@@ -157,7 +175,7 @@ class GenerationMixin(RowsMixin):
             InvalidOptionError: an argument is out of range, or there is none of that name.
         """
         query, params = self._checked_draw(prompt_token_ids, max_tokens, **options)
-        return self._stream(query, params)
+        return Drawing(self._stream(query, params))
 
     @known_keywords
     async def sample_particles(

@@ -346,6 +346,13 @@ class AsyncLM(GenerationMixin):
         def __getattr__(self, name):
             raise missing_attribute(self, name, LM)
 
+        def __call__(self, *inputs, **options):
+            raise UnsupportedError("a model is not called: await lm.next_token_logprobs(ids)")
+
+        @classmethod
+        def from_pretrained(cls, *inputs, **options):
+            raise UnsupportedError("load_model_by_name(name, backend) loads a model")
+
         def __setattr__(self, name, value):
             if name in ("batch_size", "timeout"):
                 raise missing_attribute(self, name, LM)

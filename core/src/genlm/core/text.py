@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +34,11 @@ class TopToken(NamedTuple):
     def token_id(self) -> int:
         """The token's id."""
         return self.token.token_id
+
+    @property
+    def prob(self) -> float:
+        """Its probability."""
+        return math.exp(self.logprob)
 
 
 class TextMixin:

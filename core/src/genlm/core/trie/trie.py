@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.errors import InvalidInputError
+from genlm.core.checks import safe_repr
+from genlm.core.errors import InvalidInputError, VocabularyItemError
 from genlm.core.hints import TRIE, missing_attribute
 from genlm.core.tokenization.token import Token
 from genlm.core.trie.cpu import CpuKernel
@@ -73,6 +74,11 @@ class TokenCharacterTrie:
     """
 
     def __init__(self, decode: Iterable[Any], device: str | None = None) -> None:
+        if isinstance(decode, str | bytes) or not isinstance(decode, Iterable):
+            raise VocabularyItemError(
+                "a trie is over the items of a vocabulary, for instance those of lm.byte_vocab; "
+                f"got {safe_repr(decode)}"
+            )
         self.decode = list(decode)  # a copy: the caller may change the original
         self.device = str(device or "cpu")
         self.root = 0

@@ -6,14 +6,12 @@ import importlib.util
 import weakref
 from collections.abc import Sequence
 from contextlib import closing
-from os import PathLike
 from typing import Any
 
 import torch
 from attrs import evolve
 
 from genlm.core import hookimpl
-from genlm.core.checks import safe_repr
 from genlm.core.errors import EngineError
 from genlm.core.types import Adapter, Answer, Query
 from genlm.hf.adapters import AdapterSet
@@ -109,8 +107,6 @@ class HFEngine:
         kind = type(model).__name__
         if not hasattr(model, "config"):
             inner = "model.module" if hasattr(model, "module") else "a PreTrainedModel"
-            if isinstance(model, str | PathLike):
-                inner = f"{inner}, or load it by AsyncTransformer.from_name({safe_repr(model)})"
             raise EngineError(f"{kind} has no configuration of a model; give {inner}")
         if model.device.type == "meta":
             raise EngineError(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from os import PathLike
 from typing import Any, Self
 
-from genlm.core import AsyncLM
+from genlm.core import AsyncLM, InvalidOptionError
+from genlm.core.checks import safe_repr
 from genlm.core.options import CoreOptions, refuse_unknown
 from genlm.core.types import Engine
 
@@ -33,11 +35,18 @@ class AsyncTransformer(AsyncLM):
     def __init__(
         self,
         hf_model: Any,
-        hf_tokenizer: Any,
+        hf_tokenizer: Any = None,
         batch_size: int | None = None,
         timeout: float = 0.0,
         **options: Any,
     ) -> None:
+        if isinstance(hf_model, str | PathLike):
+            raise InvalidOptionError(
+                "AsyncTransformer(model, tokenizer) takes a model that is loaded; write "
+                f"AsyncTransformer.from_name({safe_repr(hf_model)})"
+            )
+        if hf_tokenizer is None:
+            raise InvalidOptionError("AsyncTransformer(model, tokenizer) needs a tokenizer")
         core, ours = CoreOptions.split({"batch_size": batch_size, "timeout": timeout, **options})
         refuse_unknown("hf", ours, ENGINE_OPTIONS)
 

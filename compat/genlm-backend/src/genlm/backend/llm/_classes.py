@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 from importlib.util import find_spec
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from genlm.core import AsyncLM, BackendUnavailableError
+from genlm.core.installation import pip_install
 
 
 def installed(module: str) -> bool:
@@ -21,15 +22,18 @@ def backend_class(backend: str, name: str) -> Any:
     """
     if installed(f"genlm.{backend}"):
         return getattr(importlib.import_module(f"genlm.{backend}"), name)
-    remedy = f"{name} needs the plugin genlm-{backend}: pip install 'genlm-backend[{backend}]'"
+
+    def refuse() -> NoReturn:
+        remedy = pip_install(f"genlm-{backend}")
+        raise BackendUnavailableError(f"{name} needs the plugin genlm-{backend}: {remedy}")
 
     class Absent(AsyncLM):
         def __init__(self, *arguments: object, **options: object) -> None:
-            raise BackendUnavailableError(remedy)
+            refuse()
 
         @classmethod
         def from_name(cls, *arguments: object, **options: object) -> Self:
-            raise BackendUnavailableError(remedy)
+            refuse()
 
     Absent.__name__ = Absent.__qualname__ = name
     Absent.__doc__ = f"{name}, whose plugin genlm-{backend} is not installed."
