@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
@@ -21,9 +22,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 
-from genlm.core import AsyncLM, InvalidInputError, load_model_by_name
+from genlm.core import AsyncLM, GenlmError, InvalidInputError, load_model_by_name
 
 T = TypeVar("T")
+
+logger = logging.getLogger("uvicorn.error")
 
 
 class Prompt(BaseModel):
@@ -95,7 +98,8 @@ def app_of(lm: AsyncLM, seconds: float = 30.0) -> FastAPI:
 
     @app.post("/draw")
     async def draw(asked: Draw) -> StreamingResponse:
-        """A draw as it is drawn. When its client leaves, nothing more is drawn."""
+        """A draw as it is drawn. When its client leaves, nothing more is drawn. What fails
+        on the way ends the text with a line that begins with ``error:``."""
         tokens = lm.stream(
             lm.encode(asked.text),
             asked.max_tokens,
@@ -104,12 +108,16 @@ def app_of(lm: AsyncLM, seconds: float = 30.0) -> FastAPI:
         )
 
         async def text() -> AsyncIterator[bytes]:
-            while True:
-                try:
+            try:
+                while True:
                     token_id = await asyncio.wait_for(anext(tokens), seconds)
-                except StopAsyncIteration:
-                    return
-                yield lm.byte_vocab[token_id].byte_string
+                    yield lm.byte_vocab[token_id].byte_string
+            except StopAsyncIteration:
+                return
+            except (TimeoutError, GenlmError) as error:  # the status 200 is sent already
+                line = f"error: {str(error) or f'no token within {seconds:g} s'}"
+                logger.error("/draw ended with an %s", line)
+                yield f"\n{line}\n".encode()
 
         return StreamingResponse(text(), media_type="text/plain; charset=utf-8")
 

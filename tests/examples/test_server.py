@@ -116,6 +116,20 @@ def test_what_takes_too_long_is_an_error_and_the_next_answer_is_right(example, l
         assert client.post("/top", json={"text": "a"}).status_code == 200
 
 
+def test_a_stream_that_stops_ends_with_a_line_that_its_client_can_read(example, lm, capfd):
+    asked = {"text": "a", "max_tokens": 10**6}
+    with serving(example("server").app_of(lm, seconds=0.05)) as client:
+        with client.stream("POST", "/draw", json=asked) as answer:
+            pieces = answer.iter_bytes()
+            text = next(pieces)
+            lm.may_compute.clear()
+            text += b"".join(pieces)
+        lm.may_compute.set()
+    assert text.endswith(b"\nerror: no token within 0.05 s\n")
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "no token within 0.05 s" in line
+
+
 def test_of_a_client_who_leaves_nothing_more_is_drawn(client, lm):
     asked = {"text": "a", "max_tokens": 10**6}
     with client.stream("POST", "/draw", json=asked) as answer:
