@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
-from attrs import asdict, evolve
+from attrs import evolve
 
 from genlm.core.adapters import UNSET, AdapterRegistry, LoraName
 from genlm.core.checks import safe_repr
@@ -289,9 +289,9 @@ class AsyncLM(GenerationMixin):
     @property
     def stats(self) -> Stats:
         """What has been done since the model was loaded."""
-        hits = self._cache.hits
+        hits = self._cache.hits  # those that the batcher has not seen
         seconds: dict[str, Any] = {f"{s}_seconds": t for s, t in self._timeline.spent().items()}
-        stats = Stats(**asdict(self._batcher.counters), **seconds)
+        stats = Stats(**self._batcher.counters, **seconds)
         return evolve(stats, requests=stats.requests + hits, cache_hits=stats.cache_hits + hits)
 
     def trace(self, path: str | os.PathLike[str]) -> Trace:

@@ -1,20 +1,17 @@
-"""Finding backends through entry points, loading one, and building the plugin manager of one
-model."""
+"""Finding backends and wrappers through entry points, and loading a backend."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import pluggy
 from attrs import frozen
 
-from genlm.core import hookspecs
 from genlm.core.checks import describe_error
 from genlm.core.errors import (
     BackendImportError,
@@ -25,6 +22,7 @@ from genlm.core.errors import (
 from genlm.core.hints import nearest
 from genlm.core.installation import pip_install
 from genlm.core.logs import get_logger
+from genlm.core.runtime.hook_calls import HookCalls
 from genlm.core.types import BackendInfo, Engine
 
 log = get_logger()
@@ -53,22 +51,6 @@ ENGINES = {
     "sglang": "sgl",
 }
 
-#: The hooks that give rows, draws and scores.
-EVALUATION = (
-    "genlm_next_token_logprobs",
-    "genlm_step",
-    "genlm_sample",
-    "genlm_sequence_logprobs",
-)
-
-#: How the names of hooks begin.
-PREFIX = f"{hookspecs.PROJECT}_"
-
-#: The hook that changes rows.
-PROCESSOR = "genlm_process_logprobs"
-
-ENGINE_ATTRIBUTES = ("tokenizer", "vocab_size", "max_context", "device", "model")
-
 
 @frozen
 class Backend:
@@ -90,9 +72,9 @@ class Backend:
 
     def info(self) -> BackendInfo:
         """What the backend says of itself. Imports no engine."""
-        hook = self._hook("genlm_backend_info")
+        hooks = self._hooks("genlm_backend_info")
         try:
-            info = hook()
+            info = hooks.call("genlm_backend_info")
         except (Exception, SystemExit) as error:
             text = describe_error(error)
             raise PluginError(f"{self._owner}: genlm_backend_info raised {text}") from error
@@ -107,17 +89,18 @@ class Backend:
             raise BackendUnavailableError(
                 f"backend {self.name!r} cannot run on this machine: {info.unavailable}"
             )
-        engine: Engine = self._hook("genlm_load")(model=model, options=options)
+        hooks = self._hooks("genlm_load")
+        engine: Engine = hooks.call("genlm_load", model=model, options=options)
         return engine
 
-    def _hook(self, name: str) -> Any:
-        hook = getattr(plugin_manager(self._owner, self.module).hook, name)
-        if not hook.get_hookimpls():
+    def _hooks(self, needed: str) -> HookCalls:
+        hooks = HookCalls(self._owner, self.module)
+        if not hooks.supports(needed):
             raise PluginError(
-                f"{self._owner}: module {self.module.__name__} has no hook {name}; define it and "
+                f"{self._owner}: module {self.module.__name__} has no hook {needed}; define it and "
                 "mark it with @hookimpl"
             )
-        return hook
+        return hooks
 
 
 def backend_names() -> list[str]:
@@ -180,110 +163,6 @@ def choose_backend() -> str:
     return ranked[0]
 
 
-def plugin_manager(
-    owner: str, plugin: object, wrappers: Iterable[object] = ()
-) -> pluggy.PluginManager:
-    """A plugin manager of its own for one plugin module or engine object, the wrappers around it,
-    and what processes its rows.
-
-    Raises:
-        PluginError: a hook is misspelt, lacks its mark, or takes an argument that the hook does not
-            have; or a wrapper has no hook, or one of the engine's.
-    """
-    manager = pluggy.PluginManager(hookspecs.PROJECT)
-    manager.add_hookspecs(hookspecs)
-    try:
-        manager.register(Hooked(owner, plugin))
-        for wrapper in wrappers:
-            around = Hooked(f"wrapper {name_of(wrapper)}", wrapper)
-            manager.register(around)
-            _check_wrapper(manager, around, owner)
-        manager.check_pending()
-    except (pluggy.PluginValidationError, ValueError) as error:
-        raise PluginError(f"{owner}: {error}") from error
-    return manager
-
-
-class Hooked:
-    """The hooks of an object. pluggy compares and hashes what it holds: these are alike only where
-    they are the same, for any ``__eq__`` and ``__hash__`` of the object.
-
-    Args:
-        owner: How messages name the object.
-        given: The object.
-
-    Raises:
-        PluginError: a hook is misspelt, lacks its mark, or takes an argument that it does not have.
-    """
-
-    def __init__(self, owner: str, given: object) -> None:
-        self.owner, self.given = owner, given
-        for name in dir(given):
-            hook = getattr(given, name, None) if name.startswith(PREFIX) else None
-            if callable(hook) and not inspect.isclass(hook):
-                self._check(name, hook)
-                setattr(self, name, hook)
-
-    def _check(self, name: str, hook: Any) -> None:
-        spec = getattr(hookspecs, name, None)
-        marked = hasattr(hook, f"{hookspecs.PROJECT}_impl")
-        if spec is None:
-            near = nearest(name, hook_names())
-            meant = f"; did you mean {near}?" if near else ""
-            if marked or near:
-                raise PluginError(f"{self.owner}: there is no hook {name}{meant}")
-        elif not marked:
-            raise PluginError(
-                f"{self.owner}: {name} is not marked; put @hookimpl (from genlm.core) above it"
-            )
-        else:
-            there = list(inspect.signature(spec).parameters)
-            takes = inspect.signature(hook).parameters.values()
-            unknown = [
-                one.name
-                for one in takes
-                if one.name not in there
-                and one.default is one.empty
-                and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-            ]
-            if unknown:
-                raise PluginError(
-                    f"{self.owner}: {name} takes no argument {', '.join(unknown)}; it may take "
-                    f"{', '.join(there) or 'none'}"
-                )
-
-
-def hooked(implementation: pluggy.HookImpl) -> Hooked:
-    """What an implementation was registered with."""
-    found = implementation.plugin
-    assert isinstance(found, Hooked)
-    return found
-
-
-def hook_names() -> list[str]:
-    """The names of all hooks."""
-    return [name for name in vars(hookspecs) if name.startswith(PREFIX)]
-
-
-def implementations_of(manager: pluggy.PluginManager, hook: str) -> list[pluggy.HookImpl]:
-    """The implementations of a hook, wrappers apart: in the order in which they were registered,
-    but for those that want to be first or last."""
-    implementations = [i for i in getattr(manager.hook, hook).get_hookimpls() if not i.wrapper]
-    return sorted(implementations, key=lambda i: i.trylast - i.tryfirst)
-
-
-def wrappers_of(manager: pluggy.PluginManager, hook: str) -> list[pluggy.HookImpl]:
-    """The wrappers around a hook, the outermost last."""
-    return [i for i in getattr(manager.hook, hook).get_hookimpls() if i.wrapper]
-
-
-def name_of(plugin: object) -> str:
-    """How a message names an object with hooks."""
-    kind = plugin if isinstance(plugin, ModuleType) else type(plugin)
-    module = "" if isinstance(plugin, ModuleType) else f"{kind.__module__}."
-    return f"{module}{getattr(kind, '__qualname__', kind.__name__)}"
-
-
 def installed_wrappers() -> list[object]:
     """The wrappers that installed distributions bring along (entry-point group
     ``genlm.wrappers``)."""
@@ -335,46 +214,3 @@ def _not_found(name: str) -> str:
     meant = near[close]
     remedy = "" if meant in installed else f"; {pip_install(KNOWN[meant])}"
     return f"{message}; did you mean {meant!r}?{remedy}"
-
-
-def _check_wrapper(manager: pluggy.PluginManager, wrapper: Hooked, owner: str) -> None:
-    hooks = manager.get_hookcallers(wrapper) or []
-    if not hooks:
-        raise PluginError(
-            f"{wrapper.owner} has no hook; mark its methods with @hookimpl(wrapper=True)"
-            f", or with @hookimpl where one is {PROCESSOR}"
-        )
-    for hook in hooks:
-        own = [i for i in implementations_of(manager, hook.name) if i.plugin is wrapper]
-        if own and hook.name != PROCESSOR:
-            raise PluginError(
-                f"{wrapper.owner} implements {hook.name} itself, which would shadow "
-                f"{owner}; mark it with @hookimpl(wrapper=True)"
-            )
-
-
-def check_observers(
-    manager: pluggy.PluginManager, owner: str, evaluates: str, called: Collection[str]
-) -> None:
-    """Refuse a wrapper of evaluation hooks none of which is ever called.
-
-    Args:
-        manager: Holds the engine and the wrappers.
-        owner: The engine, for messages.
-        evaluates: The hook that gives this engine's rows.
-        called: All the evaluation hooks by which this engine is called.
-
-    Raises:
-        PluginError: it names the wrapper, its hook and the one to take.
-    """
-    around: dict[Hooked, list[str]] = {}
-    for hook in (*EVALUATION, PROCESSOR):
-        for wrapper in wrappers_of(manager, hook):
-            around.setdefault(hooked(wrapper), []).append(hook)
-    for plugin, hooks in around.items():
-        if not any(hook in called for hook in hooks):
-            raise PluginError(
-                f"{plugin.owner} goes around {' and '.join(hooks)}, by which {owner} is "
-                f"never called; to observe, let it go around {evaluates}; to change rows, "
-                f"implement {PROCESSOR}"
-            )

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 
 from genlm.core.checks import describe_error
-from genlm.core.cli import backends, completion, sample, top
+from genlm.core.cli import backends, sample, top
 from genlm.core.cli.arguments import Commands
 from genlm.core.cli.version import PrintVersions
 from genlm.core.errors import GenlmError
 from genlm.core.installation import pip_install
 
 #: In the order of ``genlm --help``.
-COMMANDS = (sample, top, backends, completion)
+COMMANDS = (sample, top, backends)
 
 #: Subcommands of other distributions, which may not be installed.
 ELSEWHERE = {
@@ -86,7 +86,6 @@ def parser(first: str | None = None) -> argparse.ArgumentParser:
     for name, distribution in ELSEWHERE.items():
         if name not in commands.choices:
             _add_missing(name, distribution, commands)
-    parser.set_defaults(parser=parser)  # for what is made from it
     return parser
 
 

@@ -137,7 +137,7 @@ class Batcher:
     ) -> None:
         self._timeout = timeout
         self._timeline = timeline or Timeline()
-        self.counters = counters or Counters()
+        self.counters = Counters() if counters is None else counters
         self.asker = Asker(name)
         # Re-entrant, because at any line, also one that holds it, a garbage collection may stop the
         # thread, and a signal handler may ask, or close the model.
@@ -249,7 +249,7 @@ class Batcher:
             except BaseException:
                 future.cancel()
                 raise
-        self.counters.requests += len(requests)
+        self.counters["requests"] += len(requests)
         if (trace := self._timeline.trace) is not None:
             for request in requests:
                 trace.request(request, future)
@@ -371,7 +371,7 @@ class Batcher:
 
     def _fail(self, callers: Callers, error: Callable[[], Exception]) -> None:
         """Give each caller an error of its own."""
-        self.counters.failed += len(callers)
+        self.counters["failed"] += len(callers)
         self._end_calls([call for call, _ in callers if call.fail(error())])
 
     def _at_exit(self) -> None:
@@ -500,7 +500,7 @@ class Batcher:
             if isinstance(answer, TryAlone):
                 suspects[request] = callers
             elif isinstance(answer, Exception):
-                self.counters.failed += len(callers)
+                self.counters["failed"] += len(callers)
                 for call, _ in callers:
                     if call.fail(answer):
                         ended.append(call)

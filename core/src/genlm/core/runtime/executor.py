@@ -25,6 +25,9 @@ log = get_logger()
 #: Cold queries, and draws and scores that the engine does not take in its steps.
 COLD, DRAWS, SCORES = Lane("cold rows", alone=True), Lane("draws"), Lane("scores")
 
+#: How an answer of the engine is counted.
+KINDS = {Query: "rows", SampleRequest: "draws", ScoreRequest: "scores"}
+
 
 def describe(request: Request) -> dict[str, Any]:
     """What a trace says of a request."""
@@ -108,7 +111,7 @@ class EngineExecutor:
             if row is None:
                 asked.append(request)
             else:
-                self.counters.cache_hits += 1
+                self.counters["cache_hits"] += 1
                 known.append((request, row))
         return known, asked
 
@@ -217,27 +220,21 @@ class EngineExecutor:
             answers = self.engine.results.read(hook, requests, given)
             self.timeline.add("alignment", ended)
         except Exception as error:
-            if not self.counters.failed_calls:
+            if not self.counters["failed_calls"]:
                 what = describe_error(error)
                 log.warning("engine.call_failed", backend=self.engine.backend, error=what)
-            self.counters.failed_calls += 1
+            self.counters["failed_calls"] += 1
             raise
-        milliseconds = round((self.timeline.clock() - began) * 1e3, 3)
-        log.debug("batch.evaluated", backend=self.engine.backend, n=len(requests), ms=milliseconds)
         self._count(answers, max(len(self._in_flight), len(requests)))
         return answers, failed
 
     def _count(self, answers: Answers[Request], in_flight: int) -> None:
         """Count the engine's answers. A declined request has ``None``."""
         if answers:
-            counters = self.counters
-            counters.batches += 1
-            counters.largest_batch = max(counters.largest_batch, in_flight)
-            failed = (Exception, type(None))
-            kinds = [type(request) for request, result in answers if not isinstance(result, failed)]
-            counters.rows += kinds.count(Query)
-            counters.draws += kinds.count(SampleRequest)
-            counters.scores += kinds.count(ScoreRequest)
+            counters, failed = self.counters, (Exception, type(None))
+            counters["batches"] += 1
+            counters["largest_batch"] = max(counters["largest_batch"], in_flight)
+            counters.update([KINDS[type(r)] for r, result in answers if not isinstance(result, failed)])
 
     def _explained(self, query: Query, error: Exception) -> Exception:
         """The engine's error, with the query that caused it."""

@@ -1,4 +1,4 @@
-"""Calls the hooks of a loaded engine inside its wrappers, which observe each call.
+"""The hooks of a plugin or an engine and those of the wrappers around it: found, checked, called.
 
 pluggy finds the implementations and checks them, once. It could also make the calls, but then a
 wrapper could skip the engine, lose or replace its result, and raise in its name.
@@ -7,22 +7,18 @@ wrapper could skip the engine, lose or replace its result, and raise in its name
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
 
 import pluggy
 
+from genlm.core import hookspecs
 from genlm.core.checks import describe_error
-from genlm.core.errors import GenlmError, PluginError
+from genlm.core.errors import GenlmError, InvalidInputError, PluginError
+from genlm.core.hints import nearest
 from genlm.core.logs import get_logger
-from genlm.core.plugins import (
-    PROCESSOR,
-    hook_names,
-    hooked,
-    implementations_of,
-    name_of,
-    wrappers_of,
-)
 from genlm.core.runtime.results import wrong_tensor
 from genlm.core.types import Query, Request
 
@@ -30,6 +26,19 @@ if TYPE_CHECKING:
     import torch
 
 log = get_logger()
+
+#: How the names of hooks begin, and all of them.
+PREFIX = f"{hookspecs.PROJECT}_"
+HOOKS = [name for name in vars(hookspecs) if name.startswith(PREFIX)]
+
+#: The hook that changes rows, and those that give rows, draws and scores.
+PROCESSOR = "genlm_process_logprobs"
+EVALUATION = (
+    "genlm_next_token_logprobs",
+    "genlm_step",
+    "genlm_sample",
+    "genlm_sequence_logprobs",
+)
 
 #: What a hook may raise without ending the model. A task that is cancelled in an event loop of the
 #: hook's own is none of ours.
@@ -44,23 +53,112 @@ Failed = dict[Request, Exception]
 
 
 class HookCalls:
-    """Calls the hooks of one engine.
+    """Calls the hooks of one plugin module or engine object.
 
     Args:
-        manager: Holds the engine object, the wrappers around its hooks, and what processes rows.
+        owner: How messages name it.
+        given: The module or object.
+        wrappers: Objects that process rows, in this order, or observe hooks; the last one is
+            outermost.
+
+    Raises:
+        PluginError: a hook is misspelt, lacks its mark, or takes an argument that the hook does not
+            have; or a wrapper has no hook, or one of the engine's.
     """
 
-    def __init__(self, manager: pluggy.PluginManager) -> None:
-        self._own = {hook: implementations_of(manager, hook) for hook in hook_names()}
-        self._around = {
-            hook: [(f"{hooked(one).owner}: {hook}", one) for one in wrappers_of(manager, hook)]
-            for hook in hook_names()
+    def __init__(self, owner: str, given: object, wrappers: Iterable[object] = ()) -> None:
+        manager = pluggy.PluginManager(hookspecs.PROJECT)
+        manager.add_hookspecs(hookspecs)
+        self._owner, own = owner, Hooked(owner, given)
+        around = [Hooked(f"wrapper {name_of(wrapper)}", wrapper) for wrapper in wrappers]
+        try:
+            for hooked in (own, *around):
+                manager.register(hooked)
+            manager.check_pending()
+        except (pluggy.PluginValidationError, ValueError) as error:
+            raise PluginError(f"{owner}: {error}") from error
+        found = {hook: getattr(manager.hook, hook).get_hookimpls() for hook in HOOKS}
+        # In the order in which they were registered, but for those that want to be first or last.
+        self._own: dict[str, list[pluggy.HookImpl]] = {
+            hook: sorted((i for i in each if not i.wrapper), key=lambda i: i.trylast - i.tryfirst)
+            for hook, each in found.items()
         }
+        self._around: dict[str, list[pluggy.HookImpl]] = {  # the outermost last
+            hook: [i for i in each if i.wrapper] for hook, each in found.items()
+        }
+        # For every hook the arguments that the object's own implementation takes.
+        self._arguments: dict[str, Sequence[str] | None] = {
+            hook: next((i.argnames for i in each if i.plugin is own), None)
+            for hook, each in self._own.items()
+        }
+        for hooked in around:
+            self._check_wrapper(hooked)
+
+    def _check_wrapper(self, wrapper: Hooked) -> None:
+        if not wrapper.hooks:
+            raise PluginError(
+                f"{wrapper.owner} has no hook; mark its methods with @hookimpl(wrapper=True)"
+                f", or with @hookimpl where one is {PROCESSOR}"
+            )
+        for hook in wrapper.hooks:
+            if hook != PROCESSOR and any(i.plugin is wrapper for i in self._own[hook]):
+                raise PluginError(
+                    f"{wrapper.owner} implements {hook} itself, which would shadow "
+                    f"{self._owner}; mark it with @hookimpl(wrapper=True)"
+                )
+
+    def check_observers(self, evaluates: str, called: Collection[str]) -> None:
+        """Refuse a wrapper of evaluation hooks none of which is ever called.
+
+        Args:
+            evaluates: The hook that gives this engine's rows.
+            called: All the evaluation hooks by which this engine is called.
+
+        Raises:
+            PluginError: it names the wrapper, its hook and the one to take.
+        """
+        observed: dict[Hooked, list[str]] = {}
+        for hook in (*EVALUATION, PROCESSOR):
+            for wrapper in self._around[hook]:
+                observed.setdefault(cast(Hooked, wrapper.plugin), []).append(hook)
+        for plugin, hooks in observed.items():
+            if not any(hook in called for hook in hooks):
+                raise PluginError(
+                    f"{plugin.owner} goes around {' and '.join(hooks)}, by which {self._owner} is "
+                    f"never called; to observe, let it go around {evaluates}; to change rows, "
+                    f"implement {PROCESSOR}"
+                )
+
+    # --- what there is ----------------------------------------------------------------------------
+
+    @property
+    def process(self) -> bool:
+        """Whether anything changes rows."""
+        return bool(self._own[PROCESSOR])
+
+    def supports(self, hook: str, argument: str | None = None) -> bool:
+        """Whether the object itself implements ``hook``, and takes ``argument`` there; the same
+        after :meth:`forget`.
+
+        Raises:
+            InvalidInputError: there is no such hook.
+        """
+        if hook not in self._arguments:
+            near = nearest(hook, HOOKS)
+            meant = [name for name in HOOKS if str(hook) in name or name == near]
+            hint = f"did you mean {' or '.join(map(repr, meant))}?"
+            if not meant:
+                hint = f"there are {', '.join(HOOKS)}"
+            raise InvalidInputError(f"there is no hook {hook!r}; {hint}")
+        taken = self._arguments[hook]
+        return taken is not None and (argument is None or argument in taken)
 
     def forget(self) -> None:
         """Let go of the engine and its wrappers."""
-        self._own = {hook: [] for hook in self._own}
-        self._around = {hook: [] for hook in self._around}
+        self._own = {hook: [] for hook in HOOKS}
+        self._around = {hook: [] for hook in HOOKS}
+
+    # --- calls ------------------------------------------------------------------------------------
 
     def call(self, hook: str, **arguments: Any) -> Any:
         """What the engine returns; ``None`` if it does not implement the hook.
@@ -105,7 +203,8 @@ class HookCalls:
         result, the first one first. Also what each has raised, or the requests that it fails."""
         remarks: list[PluginError | Failed] = []
         waiting: list[tuple[str, Observer]] = []
-        for name, wrapper in reversed(self._around[hook]):
+        for wrapper in reversed(self._around[hook]):
+            name = f"{cast(Hooked, wrapper.plugin).owner}: {hook}"
             try:
                 generator = _call(wrapper, arguments)
                 next(generator)
@@ -128,6 +227,64 @@ class HookCalls:
             return _processed(implementations, **arguments)
         result: Any = _call(implementations[0], arguments) if implementations else None
         return list(result) if hook == "genlm_step" else result
+
+
+class Hooked:
+    """The hooks of an object. pluggy compares and hashes what it holds: these are alike only where
+    they are the same, for any ``__eq__`` and ``__hash__`` of the object.
+
+    Args:
+        owner: How messages name the object.
+        given: The object.
+
+    Raises:
+        PluginError: a hook is misspelt, lacks its mark, or takes an argument that it does not have.
+    """
+
+    def __init__(self, owner: str, given: object) -> None:
+        self.owner, self.given = owner, given
+        self.hooks: list[str] = []
+        for name in dir(given):
+            hook = getattr(given, name, None) if name.startswith(PREFIX) else None
+            if callable(hook) and not inspect.isclass(hook) and self._is_hook(name, hook):
+                self.hooks.append(name)
+                setattr(self, name, hook)
+
+    def _is_hook(self, name: str, hook: Any) -> bool:
+        """Whether it is meant to be one."""
+        spec = getattr(hookspecs, name, None)
+        marked = hasattr(hook, f"{hookspecs.PROJECT}_impl")
+        if spec is None:
+            near = nearest(name, HOOKS)
+            meant = f"; did you mean {near}?" if near else ""
+            if marked or near:
+                raise PluginError(f"{self.owner}: there is no hook {name}{meant}")
+            return False
+        if not marked:
+            raise PluginError(
+                f"{self.owner}: {name} is not marked; put @hookimpl (from genlm.core) above it"
+            )
+        there = list(inspect.signature(spec).parameters)
+        unknown = [
+            each.name
+            for each in inspect.signature(hook).parameters.values()
+            if each.name not in there
+            and each.default is each.empty
+            and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        ]
+        if unknown:
+            raise PluginError(
+                f"{self.owner}: {name} takes no argument {', '.join(unknown)}; it may take "
+                f"{', '.join(there) or 'none'}"
+            )
+        return True
+
+
+def name_of(plugin: object) -> str:
+    """How a message names an object with hooks."""
+    kind = plugin if isinstance(plugin, ModuleType) else type(plugin)
+    module = "" if isinstance(plugin, ModuleType) else f"{kind.__module__}."
+    return f"{module}{getattr(kind, '__qualname__', kind.__name__)}"
 
 
 def attributed(name: str, error: BaseException) -> PluginError:
@@ -159,7 +316,7 @@ def _processed(
 
     processed = rows
     for processor in processors:
-        name = f"{name_of(hooked(processor).given)}: {PROCESSOR}"
+        name = f"{name_of(cast(Hooked, processor.plugin).given)}: {PROCESSOR}"
         if processed is not rows:  # whoever gave it may still hold it
             processed = processed.clone(memory_format=torch.contiguous_format)
         try:

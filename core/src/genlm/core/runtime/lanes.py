@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import math
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -115,22 +115,9 @@ class Lane:
 ROWS, SUSPECTS = Lane("rows"), Lane("suspects", alone=True)
 
 
-@define
-class Counters:
-    """Counters of :class:`~genlm.core.types.Stats`. The first four are written under the batcher's
-    lock or by the engine thread, the others by that thread alone."""
-
-    requests: int = 0
-    dedup_hits: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    cache_hits: int = 0  # of requests that the batcher has already counted
-    batches: int = 0
-    rows: int = 0
-    draws: int = 0
-    scores: int = 0
-    largest_batch: int = 0
-    failed_calls: int = 0
+#: By the names of :class:`~genlm.core.types.Stats`. Those of requests and their callers are written
+#: under the batcher's lock or by the engine thread, the others by that thread alone.
+Counters = Counter[str]
 
 
 class Lanes:
@@ -222,7 +209,7 @@ class Lanes:
                     if (callers := waiting.setdefault(request, mine)) is mine:
                         continue
                 callers.append((arrived, at))
-                self._counters.dedup_hits += 1
+                self._counters["dedup_hits"] += 1
 
     def _admit(self, lane: Lane) -> list[Any]:
         """Put requests of one lane in flight, as many as fit, and return them."""
@@ -233,7 +220,7 @@ class Lanes:
         while pending and len(self.in_flight) < most:
             request, asked = pending.popitem(last=False)
             callers = [caller for caller in asked if not caller[0].future.done()]
-            self._counters.cancelled += len(asked) - len(callers)
+            self._counters["cancelled"] += len(asked) - len(callers)
             if callers:
                 self.in_flight[request] = callers
                 newcomers.append(request)
@@ -255,7 +242,7 @@ class Lanes:
             if all(call.future.done() for call, _ in callers)
         ]
         for request in dropped:
-            self._counters.cancelled += len(self.in_flight.pop(request))
+            self._counters["cancelled"] += len(self.in_flight.pop(request))
         return dropped
 
     def withdraw(self, tasks: bool = True) -> Callers:

@@ -1,4 +1,4 @@
-"""The typed face of one loaded engine: what it can do, and its hooks as methods."""
+"""One loaded engine: what it has and can do, and what is needed of it beside rows."""
 
 from __future__ import annotations
 
@@ -6,24 +6,17 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
-from genlm.core.errors import InvalidInputError, ModelClosedError, PluginError, UnsupportedError
-from genlm.core.hints import nearest
+from genlm.core.errors import ModelClosedError, PluginError, UnsupportedError
 from genlm.core.logs import get_logger
-from genlm.core.plugins import (
-    ENGINE_ATTRIBUTES,
-    PROCESSOR,
-    check_observers,
-    hook_names,
-    hooked,
-    implementations_of,
-    plugin_manager,
-)
-from genlm.core.runtime.hook_calls import HookCalls
+from genlm.core.runtime.hook_calls import PROCESSOR, HookCalls
 from genlm.core.runtime.results import Results, Violated
 from genlm.core.tokenization import decode_vocab
 from genlm.core.types import Engine
 
 log = get_logger()
+
+#: What every engine has.
+ATTRIBUTES = [name for name, value in vars(Engine).items() if isinstance(value, property)]
 
 
 class LoadedEngine:
@@ -61,20 +54,13 @@ class LoadedEngine:
             raise
 
     def _adopt(self, engine: Engine, wrappers: Iterable[object], violated: Violated | None) -> None:
-        if missing := [name for name in ENGINE_ATTRIBUTES if not hasattr(engine, name)]:
+        if missing := [name for name in ATTRIBUTES if not hasattr(engine, name)]:
             raise PluginError(
                 f"{self._owner} lacks {', '.join(missing)}; see genlm.core.types.Engine"
             )
-        manager = plugin_manager(self._owner, engine, wrappers)
         #: Its hooks, inside the wrappers, and what reads their results.
-        self.calls = HookCalls(manager)
-        # For every hook the arguments that the engine's own implementation takes; None where it has
-        # none.
-        self._arguments: dict[str, tuple[str, ...] | None] = dict.fromkeys(hook_names())
-        for hook in self._arguments:
-            for implementation in implementations_of(manager, hook):
-                if hooked(implementation).given is engine:
-                    self._arguments[hook] = implementation.argnames
+        self.calls = HookCalls(self._owner, engine, wrappers)
+        self.supports = self.calls.supports
         self.continuous = self.supports("genlm_step")
         evaluates = "genlm_step" if self.continuous else "genlm_next_token_logprobs"
         if not self.supports(evaluates):
@@ -82,7 +68,7 @@ class LoadedEngine:
                 f"{self._owner} has no hook that evaluates; implement one of {evaluates}, "
                 "genlm_step"
             )
-        processes = bool(implementations_of(manager, PROCESSOR))
+        processes = self.calls.process
         #: By which hook the engine answers ``samples`` and ``scores`` itself. With processors it
         #: does not: its draws would not be from their rows.
         self.native: dict[str, str] = {}
@@ -91,7 +77,7 @@ class LoadedEngine:
             if not processes and (in_steps or self.supports(hook)):
                 self.native[kind] = "genlm_step" if in_steps else hook
         called = {evaluates, *self.native.values(), *([PROCESSOR] if processes else ())}
-        check_observers(manager, self._owner, evaluates, called)
+        self.calls.check_observers(evaluates, called)
         self.tokenizer = engine.tokenizer
         self.vocab_size = engine.vocab_size
         self.max_context = engine.max_context
@@ -114,31 +100,12 @@ class LoadedEngine:
     @property
     def model(self) -> Any:
         """Raises: ModelClosedError: the engine has been released."""
-        model = self._model
+        model = self._model  # read first: another thread may close it
         if self.closed:
             raise ModelClosedError(
                 f"the model of backend {self.backend!r} has been closed; load it again"
             )
         return model
-
-    # --- capabilities -----------------------------------------------------------------------------
-
-    def supports(self, hook: str, argument: str | None = None) -> bool:
-        """Whether the engine itself implements ``hook``, and takes ``argument`` there; the same
-        after closing.
-
-        Raises:
-            InvalidInputError: there is no such hook.
-        """
-        if hook not in self._arguments:
-            near = nearest(hook, self._arguments)
-            meant = [name for name in self._arguments if str(hook) in name or name == near]
-            hint = f"did you mean {' or '.join(map(repr, meant))}?"
-            if not meant:
-                hint = f"there are {', '.join(self._arguments)}"
-            raise InvalidInputError(f"there is no hook {hook!r}; {hint}")
-        taken = self._arguments[hook]
-        return taken is not None and (argument is None or argument in taken)
 
     def require(self, hook: str, feature: str) -> None:
         """Raises: UnsupportedError: the engine does not implement ``hook``."""
@@ -149,8 +116,6 @@ class LoadedEngine:
             )
             why = self._lacking.get(hook, unknown)
             raise UnsupportedError(f"backend {self.backend!r} has no {feature}: {why}")
-
-    # --- calls ------------------------------------------------------------------------------------
 
     def change(self, hook: str, **arguments: Any) -> None:
         """Call a hook that changes the engine's state, and returns ``True``. The first argument is
