@@ -17,6 +17,7 @@ from tools.soak import Soak, held
 
 #: A soak of an engine that does not return from its fifth call.
 STUCK = """
+import sys
 import threading
 from genlm.core import hookimpl
 from tests.test_soak import soak
@@ -31,7 +32,7 @@ class Stuck:
             threading.Event().wait()
         return (yield)
 
-soak(minutes=0.05, wrappers=[Stuck()], patience=1.0).run()
+sys.exit(not soak(minutes=0.05, wrappers=[Stuck()], patience=1.0).run())
 """
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from attrs import define, field
 
 from genlm.conformance import ConformanceSuite
-from genlm.conformance.compare import ATOL
+from genlm.conformance.compare import ATOL, Violation
 from genlm.conformance.lifecycle import alive
 from genlm.core import QueriesResetError
 from genlm.core.cli.arguments import parsed
@@ -83,7 +83,11 @@ class Soak:
     def run(self) -> bool:
         """Soak for the time given; whether nothing was found."""
         for number in range(ROUNDS):
-            self.one_round(number)
+            try:
+                self.one_round(number)
+            except Violation as hangs:
+                self.found(hangs)
+                show_and_end()
             self.left.append(held())
             if self.stopped.is_set():
                 break
@@ -91,7 +95,6 @@ class Soak:
             self.must_not_grow("closed models leave", self.left[1:])
             for used in self.used[1:]:
                 self.must_not_grow("a model with empty caches holds", used)
-        faulthandler.cancel_dump_traceback_later()
         print(self)
         return not self.findings
 
@@ -135,7 +138,9 @@ class Soak:
     def one_part(self, seed: str, seconds: float, beside: bool) -> None:
         """All users at work for some time, and another model beside them."""
         # A request that hangs is noticed by who asks. If anything else does, show where, and end.
-        faulthandler.dump_traceback_later(seconds + 4 * self.suite.patience, exit=True, file=2)
+        hangs = threading.Timer(seconds + 4 * self.suite.patience, show_and_end)
+        hangs.daemon = True
+        hangs.start()
         self.live.leaving.clear()
         loops = [
             threading.Thread(target=asyncio.run, args=(self.one_loop(f"{seed}-{number}"),))
@@ -151,6 +156,8 @@ class Soak:
         self.live.leaving.set()
         for loop in loops:
             loop.join()
+        hangs.cancel()
+        hangs.join()  # what it holds would count as left behind
 
     async def one_loop(self, seed: str) -> None:
         users = [
@@ -183,6 +190,15 @@ class Soak:
         """Let users end what they do, and say what was done so far: it may take long."""
         self.stopped.set()
         print(f"{self}, stopped early", flush=True)
+
+
+def show_and_end() -> None:
+    """Print where each thread stands, and end the process, which would wait for those that hang.
+
+    With the interpreter's lock: `dump_traceback_later` takes none, and crashes where a thread runs.
+    """
+    faulthandler.dump_traceback(file=2)
+    os._exit(1)
 
 
 def held() -> Held:
