@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlm.core import InvalidOptionError, VocabularyError
-from genlm.core.tokenization import decode_vocab, probe
+from genlm.core.tokenization import decode_vocab
 from genlm.core.tokenization import decoder as decoder_module
 
 tok = pytest.importorskip("tokenizers", reason="defines tokenizers of the library tokenizers")
@@ -215,7 +215,7 @@ def test_a_split_that_keeps_what_matches_less_than_everything_is_refused(pattern
 
 
 def test_a_pattern_may_not_take_too_long_for_all_characters(monkeypatch):
-    monkeypatch.setattr(probe, "REGEX_SECONDS", -1.0)
+    monkeypatch.setattr(decoder_module, "REGEX_SECONDS", -1.0)
     with pytest.raises(VocabularyError, match="takes longer than -1 s for all characters"):
         decode_vocab(keeping(CL100K))
 

@@ -115,9 +115,7 @@ hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
-# --------------------------------------------------------------------------------------------------
-# The plugin module
-# --------------------------------------------------------------------------------------------------
+# --- The plugin module ----------------------------------------------------------------------------
 
 
 @hookspec(firstresult=True)
@@ -151,9 +149,7 @@ def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
     raise NotImplementedError
 
 
-# --------------------------------------------------------------------------------------------------
-# Evaluation: an engine implements one of the first two, or both (then the second is used)
-# --------------------------------------------------------------------------------------------------
+# --- Evaluation: an engine implements one of the first two, or both (then the second is used) -----
 
 
 @hookspec(firstresult=True)
@@ -232,9 +228,7 @@ def genlm_wake() -> None:
     """
 
 
-# --------------------------------------------------------------------------------------------------
-# Changing rows: by wrappers, not by engines
-# --------------------------------------------------------------------------------------------------
+# --- Changing rows: by wrappers, not by engines ---------------------------------------------------
 
 
 @hookspec
@@ -285,9 +279,7 @@ def genlm_process_logprobs(queries: Sequence[Query], rows: torch.Tensor) -> torc
     raise NotImplementedError
 
 
-# --------------------------------------------------------------------------------------------------
-# Sampling (optional)
-# --------------------------------------------------------------------------------------------------
+# --- Sampling (optional) --------------------------------------------------------------------------
 
 
 @hookspec(firstresult=True)
@@ -302,12 +294,9 @@ def genlm_sample(
     separate draws. The stop tokens are exactly ``params[i].stop_token_ids``: the model's own
     end-of-sequence token does not stop unless it is listed.
     """
-    raise NotImplementedError
 
 
-# --------------------------------------------------------------------------------------------------
-# Scoring (optional)
-# --------------------------------------------------------------------------------------------------
+# --- Scoring (optional) ---------------------------------------------------------------------------
 
 
 @hookspec(firstresult=True)
@@ -321,12 +310,9 @@ def genlm_sequence_logprobs(
     Continuations are not empty, and context plus continuation without its last token fits
     ``max_context``. Without an implementation, or on ``None``, the core asks for one row per token.
     """
-    raise NotImplementedError
 
 
-# --------------------------------------------------------------------------------------------------
-# Key/value state (optional)
-# --------------------------------------------------------------------------------------------------
+# --- Key/value state (optional) -------------------------------------------------------------------
 
 
 @hookspec(firstresult=True)
@@ -337,7 +323,6 @@ def genlm_cache_prefix(query: Query) -> bool | None:
     A pinned prefix stays until ``genlm_clear_kv_cache``, or until its adapter is removed. Return
     ``True``.
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -345,9 +330,7 @@ def genlm_clear_kv_cache() -> None:
     """Drop all key/value state, pinned prefixes included."""
 
 
-# --------------------------------------------------------------------------------------------------
-# LoRA (optional: add and remove, both or neither; read, if that takes long)
-# --------------------------------------------------------------------------------------------------
+# --- LoRA (optional: add and remove, both or neither; read, if that takes long) -------------------
 
 
 @hookspec(firstresult=True)
@@ -357,7 +340,6 @@ def genlm_read_lora(adapter: Adapter) -> Any:
     Called on the caller's thread before ``genlm_add_lora``, while the engine works, and perhaps by
     several callers at once: it must not change the engine. An exception reaches the caller.
     """
-    raise NotImplementedError
 
 
 @hookspec(firstresult=True)
@@ -369,7 +351,6 @@ def genlm_add_lora(adapter: Adapter, contents: Any) -> bool | None:
     When a name is bound again, the new version is added before the old one is removed. After an
     exception nothing of the new version may remain.
     """
-    raise NotImplementedError
 
 
 @hookspec(firstresult=True)
@@ -378,12 +359,9 @@ def genlm_remove_lora(adapter: Adapter) -> bool | None:
 
     No query with this adapter follows.
     """
-    raise NotImplementedError
 
 
-# --------------------------------------------------------------------------------------------------
-# The end
-# --------------------------------------------------------------------------------------------------
+# --- The end --------------------------------------------------------------------------------------
 
 
 @hookspec

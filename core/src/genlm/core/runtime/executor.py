@@ -234,7 +234,9 @@ class EngineExecutor:
             counters, failed = self.counters, (Exception, type(None))
             counters["batches"] += 1
             counters["largest_batch"] = max(counters["largest_batch"], in_flight)
-            counters.update([KINDS[type(r)] for r, result in answers if not isinstance(result, failed)])
+            counters.update(
+                [KINDS[type(asked)] for asked, given in answers if not isinstance(given, failed)]
+            )
 
     def _explained(self, query: Query, error: Exception) -> Exception:
         """The engine's error, with the query that caused it."""

@@ -13,15 +13,16 @@ from __future__ import annotations
 import codecs
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from genlm.core.errors import VocabularyError
+
+T = TypeVar("T")
 
 _NO_BYTE = 256
 
@@ -75,7 +76,7 @@ _LOSSY = {
 
 # The most ids of a vocabulary. The largest ones of today have about 300,000.
 MOST_IDS = 1 << 22
-# The longest time that a decoder's regular expression may take for a whole vocabulary.
+# The longest time that a regular expression may take for a whole vocabulary, or all characters.
 REGEX_SECONDS = 60.0
 
 
@@ -98,16 +99,30 @@ def checked_size(size: int) -> int:
     return size
 
 
-@contextmanager
-def refusing_panics(culprit: str) -> Iterator[None]:
-    """Refuse the tokenizer if the library panics, as it does when an expression takes too many
-    steps. A panic is not an ``Exception``."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise undecodable(f"{culprit} fails: {error}; use a simpler one") from None
+def guarded(culprit: str, work: str, call: Callable[..., T]) -> Callable[..., T]:
+    """A call of the library that refuses the tokenizer if the library panics, as it does when an
+    expression takes too many steps, or if all such calls take too long together.
+
+    Args:
+        culprit: The part of the tokenizer that is called, for messages.
+        work: What all the calls are for.
+        call: The library's.
+    """
+    deadline = time.monotonic() + REGEX_SECONDS
+
+    def calling(*given: Any) -> T:
+        if time.monotonic() > deadline:
+            raise undecodable(
+                f"{culprit} takes longer than {REGEX_SECONDS:g} s for {work}; use a simpler one"
+            )
+        try:
+            return call(*given)
+        except BaseException as error:  # a panic is not an ``Exception``
+            if type(error).__name__ != "PanicException":
+                raise
+            raise undecodable(f"{culprit} fails: {error}; use a simpler one") from None
+
+    return calling
 
 
 def decode_pieces(pieces: Sequence[str], definition: Definition) -> list[bytes]:
@@ -232,19 +247,10 @@ def _replace(step: Definition) -> Callable[[str], str]:
     from tokenizers.decoders import Replace
 
     pattern = step["pattern"]["Regex"]
-    replace = Replace(Regex(pattern), step["content"])
-    deadline = time.monotonic() + REGEX_SECONDS
-
-    def apply(piece: str) -> str:
-        if time.monotonic() > deadline:
-            raise undecodable(
-                f"the decoder's regular expression {pattern!r:.80} takes longer than "
-                f"{REGEX_SECONDS:g} s for the vocabulary; use a simpler one"
-            )
-        with refusing_panics(f"the decoder's regular expression {pattern!r:.80}"):
-            return str(replace.decode([piece]))
-
-    return apply
+    culprit = f"the decoder's regular expression {pattern!r:.80}"
+    decode = Replace(Regex(pattern), step["content"]).decode
+    replace: Callable[[list[str]], str] = guarded(culprit, "the vocabulary", decode)
+    return lambda piece: replace([piece])
 
 
 def _strip(content: str, start: int, stop: int) -> Callable[[str], str]:

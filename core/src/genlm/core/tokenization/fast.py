@@ -12,7 +12,7 @@ from genlm.core.tokenization.decoder import (
     can_be_in_text,
     checked_size,
     decode_pieces,
-    refusing_panics,
+    guarded,
     steps,
     undecodable,
 )
@@ -167,9 +167,7 @@ def _check_covers(pre_tokenizer: Any, kinds: Sequence[str]) -> None:
     """Refuse a pre-tokenizer of which no part has some of the text."""
     # Where that may remove white space, a later step marks every part.
     ignored = str.isspace if "WhitespaceSplit" in kinds else lambda _: False
-    with refusing_panics("the tokenizer's pre-tokenizer"):
-        found = lost(pre_tokenizer, ignored)
-    if found is not None:
+    if (found := lost(pre_tokenizer, ignored)) is not None:
         raise _loses(f"pre-tokenizer {', '.join(kinds)}", f"{found[1]!r} of the text {found[0]!r}")
 
 
@@ -182,13 +180,14 @@ def _removes_text(step: Definition) -> bool:
 def _check_round_trip(backend: Any, decoder: Definition) -> None:
     """Refuse a tokenizer whose decoder does not undo what its normalizer and pre-tokenizer do to a
     short text. The model may split that into single characters."""
+    text = _PROBE
     try:
-        with refusing_panics("the tokenizer's pre-tokenizer"):
-            text = _PROBE
-            if backend.normalizer:
-                text = backend.normalizer.normalize_str(text)
-            if backend.pre_tokenizer:
-                text = "".join(part for part, _ in backend.pre_tokenizer.pre_tokenize_str(text))
+        if backend.normalizer:
+            text = backend.normalizer.normalize_str(text)
+        if backend.pre_tokenizer:
+            split = backend.pre_tokenizer.pre_tokenize_str
+            parts = guarded("the tokenizer's pre-tokenizer", "a short text", split)(text)
+            text = "".join(part for part, _ in parts)
     except VocabularyError:
         raise
     except Exception:  # from a component written in Python, which may need more than the text

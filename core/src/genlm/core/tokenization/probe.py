@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 import unicodedata
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from genlm.core.tokenization.decoder import (
-    REGEX_SECONDS,
-    Definition,
-    refusing_panics,
-    undecodable,
-)
+from genlm.core.tokenization.decoder import Definition, guarded
 
 #: A character of every category of Unicode, and some that patterns of tokenizers name.
 CHARACTERS = (
@@ -39,26 +33,23 @@ def matches_all(step: Definition) -> bool:
 
     (kind, pattern), *_ = step["pattern"].items()
     compiled = Regex(pattern) if kind == "Regex" else pattern
-    split = pre_tokenizers.Split(compiled, "removed", invert=True)
-    deadline = time.monotonic() + REGEX_SECONDS
-    for text in itertools.chain([pattern], texts()):
-        if time.monotonic() > deadline:
-            raise undecodable(
-                f"the pattern {pattern!r:.80} of the tokenizer's pre-tokenizer takes longer than "
-                f"{REGEX_SECONDS:g} s for all characters; use a simpler one"
-            )
-        with refusing_panics("the tokenizer's pre-tokenizer"):
-            if "".join(part for part, _ in split.pre_tokenize_str(text)) != text:
-                return False
-    return True
+    culprit = f"the pattern {pattern!r:.80} of the tokenizer's pre-tokenizer"
+    removing = pre_tokenizers.Split(compiled, "removed", invert=True)
+    split = guarded(culprit, "all characters", removing.pre_tokenize_str)
+    every = itertools.chain([pattern], texts())
+    return all("".join(part for part, _ in split(text)) == text for text in every)
 
 
 def lost(pre_tokenizer: Any, ignored: Callable[[str], bool]) -> tuple[str, str] | None:
     """A text of two characters, of every category, runs included, and what of it is in no part;
-    ``None`` where all of every such text is in some part, or ``ignored``."""
+    ``None`` where all of every such text is in some part, or ``ignored``.
+
+    Raises:
+        VocabularyError: the pre-tokenizer fails, or takes too long.
+    """
+    split = guarded("the tokenizer's pre-tokenizer", "a few texts", pre_tokenizer.pre_tokenize_str)
     for text in pairs():
-        end = 0
-        parts = pre_tokenizer.pre_tokenize_str(text)
+        end, parts = 0, split(text)
         for start, stop in (*(place for _, place in parts), (len(text), len(text))):
             if start > end and not ignored(text[end:start]):
                 return text, text[end:start]
