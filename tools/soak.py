@@ -32,7 +32,7 @@ from genlm.conformance import ConformanceSuite
 from genlm.conformance.compare import ATOL, Violation
 from genlm.conformance.lifecycle import alive
 from genlm.core import QueriesResetError
-from genlm.core.cli.arguments import parsed
+from genlm.core.cli.model import parsed
 from tools.tiny import write_adapter, write_model
 from tools.users import Live, User
 

@@ -12,10 +12,8 @@ import time
 from attrs import frozen
 
 from genlm.core.checks import number, safe_repr
-from genlm.core.cli.arguments import Commands
-from genlm.core.cli.model import add_model, loaded
-from genlm.core.cli.progress import Progress
-from genlm.core.cli.tables import bar, table
+from genlm.core.cli.model import Commands, add_model, loaded
+from genlm.core.cli.terminal import Progress, bar, table
 from genlm.core.errors import BackendImportError, GenlmError, InvalidOptionError, PluginError
 from genlm.core.installation import pip_install
 from genlm.core.lm import AsyncLM

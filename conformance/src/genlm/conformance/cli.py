@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from genlm.core.cli.arguments import Commands
+from genlm.core.cli.model import Commands
 
 
 def add_to(commands: Commands) -> None:

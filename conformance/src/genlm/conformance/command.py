@@ -14,8 +14,8 @@ from pathlib import Path
 from genlm.conformance.compare import ATOL
 from genlm.conformance.report import Report, Verdict, run
 from genlm.conformance.suite import ConformanceSuite
-from genlm.core.cli.arguments import named, parsed
-from genlm.core.cli.progress import Progress
+from genlm.core.cli.model import named, parsed
+from genlm.core.cli.terminal import Progress
 from genlm.core.errors import GenlmError, InvalidOptionError
 from genlm.core.plugins import find_backend
 

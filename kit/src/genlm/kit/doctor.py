@@ -10,10 +10,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from genlm.core.cli.arguments import Commands
 from genlm.core.cli.backends import backend_table
-from genlm.core.cli.progress import Progress
-from genlm.core.cli.tables import table
+from genlm.core.cli.model import Commands
+from genlm.core.cli.terminal import Progress, table
 from genlm.core.errors import BackendNotFoundError
 from genlm.core.plugins import available_backends, choose_backend
 from genlm.kit.processor import timings, usable_processors

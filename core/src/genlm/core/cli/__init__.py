@@ -14,8 +14,8 @@ from importlib.metadata import EntryPoint, entry_points
 
 from genlm.core.checks import describe_error
 from genlm.core.cli import backends, sample, top
-from genlm.core.cli.arguments import Commands
-from genlm.core.cli.version import PrintVersions
+from genlm.core.cli.backends import PrintVersions
+from genlm.core.cli.model import Commands
 from genlm.core.errors import GenlmError
 from genlm.core.installation import pip_install
 

@@ -1,14 +1,18 @@
-"""``genlm backends``: what is installed, what can run here, and why not."""
+"""What is installed: ``genlm backends``, with what can run here and why not, and ``genlm
+--version``."""
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+import argparse
+import platform
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Any
 
-from genlm.core.cli.arguments import Commands
-from genlm.core.cli.tables import table
+from genlm.core.cli.model import Commands
+from genlm.core.cli.terminal import table
 from genlm.core.errors import BackendImportError, PluginError
-from genlm.core.installation import pip_install
-from genlm.core.plugins import KNOWN, backend_names, find_backend
+from genlm.core.installation import CORE, pip_install
+from genlm.core.plugins import BACKENDS, KNOWN, backend_names, distribution, find_backend
 
 
 def add_to(commands: Commands) -> None:
@@ -56,3 +60,21 @@ def _version(name: str) -> str:
         return version(name)
     except (PackageNotFoundError, ValueError):  # the latter where the plugin names no distribution
         return ""
+
+
+class PrintVersions(argparse.Action):
+    """Prints them, and ends the program. Imports no plugin."""
+
+    def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: object) -> None:
+        print(versions())
+        parser.exit()
+
+
+def versions() -> str:
+    """A line for each distribution, the core first, and one for Python."""
+    core = f"{CORE} {version(CORE)}"
+    others = {distribution(entry_point) for entry_point in entry_points(group=BACKENDS)} - {core}
+    return "\n".join([core, *sorted(others), f"Python {platform.python_version()}"])

@@ -1,17 +1,41 @@
-"""Loading the model that a command line describes."""
+"""Arguments that several subcommands take, and loading the model that they describe."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Iterator
-from typing import TextIO
+from typing import Any, TextIO, TypeAlias
 
-from genlm.core.cli.arguments import parsed
-from genlm.core.cli.progress import Progress
+from genlm.core.cli.terminal import Progress
+from genlm.core.errors import InvalidOptionError
 from genlm.core.lm import AsyncLM, load_model_by_name
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def named(flag: str, given: str) -> tuple[str, str]:
+    """The two sides of ``NAME=VALUE``.
+
+    Raises:
+        InvalidOptionError: one of them is missing.
+    """
+    name, separator, value = given.partition("=")
+    if not (name and separator and value):
+        raise InvalidOptionError(f"{flag} {given!r}: give {flag} NAME=VALUE")
+    return name, value
+
+
+def parsed(flag: str, given: str) -> tuple[str, Any]:
+    """``NAME=VALUE`` with the value read as JSON, or as a string where it is not JSON."""
+    name, value = named(flag, given)
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value  # a string needs no quotes
 
 
 def add_model(parser: argparse.ArgumentParser, many: bool = False) -> None:

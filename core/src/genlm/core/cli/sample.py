@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from genlm.core.checks import integer
-from genlm.core.cli.arguments import Commands
-from genlm.core.cli.model import add_model, add_prompt, loaded, prompt_ids
+from genlm.core.cli.model import Commands, add_model, add_prompt, loaded, prompt_ids
 from genlm.core.lm import AsyncLM
 from genlm.core.runtime.askers import all_of
 from genlm.core.sampling import checked_params, seed_of

@@ -6,9 +6,8 @@ import argparse
 import math
 
 from genlm.core.checks import integer
-from genlm.core.cli.arguments import Commands
-from genlm.core.cli.model import add_model, add_prompt, loaded, prompt_ids
-from genlm.core.cli.tables import bar, table
+from genlm.core.cli.model import Commands, add_model, add_prompt, loaded, prompt_ids
+from genlm.core.cli.terminal import bar, table
 from genlm.core.text import TopToken
 
 

@@ -1,4 +1,4 @@
-"""Tables and bars in text."""
+"""What the command shows: tables and bars in text, and how far it has come."""
 
 from __future__ import annotations
 
@@ -29,3 +29,26 @@ def _shows(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+class Progress:
+    """One line that tells how far a command has come, on the standard error, overwritten each time;
+    nothing where that is not a terminal."""
+
+    def __init__(self) -> None:
+        self._out = sys.stderr
+        self._shown = ""
+
+    def show(self, text: str) -> None:
+        """Replace the line."""
+        if self._out.isatty():
+            self.clear()
+            self._shown = text
+            print(text, end="", file=self._out, flush=True)
+
+    def clear(self) -> None:
+        """Remove the line, before something else is printed."""
+        if self._shown:
+            blank = " " * len(self._shown)
+            print(f"\r{blank}\r", end="", file=self._out, flush=True)
+            self._shown = ""
