@@ -212,12 +212,6 @@ def test_large_results_are_never_written_to_while_anything_refers_to_them():
     assert np.array_equal(trie.batch_weight_sum(twice), np.concatenate([expected, expected]))
 
 
-def test_older_names(vocabulary, weights):
-    trie = TokenCharacterTrie(vocabulary)
-    assert np.array_equal(trie.mass_sum(weights[0]), trie.weight_sum(weights[0]))
-    assert np.array_equal(trie.batch_mass_sum(weights), trie.batch_weight_sum(weights))
-
-
 @tries
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_weights_of_any_precision(trie_class, vocabulary, weights, dtype):

@@ -181,6 +181,10 @@ def test_the_options_of_caches_and_tries() -> None:
     cache = OutputCache(1, True)
     cache["a"], cache["b"] = torch.zeros(1), torch.ones(1)
     assert "a" not in cache
+    with pytest.raises(KeyError, match="a"):
+        cache["a"]
+    cache["b"].zero_()
+    assert torch.equal(cache["b"], torch.ones(1))
     assert cache["b"].device.type == "cpu"
     words = [b"a", b"ab"]
     weights = torch.tensor([0.25, 0.75])
@@ -191,6 +195,8 @@ def test_the_options_of_caches_and_tries() -> None:
         AsyncTokenCharacterTrie.from_vocab(words, "sequential").trie,
     ):
         assert float(trie.weight_sum(weights)[trie.root]) == 1.0
+        assert float(trie.mass_sum(weights)[trie.root]) == 1.0
+        assert float(trie.batch_mass_sum([weights])[0][trie.root]) == 1.0
     for make in (
         lambda: AsyncTokenCharacterTrie.from_vocab(words, backend="quick"),
         lambda: ParallelTokenCharacterTrie(words, device="abacus"),

@@ -1,7 +1,6 @@
 """Faulty models: for every clause of the suite at least one that breaks it.
 
-Most faults sit in the engine, as a plugin's would. Those of what only the core does (futures,
-caches, refusals) are in ``tests/core_clauses``.
+The faults sit in the engine, as a plugin's would.
 """
 
 from . import rows, state, adapters, sampling, space, company, alone  # noqa: F401, I001  (each registers its own)

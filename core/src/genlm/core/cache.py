@@ -42,12 +42,13 @@ class OutputCache:
         self.hits = 0
         # row, from, bytes.
         self._rows: OrderedDict[Hashable, tuple[torch.Tensor, torch.device, int]] = OrderedDict()
-        self._nbytes = 0
+        #: The bytes that the rows take, and their contexts' ids.
+        self.nbytes = 0
         #: Changes whenever rows are dropped on purpose: a row computed under an older one must not
         #: be kept.
         self.generation = 0
         # Re-entrant, because comparing keys runs Python code, and between any two lines of that a
-        # signal handler may look or drop rows: get() and drop() allow for it. Signal handlers run
+        # signal handler may look or drop rows: peek() and drop() allow for it. Signal handlers run
         # on the main thread, put() on the engine's.
         self._lock = threading.RLock()
         self._pid = os.getpid()
@@ -57,32 +58,6 @@ class OutputCache:
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._rows and not self._forked()
-
-    def __getitem__(self, key: Hashable) -> torch.Tensor:
-        """A copy of the row of ``key``, now the most recently used.
-
-        Raises:
-            KeyError: There is no row of ``key``.
-        """
-        row = self.get(key)
-        if row is None:
-            raise KeyError(key)
-        return row
-
-    def __setitem__(self, key: Hashable, row: torch.Tensor) -> None:
-        """Keep a copy of ``row``, unless it is larger than the whole cache. Writing a key again
-        evicts no other."""
-        self.put(key, row, self.generation)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that the rows take, and their contexts' ids."""
-        return self._nbytes
-
-    def get(self, key: Hashable) -> torch.Tensor | None:
-        """A copy of the row of ``key``, now the most recently used; ``None`` if it is not here."""
-        row = self.peek(key)
-        return None if row is None else row.clone()
 
     def peek(self, key: Hashable, *, counted: bool = True) -> torch.Tensor | None:
         """The row of ``key`` itself, which is to be copied and not written into; ``None`` if it is
@@ -112,14 +87,14 @@ class OutputCache:
             if generation != self.generation:
                 return
             if (kept := self._rows.pop(key, None)) is not None:
-                self._nbytes -= kept[2]
+                self.nbytes -= kept[2]
             self._rows[key] = own, row.device, nbytes
-            self._nbytes += nbytes
+            self.nbytes += nbytes
             while (self.maxsize is not None and len(self._rows) > self.maxsize) or (
-                self.max_bytes is not None and self._nbytes > self.max_bytes
+                self.max_bytes is not None and self.nbytes > self.max_bytes
             ):
                 _, (_, _, gone) = self._rows.popitem(last=False)
-                self._nbytes -= gone
+                self.nbytes -= gone
 
     def clear(self) -> None:
         """Drop all rows."""
@@ -133,7 +108,7 @@ class OutputCache:
             self.generation += 1
             for key in list(dict.__iter__(self._rows)):  # the ordered one hashes every key
                 if condition(key) and (kept := self._rows.pop(key, None)) is not None:
-                    self._nbytes -= kept[2]
+                    self.nbytes -= kept[2]
 
     def _forked(self) -> bool:
         """Whether this is a forked child: it has no use for rows, and perhaps a lock that is

@@ -91,8 +91,10 @@ _SUMS = "trie.weight_sum and trie.weight_max do it all"
 #: Those of its trie.
 TRIE: Mapping[str, str] = {
     "M": _SUMS,
+    "batch_mass_sum": "trie.batch_weight_sum is its name",
     "dst_indices": _SUMS,
     "jump": "trie.children has the children of every node",
+    "mass_sum": "trie.weight_sum is its name",
     "ordering": _SUMS,
     "src_indices": _SUMS,
     "visualize": "trie.draw(ws) draws it as text",

@@ -145,14 +145,6 @@ class TokenCharacterTrie:
         """:meth:`weight_max` of each row of ``ws``; see :meth:`batch_weight_sum`."""
         return self._reduce(MAX, ws, dtype, batch=True)
 
-    def mass_sum(self, p_llm: Any) -> Any:
-        """An older name of :meth:`weight_sum`."""
-        return self.weight_sum(p_llm)
-
-    def batch_mass_sum(self, p_llms: Any) -> Any:
-        """An older name of :meth:`batch_weight_sum`."""
-        return self.batch_weight_sum(p_llms)
-
     def _reduce(self, operation: Operation, ws: Any, dtype: Any, batch: bool) -> Any:
         wanted = ResultType.of(dtype, default=self._kernel.precision)
         return self._kernel.reduce(operation, ws, batch, wanted)

@@ -22,6 +22,14 @@ class TokenCharacterTrie(genlm.core.trie.TokenCharacterTrie):
             )
         return super().__new__(cls)
 
+    def mass_sum(self, p_llm: Any) -> Any:
+        """The older name of :meth:`weight_sum`."""
+        return self.weight_sum(p_llm)
+
+    def batch_mass_sum(self, p_llms: Any) -> Any:
+        """The older name of :meth:`batch_weight_sum`."""
+        return self.batch_weight_sum(p_llms)
+
     def visualize(self, ws: Any = None) -> Any:
         """A ``graphviz.Digraph`` of all nodes, the heavier the greener; of a large trie, use
         :meth:`draw`.
