@@ -1,5 +1,5 @@
-"""What every backend must do, on a tiny model with adapters and on a recurrent one; the rows of a
-small real one."""
+"""What every backend must do, on a tiny model with adapters; what concerns state, on a recurrent
+one; the rows of a small real one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 from genlm.conformance import ConformanceSuite
 from genlm.core import load_model_by_name
 from tests.real_rows import check_rows
+from tests.state_suite import StateSuite
 
 
 class Tiny(ConformanceSuite):
@@ -29,7 +30,7 @@ class TestTinyThoroughly(Tiny):
     pass
 
 
-class TestRecurrent(ConformanceSuite):
+class TestRecurrent(StateSuite):
     """State in snapshots."""
 
     backend = "hf"

@@ -1,5 +1,5 @@
-"""What every backend must do, on the real engine: a tiny model, alone and with adapters in mixed
-batches; the rows of a small real one."""
+"""What every backend must do, on the real engine: a tiny model with adapters in mixed batches; what
+concerns state, without them; the rows of a small real one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from sgl_torch_cpu import without_pinned_memory
 from genlm.conformance import ConformanceSuite
 from genlm.core import load_model_by_name
 from tests.real_rows import check_rows
+from tests.state_suite import StateSuite
 
 LIMITS = {"context_length": 512, "max_total_tokens": 16384}
 
 
-class TestSgl(ConformanceSuite):
+class TestSgl(StateSuite):
     backend = "sgl"
     options = {"engine_opts": LIMITS}  # noqa: RUF012
     effort = 0.1

@@ -1,5 +1,5 @@
-"""What every backend must do, on a real vLLM: a tiny model with live sessions, without them, and
-with adapters; the rows of a small real one."""
+"""What every backend must do, on a real vLLM: a tiny model with adapters; what concerns state,
+without them, with live sessions and without; the rows of a small real one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from genlm.conformance import ConformanceSuite
 from genlm.core import load_model_by_name
 from tests.real_rows import check_rows
+from tests.state_suite import StateSuite
 from tools.tiny import write_adapter
 
 FLOAT32 = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 256 << 20}
@@ -17,7 +18,7 @@ FLOAT32 = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 25
 LORA = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 8, "max_lora_rank": 8}
 
 
-class TestVllm(ConformanceSuite):
+class TestVllm(StateSuite):
     backend = "vllm"
     options = {"engine_opts": FLOAT32}  # noqa: RUF012
     effort = 0.1
@@ -33,7 +34,9 @@ class TestVllmWithoutLiveSessions(TestVllm):
 
 
 @pytest.mark.quick
-class TestVllmWithAdapters(TestVllm):
+class TestVllmWithAdapters(ConformanceSuite):
+    backend = "vllm"
+    effort = 0.1
     longest = 129  # slow with adapters on a CPU; beyond several blocks, and TestVllm goes further
     options = {"engine_opts": FLOAT32 | LORA}  # noqa: RUF012
 
