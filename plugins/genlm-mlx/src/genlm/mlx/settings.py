@@ -22,13 +22,19 @@ PERHAPS_READ = re.compile(
 WRONG = {"ernie4_5_moe": "leaves out the router's e_score_correction_bias"}
 
 #: Settings of single families that mlx-lm computes differently, and for which values: it does not
-#: count the features that latent attention rotates, leaves out the factor of its scores, and does
-#: not normalise the weight of one expert.
+#: count the features that latent attention rotates, leaves out the factor of its scores, and makes
+#: the weights of Jamba's experts sum to one.
 MISREAD: dict[tuple[str, str], Callable[[Any], bool]] = {
     ("glm4_moe_lite", "partial_rotary_factor"): lambda factor: factor not in (None, 1),
+    ("jamba", "num_experts"): lambda experts: experts > 1,
     ("minicpm3", "mscale_all_dim"): bool,
-    ("nemotron_h", "num_experts_per_tok"): lambda experts: experts == 1,
 }
+
+#: Families of which mlx-lm normalises the weights of several experts, and not that of one.
+ONE_EXPERT = (
+    "afmoe", "bailing_hybrid", "deepseek_v3", "deepseek_v32", "dots1", "exaone_moe", "glm4_moe",
+    "glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "mimo_v2_flash", "nemotron_h", "solar_open",
+)  # fmt: skip
 
 
 def refuse_unread(settings: Any, model: Any) -> None:
@@ -43,11 +49,15 @@ def refuse_unread(settings: Any, model: Any) -> None:
             f"mlx-lm {WRONG[settings.model_type]} of {settings.model_type}; load it with "
             "backend='hf'"
         )
-    given = {**settings.to_dict(), **(getattr(settings, "rope_parameters", None) or {})}
-    for (family, name), wrong in MISREAD.items():
-        if settings.model_type == family and wrong(given.get(name)):
+    rope = getattr(settings, "rope_parameters", None) or {}
+    misread = dict(MISREAD)
+    if settings.model_type in ONE_EXPERT and getattr(settings, "norm_topk_prob", True):
+        misread[settings.model_type, "num_experts_per_tok"] = lambda experts: experts == 1
+    for (family, name), wrong in misread.items():
+        value = rope.get(name, getattr(settings, name, None))
+        if settings.model_type == family and wrong(value):
             raise EngineError(
-                f"the checkpoint has {name}={given[name]!r}, which mlx-lm's {family} computes "
+                f"the checkpoint has {name}={value!r}, which mlx-lm's {family} computes "
                 "otherwise; load it with backend='hf'"
             )
     inner = getattr(model, "language_model", model)
