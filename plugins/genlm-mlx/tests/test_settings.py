@@ -199,7 +199,10 @@ def test_what_mlx_lm_does_not_look_at_is_refused_by_name(name: str, saved: Saved
             {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
         ),
         ("MiniCPM3", "mscale_all_dim", rope("yarn", mscale_all_dim=0.7)),
+        ("Afmoe", "n_group", {"n_group": 2}),
+        ("GraniteMoeHybrid", "mamba_n_groups", {"mamba_n_groups": 2}),
         ("Jamba", "num_experts", {"num_experts": 4}),
+        ("Mamba2", "n_groups", {"n_groups": 2}),
         ("DeepseekV3", "num_experts_per_tok", {"num_experts_per_tok": 1}),
         ("NemotronH", "num_experts_per_tok", {"num_experts_per_tok": 1}),
     ],
@@ -209,8 +212,8 @@ def test_values_that_mlx_lm_misreads_are_refused(
 ) -> None:
     with pytest.raises(EngineError, match=f"{name}=.*; load it with backend='hf'"):
         refuse_unread(made(family, given), model=None)
-    usual = {"num_experts": 1} if family == "Jamba" else {}
-    refuse_unread(made(family, usual), model=None)
+    usual = {"Jamba": {"num_experts": 1}, "Mamba2": {"n_groups": 1}}
+    refuse_unread(made(family, usual.get(family, {})), model=None)
 
 
 def test_what_fails_at_the_first_row_is_refused(saved: Saved) -> None:

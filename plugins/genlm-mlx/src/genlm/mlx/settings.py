@@ -21,12 +21,21 @@ PERHAPS_READ = re.compile(
 #: Families whose rows are wrong for every checkpoint, and why.
 WRONG = {"ernie4_5_moe": "leaves out the router's e_score_correction_bias"}
 
+
+def _several(number: int | None) -> bool:
+    return (number or 1) > 1
+
+
 #: Settings of single families that mlx-lm computes differently, and for which values: it does not
-#: count the features that latent attention rotates, leaves out the factor of its scores, and makes
-#: the weights of Jamba's experts sum to one.
+#: count the features that latent attention rotates, leaves out the factor of its scores, makes the
+#: weights of Jamba's experts sum to one, chooses among groups of AFMoE's experts, and normalises
+#: all groups of Mamba 2's features together.
 MISREAD: dict[tuple[str, str], Callable[[Any], bool]] = {
+    ("afmoe", "n_group"): _several,
     ("glm4_moe_lite", "partial_rotary_factor"): lambda factor: factor not in (None, 1),
-    ("jamba", "num_experts"): lambda experts: experts > 1,
+    ("granitemoehybrid", "mamba_n_groups"): _several,
+    ("jamba", "num_experts"): _several,
+    ("mamba2", "n_groups"): _several,
     ("minicpm3", "mscale_all_dim"): bool,
 }
 
