@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -366,22 +367,34 @@ def test_what_bench_refuses(arguments, said, capsys):
 # --- completion, progress -------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is missing")
-def test_bash_completes_subcommands_and_options(tmp_path: Path):
+@pytest.fixture
+def completing(tmp_path: Path):
+    """What a shell says after it has read the script that completes the command."""
     pytest.importorskip("shtab", reason="shtab is missing: install genlm-core[completion]")
-    shtab = [sys.executable, "-m", "shtab", "genlm.core.cli.parser", "-s", "bash"]
-    script = subprocess.run(shtab, capture_output=True, text=True, check=True, timeout=60).stdout
-    (tmp_path / "genlm.bash").write_text(script)
+
+    def completes(shell: str, asked: str) -> list[str]:
+        if shutil.which(shell) is None:
+            pytest.skip(f"{shell} is missing")
+        shtab = [sys.executable, "-m", "shtab", "genlm.core.cli.parser", "-s", shell]
+        run = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=60)
+        (tmp_path / "script").write_text(run(shtab).stdout)
+        return run([shell, "-c", f"source ./script\n{asked}"], cwd=tmp_path).stdout.split()
+
+    return completes
+
+
+def test_fish_completes_subcommands_and_options(completing):
+    for line, expected in (("genlm do", "doctor"), ("genlm top --ba", "--backend")):
+        assert completing("fish", f"complete -C '{line}'")[:1] == [expected]
+
+
+def test_bash_completes_subcommands_and_options(completing):
     for words, expected in ((["genlm", "do"], "doctor"), (["genlm", "top", "--ba"], "--backend")):
         asked = f"""
-            source genlm.bash
             COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}
             _shtab_genlm; echo "${{COMPREPLY[@]}}"
         """
-        done = subprocess.run(
-            ["bash", "-c", asked], cwd=tmp_path, capture_output=True, text=True, timeout=60
-        )
-        assert done.stdout.split() == [expected], done.stderr
+        assert completing("bash", asked) == [expected]
 
 
 class Terminal(io.StringIO):
