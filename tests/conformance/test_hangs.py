@@ -4,8 +4,13 @@ what was found before is told."""
 from __future__ import annotations
 
 import itertools
+import os
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +20,7 @@ from genlm.core import AsyncLM, hookimpl
 from genlm.core.mock import ContinuousMockEngine, MockEngine
 
 from .faulty import OfTheMock
+from .installed import pretend_installed
 
 #: Lets go at the end what was held.
 END = threading.Event()
@@ -66,6 +72,7 @@ STOPPING = {
     "genlm_remove_lora": (0, MockEngine, "removed_adapter"),
     "genlm_close": (0, MockEngine, "close_fails_what_is_pending"),
     "genlm_step": (30, ContinuousMockEngine, ""),
+    "genlm_wake": (3, ContinuousMockEngine, ""),
     "places leak": (0, PlacesLeak, ""),
     "never loaded": (0, never_loaded, ""),
 }
@@ -87,6 +94,7 @@ class Stopping(OfTheMock):
             return (yield)
 
         hook = self.hook
+        stops.__code__ = stops.__code__.replace(co_name=hook)
         if hook.startswith("genlm_"):
             core["wrappers"] = [*core.get("wrappers", ()), type("Stops", (), {hook: stops})()]
         return super().loaded(**core)
@@ -100,7 +108,54 @@ def test_an_engine_that_stops_answering(hook: str) -> None:
     report = run(suite, only=lambda name: clause in name)
     END.set()
     assert not report.conforms
-    assert "it hangs" in (report.not_loaded or report.failed[0].detail)
+    detail = report.not_loaded or report.failed[0].detail
+    assert "it hangs" in detail
+    if hook.startswith("genlm_"):
+        assert f"(in the engine's own code now, in {hook}: {__file__}, line " in detail
+
+
+STUCK = """
+import ctypes, threading, torch
+from genlm.core import mock
+from genlm.core.mock import genlm_backend_info, hookimpl
+
+class Engine(mock.ContinuousMockEngine):
+    wakes = 0
+
+    @hookimpl
+    def genlm_wake(self):
+        self.wakes += 1
+        if self.wakes > 3:
+            {stuck}
+
+@hookimpl
+def genlm_load(model, options):
+    return Engine(mock.ByteTokenizer())
+"""
+
+
+@pytest.mark.parametrize(
+    ("stuck", "deadline"),
+    [("threading.Event().wait()", 100), ("ctypes.PyDLL(None).sleep(10000)", 8)],
+    ids=["waits", "locks"],
+)
+def test_the_command_ends(stuck: str, deadline: int, tmp_path: Path) -> None:
+    """Also where a hook that any thread may call never returns, or holds the interpreter's lock:
+    what was found before is told, and the process ends."""
+    pretend_installed(tmp_path, "stuck", "genlm_stuck", STUCK.format(stuck=stuck))
+    command = [sys.executable, "-m", "genlm.core", "conformance", "stuck", "--model", "mock"]
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [*command, "--quick", "--patience", "3", "--deadline", str(deadline)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    told = done.stdout + done.stderr
+    assert done.returncode == 1, told
+    assert re.search("bytes_of_text +passed", told), told
+    assert "in genlm_wake" in told, told
 
 
 class Slow(MockEngine):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import itertools
 import json
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from genlm.conformance.compare import ATOL
@@ -61,7 +62,7 @@ def run_command(options: argparse.Namespace) -> int:
 
     progress.show(f"loading {suite.model} on {backend.name} ...")
     # What the engine and the log print in the meantime is not part of the result.
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), _ending(suite):
         report = run(suite, show)
     progress.clear()
     if options.json:
@@ -73,6 +74,19 @@ def run_command(options: argparse.Namespace) -> int:
     if report.not_loaded is not None:
         return NOT_LOADED
     return CONFORMS if report.conforms else DOES_NOT_CONFORM
+
+
+@contextlib.contextmanager
+def _ending(suite: ConformanceSuite) -> Iterator[None]:
+    """End the process, and print where its threads are, where a run goes on long after its
+    deadline: code of the engine holds the interpreter's lock, and no line of Python runs."""
+    seconds = 1.25 * suite.deadline * max(1.0, suite.effort) + 2 * suite.patience
+    if sys.__stderr__ is not None:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _writer(path: Path | None) -> Callable[[Report], None]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import genlm.core
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
 
 #: Where the suite's code is, and the core's.
 OURS = (os.path.dirname(__file__), os.path.dirname(genlm.core.__file__))
+
+#: Where the modules of the standard library are.
+STANDARD = os.path.dirname(os.__file__)
 
 #: How far a probability may be from its cold one, by the type the model computes in. Measured
 #: differences between batch shapes are a tenth of these.
@@ -62,13 +67,28 @@ def origin(error: BaseException) -> str:
     it was not."""
     while error.__cause__ is not None:  # the core says which request it was
         error = error.__cause__
+    place = _engines_own(traceback.walk_tb(error.__traceback__))
+    return f" (raised by the engine's own code, in {place})" if place else ""
+
+
+def standing() -> str:
+    """Where in the engine's own code threads are now, as the end of a message; empty where none
+    is."""
+    stacks = [reversed([*traceback.walk_stack(frame)]) for frame in sys._current_frames().values()]
+    places = sorted({*filter(None, map(_engines_own, stacks))})
+    return f" (in the engine's own code now, in {'; in '.join(places[:3])})" if places else ""
+
+
+def _engines_own(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """The hook and the place in the engine's own code, of frames from the outermost on; empty where
+    there is none."""
     hook, place = "", ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
+    for frame, line in frames:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if not file.startswith(OURS):
+        if not file.startswith(OURS) and os.path.dirname(file) != STANDARD:
             hook = name if name.startswith("genlm_") else hook
             place = f"{file}, line {line}, in {name}"
-    return f" (raised by the engine's own code, in {hook}: {place})" if hook else ""
+    return f"{hook}: {place}" if hook else ""
 
 
 def brief(token_ids: Sequence[int]) -> str:

@@ -11,10 +11,13 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
-from genlm.conformance.compare import Violation, brief
+from genlm.conformance.compare import Violation, brief, standing
 
 T = TypeVar("T")
 Outcome = Any  # an answer, or the exception in its place
+
+#: Models of which a call hung. They are kept: what collects one stops it, which may hang as well.
+ABANDONED: list[Any] = []
 
 #: Within this many calls of the engine somebody must be answered, however slow they are.
 CALLS = 1000
@@ -38,7 +41,7 @@ class Driver:
         #: Whether something was under way then.
         self.was_late = False
         # One loop for the main thread: to make one takes longer than a request.
-        self._loop = asyncio.Runner()
+        self._loop = LoopThread()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in an event loop of this thread's; that it hangs is a violation."""
@@ -53,19 +56,22 @@ class Driver:
         return self.run(together())
 
     def drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine, for as long as it takes."""
-        answers: list[T] = []
-
-        async def driven() -> None:
-            # Not returned: the runner's handling of SIGINT makes text of the task and its result,
-            # which for a tensor takes longer than the request (signal._int_to_enum in Python 3.11).
-            answers.append(await coroutine)
-
+        """Run a coroutine, for as long as it takes. It is a violation where its event loop stands
+        still: hooks that any thread may call, such as ``genlm_wake``, are called there."""
         if threading.current_thread() is not threading.main_thread():
-            asyncio.run(driven())
-        else:
-            self._loop.run(driven())
-        return answers[0]
+            return asyncio.run(coroutine)
+        future = self._loop.run(coroutine)
+        while True:
+            beat = self._loop.beat()
+            try:
+                return future.result(self._patience)
+            except TimeoutError:
+                if future.done():
+                    raise
+            if not beat.is_set():
+                violation = self._hang("the event loop of those who ask did not go on")
+                self._loop = LoopThread()
+                raise violation
 
     async def soon(self, awaitable: Awaitable[T]) -> T:
         """What ``awaitable`` gives; that it hangs is a violation."""
@@ -173,12 +179,35 @@ class Driver:
     def _hang(self, what: str, times: int = 1) -> Violation:
         violation = Violation(
             f"{what} within {times * self._patience:g} s: it hangs, or is so slow that `patience` "
-            "(--patience) must be raised"
+            f"(--patience) must be raised{standing()}"
         )
         self.hangs += 1
         # Shrinking would hang again and again, and so may every clause that follows.
         self._patience = self.patience / 20
         return violation
+
+
+class LoopThread:
+    """An event loop in a thread of its own, so that what stops it does not stop the suite."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def beat(self) -> threading.Event:
+        """What is set as soon as the loop goes on."""
+        beat = threading.Event()
+        self.loop.call_soon_threadsafe(beat.set)
+        return beat
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
 
 
 #: Methods of a model that block their caller.
@@ -218,7 +247,11 @@ class Awaited:
                 return found(*arguments, **options)
             made = self._driver.thread(lambda: found(*arguments, **options))
             given = [*map(_shown, arguments), *(f"{k}={_shown(v)}" for k, v in options.items())]
-            return self._driver.wait(made, f"{name}({', '.join(given)})")
+            try:
+                return self._driver.wait(made, f"{name}({', '.join(given)})")
+            except Violation:
+                ABANDONED.append(self._lm)
+                raise
 
         return call
 

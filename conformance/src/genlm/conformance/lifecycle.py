@@ -229,7 +229,13 @@ class LifecycleClauses:
         backend = find_backend(live.suite.backend)
         look = [sys.executable, "-c", LOOK, backend.name]
         patience = max(live.patience, STARTS)
-        looked = subprocess.run(look, capture_output=True, text=True, check=False, timeout=patience)
+        try:
+            looked = subprocess.run(look, capture_output=True, text=True, timeout=patience)
+        except subprocess.TimeoutExpired:
+            raise Violation(
+                f"importing the plugin module and asking genlm_backend_info took more than "
+                f"{patience:g} s: it hangs"
+            ) from None
         check(looked.returncode == 0, f"looking at the backend failed: {looked.stderr[-500:]}")
         imported = set(json.loads(looked.stdout.splitlines()[-1]))
         engine = backend.info().engine

@@ -20,6 +20,9 @@ from genlm.conformance.suite import INVOLVED, OneModel, clause_names
 from genlm.core.errors import GenlmError
 from genlm.core.plugins import find_backend
 
+#: Of more clauses that were skipped for one reason so many are named.
+NAMED = 6
+
 Status = Literal["passed", "skipped", "failed"]
 
 
@@ -109,14 +112,18 @@ class Report:
         lines = []
         if self.first is not None:
             others = len(self.failed) - 1
-            perhaps = f"; the {others} others may fail of the same fault" if others else ""
+            who = f"the {others} others" if others > 1 else "the other one"
+            perhaps = f"; {who} may fail of the same fault" if others else ""
             lines.append(f"Read {self.first.clause} first{perhaps}.")
         reasons: dict[str, list[str]] = {}
         for verdict in self.skipped:
             reasons.setdefault(verdict.detail, []).append(verdict.clause)
         if reasons:
             lines.append("Skipped:")
-        lines += [f"  {', '.join(clauses)}: {reason}" for reason, clauses in reasons.items()]
+        for reason, clauses in reasons.items():
+            more = len(clauses) - NAMED
+            named = [*clauses[:NAMED], f"{more} more"] if more > 1 else clauses
+            lines.append(f"  {', '.join(named)}: {reason}")
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
@@ -196,7 +203,8 @@ def _setting(suite: OneModel, subject: Subject) -> dict[str, str]:
     lm = subject.lm  # loads the model
     try:
         backend = find_backend(suite.backend)
-        plugin, engine = backend.distribution, backend.info().engine
+        info = subject.wait(subject.thread(backend.info), "genlm_backend_info()")
+        plugin, engine = backend.distribution, info.engine
     except GenlmError:  # a model that was made in another way
         plugin, engine = "not installed", ""
     limit = lm.max_context

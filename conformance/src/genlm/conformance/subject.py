@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import math
 import os
@@ -31,7 +30,7 @@ from genlm.conformance.compare import (
 )
 from genlm.conformance.contexts import EDGES, Contexts
 from genlm.conformance.declaration import Declaration
-from genlm.conformance.driver import Awaited, Driver, Outcome
+from genlm.conformance.driver import ABANDONED, Awaited, Driver, Outcome
 from genlm.conformance.gate import EngineGate
 from genlm.core.cache import OutputCache
 from genlm.core.errors import PluginError
@@ -246,8 +245,10 @@ class Subject(Driver):
         self.gate.reset()
         if self._lm is not None and not closed:
             # What was found is told even if the model cannot be closed, which has its own clause.
-            with contextlib.suppress(Violation):
+            try:
                 self.wait(self.thread(self._lm.close), "close()")
+            except Violation:
+                ABANDONED.append(self._lm)
         self._lm = None
 
     # --- what it can do ---------------------------------------------------------------------------

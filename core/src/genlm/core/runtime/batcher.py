@@ -50,9 +50,9 @@ T = TypeVar("T")
 #: that asks in every pass never ends.
 PASSES = 100
 
-#: How long the interpreter waits at exit for the current step, and for a load that has been
-#: interrupted, seconds.
-EXIT_PATIENCE, LOAD_PATIENCE = 60.0, 2.0
+#: How long the interpreter waits at exit for the current step, for a load that has been
+#: interrupted, and for a lock that is held for moments only, seconds.
+EXIT_PATIENCE, LOAD_PATIENCE, LOCK_PATIENCE = 60.0, 2.0, 2.0
 
 #: How often a signal handler that asks looks for its answer, seconds. Only for a handler that
 #: interrupted code which holds the lock.
@@ -379,6 +379,11 @@ class Batcher:
         started."""
         if os.getpid() != self._pid:
             return
+        # Who wakes a step holds the lock: with a wake that never returns it is never free.
+        if not self._lock.acquire(timeout=LOCK_PATIENCE):
+            log.warning("engine.abandoned", thread=self._thread.name)
+            return
+        self._lock.release()
         self._exiting = True
         loading = self._executor is None and not self._ended
         if loading:
