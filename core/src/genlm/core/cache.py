@@ -59,6 +59,11 @@ class OutputCache:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._rows and not self._forked()
 
+    def get(self, key: Hashable) -> torch.Tensor | None:
+        """A copy of the row of ``key``, now the most recently used; ``None`` if it is not here."""
+        row = self.peek(key)
+        return None if row is None else row.clone()
+
     def peek(self, key: Hashable, *, counted: bool = True) -> torch.Tensor | None:
         """The row of ``key`` itself, which is to be copied and not written into; ``None`` if it is
         not here. If ``counted``, a row that is found is one of the hits."""
