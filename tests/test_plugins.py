@@ -307,8 +307,11 @@ MISSPELT = type("Misspelt", (), {"genlm_next_token_logprob": misspelt})
             {"genlm_next_token_logprobs": None},
             [],
             PluginError,
-            "implement one of genlm_next_token_logprobs, genlm_step",
+            r"implement genlm_next_token_logprobs\(queries\) or genlm_step\(queries\)",
         ),
+        ({"genlm_step": hookimpl(lambda self, samples: [])}, [], PluginError, "evaluates queries"),
+        ({"vocab_size": "258"}, [], PluginError, "vocab_size must be an integer .* got '258'"),
+        ({"max_context": 0}, [], PluginError, "max_context too, or None .* got 0"),
         (
             {"genlm_clear_kv_cache": lambda self: None},
             [],

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from genlm.core import Answer, AsyncLM, EngineError, ModelClosedError, hookimpl
+from genlm.core import Answer, AsyncLM, EngineDeadError, EngineError, ModelClosedError, hookimpl
 from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine, hashed_row
 from genlm.core.types import SampleRequest, ScoreRequest
 
@@ -286,6 +286,25 @@ def test_a_wrong_result_is_an_error_of_its_own_request():
         wrong, drawn = gathered(lm.sequence_logprobs([1], [2, 3]), lm.sample([1], 2, []))
     assert "genlm_step returned shape (7,)" in str(wrong)
     assert len(drawn) == 2
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        lambda queries: None,
+        lambda queries: torch.zeros(len(queries), 258),
+        lambda queries: [Answer(query.token_ids, torch.zeros(258)) for query in queries],
+    ],
+)
+def test_what_is_no_answer_is_named(answers):
+    class Wrong(ContinuousMockEngine):
+        @hookimpl
+        def genlm_step(self, queries):
+            return answers(queries)
+
+    wrong = r"genlm_step returned what is no Answer\(request, result\)"
+    with opened(Wrong(ByteTokenizer())) as lm, pytest.raises(EngineDeadError, match=wrong):
+        lm.next_token_logprobs_sync([1])
 
 
 def test_an_engine_that_names_queries_alone_draws_while_nothing_is_in_flight():

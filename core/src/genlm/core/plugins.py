@@ -79,7 +79,9 @@ class Backend:
             text = describe_error(error)
             raise PluginError(f"{self._owner}: genlm_backend_info raised {text}") from error
         if not isinstance(info, BackendInfo):
-            raise PluginError(f"{self._owner}: genlm_backend_info returned {info!r}")
+            raise PluginError(
+                f"{self._owner}: genlm_backend_info returned {info!r}, no BackendInfo"
+            )
         return info
 
     def load(self, model: str, options: Mapping[str, object]) -> Engine:

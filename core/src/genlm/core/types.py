@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any, Protocol, runtime_checkable
 
 from attrs import Factory, asdict, field, frozen
+from attrs.validators import instance_of
 
 from genlm.core.context import Context, as_context
 from genlm.core.context import TokenIds as TokenIds
@@ -174,7 +175,7 @@ class BackendInfo:
     unavailable: str | None = field(
         default=Factory(lambda info: missing_modules(info.needs, info.install), takes_self=True)
     )
-    preference: int = -1
+    preference: int = field(default=-1, validator=instance_of(int))
 
     @property
     def available(self) -> bool:

@@ -226,7 +226,9 @@ class HookCalls:
         if hook == PROCESSOR:
             return _processed(implementations, **arguments)
         result: Any = _call(implementations[0], arguments) if implementations else None
-        return list(result) if hook == "genlm_step" else result
+        if hook != "genlm_step":
+            return result
+        return list(result) if isinstance(result, Iterable) else [result]
 
 
 class Hooked:

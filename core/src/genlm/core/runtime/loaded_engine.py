@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
+from genlm.core.checks import safe_repr
 from genlm.core.errors import ModelClosedError, PluginError, UnsupportedError
 from genlm.core.logs import get_logger
 from genlm.core.runtime.hook_calls import PROCESSOR, HookCalls
@@ -63,11 +64,18 @@ class LoadedEngine:
         self.supports = self.calls.supports
         self.continuous = self.supports("genlm_step")
         evaluates = "genlm_step" if self.continuous else "genlm_next_token_logprobs"
-        if not self.supports(evaluates):
+        if not self.supports(evaluates, "queries"):
             raise PluginError(
-                f"{self._owner} has no hook that evaluates; implement one of {evaluates}, "
-                "genlm_step"
+                f"{self._owner} has no hook that evaluates queries; implement "
+                "genlm_next_token_logprobs(queries) or genlm_step(queries)"
             )
+        self.vocab_size, self.max_context = engine.vocab_size, engine.max_context
+        for size in (self.vocab_size, 1 if self.max_context is None else self.max_context):
+            if not hasattr(size, "__index__") or size < 1:
+                raise PluginError(
+                    f"{self._owner}: vocab_size must be an integer of at least 1, and max_context "
+                    f"too, or None for no limit; got {safe_repr(size)}"
+                )
         processes = self.calls.process
         #: By which hook the engine answers ``samples`` and ``scores`` itself. With processors it
         #: does not: its draws would not be from their rows.
@@ -79,8 +87,6 @@ class LoadedEngine:
         called = {evaluates, *self.native.values(), *([PROCESSOR] if processes else ())}
         self.calls.check_observers(evaluates, called)
         self.tokenizer = engine.tokenizer
-        self.vocab_size = engine.vocab_size
-        self.max_context = engine.max_context
         self.device = str(engine.device)
         self._model = engine.model
         self._lacking: Mapping[str, str] = getattr(engine, "lacking", {})

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from attrs import define
 
+from genlm.core.checks import safe_repr
 from genlm.core.errors import EngineDeadError, PluginError
 from genlm.core.types import (
+    Answer,
     Query,
     Request,
     SampleRequest,
@@ -66,6 +68,10 @@ class Results:
             given: What it returned. ``None`` in place of draws or scores declines them.
         """
         if hook == "genlm_step":
+            for one in given:
+                if not (isinstance(one, Answer) and isinstance(one.request, Request)):
+                    wrong = f"what is no Answer(request, result): {safe_repr(one)}"
+                    raise self.violation(hook, requests, wrong)
             pairs = [(answer.request, answer.result) for answer in given]
         elif hook == "genlm_next_token_logprobs":
             shape = len(requests), self._vocab_size
