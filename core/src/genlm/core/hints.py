@@ -16,89 +16,79 @@ from genlm.core.sampling import SamplingOptions
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_LENGTH = "max_tokens is the most tokens to draw"
+
+def _by_name(table: Mapping[str, str]) -> Mapping[str, str]:
+    """A table by single names, from one by all names that share a sentence."""
+    return {name: text for names, text in table.items() for name in names.split()}
+
+
 _ON_TOP = "is for what is built on top of a model; docs/how-to/on-top.md says with what"
-_ADAPTER = "lora_name is the name of an adapter that add_new_lora(path, name) has loaded"
-_MANY = "lm.sample_particles(ids, n, max_tokens) draws n, each with its log-probabilities"
 
 #: Arguments of other tools, and what to use here.
-ARGUMENTS: Mapping[str, str] = {
-    "adapter": _ADAPTER,
-    "adapter_name": _ADAPTER,
-    "best_of": _MANY,
-    "do_sample": "temperature=0 takes the most likely token every time",
-    "frequency_penalty": f"a penalty {_ON_TOP}",
-    "logprobs": _MANY,
-    "lora": _ADAPTER,
-    "lora_request": _ADAPTER,
-    "max_length": _LENGTH,
-    "max_new_tokens": _LENGTH,
-    "n": _MANY,
-    "num_beams": f"beam search {_ON_TOP}",
-    "num_return_sequences": _MANY,
-    "presence_penalty": f"a penalty {_ON_TOP}",
-    "repetition_penalty": f"a penalty {_ON_TOP}",
-    "stop": f"a stop string {_ON_TOP}; eos_token_ids ends a draw at tokens",
-    "stop_strings": f"a stop string {_ON_TOP}; eos_token_ids ends a draw at tokens",
-    "stop_token_ids": "eos_token_ids are the tokens that end a draw",
-    "stream": "`async for token_id in lm.stream(ids, max_tokens)` gives them as they are drawn",
-    "stride": "context_len is the least context of a token: max_length - stride + 1",
-    "temperature": "a row has temperature t as (row / t).log_softmax(-1)",
-}
+ARGUMENTS = _by_name(
+    {
+        "adapter adapter_name lora lora_request": (
+            "lora_name is the name of an adapter that add_new_lora(path, name) has loaded"
+        ),
+        "best_of logprobs n num_return_sequences": (
+            "lm.sample_particles(ids, n, max_tokens) draws n, each with its log-probabilities"
+        ),
+        "do_sample": "temperature=0 takes the most likely token every time",
+        "frequency_penalty presence_penalty repetition_penalty": f"a penalty {_ON_TOP}",
+        "max_length max_new_tokens": "max_tokens is the most tokens to draw",
+        "num_beams": f"beam search {_ON_TOP}",
+        "stop stop_strings": f"a stop string {_ON_TOP}; eos_token_ids ends a draw at tokens",
+        "stop_token_ids": "eos_token_ids are the tokens that end a draw",
+        "stream": "`async for token_id in lm.stream(ids, max_tokens)` gives them as they are drawn",
+        "stride": "context_len is the least context of a token: max_length - stride + 1",
+        "temperature": "a row has temperature t as (row / t).log_softmax(-1)",
+    }
+)
 
-_BATCHING = "batching is inside, so await lm.next_token_logprobs(ids) in as many tasks as you like"
 _LOADING = "give it when the model is loaded, for instance load_model_by_name(name, {}=40)"
-_LOADED = "lm.underlying_model is the engine's own model"
 
 #: Attributes of a model of genlm-backend 0.3, and what to use here.
-LM: Mapping[str, str] = {
-    "add_query": _BATCHING,
-    "batch_evaluate_queries": _BATCHING,
-    "batch_size": _LOADING.format("batch_size"),
-    "cache": "lm.stats counts its hits, and lm.clear_cache() empties it",
-    "device": "row.device is that of a row",
-    "llm_engine": _LOADED,
-    "mlx_lm_model": _LOADED,
-    "model": _LOADED,
-    "prefill_step_size": _LOADING.format("prefill_step_size"),
-    "queries": _BATCHING,
-    "release_all": "lm.clear_kv_cache() drops the state of every context",
-    "timeout": _LOADING.format("timeout"),
-    "timer": _BATCHING,
-    "walk_cache": "reuse is automatic, and lm.cache_kv(prompt) pins a prompt",
-}
-
-_SCORES = "lm.batch_sequence_logprobs(contexts, continuations), or lm.sequence_logprobs for one"
-_ROLLING = "lm.rolling_logprobs(ids) scores each token of a text, however long it is"
+LM = _by_name(
+    {
+        "add_query batch_evaluate_queries queries timer": (
+            "batching is inside, so await lm.next_token_logprobs(ids) in as many tasks as you like"
+        ),
+        "cache": "lm.stats counts its hits, and lm.clear_cache() empties it",
+        "device": "row.device is that of a row",
+        "llm_engine mlx_lm_model model": "lm.underlying_model is the engine's own model",
+        "release_all": "lm.clear_kv_cache() drops the state of every context",
+        "walk_cache": "reuse is automatic, and lm.cache_kv(prompt) pins a prompt",
+        **{name: _LOADING.format(name) for name in ("batch_size", "prefill_step_size", "timeout")},
+    }
+)
 
 #: Methods and attributes of other tools, and what to use here.
-METHODS: Mapping[str, str] = {
-    "chat": "lm.apply_chat_template(messages) gives the ids to draw after with lm.sample",
-    "forward": "lm.next_token_logprobs(ids) gives a row",
-    "generate": "lm.sample(ids, max_tokens) draws ids",
-    "logits": "lm.next_token_logprobs(ids) gives a row",
-    "logprobs": "lm.next_token_logprobs(ids) gives a row",
-    "loglikelihood": _SCORES,
-    "loglikelihood_rolling": _ROLLING,
-    "perplexity": _ROLLING,
-    "score": _SCORES,
-    "tokenize": "lm.encode(text) gives ids",
-    "vocab_size": "len(lm.byte_vocab) is the width of a row",
-}
-
-_SUMS = "trie.weight_sum and trie.weight_max do it all"
+METHODS = _by_name(
+    {
+        "chat": "lm.apply_chat_template(messages) gives the ids to draw after with lm.sample",
+        "forward logits logprobs": "lm.next_token_logprobs(ids) gives a row",
+        "generate": "lm.sample(ids, max_tokens) draws ids",
+        "loglikelihood score": (
+            "lm.batch_sequence_logprobs(contexts, continuations), or lm.sequence_logprobs for one"
+        ),
+        "loglikelihood_rolling perplexity": (
+            "lm.rolling_logprobs(ids) scores each token of a text, however long it is"
+        ),
+        "tokenize": "lm.encode(text) gives ids",
+        "vocab_size": "len(lm.byte_vocab) is the width of a row",
+    }
+)
 
 #: Those of its trie.
-TRIE: Mapping[str, str] = {
-    "M": _SUMS,
-    "batch_mass_sum": "trie.batch_weight_sum is its name",
-    "dst_indices": _SUMS,
-    "jump": "trie.children has the children of every node",
-    "mass_sum": "trie.weight_sum is its name",
-    "ordering": _SUMS,
-    "src_indices": _SUMS,
-    "visualize": "trie.draw(ws) draws it as text",
-}
+TRIE = _by_name(
+    {
+        "M dst_indices ordering src_indices": "trie.weight_sum and trie.weight_max do it all",
+        "batch_mass_sum": "trie.batch_weight_sum is its name",
+        "jump": "trie.children has the children of every node",
+        "mass_sum": "trie.weight_sum is its name",
+        "visualize": "trie.draw(ws) draws it as text",
+    }
+)
 
 
 def nearest(name: object, known: Iterable[str]) -> str | None:
