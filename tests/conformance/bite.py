@@ -5,7 +5,8 @@
 Two kinds of mutants: ``mutants/`` has at least one for each clause, written with the suite.
 ``blind/`` has those of bugs that real engines had, written before the suite was looked at. Those of
 bugs where requests meet were written before the clauses on schedules (``work``), and after them,
-before any clause was run on them (``later``). The set ``fourth`` was written from the hooks alone.
+before any clause was run on them (``later``). The sets ``fourth`` and
+``fifth`` were written from the hooks alone.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from genlm.conformance.subject import SHRINKING
 from genlm.core.errors import EngineDeadError
 from genlm.core.mock import ContinuousMockEngine, MockEngine
 
-from .blind import at_work, fourth, meeting, of_the_mock
+from .blind import at_work, fifth, fourth, meeting, of_the_mock
 from .blind.working_engine import WorkingEngine
 from .faulty import PATIENCE, Faulty, OfAMutant, OfARealModel, OfTheMock
 from .mutants import MUTANTS
@@ -64,20 +65,32 @@ class Bite:
 
 def suites(real: bool = True) -> dict[str, Callable[[float], Faulty]]:
     """The suite on every mutant, by name; those of a real model too where genlm-hf is installed."""
-    mocks = {"blind": of_the_mock, "work": at_work, "later": meeting, "fourth": fourth}
+    mocks = {
+        "blind": of_the_mock,
+        "work": at_work,
+        "later": meeting,
+        "fourth": fourth,
+        "fifth": fifth,
+    }
     made: dict[str, Callable[[float], Faulty]] = {
         f"{kind}.mock.{engine.__name__}": functools.partial(OfTheMock, engine)
         for kind, module in mocks.items()
         for engine in module.MUTANTS
     }
     if real and has_hf():
-        from .blind import at_work_on_a_real_model, meeting_on_a_real_model, of_a_real_model
+        from .blind import (
+            at_work_on_a_real_model,
+            fifth_on_a_real_model,
+            meeting_on_a_real_model,
+            of_a_real_model,
+        )
         from .mutants import of_a_real_model as further
 
         real_models = {
             "work": at_work_on_a_real_model,
             "later": meeting_on_a_real_model,
             "blind": of_a_real_model,
+            "fifth": fifth_on_a_real_model,
             "clauses": further,
         }
         for kind, module in real_models.items():

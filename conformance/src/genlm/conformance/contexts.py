@@ -69,11 +69,14 @@ class Contexts:
         text = words(tokenizer, vocab_size)
         #: Whether contexts are made of words.
         self.is_text = bool(text)
+        named = [getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
         special = {int(i) for i in getattr(tokenizer, "all_special_ids", ())}
         #: The tokens that are not special.
         self.plain = [i for i in range(vocab_size) if i not in special]
         #: The special tokens.
         self.special = sorted(i for i in special if 0 <= i < vocab_size)
+        #: Tokens that an engine may take for padding, or put before a text.
+        self.marks = list(dict.fromkeys([*(i for i in named if isinstance(i, int)), 0]))
         #: The few tokens.
         self.tokens = list(dict.fromkeys(text[8:]))[:6] or [
             vocab_size * i // 7 for i in range(1, 7)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from genlm.conformance.agreement import expect_greedy, expect_scores
-from genlm.conformance.compare import check
+from genlm.conformance.compare import ROUNDING, brief, check
 from genlm.conformance.contexts import EDGES
 from genlm.conformance.subject import Subject
 from genlm.core.types import TokenIds
@@ -35,7 +35,7 @@ class LengthClauses:
     def test_rows_at_every_length(self, live: Subject) -> None:
         """Contexts of every length around powers of two have their cold rows: one after the other,
         longest and shortest in turn, forked, and all in one batch, some with another first
-        token."""
+        token; the rows of all lengths are equally precise."""
         contexts, most = live.contexts, live.longest
         text = contexts.long(most)
         lengths = contexts.lengths(most)
@@ -54,6 +54,15 @@ class LengthClauses:
             fork = (*text[: length - 1], contexts.tokens[3], contexts.tokens[4])[:most]
             live.check_row(fork, how=f"forked from a context of {most} tokens")
             live.lm.clear_cache()
+        if live.atol <= ROUNDING:  # as float32 has them
+            values = {length: len(live.cold(text[:length]).unique()) for length in lengths}
+            finest = max(values, key=values.__getitem__)
+            coarse = min(values, key=values.__getitem__)
+            check(
+                values[coarse] > 0.95 * values[finest],
+                f"the row of {coarse} tokens has {values[coarse]} different values, that of "
+                f"{finest} has {values[finest]}: it is computed in another precision",
+            )
         together = [text[:length] for length in lengths]
         # Beside them contexts that differ from them in their first token only.
         other = next(token for token in contexts.tokens if token != text[0])
@@ -61,9 +70,9 @@ class LengthClauses:
         live.check_rows(together, how="in a batch of contexts of all lengths")
 
     def test_row_depends_on_every_token(self, live: Subject) -> None:
-        """Another token at any place gives another row, and so does another order of distant
-        tokens, in the cold rows too. (Set ``window`` where the model forgets what is further back,
-        ``ignores_tokens`` where it need not look at all.)"""
+        """Another token at any place gives another row, and so do another order of distant tokens
+        and one token more at either end, in the cold rows too. (Set ``window`` where the model
+        forgets what is further back, ``ignores_tokens`` where it need not look at all.)"""
         if live.suite.ignores_tokens:
             pytest.skip("this class says that the model may ignore tokens (ignores_tokens)")
         contexts = live.contexts
@@ -95,6 +104,18 @@ class LengthClauses:
             key = live.cold((*contexts.stem[:3], token_id)).cpu().numpy().tobytes()
             other = rows.setdefault(key, token_id)
             check(other == token_id, f"tokens {other} and {token_id} at the end give the same row")
+
+        # Padding is not known by its value, and nothing is put before a text.
+        text = contexts.stem[:3]
+        for mark in contexts.marks if most >= 5 else ():
+            for longer in ((mark, *text), (*text, mark)):
+                again = (*longer, mark) if longer[0] == text[0] else (mark, *longer)
+                same = [live.cold(each).equal(live.cold(longer)) for each in (text, again)]
+                check(
+                    not any(same),
+                    f"the row of {brief(longer)} is also that of one token {mark} "
+                    f"{'less' if same[0] else 'more'}",
+                )
 
         # A last chunk of one token.
         for size in (48, 64, 100, 192):

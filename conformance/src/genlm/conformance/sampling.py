@@ -36,10 +36,13 @@ class SamplingClauses:
 
     def test_seed_fixes_the_draw(self, live: Subject) -> None:
         """A seeded continuation is the same alone, again, gathered with others, and as the first of
-        a batch."""
+        a batch; 0 is a seed as others are."""
         live.needs_little_rounding()
 
         how = steady(live)
+        prompt = live.contexts.stem[:4]
+        zero = [live.sample(prompt, 12, seed=0, temperature=2.0, **how) for _ in range(2)]
+        expect_same_draw(*zero, f"{list(prompt)} with seed 0 draws {zero[0]}, then {zero[1]}")
 
         @live.for_all(examples=10, prompts=live.contexts.several(most=4), seed=SEEDS)
         @for_each_seed
