@@ -55,7 +55,7 @@ class LengthClauses:
             live.check_row(fork, how=f"forked from a context of {most} tokens")
             live.lm.clear_cache()
         if live.atol <= ROUNDING:  # as float32 has them
-            values = {length: len(live.cold(text[:length]).unique()) for length in lengths}
+            values = {length: len({*live.cold(text[:length]).tolist()}) for length in lengths}
             finest = max(values, key=values.__getitem__)
             coarse = min(values, key=values.__getitem__)
             check(

@@ -41,8 +41,8 @@ class SamplingClauses:
 
         how = steady(live)
         prompt = live.contexts.stem[:4]
-        zero = [live.sample(prompt, 12, seed=0, temperature=2.0, **how) for _ in range(2)]
-        expect_same_draw(*zero, f"{list(prompt)} with seed 0 draws {zero[0]}, then {zero[1]}")
+        one, two = (live.sample(prompt, 12, seed=0, temperature=2.0, **how) for _ in range(2))
+        expect_same_draw(one, two, f"{list(prompt)} with seed 0 draws {one}, then {two}")
 
         @live.for_all(examples=10, prompts=live.contexts.several(most=4), seed=SEEDS)
         @for_each_seed
