@@ -169,7 +169,7 @@ def _make(live: Subject, kind: str, i: int, adapter: str | None, salt: int) -> R
         return Row(many[i % len(many)], adapter if i % 3 == 0 else None)
     if kind == "long rows":
         length = max(1, longest - (0, 1, longest // 3, longest // 2)[i // 3 % 4])
-        return Row(contexts.long(length, i), adapter)
+        return Row(contexts.long(length, i % 15), adapter)  # the last ones begin the first ones
     if kind == "growing draws":
         most = min(20 + 2 * i, limit - 8)
         options = _seeded(live, {"temperature": 1.5}, salt + 100 + i)
