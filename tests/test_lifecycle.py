@@ -366,7 +366,8 @@ def test_an_interrupt_at_any_line_of_a_load_leaves_nothing():
             made.clear(), closed.clear()
         print(at > 100)
     """)
-    assert result.stdout == "True\n", result.stderr
+    # Before it, perhaps the warning of a load that was under way when the interrupt came.
+    assert result.stdout.endswith("True\n"), result.stderr
 
 
 def test_an_interrupt_ends_a_load_soon():

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from attrs import evolve
 
 from genlm.core.adapters import UNSET, AdapterRegistry, LoraName
 from genlm.core.checks import safe_repr
+from genlm.core.collector import rare_collections
 from genlm.core.errors import InvalidOptionError, UnsupportedError
 from genlm.core.generation import GenerationMixin
 from genlm.core.hints import LM, known_keywords, missing_attribute
-from genlm.core.options import CoreOptions
+from genlm.core.options import CoreOptions, refuse_unknown
 from genlm.core.plugins import choose_backend, find_backend, installed_wrappers
 from genlm.core.runtime.batcher import Batcher
 from genlm.core.runtime.executor import EngineExecutor, describe
@@ -27,10 +26,6 @@ from genlm.core.runtime.timeline import Timeline, Trace
 from genlm.core.types import Adapter, Engine, Stats
 
 T = TypeVar("T")
-
-#: Thresholds of the collector: garbage among the newest 100,000 objects is still freed, but older
-#: objects are not searched again.
-RARE = (100_000, 50, 1000)
 
 
 def load_model_by_name(
@@ -125,7 +120,9 @@ class AsyncLM(GenerationMixin):
                 "your own is a plugin (`genlm new-plugin NAME`), or a MockAsyncLM with a method "
                 f"_get_logprobs; got {safe_repr(load)}"
             )
-        options = options or CoreOptions.named(core_options, backend)
+        if options is None:
+            options, others = CoreOptions.split(core_options)
+            refuse_unknown(backend, others)
         wrappers = [*installed_wrappers(), *options.wrappers]
         violated = options.violated
         self._cache = cache = options.output_cache()
@@ -134,7 +131,7 @@ class AsyncLM(GenerationMixin):
         counters = Counters()
 
         def start() -> EngineExecutor:
-            with _rare_collections():
+            with rare_collections():
                 engine = LoadedEngine(load(), backend, wrappers, violated)
             return EngineExecutor(engine, cache, adapters, counters, timeline)
 
@@ -303,7 +300,7 @@ class AsyncLM(GenerationMixin):
             InvalidInputError: a trace is being recorded already.
             OSError: the file cannot be written.
         """
-        return Trace(self._timeline, path, describe)
+        return Trace(self._timeline, os.fspath(path), describe)
 
     def close(self) -> None:
         """Fail what is pending, wait for the current batch, release the engine. Idempotent."""
@@ -368,23 +365,3 @@ class NamedLM(AsyncLM):
         raise UnsupportedError(
             f"{name} cannot wrap what is loaded already; use {name}.from_name(name)"
         )
-
-
-@contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Let the garbage collector run rarely.
-
-    Importing an engine makes a million objects that stay, and the collector would search them again
-    and again: a seventh of the time until an hf model has loaded. The collector serves the whole
-    process, so it is not switched off: other threads may work during the minutes that a large model
-    takes.
-    """
-    before = gc.get_threshold()
-    if not 0 < before[0] < RARE[0]:  # off, already rare, or another model is loading
-        yield
-        return
-    gc.set_threshold(*RARE)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+from attrs import define, field
 
 from genlm.core.checks import describe_error, safe_repr
 from genlm.core.errors import EngineDeadError, ModelNotFoundError
@@ -64,6 +65,7 @@ class ByteTokenizer:
         return [*(bytes([byte]) for byte in range(256)), b"<|bos|>", b"<|eos|>"]
 
 
+@define(eq=False, repr=False, slots=False)
 class MockEngine:
     """An engine whose rows come from a hash.
 
@@ -79,29 +81,21 @@ class MockEngine:
         max_context: The longest context.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        row: Callable[[Sequence[int]], Any] | None = None,
-        delay: float = 0.0,
-        fail_on: Callable[[Query], bool] = lambda query: False,
-        die_on: Callable[[Query], bool] = lambda query: False,
-        on_batch: Callable[[Sequence[Query]], None] = lambda queries: None,
-        max_context: int | None = None,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.vocab_size = len(tokenizer)
-        self.max_context = max_context
-        self.device = "cpu"
-        self.model = None
-        self.adapters: dict[int, Adapter] = {}  # by version
-        self.pinned: set[Query] = set()  # read by engines that are made from this one
-        self._row = row
-        self._delay = delay
-        self._fail_on = fail_on
-        self._die_on = die_on
-        self._on_batch = on_batch
+    tokenizer: Any
+    _row: Callable[[Sequence[int]], Any] | None = field(default=None, kw_only=True)
+    _delay: float = field(default=0.0, kw_only=True)
+    _fail_on: Callable[[Query], bool] | None = field(default=None, kw_only=True)
+    _die_on: Callable[[Query], bool] | None = field(default=None, kw_only=True)
+    _on_batch: Callable[[Sequence[Query]], None] | None = field(default=None, kw_only=True)
+    max_context: int | None = field(default=None, kw_only=True)
+    adapters: dict[int, Adapter] = field(init=False, factory=dict)  # by version
+    pinned: set[Query] = field(init=False, factory=set)  # read by engines made from this one
+    vocab_size: int = field(init=False)
+    device, model = "cpu", None
+
+    @vocab_size.default
+    def _all_of_the_tokenizer(self) -> int:
+        return len(self.tokenizer)
 
     # --- evaluation -------------------------------------------------------------------------------
 
@@ -155,11 +149,12 @@ class MockEngine:
         )
 
     def _obey(self, queries: Sequence[Query]) -> None:
-        self._on_batch(queries)
+        if self._on_batch:
+            self._on_batch(queries)
         for query in queries:
-            if self._die_on(query):
+            if self._die_on and self._die_on(query):
                 raise EngineDeadError(f"the mock was told to die on {query.token_ids}")
-            if self._fail_on(query):
+            if self._fail_on and self._fail_on(query):
                 raise RuntimeError(f"the mock was told to fail on {query.token_ids}")
             if query.adapter is not None and query.adapter.version not in self.adapters:
                 raise RuntimeError(f"the mock has no adapter {query.adapter}")

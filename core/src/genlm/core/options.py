@@ -52,17 +52,6 @@ class CoreOptions:
         ours = {name: value for name, value in options.items() if name in names}
         return cls(**ours), {name: value for name, value in options.items() if name not in names}
 
-    @classmethod
-    def named(cls, options: Mapping[str, Any], backend: str) -> CoreOptions:
-        """Options of which none may be the engine's.
-
-        Raises:
-            InvalidOptionError: it names those that are not the core's.
-        """
-        core, others = cls.split(options)
-        refuse_unknown(backend, others)
-        return core
-
     def __attrs_post_init__(self) -> None:
         integer("batch_size", self.batch_size, least=1, optional=True)
         integer("cache_size", self.cache_size, least=0, optional=True)

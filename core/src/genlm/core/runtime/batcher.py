@@ -108,9 +108,8 @@ class Gathering:
 
     def __init__(self) -> None:
         self.calls: list[Call[Any]] = []
-        self.requests = 0
-        self.seen = 0  # how many there were one pass ago
-        self.passes = 0
+        self.requests = self.passes = 0
+        self.seen = 0  # how many requests there were one pass ago
 
 
 class Batcher:

@@ -187,21 +187,16 @@ class EngineExecutor:
 
     def _batch(self, requests: Sequence[Any]) -> Answers[Request]:
         """The result of each request, which are of one kind; ``None`` if the engine declines."""
-        if isinstance(requests[0], Query):
-            results, failed = self._called("genlm_next_token_logprobs", requests, queries=requests)
-        elif isinstance(requests[0], SampleRequest):
-            queries, params = [r.query for r in requests], [r.params for r in requests]
-            results, failed = self._called("genlm_sample", requests, queries=queries, params=params)
-        else:
-            results, failed = self._called(
-                "genlm_sequence_logprobs",
-                requests,
-                queries=[r.query for r in requests],
-                continuations=[r.continuation for r in requests],
-            )
-        return (
-            [(r, failed.get(query_of(r), result)) for r, result in results] if failed else results
-        )
+        hook, arguments = "genlm_next_token_logprobs", {"queries": requests}
+        if not isinstance(requests[0], Query):
+            arguments["queries"] = [r.query for r in requests]
+            if isinstance(requests[0], SampleRequest):
+                hook, arguments["params"] = "genlm_sample", [r.params for r in requests]
+            else:
+                hook = "genlm_sequence_logprobs"
+                arguments["continuations"] = [r.continuation for r in requests]
+        results, failed = self._called(hook, requests, **arguments)
+        return [(r, failed.get(query_of(r), given)) for r, given in results] if failed else results
 
     # --- both -------------------------------------------------------------------------------------
 

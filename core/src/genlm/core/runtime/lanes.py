@@ -178,7 +178,8 @@ class Lanes:
         Args:
             dropping: Whether the engine still has requests that the next step will drop.
         """
-        self._sort()
+        if self._arrived:
+            self._sort()
         newcomers: list[Any] = []
         if self._lanes and not (self.in_flight or dropping):
             while self._lanes and not newcomers:  # a lane may hold nothing but cancelled requests

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import itertools
 import json
-import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self, TextIO
+
+from attrs import define, field
 
 from genlm.core.errors import InvalidInputError
 
@@ -56,6 +56,7 @@ class Timeline:
 BETWEEN_THREADS = ("queue", "delivery")
 
 
+@define(eq=False)
 class Trace:
     """Records while its ``with`` block runs, and then writes what Perfetto
     (https://ui.perfetto.dev) and ``chrome://tracing`` show. The trace is kept in memory until then:
@@ -74,19 +75,13 @@ class Trace:
         OSError: the file cannot be written; on entering the block.
     """
 
-    def __init__(
-        self,
-        timeline: Timeline,
-        path: str | os.PathLike[str],
-        describe: Callable[[Any], Mapping[str, Any]],
-    ) -> None:
-        self._timeline = timeline
-        self._describe = describe
-        self._path = os.fspath(path)
-        self._events: list[dict[str, Any]] = []
-        self._threads: dict[int, str] = {}
-        self._ids = itertools.count(1)
-        self._written = contextlib.ExitStack()
+    _timeline: Timeline
+    _path: str
+    _describe: Callable[[Any], Mapping[str, Any]]
+    _events: list[dict[str, Any]] = field(init=False, factory=list)
+    _threads: dict[int, str] = field(init=False, factory=dict)
+    _ids: Iterator[int] = field(init=False, factory=lambda: itertools.count(1))
+    _file: TextIO = field(init=False)
 
     def __enter__(self) -> Self:
         if self._timeline.trace is not None:
@@ -94,7 +89,7 @@ class Trace:
                 f"this model is being traced into {self._timeline.trace._path!r}; end that trace "
                 "first"
             )
-        self._file = self._written.enter_context(open(self._path, "w", encoding="utf-8"))
+        self._file = open(self._path, "w", encoding="utf-8")
         self._events, self._threads = [], {}  # those of an earlier block are in its file
         self._timeline.trace = self
         return self
@@ -105,7 +100,7 @@ class Trace:
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": t, "args": {"name": n}}
             for t, n in self._threads.items()
         ]
-        with self._written:
+        with self._file:
             json.dump({"traceEvents": [*names, *self._events], "displayTimeUnit": "ms"}, self._file)
 
     # --- what the timeline tells: from any thread -------------------------------------------------

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+import sys
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from genlm.core.errors import VocabularyError
@@ -16,13 +19,21 @@ from genlm.core.tokenization.decoder import (
     steps,
     undecodable,
 )
-from genlm.core.tokenization.probe import lost, matches_all
 
 # A text that normalizers leave as it is, except for its space. Byte-level decoders read the
 # character U+00DF as another byte, if no pre-tokenizer has spelled the text for them.
 _PROBE = "a ж\u00df, c.1"
 # Pre-tokenizers that remove the white space between words.
 _REMOVE_SPACES = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
+
+# A character of every category of Unicode, and some that patterns of tokenizers name.
+_CHARACTERS = (
+    "aA\u01c5\u02b0中\u0301\u0903\u20dd1\u2167²_-()«»!+$^© \u2028\u2029\x00\u200d\ue000\u0378"
+    "s'/\t\n\r\u3000"
+)
+
+# How many characters stand in one text: a pattern may look at the rest from each of them.
+_LENGTH = 256
 
 
 def is_fast(tokenizer: Any) -> bool:
@@ -167,14 +178,14 @@ def _check_covers(pre_tokenizer: Any, kinds: Sequence[str]) -> None:
     """Refuse a pre-tokenizer of which no part has some of the text."""
     # Where that may remove white space, a later step marks every part.
     ignored = str.isspace if "WhitespaceSplit" in kinds else lambda _: False
-    if (found := lost(pre_tokenizer, ignored)) is not None:
+    if (found := _lost(pre_tokenizer, ignored)) is not None:
         raise _loses(f"pre-tokenizer {', '.join(kinds)}", f"{found[1]!r} of the text {found[0]!r}")
 
 
 def _removes_text(step: Definition) -> bool:
     """Whether a step removes text. One that keeps what its pattern matches may keep all: the
     pattern of GPT-4o matches everything."""
-    return step.get("behavior") == "Removed" and not (step.get("invert") and matches_all(step))
+    return step.get("behavior") == "Removed" and not (step.get("invert") and _matches_all(step))
 
 
 def _check_round_trip(backend: Any, decoder: Definition) -> None:
@@ -212,3 +223,63 @@ def _loses(culprit: str, lost: str) -> VocabularyError:
         f"the tokenizer's {culprit} does not keep {lost}; use a byte-level or SentencePiece "
         "tokenizer"
     )
+
+
+# --- whether a pre-tokenizer keeps texts, found out by what it does to them -----------------------
+
+
+def _matches_all(step: Definition) -> bool:
+    """Whether the pattern of a ``Split`` that keeps only what it matches keeps every text.
+
+    Args:
+        step: The step, as ``tokenizers`` serialises it.
+
+    Raises:
+        VocabularyError: the pattern fails, or takes too long.
+    """
+    from tokenizers import Regex, pre_tokenizers
+
+    (kind, pattern), *_ = step["pattern"].items()
+    compiled = Regex(pattern) if kind == "Regex" else pattern
+    culprit = f"the pattern {pattern!r:.80} of the tokenizer's pre-tokenizer"
+    removing = pre_tokenizers.Split(compiled, "removed", invert=True)
+    split = guarded(culprit, "all characters", removing.pre_tokenize_str)
+    every = itertools.chain([pattern], _texts())
+    return all("".join(part for part, _ in split(text)) == text for text in every)
+
+
+def _lost(pre_tokenizer: Any, ignored: Callable[[str], bool]) -> tuple[str, str] | None:
+    """A text of two characters, of every category, runs included, and what of it is in no part;
+    ``None`` where all of every such text is in some part, or ``ignored``.
+
+    Raises:
+        VocabularyError: the pre-tokenizer fails, or takes too long.
+    """
+    split = guarded("the tokenizer's pre-tokenizer", "a few texts", pre_tokenizer.pre_tokenize_str)
+    for text in _pairs():
+        end, parts = 0, split(text)
+        for start, stop in (*(place for _, place in parts), (len(text), len(text))):
+            if start > end and not ignored(text[end:start]):
+                return text, text[end:start]
+            end = max(end, stop)
+    return None
+
+
+def _pairs() -> Iterator[str]:
+    """What begins and ends a text."""
+    return map("".join, itertools.product(_CHARACTERS, repeat=2))
+
+
+def _texts() -> Iterator[str]:
+    """Pairs of characters alone, for what begins and ends a text; three in a row; and every
+    character that Unicode assigns."""
+    for pair in _pairs():
+        yield pair
+        yield "".join(pair + third for third in _CHARACTERS)
+    every = "".join(
+        character
+        for character in map(chr, range(sys.maxunicode + 1))
+        if unicodedata.category(character) not in ("Cn", "Co", "Cs")  # those have one above
+    )
+    for start in range(0, len(every), _LENGTH):
+        yield every[start : start + _LENGTH]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any
+
+from genlm.core.collector import rare_collections
 
 # An id is kept in two parts; this is the number of values of the lower one. The interpreter holds
 # such small ints only once.
@@ -84,7 +84,7 @@ class Token(bytes):
     def vocabulary(cls, byte_strings: Sequence[bytes], special: Iterable[int] = ()) -> list[Token]:
         """The tokens of a whole vocabulary: element ``i`` has id ``i`` and the bytes
         ``byte_strings[i]``. The ids ``special`` are those of special tokens."""
-        with _no_collection():
+        with rare_collections():
             tokens = list(map(bytes.__new__, repeat(cls), byte_strings))
             for page in range(-(-len(tokens) // _PAGE)):
                 for index, token in enumerate(tokens[page * _PAGE : (page + 1) * _PAGE]):
@@ -137,16 +137,3 @@ class Token(bytes):
 
     def __reduce__(self) -> tuple[type[Token], tuple[int, bytes, bool]]:
         return type(self), (self.token_id, bytes(self), self.is_special)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Pauses the garbage collector. It would search the new objects again and again, and take four
-    times as long."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

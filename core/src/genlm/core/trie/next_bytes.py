@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterable, Iterator
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -113,13 +113,12 @@ class BytePrefix:
     _trie: TokenCharacterTrie
     _is_text: npt.NDArray[np.bool_]  # of each item by rank: not special, and not without bytes
     _min_share: float
-    _first: Context
-    _ended: tuple[Ending, ...]  # the tokenisations that end here; their rows are not asked yet
-    _inside: tuple[Reading, ...] = ()  # those that are in the middle of a token
+    _first: Reading
+    _readings: tuple[Reading, ...]
     _cut: bool = False  # whether one has been left out
     text: bytes = b""
     logprob: float = 0.0
-    _readings: list[list[Reading]] = field(init=False, factory=list)  # once the rows are there
+    _asked: list[list[Reading]] = field(init=False, factory=list)  # the readings, with all rows
 
     @classmethod
     async def after(
@@ -156,10 +155,10 @@ class BytePrefix:
                 f"the trie has {len(trie.decode)} items, but the model has {len(vocab)} tokens; "
                 "give TokenCharacterTrie(lm.byte_vocab)"
             )
-        first = lm.context(token_ids)
+        first = Reading(lm.context(token_ids), 0.0, trie.root)
         is_text = ~trie.is_special[trie.positions]
         is_text[: trie.nodes.ending(trie.root)] = False
-        return cls(lm, lora_name, trie, is_text, min_share, first, (Ending(first, 0.0),))
+        return cls(lm, lora_name, trie, is_text, min_share, first, (first,))
 
     async def next_byte_logprobs(self) -> Floats:
         """The distribution of the next byte, given the context and the text so far.
@@ -172,12 +171,12 @@ class BytePrefix:
             InvalidInputError: The text so far has probability 0.
         """
         readings = await self._with_rows()
-        heaviest = max((reading.logprob for reading in readings), default=-math.inf)
-        if heaviest == -math.inf:
+        if not readings:
             raise InvalidInputError(
                 f"the text {self.text!r:.80} has probability 0 after this context, so no byte "
                 "comes next; give one that the model may write"
             )
+        heaviest = max(reading.logprob for reading in readings)
         masses = sum(
             math.exp(reading.logprob - heaviest) * reading.next_bytes(self._trie.nodes)
             for reading in readings
@@ -199,13 +198,7 @@ class BytePrefix:
             longer = longer._with_byte(byte, await longer._with_rows())
         if longer.logprob == -math.inf and longer._cut:  # what was left out may have a way
             start = evolve(
-                self,
-                min_share=0.0,
-                ended=(Ending(self._first, 0.0),),
-                inside=(),
-                cut=False,
-                text=b"",
-                logprob=0.0,
+                self, min_share=0.0, readings=(self._first,), cut=False, text=b"", logprob=0.0
             )
             start.check_contexts(longer.text, 10_000)
             return await start.extend(longer.text)
@@ -238,48 +231,39 @@ class BytePrefix:
                 node = nodes.child(node, more[end])
 
     async def _with_rows(self) -> list[Reading]:
-        """The readings in the middle of a token, and those that begin one here."""
-        if not self._readings:
+        """The readings, after the rows have been asked of those that begin a token here."""
+        if not self._asked:
+            inside = [reading for reading in self._readings if reading.masses is not None]
+            begun = [reading for reading in self._readings if reading.masses is None]
             rows = await all_of(
-                self.lm.next_token_logprobs(end.context, self._lora_name) for end in self._ended
+                self.lm.next_token_logprobs(reading.context, self._lora_name) for reading in begun
             )
-            begun = []
-            for end, row in zip(self._ended, rows, strict=True):
+            for reading, row in zip(begun, rows, strict=True):
                 masses = np.exp(row.detach().double().cpu().numpy())[self._trie.positions]
                 no_byte = float(masses[~self._is_text].sum())
                 masses[~self._is_text] = 0.0
-                begun.append(Reading(end.context, end.logprob, self._trie.root, masses, no_byte))
-            self._readings.append([*self._inside, *begun])
-        return self._readings[0]
+                inside.append(evolve(reading, masses=masses, no_byte=no_byte))
+            self._asked.append(inside)
+        return self._asked[0]
 
     def _with_byte(self, byte: int, readings: Iterable[Reading]) -> BytePrefix:
         """The text with one byte more, and those of its tokenisations that are likely."""
         nodes = self._trie.nodes
         grown = [longer for reading in readings if (longer := reading.into(nodes, byte))]
-        logprob = _logsumexp([reading.mass for reading in grown])
-        ended = [end for reading in grown for end in reading.endings(self._trie)]
+        logprob = float(np.logaddexp.reduce([r.mass for r in grown], initial=-math.inf))
         inside = [going for reading in grown if (going := reading.going_on(nodes))]
+        ended = [end for reading in grown for end in reading.endings(self._trie)]
         # Compared with what ends here, so that a byte which surprises those inside has a way too.
         least = max((end.logprob for end in ended), default=logprob)
         least += math.log(self._min_share) if self._min_share else -math.inf
-        likely = tuple(end for end in ended if end.logprob >= least)
-        going_on = tuple(reading for reading in inside if reading.mass >= least)
+        likely = tuple(reading for reading in (*inside, *ended) if reading.mass >= least)
         return evolve(
             self,
-            ended=likely,
-            inside=going_on,
-            cut=self._cut or (len(likely), len(going_on)) != (len(ended), len(inside)),
+            readings=likely,
+            cut=self._cut or len(likely) < len(inside) + len(ended),
             text=self.text + bytes([byte]),
             logprob=logprob,
         )
-
-
-@frozen(eq=False)
-class Ending:
-    """A tokenisation that ends where the text does, and its log-probability."""
-
-    context: Context
-    logprob: float
 
 
 @frozen(eq=False)
@@ -290,20 +274,21 @@ class Reading:
         context: The tokens before the last.
         logprob: Their log-probability.
         node: Of the trie: the bytes of the last token so far.
-        masses: The probabilities of the items below the node, by rank.
+        masses: The probabilities of the items below the node, by rank; ``None`` where the last
+            token is about to begin, and the row is not asked yet.
         no_byte: That the last token is not text; 0 where it has begun.
     """
 
     context: Context
     logprob: float
     node: int
-    masses: Floats
+    masses: Any = None
     no_byte: float = 0.0
 
     @property
     def mass(self) -> float:
         """The log-probability of its tokens, with all that the last one may become."""
-        return self.logprob + math.log(self.masses.sum())
+        return self.logprob + (0.0 if self.masses is None else math.log(self.masses.sum()))
 
     def into(self, nodes: Nodes, byte: int) -> Reading | None:
         """With one byte more in its last token; ``None`` if no such token has any probability."""
@@ -315,12 +300,13 @@ class Reading:
         masses = self.masses[below].copy()
         return Reading(self.context, self.logprob, child, masses) if masses.any() else None
 
-    def endings(self, trie: TokenCharacterTrie) -> Iterator[Ending]:
-        """The tokenisations whose last token is complete."""
+    def endings(self, trie: TokenCharacterTrie) -> Iterator[Reading]:
+        """The tokenisations whose last token is complete, before the next one."""
         masses = self.masses[: trie.nodes.ending(self.node)]
         for token_id, mass in zip(trie.positions_under(self.node).tolist(), masses, strict=False):
             if mass > 0:
-                yield Ending(self.context.extend(token_id), self.logprob + math.log(mass))
+                longer = self.context.extend(token_id)
+                yield Reading(longer, self.logprob + math.log(mass), trie.root)
 
     def going_on(self, nodes: Nodes) -> Reading | None:
         """Without the tokens that are complete; ``None`` if the others have no probability."""
@@ -337,10 +323,3 @@ class Reading:
         if len(starts):
             found[nodes.symbol[below]] = np.add.reduceat(self.masses, starts)
         return found
-
-
-def _logsumexp(values: list[float]) -> float:
-    heaviest = max(values, default=-math.inf)
-    if heaviest == -math.inf:
-        return heaviest
-    return heaviest + math.log(math.fsum(math.exp(value - heaviest) for value in values))

@@ -69,18 +69,9 @@ def _above_items(nodes: Nodes, of_node: Ints) -> Ints:
 _FEWEST_PAIRS = 100
 
 
-@frozen(eq=False)
-class Pairs:
-    """The values that one round combines.
-
-    Attributes:
-        new: ``[pairs]`` One value of each pair, made in the round before (in the first round, an
-            item).
-        other: ``[pairs]`` The other value, made in any round before.
-    """
-
-    new: Ints
-    other: Ints
+#: The values that one round combines, ``[pairs]`` each: those made in the round before (in the
+#: first round, items), and the other one of each pair, made in any round before.
+Pairs = tuple[Ints, Ints]
 
 
 class Pairing:
@@ -147,7 +138,7 @@ class Pairing:
     def _combine(self, is_second: npt.NDArray[np.bool_]) -> None:
         """Add a round, and pass on the results of the groups that are done."""
         second = np.flatnonzero(is_second)
-        self.rounds.append(Pairs(self._value[second], self._value[second - 1]))
+        self.rounds.append((self._value[second], self._value[second - 1]))
         made, group = self._made + np.arange(len(second)), self._group[second]
         self._made += len(second)
 
@@ -242,7 +233,7 @@ class Plan:
         groups = Groups.of(nodes)
         pairing = Pairing(order, groups)
         values, group = pairing.rest()
-        made = len(order) + sum(len(pairs.new) for pairs in pairing.rounds)
+        made = len(order) + sum(len(new) for new, _ in pairing.rounds)
         _, starts = np.unique(group, return_index=True)
         index = np.arange(made + len(starts))
         first, rounds = _arrange(pairing.rounds, len(order), index)
@@ -268,17 +259,17 @@ def _arrange(rounds: Sequence[Pairs], items: int, index: Ints) -> tuple[Indices,
         The positions of the first round's new values, and the rounds by places in the work row.
     """
     taken = np.empty(0, np.int64)
-    stop = items + sum(len(pairs.new) for pairs in rounds)
+    stop = items + sum(len(new) for new, _ in rounds)
     arranged: list[tuple[slice, Ints]] = []
-    for pairs in reversed(rounds):
-        results = slice(stop - len(pairs.new), stop)
+    for new, other in reversed(rounds):
+        results = slice(stop - len(new), stop)
         stop = results.start
-        is_taken = np.zeros(len(pairs.new), bool)
+        is_taken = np.zeros(len(new), bool)
         is_taken[taken - results.start] = True
         order = np.append(taken - results.start, np.flatnonzero(~is_taken))
         index[results.start + order] = np.arange(results.start, results.stop)
-        arranged.append((results, pairs.other[order]))
-        taken = pairs.new[order]
+        arranged.append((results, other[order]))
+        taken = new[order]
     start = items
     final = []
     for results, other in reversed(arranged):
