@@ -6,7 +6,7 @@ import os
 
 from .fuzz import fuzz
 
-SECONDS = float(os.environ.get("GENLM_FUZZ_SECONDS", "30"))
+SECONDS = float(os.environ.get("GENLM_FUZZ_SECONDS", "15"))
 
 
 def test_adapters_under_load(tiny, make_adapter, fuzz_seed, say) -> None:

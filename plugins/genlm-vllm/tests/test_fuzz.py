@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from .fuzz import fuzz
 
-SECONDS = float(os.environ.get("GENLM_FUZZ_SECONDS", "30"))
+SECONDS = float(os.environ.get("GENLM_FUZZ_SECONDS", "15"))
 
 
 def test_two_models_one_of_which_is_closed(
