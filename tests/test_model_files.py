@@ -56,6 +56,8 @@ def test_one_file_is_a_model_where_it_holds_all_of_it(tmp_path):
 
 
 def test_the_address_of_a_page_of_the_hub():
+    with pytest.raises(ModelNotFoundError, match="a hub name looks like"):
+        require_model("http://localhost:8000/v1")
     for page in ("https://huggingface.co/a/b.c", "http://www.huggingface.co/a/b.c/tree/main"):
         with pytest.raises(ModelNotFoundError, match=r"page of the hub; give its name, 'a/b\.c'"):
             require_model(page)

@@ -222,6 +222,8 @@ def test_the_most_likely_tokens(mock):
     assert len(lm.top_logprobs(row, 1000)) == 258
     with pytest.raises(InvalidInputError, match=r"shape \(258,\); it has \(1, 258\)"):
         lm.top_logprobs(row[None])
+    with pytest.raises(InvalidInputError, match=r"without exp\(\)"):
+        lm.top_logprobs(row.exp())
     with pytest.raises(InvalidOptionError, match="k must be an integer of at least 1; got 0"):
         lm.top_logprobs(row, 0)
     forgotten = lm.next_token_logprobs([72])

@@ -89,10 +89,11 @@ def test_a_name_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("name", ["core", "kit", "bytes", "backend", "control", "hf", "vllm"])
 def test_a_name_whose_distribution_would_clash(name: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        InvalidOptionError, match=f"the distribution genlm-{name} exists already; choose another"
-    ):
-        write_plugin(name, tmp_path)
+    for given in (name, f"genlm-{name}"):  # the distribution's own name is that of its backend
+        with pytest.raises(
+            InvalidOptionError, match=f"distribution genlm-{name} exists already; choose another"
+        ):
+            write_plugin(given, tmp_path)
 
 
 def test_a_folder_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,9 @@ MOST, MOST_CONTEXTS = 1 << 24, 1 << 20
 #: Tokens that are hashed, and shared by the contexts that extend one another, at a time.
 BLOCK = 128
 
+#: What may be wrong where an id is a list.
+NESTED = ", a list in place of an id; methods that begin with batch_ take several contexts"
+
 
 @frozen
 class Block:
@@ -303,5 +306,5 @@ def _as_int(what: str, token_id: Any, position: int) -> int:
     except TypeError:
         raise InvalidQueryError(
             f"token ids must be integers; position {position} of the {what} is "
-            f"{safe_repr(token_id)}"
+            f"{safe_repr(token_id)}{NESTED if isinstance(token_id, list) else ''}"
         ) from None

@@ -65,16 +65,20 @@ LM = _by_name(
 #: Methods and attributes of other tools, and what to use here.
 METHODS = _by_name(
     {
+        "batch_stream stream_sync": "`async for` over lm.stream(ids, max_tokens), a task for each",
+        "bos_token_id eos_token pad_token_id": "lm.tokenizer has it",
         "chat": "lm.apply_chat_template(messages) gives the ids to draw after with lm.sample",
-        "forward logits logprobs": "lm.next_token_logprobs(ids) gives a row",
+        "forward get_logprobs logits logprobs": "lm.next_token_logprobs(ids) gives a row",
         "generate": "lm.sample(ids, max_tokens) draws ids",
-        "loglikelihood score": (
+        "logprob loglikelihood score": (
             "lm.batch_sequence_logprobs(contexts, continuations), or lm.sequence_logprobs for one"
         ),
         "loglikelihood_rolling perplexity": (
             "lm.rolling_logprobs(ids) scores each token of a text, however long it is"
         ),
+        "max_length n_ctx": "lm.max_context is the longest context",
         "tokenize": "lm.encode(text) gives ids",
+        "vocab get_vocab": "lm.byte_vocab has the bytes of every token, lm.str_vocab its text",
         "vocab_size": "len(lm.byte_vocab) is the width of a row",
     }
 )

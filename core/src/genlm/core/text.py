@@ -152,7 +152,7 @@ class TextMixin:
             k: How many.
 
         Raises:
-            InvalidInputError: ``row`` has another shape.
+            InvalidInputError: ``row`` has another shape, or values above 0.
             InvalidOptionError: ``k`` is not an integer of at least 1.
         """
         import torch
@@ -166,6 +166,11 @@ class TextMixin:
                 f"row must have the shape ({self._engine.width},); it has {tuple(values.shape)}"
             )
         best = values.topk(min(k, self._engine.width))
+        if (most := float(best.values[0])) > 1e-3:  # above what rounding makes of 0
+            raise InvalidInputError(
+                f"row must be log-probabilities, but its greatest value is {most:.6g}; give the "
+                "model's row itself, without exp()"
+            )
         return [
             TopToken(self.byte_vocab[i], self.str_vocab[i], logprob)
             for i, logprob in zip(best.indices.tolist(), best.values.tolist(), strict=True)

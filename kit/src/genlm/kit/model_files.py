@@ -58,7 +58,7 @@ def require_model(name: str, files: Sequence[str] = ("config.json",)) -> None:
         raise ModelNotFoundError(f"{str(name)!r} is one file of a model; give its folder")
     elif match := HUB_PAGE.match(str(name)):
         raise ModelNotFoundError(f"{name} is a page of the hub; give its name, {match[1]!r}")
-    elif not path.exists() and "://" not in str(name):
+    elif not path.exists() and ("://" not in str(name) or str(name).startswith("http")):
         _require_on_hub(str(name), files)
 
 

@@ -37,6 +37,7 @@ def write_plugin(name: str, folder: Path | None = None) -> Path:
     Raises:
         InvalidOptionError: the name cannot be used, or there is something in the folder.
     """
+    name = name.removeprefix("genlm-")
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         raise InvalidOptionError(
             f"{name!r} cannot be a backend's name; begin with a letter, and use lower-case "
