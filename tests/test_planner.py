@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -26,6 +27,7 @@ from hypothesis.stateful import (
 )
 
 from genlm.core.context import Context
+from genlm.kit.kv import history
 from genlm.kit.kv.commands import Blank, Command, Copy, Fork, Join, NewTrunk, Resize, Shift
 from genlm.kit.kv.placement import Placement
 from genlm.kit.kv.planner import Planner
@@ -496,3 +498,16 @@ def test_what_is_not_pinned_can_be_dropped() -> None:
     kept.drop_unpinned()
     assert [kept.known(Wanted([first] * 30)) for first in (1, 2)] == [29, 0]
     assert kept.tree.positions == 30
+
+
+def test_the_last_commands_are_kept_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "_last", None)
+    last = history.keep()
+    kept = Kept(budget=10_000, worth=Worth())
+    ask(kept, [1] * 9)
+    ask(kept, [1] * 9 + [2], [1] * 9 + [3])
+    assert last[-1] == "Fork: 9 columns of rows 0 to rows 1"
+    kept.cells.fail_at = 0
+    with pytest.raises(BrokenTableError):
+        ask(kept, [1] * 9 + [4], [1] * 9 + [5])
+    assert any(words.endswith(", which failed") for words in last)

@@ -12,6 +12,7 @@ import pytest
 
 from genlm.conformance.report import run
 from genlm.hf.engine import HFEngine
+from tests.conformance.blind.fifth_on_a_real_model import ForksInTurn
 from tests.conformance.blind.of_a_real_model import MUTANTS as BLIND
 from tests.conformance.faulty import OfARealModel
 from tests.conformance.mutants.of_a_real_model import MUTANTS as OF_CLAUSES
@@ -40,3 +41,11 @@ def test_a_faulty_model_fails_its_clause(engine: Any) -> None:
 def test_the_model_without_fault_passes_the_clause(clause: str) -> None:
     found = verdict(HFEngine, clause)
     assert found.status == "passed", found.detail
+
+
+def test_a_wrong_copy_is_named() -> None:
+    """Where the planner of genlm-kit moves the state, a wrong row is told with its last
+    commands."""
+    told = verdict(ForksInTurn, "large_batch").detail
+    assert "the last commands of the planner:" in told
+    assert "\n    Fork: " in told

@@ -100,7 +100,8 @@ def expect_score(live: Subject, score: float, expected: float, what: str) -> Non
     """Check that a score is an entry of a row."""
     near = abs(score - expected) <= TOP_FACTOR * live.atol * max(1.0, abs(expected))
     check(  # two infinities are equal, and not near
-        score == expected or near, f"{what} scores {score:.6g}, its row has {expected:.6g}"
+        score == expected or near,
+        f"{what} scores {score:.6g}, its row has {expected:.6g}{live.moved}",
     )
 
 

@@ -36,6 +36,7 @@ from genlm.core.cache import OutputCache
 from genlm.core.errors import PluginError
 from genlm.core.lm import AsyncLM
 from genlm.core.types import TokenIds
+from genlm.kit.kv import history
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +80,7 @@ class Subject(Driver):
         #: Those that a clause has told.
         self.told: set[str] = set()
         self._together = ""  # the contexts that were asked last, for messages
+        self._commands = history.keep()
         self._lm: AsyncLM | None = None
         self._broken: Exception | None = None
         self._clean = False
@@ -207,6 +209,7 @@ class Subject(Driver):
         """Clear the rows and the key/value state."""
         self.lm.clear_cache()
         self.lm.clear_kv_cache()
+        self._commands.clear()
 
     def bind(self, name: str, path: str) -> None:
         """Add an adapter."""
@@ -381,7 +384,14 @@ class Subject(Driver):
         row = answered(row, what, self._together)
         self.deviation = max(self.deviation, deviation(row, expected))
         found = difference(row, expected, self.atol)
-        check(found is None, f"{what}: {found}{self._together}")
+        check(found is None, f"{what}: {found}{self._together}{self.moved}")
+
+    @property
+    def moved(self) -> str:
+        """What a message says of the last commands to the engine's key/value state; empty where it
+        is not planned by genlm-kit in this process."""
+        last = "\n    ".join(self._commands)
+        return f"\n  the last commands of the planner:\n    {last}" if last else ""
 
     # --- asking -----------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ of all trunks.
 - :class:`~genlm.kit.kv.tree.Tree` records what is kept, and decides nothing.
 - :class:`~genlm.kit.kv.commands.Table` is the engine's. It moves bytes, says how many
   positions may be taken, and decides nothing else.
+- :mod:`~genlm.kit.kv.history` keeps the last commands, in words, for the conformance suite.
 
 **Commands.** A plan is a sequence of frozen commands (:mod:`~genlm.kit.kv.commands`). The
 planner gives each command after the table has carried out the one before. So the tree is right even

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 from genlm.kit.kv.commands import Blank, Copy, Fork, NewTrunk, Table
+from genlm.kit.kv.history import noted
 from genlm.kit.kv.placement import Placement
 from genlm.kit.kv.room import Needs, Room
 from genlm.kit.kv.sequence import TokenSequence
@@ -40,7 +41,7 @@ class Planner(Generic[A]):
     """
 
     def __init__(self, table: Table, worth: Worth | None = None, shares: bool = True) -> None:
-        self._table = table
+        self._table = table = noted(table)
         self._worth = worth or Worth()
         self._shares = shares
         self.tree = Tree()

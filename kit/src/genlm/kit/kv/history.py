@@ -1,0 +1,82 @@
+"""The history: what tables of key/value state were asked last, in words, for who looks for a wrong
+copy."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from genlm.kit.kv.commands import Blank, Command, Copy, Fork, Join, NewTrunk, Resize, Shift, Table
+from genlm.kit.segments import Row, Segment
+
+#: The last commands; ``None`` where nobody keeps them.
+_last: deque[str] | None = None
+
+
+def keep(count: int = 12) -> deque[str]:
+    """Keep the last commands of the tables of all planners that are made from now on.
+
+    Returns:
+        What they were, the last one at the end. One that failed says so.
+    """
+    global _last
+    _last = deque(maxlen=count) if _last is None else _last
+    return _last
+
+
+def noted(table: Table) -> Table:
+    """The table, with what it is asked noted if somebody keeps that."""
+    return table if _last is None else _Noted(table, _last)
+
+
+class _Noted:
+    def __init__(self, table: Table, last: deque[str]) -> None:
+        self._table, self._last = table, last
+        self.limit = table.limit
+
+    def do(self, command: Command) -> None:
+        words = in_words(command)  # before: a command may change what it names
+        try:
+            self._table.do(command)
+        except BaseException:
+            words += ", which failed"
+            raise
+        finally:
+            self._last.append(words)
+
+
+def in_words(command: Command) -> str:
+    """A command as a line of a message.
+
+    Examples:
+        >>> from genlm.core.context import Context
+        >>> row, other = (Row(Context((7, 8, 9)), slot=slot) for slot in (0, 3))
+        >>> in_words(Fork((row,), (other,), columns=2))
+        'Fork: 2 columns of rows 0 to rows 3'
+    """
+    match command:
+        case Resize(rows, columns, kept):
+            told = f"to {rows} rows of {columns} columns, of which {len(kept)} stay"
+        case NewTrunk(trunk):
+            told = _name(trunk)
+        case Copy(source, target, size):
+            told = f"{size} positions of {_name(source)} to {_name(target)}"
+        case Fork(sources, targets, columns):
+            told = f"{columns} columns of rows {_slots(sources)} to rows {_slots(targets)}"
+        case Shift(row, by):
+            told = f"{_name(row)} by {by} columns"
+        case Join(trunk, below, size):
+            told = f"{size} positions of {_name(below)} in front of {_name(trunk)}"
+        case Blank(row, first):
+            told = f"{_name(row)} from column {first}"
+    return f"{type(command).__name__}: {told}"
+
+
+def _name(segment: Segment) -> str:
+    if isinstance(segment, Row):
+        return f"row {segment.slot}"
+    return f"the trunk of positions {segment.start} to {segment.stop}"
+
+
+def _slots(rows: Iterable[Row]) -> str:
+    return ", ".join(str(row.slot) for row in rows)
