@@ -37,6 +37,13 @@ def cluster() -> Iterator[Any]:
     ray.shutdown()
 
 
+@pytest.fixture(scope="session")
+def address(cluster: Any) -> str:
+    """Where other programs join that cluster."""
+    found: str = cluster.get_runtime_context().gcs_address
+    return found
+
+
 @pytest.fixture
 def fleet(cluster: Any) -> Iterator[Callable[..., AsyncLM]]:
     """Loads models on replicas, and closes them."""

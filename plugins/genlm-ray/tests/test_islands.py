@@ -11,14 +11,18 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 ON_MOCK = ["--backend", "mock", "--particles", "24", "--max-tokens", "12", "--seed", "3"]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path])}
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path])}
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, env=environment
+    )
 
 
 def printed(*command: str) -> str:
     """What a program prints."""
-    ended = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, env=ENVIRONMENT
-    )
+    ended = run(*command)
     assert ended.returncode == 0, ended.stderr[-2000:]
     return ended.stdout
 
@@ -34,18 +38,16 @@ def result(text: str) -> str:
     return text[: text.index("\n", text.index("effective sample size"))]
 
 
-@pytest.mark.parametrize("islands", ["1", "3"])
-def test_islands_estimate_what_one_process_does_on_the_same_seed(single: str, islands: str) -> None:
-    own = ["--islands", islands, "--cpus", "0.1"]
+def test_islands_estimate_what_one_process_does_on_the_same_seed(single: str, address: str) -> None:
+    own = ["--islands", "3", "--cpus", "0.1", "--address", address]
     text = printed(str(EXAMPLES / "islands.py"), *ON_MOCK, *own)
     assert result(text) == single
-    assert f"requests on {islands} islands" in text
+    assert "requests on 3 islands" in text
 
 
-def test_islands_that_have_no_room_are_said_and_not_waited_for_for_ever() -> None:
-    command = [sys.executable, EXAMPLES / "islands.py", *ON_MOCK]
-    command += ["--islands", "2", "--gpus", "64", "--patience", "0.5"]
-    ended = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+def test_islands_that_have_no_room_are_said_and_not_waited_for_for_ever(address: str) -> None:
+    asked = ["--address", address, "--islands", "2", "--gpus", "64", "--patience", "0.5"]
+    ended = run(str(EXAMPLES / "islands.py"), *ON_MOCK, *asked)
     assert ended.returncode == 1
     assert "0 of 2 islands are ready; the cluster has {" in ended.stderr
     assert ended.stderr.strip().endswith(
@@ -64,10 +66,10 @@ class Mortal(islands.Island):
         return os.getpid()
 
 islands.Island = Mortal
-islands.connect(None)
+islands.connect(sys.argv[1])
 
 def run(kill):
-    workers = islands.settle(3, "mock", "mock", {"delay": 0.02}, "Once", "e", num_cpus=0.1)
+    workers = islands.settle(2, "mock", "mock", {"delay": 0.02}, "Once", "e", num_cpus=0.1)
     pids = ray.get([worker.pid.remote() for worker in workers])
     rng = random.Random(3)
     particles = [Particle() for _ in range(24)]
@@ -86,5 +88,5 @@ print("the same")
 """
 
 
-def test_a_worker_that_is_killed_changes_nothing() -> None:
-    assert printed("-c", KILLED).strip().endswith("the same")
+def test_a_worker_that_is_killed_changes_nothing(address: str) -> None:
+    assert printed("-c", KILLED, address).strip().endswith("the same")
