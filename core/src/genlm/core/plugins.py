@@ -20,9 +20,9 @@ from genlm.core.errors import (
     PluginError,
 )
 from genlm.core.hints import nearest
+from genlm.core.hook_calls import HookCalls
 from genlm.core.installation import pip_install
 from genlm.core.logs import get_logger
-from genlm.core.runtime.hook_calls import HookCalls
 from genlm.core.types import BackendInfo, Engine
 
 log = get_logger()

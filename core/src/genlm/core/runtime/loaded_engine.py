@@ -8,8 +8,8 @@ from typing import Any
 
 from genlm.core.checks import safe_repr
 from genlm.core.errors import ModelClosedError, PluginError, UnsupportedError
+from genlm.core.hook_calls import PROCESSOR, HookCalls
 from genlm.core.logs import get_logger
-from genlm.core.runtime.hook_calls import PROCESSOR, HookCalls
 from genlm.core.runtime.results import Results, Violated
 from genlm.core.tokenization import decode_vocab
 from genlm.core.types import Engine
