@@ -27,6 +27,7 @@ from hypothesis.stateful import (
 )
 
 from genlm.core.context import Context
+from genlm.core.errors import PluginError
 from genlm.kit.kv import history
 from genlm.kit.kv.commands import Blank, Command, Copy, Fork, Join, NewTrunk, Resize, Shift
 from genlm.kit.kv.placement import Placement
@@ -444,6 +445,8 @@ def test_a_context_may_take_the_whole_budget() -> None:
     assert [kept.fits(length) for length in (4, 5)] == [True, False]
     ask(kept, [1] * 4)
     assert kept.known(Wanted([1] * 5)) == 4
+    with pytest.raises(PluginError, match="a context of 5 tokens does not fit into the table"):
+        ask(kept, [2] * 3, [3] * 5)
 
 
 def test_sequences_wait_for_the_one_that_computes_what_they_need() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar, cast
 
+from genlm.core.errors import PluginError
 from genlm.kit.kv.commands import Blank, Copy, Fork, NewTrunk, Table
 from genlm.kit.kv.history import noted
 from genlm.kit.kv.placement import Placement
@@ -72,6 +73,7 @@ class Planner(Generic[A]):
         and :meth:`commit` each batch before the next one.
 
         Raises:
+            PluginError: one does not fit.
             Exception: the table's; the current batch is not placed then.
         """
         left = list(range(len(sequences)))
@@ -81,6 +83,11 @@ class Planner(Generic[A]):
             placed = {one.index for one in batch}
             left = [at for at in left if at not in placed]
             yield batch
+        if left:
+            raise PluginError(
+                f"a context of {sequences[left[0]].length} tokens does not fit into the table; let "
+                "its limit(used) be at least used, or look at fits(length) first"
+            )
 
     def place(self, sequences: Sequence[A]) -> list[Placement[A]]:
         """Place as many of some distinct sequences as fit together, without those that should wait
