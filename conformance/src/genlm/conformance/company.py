@@ -25,7 +25,7 @@ BOUND = 40
 #: one is slow, others may answer many calls.
 BOUND_ELSEWHERE = 2000
 
-#: How often each of a crowd asks. Who waits must be answered before three quarters of the crowd's
+#: How often each of a crowd asks, on average. Who waits must be answered before three quarters of the crowd's
 #: requests.
 TIMES = 8
 
@@ -42,6 +42,7 @@ class CompanyClauses:
         callers = live.scaled(64, 20)
         contexts = live.contexts
         crowd = contexts.many(callers * TIMES)
+        left = iter(crowd)
         long = contexts.long(min(100, contexts.limit - 3, live.longest), 3)
         tokens = contexts.tokens[:2]
         row, drawn, scored, early = long, long[:-1], long[:-2], (*long[:-2], tokens[0])
@@ -54,7 +55,7 @@ class CompanyClauses:
             nonlocal answered
             if number % 2:  # half of them begin a call later, so newcomers come with every call
                 await call_ended.wait()
-            for context in crowd[number::callers]:
+            for context in left:  # who is answered sooner asks more
                 await live.lm.next_token_logprobs(context)
                 answered += 1
                 if answered == 3 * len(crowd) // 4:  # at the end the crowd is gone
