@@ -228,7 +228,7 @@ class WakeTakesTheLock(ContinuousMockEngine):
     @hookimpl
     def genlm_wake(self):
         with self.lock:
-            self._wakes.put(None)
+            super().genlm_wake()
 
     def advance(self, newcomers, dropped=()):
         with self.lock:

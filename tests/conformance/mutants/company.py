@@ -140,6 +140,18 @@ class CloseWaitsForWhatIsInFlight(Continuous):
             threading.Event().wait(9.0)  # longer than the suite has patience with a mutant
 
 
+@breaks("contract_is_kept_throughout")
+class WakeRaises(Continuous):
+    """Wakes by a queue that another version had."""
+
+    def step(self, newcomers, dropped):
+        return self.advance(newcomers, dropped)
+
+    @hookimpl
+    def genlm_wake(self):
+        self._wakes.put(None)
+
+
 #: What shows where requests meet.
 for engine, clause in {
     at_work.GeneratorsDoNotMoveUp: "requests_on_a_schedule",

@@ -25,8 +25,8 @@ BOUND = 40
 #: one is slow, others may answer many calls.
 BOUND_ELSEWHERE = 2000
 
-#: How often each of a crowd asks, on average. Who waits must be answered before three quarters of the crowd's
-#: requests.
+#: How often each of a crowd asks, on average. Who waits must be answered before three quarters of
+#: the crowd's requests.
 TIMES = 8
 
 #: Who waits among the crowd.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from genlm.conformance.compare import origin
 from genlm.core.hookspecs import hookimpl
 from genlm.core.types import (
     Answer,
@@ -45,8 +46,8 @@ class EngineGate:
         self._inside = False
         #: How many calls have ended, of all.
         self.calls = 0
-        #: What the engine has written into after it had returned it, in words.
-        self.rewritten: list[str] = []
+        #: What the engine did against the contract, as far as it is seen here, in words.
+        self.misdeeds: list[str] = []
         self._returned: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self.reset()
 
@@ -136,7 +137,7 @@ class EngineGate:
         returned, self._returned = self._returned, []
         for hook, rows, copy in returned:
             if not bool((rows == copy).all() | rows.isnan().any()):
-                self.rewritten.append(
+                self.misdeeds.append(
                     f"the engine wrote into rows that {hook} had returned; give away what you "
                     "return, for instance by .clone()"
                 )
@@ -157,6 +158,14 @@ class EngineGate:
             if getattr(answer.result, "ndim", None) == 1:
                 self._keep("genlm_step", answer.result[None])
         return answers
+
+    @hookimpl(wrapper=True)
+    def genlm_wake(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except Exception as error:
+            self.misdeeds.append(f"genlm_wake raised, which it must not: {error!r}{origin(error)}")
+            raise
 
     @hookimpl(wrapper=True)
     def genlm_read_lora(self) -> Generator[None, Any, Any]:
