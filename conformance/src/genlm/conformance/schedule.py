@@ -67,6 +67,18 @@ class Rebinding:
 Event = Arrival | Leaving | Rebinding
 
 
+#: More draws than an engine has places, or memory, for: they stay, and they leave.
+CROWDS: tuple[Sequence[Event], ...] = (
+    [Arrival(0, "growing draws", 66, 0), Arrival(0, "draws", 9, 0)],
+    [
+        Arrival(0, "growing draws", 80, 0),
+        Leaving(2, 0, all=True),
+        Arrival(1, "rows", 3, 0),
+        Arrival(0, "draws", 2, 1),
+    ],
+)
+
+
 class ScheduleClauses:
     """Requests in flight do not disturb each other."""
 
@@ -74,11 +86,13 @@ class ScheduleClauses:
         """Hundreds of draws that have begun, and of long prompts and scores that are half computed,
         are cancelled beside others, and then the same and others are asked: all give what they give
         alone."""
+        for crowd in CROWDS:
+            check_schedule(live, crowd)
         for turn in range(live.scaled(24, 3)):
             check_schedule(live, _leaving(turn))
+        check_schedule(live, _leaving_alone("long rows", live.scaled(70, 12)))
         if live.effort >= 1:  # minutes on a slow engine
-            for kind in ("long rows", "scores"):
-                check_schedule(live, _leaving_alone(kind, 70))
+            check_schedule(live, _leaving_alone("scores", 70))
 
     def test_requests_on_a_schedule(self, live: Subject) -> None:
         """Rows, draws and scores of all lengths, options and adapters arrive alone and in bursts,
