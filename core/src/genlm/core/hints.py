@@ -35,6 +35,7 @@ ARGUMENTS = _by_name(
         ),
         "do_sample": "temperature=0 takes the most likely token every time",
         "frequency_penalty presence_penalty repetition_penalty": f"a penalty {_ON_TOP}",
+        "generator": "seed fixes a draw",
         "max_length max_new_tokens": "max_tokens is the most tokens to draw",
         "num_beams": f"beam search {_ON_TOP}",
         "stop stop_strings": f"a stop string {_ON_TOP}; eos_token_ids ends a draw at tokens",

@@ -114,7 +114,7 @@ class AsyncLM(GenerationMixin):
         options: CoreOptions | None = None,
         **core_options: Any,
     ) -> None:
-        if not callable(load) or not backend:
+        if not callable(load) or isinstance(load, AsyncLM) or not backend:
             raise InvalidOptionError(
                 "AsyncLM(load, backend='name') takes a function that loads an engine; a model of "
                 "your own is a plugin (`genlm new-plugin NAME`), or a MockAsyncLM with a method "

@@ -130,7 +130,7 @@ class Results:
         errors = dict(errors)
         for query, row in zip(queries, rows, strict=True) if self._violated else ():
             try:
-                self.violation("genlm_process_logprobs", query, wrong_row(row))
+                self.violation("a wrapper's genlm_process_logprobs", query, wrong_row(row))
             except Exception as error:  # concerns this query alone
                 errors.setdefault(query, error)
         if self._width > self._vocab_size:
