@@ -230,7 +230,7 @@ def test_what_a_processor_must_not_return(engine, returned, wrong):
 def test_the_check_looks_at_processed_rows(engine):
     with (
         opened(engine, Processor(lambda _, rows: 2 * rows), check=True) as lm,
-        pytest.raises(PluginError, match="a wrapper's genlm_process_logprobs .* normalise"),
+        pytest.raises(PluginError, match=r"a wrapper's genlm_process_logprobs .* normalise"),
     ):
         lm.next_token_logprobs_sync([1])
 
