@@ -4,6 +4,7 @@ every threshold."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,88 @@ LEFT_OPEN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "nemotron": {"num_key_value_heads": 8},
     "stablelm": {"num_attention_heads": 8, "num_key_value_heads": 8},
+}
+
+#: Families whose sizes depend on one another, or whose experts would be too many: what their small
+#: models are made of.
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 2048,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+SHARED = {**SMALL, "num_key_value_heads": 2, "head_dim": 32}
+EXPERTS = {
+    **SHARED, "moe_intermediate_size": 128, "num_experts": 4, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+LATENT = {
+    **SMALL, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32,
+    "v_head_dim": 32, "moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
+}  # fmt: skip
+# Scores of few heads are often equal, and then chance decides which positions are seen.
+BEST = {**LATENT, "index_n_heads": 32, "index_head_dim": 64, "index_topk": FAR}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+MADE: dict[str, dict[str, Any]] = {
+    "afmoe": {**EXPERTS, "global_attn_every_n_layers": 2, "num_dense_layers": 1,
+              "sliding_window": FAR},
+    "apertus": SHARED,
+    "axk1": LATENT,
+    "deepseek_v2": {**LATENT, "max_position_embeddings": 5 * FAR, "rope_parameters": {
+        **YARN, "original_max_position_embeddings": FAR, "mscale": 0.7, "mscale_all_dim": 0.7}},
+    "deepseek_v3": LATENT,
+    "deepseek_v32": BEST,
+    "dots1": EXPERTS,
+    "exaone_moe": {**EXPERTS, "sliding_window": FAR},
+    "glm4_moe": EXPERTS,
+    "glm4_moe_lite": LATENT,
+    "glm_moe_dsa": BEST,
+    "granitemoehybrid": {
+        **SHARED, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 128,
+        "layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 32,
+        "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": FAR,
+        "position_embedding_type": "rope"},
+    "jamba": {
+        **SMALL, "num_experts": 1, "attn_layer_offset": 1, "attn_layer_period": 2,
+        "mamba_d_state": 8, "mamba_dt_rank": 8},
+    "lfm2": {**SHARED, "layer_types": ["conv", "full_attention"] * 2,
+             "block_auto_adjust_ff_dim": False},
+    "longcat_flash": {
+        **LATENT, "expert_ffn_hidden_size": 64, "ffn_hidden_size": 128, "num_layers": 2,
+        "moe_topk": 2, "zero_expert_num": 2, "head_dim": 32},
+    "mamba2": {
+        "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16,
+        "state_size": 16, "n_groups": 1, "chunk_size": FAR},
+    "minicpm3": {**LATENT, "kv_lora_rank": 48},
+    "nemotron_h": {
+        **EXPERTS, "layers_block_type": ["mamba", "attention", "moe", "mamba"],
+        "mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1,
+        "chunk_size": FAR, "first_k_dense_replace": 0},
+    "phimoe": {**SHARED, "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True,
+               "lm_head_bias": True, "sliding_window": FAR},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 128},
+    "qwen3_moe": EXPERTS,
+    "qwen3_next": {
+        **EXPERTS, "shared_expert_intermediate_size": 128, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"]},
+    "solar_open": EXPERTS,
+}  # fmt: skip
+
+#: What the configurations of these families say on the hub, and transformers does not write. None
+#: of it is asked for by transformers.
+ON_THE_HUB: dict[str, dict[str, Any]] = {
+    "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
+    "deepseek_v2": {"moe_layer_freq": 1},
+    "deepseek_v3": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "exaone_moe": {"is_moe_layer": [False, True, True, True]},
+    "glm_moe_dsa": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "lfm2": {"block_dim": 128, "block_ff_dim": 128, "block_multiple_of": 8},
+    "mamba2": {"intermediate_size": 128},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe", "mamba"]},
+    "qwen3_next": {"full_attention_interval": 4},
+    "solar_open": {"partial_rotary_factor": 1.0},
 }
 
 #: Parts of the names of settings that change no row, or that change the sizes of weights.
@@ -141,6 +224,24 @@ def save_model(model: Any, folder: Path) -> None:
     write_tokenizer(folder)
 
 
+def write_as_on_the_hub(config: Any, folder: Path) -> None:
+    """Add to a saved configuration what versions before transformers 5 write, and the hub has."""
+    file = folder / "config.json"
+    written = json.loads(file.read_text())
+    rope = written.get("rope_parameters") or {}
+    older = {other: getattr(config, name, None) for other, name in config.attribute_map.items()}
+    older["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
+    older |= {name: rope[name] for name in ("rope_theta",) if name in rope}
+    older |= ON_THE_HUB.get(config.model_type, {})
+    written |= {name: value for name, value in older.items() if written.get(name) is None}
+    written |= {
+        name: value
+        for name, value in ON_THE_HUB.get(config.model_type, {}).items()
+        if isinstance(value, list)
+    }
+    file.write_text(json.dumps(written))
+
+
 def tried(
     kind: Any,
     config: Any,
@@ -165,6 +266,8 @@ def tried(
     try:
         settings = type(config).from_dict({**config.to_dict(), **changed})
         save(random_model(kind, settings), folder)
+        if family in MADE:  # whose loaders ask for it
+            write_as_on_the_hub(settings, folder)
         reference = AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation="eager", dtype=torch.float32
         ).eval()
@@ -200,12 +303,14 @@ class Sweep:
         load: How it loads a folder.
         save: How to write a model.
         left_open: What the configurations of some families leave open.
+        made: Families whose small models are made of these settings, and not of narrowed ones.
         sizes: For an engine that has no kernels for so small models.
     """
 
     load: Open
     save: Callable[[Any, Path], Any] = save_model
     left_open: Mapping[str, Mapping[str, Any]] = LEFT_OPEN
+    made: Mapping[str, Mapping[str, Any]] = MADE
     sizes: Mapping[str, int] = {}
 
     def of(
@@ -223,7 +328,10 @@ class Sweep:
             config = config.get_text_config(decoder=True)
         far = {one.path: FAR for one in thresholds(config.to_dict())}
         base = Tried(family, {}, "not built")
-        for factor in FACTORS:
+        if family in self.made:
+            small = type(config)(**self.made[family])
+            base = tried(kind, small, {}, folder / "made", self.load, self.save)
+        for factor in () if family in self.made else FACTORS:
             try:
                 small = small_config(config, factor, far)
                 given = small.to_dict()

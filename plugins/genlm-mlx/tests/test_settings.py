@@ -62,6 +62,11 @@ MINICPM3 = {
     **{**SHAPE, **longrope(8), **LATENT, "num_key_value_heads": 4},
     **{"v_head_dim": 8, "dim_model_base": 8},
 }
+DEEPSEEK = {
+    **{**SHAPE, **LATENT, "num_key_value_heads": 4, "v_head_dim": 8, "n_group": 1},
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    **{"topk_method": "greedy", "topk_group": 1},
+}
 
 #: Name of the configuration and arguments.
 RIGHT = {
@@ -112,6 +117,11 @@ RIGHT = {
     "mixtral, linear": ("Mixtral", {**SHAPE, **EXPERTS, **rope("linear")}),
     "minicpm3, tied": ("MiniCPM3", {**MINICPM3, "tie_word_embeddings": True}),
     "minicpm3, untied": ("MiniCPM3", {**MINICPM3, "tie_word_embeddings": False}),
+    "deepseek_v2, linear": ("DeepseekV2", {**DEEPSEEK, **rope("linear")}),
+    "deepseek_v2, yarn with a factor of attention": (
+        "DeepseekV2",
+        {**DEEPSEEK, **rope("yarn", mscale=0.7, mscale_all_dim=0.7, attention_factor=1.5)},
+    ),
     "gpt_neox, some features": (
         "GPTNeoX",
         {**SHAPE, "intermediate_size": 128, **rope("default", partial_rotary_factor=0.5)},

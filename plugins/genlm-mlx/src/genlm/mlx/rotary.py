@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from mlx_lm.models import rope_utils
+from mlx_lm.models.deepseek_v2 import DeepseekV2YarnRotaryEmbedding
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,6 +20,7 @@ KINDS = (
     rope_utils.Llama3RoPE,
     rope_utils.SuScaledRoPE,
     rope_utils.YarnRoPE,
+    DeepseekV2YarnRotaryEmbedding,
 )
 
 #: What mlx-lm computes as transformers does.
@@ -37,7 +39,8 @@ class Rotary(nn.Module):  # type: ignore[misc]
     def __init__(self, like: Any, periods: mx.array, factor: float) -> None:
         super().__init__()
         self.dims = 2 * periods.size
-        self.traditional = getattr(like, "traditional", False)
+        latent = isinstance(like, DeepseekV2YarnRotaryEmbedding)
+        self.traditional = latent or getattr(like, "traditional", False)
         self.factor = factor
         self._periods = periods
 

@@ -53,6 +53,7 @@ def repair(model: Any, settings: Any, ours: bool) -> list[Limit]:
     _require_activation(model, settings)
     _require_head(model, settings)
     if ours:
+        _require_whole_keys(model, settings)
         _cap_at_the_end(model)
     _cap_attention(attentions, settings, ours)
     return [*_window(attentions, settings, ours), *_rotate(model, settings, ours)]
@@ -68,6 +69,16 @@ def _require_activation(model: Any, settings: Any) -> None:
                 f"the checkpoint has hidden_act={given!r}, and SGLang's {settings.model_type} "
                 f"computes {kind}; load it with backend='hf'"
             )
+
+
+def _require_whole_keys(model: Any, settings: Any) -> None:
+    """Attention in plain PyTorch takes keys out of SGLang's pool, and latent attention keeps there
+    what they are made of: where both happen to be of one size, rows would be wrong."""
+    if any(hasattr(module, "attn_mqa") for module in model.modules()):
+        raise EngineError(
+            f"SGLang has no latent attention for {settings.model_type} in plain PyTorch; load it "
+            "with backend='hf'"
+        )
 
 
 def _require_head(model: Any, settings: Any) -> None:
