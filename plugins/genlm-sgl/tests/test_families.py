@@ -45,3 +45,10 @@ def test_a_setting_that_the_engine_leaves_out_is_refused(family, change, tmp_pat
     _, changed = SWEEP.of(family, tmp_path, lambda _: [change])
     assert changed.outcome == "refused"
     assert "{}={!r}".format(*next(iter(change.items()))) in changed.why
+
+
+def test_latent_attention_is_refused_by_name(tmp_path: Path) -> None:
+    """Its keys happen to be as wide as what SGLang keeps of them."""
+    (found,) = SWEEP.of("glm4_moe_lite", tmp_path)
+    assert found.outcome == "refused"
+    assert "no latent attention for glm4_moe_lite" in found.why

@@ -17,6 +17,7 @@ LAYERS = ["full_attention", "sliding_attention"]
 
 CHANGES = {
     "gemma4_text": [{"rope_parameters": {"sliding_attention": YARN, "full_attention": WHOLE}}],
+    "granitemoehybrid": [],  # with a prompt of two blocks
     "nemotron": [{"hidden_act": "silu"}, {"rope_parameters": PLAIN}],
     "starcoder2": [{"sliding_window": FAR, "layer_types": LAYERS}],  # of which it has no types
 }

@@ -87,6 +87,9 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
         corrected["hf_overrides"] = {**dict.fromkeys(unread), **given}
     elif settings.model_type in WIDER and window is not None:
         corrected["hf_overrides"] = {"sliding_window": window - 1, **given}
+    if _on_a_cpu() and any("mamba" in name for name in settings.to_dict()):
+        # vLLM's kernels for a CPU keep no states between the blocks of a longer prompt.
+        corrected["enable_prefix_caching"] = engine_opts.get("enable_prefix_caching", False)
     ends, before = _end_of(settings)
     if ends is not None and (longest is None or longest > ends):
         log.warning("vllm.context_ends", at=ends, before=before)
