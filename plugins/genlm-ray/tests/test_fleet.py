@@ -11,7 +11,7 @@ from genlm.core.types import query_of
 from genlm.ray.fleet import Fleet
 from genlm.ray.log import Change, Entry, Log
 from genlm.ray.member import Call, Job, Member, State
-from genlm.ray.placing import LIMITS, Placing
+from genlm.ray.placing import DEATHS, LIMITS, Placing
 from genlm.ray.watch import STARTS, Watch
 from genlm.ray.wire import Description, Gone
 
@@ -238,6 +238,19 @@ def test_prompts_of_the_base_model_stay_when_an_adapter_goes() -> None:
     fleet.take(lines[0].next("open"), DESCRIPTION)
     assert applied(lines, fleet) == ["pin"]
     assert outcomes == [None] * 4
+
+
+def test_what_kills_one_replica_after_the_other_is_given_up_in_time() -> None:
+    fleet, (line,) = started(1)
+    outcomes: list[Exception | None] = []
+    fleet.add(Entry(("pin", "prompt"), ("unpin", "prompt")), outcomes.append)
+    for _ in range(DEATHS):
+        assert outcomes == []
+        fleet.take(line.next("beat"), Gone("it died"))
+        fleet.take(line.next("open"), DESCRIPTION)
+    (error,) = outcomes
+    assert f"{DEATHS} replicas died, one after the other" in str(error)
+    assert line.next("pin") is None
 
 
 def test_nobody_waits_for_an_entry_that_was_added_before() -> None:
