@@ -169,6 +169,27 @@ def test_a_processor_is_called_once_for_what_a_batch_or_step_finished(engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_a_row_whose_mass_is_all_on_tokens_that_the_model_lacks_has_none(engine):
+    class Narrow(engine):
+        def __init__(self, tokenizer):
+            super().__init__(tokenizer)
+            self.vocab_size = 200
+
+        def row(self, query):
+            return super().row(query)[:200].log_softmax(-1)
+
+    def beyond(queries, rows):
+        rows[:, :200] = -float("inf")
+        rows[:, 200] = 0.0
+        return rows
+
+    with opened(Narrow, Processor(beyond)) as lm:
+        assert lm.next_token_logprobs_sync([1]).eq(-float("inf")).all()
+        with pytest.raises(EngineError, match="no mass"):
+            lm.sample_sync([1], 3, [])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_several_apply_in_the_order_given(engine):
     order = []
 

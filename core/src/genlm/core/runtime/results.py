@@ -135,7 +135,7 @@ class Results:
                 errors.setdefault(query, error)
         if self._width > self._vocab_size:
             # Tokens that the model lacks: a draw would put them into a context.
-            own = rows[:, : self._vocab_size].log_softmax(-1)
+            own = _normalised(rows[:, : self._vocab_size])
             rows = torch.nn.functional.pad(
                 own, (0, self._width - self._vocab_size), value=-torch.inf
             )
@@ -160,13 +160,18 @@ class Results:
         renormalise, or fill up with ``-inf``."""
         surplus = self._vocab_size - self._width
         if surplus > 0:
-            rows = rows[..., :-surplus]
-            return rows - rows.logsumexp(dim=-1, keepdim=True)
+            return _normalised(rows[..., :-surplus])
         if surplus < 0:
             aligned = rows.new_full((*rows.shape[:-1], self._width), -float("inf"))
             aligned[..., : self._vocab_size] = rows
             return aligned
         return rows
+
+
+def _normalised(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of mass 1; a row without any stays as it is."""
+    mass = rows.logsumexp(dim=-1, keepdim=True)
+    return rows - mass.masked_fill_(mass == -float("inf"), 0.0)
 
 
 def evaluate_isolated(
