@@ -30,7 +30,11 @@ LIFE = textwrap.dedent(
     def held():
         process = psutil.Process()
         return {
-            "files": files(tempfile.gettempdir(), "/dev/shm"),
+            "files": {
+                name
+                for name in files(tempfile.gettempdir(), "/dev/shm")
+                if not name.startswith(("/dev/shm/sglang", "/dev/shm/plasma"))  # of other programs
+            },
             "open files": {file.path for file in process.open_files()},
             "processes": {child.pid for child in process.children(recursive=True)},
             "threads": {thread.name for thread in threading.enumerate()},
