@@ -19,7 +19,7 @@ pytest.importorskip("fastapi", reason="fastapi is not installed here")
 
 
 class Model(MockAsyncLM):
-    """Notes when a stream has ended, and computes only while it may."""
+    """Notes when a stream has ended, and computes only while it may. No stream ends by chance."""
 
     def __init__(self):
         super().__init__()
@@ -33,7 +33,7 @@ class Model(MockAsyncLM):
 
     async def stream(self, *arguments, **options):
         try:
-            async for token_id in super().stream(*arguments, **options):
+            async for token_id in super().stream(*arguments, eos_token_ids=[], **options):
                 yield token_id
         finally:
             self.ended.set()
