@@ -12,11 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from genlm.core import (
     BackendUnavailableError,
     InvalidOptionError,
     ModelClosedError,
+    ModelNotFoundError,
     load_model_by_name,
 )
 from genlm.sgl import AsyncSGLTransformer, plugin
@@ -196,3 +198,13 @@ def test_prompts_run_in_chunks(tiny, contexts, reference):
     # The vocabulary is narrower than the model.
     expected = reference(asked)[:, : rows.shape[1]].log_softmax(dim=-1)
     torch.testing.assert_close(rows, expected, atol=1e-4, rtol=0)
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(tiny, tmp_path):
+    """SGLang would serve what was in memory before."""
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    file = folder / "model.safetensors"
+    weights = {name: one for name, one in load_file(file).items() if "1.mlp.up_proj" not in name}
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ModelNotFoundError, match=r"lacks weights of .*: model\.layers\.1\.mlp\.up"):
+        load_model_by_name(str(folder), backend="sgl", llm_opts={"engine_opts": SMALL})
