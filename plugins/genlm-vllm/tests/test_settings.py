@@ -119,6 +119,7 @@ def test_a_family_that_names_no_usual_activation_is_not_refused(
         ("Exaone4", SHAPE | {"rope_parameters": PARTLY}, "partial_rotary_factor=0.5 of exaone4"),
         ("HrmText", {"head_dim": 32}, "lets its tokens attend to later ones"),
         ("Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2}, "e_score_correction_bias"),
+        ("DeepseekV3", {}, "kv_lora_rank"),
     ],
 )
 def test_what_vllm_computes_otherwise_is_refused(

@@ -45,7 +45,9 @@ TAKEN: Mapping[str, Mapping[str, object]] = {
 
 #: What vLLM always computes otherwise in a family, and what only on a CPU.
 ALWAYS = {"hrm_text": ("a prompt", "lets its tokens attend to later ones")}
+LATENT = ("kv_lora_rank", "computes latent attention otherwise on a CPU")
 ON_A_CPU = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), LATENT),
     "ernie4_5_moe": ("e_score_correction_bias", "leaves it out of the routing on a CPU"),
 }
 
