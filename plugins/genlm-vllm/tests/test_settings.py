@@ -4,14 +4,16 @@ model is refused by name."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from genlm.core import EngineError, Query
+from genlm.core import EngineError, ModelNotFoundError, Query
 from genlm.vllm.settings import corrections
 
 #: Where windows and scaling begin to matter, and the lengths that are tried.
@@ -131,3 +133,15 @@ def test_what_vllm_computes_otherwise_is_refused(
 ) -> None:
     with pytest.raises(EngineError, match=said):
         load_briefly(make_tiny(family, **config))
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(
+    make_tiny: Callable[..., str], load_briefly: Callable[..., Any]
+) -> None:
+    """vLLM would serve what was in memory before, where it joins matrices."""
+    folder = make_tiny("Llama")
+    file = Path(folder) / "model.safetensors"
+    weights = {name: one for name, one in load_file(file).items() if "1.mlp.up_proj" not in name}
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ModelNotFoundError, match="lacks weights of LlamaForCausalLM"):
+        load_briefly(folder)

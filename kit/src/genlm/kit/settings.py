@@ -6,6 +6,7 @@ model that its engine has loaded.
 
 from __future__ import annotations
 
+import copy
 import sys
 from inspect import signature
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from attrs import frozen
 
+from genlm.core.checks import describe_error
+from genlm.core.errors import ModelNotFoundError
 from genlm.core.logs import get_logger
 
 log = get_logger()
@@ -51,6 +54,36 @@ def settings_of(name: str | Path, revision: str | None = None) -> Any:
         log.info("settings.unknown", model=str(name), error=str(error)[:200])
         return None
     return whole.get_text_config(decoder=True)
+
+
+def require_weights(model: str, settings: Any) -> None:
+    """For engines that leave weights which a checkpoint lacks as they were in memory. A checkpoint
+    with names that transformers would first convert is not looked at.
+
+    Raises:
+        ModelNotFoundError: weights are missing.
+    """
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    held: set[str] = set()
+    for file in Path(model).glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            held.update(opened.keys())
+    if settings is None or not held:
+        return
+    try:
+        with torch.device("meta"):
+            twin = AutoModelForCausalLM.from_config(copy.deepcopy(settings))
+    except Exception as error:  # a class may raise anything
+        log.info("weights.unknown", model=model, error=describe_error(error)[:200])
+        return
+    absent = sorted({name for name, _ in twin.named_parameters()} - held)
+    if absent and held <= set(twin.state_dict()):
+        raise ModelNotFoundError(
+            f"the checkpoint {model!r} lacks weights of {type(twin).__name__}: "
+            f"{', '.join(absent[:4])} ({len(absent)} in all); copy or download the whole folder"
+        )
 
 
 def alike(value: object, other: object) -> bool:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from genlm.core.checks import describe_error
 from genlm.core.errors import (
@@ -17,12 +13,11 @@ from genlm.core.errors import (
     EngineDeadError,
     EngineError,
     GenlmError,
-    ModelNotFoundError,
 )
 from genlm.core.logs import get_logger
 from genlm.core.options import refuse_unknown
 from genlm.kit.model_files import eos_token_ids, require_model
-from genlm.kit.settings import settings_of
+from genlm.kit.settings import require_weights, settings_of
 from genlm.sgl.engine import PROBE, SglEngine
 from genlm.sgl.internals import Scheduler
 from genlm.sgl.options import OPTIONS, gpu_index, server_options
@@ -55,7 +50,7 @@ def load(model: str, options: Mapping[str, Any]) -> SglEngine:
     refuse_code(arguments)
     settings = _settings(arguments)
     if arguments.get("load_format") != "dummy":
-        _require_weights(model, settings)
+        require_weights(model, settings)
     index = gpu_index(arguments["device"], options.get("gpu_id", 0))
     with _explained(model):
         scheduler = Scheduler({**arguments, **_amendments(arguments, settings)}, index)
@@ -89,36 +84,6 @@ def _settings(arguments: Mapping[str, Any]) -> Any:
     if settings is None or not overrides:
         return settings
     return type(settings).from_dict({**settings.to_dict(), **overrides})
-
-
-def _require_weights(model: str, settings: Any) -> None:
-    """SGLang leaves weights that a checkpoint lacks as they were in memory. A checkpoint with names
-    that transformers would first convert is not looked at.
-
-    Raises:
-        ModelNotFoundError: weights are missing.
-    """
-    from safetensors import safe_open
-    from transformers import AutoModelForCausalLM
-
-    held: set[str] = set()
-    for file in Path(model).glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            held.update(opened.keys())
-    if settings is None or not held:
-        return
-    try:
-        with torch.device("meta"):
-            twin = AutoModelForCausalLM.from_config(copy.deepcopy(settings))
-    except Exception as error:  # a class may raise anything
-        log.info("weights.unknown", model=model, error=describe_error(error)[:200])
-        return
-    absent = sorted({name for name, _ in twin.named_parameters()} - held)
-    if absent and held <= set(twin.state_dict()):
-        raise ModelNotFoundError(
-            f"the checkpoint {model!r} lacks weights of {type(twin).__name__}: "
-            f"{', '.join(absent[:4])} ({len(absent)} in all); copy or download the whole folder"
-        )
 
 
 def _overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:

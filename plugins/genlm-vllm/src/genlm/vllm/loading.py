@@ -11,6 +11,7 @@ from genlm.core.checks import describe_error
 from genlm.core.errors import EngineError, InvalidOptionError
 from genlm.core.logs import get_logger
 from genlm.kit.model_files import eos_token_ids, require_model
+from genlm.kit.settings import require_weights, settings_of
 from genlm.vllm.capture import RowStore, capture_into
 from genlm.vllm.engine import VllmEngine
 from genlm.vllm.internals import EngineCore, check_version, engine_core_here, process_groups
@@ -44,6 +45,8 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
     check_version()
     check_engine_opts(chosen.engine_opts)
     require_model(model, ("config.json", "params.json", "*.gguf"))
+    if chosen.engine_opts.get("load_format") != "dummy":
+        require_weights(model, settings_of(model, chosen.engine_opts.get("revision")))
     import vllm
 
     stream = EngineStream()
