@@ -9,6 +9,6 @@ from .kit import ROOT, CleanEnvironment
 def environment(tmp_path_factory: pytest.TempPathFactory) -> CleanEnvironment:
     """One with what the author of a backend installs."""
     environment = CleanEnvironment(tmp_path_factory.mktemp("clean"))
-    for distribution in ("core", "conformance"):
+    for distribution in ("core", "kit", "conformance"):
         environment.install(ROOT / distribution)
     return environment

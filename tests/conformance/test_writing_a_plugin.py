@@ -26,7 +26,6 @@ def test_a_snippet_is_the_plugins_own_code(snippet: str) -> None:
 def test_the_plugin_conforms_in_a_clean_environment(
     environment: CleanEnvironment, tmp_path: Path
 ) -> None:
-    environment.install(ROOT / "kit")
     environment.install(PLUGIN)
     tested = environment.run(
         "python", "-m", "pytest", "-q", "--rootdir", ".", str(PLUGIN / "tests"), cwd=tmp_path

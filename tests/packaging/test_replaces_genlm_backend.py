@@ -101,6 +101,7 @@ def test_pip_replaces_one_by_the_other_and_a_mixture_says_so(
 
 def test_it_is_little_more_than_re_exports() -> None:
     """What behaviour a program needs is in the core or in a plugin. What 0.3 alone had, its
-    warnings, its check of a byte decoder and its drawings of tries, is here."""
+    warnings, its check of a byte decoder, its cache as a mapping and its drawings of tries, is
+    here."""
     lines = [line for file in COMPAT.glob("src/**/*.py") for line in file.read_text().splitlines()]
-    assert 0 < len(lines) < 400
+    assert 0 < len(lines) < 450
