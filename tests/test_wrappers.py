@@ -357,12 +357,18 @@ class Shadow:
     def genlm_close(self): ...
 
 
+class Yieldless:
+    @hookimpl(wrapper=True)
+    def genlm_close(self): ...
+
+
 @pytest.mark.parametrize(
     ("wrapper", "said"),
     [
         (object(), r"wrapper builtins.object has no hook; mark its methods"),
         (Unmarked(), "Unmarked: genlm_process_logprobs is not marked"),
         (Shadow(), "would shadow"),
+        (Yieldless(), "wrapper .*Yieldless: genlm_close is a wrapper without a yield; write"),
     ],
 )
 def test_what_is_no_wrapper_is_refused(wrapper, said):

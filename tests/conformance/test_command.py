@@ -112,6 +112,7 @@ def test_the_result_as_json(
         ),
         ("mock --model mock --effort 0", "--effort must be more than 0; got 0"),
         ("mock --model mock --window 0", "--window must be more than 0; got 0"),
+        ("mock --model mock --atol nan", "--atol must be more than 0; got nan"),
         ("mock --model mock --reference nobody", "no backend 'nobody'"),
     ],
 )

@@ -40,10 +40,21 @@ def test_a_str_is_refused_where_symbols_are_bytes(trie):
         InvalidInputError, match=r"symbols of this trie are bytes; got the str 'ab'"
     ):
         trie.mass(ROW, "ab")
-    with pytest.raises(InvalidInputError, match="encode it first"):
+    with pytest.raises(InvalidInputError, match=r"encode a text with \.encode\(\)"):
         trie.find("ab")
     strings = TokenCharacterTrie(["ab", "b"])
     assert strings.mass(np.log([0.25, 0.75]), "a") == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("given", [[7042], [b"a"], ["a"], [None], 97, None, [-1]])
+def test_token_ids_and_lists_of_bytes_are_refused_where_symbols_are_bytes(trie, given):
+    with pytest.raises(InvalidInputError, match="or take a token's byte_string"):
+        trie.mass(ROW, given)
+
+
+@pytest.mark.parametrize("given", [bytearray(b"a"), [97], np.array([97], np.uint8), iter(b"a")])
+def test_what_gives_bytes_is_a_prefix(trie, given):
+    assert trie.find(given) == trie.find(b"a")
 
 
 @pytest.mark.parametrize("row", [np.log(np.full(10, 0.11)), np.full(10, np.nan), np.zeros(10)])

@@ -22,7 +22,7 @@ def test_every_node_is_found_by_its_prefix(trie):
     assert trie.find(b"") == trie.root
 
 
-@pytest.mark.parametrize("prefix", [b"aaaaaaaaaaaa", b"z", [None], [300], ["a"]])
+@pytest.mark.parametrize("prefix", [b"aaaaaaaaaaaa", b"z"])
 def test_a_prefix_of_nothing_is_not_found(trie, prefix):
     assert trie.find(prefix) is None
 

@@ -115,7 +115,7 @@ def suite_of(options: argparse.Namespace) -> ConformanceSuite:
     """
     if options.dtype is not None and options.dtype not in ATOL:
         raise InvalidOptionError(f"--dtype must be one of {', '.join(ATOL)}; got {options.dtype!r}")
-    for name in ("effort", "patience", "deadline", "longest", "window"):
+    for name in ("effort", "patience", "deadline", "longest", "window", "atol"):
         value = getattr(options, name)
         if value is not None and not value > 0:
             raise InvalidOptionError(f"--{name} must be more than 0; got {value:g}")

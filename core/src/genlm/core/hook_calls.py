@@ -266,6 +266,13 @@ class Hooked:
             raise PluginError(
                 f"{self.owner}: {name} is not marked; put @hookimpl (from genlm.core) above it"
             )
+        if getattr(hook, f"{hookspecs.PROJECT}_impl")[
+            "wrapper"
+        ] and not inspect.isgeneratorfunction(hook):
+            raise PluginError(
+                f"{self.owner}: {name} is a wrapper without a yield; write `result = yield` where "
+                "the call is made, and return the result"
+            )
         there = list(inspect.signature(spec).parameters)
         unknown = [
             each.name

@@ -118,7 +118,7 @@ class AsyncLM(GenerationMixin):
             raise InvalidOptionError(
                 "AsyncLM(load, backend='name') takes a function that loads an engine; a model of "
                 "your own is a plugin (`genlm new-plugin NAME`), or a MockAsyncLM with a method "
-                f"_get_logprobs; got {safe_repr(load)}"
+                f"_get_logprobs; got {safe_repr(load)} and backend={safe_repr(backend)}"
             )
         if options is None:
             options, others = CoreOptions.split(core_options)

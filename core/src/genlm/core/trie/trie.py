@@ -6,6 +6,7 @@ import heapq
 import operator
 from collections.abc import Hashable, Iterable, Iterator
 from functools import cached_property
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -159,13 +160,15 @@ class TokenCharacterTrie:
         model's row use :meth:`mass`.
 
         Raises:
-            InvalidInputError: ``prefix`` is a str, but the symbols are bytes.
+            InvalidInputError: the symbols are bytes, but ``prefix`` is a str or has token ids.
         """
-        if isinstance(prefix, str) and self._items.is_bytes:
-            raise InvalidInputError(
-                f"the symbols of this trie are bytes; got the str {prefix!r:.80}: encode it first, "
-                "for instance with .encode()"
-            )
+        if self._items.is_bytes and not isinstance(prefix, bytes | bytearray):
+            given, prefix = prefix, [*prefix] if isinstance(prefix, Iterable) else [None]
+            if not all(isinstance(each, Integral) and 0 <= each < 256 for each in prefix):
+                raise InvalidInputError(
+                    f"the symbols of this trie are bytes; got the {type(given).__name__} "
+                    f"{given!r:.80}: encode a text with .encode(), or take a token's byte_string"
+                )
         node = self.root
         for symbol in prefix:
             child = self.nodes.child(node, self._codes.get(symbol, -1))
@@ -188,7 +191,7 @@ class TokenCharacterTrie:
 
         Raises:
             InvalidInputError: ``row`` has another shape or is not of log-probabilities, or
-                ``prefix`` is a str where symbols are bytes.
+                symbols are bytes and ``prefix`` is a str or has token ids.
         """
         probabilities = np.exp(self._row(row), dtype=np.float64)
         total = float(probabilities.sum())
