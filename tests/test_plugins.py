@@ -311,7 +311,7 @@ MISSPELT = type("Misspelt", (), {"genlm_next_token_logprob": misspelt})
         ),
         ({"genlm_step": hookimpl(lambda self, samples: [])}, [], PluginError, "evaluates queries"),
         ({"vocab_size": "258"}, [], PluginError, "vocab_size must be an integer .* got '258'"),
-        ({"max_context": 0}, [], PluginError, "max_context too, or None .* got 0"),
+        ({"max_context": 0}, [], PluginError, "max_context must be an integer .*, or None; got 0"),
         (
             {"genlm_clear_kv_cache": lambda self: None},
             [],

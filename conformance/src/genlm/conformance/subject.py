@@ -347,13 +347,12 @@ class Subject(Driver):
         """The oracle: the engine's own row, computed cold, alone and uncached. Kept by the
         adapter's path."""
         key = (tuple(token_ids), self.path_of(adapter))
-        kept = self._cold.peek(key)
-        if kept is not None:
-            return kept.clone()
-        row = self.lm.next_token_logprobs_uncached(token_ids, lora_name=adapter)
-        self._cold.put(key, row, self._cold.generation)
-        if len(self.first_rows) < REMEMBERED and adapter is None:
-            self.first_rows[tuple(token_ids)] = row.clone()
+        row = self._cold.get(key)
+        if row is None:
+            row = self.lm.next_token_logprobs_uncached(token_ids, lora_name=adapter)
+            self._cold.put(key, row, self._cold.generation)
+            if len(self.first_rows) < REMEMBERED and adapter is None:
+                self.first_rows[tuple(token_ids)] = row.clone()
         return row
 
     def expect(

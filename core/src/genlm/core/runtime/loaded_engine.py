@@ -6,8 +6,13 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
-from genlm.core.checks import safe_repr
-from genlm.core.errors import ModelClosedError, PluginError, UnsupportedError
+from genlm.core.checks import integer
+from genlm.core.errors import (
+    InvalidOptionError,
+    ModelClosedError,
+    PluginError,
+    UnsupportedError,
+)
 from genlm.core.hook_calls import PROCESSOR, HookCalls
 from genlm.core.logs import get_logger
 from genlm.core.runtime.results import Results, Violated
@@ -69,13 +74,11 @@ class LoadedEngine:
                 f"{self._owner} has no hook that evaluates queries; implement "
                 "genlm_next_token_logprobs(queries) or genlm_step(queries)"
             )
-        self.vocab_size, self.max_context = engine.vocab_size, engine.max_context
-        for size in (self.vocab_size, 1 if self.max_context is None else self.max_context):
-            if not hasattr(size, "__index__") or size < 1:
-                raise PluginError(
-                    f"{self._owner}: vocab_size must be an integer of at least 1, and max_context "
-                    f"too, or None for no limit; got {safe_repr(size)}"
-                )
+        try:
+            self.vocab_size = integer("vocab_size", engine.vocab_size, least=1)
+            self.max_context = integer("max_context", engine.max_context, least=1, optional=True)
+        except InvalidOptionError as error:
+            raise PluginError(f"{self._owner}: {error}") from None
         processes = self.calls.process
         #: By which hook the engine answers ``samples`` and ``scores`` itself. With processors it
         #: does not: its draws would not be from their rows.

@@ -8,12 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from genlm.core.checks import describe_error
-from genlm.core.errors import (
-    BackendUnavailableError,
-    EngineDeadError,
-    EngineError,
-    GenlmError,
-)
+from genlm.core.errors import BackendUnavailableError, EngineDeadError, EngineError, GenlmError
 from genlm.core.logs import get_logger
 from genlm.core.options import refuse_unknown
 from genlm.kit.model_files import eos_token_ids, require_model

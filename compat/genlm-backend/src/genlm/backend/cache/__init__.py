@@ -38,10 +38,10 @@ class OutputCache(cache.OutputCache):
         Raises:
             KeyError: There is no row of ``key``.
         """
-        row = self.peek(key)
+        row = self.get(key)
         if row is None:
             raise KeyError(key)
-        return row.clone()
+        return row
 
     def __setitem__(self, key: Hashable, row: torch.Tensor) -> None:
         """Keep a copy of ``row``, unless it is larger than the whole cache. Writing a key again
