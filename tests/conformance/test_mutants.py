@@ -20,7 +20,10 @@ from .mutants import MUTANTS
 
 #: Clauses that look back, and those that give them something to see.
 LOOKS_BACK = {
-    "contract_is_kept_throughout": {"batch_answers_in_order"},
+    "contract_is_kept_throughout": {
+        "batch_answers_in_order",
+        "nobody_is_passed_over",  # asks while a step is held, which wakes it
+    },
     "oracle_has_not_changed": {
         "large_batch",
         "removed_adapter",
