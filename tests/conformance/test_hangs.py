@@ -3,6 +3,7 @@ what was found before is told."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -15,8 +16,11 @@ from typing import Any
 
 import pytest
 
+from genlm.conformance import ConformanceSuite, subject
+from genlm.conformance.compare import Violation
 from genlm.conformance.report import run
 from genlm.core import AsyncLM, hookimpl
+from genlm.core.cli import main
 from genlm.core.mock import ContinuousMockEngine, MockEngine
 
 from .faulty import OfTheMock
@@ -132,6 +136,33 @@ class Engine(mock.ContinuousMockEngine):
 def genlm_load(model, options):
     return Engine(mock.ByteTokenizer())
 """
+
+
+ENDLESS = """
+import threading
+from genlm.core.mock import genlm_backend_info, genlm_load
+
+threading.Event().wait()
+"""
+
+
+def test_a_module_whose_import_never_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command says so, and so does a test that inherits the suite."""
+    pretend_installed(tmp_path, "endless", "genlm_endless", ENDLESS)
+    monkeypatch.setattr(subject, "STARTS", 0.5)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = "importing the plugin module of 'endless' did not return within 0.5 s: it hangs"
+    where = f"in the import of its module: {tmp_path / 'genlm_endless.py'}, line 5, in <module>)"
+    assert main(["conformance", "endless", "--model", "any", "--patience", "0.5"]) == 3
+    (told,) = capsys.readouterr().out.splitlines()[1:]
+    assert told.startswith(f"endless could not be loaded: {found}")
+    assert told.endswith(where)
+    suite = ConformanceSuite()
+    suite.backend, suite.model, suite.patience = "endless", "any", 0.5
+    with contextlib.closing(suite.subject()) as live, pytest.raises(Violation, match=found):
+        live.lm  # noqa: B018
 
 
 @pytest.mark.parametrize(

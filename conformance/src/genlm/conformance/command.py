@@ -12,13 +12,12 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from genlm.conformance.compare import ATOL
+from genlm.conformance.compare import ATOL, Violation
 from genlm.conformance.report import Report, Verdict, run
 from genlm.conformance.suite import ConformanceSuite
 from genlm.core.cli.model import named, parsed
 from genlm.core.cli.terminal import Progress
 from genlm.core.errors import GenlmError, InvalidOptionError
-from genlm.core.plugins import find_backend
 
 #: The effort of ``--quick``.
 QUICK = 0.1
@@ -41,9 +40,15 @@ def run_command(options: argparse.Namespace) -> int:
         3 if the model could not be loaded.
     """
     try:
-        backend = find_backend(options.backend)
         suite = suite_of(options)
         write = _writer(options.report)
+        with _ending(suite), contextlib.closing(suite.subject()) as subject:
+            backend = subject.imported(suite.backend)
+            if suite.reference is not None:
+                subject.imported(suite.reference)
+    except Violation as hangs:
+        report = Report(suite.backend, str(suite.model), (), not_loaded=str(hangs))
+        return _tell(report, options.json, write)
     except (GenlmError, OSError) as error:
         print(f"genlm: {error}", file=sys.stderr)
         return BAD_ARGUMENTS
@@ -65,11 +70,20 @@ def run_command(options: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr), _ending(suite):
         report = run(suite, show)
     progress.clear()
-    if options.json:
-        print(json.dumps(report.as_dict(), indent=2), file=out)
+    return _tell(report, options.json, write)
+
+
+def _tell(report: Report, as_json: bool, write: Callable[[Report], None]) -> int:
+    """Print and write what came of it.
+
+    Returns:
+        The exit code.
+    """
+    if as_json:
+        print(json.dumps(report.as_dict(), indent=2))
     else:
         advice = report.advice()
-        print("\n".join(["", *([advice, ""] if advice else []), report.summary()]), file=out)
+        print("\n".join(["", *([advice, ""] if advice else []), report.summary()]))
     write(report)
     if report.not_loaded is not None:
         return NOT_LOADED
@@ -119,8 +133,6 @@ def suite_of(options: argparse.Namespace) -> ConformanceSuite:
         value = getattr(options, name)
         if value is not None and not value > 0:
             raise InvalidOptionError(f"--{name} must be more than 0; got {value:g}")
-    if options.reference is not None:
-        find_backend(options.reference)
     suite = ConformanceSuite()
     for name in AS_GIVEN:
         setattr(suite, name, getattr(options, name))

@@ -80,12 +80,14 @@ def standing() -> str:
 
 
 def _engines_own(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """The hook and the place in the engine's own code, of frames from the outermost on; empty where
-    there is none."""
+    """The hook, or the import, and the place in the engine's own code, of frames from the outermost
+    on; empty where there is none."""
     hook, place = "", ""
     for frame, line in frames:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if not file.startswith(OURS) and os.path.dirname(file) != STANDARD:
+        if file.startswith(OURS):
+            hook = "the import of its module" if name == "find_backend" else hook
+        elif os.path.dirname(file) != STANDARD and not file.startswith("<frozen importlib"):
             hook = name if name.startswith("genlm_") else hook
             place = f"{file}, line {line}, in {name}"
     return f"{hook}: {place}" if hook else ""

@@ -129,7 +129,9 @@ class Driver:
                 return error
             raise
 
-    def wait(self, future: concurrent.futures.Future[T], what: str = "a call", times: int = 1) -> T:
+    def wait(
+        self, future: concurrent.futures.Future[T], what: str = "a call", times: float = 1
+    ) -> T:
         """The result of a call in another thread; that it hangs, for so many times the patience, is
         a violation."""
         standstill = self._standstill()
@@ -173,10 +175,10 @@ class Driver:
             "(--deadline)"
         )
 
-    def _wait_for(self, times: int = 1) -> float:
+    def _wait_for(self, times: float = 1) -> float:
         return max(0.0, min(times * self._patience, self.until - time.monotonic()))
 
-    def _hang(self, what: str, times: int = 1) -> Violation:
+    def _hang(self, what: str, times: float = 1) -> Violation:
         violation = Violation(
             f"{what} within {times * self._patience:g} s: it hangs, or is so slow that `patience` "
             f"(--patience) must be raised{standing()}"

@@ -18,18 +18,14 @@ from attrs import frozen
 
 from genlm.conformance.compare import Violation, brief, check
 from genlm.conformance.driver import Outcome, started
-from genlm.conformance.subject import Subject
+from genlm.conformance.subject import STARTS, Subject
 from genlm.core.errors import ModelClosedError
 from genlm.core.lm import AsyncLM
-from genlm.core.plugins import find_backend
 
 #: What importing a plugin module may not bring along, besides the engine's own distribution.
 HEAVY = frozenset({"jax", "mlx", "tensorflow", "torch", "transformers"})
 
 #: Prints the top-level modules that looking at a backend imports, beyond those of the core.
-#: The most seconds in which an interpreter starts and looks at a backend, on any machine.
-STARTS = 60.0
-
 LOOK = """
 import json, sys
 from genlm.core.plugins import find_backend
@@ -226,8 +222,7 @@ class LifecycleClauses:
     def test_import_of_plugin_imports_no_engine(self, live: Subject) -> None:
         """Importing the plugin module and asking what the backend is imports no engine and no
         tensor library."""
-        backend = find_backend(live.suite.backend)
-        look = [sys.executable, "-c", LOOK, backend.name]
+        look = [sys.executable, "-c", LOOK, live.suite.backend]
         patience = max(live.patience, STARTS)
         try:
             looked = subprocess.run(look, capture_output=True, text=True, timeout=patience)
@@ -238,6 +233,7 @@ class LifecycleClauses:
             ) from None
         check(looked.returncode == 0, f"looking at the backend failed: {looked.stderr[-500:]}")
         imported = set(json.loads(looked.stdout.splitlines()[-1]))
+        backend = live.imported(live.suite.backend)
         engine = backend.info().engine
         own = backend.entry_point.dist.name if backend.entry_point.dist else None
         modules = importlib.metadata.packages_distributions().items()

@@ -14,11 +14,10 @@ from typing import Any, Literal
 import pytest
 from attrs import asdict, field, frozen
 
-from genlm.conformance.compare import origin
+from genlm.conformance.compare import Violation, origin
 from genlm.conformance.subject import Subject, violation_in
 from genlm.conformance.suite import INVOLVED, OneModel, clause_names
 from genlm.core.errors import GenlmError
-from genlm.core.plugins import find_backend
 
 #: Of more clauses that were skipped for one reason so many are named.
 NAMED = 6
@@ -186,7 +185,8 @@ def run(
         try:
             setting = _setting(suite, subject)
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
+            kind = "" if isinstance(error, Violation) else f"{type(error).__name__}: "
+            reason = f"{kind}{error}"
             return Report(suite.backend, str(suite.model), (), not_loaded=reason)
         for name in clause_names(type(suite)):
             if only(name.removeprefix("test_")):
@@ -202,7 +202,7 @@ def run(
 def _setting(suite: OneModel, subject: Subject) -> dict[str, str]:
     lm = subject.lm  # loads the model
     try:
-        backend = find_backend(suite.backend)
+        backend = subject.imported(suite.backend)
         info = subject.wait(subject.thread(backend.info), "genlm_backend_info()")
         plugin, engine = backend.distribution, info.engine
     except GenlmError:  # a model that was made in another way

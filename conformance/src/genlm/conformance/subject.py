@@ -10,7 +10,7 @@ import random
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import hypothesis
@@ -33,8 +33,9 @@ from genlm.conformance.declaration import Declaration
 from genlm.conformance.driver import ABANDONED, Awaited, Driver, Outcome
 from genlm.conformance.gate import EngineGate
 from genlm.core.cache import OutputCache
-from genlm.core.errors import PluginError
+from genlm.core.errors import BackendNotFoundError, PluginError
 from genlm.core.lm import AsyncLM
+from genlm.core.plugins import Backend, find_backend
 from genlm.core.types import TokenIds
 from genlm.kit.kv import history
 
@@ -48,6 +49,9 @@ SHRINKING = 20.0
 
 #: How many times the patience a model may take to load.
 LOADING = 10
+
+#: The most seconds in which an interpreter starts and looks at a backend, on any machine.
+STARTS = 60.0
 
 #: After so much that hung, no further clause is tried.
 HANGS = 3
@@ -103,6 +107,8 @@ class Subject(Driver):
             )
         if self._lm is None:
             try:
+                with suppress(BackendNotFoundError):  # it is made in another way
+                    self.imported(self.suite.backend)
                 self._lm = self.loaded(self.load)
             except Exception as error:
                 self._broken = error
@@ -117,6 +123,12 @@ class Subject(Driver):
         """A model whose blocking calls end in a violation where they hang."""
         return cast(AsyncLM, Awaited(lm, self))
 
+    def imported(self, backend: str) -> Backend:
+        """A backend by its name, whose module may take :data:`STARTS` to import."""
+        what = f"importing the plugin module of {backend!r}"
+        times = max(1.0, STARTS / self.patience)
+        return self.wait(self.thread(lambda: find_backend(backend)), what, times)
+
     def load(self) -> AsyncLM:
         """Load the model, with what observes its engine around it."""
         return self.suite.load(wrappers=[self.gate], check=self.contract_violations.append)
@@ -130,7 +142,7 @@ class Subject(Driver):
         """How many rows the model that is open has computed; 0 where none is."""
         return self._lm.stats.rows if self._lm is not None else 0
 
-    def _hang(self, what: str, times: int = 1) -> Violation:
+    def _hang(self, what: str, times: float = 1) -> Violation:
         violation = super()._hang(what, times)
         self.gate.patience = self._patience
         return violation
