@@ -19,6 +19,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ from attrs import define, field
 from genlm.conformance import ConformanceSuite
 from genlm.conformance.compare import ATOL, Violation
 from genlm.conformance.lifecycle import alive
-from genlm.core import QueriesResetError
+from genlm.core import AsyncLM, ModelClosedError, QueriesResetError
 from genlm.core.cli.model import parsed
 from tools.tiny import write_adapter, write_model
 from tools.users import Live, User
@@ -130,6 +131,8 @@ class Soak:
                 self.used[-1].append(held())
         for violation in live.contract_violations:
             self.found(violation)
+        if failed := lm.stats.failed_calls:
+            self.found(f"{failed} calls of the engine failed, though nothing wrong was asked")
         self.deviation = max(self.deviation, live.deviation)
         live.close()
         del self.live
@@ -170,12 +173,28 @@ class Soak:
             self.found(error)
 
     def second_model(self) -> None:
-        """Load another model, ask it, and close it."""
+        """Load another model, ask it, and close it while it is at work."""
         context = self.live.contexts.stem[:5]
         try:
-            with self.suite.load() as second, suppress(QueriesResetError):
-                row, cold = second.next_token_logprobs_sync(context), self.live.cold(context)
-                self.live.expect_row(row, cold, f"{list(context)}, asked of a second model")
+            with self.suite.load() as second:
+                work = threading.Thread(target=self.until_closed, args=(second,))
+                work.start()
+                with suppress(QueriesResetError):
+                    row, cold = second.next_token_logprobs_sync(context), self.live.cold(context)
+                    self.live.expect_row(row, cold, f"{list(context)}, asked of a second model")
+            work.join()
+        except Exception as error:
+            self.found(error)
+
+    def until_closed(self, lm: AsyncLM) -> None:
+        """Ask rows of all beginnings of a context, again and again."""
+        context = self.live.contexts.long(self.longest)
+        try:
+            while True:
+                lm.clear_cache()
+                lm.batch_next_token_logprobs_sync([context[: n + 1] for n in range(len(context))])
+        except ModelClosedError:
+            pass
         except Exception as error:
             self.found(error)
 
@@ -190,6 +209,23 @@ class Soak:
         """Let users end what they do, and say what was done so far: it may take long."""
         self.stopped.set()
         print(f"{self}, stopped early", flush=True)
+
+
+def random_work(suite: ConformanceSuite, seconds: float, longest: int = 120) -> str:
+    """Rounds until the time is over; what they were.
+
+    Raises:
+        AssertionError: something was found.
+    """
+    until, number = time.monotonic() + seconds, 0
+    each = min(seconds, 15.0)
+    soak = Soak(suite, each * ROUNDS / 60, longest=longest)
+    while number == 0 or time.monotonic() < until:
+        soak.one_round(number)
+        number += 1
+        assert not soak.findings, soak.findings
+    assert soak.counts["compared"], "nothing was compared"
+    return str(soak)
 
 
 def show_and_end() -> None:
