@@ -17,14 +17,14 @@ def row(value: float, width: int = 4) -> torch.Tensor:
 
 
 def put(cache: OutputCache, key: str, value: float) -> None:
-    cache.put(key, row(float(value)), cache.generation)
+    cache.put([(key, row(float(value)))], cache.generation)
 
 
 @pytest.mark.parametrize("move_to_cpu", [False, True])
 def test_a_copy_of_what_went_in_is_kept(move_to_cpu):
     cache = OutputCache(move_to_cpu=move_to_cpu)
     original = row(1.0)
-    cache.put("a", original, cache.generation)
+    cache.put([("a", original)], cache.generation)
     original.zero_()
     assert torch.equal(cache.peek("a"), row(1.0))
 
@@ -49,17 +49,32 @@ def test_bytes_are_bounded_and_counted():
         put(cache, str(i), i)
     assert len(cache) == 3
     assert cache.nbytes == 48
-    cache.put("huge", row(0, 100), cache.generation)
+    cache.put([("huge", row(0, 100))], cache.generation)
     assert cache.peek("huge") is None
     assert len(cache) == 3
     cache.clear()
     assert (len(cache), cache.nbytes) == (0, 0)
 
 
+@pytest.mark.parametrize("limits", [{"maxsize": 3}, {"maxsize": None, "max_bytes": 3 * 16}])
+def test_of_many_rows_at_once_the_last_ones_stay(limits):
+    cache = OutputCache(**limits)
+    put(cache, "first", -1)
+    cache.put([(str(i), row(float(i))) for i in range(9)], cache.generation)
+    assert [float(cache.peek(str(i))[0]) for i in (6, 7, 8)] == [6, 7, 8]
+    assert (len(cache), cache.nbytes) == (3, 48)
+
+
+def test_one_row_that_is_too_large_does_not_keep_the_others_out():
+    cache = OutputCache(max_bytes=64)
+    cache.put([("a", row(1)), ("huge", row(0, 99)), ("b", row(2))], cache.generation)
+    assert ("a" in cache, "huge" in cache, "b" in cache) == (True, False, True)
+
+
 def test_the_ids_of_long_contexts_are_bytes_too():
     cache = OutputCache(maxsize=None, max_bytes=2 * (16 + 8 * 1000))
     for i in range(3):
-        cache.put(Query((i,) * 1000), row(float(i)), cache.generation)
+        cache.put([(Query((i,) * 1000), row(float(i)))], cache.generation)
     assert (len(cache), cache.nbytes) == (2, 2 * (16 + 8 * 1000))
 
 
@@ -73,7 +88,7 @@ def test_a_row_computed_before_a_drop_is_not_kept():
     cache = OutputCache()
     before = cache.generation
     cache.clear()
-    cache.put("a", row(1), before)
+    cache.put([("a", row(1))], before)
     assert cache.peek("a") is None
 
 

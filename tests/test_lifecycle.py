@@ -445,8 +445,8 @@ def test_a_forked_child_waits_for_no_lock_that_a_thread_of_its_parent_held():
 
         batcher, cache = Batcher(Echo), OutputCache()
         batcher.start()
-        cache.put("known", torch.zeros(1), cache.generation)
-        cache.put(in_cache := Blocking(at=0), torch.zeros(1), cache.generation)
+        cache.put([("known", torch.zeros(1))], cache.generation)
+        cache.put([(in_cache := Blocking(at=0), torch.zeros(1))], cache.generation)
         in_cache.left = 2  # the second time is under the lock
         in_batcher = Blocking(at=1)
         for held, use in (

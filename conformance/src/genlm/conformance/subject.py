@@ -362,7 +362,7 @@ class Subject(Driver):
         row = self._cold.get(key)
         if row is None:
             row = self.lm.next_token_logprobs_uncached(token_ids, lora_name=adapter)
-            self._cold.put(key, row, self._cold.generation)
+            self._cold.put([(key, row)], self._cold.generation)
             if len(self.first_rows) < REMEMBERED and adapter is None:
                 self.first_rows[tuple(token_ids)] = row.clone()
         return row

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from genlm.core.copies import copies_of
 from genlm.core.types import Query
 
 if TYPE_CHECKING:
@@ -79,27 +81,44 @@ class OutputCache:
             self.hits += counted
         return row if row.device == device else row.to(device)
 
-    def put(self, key: Hashable, row: torch.Tensor, generation: int) -> None:
-        """Keep a copy of ``row``, unless it was computed under an older generation or is larger
-        than the whole cache."""
+    def put(self, rows: Iterable[tuple[Hashable, torch.Tensor]], generation: int) -> None:
+        """Keep copies of rows, each with its key, unless they were computed under an older
+        generation. One that is larger than the whole cache is not kept."""
         if self.maxsize == 0:
             return
-        nbytes = row.nbytes + (ID_BYTES * len(key.context) if isinstance(key, Query) else 0)
-        if self.max_bytes is not None and nbytes > self.max_bytes:
-            return
-        own = row.to("cpu", copy=True) if self.move_to_cpu else row.clone()
+        most = math.inf if self.max_bytes is None else self.max_bytes
+        kept: list[tuple[Hashable, torch.Tensor, int]] = []
+        room = most
+        for key, row in reversed([*rows]):  # the last are those that would stay
+            nbytes = row.nbytes + (ID_BYTES * len(key.context) if isinstance(key, Query) else 0)
+            if nbytes > most:
+                continue
+            room -= nbytes
+            if room < 0 or len(kept) == self.maxsize:
+                break
+            kept.append((key, row, nbytes))
+        kept.reverse()
+        own = self._copies([row for _, row, _ in kept])
         with self._lock:
             if generation != self.generation:
                 return
-            if (kept := self._rows.pop(key, None)) is not None:
-                self.nbytes -= kept[2]
-            self._rows[key] = own, row.device, nbytes
-            self.nbytes += nbytes
-            while (self.maxsize is not None and len(self._rows) > self.maxsize) or (
-                self.max_bytes is not None and self.nbytes > self.max_bytes
-            ):
+            for (key, row, nbytes), copy in zip(kept, own, strict=True):
+                if (old := self._rows.pop(key, None)) is not None:
+                    self.nbytes -= old[2]
+                self._rows[key] = copy, row.device, nbytes
+                self.nbytes += nbytes
+            while (
+                self.maxsize is not None and len(self._rows) > self.maxsize
+            ) or self.nbytes > most:
                 _, (_, _, gone) = self._rows.popitem(last=False)
                 self.nbytes -= gone
+
+    def _copies(self, rows: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        import torch
+
+        if self.move_to_cpu and rows and rows[0].device.type != "cpu":
+            rows = torch.stack([*rows]).cpu().unbind()  # the device is waited for once
+        return copies_of(rows)
 
     def clear(self) -> None:
         """Drop all rows."""

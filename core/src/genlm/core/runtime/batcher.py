@@ -38,6 +38,7 @@ from genlm.core.runtime.lanes import (
     Lanes,
     Pending,
     Task,
+    results_of,
 )
 from genlm.core.runtime.timeline import Timeline
 
@@ -522,10 +523,11 @@ class Batcher:
         began = self._timeline.clock()
         by_loop: dict[asyncio.AbstractEventLoop | None, list[tuple[Future[Any], Any]]]
         by_loop = collections.defaultdict(list)
-        for call in calls:
-            if not (future := call.future).done():
-                loop = None if isinstance(future, concurrent.futures.Future) else future.get_loop()
-                by_loop[loop].append((future, call.result()))
+        waiting = [call for call in calls if not call.future.done()]
+        for call, result in zip(waiting, results_of(waiting), strict=True):
+            future = call.future
+            loop = None if isinstance(future, concurrent.futures.Future) else future.get_loop()
+            by_loop[loop].append((future, result))
         for loop, outcomes in by_loop.items():
             if loop is None:
                 _resolve(outcomes, self._timeline, began)

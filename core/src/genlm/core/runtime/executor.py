@@ -120,9 +120,15 @@ class EngineExecutor:
         if self.cache.maxsize == 0:
             return
         began = self.timeline.clock()
-        for request, result in results:
-            if isinstance(request, Query) and not (request.cold or isinstance(result, Exception)):
-                self.cache.put(request, result, generation)
+        rows = [
+            (request, result)
+            for request, result in results
+            if isinstance(request, Query) and not (request.cold or isinstance(result, Exception))
+        ]
+        try:
+            self.cache.put(rows, generation)
+        except Exception as error:  # no memory for the copies; the callers still get theirs
+            log.warning("cache.rows_not_kept", rows=len(rows), error=describe_error(error))
         self.timeline.add("caching", began)
 
     # --- steps ------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from attrs import Factory, define
 
+from genlm.core.copies import copies_of
 from genlm.core.errors import EngineDeadError
 from genlm.core.runtime.timeline import Timeline
 
@@ -89,6 +90,20 @@ def the_copy(answers: Sequence[Any]) -> Any:
     native scores."""
     (answer,) = answers
     return None if answer is None else answer.clone()
+
+
+def results_of(calls: Sequence[Call[Any]]) -> list[Any]:
+    """What each caller gets. The copies for callers of one answer are made together."""
+    ones = [
+        call
+        for call in calls
+        if call.combine is the_copy and call.error is None and call.answers[0] is not None
+    ]
+    try:
+        copies = dict(zip(ones, copies_of([call.answers[0] for call in ones]), strict=True))
+    except Exception:  # no memory for all of them: each tries alone
+        copies = {}
+    return [copies[call] if call in copies else call.result() for call in calls]
 
 
 #: The calls that wait for a request, and the place of its answer in each.

@@ -76,9 +76,9 @@ class Results:
         elif hook == "genlm_next_token_logprobs":
             shape = len(requests), self._vocab_size
             self._check_tensor(hook, requests[0], given, shape)
+            pairs = [*zip(requests, given.unbind(), strict=True)]
             if self._violated is None:
-                return self._changed([*zip(requests, self._align(given), strict=True)])
-            pairs = [*zip(requests, given, strict=True)]
+                return self._finished(pairs)
         elif given is None:
             return [(request, None) for request in requests]
         elif len(given) != len(requests):
@@ -86,7 +86,7 @@ class Results:
             raise self.violation(hook, requests[0].query, wrong)
         else:
             pairs = [*zip(requests, given, strict=True)]
-        return self._changed([(r, self._checked(hook, r, result)) for r, result in pairs])
+        return self._finished([(r, self._checked(hook, r, result)) for r, result in pairs])
 
     def _checked(self, hook: str, request: Request, result: Any) -> Any:
         """The result of one request, or the exception in its place."""
@@ -104,41 +104,40 @@ class Results:
             self._check_tensor(hook, query, result, (length,))
             if self._violated is not None:
                 self.violation(hook, query, wrong_score(result) if score else wrong_row(result))
-            return result.clone() if score else self._align(result)
+            return result.clone() if score else result
         except Exception as error:
             return error
 
-    def _changed(self, answers: Answers[Request]) -> Answers[Request]:
-        """The same after wrappers have changed the rows among them."""
-        if self._process is None:
+    def _finished(self, answers: Answers[Request]) -> Answers[Request]:
+        """The same with the rows among them as callers get them."""
+        if self._process is None and self._vocab_size == self._width:
             return answers
         rows: Answers[Request] = []
         others: Answers[Request] = []
         for request, result in answers:
             row = isinstance(request, Query) and not isinstance(result, Exception)
             (rows if row else others).append((request, result))
-        changed = evaluate_isolated(self._processed, rows)
-        return [*((query, row) for (query, _), row in changed), *others]
+        finished = evaluate_isolated(self._finished_rows, rows)
+        return [*((query, row) for (query, _), row in finished), *others]
 
-    def _processed(self, each: Sequence[tuple[Any, Any]]) -> Answers[tuple[Any, Any]]:
+    def _finished_rows(self, each: Sequence[tuple[Any, Any]]) -> Answers[tuple[Any, Any]]:
+        """Rows at the width of the tokenizer's vocabulary, after wrappers have changed them."""
         import torch
 
-        assert self._process is not None
-        queries = [query for query, _ in each]
-        given = {"queries": queries, "rows": torch.stack([row for _, row in each])}
-        rows, errors = self._process(given)
-        errors = dict(errors)
-        for query, row in zip(queries, rows, strict=True) if self._violated else ():
-            try:
-                self.violation("a wrapper's genlm_process_logprobs", query, wrong_row(row))
-            except Exception as error:  # concerns this query alone
-                errors.setdefault(query, error)
-        if self._width > self._vocab_size:
-            # Tokens that the model lacks: a draw would put them into a context.
-            own = _normalised(rows[:, : self._vocab_size])
-            rows = torch.nn.functional.pad(
-                own, (0, self._width - self._vocab_size), value=-torch.inf
-            )
+        rows = self._align(torch.stack([row for _, row in each]))
+        errors: dict[Request, Exception] = {}
+        if self._process is not None:
+            queries = [query for query, _ in each]
+            rows, failed = self._process({"queries": queries, "rows": rows})
+            errors.update(failed)
+            for query, row in zip(queries, rows, strict=True) if self._violated else ():
+                try:
+                    self.violation("a wrapper's genlm_process_logprobs", query, wrong_row(row))
+                except Exception as error:  # concerns this query alone
+                    errors.setdefault(query, error)
+            if self._width > self._vocab_size:
+                # Tokens that the model lacks: a draw would put them into a context.
+                rows = self._align(_normalised(rows[:, : self._vocab_size]))
         rows_of = zip(each, rows.unbind(), strict=True)
         return [(pair, errors.get(pair[0], row)) for pair, row in rows_of]
 
@@ -156,16 +155,14 @@ class Results:
         return error
 
     def _align(self, rows: torch.Tensor) -> torch.Tensor:
-        """Bring rows, or one row, to the width of the tokenizer's vocabulary: drop padding and
-        renormalise, or fill up with ``-inf``."""
+        """Bring rows to the width of the tokenizer's vocabulary: drop padding and renormalise, or
+        fill up with ``-inf``."""
+        import torch
+
         surplus = self._vocab_size - self._width
         if surplus > 0:
-            return _normalised(rows[..., :-surplus])
-        if surplus < 0:
-            aligned = rows.new_full((*rows.shape[:-1], self._width), -float("inf"))
-            aligned[..., : self._vocab_size] = rows
-            return aligned
-        return rows
+            return _normalised(rows[:, :-surplus])
+        return torch.nn.functional.pad(rows, (0, -surplus), value=-torch.inf) if surplus else rows
 
 
 def _normalised(rows: torch.Tensor) -> torch.Tensor:

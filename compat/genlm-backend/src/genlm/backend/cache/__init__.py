@@ -46,7 +46,7 @@ class OutputCache(cache.OutputCache):
     def __setitem__(self, key: Hashable, row: torch.Tensor) -> None:
         """Keep a copy of ``row``, unless it is larger than the whole cache. Writing a key again
         evicts no other."""
-        self.put(key, row, self.generation)
+        self.put([(key, row)], self.generation)
 
 
 __all__ = ["DynamicTokenTrie", "OutputCache", "TokenTrie"]

@@ -1,0 +1,94 @@
+"""Callers and the cache have copies: how many operations make them, and whose memory they are."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from genlm.core import Answer, AsyncLM, cache, hookimpl
+from genlm.core.mock import ByteTokenizer
+
+WIDTH = len(ByteTokenizer())
+
+
+class Launched(TorchDispatchMode):
+    """Counts what would be a kernel on a device: not views, nor memory that nothing is written
+    into."""
+
+    count = 0
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = [one.alias_info for one in call._schema.returns]
+        views = any(alias is not None and not alias.is_write for alias in returned)
+        self.count += not (views or "empty" in call._schema.name)
+        return call(*args, **(kwargs or {}))
+
+
+class Engine:
+    """Gives away one tensor for all rows of a step."""
+
+    tokenizer = ByteTokenizer()
+    device, model, max_context = "cpu", None, None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    @hookimpl
+    def genlm_step(self, queries):
+        ids = torch.tensor([[query.token_ids[-1]] for query in queries])
+        rows = torch.zeros(len(queries), self.vocab_size).scatter_(1, ids, 2.0).log_softmax(-1)
+        return [Answer(query, row) for query, row in zip(queries, rows, strict=True)]
+
+
+def rows_of(lm: AsyncLM, n: int, context: list[int]) -> tuple[list[torch.Tensor], int]:
+    """The rows of ``n`` contexts asked together, and how many operations that took."""
+    mode = Launched()
+
+    async def gathered() -> list[torch.Tensor]:
+        lm.next_token_logprobs_sync([context[0]])  # nothing is in flight any more
+        lm._batcher.run(mode.__enter__)  # a mode is one thread's
+        asked = (lm.next_token_logprobs([*context, each]) for each in range(n))
+        return await asyncio.gather(*asked)
+
+    rows = asyncio.run(gathered())
+    lm._batcher.run(lambda: mode.__exit__(None, None, None))
+    return rows, mode.count
+
+
+@pytest.mark.parametrize("surplus", [0, 6, -6])
+def test_a_step_takes_as_many_operations_for_any_number_of_rows(surplus: int) -> None:
+    with AsyncLM(lambda: Engine(WIDTH + surplus), backend="mine") as lm:
+        (one,), few = rows_of(lm, 1, [7])
+        rows, many = rows_of(lm, 200, [8])
+    assert one.shape == rows[199].shape == (WIDTH,)
+    assert all(int(row.argmax()) == at for at, row in enumerate(rows))
+    assert [float(row.logsumexp(0)) for row in rows] == pytest.approx([0.0] * 200, abs=1e-5)
+    assert many == few
+
+
+def test_whoever_keeps_a_row_keeps_no_other() -> None:
+    with AsyncLM(lambda: Engine(WIDTH), backend="mine") as lm:
+        rows, _ = rows_of(lm, 20, [7])
+        rows[3].zero_()  # it is the caller's own
+        again, _ = rows_of(lm, 20, [7])
+        kept = [row for row, *_ in lm._cache._rows.values()]
+    assert [int(row.argmax()) for row in again] == list(range(20))
+    assert {row.untyped_storage().nbytes() for row in (*rows, *kept)} == {4 * WIDTH}
+
+
+def test_without_memory_for_the_cache_callers_get_their_rows(monkeypatch, capsys) -> None:
+    def no_memory(rows: object) -> object:
+        raise RuntimeError("can't allocate memory")
+
+    with AsyncLM(lambda: Engine(WIDTH), backend="mine") as lm:
+        monkeypatch.setattr(cache, "copies_of", no_memory)
+        rows, _ = rows_of(lm, 3, [7])
+        assert [int(row.argmax()) for row in rows] == [0, 1, 2]
+        assert "rows_not_kept" in capsys.readouterr().out
+        monkeypatch.undo()
+        rows_of(lm, 3, [7])
+        assert (lm.stats.cache_hits, len(lm._cache)) == (0, 4)
