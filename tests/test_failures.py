@@ -97,13 +97,59 @@ def test_an_adapter_call_that_raises_reaches_its_caller_alone(mock, monkeypatch)
     assert lm.next_token_logprobs_sync([1]).shape == (258,)
 
 
-def test_a_hook_that_asks_its_own_model_gets_an_error_instead_of_a_deadlock(mock):
+def threadsafe(lm):
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        return asyncio.run_coroutine_threadsafe(lm.next_token_logprobs([2]), loop).result(PATIENCE)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def to_thread(lm):
+    return asyncio.run(
+        asyncio.wait_for(asyncio.to_thread(lm.next_token_logprobs_sync, [2]), PATIENCE)
+    )
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda lm: lm.next_token_logprobs_sync([2]), threadsafe, to_thread]
+)
+def test_a_hook_that_asks_its_own_model_gets_an_error_instead_of_a_deadlock(mock, ask):
     def ask_again(queries):
-        with pytest.raises(ReentrancyError):
-            lm.next_token_logprobs_sync([2])
+        if queries[0].token_ids != (2,):
+            with pytest.raises(ReentrancyError):
+                ask(lm)
 
     lm = mock(on_batch=ask_again)
     lm.next_token_logprobs_sync([1])
+
+
+def test_what_a_hook_begins_may_ask_once_the_hook_has_returned(mock):
+    loop, begun = asyncio.new_event_loop(), []
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    returned = threading.Event()
+
+    async def later():
+        await asyncio.to_thread(returned.wait, PATIENCE)
+        return await lm.next_token_logprobs([2])
+
+    def begin(queries):
+        if not begun:
+            begun.append(asyncio.run_coroutine_threadsafe(later(), loop))
+
+    lm = mock(on_batch=begin)
+    lm.next_token_logprobs_sync([1])
+    lm.clear_kv_cache()  # the hook's turn is over
+    returned.set()
+    assert begun[0].result(PATIENCE).shape == (258,)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
 
 
 class Mixed:
@@ -139,8 +185,47 @@ def test_two_models_whose_hooks_ask_each_other_get_an_error_that_names_both(mock
     assert first.next_token_logprobs_sync([2]).shape == (258,)
 
 
+@pytest.mark.parametrize("task", ["cache_kv", "clear_kv_cache", "close"])
+def test_two_models_whose_hooks_wait_for_tasks_of_each_other_do_not_hang(mock, task):
+    one, two = Mixed(), Mixed()
+    first, second = mock(wrappers=[one]), mock(wrappers=[two])
+    both_are_in_hooks = threading.Barrier(2)
+
+    def waiting_for(lm):
+        def others(contexts):
+            both_are_in_hooks.wait(PATIENCE)
+            getattr(lm, task)(*([[3]] if task == "cache_kv" else []))
+            return torch.zeros(1, 258)
+
+        return others
+
+    one.other, two.other = waiting_for(second), waiting_for(first)
+    errors = gathered(first.next_token_logprobs([1]), second.next_token_logprobs([1]))
+    if task == "close":
+        assert not any(isinstance(error, PluginError) for error in errors)
+    else:
+        assert "only one may ask the other" in str(errors)
+        one.other = two.other = lambda contexts: torch.zeros(1, 258)
+        assert first.next_token_logprobs_sync([2]).shape == (258,)
+    first.close(), second.close()
+
+
 class Interrupt(BaseException):
     pass
+
+
+@pytest.mark.parametrize("error", [Interrupt, SystemExit])
+def test_close_ends_whatever_its_hook_raises(mock, monkeypatch, error):
+    @hookimpl
+    def fail(self):
+        raise error
+
+    monkeypatch.setattr(MockEngine, "genlm_close", fail)
+    lm = mock()
+    closing = threading.Thread(target=lm.close, daemon=True)
+    closing.start()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -46,7 +46,7 @@ def test_what_are_no_token_ids_are_not_decoded(mock, ids):
 
 @pytest.mark.parametrize(
     "messages",
-    ["hi", ["hi"], {"role": "user", "content": "hi"}, [{"rol": "user", "content": "hi"}]],
+    ["hi", ["hi"], {"role": "user", "content": "hi"}, [{"rol": "user", "content": "hi"}], [], None],
 )
 def test_what_are_no_messages_have_no_template(mock, messages):
     with pytest.raises(InvalidInputError, match="messages must be a list of dicts"):
@@ -78,11 +78,42 @@ def test_a_chat_template():
 
     with AsyncLM(lambda: MockEngine(Chat()), backend="chat") as lm:
         assert lm.apply_chat_template([{"role": "user", "content": "hi"}]) == [104, 105]
+        assert lm.apply_chat_template({"role": "user", "content": x} for x in "hi") == [104, 105]
     with (
         AsyncLM(lambda: MockEngine(ByteTokenizer()), backend="plain") as lm,
         pytest.raises(UnsupportedError, match="the tokenizer has no chat template; write"),
     ):
         lm.apply_chat_template([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("given", [{}, {"add_generation_prompt": False}])
+def test_whether_a_chat_template_is_needed_is_for_the_tokenizer_to_say(given):
+    class Unset(ByteTokenizer):
+        """As a tokenizer of transformers' own."""
+
+        chat_template = None
+
+        def apply_chat_template(self, messages, **options):
+            raise ValueError("tokenizer.chat_template is not set and no template was passed")
+
+    class Built(Unset):
+        """As one of mistral-common's."""
+
+        def apply_chat_template(self, messages, **options):
+            if not messages[0]["content"]:
+                raise ValueError("the message is empty")
+            return [1]
+
+    messages = [{"role": "user", "content": "hi"}]
+    with AsyncLM(lambda: MockEngine(Built()), backend="mock") as lm:
+        assert lm.apply_chat_template(messages, **given) == [1]
+        with pytest.raises(ValueError, match="the message is empty"):
+            lm.apply_chat_template([{"role": "user", "content": ""}])
+    with (
+        AsyncLM(lambda: MockEngine(Unset()), backend="mock") as lm,
+        pytest.raises(UnsupportedError, match="the tokenizer has no chat template; write"),
+    ):
+        lm.apply_chat_template(messages, **given)
 
 
 @pytest.mark.parametrize(("named", "ids"), [(257, [257]), ([3, 4], [3, 4]), (None, [])])
@@ -136,6 +167,18 @@ def test_half_of_a_surrogate_pair(mock):
     lm = mock()
     with pytest.raises(InvalidInputError, match=r"text has '\\udcff' at 2, half of a surrogate pa"):
         lm.encode("ab" + b"\xff".decode(errors="surrogateescape"))  # as a command line has it
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "ab\udcff", "content": "hi"},
+        {"role": "user", "content": [{"type": "text", "text": "ab\udcff"}]},
+    ],
+)
+def test_half_of_a_surrogate_pair_in_a_message(mock, message):
+    with pytest.raises(InvalidInputError, match=r"text has '\\udcff' at 2, half of a surrogate pa"):
+        mock().apply_chat_template([message])
 
 
 def test_half_of_a_surrogate_pair_from_the_command_line():

@@ -121,14 +121,21 @@ def test_what_a_processor_returns_may_be_written_into_by_the_next(how):
     assert table.equal(kept)
 
 
+class PanicException(BaseException):
+    """As libraries in Rust raise it."""
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("observes", [False, True])
-def test_a_hook_in_which_something_was_cancelled_fails_its_request_alone(engine, observes):
-    """A task that is cancelled inside a hook raises what is not an Exception."""
+@pytest.mark.parametrize(
+    ("raised", "said"), [(asyncio.CancelledError, "cancelled"), (PanicException, "PanicException")]
+)
+def test_what_is_no_exception_fails_its_request_alone(engine, observes, raised, said):
+    """Such as a task that is cancelled inside a hook."""
 
     def cancelled(queries, rows):
         if queries[0].token_ids == (2,):
-            raise asyncio.CancelledError
+            raise raised
         return rows
 
     class Observer:
@@ -140,7 +147,7 @@ def test_a_hook_in_which_something_was_cancelled_fails_its_request_alone(engine,
     same = Processor(lambda queries, rows: rows)
     with opened(engine, *((same, Observer()) if observes else (Processor(cancelled),))) as lm:
         for _ in range(2):
-            with pytest.raises(PluginError, match="cancelled"):
+            with pytest.raises(PluginError, match=said):
                 lm.next_token_logprobs_sync([2])
             assert len(lm.next_token_logprobs_sync([1])) == 258
 

@@ -40,9 +40,9 @@ EVALUATION = (
     "genlm_sequence_logprobs",
 )
 
-#: What a hook may raise without ending the model. A task that is cancelled in an event loop of the
-#: hook's own is none of ours.
-STRAY = (Exception, asyncio.CancelledError)
+#: What ends the model when a wrapper raises it. What else is no ``Exception`` (a cancelled task of
+#: its own, a panic of a library in Rust) fails what was asked, as an exception does.
+FATAL = (KeyboardInterrupt, SystemExit)
 CANCELLED = "CancelledError: something that it waited for was cancelled"
 
 #: A wrapper that waits for the result of a call.
@@ -209,7 +209,9 @@ class HookCalls:
                 generator = _call(wrapper, arguments)
                 next(generator)
                 waiting.insert(0, (name, generator))
-            except STRAY as error:
+            except FATAL:
+                raise
+            except BaseException as error:
                 remarks.append(attributed(name, error))
         try:
             result = self._engine(hook, arguments)
@@ -330,7 +332,9 @@ def _processed(
             processed = processed.clone(memory_format=torch.contiguous_format)
         try:
             processed = _call(processor, {"queries": queries, "rows": processed})
-        except Exception as error:
+        except FATAL:
+            raise
+        except BaseException as error:
             raise attributed(name, error) from error
         if (wrong := wrong_tensor(processed, tuple(rows.shape))) is not None:
             raise PluginError(f"{name} returned {wrong}")
@@ -349,7 +353,9 @@ def _end(name: str, generator: Observer, result: Any) -> PluginError | Failed:
             for request, error in said.items()
             if isinstance(error, Exception)
         }
-    except STRAY as error:
+    except FATAL:
+        raise
+    except BaseException as error:
         return attributed(name, error)
     generator.close()
     return attributed(name, RuntimeError("it yields a second time"))

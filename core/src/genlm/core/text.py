@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from genlm.core.checks import integer, safe_repr
@@ -15,6 +15,9 @@ from genlm.core.tokenization import Token
 
 #: What makes a tokenizer's ``apply_chat_template`` return a list of ids.
 IDS_ONLY = {"tokenize": True, "return_dict": False}
+
+#: What transformers says of a tokenizer that has no template and needs one. Some need none.
+NO_TEMPLATE = "chat_template is not set"
 
 
 class TopToken(NamedTuple):
@@ -104,7 +107,7 @@ class TextMixin:
         return text
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], **options: Any
+        self, messages: Iterable[Mapping[str, Any]], **options: Any
     ) -> list[int]:
         """The token ids of a conversation, up to where the model's answer begins.
 
@@ -118,19 +121,13 @@ class TextMixin:
             InvalidOptionError: an option asks for something other than token ids.
             UnsupportedError: the tokenizer has no chat template.
         """
-        if isinstance(messages, str) or not all(
-            isinstance(message, Mapping) and "role" in message for message in messages
+        given = list(messages) if isinstance(messages, Iterable) else []
+        if not given or not all(
+            isinstance(message, Mapping) and "role" in message for message in given
         ):
             raise InvalidInputError(
                 "messages must be a list of dicts, each with a role and its content; got "
                 f"{safe_repr(messages)}"
-            )
-        tokenizer = self._engine.tokenizer
-        apply = getattr(tokenizer, "apply_chat_template", None)
-        if apply is None or not (getattr(tokenizer, "chat_template", None) or options):
-            raise UnsupportedError(
-                "the tokenizer has no chat template; write the prompt as the model's page shows "
-                "it, or take an instruction-tuned model"
             )
         for name, ours in {**IDS_ONLY, "return_tensors": None}.items():
             if options.get(name, ours) != ours:
@@ -138,11 +135,23 @@ class TextMixin:
                     f"apply_chat_template gives token ids; for {name}={safe_repr(options[name])} "
                     "call lm.tokenizer.apply_chat_template"
                 )
-        for message in messages:
-            _require_unicode(str(message.get("content", "")))
+        for text in _strings(given):
+            _require_unicode(text)
         begins = not options.get("continue_final_message")
         chosen = {"add_generation_prompt": begins, **options, **IDS_ONLY}
-        return [int(token_id) for token_id in apply(list(messages), **chosen)]
+        apply = getattr(self._engine.tokenizer, "apply_chat_template", None)
+        try:
+            if apply is None:
+                raise ValueError(NO_TEMPLATE)
+            ids = apply(given, **chosen)
+        except ValueError as error:
+            if NO_TEMPLATE not in str(error):
+                raise
+            raise UnsupportedError(
+                "the tokenizer has no chat template; write the prompt as the model's page shows "
+                "it, or take an instruction-tuned model"
+            ) from error
+        return [int(token_id) for token_id in ids]
 
     def top_logprobs(self, row: Any, k: int = 10) -> list[TopToken]:
         """The ``k`` most likely tokens of a row, the most likely first.
@@ -175,6 +184,17 @@ class TextMixin:
             TopToken(self.byte_vocab[i], self.str_vocab[i], logprob)
             for i, logprob in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """The strings in a message, at any depth."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _strings([*value.values()])
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _strings(each)
 
 
 def _require_unicode(text: str) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import contextvars
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
@@ -30,8 +31,8 @@ class Asker:
         """Raises: ReentrancyError: ``other`` is this one, or waits for it already."""
         if other is self:
             raise ReentrancyError(
-                "a hook or wrapper asked its own model on the engine thread, which would wait for "
-                "itself; ask before loading, or use the engine object directly"
+                "a hook or wrapper asked its own model, which answers only once the hook has "
+                "returned; ask before loading, or use the engine object directly"
             )
         met, waiting = {id(other)}, [other]
         while waiting:
@@ -51,25 +52,42 @@ class Asker:
         return lambda _: self._waits_for.remove(other)
 
 
-class Asking(threading.local):
-    """In whose hook a thread is: on its engine thread, or where a blocking method goes on for
-    it."""
+class Turn:
+    """What an engine thread does at a time, as a context: a hook may ask while it lasts.
 
-    asker: Asker | None = None
+    Args:
+        asker: The engine thread.
+    """
+
+    def __init__(self, asker: Asker) -> None:
+        self.asker = asker
+        self.over = False
+
+    def __enter__(self) -> None:
+        TURN.set(self)
+
+    def __exit__(self, *_: object) -> None:
+        self.over = True
 
 
-#: Of each thread.
-ASKING = Asking()
+#: Whose turn it is here. asyncio hands it on to the tasks and threads that a hook begins
+#: (``run_coroutine_threadsafe``, ``to_thread``), which may live longer than the turn.
+TURN: contextvars.ContextVar[Turn | None] = contextvars.ContextVar("turn", default=None)
+
+
+def asking() -> Asker | None:
+    """The engine thread in whose hook this is, or in whose hook it was begun."""
+    turn = TURN.get()
+    return None if turn is None or turn.over else turn.asker
 
 
 def blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine in its own event loop and thread, and wait for it: the calling thread may
     have a running loop."""
     answer: concurrent.futures.Future[T] = concurrent.futures.Future()
-    loop, asker = asyncio.new_event_loop(), ASKING.asker
+    loop, context = asyncio.new_event_loop(), contextvars.copy_context()
 
     def main() -> None:
-        ASKING.asker = asker
         try:
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
                 answer.set_result(runner.run(coroutine))
@@ -81,7 +99,9 @@ def blocking(coroutine: Coroutine[Any, Any, T]) -> T:
             task.cancel()
 
     try:
-        threading.Thread(target=main, name="genlm-blocking", daemon=True).start()
+        threading.Thread(
+            target=context.run, args=(main,), name="genlm-blocking", daemon=True
+        ).start()
         return answer.result()
     except BaseException:
         if not answer.done():  # an interrupt of the calling thread

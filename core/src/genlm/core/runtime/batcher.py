@@ -25,9 +25,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from genlm.core.checks import safe_repr
-from genlm.core.errors import EngineDeadError, ModelClosedError, QueriesResetError
+from genlm.core.errors import (
+    EngineDeadError,
+    ModelClosedError,
+    QueriesResetError,
+    ReentrancyError,
+)
 from genlm.core.logs import get_logger
-from genlm.core.runtime.askers import ASKING, Asker
+from genlm.core.runtime.askers import Asker, Turn, asking
 from genlm.core.runtime.lanes import (
     ROWS,
     Call,
@@ -234,13 +239,13 @@ class Batcher:
             for gathering in list(self._gatherings.values()):
                 self._release(gathering)
             self._lanes.put(task)
-            self._check_open()
+            self._waited_for(task.future)
             self._notify()
         return self._result(task.future)
 
-    def _asked(self, requests: Sequence[Any], future: Future[Any]) -> None:
-        """Note what has been asked. Called with the lock."""
-        if (asker := ASKING.asker) is not None:
+    def _waited_for(self, future: Future[Any]) -> None:
+        """Note who waits for what has been asked. Called with the lock."""
+        if (asker := asking()) is not None:
             future.add_done_callback(asker.waiting_for(self.asker))
         # Again: a signal handler may have closed the model, or another model's hook have asked.
         if self._refusal is not None or asker is not None:
@@ -249,6 +254,10 @@ class Batcher:
             except BaseException:
                 future.cancel()
                 raise
+
+    def _asked(self, requests: Sequence[Any], future: Future[Any]) -> None:
+        """Note what has been asked. Called with the lock."""
+        self._waited_for(future)
         self.counters["requests"] += len(requests)
         if (trace := self._timeline.trace) is not None:
             for request in requests:
@@ -327,7 +336,7 @@ class Batcher:
         """Refuse callers that cannot be answered. Called with the lock."""
         if self._refusal is not None:
             raise self._refusal()
-        if (asker := ASKING.asker) is not None:
+        if (asker := asking()) is not None:
             asker.check(self.asker)
 
     # --- the end ----------------------------------------------------------------------------------
@@ -347,7 +356,8 @@ class Batcher:
                 self._notify()
 
     def close(self, patience: float | None = None) -> None:
-        """Fail what is pending, let the current step end, release the engine. Idempotent.
+        """Fail what is pending, let the current step end, release the engine. Idempotent. In a hook
+        that the current step waits for, it does not wait for that step.
 
         Args:
             patience: The most seconds to wait for the engine thread to end; ``None`` is no limit.
@@ -356,7 +366,16 @@ class Batcher:
             return
         self.stop()
         self._fail(self._withdraw(), closed_while_pending)
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is self._thread:
+            return
+        asker, waits = asking(), contextlib.ExitStack()
+        with waits:
+            if asker is not None:
+                waits.callback(asker.waiting_for(self.asker), None)
+                try:
+                    asker.check(self.asker)
+                except ReentrancyError:
+                    return
             # Waiting releases the lock, also for code that a signal handler interrupted.
             with self._changed:
                 ended = self._changed.wait_for(lambda: self._ended, patience)
@@ -410,11 +429,11 @@ class Batcher:
 
     def _main(self, load: list[Callable[[], Executor]]) -> None:
         atexit.register(self._at_exit)
-        ASKING.asker = self.asker
         executor = None
         try:
             try:
-                executor = load.pop()()
+                with Turn(self.asker):
+                    executor = load.pop()()
                 with self._lock:
                     self._executor, self._drops = executor, executor.drops
             except BaseException as error:
@@ -434,12 +453,13 @@ class Batcher:
     def _work(self, executor: Executor) -> None:
         try:
             while (work := self._take()) is not None:
-                if isinstance(work, Task):
-                    work.run()
-                else:
-                    began = self._timeline.clock()
-                    self._deliver(executor.step(*work))
-                    self._timeline.add("batch", began, requests=len(work[0]))
+                with Turn(self.asker):
+                    if isinstance(work, Task):
+                        work.run()
+                    else:
+                        began = self._timeline.clock()
+                        self._deliver(executor.step(*work))
+                        self._timeline.add("batch", began, requests=len(work[0]))
                 # A task refers to its caller, who must be collectable while this waits.
                 del work
         except BaseException as error:
@@ -552,8 +572,9 @@ class Batcher:
         self._fail(self._pending(), closed_while_pending)
         if executor is not None:
             try:
-                executor.close()
-            except Exception:
+                with Turn(self.asker):
+                    executor.close()
+            except BaseException:  # whatever it is, callers wait for the end
                 log.exception("engine.close_failed")
         self._forget_exit_hook()
         with self._changed:
