@@ -5,44 +5,41 @@ from __future__ import annotations
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import define
 from transformers import AutoModelForCausalLM
 
-from genlm.core import Adapter, Query
 from genlm.kit.kv.sharing import Worth
-from genlm.mlx import aside, layout, pool, runner, store
+from genlm.mlx import store
 from genlm.mlx.loading import load
 from genlm.mlx.store import Store
+from tests.programs import Asked, Program, Tokens, constants
 
 from .watched import Watched
-
-Tokens = tuple[int, ...]
 
 #: How far log-probabilities may be from transformers'; recurrent state adds up roundings, and the
 #: angles of thousands of positions are rounded otherwise (cold rows are as far off).
 CLOSE, RECURRENT, FAR = 2e-3, 1e-2, 1e-2
 
-#: The longest context, and the most positions of a step that nothing knows.
-LONGEST, MOST_NEW = 3000, 6000
+#: The longest context.
+LONGEST = 3000
 
 #: Constants of the stores, each with values on both sides of what short programs reach.
-CONSTANTS: list[tuple[Any, str, list[Any]]] = [
-    (store, "FEW_MORE", [0, 4, 1000]),
-    (store, "MOST_PRODUCTS", [1 << 9, 1 << 21]),
-    (store, "LEAST_FED", [3, 256]),
-    (pool, "WORTHWHILE", [2, 16, 100]),
-    (aside, "LEAST_ASIDE", [0, 64 << 20]),
-    (pool, "STAYS_WHOLE", [0.0, 0.25, 1.1]),
-    (pool, "TOLERATED_PADDING", [0, 4096]),
-    (layout, "FEW", [1, 8]),
-    (runner, "FIRST_LOGITS", [1, 64]),
-]
+CONSTANTS = {
+    "genlm.mlx.store.FEW_MORE": [0, 4, 1000],
+    "genlm.mlx.store.MOST_PRODUCTS": [1 << 9, 1 << 21],
+    "genlm.mlx.store.LEAST_FED": [3, 256],
+    "genlm.mlx.pool.WORTHWHILE": [2, 16, 100],
+    "genlm.mlx.aside.LEAST_ASIDE": [0, 64 << 20],
+    "genlm.mlx.pool.STAYS_WHOLE": [0.0, 0.25, 1.1],
+    "genlm.mlx.pool.TOLERATED_PADDING": [0, 4096],
+    "genlm.mlx.layout.FEW": [1, 8],
+    "genlm.mlx.runner.FIRST_LOGITS": [1, 64],
+}
 WORTHS = [
     store.WORTH,
     Worth(),
@@ -57,12 +54,12 @@ BUDGETS = [None, 0, 30_000, 1_000_000]
 class Reference:
     """Rows of transformers, by adapter; those of all prefixes of a context at once."""
 
-    def __init__(self, folder: Path, adapters: dict[str, str]) -> None:
+    def __init__(self, folder: Path, adapters: Mapping[str, str]) -> None:
         self._folder, self._folders = folder, adapters
         self._models: dict[str | None, Any] = {}
-        self._known: OrderedDict[tuple[str | None, Tokens], torch.Tensor] = OrderedDict()
+        self._known: OrderedDict[Asked, torch.Tensor] = OrderedDict()
 
-    def rows(self, asked: Sequence[tuple[str | None, Tokens]]) -> list[torch.Tensor]:
+    def rows(self, asked: Sequence[Asked]) -> list[torch.Tensor]:
         longest = sorted(set(asked), key=lambda one: -len(one[1]))
         found = {one: self._whole(*one)[len(one[1]) - 1] for one in longest}
         return [found[one] for one in asked]
@@ -90,120 +87,22 @@ class Reference:
         return self._models[name]
 
 
-@contextmanager
-def constants(source: random.Random) -> Iterator[dict[str, Any]]:
-    """Other constants for some time; gives them, for messages."""
-    chosen = [(module, name, source.choice(values)) for module, name, values in CONSTANTS]
-    before = [(module, name, getattr(module, name)) for module, name, _ in chosen]
-    try:
-        for module, name, value in chosen:
-            setattr(module, name, value)
-        yield {f"{module.__name__}.{name}": value for module, name, value in chosen}
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
+@define(eq=False, kw_only=True)
+class OnMlx(Program):
+    """Forward passes fail now and then; the store's own books are looked at."""
 
-
-@define
-class Program:
-    """One engine, and what was asked of it.
-
-    Attributes:
-        checked: The rows and scores that were compared.
-    """
-
-    engine: Any
     model: Watched
     reference: Reference
-    adapters: dict[str, str]
-    source: random.Random
+    adapters: Mapping[str, str]
     close: float
-    longest: int
-    known: list[tuple[str | None, Tokens]] = field(factory=lambda: [(None, (5, 6, 7))])
-    bound: dict[str, Adapter] = field(factory=dict)
-    flying: dict[Query, tuple[str | None, Tokens]] = field(factory=dict)
-    versions: int = 0
-    checked: int = 0
+
+    def ways(self) -> dict[Callable[[], None], int]:
+        return {**super().ways(), self.fail: 4}
 
     def run(self) -> None:
-        """One random thing."""
-        what = self.source.choices(
-            [self.step, self.drained, self.score, self.cold, self.pin, self.clear, self.adapt,
-             self.fail],
-            [60, 12, 8, 4, 3, 2, 5, 4],
-        )[0]  # fmt: skip
-        what()
+        super().run()
         if isinstance(self.engine.pool, Store):
             self.engine.pool.check_integrity()
-
-    # --- what may happen --------------------------------------------------------------------------
-
-    def step(self) -> None:
-        """Newcomers, some that leave, and a step."""
-        dropped = [query for query in self.flying if self.source.random() < 0.1]
-        for query in dropped:
-            del self.flying[query]
-        new = {self.query(*one): one for one in self.batch()}
-        new = {query: one for query, one in new.items() if query not in self.flying}
-        if not (new or dropped or self.flying):
-            return
-        self.flying |= new
-        answers = self.engine.genlm_step(list(new), dropped)
-        asked = [self.flying.pop(answer.request) for answer in answers]
-        self.compare(asked, [answer.result for answer in answers])
-
-    def drained(self) -> None:
-        """Steps until nothing is in flight: other things happen only then."""
-        steps = 0
-        while self.flying:
-            answers = self.engine.genlm_step([], [])
-            asked = [self.flying.pop(answer.request) for answer in answers]
-            self.compare(asked, [answer.result for answer in answers])
-            steps += 1
-            assert steps < 20_000, "no end"
-
-    def score(self) -> None:
-        self.drained()
-        name, context = self.source.choice(self.known)
-        drawn = self.tokens(self.source.choice([1, 2, 5, 70]))
-        query = self.query(name, context[: self.longest - 80])
-        (scores,) = self.engine.genlm_sequence_logprobs([query], [drawn])
-        whole = (*query.token_ids, *drawn)
-        prefixes = [(name, whole[:stop]) for stop in range(len(query.token_ids), len(whole))]
-        rows = torch.stack(self.reference.rows(prefixes))
-        expected = rows.gather(1, torch.tensor(drawn)[:, None])[:, 0]
-        torch.testing.assert_close(scores, expected, atol=self.close, rtol=0)
-        self.checked += len(drawn)
-
-    def cold(self) -> None:
-        self.drained()
-        name, context = self.source.choice(self.known)
-        query = Query(context, self.bound.get(name) if name else None, cold=True)
-        self.compare([(name, context)], self.engine.genlm_step([query], [])[0].result[None])
-
-    def pin(self) -> None:
-        self.drained()
-        self.engine.genlm_cache_prefix(self.query(*self.source.choice(self.known)))
-
-    def clear(self) -> None:
-        self.drained()
-        self.engine.genlm_clear_kv_cache()
-
-    def adapt(self) -> None:
-        """Bind a name anew, or remove it."""
-        self.drained()
-        if not self.adapters:
-            return
-        name = self.source.choice([*self.adapters])
-        old = self.bound.pop(name, None)
-        if old is None or self.source.random() < 0.5:
-            self.versions += 1
-            new = Adapter(name, self.adapters[name], self.versions)
-            self.engine.genlm_add_lora(new, self.engine.genlm_read_lora(new))
-            self.bound[name] = new
-        if old is not None:
-            self.engine.genlm_remove_lora(old)
-        self.known = [one for one in self.known if one[0] is None or one[0] in self.bound]
 
     def fail(self) -> None:
         """A forward pass that fails: everything in flight is gone, and the engine goes on."""
@@ -213,58 +112,25 @@ class Program:
         except RuntimeError as error:
             if "a forward pass failed" not in str(error):
                 raise
-            self.flying.clear()
+            self.in_flight.clear()
         finally:
             self.model.failing = False
 
-    # --- what is asked ----------------------------------------------------------------------------
+    def folder_of(self, name: str) -> str:
+        return self.adapters[name]
 
-    def batch(self) -> list[tuple[str | None, Tokens]]:
-        """Contexts that go on, fork, are cut, share a prompt, or are new."""
-        size = self.source.choice([1, 2, 5, 5, 12, 40])
-        asked: dict[tuple[str | None, Tokens], None] = {}
-        room = MOST_NEW
-        for name, context in self.source.choices(self.known[-60:], k=size):
-            one = name, self.grown(context)
-            room -= len(one[1])
-            if room > 0 or not asked:
-                asked[one] = None
-        if self.source.random() < 0.15:  # prefixes of one prompt, some a whole number of chunks
-            name, context = self.source.choice([one for one in asked])
-            step = self.engine._runner.step_size
-            for count in range(1, 5):
-                if 0 < (stop := count * step + self.source.choice([0, 0, 1, -1])) <= len(context):
-                    asked[name, context[:stop]] = None
-        names = [None, None, *self.bound]
-        if self.source.random() < 0.3:
-            name = self.source.choice(names)
-            lengths = [1, 2, 20, 100, 513, self.longest]
-            length = self.source.choices(lengths, [4, 4, 8, 4, 2, 1])[0]
-            asked[name, self.tokens(min(length, self.longest))] = None
-        self.known = [*self.known[-200:], *asked]
-        return list(asked)
-
-    def grown(self, context: Tokens) -> Tokens:
-        cut = self.source.choice([len(context)] * 6 + [self.source.randint(1, len(context))])
-        more = self.source.choice([0, 1, 1, 1, 1, 1, 2, 3, 9, 40])
-        return (*context[:cut], *self.tokens(more))[: self.longest]
-
-    def tokens(self, n: int) -> Tokens:
-        return tuple(self.source.choices(range(256), k=n))
-
-    def query(self, name: str | None, context: Tokens) -> Query:
-        return Query(context, None if name is None else self.bound[name])
-
-    def compare(self, asked: Sequence[tuple[str | None, Tokens]], rows: Sequence[Any]) -> None:
-        for one, row, expected in zip(asked, rows, self.reference.rows(asked), strict=True):
-            off = float((row - expected).abs().max())
+    def compare(
+        self, asked: Sequence[Asked], given: Sequence[torch.Tensor], columns: Sequence[slice]
+    ) -> None:
+        expected = self.reference.rows(asked)
+        for one, row, right, of in zip(asked, given, expected, columns, strict=True):
+            off = float((row - right[of]).abs().max())
             assert off < self.close, f"{one[0]}, {len(one[1])} tokens: {off:.3g} off"
-        self.checked += len(asked)
 
 
 def fuzz(
     folder: Path,
-    adapters: dict[str, str],
+    adapters: Mapping[str, str],
     seed: int,
     seconds: float,
     longest: int = LONGEST,
@@ -276,7 +142,7 @@ def fuzz(
     until, checked = time.monotonic() + seconds, 0
     while time.monotonic() < until or not checked:
         source = random.Random(seed)
-        with constants(source) as chosen:
+        with constants(CONSTANTS, source) as chosen:
             far = min(longest, source.choice([100, 300, longest]))
             sizes = STEP_SIZES if far <= 100 else STEP_SIZES[2:]
             options = {
@@ -286,9 +152,20 @@ def fuzz(
             engine = load(str(folder), options)
             engine._runner.model = watched = Watched(engine.model)
             if isinstance(engine.pool, Store):
-                chosen["worth"] = worth = source.choice(WORTHS)
+                worth = source.choice(WORTHS)
+                chosen += f", {worth}"
                 engine.pool = Store(engine._runner, options["kv_cache_bytes"], worth)
-            program = Program(engine, watched, reference, adapters, source, close, far)
+            program = OnMlx(
+                engine=engine,
+                source=source,
+                longest=far,
+                names=[*adapters],
+                chunk=options["prefill_step_size"],
+                model=watched,
+                reference=reference,
+                adapters=adapters,
+                close=close,
+            )
             steps = 0
             try:
                 while steps < 60 and (time.monotonic() < until or not steps):
