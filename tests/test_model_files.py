@@ -96,6 +96,10 @@ def test_the_tokens_that_end_a_text(tmp_path, monkeypatch):
         ({"eos_token_id": 3}, [3]),
         ({"eos_token_id": [3, 4]}, [3, 4]),
         ({"eos_token_id": None}, []),
+        ({"eos_token_id": ["</s>", 3, None, True]}, [3]),
+        ({"eos_token_id": 2.5}, []),
+        ({"text_config": {"eos_token_id": [5, 6]}}, [5, 6]),
+        ({"eos_token_id": 4, "text_config": {"eos_token_id": [5, 6]}}, [4]),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert eos_token_ids(str(tmp_path)) == expected
@@ -103,6 +107,19 @@ def test_the_tokens_that_end_a_text(tmp_path, monkeypatch):
     assert eos_token_ids(str(tmp_path)) == [7]
     monkeypatch.setattr(hub, "try_to_load_from_cache", lambda _, file, *where: tmp_path / where[1])
     assert eos_token_ids("no-such/model", revision="r") == []
+
+
+@pytest.mark.parametrize("damaged", ["{", "", "[7]", "\ufeff{}"])
+def test_the_tokens_that_end_a_text_where_a_file_is_damaged(tmp_path, damaged):
+    """As transformers, which takes the model's own configuration then."""
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3}))
+    (tmp_path / "generation_config.json").write_text(damaged)
+    assert eos_token_ids(str(tmp_path)) == [3]
+
+
+@pytest.mark.parametrize("model", ["folder/model.gguf", "/folder/model.gguf", "s3://bucket/model"])
+def test_a_model_that_is_neither_folder_nor_hub_name_names_no_tokens(model):
+    assert eos_token_ids(model) == []
 
 
 def test_offline_only_the_cache_is_asked(monkeypatch):

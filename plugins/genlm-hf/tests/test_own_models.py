@@ -61,11 +61,45 @@ class Tensors(OwnModel):
         return super().forward(input_ids).logits
 
 
-@pytest.mark.parametrize("kind", [OwnModel, IdsOnly, Tuples, Tensors])
+class OtherName(OwnModel):
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return super().forward(tokens).logits
+
+
+class ByPosition(OwnModel):
+    def forward(self, input_ids: torch.Tensor, /) -> Any:
+        return super().forward(input_ids).logits
+
+
+class Dicts(OwnModel):
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        return {"loss": None, "logits": super().forward(input_ids).logits}
+
+
+class LossFirst(OwnModel):
+    def forward(self, input_ids: torch.Tensor, labels: Any = None) -> Any:
+        return None, super().forward(input_ids).logits
+
+
+class Excluding(OwnModel):
+    """It excludes tokens."""
+
+    def forward(self, input_ids: torch.Tensor, **others: Any) -> Any:
+        outputs = super().forward(input_ids)
+        outputs.logits[..., 7:9] = -float("inf")
+        return outputs
+
+
+KINDS = [
+    OwnModel, IdsOnly, Tuples, Tensors, OtherName, ByPosition, Dicts, LossFirst, Excluding,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_it_is_served_without_state(kind: type[OwnModel]) -> None:
     torch.manual_seed(0)
     model = kind(OwnConfig()).eval()
-    plain = OwnModel.forward
+    plain = Excluding.forward if kind is Excluding else OwnModel.forward
     with AsyncTransformer(model, ByteTokenizer()) as lm:
         found = lm.batch_next_token_logprobs_sync(CONTEXTS)
     for row, context in zip(found, CONTEXTS, strict=True):
@@ -86,8 +120,41 @@ def test_a_model_that_returns_tuples_by_its_configuration() -> None:
     torch.testing.assert_close(found, right, atol=1e-4, rtol=0)
 
 
+class WithMask(OwnModel):
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        return super().forward(input_ids)
+
+
+class LastRow(OwnModel):
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        return super().forward(input_ids).logits[:, -1]
+
+
+class NoHead(OwnModel):
+    def get_output_embeddings(self) -> None:
+        return None
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = OwnModel(OwnConfig())
+        self.config = self.model.config
+
+
+def damaged() -> OwnModel:
+    model = OwnModel(OwnConfig())
+    nn.init.constant_(model.head.weight[3], float("nan"))
+    return model
+
+
 def test_what_cannot_be_served_says_what_is_needed() -> None:
     for model, needed in (
+        (Wrapped(), "Wrapped has no device of a model; give a PreTrainedModel"),
+        (WithMask(OwnConfig()), "WithMask cannot be served .*'attention_mask'.* token ids"),
+        (LastRow(OwnConfig()), r"LastRow cannot be served .*logits of shape \[1, 258\]"),
+        (NoHead(OwnConfig()), r"names the layer in get_output_embeddings\(\)"),
+        (damaged(), "rows of this model are NaN in torch.float32; .* dtype='float32'"),
         (nn.DataParallel(OwnModel(OwnConfig())), r"DataParallel has no .*; give model\.module"),
         (nn.Linear(2, 2), "Linear has no configuration of a model; give a PreTrainedModel"),
         (OwnModel(OwnConfig()).to("meta"), "device_map that keeps the embeddings in memory"),

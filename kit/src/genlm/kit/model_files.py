@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from genlm.core.checks import describe_error, safe_repr
 from genlm.core.errors import ModelNotFoundError
@@ -73,16 +74,36 @@ def eos_token_ids(
         revision, cache_dir: Of a hub name.
     """
     for name in ("generation_config.json", "config.json"):
-        file: Path | None = Path(model) / name
+        if (config := _read(model, name, revision, cache_dir)) is not None:
+            parts = [config, config.get("text_config") or {}]  # of what also sees or hears
+            return next((ids for part in parts if (ids := ids_of(part.get("eos_token_id")))), [])
+    return []
+
+
+def ids_of(named: Any) -> list[int]:
+    """The token ids that a configuration names: one, several, or none."""
+    named = named.tolist() if hasattr(named, "tolist") else named
+    several = named if isinstance(named, list | tuple) else [named]
+    return [each for each in several if type(each) is int]
+
+
+def _read(
+    model: str, name: str, revision: str | None, cache_dir: str | None
+) -> dict[str, Any] | None:
+    """A file of a model's that holds a JSON object; ``None`` where there is none."""
+    file: Path | None = Path(model) / name
+    try:
         if not Path(model).is_dir():
             from huggingface_hub import try_to_load_from_cache
 
             cached = try_to_load_from_cache(model, name, cache_dir, revision)
             file = Path(cached) if isinstance(cached, str) else None
-        if file is not None and file.is_file():
-            named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-            return [named] if isinstance(named, int) else list(named or ())
-    return []
+        if file is None or not file.is_file():
+            return None
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:  # no hub name, but the path of a file; or no JSON
+        return None
+    return config if isinstance(config, dict) else None
 
 
 def _require_whole(folder: Path) -> None:

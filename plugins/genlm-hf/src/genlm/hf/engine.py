@@ -12,7 +12,8 @@ import torch
 from attrs import evolve
 
 from genlm.core import hookimpl
-from genlm.core.errors import EngineError
+from genlm.core.checks import describe_error
+from genlm.core.errors import EngineError, GenlmError
 from genlm.core.types import Adapter, Answer, Query
 from genlm.hf.adapters import AdapterSet
 from genlm.hf.attention import register_row_attention
@@ -22,7 +23,7 @@ from genlm.hf.options import HFOptions
 from genlm.hf.patterns import attention_window, layer_patterns
 from genlm.hf.pool import RowPool
 from genlm.hf.positions import longest_context
-from genlm.hf.probe import Choice, choose_reuse
+from genlm.hf.probe import Choice, apart, choose_reuse
 from genlm.hf.proof import BaseRow
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
@@ -32,6 +33,7 @@ from genlm.hf.strategies import strategy_for
 from genlm.kit.adapter_files import AdapterFolder
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.memory import is_out_of_memory
+from genlm.kit.model_files import ids_of
 
 #: Rows of long contexts may be off by this many times what the probe of short ones allows.
 PROOF_MARGIN = 4.0
@@ -84,18 +86,30 @@ class HFEngine:
         self.vocab_size: int = _vocab_size(model, self._config)
         self.max_context = longest_context(model)
         self.device = str(model.device)
-        named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-        self.eos_token_ids = [named] if isinstance(named, int) else list(named or ())
+        generation = getattr(model, "generation_config", None)
+        self.eos_token_ids = ids_of(getattr(generation, "eos_token_id", None))
 
     def _choose_reuse(self) -> Choice:
-        """Probe the model; on an error it is left as it was before."""
+        """Probe the model; on an error it is left as it was before.
+
+        Raises:
+            EngineError: it cannot be served.
+        """
         window = attention_window(self.model) or getattr(self._config, "window_size", None)
         try:
             return choose_reuse(self.model, self._runner, self.vocab_size, self.max_context, window)
-        except BaseException:
+        except BaseException as error:
             self._restore()
             self.model.train(self._was_training)
-            raise
+            if isinstance(error, GenlmError) or not isinstance(error, Exception):
+                raise
+            if is_out_of_memory(error):
+                raise
+            raise EngineError(
+                f"{type(self.model).__name__} cannot be served ({describe_error(error)}); its "
+                "forward must take token ids [batch, tokens], without more, and give logits "
+                "[batch, tokens, vocabulary]"
+            ) from error
 
     @staticmethod
     def _refuse(model: Any) -> None:
@@ -105,9 +119,10 @@ class HFEngine:
             EngineError: the model is not a causal language model, or is served already.
         """
         kind = type(model).__name__
-        if not hasattr(model, "config"):
+        if not (hasattr(model, "config") and hasattr(model, "device")):
             inner = "model.module" if hasattr(model, "module") else "a PreTrainedModel"
-            raise EngineError(f"{kind} has no configuration of a model; give {inner}")
+            lacks = "device" if hasattr(model, "config") else "configuration"
+            raise EngineError(f"{kind} has no {lacks} of a model; give {inner}")
         if model.device.type == "meta":
             raise EngineError(
                 f"the first weights of this {kind} are on no device, as where they were offloaded "
@@ -121,8 +136,9 @@ class HFEngine:
         generates = getattr(model, "can_generate", lambda: True)()
         if not generates and model.get_output_embeddings() is None:
             raise EngineError(
-                f"{kind} has no output layer over the vocabulary; "
-                "give a causal language model (AutoModelForCausalLM)"
+                f"{kind} has no output layer over the vocabulary; give a causal language model "
+                "(AutoModelForCausalLM); one of your own class names the layer in "
+                "get_output_embeddings()"
             )
         owner, engine = getattr(model, "_genlm_engine", (None, lambda: None))
         if owner == id(model) and engine() is not None:  # a copy of a model has another id
@@ -183,9 +199,7 @@ class HFEngine:
                 raise
             self._evaluator.prove(sequence.length, right=True)
             return True
-        same = (row == cold) | (row.isnan() & cold.isnan())  # both may be minus infinity
-        difference = (row - cold).abs().masked_fill(same, 0.0)
-        right = float(difference.max()) <= PROOF_MARGIN * self._tolerance  # not if one is nan
+        right = apart(row, cold) <= PROOF_MARGIN * self._tolerance  # not if one is nan
         self._evaluator.prove(sequence.length, right)
         return right
 

@@ -84,12 +84,17 @@ def choose_reuse(
     A way that is wrong beyond a threshold is taken for contexts below it, if that is far away.
 
     Raises:
-        EngineError: not even padded and unpadded plain forwards agree.
+        EngineError: not even padded and unpadded plain forwards agree, or they give NaN.
     """
     contexts = _contexts(vocab_size, max_context, window)
     _put_in(contexts, model.config, vocab_size)
     original = model.config._attn_implementation
     expected = _logprobs([runner.plain([context], [None], [1]) for context in contexts])
+    if expected.isnan().any():
+        raise EngineError(
+            f"the rows of this model are NaN in {model.dtype}; load it with dtype='float32' or "
+            "'bfloat16', or look for NaN among its weights"
+        )
     tolerance = _tolerance(model, runner, contexts, expected)
     limit = reuse_limit(model.config.get_text_config(decoder=True))
     twins = Twins(model, limit)
@@ -134,7 +139,7 @@ def _disagreement(
             raise ValueError("its state is not in the cache's rows")
     finally:
         runner.pool.resize(0, 0)
-    distance = float((rows - expected).abs().max())
+    distance = apart(rows, expected)
     return None if distance <= tolerance else f"rows differ by {distance:.3g}"
 
 
@@ -241,8 +246,9 @@ def _tolerance(
     if getattr(model, "is_loaded_in_4bit", False) and model.device.type == "cpu":
         dtype = torch.bfloat16  # in which bitsandbytes computes there, if the processor can
     most = TOLERANCES.get(dtype, TOLERANCES[torch.float32])
-    spread = float(expected.std(-1).min())
-    size = float((expected.amax(-1) - expected.amin(-1)).max())
+    finite = [row[row.isfinite()] for row in expected]  # a model may exclude tokens
+    spread = min(float(row.std()) for row in finite)
+    size = max(float(row.max() - row.min()) for row in finite)
     steps = ROUNDING_STEPS * torch.finfo(dtype).eps * size
     least = max(SPREAD_SHARE * spread, steps)
     if least >= most:  # however small the noise is
@@ -254,7 +260,13 @@ def _noise(runner: Runner, contexts: Sequence[Sequence[int]], expected: torch.Te
     """The noise of rounding: how far rows of two plain forwards are apart, of each context alone,
     and beside itself in one batch."""
     twice = [runner.plain([context] * 2, [None] * 2, [1, 1])[:1] for context in contexts]
-    return float((_logprobs(twice) - expected).abs().max())
+    return apart(_logprobs(twice), expected)
+
+
+def apart(rows: torch.Tensor, others: torch.Tensor) -> float:
+    """How far rows are apart at most, where not both are minus infinity or NaN."""
+    same = (rows == others) | (rows.isnan() & others.isnan())
+    return float((rows - others).abs().masked_fill(same, 0.0).max())
 
 
 def _use_row_attention(model: Any) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import Parameter
 from typing import Any
 
 import torch
@@ -49,9 +50,12 @@ class Runner:
         takes = inspect.signature(model.forward).parameters
         self._cache_name = next((name for name in CACHE_NAMES if name in takes), CACHE_NAMES[-1])
         self._takes_positions = "position_ids" in takes  # recurrent models may have none
-        # A model of a user's own class may take ids only.
-        others = any(each.kind is each.VAR_KEYWORD for each in takes.values())
+        # A model of a user's own class may take ids only, by a name of its own or by none.
+        kinds = {name: each.kind for name, each in takes.items()}
+        others = Parameter.VAR_KEYWORD in kinds.values()
         self._takes_use_cache = others or "use_cache" in takes
+        named = kinds.get("input_ids", Parameter.POSITIONAL_ONLY)
+        self._ids_by_name = others or named is not Parameter.POSITIONAL_ONLY
         self._asked: dict[str, Any] = {"use_cache": True}
         if getattr(model.config, "return_dict", True) is False:
             self._asked["return_dict"] = True
@@ -224,17 +228,15 @@ class Runner:
             inputs.pop("use_cache")
         self._wanted, self._selected = wanted.on(self._device), False
         width = inputs["input_ids"].shape[1]
+        first = () if self._ids_by_name else (inputs.pop("input_ids"),)
         of_wanted = [at // width for at in wanted.values]
         try:
             with torch.inference_mode(), self._adapters.applied(rows, of_wanted):
                 self._rope.forget()
-                outputs = self._model(**inputs)
+                outputs = self._model(*first, **inputs)
         finally:
             self._wanted = None
-        logits: Any = getattr(outputs, "logits", None)
-        if logits is None:
-            logits = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
-        flat: torch.Tensor = logits.flatten(0, -2)
+        flat = _logits(outputs).flatten(0, 1)
         if not self._selected:
             flat = flat.index_select(0, wanted.on(flat.device))
         return flat, outputs
@@ -245,3 +247,21 @@ class Runner:
         self._selected = True
         hidden = args[0].flatten(0, -2)
         return (hidden.index_select(0, self._wanted.to(hidden.device)).unsqueeze(1), *args[1:])
+
+
+def _logits(outputs: Any) -> torch.Tensor:
+    """What a forward has given, ``[batch, tokens, vocabulary]``: by its name, or the first tensor.
+
+    Raises:
+        ValueError: there is none of such a shape.
+    """
+    logits = getattr(outputs, "logits", None)
+    if logits is None and isinstance(outputs, Mapping):
+        logits = outputs.get("logits")
+    elif logits is None:
+        several = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+        logits = next((each for each in several if isinstance(each, torch.Tensor)), None)
+    if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
+        found = None if logits is None else list(logits.shape)
+        raise ValueError(f"it gives logits of shape {found}")
+    return logits
