@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import contextvars
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
@@ -52,42 +51,25 @@ class Asker:
         return lambda _: self._waits_for.remove(other)
 
 
-class Turn:
-    """What an engine thread does at a time, as a context: a hook may ask while it lasts.
+class Asking(threading.local):
+    """In whose hook a thread is: on its engine thread, or where a blocking method goes on for it.
+    Of a thread or task that a hook begins nothing is known: the hook may not wait for it."""
 
-    Args:
-        asker: The engine thread.
-    """
-
-    def __init__(self, asker: Asker) -> None:
-        self.asker = asker
-        self.over = False
-
-    def __enter__(self) -> None:
-        TURN.set(self)
-
-    def __exit__(self, *_: object) -> None:
-        self.over = True
+    asker: Asker | None = None
 
 
-#: Whose turn it is here. asyncio hands it on to the tasks and threads that a hook begins
-#: (``run_coroutine_threadsafe``, ``to_thread``), which may live longer than the turn.
-TURN: contextvars.ContextVar[Turn | None] = contextvars.ContextVar("turn", default=None)
-
-
-def asking() -> Asker | None:
-    """The engine thread in whose hook this is, or in whose hook it was begun."""
-    turn = TURN.get()
-    return None if turn is None or turn.over else turn.asker
+#: Of each thread.
+ASKING = Asking()
 
 
 def blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine in its own event loop and thread, and wait for it: the calling thread may
     have a running loop."""
     answer: concurrent.futures.Future[T] = concurrent.futures.Future()
-    loop, context = asyncio.new_event_loop(), contextvars.copy_context()
+    loop, asker = asyncio.new_event_loop(), ASKING.asker
 
     def main() -> None:
+        ASKING.asker = asker
         try:
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
                 answer.set_result(runner.run(coroutine))
@@ -99,9 +81,7 @@ def blocking(coroutine: Coroutine[Any, Any, T]) -> T:
             task.cancel()
 
     try:
-        threading.Thread(
-            target=context.run, args=(main,), name="genlm-blocking", daemon=True
-        ).start()
+        threading.Thread(target=main, name="genlm-blocking", daemon=True).start()
         return answer.result()
     except BaseException:
         if not answer.done():  # an interrupt of the calling thread

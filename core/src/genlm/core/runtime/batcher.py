@@ -32,7 +32,7 @@ from genlm.core.errors import (
     ReentrancyError,
 )
 from genlm.core.logs import get_logger
-from genlm.core.runtime.askers import Asker, Turn, asking
+from genlm.core.runtime.askers import ASKING, Asker
 from genlm.core.runtime.lanes import (
     ROWS,
     Call,
@@ -245,7 +245,7 @@ class Batcher:
 
     def _waited_for(self, future: Future[Any]) -> None:
         """Note who waits for what has been asked. Called with the lock."""
-        if (asker := asking()) is not None:
+        if (asker := ASKING.asker) is not None:
             future.add_done_callback(asker.waiting_for(self.asker))
         # Again: a signal handler may have closed the model, or another model's hook have asked.
         if self._refusal is not None or asker is not None:
@@ -336,7 +336,7 @@ class Batcher:
         """Refuse callers that cannot be answered. Called with the lock."""
         if self._refusal is not None:
             raise self._refusal()
-        if (asker := asking()) is not None:
+        if (asker := ASKING.asker) is not None:
             asker.check(self.asker)
 
     # --- the end ----------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ class Batcher:
         self._fail(self._withdraw(), closed_while_pending)
         if threading.current_thread() is self._thread:
             return
-        asker, waits = asking(), contextlib.ExitStack()
+        asker, waits = ASKING.asker, contextlib.ExitStack()
         with waits:
             if asker is not None:
                 waits.callback(asker.waiting_for(self.asker), None)
@@ -429,11 +429,11 @@ class Batcher:
 
     def _main(self, load: list[Callable[[], Executor]]) -> None:
         atexit.register(self._at_exit)
+        ASKING.asker = self.asker
         executor = None
         try:
             try:
-                with Turn(self.asker):
-                    executor = load.pop()()
+                executor = load.pop()()
                 with self._lock:
                     self._executor, self._drops = executor, executor.drops
             except BaseException as error:
@@ -453,13 +453,12 @@ class Batcher:
     def _work(self, executor: Executor) -> None:
         try:
             while (work := self._take()) is not None:
-                with Turn(self.asker):
-                    if isinstance(work, Task):
-                        work.run()
-                    else:
-                        began = self._timeline.clock()
-                        self._deliver(executor.step(*work))
-                        self._timeline.add("batch", began, requests=len(work[0]))
+                if isinstance(work, Task):
+                    work.run()
+                else:
+                    began = self._timeline.clock()
+                    self._deliver(executor.step(*work))
+                    self._timeline.add("batch", began, requests=len(work[0]))
                 # A task refers to its caller, who must be collectable while this waits.
                 del work
         except BaseException as error:
@@ -572,8 +571,7 @@ class Batcher:
         self._fail(self._pending(), closed_while_pending)
         if executor is not None:
             try:
-                with Turn(self.asker):
-                    executor.close()
+                executor.close()
             except BaseException:  # whatever it is, callers wait for the end
                 log.exception("engine.close_failed")
         self._forget_exit_hook()
