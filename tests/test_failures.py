@@ -143,7 +143,7 @@ def test_two_models_whose_hooks_ask_each_other_get_an_error_that_names_both(mock
         if way == "in a loop":
             return asyncio.run(lm.batch_next_token_logprobs(contexts))
         lm.batch_sample_sync(contexts, 1, [])
-        return torch.zeros(258)
+        return torch.zeros(258).log_softmax(-1)
 
     one, two = Mixed(), Mixed()
     first, second = mock(wrappers=[one]), mock(wrappers=[two])
@@ -153,7 +153,7 @@ def test_two_models_whose_hooks_ask_each_other_get_an_error_that_names_both(mock
         (error,) = gathered(lm.next_token_logprobs([1]))
         assert isinstance(error, PluginError)
         assert "only one may ask the other" in str(error)
-    two.other = lambda contexts: torch.zeros(1, 258)
+    two.other = lambda contexts: torch.zeros(1, 258).log_softmax(-1)
     assert first.next_token_logprobs_sync([2]).shape == (258,)
 
 

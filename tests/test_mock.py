@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from genlm.core import Adapter, MockAsyncLM, Query, SamplingParams, load_model_by_name
+from genlm.core import Adapter, EngineError, MockAsyncLM, Query, SamplingParams, load_model_by_name
 from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine, hashed_row
 
 
@@ -56,21 +56,36 @@ def test_a_distribution_of_ones_own():
         assert asyncio.run(lm.sample([1], 3, [], temperature=0)) == [1, 2, 4]
 
 
-def test_a_distribution_over_fewer_tokens_than_the_vocabulary():
-    class Short(MockAsyncLM):
-        """As over a model with fewer logits than its tokenizer has tokens."""
-
+@pytest.mark.parametrize("width", [10, 300])
+@pytest.mark.parametrize("continuous", [False, True])
+def test_a_row_of_ones_own_of_another_width(width, continuous):
+    class Own(MockAsyncLM):
         def _get_logprobs(self, token_ids):
-            return np.full(257, -np.log(257))
+            return np.full(width, -np.log(width))
 
-    with Short() as lm:
-        row = lm.next_token_logprobs_sync([1])
-        assert row.shape == (258,)
-        assert torch.equal(row == -torch.inf, torch.arange(258) == 257)
-        assert row.logsumexp(0).item() == pytest.approx(0, abs=1e-4)
-        scores = asyncio.run(lm.sequence_logprobs([1], [3, 257]))
-        assert scores.tolist() == [pytest.approx(-np.log(257)), -np.inf]
-        assert len(asyncio.run(lm.sample([1], 20, [], seed=1))) == 20
+    with Own(continuous=continuous) as lm:
+        for ask in (
+            lambda: lm.next_token_logprobs_sync([1]),
+            lambda: lm.sequence_logprobs_sync([1], [3, 257]),
+            lambda: lm.sample_sync([1], 20, [], seed=1),
+        ):
+            with pytest.raises(EngineError, match=rf"of shape \({width},\).* has 258 tokens"):
+                ask()
+
+
+def test_a_tokenizer_with_the_methods_of_the_protocol_alone():
+    class Bytes:
+        def encode(self, text):
+            return list(text.encode())
+
+        def decode(self, token_ids):
+            return bytes(token_ids).decode()
+
+        def token_bytes(self):
+            return [bytes([byte]) for byte in range(256)]
+
+    with MockAsyncLM(Bytes()) as lm:
+        assert lm.next_token_logprobs_sync(lm.encode("hi")).shape == (256,)
 
 
 def test_a_distribution_that_changes_is_asked_every_time():

@@ -12,6 +12,7 @@ import torch
 
 from genlm.core import AsyncLM, PluginError, Query, hookimpl
 from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine
+from genlm.core.runtime.results import FIRST
 
 BAD = (7, 7)  # the context whose row is wrong
 
@@ -86,17 +87,21 @@ def test_rows_of_which_there_are_too_few(load):
         ([[9, 1, 2]], "3 tokens"),
         ([[5]], "the stop token 5"),
         ([[-1]], "the token id -1"),
+        ([[258]], "the token id 258; the model has ids 0 to 257"),
+        ([7], r"7, not a list of token ids"),
         ([], "0 results"),
+        (3, "3 for 1 queries"),
     ],
 )
-def test_a_wrong_draw(load, drawn, what):
+@pytest.mark.parametrize("check", [True, False])
+def test_a_wrong_draw(load, drawn, what, check):
     class Engine(MockEngine):
         @hookimpl
         def genlm_sample(self, queries, params):
             return drawn
 
     with pytest.raises(PluginError, match=f"genlm_sample returned {what}"):
-        asyncio.run(load(Engine, check=True).sample([1], 2, [5]))
+        asyncio.run(load(Engine, check=check).sample([1], 2, [5]))
 
 
 @pytest.mark.parametrize(
@@ -165,8 +170,73 @@ def test_a_hook_that_returns_what_it_should_not(load):
 
 def test_the_environment_turns_it_on(load, monkeypatch):
     unnormalised = with_rows(WRONG["logsumexp"])
-    load(unnormalised).next_token_logprobs_sync(BAD)
     monkeypatch.setenv("GENLM_CHECK", "1")
     with pytest.raises(PluginError, match="logsumexp"):
         load(unnormalised).next_token_logprobs_sync(BAD)
     load(unnormalised, check=False).next_token_logprobs_sync(BAD)
+
+
+# --- without the option ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base", [MockEngine, ContinuousMockEngine])
+@pytest.mark.parametrize("what", WRONG)
+def test_the_first_rows_are_looked_at_without_being_asked(load, what, base):
+    """Who forgets to normalise does so in every row: the next ones are refused, too."""
+
+    class Engine(base):
+        def row(self, query):
+            return WRONG[what](super().row(query))
+
+    lm = load(Engine)
+    for i in range(2 * FIRST):
+        with pytest.raises(PluginError, match=f"returned .*{what}"):
+            lm.next_token_logprobs_sync([i])
+    assert load(Engine, check=False).next_token_logprobs_sync([1]).shape == (258,)
+
+
+@pytest.mark.parametrize("base", [MockEngine, ContinuousMockEngine])
+def test_after_some_right_rows_no_more_are_looked_at(load, base):
+    lm = load(with_rows(WRONG["logsumexp"], base))
+    lm.batch_next_token_logprobs_sync([[i] for i in range(FIRST)])
+    assert float(lm.next_token_logprobs_sync(BAD).logsumexp(0)) == pytest.approx(0.5, abs=1e-4)
+
+
+@pytest.mark.parametrize("change", [lambda row: row / 0.5, torch.exp, lambda row: row * torch.nan])
+def test_the_first_rows_of_a_wrapper_are_looked_at(load, change):
+    class Wrapper:
+        @hookimpl
+        def genlm_process_logprobs(self, rows):
+            return change(rows)
+
+    lm = load(MockEngine, wrappers=[Wrapper()])
+    for i in range(2 * FIRST):
+        with pytest.raises(PluginError, match="a wrapper's genlm_process_logprobs returned"):
+            lm.next_token_logprobs_sync([i])
+
+
+def test_a_wrapper_may_leave_a_row_without_mass(load):
+    """As one that knows no way on."""
+
+    class Wrapper:
+        @hookimpl
+        def genlm_process_logprobs(self, rows):
+            return torch.full_like(rows, -torch.inf)
+
+    lm = load(MockEngine, wrappers=[Wrapper()])
+    assert lm.next_token_logprobs_sync([1]).isneginf().all()
+
+
+def test_the_first_scores_are_looked_at(load):
+    class Engine(MockEngine):
+        @hookimpl
+        def genlm_sequence_logprobs(self, queries, continuations):
+            return [torch.tensor([0.5])]
+
+    with pytest.raises(PluginError, match="a score that is nan or above 0"):
+        load(Engine).sequence_logprobs_sync([1], [2])
+
+
+def test_a_class_in_place_of_an_engine():
+    with pytest.raises(PluginError, match="loaded the class MockEngine; load an instance of it"):
+        AsyncLM(lambda: MockEngine, backend="mine")

@@ -95,7 +95,8 @@ class MockEngine:
 
     @vocab_size.default
     def _all_of_the_tokenizer(self) -> int:
-        return len(self.tokenizer)
+        sized = hasattr(self.tokenizer, "__len__")
+        return len(self.tokenizer if sized else self.tokenizer.token_bytes())
 
     # --- evaluation -------------------------------------------------------------------------------
 
@@ -126,8 +127,12 @@ class MockEngine:
 
         if query.adapter is None and self._row is not None:
             row = torch.as_tensor(self._row(list(query.token_ids)), dtype=torch.float32)
-            missing = max(self.vocab_size - row.shape[-1], 0)
-            return torch.nn.functional.pad(row, (0, missing), value=-torch.inf)
+            if row.shape != (self.vocab_size,):
+                raise ValueError(
+                    f"_get_logprobs gave a row of shape {tuple(row.shape)}; the tokenizer has "
+                    f"{self.vocab_size} tokens: give each a value, -inf where the model lacks it"
+                )
+            return row
         return hashed_row(query.token_ids, query.adapter, self.vocab_size)
 
     def _draw(self, query: Query, params: SamplingParams) -> list[int]:
@@ -232,14 +237,14 @@ class ContinuousMockEngine(MockEngine):
             return []
         try:
             self._obey([query_of(request) for request in self._in_flight])
+            self._in_flight = {request: left - 1 for request, left in self._in_flight.items()}
+            finished = [request for request, left in self._in_flight.items() if left <= 0]
+            for request in finished:
+                del self._in_flight[request]
+            return [Answer(request, self._result(request)) for request in finished]
         except Exception:
             self._in_flight.clear()
             raise
-        self._in_flight = {request: left - 1 for request, left in self._in_flight.items()}
-        finished = [request for request, left in self._in_flight.items() if left <= 0]
-        for request in finished:
-            del self._in_flight[request]
-        return [Answer(request, self._result(request)) for request in finished]
 
     def _steps_of(self, request: Request) -> int:
         return request.params.max_tokens if isinstance(request, SampleRequest) else self._steps
@@ -299,7 +304,7 @@ class MockAsyncLM(AsyncLM):
 
     def _get_logprobs(self, token_ids: Sequence[int]) -> Any:
         """The row of a context under the base model: a tensor or array of normalised
-        log-probabilities, ``[vocab_size]``. If it is shorter, the tokens at its end have -inf.
+        log-probabilities, ``[vocab_size]``, with -inf for tokens that it does not have.
 
         Called on the engine thread. ``self._rng`` is a NumPy ``RandomState`` for the use of
         overriding methods.

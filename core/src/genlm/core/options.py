@@ -33,7 +33,8 @@ class CoreOptions:
             ``move_to_cpu`` (default false).
         check: Check every result of the engine against the contract, and raise what breaks it, or
             pass that to a function, on the engine thread; ``None`` asks the environment
-            (``GENLM_CHECK=1``).
+            (``GENLM_CHECK=1``). Without it the values of the first rows and scores are checked,
+            with ``False`` none.
         wrappers: Objects that observe the engine's hooks, by ``@hookimpl(wrapper=True)`` methods,
             or change rows, by ``genlm_process_logprobs`` (see :mod:`genlm.core.hookspecs`).
     """

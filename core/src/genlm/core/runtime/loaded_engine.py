@@ -34,7 +34,8 @@ class LoadedEngine:
         backend: The backend's name, for messages.
         wrappers: Objects that process rows, in this order, or observe hooks; the last one is
             outermost.
-        violated: Told of results that break the contract; ``None`` checks shapes alone.
+        violated: Told of results that break the contract.
+        first: Of how many results of a hook the values are checked where ``violated`` is ``None``.
 
     Raises:
         PluginError: the engine lacks an attribute, has a misspelt hook, or no hook that evaluates.
@@ -47,11 +48,16 @@ class LoadedEngine:
         backend: str,
         wrappers: Iterable[object] = (),
         violated: Violated | None = None,
+        first: int = 0,
     ) -> None:
+        if isinstance(engine, type):
+            raise PluginError(
+                f"backend {backend!r} loaded the class {engine.__name__}; load an instance of it"
+            )
         self.backend = backend
         self._owner = f"engine {type(engine).__name__} of backend {backend!r}"
         try:
-            self._adopt(engine, wrappers, violated)
+            self._adopt(engine, wrappers, violated, first)
         except BaseException:  # it has been loaded, so it must be closed
             try:
                 getattr(engine, "genlm_close", lambda: None)()
@@ -59,7 +65,9 @@ class LoadedEngine:
                 log.exception("engine.close_failed", backend=backend)
             raise
 
-    def _adopt(self, engine: Engine, wrappers: Iterable[object], violated: Violated | None) -> None:
+    def _adopt(
+        self, engine: Engine, wrappers: Iterable[object], violated: Violated | None, first: int
+    ) -> None:
         if missing := [name for name in ATTRIBUTES if not hasattr(engine, name)]:
             raise PluginError(
                 f"{self._owner} lacks {', '.join(missing)}; see genlm.core.types.Engine"
@@ -99,7 +107,7 @@ class LoadedEngine:
         named: Iterable[int] = getattr(engine, "eos_token_ids", None) or ()
         self.eos_token_ids = [token_id for token_id in named if 0 <= token_id < self.width]
         process = partial(self.calls.evaluate, PROCESSOR) if processes else None
-        self.results = Results(self._owner, self.vocab_size, self.width, process, violated)
+        self.results = Results(self._owner, self.vocab_size, self.width, process, violated, first)
 
     @cached_property
     def special_token_ids(self) -> list[int]:

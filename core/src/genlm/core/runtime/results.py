@@ -3,10 +3,12 @@ processed, and made the core's own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from attrs import define
+from attrs import define, field
 
 from genlm.core.checks import safe_repr
 from genlm.core.errors import EngineDeadError, PluginError
@@ -26,6 +28,13 @@ if TYPE_CHECKING:
 #: How far the logarithm of a row's total mass may be from 0.
 NORMALISATION = 1e-4
 
+#: Of how many right results of a hook the values are looked at, where nobody asks for more.
+FIRST = 4
+
+#: How messages name what changed rows, and a row without mass, as of a text that has no way on.
+WRAPPERS = "a wrapper's genlm_process_logprobs"
+MASSLESS = "a row with logsumexp -inf"
+
 R = TypeVar("R")
 
 #: Requests, each with its result or its exception.
@@ -41,8 +50,9 @@ Process = Callable[[Mapping[str, Any]], tuple["torch.Tensor", Mapping[Request, E
 
 @define(eq=False)
 class Results:
-    """Turns what an engine returned into what callers get. Number, shapes and types are always
-    checked, values and mass where ``violated`` is given.
+    """Turns what an engine returned into what callers get. Number, shapes, types and draws are
+    always checked; the values of rows and scores of all where ``violated`` is given, else of the
+    first.
 
     Args:
         owner: The engine, for messages.
@@ -50,6 +60,7 @@ class Results:
         width: The width of callers' rows: how many tokens the tokenizer has.
         process: Changes rows; ``None`` leaves them as they are.
         violated: Told of everything that breaks the contract.
+        first: Of how many right results of a hook values are checked without ``violated``.
     """
 
     _owner: str
@@ -57,6 +68,8 @@ class Results:
     _width: int
     _process: Process | None = None
     _violated: Violated | None = None
+    _first: int = 0
+    _right: Counter[str] = field(init=False, factory=Counter)  # by hook, up to ``first``
 
     def read(self, hook: str, requests: Sequence[Any], given: Any) -> Answers[Request]:
         """The answers that an evaluation hook has given. A row is a view of what the engine gave:
@@ -77,12 +90,13 @@ class Results:
             shape = len(requests), self._vocab_size
             self._check_tensor(hook, requests[0], given, shape)
             pairs = [*zip(requests, given.unbind(), strict=True)]
-            if self._violated is None:
+            if not self._looks(hook):
                 return self._finished(pairs)
         elif given is None:
             return [(request, None) for request in requests]
-        elif len(given) != len(requests):
-            wrong = f"{len(given)} results for {len(requests)} queries"
+        elif (count := len(given) if isinstance(given, Sized) else None) != len(requests):
+            what = safe_repr(given) if count is None else f"{count} results"
+            wrong = f"{what} for {len(requests)} queries"
             raise self.violation(hook, requests[0].query, wrong)
         else:
             pairs = [*zip(requests, given, strict=True)]
@@ -95,15 +109,20 @@ class Results:
         query = query_of(request)
         try:
             if isinstance(request, SampleRequest):
-                ids = [int(token_id) for token_id in result]
-                self.violation(hook, query, wrong_draw(ids, request.params))
+                try:
+                    ids = [*map(operator.index, result)]
+                    wrong = wrong_draw(ids, request.params, self._vocab_size)
+                except TypeError:
+                    wrong = f"{safe_repr(result)}, not a list of token ids"
+                if wrong is not None:
+                    raise self.violation(hook, query, wrong)
                 return ids
             length = self._vocab_size
             if score := isinstance(request, ScoreRequest):
                 length = len(request.continuation)
             self._check_tensor(hook, query, result, (length,))
-            if self._violated is not None:
-                self.violation(hook, query, wrong_score(result) if score else wrong_row(result))
+            if self._looks(hook):
+                self._look(hook, query, wrong_score(result) if score else wrong_row(result))
             return result.clone() if score else result
         except Exception as error:
             return error
@@ -130,9 +149,11 @@ class Results:
             queries = [query for query, _ in each]
             rows, failed = self._process({"queries": queries, "rows": rows})
             errors.update(failed)
-            for query, row in zip(queries, rows, strict=True) if self._violated else ():
+            for query, row in zip(queries, rows, strict=True):
+                if not self._looks(WRAPPERS):
+                    break
                 try:
-                    self.violation("a wrapper's genlm_process_logprobs", query, wrong_row(row))
+                    self._look(WRAPPERS, query, wrong_row(row))
                 except Exception as error:  # concerns this query alone
                     errors.setdefault(query, error)
             if self._width > self._vocab_size:
@@ -142,6 +163,18 @@ class Results:
         return [(pair, errors.get(pair[0], row)) for pair, row in rows_of]
 
     # --- what is wrong with a result --------------------------------------------------------------
+
+    def _looks(self, hook: str) -> bool:
+        """Whether the values of a hook's results are checked."""
+        return self._violated is not None or self._right[hook] < self._first
+
+    def _look(self, hook: str, query: Query, wrong: str | None) -> None:
+        """Tell of wrong values. Without ``violated`` they are an error until enough were right: who
+        forgets to normalise does so from the first."""
+        error = self.violation(hook, query, wrong)
+        if self._violated is None and wrong not in (None, MASSLESS):
+            raise error
+        self._right[hook] += 1
 
     def _check_tensor(self, hook: str, query: Query, given: Any, shape: tuple[int, ...]) -> None:
         if (wrong := wrong_tensor(given, shape)) is not None:
@@ -215,19 +248,23 @@ def wrong_row(row: torch.Tensor) -> str | None:
     if torch.isnan(row).any() or (row == float("inf")).any():
         return "a row with nan or +inf"
     mass = float(row.logsumexp(dim=0))
+    if mass == -float("inf"):
+        return MASSLESS
     if not abs(mass) <= NORMALISATION:
-        return f"a row with logsumexp {mass:.6g}; normalise it to 0 within {NORMALISATION}"
+        remedy = f"normalise it to 0 within {NORMALISATION}, as log_softmax does"
+        return f"a row with logsumexp {mass:.6g}; {remedy}"
     return None
 
 
-def wrong_draw(ids: Sequence[int], params: SamplingParams) -> str | None:
+def wrong_draw(ids: Sequence[int], params: SamplingParams, vocab_size: int) -> str | None:
     """What is wrong with a draw."""
     if len(ids) > params.max_tokens:
         return f"{len(ids)} tokens; at most max_tokens={params.max_tokens} were asked"
     if stops := params.stop_token_ids.intersection(ids):
         return f"the stop token {min(stops)} in a continuation; leave it out"
-    if any(token_id < 0 for token_id in ids):
-        return f"the token id {min(ids)}"
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            return f"the token id {token_id}; the model has ids 0 to {vocab_size - 1}"
     return None
 
 
