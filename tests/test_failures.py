@@ -167,7 +167,7 @@ def test_two_models_whose_hooks_wait_for_tasks_of_each_other_do_not_hang(mock, t
         def others(contexts):
             both_are_in_hooks.wait(PATIENCE)
             getattr(lm, task)(*([[3]] if task == "cache_kv" else []))
-            return torch.zeros(1, 258)
+            return torch.zeros(1, 258).log_softmax(-1)
 
         return others
 
@@ -177,7 +177,7 @@ def test_two_models_whose_hooks_wait_for_tasks_of_each_other_do_not_hang(mock, t
         assert not any(isinstance(error, PluginError) for error in errors)
     else:
         assert "only one may ask the other" in str(errors)
-        one.other = two.other = lambda contexts: torch.zeros(1, 258)
+        one.other = two.other = lambda contexts: torch.zeros(1, 258).log_softmax(-1)
         assert first.next_token_logprobs_sync([2]).shape == (258,)
     first.close(), second.close()
 

@@ -15,6 +15,7 @@ from genlm.core import (
     VocabularyItemError,
 )
 from genlm.core.hints import METHODS
+from genlm.core.options import CORE
 
 
 @pytest.mark.parametrize(
@@ -43,9 +44,33 @@ def test_a_former_attribute_of_a_trie() -> None:
         _ = trie.leaves
 
 
-def test_what_is_chosen_when_loading_cannot_be_set_afterwards() -> None:
-    with MockAsyncLM() as lm, pytest.raises(AttributeError, match="batch_size=40"):
-        lm.batch_size = 40
+@pytest.mark.parametrize("name", CORE)
+def test_what_is_chosen_when_loading_cannot_be_set_afterwards(name: str) -> None:
+    with MockAsyncLM() as lm:
+        with pytest.raises(AttributeError, match=rf"load_model_by_name\(name, {name}=\.\.\.\)"):
+            setattr(lm, name, 40)
+        with pytest.raises(AttributeError, match=rf"load_model_by_name\(name, {name}=\.\.\.\)"):
+            getattr(lm, name)
+
+
+def test_a_subclass_may_have_an_attribute_of_the_name_of_an_option() -> None:
+    class Own(MockAsyncLM):
+        check = None
+
+    with Own() as lm:
+        lm.check = "mine"
+        assert lm.check == "mine"
+
+
+def test_a_subclass_that_does_not_load() -> None:
+    class Own(MockAsyncLM):
+        def __init__(self) -> None:
+            self.mine = 1
+
+    lm = Own()
+    for use in (lambda: lm.next_token_logprobs_sync([1]), lambda: lm.byte_vocab, lm.close):
+        with pytest.raises(AttributeError, match=r"must call super\(\)\.__init__\(\)"):
+            use()
 
 
 def test_other_attributes_are_ordinary() -> None:
@@ -61,7 +86,7 @@ def test_methods_of_other_tools(mock) -> None:
     for name, way in METHODS.items():
         with pytest.raises(AttributeError, match=re.escape(f"has no attribute {name!r}: {way}")):
             getattr(lm, name)
-        assert any(hasattr(lm, method) for method in re.findall(r"lm\.(\w+)", way))
+        assert name in CORE or any(hasattr(lm, method) for method in re.findall(r"lm\.(\w+)", way))
     with pytest.raises(InvalidOptionError, match="stride: context_len is the least context"):
         lm.rolling_logprobs_sync([1, 2], stride=1)
 

@@ -116,6 +116,95 @@ def test_whether_a_chat_template_is_needed_is_for_the_tokenizer_to_say(given):
         lm.apply_chat_template(messages, **given)
 
 
+class Dropping(ByteTokenizer):
+    """As transformers: what a method does not know it drops."""
+
+    chat_template = "{{ messages }}{% if enable_thinking %}..."
+
+    def encode(self, text, add_special_tokens=False, **more):
+        return self._encode_plus(text, add_special_tokens, **more)
+
+    def _encode_plus(self, text, add_special_tokens, split_special_tokens=None, **dropped):
+        return super().encode(text, add_special_tokens)
+
+    def decode(self, token_ids, skip_special_tokens=False, **more):
+        return self._decode(token_ids, skip_special_tokens, **more)
+
+    def _decode(self, token_ids, skip_special_tokens, spaces=True, **dropped):
+        return super().decode(token_ids, skip_special_tokens)
+
+    def apply_chat_template(self, messages, tools=None, add_generation_prompt=False, **variables):
+        return [len(messages)]
+
+
+class Passing:
+    def encode(self, text, **options):
+        return [*options.values()]
+
+    def decode(self, token_ids): ...
+
+    def token_bytes(self):
+        return [b"a", b"b"]
+
+
+@pytest.fixture
+def dropping():
+    with AsyncLM(lambda: MockEngine(Dropping()), backend="mock") as lm:
+        yield lm
+
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("ask", "meant"),
+    [
+        (lambda lm: lm.encode("a", add_specal_tokens=True), "did you mean 'add_special_tokens'"),
+        (lambda lm: lm.encode("a", bos=True), "encode of the tokenizer has no option 'bos'"),
+        (lambda lm: lm.decode([1], skip_special_token=True), "did you mean 'skip_special_tokens'"),
+        (lambda lm: lm.decode([1], add_special_tokens=True), "no option 'add_special_tokens'"),
+        (
+            lambda lm: lm.apply_chat_template(USER, continue_final_mesage=True),
+            "did you mean 'continue_final_message'",
+        ),
+        (
+            lambda lm: lm.apply_chat_template(USER, enable_thinkin=False),
+            "did you mean 'enable_thinking'",
+        ),
+        (
+            lambda lm: lm.encode("a", return_tensors="pt"),
+            "encode gives token ids; for return_tensors='pt' call lm.tokenizer.encode",
+        ),
+    ],
+)
+def test_an_option_that_the_tokenizer_would_drop_is_refused(dropping, ask, meant):
+    with pytest.raises(InvalidOptionError, match=meant):
+        ask(dropping)
+
+
+def test_options_that_a_tokenizer_takes_at_any_depth(dropping):
+    assert dropping.encode("a", add_special_tokens=True, split_special_tokens=True) == [256, 97]
+    assert dropping.decode([256, 97], skip_special_tokens=True, spaces=False) == "a"
+    for variable in ({"enable_thinking": False}, {"of_another_template": 1}, {"tools": None}):
+        assert dropping.apply_chat_template(USER, **variable) == [1]
+    with AsyncLM(lambda: MockEngine(Passing()), backend="mock") as lm:
+        assert lm.encode("a", anything=3) == [3]
+
+
+def test_what_a_template_refuses_is_bad_input():
+    class Demanding(ByteTokenizer):
+        def apply_chat_template(self, messages, **options):
+            return [message["content"] for message in messages]
+
+    with (
+        AsyncLM(lambda: MockEngine(Demanding()), backend="mock") as lm,
+        pytest.raises(
+            InvalidInputError, match=r"refuses \[{'role': 'user'}\]: KeyError: 'content'"
+        ),
+    ):
+        lm.apply_chat_template([{"role": "user"}])
+
+
 @pytest.mark.parametrize(("named", "ids"), [(257, [257]), ([3, 4], [3, 4]), (None, [])])
 def test_the_end_of_a_text_is_what_the_tokenizer_says(named, ids):
     class Named(ByteTokenizer):

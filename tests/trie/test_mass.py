@@ -63,6 +63,38 @@ def test_weights_that_are_not_log_probabilities_are_refused(trie, row):
         trie.mass(row, b"a")
 
 
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_what_are_no_weights_is_refused(trie):
+    async def row():
+        return ROW
+
+    for given, message in (
+        (row, "got <function"),
+        (row(), "write `await` before what gives it"),
+        (b"a", "weights must be numbers, .*; got b'a'"),
+        ([[1.0], [1.0, 2.0]], "weights must be numbers"),
+    ):
+        for ask in (
+            lambda: trie.mass(given, b"a"),  # noqa: B023
+            lambda: trie.weight_sum(given),  # noqa: B023
+            lambda: trie.children_max(0, given),  # noqa: B023
+        ):
+            with pytest.raises(InvalidInputError, match=message):
+                ask()
+
+
+@pytest.mark.parametrize("node", [None, "1", 1.5, -1, 10_000])
+def test_what_is_no_node_is_refused(trie, node):
+    with pytest.raises(InvalidInputError, match=f"there is no node {node!r}: nodes are 0 to"):
+        trie.children_sum(node, ROW)
+
+
+def test_how_many_children(trie):
+    assert trie.heaviest_children(trie.root, ROW, 0) == []
+    with pytest.raises(InvalidInputError, match="k must be an integer of at least 0; got '2'"):
+        trie.heaviest_children(trie.root, ROW, "2")
+
+
 def test_a_row_of_another_shape_is_refused(trie):
     with pytest.raises(InvalidInputError, match=r"the trie needs \[10\]"):
         trie.mass(np.zeros(3), b"a")

@@ -294,10 +294,19 @@ def test_a_text_of_which_the_likely_ways_end_is_followed_by_the_others():
 
 
 def test_what_is_no_share_and_no_bytes_is_refused(lm):
-    with pytest.raises(InvalidOptionError, match="min_share must be from 0 to 1; got 2"):
+    with pytest.raises(
+        InvalidOptionError, match="min_share must be a finite number from 0 to 1; got 2"
+    ):
         asyncio.run(BytePrefix.after(lm, [0], min_share=2.0))
     with pytest.raises(InvalidInputError, match="more must be bytes"):
         asyncio.run(asyncio.run(BytePrefix.after(lm, [0])).extend("a"))
+
+
+def test_a_model_and_a_trie_are_told_from_other_things(lm):
+    with pytest.raises(InvalidInputError, match=r"give a model, .* got \[72\]"):
+        asyncio.run(next_bytes_logprob([72], lm, b"a"))
+    with pytest.raises(InvalidInputError, match="and 'x' as the trie"):
+        asyncio.run(BytePrefix.after(lm, [0], trie="x"))
 
 
 def test_a_str_is_refused(lm):

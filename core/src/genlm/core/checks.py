@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
-from genlm.core.errors import InvalidOptionError
+from genlm.core.errors import InvalidInputError, InvalidOptionError
 
 #: How many characters of a value a message shows.
 LONGEST_REPR = 200
@@ -101,3 +102,9 @@ def flag(name: str, value: Any) -> bool | None:
     if value is None or isinstance(value, bool):
         return value
     raise InvalidOptionError(f"{name} must be True, False or None; got {safe_repr(value)}")
+
+
+def refuse_awaitable(row: Any) -> None:
+    """Raises: InvalidInputError: a row is not there yet."""
+    if inspect.isawaitable(row):
+        raise InvalidInputError("the row is not there yet: write `await` before what gives it")

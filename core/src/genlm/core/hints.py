@@ -46,7 +46,7 @@ ARGUMENTS = _by_name(
     }
 )
 
-_LOADING = "give it when the model is loaded, for instance load_model_by_name(name, {}=40)"
+_LOADING = "give it when the model is loaded, for instance load_model_by_name(name, {}=...)"
 
 #: Attributes of a model of genlm-backend 0.3, and what to use here.
 LM = _by_name(
@@ -66,6 +66,10 @@ LM = _by_name(
 #: Methods and attributes of other tools, and what to use here.
 METHODS = _by_name(
     {
+        **{
+            name: _LOADING.format(name)
+            for name in ("cache_opts", "cache_size", "check", "wrappers")
+        },
         "batch_stream stream_sync": "`async for` over lm.stream(ids, max_tokens), a task for each",
         "bos_token_id eos_token pad_token_id": "lm.tokenizer has it",
         "chat": "lm.apply_chat_template(messages) gives the ids to draw after with lm.sample",
@@ -96,9 +100,9 @@ TRIE = _by_name(
 )
 
 
-def nearest(name: object, known: Iterable[str]) -> str | None:
-    """The name that may have been meant."""
-    return next(iter(difflib.get_close_matches(str(name), list(known), n=1)), None)
+def nearest(name: object, known: Iterable[str], alike: float = 0.6) -> str | None:
+    """The name that may have been meant: the one most alike, by that share at least."""
+    return next(iter(difflib.get_close_matches(str(name), list(known), 1, alike)), None)
 
 
 def missing_attribute(owner: object, name: str, replaced: Mapping[str, str]) -> AttributeError:

@@ -16,7 +16,7 @@ from genlm.core.collector import rare_collections
 from genlm.core.errors import InvalidOptionError, UnsupportedError
 from genlm.core.generation import GenerationMixin
 from genlm.core.hints import LM, known_keywords, missing_attribute
-from genlm.core.options import CoreOptions, refuse_unknown
+from genlm.core.options import CORE, CoreOptions, refuse_unknown
 from genlm.core.plugins import choose_backend, find_backend, installed_wrappers
 from genlm.core.runtime.batcher import Batcher
 from genlm.core.runtime.executor import EngineExecutor, describe
@@ -342,6 +342,12 @@ class AsyncLM(GenerationMixin):
     if not TYPE_CHECKING:  # a type checker must report every missing attribute
 
         def __getattr__(self, name):
+            if "_engine" not in vars(self):
+                kind = type(self).__name__
+                raise AttributeError(
+                    f"{kind!r} object has no attribute {name!r}: nothing has been loaded, its "
+                    "__init__ must call super().__init__()"
+                )
             raise missing_attribute(self, name, LM)
 
         def __call__(self, *inputs, **options):
@@ -352,7 +358,7 @@ class AsyncLM(GenerationMixin):
             raise UnsupportedError("load_model_by_name(name, backend) loads a model")
 
         def __setattr__(self, name, value):
-            if name in ("batch_size", "timeout"):
+            if name in CORE and not hasattr(type(self), name):  # a subclass may have its own
                 raise missing_attribute(self, name, LM)
             super().__setattr__(name, value)
 

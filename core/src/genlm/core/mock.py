@@ -57,9 +57,9 @@ class ByteTokenizer:
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return [self.bos_token_id] * add_special_tokens + list(text.encode())
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        vocab = self.token_bytes()
-        return b"".join(vocab[token_id] for token_id in token_ids).decode(errors="replace")
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        vocab = self.token_bytes()[: self.bos_token_id if skip_special_tokens else None]
+        return b"".join(vocab[i] for i in token_ids if i < len(vocab)).decode(errors="replace")
 
     def token_bytes(self) -> Sequence[bytes]:
         return [*(bytes([byte]) for byte in range(256)), b"<|bos|>", b"<|eos|>"]

@@ -49,9 +49,8 @@ class CoreOptions:
     @classmethod
     def split(cls, options: Mapping[str, Any]) -> tuple[CoreOptions, dict[str, Any]]:
         """Part a user's options into the core's and the engine's."""
-        names = {attribute.name for attribute in fields(cls)}
-        ours = {name: value for name, value in options.items() if name in names}
-        return cls(**ours), {name: value for name, value in options.items() if name not in names}
+        ours = {name: value for name, value in options.items() if name in CORE}
+        return cls(**ours), {name: value for name, value in options.items() if name not in CORE}
 
     def __attrs_post_init__(self) -> None:
         integer("batch_size", self.batch_size, least=1, optional=True)
@@ -118,6 +117,10 @@ class CoreOptions:
         return _raise if wanted else None
 
 
+#: Their names.
+CORE = [attribute.name for attribute in fields(CoreOptions)]
+
+
 def _raise(violation: PluginError) -> None:
     raise violation
 
@@ -143,7 +146,7 @@ def refuse_unknown(
         InvalidOptionError: it names the unknown ones, what may have been meant, and all that there
             are.
     """
-    own, every = list(own), [attribute.name for attribute in fields(CoreOptions)]
+    own = list(own)
     unknown = [str(name) for name in options if name not in own]
     if not unknown:
         return
@@ -152,12 +155,12 @@ def refuse_unknown(
             raise InvalidOptionError(
                 f"backend {backend!r} has no option {name} of its own; {(elsewhere or {})[name]}"
             )
-    meant = [near for name in unknown if (near := nearest(name, [*own, *every]))]
+    meant = [near for name in unknown if (near := nearest(name, [*own, *CORE]))]
     hint = f" (did you mean {', '.join(meant)}?)" if meant else ""
     ours = f"it has {', '.join(own)}; " if own else ""
     raise InvalidOptionError(
         f"backend {backend!r} has no option {', '.join(unknown)}{hint}; {ours}every backend has "
-        f"{', '.join(every)}{others and f'; {others}'}"
+        f"{', '.join(CORE)}{others and f'; {others}'}"
     )
 
 

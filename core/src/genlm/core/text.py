@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from genlm.core.checks import integer, safe_repr
+from genlm.core.checks import describe_error, integer, refuse_awaitable, safe_repr
 from genlm.core.context import token_ids_of
 from genlm.core.errors import InvalidInputError, InvalidOptionError, UnsupportedError
+from genlm.core.hints import nearest
+from genlm.core.options import unknown_argument
 from genlm.core.runtime.loaded_engine import LoadedEngine
 from genlm.core.tokenization import Token
 
@@ -18,6 +21,16 @@ IDS_ONLY = {"tokenize": True, "return_dict": False}
 
 #: What transformers says of a tokenizer that has no template and needs one. Some need none.
 NO_TEMPLATE = "chat_template is not set"
+
+#: The method itself, and what it says of the model's turn.
+CHAT, PROMPT = "apply_chat_template", ("add_generation_prompt", "continue_final_message")
+
+#: Methods of transformers' tokenizers that get the options which these do not name themselves.
+INNER = {
+    "encode": ("__call__", "_encode_plus", "tokenize", "_tokenize", "prepare_for_tokenization"),
+    "decode": ("_decode",),
+    CHAT: (),
+}
 
 
 class TopToken(NamedTuple):
@@ -86,12 +99,15 @@ class TextMixin:
 
         Raises:
             InvalidInputError: ``text`` is not a string, or not one that UTF-8 can write.
+            InvalidOptionError: the tokenizer has no such option, or it asks for something other
+                than a list of ids.
         """
         if not isinstance(text, str):
             raise InvalidInputError(
                 f"text must be a string; got {safe_repr(text)}; token ids need no encoding"
             )
         _require_unicode(text)
+        self._check_options("encode", options)
         return [int(token_id) for token_id in self._engine.tokenizer.encode(text, **options)]
 
     def decode(self, token_ids: Iterable[int], **options: Any) -> str:
@@ -100,7 +116,9 @@ class TextMixin:
 
         Raises:
             InvalidQueryError: they are not token ids.
+            InvalidOptionError: the tokenizer has no such option.
         """
+        self._check_options("decode", options)
         known = max(self._engine.vocab_size, self._engine.width)
         ids = token_ids_of("list to decode", token_ids, known, least=0)
         text: str = self._engine.tokenizer.decode(list(ids), **options)
@@ -117,8 +135,9 @@ class TextMixin:
             **options: Those of the tokenizer's ``apply_chat_template``.
 
         Raises:
-            InvalidInputError: ``messages`` is not a list of dicts, each with a role.
-            InvalidOptionError: an option asks for something other than token ids.
+            InvalidInputError: ``messages`` is not a list of dicts, each with a role, or the
+                template refuses them.
+            InvalidOptionError: an option is misspelt, or asks for something other than token ids.
             UnsupportedError: the tokenizer has no chat template.
         """
         given = list(messages) if isinstance(messages, Iterable) else []
@@ -129,29 +148,48 @@ class TextMixin:
                 "messages must be a list of dicts, each with a role and its content; got "
                 f"{safe_repr(messages)}"
             )
-        for name, ours in {**IDS_ONLY, "return_tensors": None}.items():
-            if options.get(name, ours) != ours:
-                raise InvalidOptionError(
-                    f"apply_chat_template gives token ids; for {name}={safe_repr(options[name])} "
-                    "call lm.tokenizer.apply_chat_template"
-                )
+        tokenizer = self._engine.tokenizer
+        template = options.get("chat_template") or getattr(tokenizer, "chat_template", "")
+        self._check_options(CHAT, options, [*PROMPT, *re.findall(r"\w+", str(template))])
         for text in _strings(given):
             _require_unicode(text)
         begins = not options.get("continue_final_message")
         chosen = {"add_generation_prompt": begins, **options, **IDS_ONLY}
-        apply = getattr(self._engine.tokenizer, "apply_chat_template", None)
+        apply = getattr(tokenizer, CHAT, None)
         try:
             if apply is None:
                 raise ValueError(NO_TEMPLATE)
-            ids = apply(given, **chosen)
-        except ValueError as error:
-            if NO_TEMPLATE not in str(error):
-                raise
-            raise UnsupportedError(
-                "the tokenizer has no chat template; write the prompt as the model's page shows "
-                "it, or take an instruction-tuned model"
+            return [int(token_id) for token_id in apply(given, **chosen)]
+        except Exception as error:
+            if NO_TEMPLATE in str(error):
+                raise UnsupportedError(
+                    "the tokenizer has no chat template; write the prompt as the model's page "
+                    "shows it, or take an instruction-tuned model"
+                ) from error
+            raise InvalidInputError(
+                f"the tokenizer's chat template refuses {safe_repr(messages)}: "
+                f"{describe_error(error)}; each message has a role and its content"
             ) from error
-        return [int(token_id) for token_id in ids]
+
+    def _check_options(
+        self, method: str, options: Mapping[str, Any], variables: Iterable[str] = ()
+    ) -> None:
+        """Refuse options of a tokenizer's method that ask for another result, or that it would drop
+        in silence, as transformers does. A variable of another model's chat template changes
+        nothing, so it may be given; but not what is nearly the name of an option."""
+        for name, ours in {**IDS_ONLY, "return_tensors": None}.items():
+            if options.get(name, ours) != ours:
+                raise InvalidOptionError(
+                    f"{method} gives token ids; for {name}={safe_repr(options[name])} call "
+                    f"lm.tokenizer.{method}"
+                )
+        named = _arguments(type(self._engine.tokenizer), (method, *INNER[method]))
+        if len(named) <= 2:  # it passes on what comes, and names only what it is about
+            return
+        known = named.union(variables)
+        for name in options.keys() - known:
+            if method != CHAT or nearest(name, known, 0.8):
+                raise unknown_argument(f"{method} of the tokenizer", "option", name, known)
 
     def top_logprobs(self, row: Any, k: int = 10) -> list[TopToken]:
         """The ``k`` most likely tokens of a row, the most likely first.
@@ -167,8 +205,7 @@ class TextMixin:
         import torch
 
         k = integer("k", k, least=1)
-        if inspect.isawaitable(row):
-            raise InvalidInputError("the row is not there yet: write `await` before what gives it")
+        refuse_awaitable(row)
         values = torch.as_tensor(row)
         if tuple(values.shape) != (self._engine.width,):
             raise InvalidInputError(
@@ -195,6 +232,18 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _strings(each)
+
+
+def _arguments(kind: type, methods: Iterable[str]) -> set[str]:
+    """The names of all arguments of some methods of a class and of those that it extends, written
+    in Python."""
+    found: set[str] = set()
+    for part in kind.__mro__:
+        for method in methods:
+            code = getattr(inspect.unwrap(vars(part).get(method, len)), "__code__", None)
+            if code is not None:
+                found.update(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    return found
 
 
 def _require_unicode(text: str) -> None:

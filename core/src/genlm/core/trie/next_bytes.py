@@ -12,8 +12,9 @@ import numpy.typing as npt
 from attrs import evolve, field, frozen
 
 from genlm.core.adapters import UNSET, LoraName
+from genlm.core.checks import number, safe_repr
 from genlm.core.context import Context
-from genlm.core.errors import InvalidInputError, InvalidOptionError
+from genlm.core.errors import InvalidInputError
 from genlm.core.lm import AsyncLM
 from genlm.core.runtime.askers import all_of
 from genlm.core.trie.nodes import Nodes
@@ -145,9 +146,13 @@ class BytePrefix:
             InvalidInputError: The context is not valid, or the trie is another vocabulary's.
             InvalidOptionError: ``min_share`` is not from 0 to 1.
         """
-        if not 0.0 <= min_share <= 1.0:
-            raise InvalidOptionError(f"min_share must be from 0 to 1; got {min_share}")
-        vocab = lm.byte_vocab
+        number("min_share", min_share, "from 0 to 1", lambda share: 0 <= share <= 1)
+        vocab = getattr(lm, "byte_vocab", None)
+        if vocab is None or not isinstance(trie, TokenCharacterTrie | None):
+            raise InvalidInputError(
+                "give a model, a context and, if you have it, trie=TokenCharacterTrie("
+                f"lm.byte_vocab); got {safe_repr(lm)}, and {safe_repr(trie)} as the trie"
+            )
         if trie is None:
             trie = await asyncio.to_thread(TokenCharacterTrie, vocab)
         if len(trie.decode) != len(vocab):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.checks import safe_repr
+from genlm.core.checks import integer, safe_repr
 from genlm.core.errors import InvalidInputError, VocabularyItemError
 from genlm.core.hints import TRIE, missing_attribute
 from genlm.core.tokenization.token import Token
@@ -219,8 +219,10 @@ class TokenCharacterTrie:
         Raises:
             InvalidInputError: There is no such node.
         """
-        if not 0 <= node < len(self):
-            raise InvalidInputError(f"there is no node {node}: nodes are 0 to {len(self) - 1}")
+        if not (hasattr(node, "__index__") and 0 <= node < len(self)):
+            raise InvalidInputError(
+                f"there is no node {safe_repr(node)}: nodes are 0 to {len(self) - 1}"
+            )
         if node >= self.nodes.size:
             return np.array([node - self.nodes.size])
         return self._items.order[self.nodes.begin[node] : self.nodes.end[node]]
@@ -254,7 +256,9 @@ class TokenCharacterTrie:
             Pairs of a key of ``children[node]`` and its sum.
         """
         children = self.children_sum(node, ws)
-        return heapq.nlargest(k, children.items(), key=operator.itemgetter(1))
+        return heapq.nlargest(
+            integer("k", k, least=0), children.items(), key=operator.itemgetter(1)
+        )
 
     @cached_property
     def is_special(self) -> npt.NDArray[np.bool_]:

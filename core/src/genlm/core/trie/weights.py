@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
+from genlm.core.checks import refuse_awaitable, safe_repr
 from genlm.core.errors import InvalidInputError, InvalidOptionError
 
 if TYPE_CHECKING:
@@ -87,11 +88,21 @@ def check_shape(shape: Sequence[int], items: int) -> None:
 
 
 def to_array(ws: Any) -> FloatArray:
-    """Weights of any kind as a NumPy array of floats, copied only if necessary."""
+    """Weights of any kind as a NumPy array of floats, copied only if necessary.
+
+    Raises:
+        InvalidInputError: They are not numbers.
+    """
     if hasattr(ws, "detach"):
         return _tensor_to_array(ws)
-    array = np.asarray(ws)
-    return array if array.dtype.kind == "f" else array.astype(np.float64)
+    refuse_awaitable(ws)
+    try:
+        array = np.asarray(ws)
+        return array if array.dtype.kind == "f" else array.astype(np.float64)
+    except (TypeError, ValueError):
+        raise InvalidInputError(
+            f"weights must be numbers, as a model's row has them; got {safe_repr(ws)}"
+        ) from None
 
 
 def _tensor_to_array(ws: torch.Tensor) -> FloatArray:
