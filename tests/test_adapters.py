@@ -69,6 +69,7 @@ def test_a_removed_default_is_an_error_not_the_base_model(mock):
     lm = mock()
     lm.add_new_lora("path/a", "a")
     lm.set_lora("a")
+    assert torch.equal(lm.next_token_logprobs_sync([1]), expected([1], "path/a"))
     assert torch.equal(lm.next_token_logprobs_sync([1], lora_name=None), expected([1]))
     lm.remove_lora("a")
     with pytest.raises(

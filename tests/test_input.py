@@ -111,6 +111,9 @@ def test_a_context_of_the_greatest_length(mock):
         asyncio.run(lm.sample([0] * 8, 4, []))
     with pytest.raises(InvalidQueryError, match="a context of 10 tokens leaves room for 1 of the"):
         asyncio.run(lm.sample([0] * 10, 2, []))
+    assert len(lm.sequence_logprobs_sync([0] * 8, [1, 2, 3])) == 3
+    with pytest.raises(InvalidQueryError, match="a context of 8 tokens leaves room for 3 of the 4"):
+        lm.sequence_logprobs_sync([0] * 8, [1, 2, 3, 4])
 
 
 @pytest.mark.parametrize(
@@ -135,8 +138,9 @@ def test_a_context_of_the_greatest_length(mock):
 def test_bad_sampling_options(mock, gate, arguments, message):
     lm = mock()
     arguments = {"max_tokens": 1, "eos_token_ids": [], **arguments}
-    with pytest.raises(InvalidOptionError, match=message):
+    with pytest.raises(InvalidOptionError, match=message) as caught:
         asyncio.run(lm.sample([1], **arguments))
+    assert isinstance(caught.value, ValueError)
     assert gate.batches == []
 
 

@@ -8,11 +8,9 @@ from genlm.conformance.suite import OneModel
 from genlm.core import Query
 from genlm.core.types import TokenIds
 
-from .adapters import AdapterClauses
 from .callers import CallerClauses
 from .closing import ClosingClauses
 from .machine import MachineClauses
-from .refusals import RefusalClauses
 from .rows import RowClauses
 from .wrappers import WrapperClauses
 
@@ -30,9 +28,7 @@ class CoreClauses(
     ClosingClauses,
     MachineClauses,
     WrapperClauses,
-    AdapterClauses,
     CallerClauses,
-    RefusalClauses,
     RowClauses,
     OneModel,
 ):
