@@ -15,7 +15,7 @@ from genlm.core import MockAsyncLM, Query
 from tools import any_speed  # noqa: F401
 
 #: How long a test waits for what must happen before it says that it did not, seconds.
-PATIENCE = 30.0
+PATIENCE = 120.0
 
 
 def pytest_collection_finish() -> None:

@@ -376,7 +376,7 @@ def completing(tmp_path: Path):
         if shutil.which(shell) is None:
             pytest.skip(f"{shell} is missing")
         shtab = [sys.executable, "-m", "shtab", "genlm.core.cli.parser", "-s", shell]
-        run = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=60)
+        run = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=300)
         (tmp_path / "script").write_text(run(shtab).stdout)
         return run([shell, "-c", f"source ./script\n{asked}"], cwd=tmp_path).stdout.split()
 

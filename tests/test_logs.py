@@ -20,7 +20,7 @@ structlog.configure()
 log.info("four")
 """
     run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True
     )
     assert [word in run.stdout for word in ("one", "two", "three", "four")] == [
         False,

@@ -112,10 +112,11 @@ def test_an_engine_that_stops_answering(hook: str) -> None:
     report = run(suite, only=lambda name: clause in name)
     END.set()
     assert not report.conforms
-    detail = report.not_loaded or report.failed[0].detail
-    assert "it hangs" in detail
+    # A machine that is busy may lose patience elsewhere too.
+    told = report.not_loaded or " ".join(verdict.detail for verdict in report.failed)
+    assert "it hangs" in told
     if hook.startswith("genlm_"):
-        assert f"(in the engine's own code now, in {hook}: {__file__}, line " in detail
+        assert f"(in the engine's own code now, in {hook}: {__file__}, line " in told
 
 
 STUCK = """
@@ -165,6 +166,16 @@ def test_a_module_whose_import_never_ends(
         live.lm  # noqa: B018
 
 
+#: The command, where all that takes long to import is there before the time of the run begins.
+COMMAND = """
+import sys
+import genlm.core.mock, torch
+from genlm.core.cli import main
+
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.parametrize(
     ("stuck", "deadline"),
     [("threading.Event().wait()", 100), ("ctypes.PyDLL(None).sleep(10000)", 8)],
@@ -174,7 +185,7 @@ def test_the_command_ends(stuck: str, deadline: int, tmp_path: Path) -> None:
     """Also where a hook that any thread may call never returns, or holds the interpreter's lock:
     what was found before is told, and the process ends."""
     pretend_installed(tmp_path, "stuck", "genlm_stuck", STUCK.format(stuck=stuck))
-    command = [sys.executable, "-m", "genlm.core", "conformance", "stuck", "--model", "mock"]
+    command = [sys.executable, "-c", COMMAND, "conformance", "stuck", "--model", "mock"]
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [*command, "--quick", "--patience", "3", "--deadline", str(deadline)],

@@ -208,7 +208,7 @@ else:
     trie.shutdown()
 """
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True
     )
     assert (result.stdout, result.stderr) == ("0\n", "")
 
@@ -236,7 +236,7 @@ else:
     os._exit(0)
 """
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True
     )
     assert (result.stdout, result.stderr) == ("0\n", "")
 
@@ -249,7 +249,7 @@ trie = AsyncTokenCharacterTrie.from_vocab([b"a", b"ab"], backend="sequential")
 print(asyncio.run(trie.weight_sum([0.25, 0.75]))[trie.trie.root])
 """
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True
     )
     assert (result.stdout, result.stderr) == ("1.0\n", "")
 

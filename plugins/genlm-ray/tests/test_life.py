@@ -80,14 +80,12 @@ def end_of(pid: int) -> int | None:
 
 
 JOIN = """
-import sys, time
+import sys
 from genlm.core import load_model_by_name
 import ray
 ray.init(sys.argv[1], logging_level="ERROR", log_to_driver=False)
-began = time.monotonic()
 options = {"backend": "mock", "replicas": 2, "name": "shared"}
 lm = load_model_by_name("mock", "ray", options)
-print(time.monotonic() - began)
 lm.add_new_lora("first-adapter", "mine")
 print(float(lm.next_token_logprobs_sync([1, 2, 3], lora_name="mine")[7]))
 print(sorted(actor._actor_id.hex() for actor in lm.underlying_model))
@@ -96,7 +94,7 @@ lm.close()
 
 
 def test_programs_share_a_fleet_by_its_name(fleet: Fleet, cluster: Any, address: str) -> None:
-    """A second process joins it at once, with adapters of its own; the fleet outlives both."""
+    """A second process joins it, with adapters of its own; the fleet outlives both."""
     lm = fleet(name="shared")
     mine = sorted(actor._actor_id.hex() for actor in lm.underlying_model)
     lm.add_new_lora("another-adapter", "mine")
@@ -104,9 +102,8 @@ def test_programs_share_a_fleet_by_its_name(fleet: Fleet, cluster: Any, address:
     joined = subprocess.run(
         [sys.executable, "-c", JOIN, address], capture_output=True, text=True, timeout=PATIENCE
     )
-    seconds, theirs, replicas = joined.stdout.splitlines() or [joined.stderr] * 3
-    assert float(seconds) < PATIENCE / 4, "it loaded the model again"
-    assert replicas == str(mine)
+    theirs, replicas = joined.stdout.splitlines() or [joined.stderr] * 2
+    assert replicas == str(mine), "it loaded the model again"
     assert float(theirs) != float(before[7])  # the same version, of another program
     lm.clear_cache()
     again = lm.next_token_logprobs_sync([1, 2, 3], lora_name="mine")
