@@ -69,7 +69,7 @@ def test_a_subclass_that_does_not_load() -> None:
 
     lm = Own()
     for use in (lambda: lm.next_token_logprobs_sync([1]), lambda: lm.byte_vocab, lm.close):
-        with pytest.raises(AttributeError, match=r"must call super\(\)\.__init__\(\)"):
+        with pytest.raises(AttributeError, match=r"Own must call super\(\)\.__init__\(\)"):
             use()
 
 

@@ -120,6 +120,7 @@ class Dropping(ByteTokenizer):
     """As transformers: what a method does not know it drops."""
 
     chat_template = "{{ messages }}{% if enable_thinking %}..."
+    fold_case = False  # which its encode takes too, as transformers' do some of their attributes
 
     def encode(self, text, add_special_tokens=False, **more):
         return self._encode_plus(text, add_special_tokens, **more)
@@ -185,6 +186,7 @@ def test_an_option_that_the_tokenizer_would_drop_is_refused(dropping, ask, meant
 def test_options_that_a_tokenizer_takes_at_any_depth(dropping):
     assert dropping.encode("a", add_special_tokens=True, split_special_tokens=True) == [256, 97]
     assert dropping.decode([256, 97], skip_special_tokens=True, spaces=False) == "a"
+    assert dropping.encode("a", fold_case=True) == [97]
     for variable in ({"enable_thinking": False}, {"of_another_template": 1}, {"tools": None}):
         assert dropping.apply_chat_template(USER, **variable) == [1]
     with AsyncLM(lambda: MockEngine(Passing()), backend="mock") as lm:

@@ -305,7 +305,7 @@ def test_what_is_no_share_and_no_bytes_is_refused(lm):
 def test_a_model_and_a_trie_are_told_from_other_things(lm):
     with pytest.raises(InvalidInputError, match=r"give a model, .* got \[72\]"):
         asyncio.run(next_bytes_logprob([72], lm, b"a"))
-    with pytest.raises(InvalidInputError, match="and 'x' as the trie"):
+    with pytest.raises(InvalidInputError, match=r"give a model, .* trie='x'"):
         asyncio.run(BytePrefix.after(lm, [0], trie="x"))
 
 

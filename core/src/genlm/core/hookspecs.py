@@ -256,7 +256,7 @@ def genlm_process_logprobs(queries: Sequence[Query], rows: torch.Tensor) -> torc
 
     Returns:
         Log-probabilities of the same shape, dtype and device, each row normalised; ``rows`` itself
-        if nothing changes. ``check=True`` checks their mass.
+        if nothing changes. The mass of the first is checked, with ``check=True`` that of all.
 
     Raises:
         Exception: the core asks again with fewer rows, until only the one that causes it fails,

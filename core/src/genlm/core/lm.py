@@ -343,10 +343,8 @@ class AsyncLM(GenerationMixin):
 
         def __getattr__(self, name):
             if "_engine" not in vars(self):
-                kind = type(self).__name__
                 raise AttributeError(
-                    f"{kind!r} object has no attribute {name!r}: nothing has been loaded, its "
-                    "__init__ must call super().__init__()"
+                    f"no {name}: {type(self).__name__} must call super().__init__()"
                 )
             raise missing_attribute(self, name, LM)
 

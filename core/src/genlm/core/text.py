@@ -22,16 +22,6 @@ IDS_ONLY = {"tokenize": True, "return_dict": False}
 #: What transformers says of a tokenizer that has no template and needs one. Some need none.
 NO_TEMPLATE = "chat_template is not set"
 
-#: The method itself, and what it says of the model's turn.
-CHAT, PROMPT = "apply_chat_template", ("add_generation_prompt", "continue_final_message")
-
-#: Methods of transformers' tokenizers that get the options which these do not name themselves.
-INNER = {
-    "encode": ("__call__", "_encode_plus", "tokenize", "_tokenize", "prepare_for_tokenization"),
-    "decode": ("_decode",),
-    CHAT: (),
-}
-
 
 class TopToken(NamedTuple):
     """One of the most likely tokens of a row.
@@ -150,12 +140,13 @@ class TextMixin:
             )
         tokenizer = self._engine.tokenizer
         template = options.get("chat_template") or getattr(tokenizer, "chat_template", "")
-        self._check_options(CHAT, options, [*PROMPT, *re.findall(r"\w+", str(template))])
+        words = f"add_generation_prompt continue_final_message {template}"
+        self._check_options("apply_chat_template", options, re.findall(r"\w+", words))
         for text in _strings(given):
             _require_unicode(text)
         begins = not options.get("continue_final_message")
         chosen = {"add_generation_prompt": begins, **options, **IDS_ONLY}
-        apply = getattr(tokenizer, CHAT, None)
+        apply = getattr(tokenizer, "apply_chat_template", None)
         try:
             if apply is None:
                 raise ValueError(NO_TEMPLATE)
@@ -183,12 +174,13 @@ class TextMixin:
                     f"{method} gives token ids; for {name}={safe_repr(options[name])} call "
                     f"lm.tokenizer.{method}"
                 )
-        named = _arguments(type(self._engine.tokenizer), (method, *INNER[method]))
-        if len(named) <= 2:  # it passes on what comes, and names only what it is about
+        named = _arguments(type(self._engine.tokenizer), method)
+        if len(named) <= 2:  # it passes on what comes
             return
         known = named.union(variables)
         for name in options.keys() - known:
-            if method != CHAT or nearest(name, known, 0.8):
+            attribute = hasattr(self._engine.tokenizer, name)  # and a default, as some are
+            if not attribute and (not variables or nearest(name, known, 0.8)):
                 raise unknown_argument(f"{method} of the tokenizer", "option", name, known)
 
     def top_logprobs(self, row: Any, k: int = 10) -> list[TopToken]:
@@ -234,15 +226,13 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(each)
 
 
-def _arguments(kind: type, methods: Iterable[str]) -> set[str]:
-    """The names of all arguments of some methods of a class and of those that it extends, written
-    in Python."""
+def _arguments(kind: type, method: str) -> set[str]:
+    """The names of the arguments of a method, of what it extends, and of methods like it:
+    transformers' ``encode`` hands what it does not name on to ``_encode_plus``."""
     found: set[str] = set()
-    for part in kind.__mro__:
-        for method in methods:
-            code = getattr(inspect.unwrap(vars(part).get(method, len)), "__code__", None)
-            if code is not None:
-                found.update(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    for name, function in [each for part in kind.__mro__ for each in vars(part).items()]:
+        if method in name and (code := getattr(inspect.unwrap(function), "__code__", None)):
+            found.update(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     return found
 
 

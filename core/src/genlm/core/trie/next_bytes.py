@@ -147,12 +147,10 @@ class BytePrefix:
             InvalidOptionError: ``min_share`` is not from 0 to 1.
         """
         number("min_share", min_share, "from 0 to 1", lambda share: 0 <= share <= 1)
-        vocab = getattr(lm, "byte_vocab", None)
-        if vocab is None or not isinstance(trie, TokenCharacterTrie | None):
-            raise InvalidInputError(
-                "give a model, a context and, if you have it, trie=TokenCharacterTrie("
-                f"lm.byte_vocab); got {safe_repr(lm)}, and {safe_repr(trie)} as the trie"
-            )
+        if not (hasattr(lm, "byte_vocab") and isinstance(trie, TokenCharacterTrie | None)):
+            wanted = "a model, a context and, if you have it, a TokenCharacterTrie"
+            raise InvalidInputError(f"give {wanted}; got {safe_repr(lm)}, trie={safe_repr(trie)}")
+        vocab = lm.byte_vocab
         if trie is None:
             trie = await asyncio.to_thread(TokenCharacterTrie, vocab)
         if len(trie.decode) != len(vocab):

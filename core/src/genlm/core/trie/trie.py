@@ -220,9 +220,7 @@ class TokenCharacterTrie:
             InvalidInputError: There is no such node.
         """
         if not (hasattr(node, "__index__") and 0 <= node < len(self)):
-            raise InvalidInputError(
-                f"there is no node {safe_repr(node)}: nodes are 0 to {len(self) - 1}"
-            )
+            raise InvalidInputError(f"there is no node {node!r}: nodes are 0 to {len(self) - 1}")
         if node >= self.nodes.size:
             return np.array([node - self.nodes.size])
         return self._items.order[self.nodes.begin[node] : self.nodes.end[node]]
@@ -255,10 +253,8 @@ class TokenCharacterTrie:
         Returns:
             Pairs of a key of ``children[node]`` and its sum.
         """
-        children = self.children_sum(node, ws)
-        return heapq.nlargest(
-            integer("k", k, least=0), children.items(), key=operator.itemgetter(1)
-        )
+        children, most = self.children_sum(node, ws), integer("k", k, least=0)
+        return heapq.nlargest(most, children.items(), key=operator.itemgetter(1))
 
     @cached_property
     def is_special(self) -> npt.NDArray[np.bool_]:

@@ -90,8 +90,7 @@ def check_shape(shape: Sequence[int], items: int) -> None:
 def to_array(ws: Any) -> FloatArray:
     """Weights of any kind as a NumPy array of floats, copied only if necessary.
 
-    Raises:
-        InvalidInputError: They are not numbers.
+    Raises: InvalidInputError: they are not numbers.
     """
     if hasattr(ws, "detach"):
         return _tensor_to_array(ws)
