@@ -85,7 +85,7 @@ STOPPING = {
 class Stopping(OfTheMock):
     """The suite on an engine that does not return from a hook."""
 
-    patience = 0.5
+    patience = 2.0
     hook = ""
 
     def loaded(self, **core: Any) -> AsyncLM:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 from genlm.conformance import ConformanceSuite
 from genlm.conformance.report import run
@@ -44,6 +46,13 @@ PLANTED = {
     "same_path_with_other_weights",
     "adapter_of_another_model",
 }
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """No logs: of an exception in every call they take longer than the clauses."""
+    with structlog.testing.capture_logs():
+        yield
 
 
 def test_every_clause_has_a_mutant() -> None:

@@ -20,10 +20,12 @@ class Mutant:
     Attributes:
         breaks: The clause that is about this fault.
         load: Loads the faulty model, given the mock's ``fail_on`` and options of the core.
+        hangs: Whether something is never answered.
     """
 
     breaks: str
     load: Callable[..., AsyncLM]
+    hangs: bool = False
 
 
 class Registry(dict[str, Mutant]):
@@ -36,13 +38,14 @@ class Registry(dict[str, Mutant]):
         *,
         max_context: int = 64,
         engine: type[MockEngine] = MockEngine,
+        hangs: bool = False,
     ) -> Callable[[type], type]:
         """Register a faulty engine, or a faulty ``AsyncLM`` over a sound one. The thread reports
         its bug, or one of its kind."""
 
         def register(faulty: type) -> type:
             load = functools.partial(_load, faulty, engine, max_context)
-            self[faulty.__name__] = Mutant(clause, load)
+            self[faulty.__name__] = Mutant(clause, load, hangs)
             return faulty
 
         return register
