@@ -7,6 +7,7 @@ import contextlib
 import faulthandler
 import itertools
 import json
+import math
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -43,6 +44,7 @@ def run_command(options: argparse.Namespace) -> int:
         suite = suite_of(options)
         write = _writer(options.report)
         with _ending(suite), contextlib.closing(suite.subject()) as subject:
+            subject.until = math.inf  # the run begins after it
             backend = subject.imported(suite.backend)
             if suite.reference is not None:
                 subject.imported(suite.reference)

@@ -24,6 +24,9 @@ from genlm.core.types import (
 if TYPE_CHECKING:
     import torch
 
+#: How many times the patience the first of two who read adapters may wait for the other.
+MEETING = 10
+
 
 @frozen
 class EngineCall:
@@ -169,10 +172,16 @@ class EngineGate:
 
     @hookimpl(wrapper=True)
     def genlm_read_lora(self) -> Generator[None, Any, Any]:
-        contents = yield
-        if self.readers is not None:
+        readers = self.readers
+        try:
+            contents = yield
+        except BaseException:
+            if readers is not None:
+                readers.abort()  # nobody waits for who does not come
+            raise
+        if readers is not None:
             with suppress(threading.BrokenBarrierError):
-                self.readers.wait(self.patience)
+                readers.wait(MEETING * self.patience)
         return contents
 
     @hookimpl(wrapper=True)
