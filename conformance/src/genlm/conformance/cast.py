@@ -161,6 +161,11 @@ def requests_of(live: Subject, kind: str, salt: int = 0) -> list[Request]:
     return list(dict.fromkeys(made))
 
 
+def growing_tokens(i: int) -> int:
+    """How many tokens the growing draw with number ``i`` has."""
+    return 20 + 2 * i
+
+
 def _make(live: Subject, kind: str, i: int, adapter: str | None, salt: int) -> Request:
     """The request of a kind with number ``i``."""
     contexts, limit, longest = live.contexts, live.contexts.limit, live.longest
@@ -171,7 +176,7 @@ def _make(live: Subject, kind: str, i: int, adapter: str | None, salt: int) -> R
         length = max(1, longest - (0, 1, longest // 3, longest // 2)[i // 3 % 4])
         return Row(contexts.long(length, i % 15), adapter)  # the last ones begin the first ones
     if kind == "growing draws":
-        most = min(20 + 2 * i, limit - 8)
+        most = min(growing_tokens(i), limit - 8)
         options = _seeded(live, {"temperature": 1.5}, salt + 100 + i)
         return Draw(contexts.long(3 + i % 5, i), most, options, adapter)
     prompt, most = PROMPTS[i % len(PROMPTS)], TOKENS[i % len(TOKENS)]

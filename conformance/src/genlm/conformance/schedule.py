@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from genlm.conformance.agreement import MovedDraw, for_each_seed
-from genlm.conformance.cast import DIFFERENT, MOVING, Request, Row, requests_of
+from genlm.conformance.cast import (
+    DIFFERENT,
+    MOVING,
+    Request,
+    Row,
+    growing_tokens,
+    requests_of,
+)
 from genlm.conformance.compare import Violation
 from genlm.conformance.declaration import Declaration
 from genlm.conformance.driver import Outcome, submitted
@@ -67,14 +74,26 @@ class Rebinding:
 Event = Arrival | Leaving | Rebinding
 
 
+#: Long scores that come once many draws have grown: after how many calls of the engine, and which.
+LATE_SCORES = ((8, 11), (0, 7), (0, 3), (8, 7), (0, 3))
+
 #: More draws than an engine has places, or memory, for: they stay, and they leave.
 CROWDS: tuple[Sequence[Event], ...] = (
-    [Arrival(0, "growing draws", 66, 0), Arrival(0, "draws", 9, 0)],
+    [
+        Arrival(0, "growing draws", 66, 0),
+        Arrival(0, "draws", 9, 0),
+        Leaving(2, 0),
+        Leaving(0, 1),
+    ],
     [
         Arrival(0, "growing draws", 80, 0),
         Leaving(2, 0, all=True),
         Arrival(1, "rows", 3, 0),
         Arrival(0, "draws", 2, 1),
+    ],
+    [
+        Arrival(0, "growing draws", 40, 0),
+        *(Arrival(after, "scores", 1, which) for after, which in LATE_SCORES),
     ],
 )
 
@@ -88,6 +107,7 @@ class ScheduleClauses:
         alone."""
         for crowd in CROWDS:
             check_schedule(live, crowd)
+        check_schedule(live, _leaving_at_the_end())
         for turn in range(live.scaled(24, 3)):
             check_schedule(live, _leaving(turn))
         check_schedule(live, _leaving_alone("long rows", live.scaled(70, 12)))
@@ -140,6 +160,19 @@ def _leaving(turn: int) -> list[Event]:
         *([Arrival(0, "scores", 2, 3 + 4 * (turn + 1))] if long_score else []),
         Arrival(1, "long rows", 3, turn),
     ]
+
+
+def _leaving_at_the_end() -> list[Event]:
+    """Of five equal draws one stays, and the others leave some calls before they would end."""
+    kinds, early = DIFFERENT["growing draws"], (0, 1, 2, 3)
+    ends = [growing_tokens(kind) for kind in range(kinds)]
+    leaving = [(ends[i] - n, kinds * n + i) for i in range(kinds) for n in early]
+    events: list[Event] = [Arrival(0, "growing draws", kinds * (len(early) + 1), 0)]
+    now = 0
+    for at, which in sorted(leaving):
+        events.append(Leaving(at - now, which))
+        now = at
+    return events
 
 
 def _leaving_alone(kind: str, times: int) -> list[Event]:
