@@ -90,6 +90,11 @@ class Executor(Protocol):
         """Whether ``step`` drops requests."""
         return False
 
+    @property
+    def wakes(self) -> bool:
+        """Whether a step that is woken ends early."""
+        return False
+
     def lane(self, request: Any) -> Lane:
         """The lane of a request."""
         return ROWS
@@ -154,7 +159,7 @@ class Batcher:
         self._executor: Executor | None = None  # from the end of the load to that of all
         self._stepping = False  # whether a step is running and has not been woken
         self._drops = False  # whether the executor drops requests
-        self._gone = False  # whether a caller has gone since the engine thread last looked
+        self._wakes = False  # whether a step ends early when one of its callers goes
         self._stopping = self._ended = self._exiting = False
         # Makes the error for every later caller. A raised error keeps its callers' frames, and with
         # them the model: one error kept here would keep the model alive as long as the model keeps
@@ -262,7 +267,7 @@ class Batcher:
         if (trace := self._timeline.trace) is not None:
             for request in requests:
                 trace.request(request, future)
-        if self._drops:
+        if self._wakes:
             future.add_done_callback(self._caller_done)
 
     def _result(self, future: Future[T]) -> T:
@@ -313,7 +318,6 @@ class Batcher:
     def _caller_done(self, future: Future[Any]) -> None:
         if future.cancelled():
             with self._lock:
-                self._gone = True
                 self._notify()
 
     # --- who may ask ------------------------------------------------------------------------------
@@ -436,6 +440,7 @@ class Batcher:
                 executor = load.pop()()
                 with self._lock:
                     self._executor, self._drops = executor, executor.drops
+                    self._wakes = executor.drops and executor.wakes
             except BaseException as error:
                 self.stop()
                 self._started.set_exception(error)
@@ -475,8 +480,7 @@ class Batcher:
                     self._hold_open()
                 if self._stopping:
                     return None
-                gone, self._gone = self._gone, False
-                dropped = lanes.drop() if gone else []
+                dropped = lanes.drop() if self._drops and lanes.in_flight else []
                 work = lanes.take(dropping=bool(dropped))
                 if isinstance(work, Task):
                     return work

@@ -55,6 +55,10 @@ class EngineExecutor:
     def drops(self) -> bool:
         return self.engine.supports("genlm_step", "dropped")
 
+    @property
+    def wakes(self) -> bool:
+        return self.engine.supports("genlm_wake")
+
     def lane(self, request: Request) -> Lane:
         """The lane of a request: all that the engine takes in its steps, or one kind for one call
         of a hook."""

@@ -217,10 +217,15 @@ class Planner(Generic[A]):
         """The segment that shares the most leading tokens with a sequence, and how many. In the
         usual step, a known context and a token more, that is one look-up: of what another segment
         might share beyond the parent, all must be computed in any case."""
-        found = self.tree.at_end(sequence.version, sequence.tokens)
-        if found is None and 0 < sequence.tokens.grown <= sequence.keep:
-            found = self.tree.of_parent(sequence)
-        return self.tree.nearest(sequence.key) if found is None else (found, found.stop)
+        tree = self.tree
+        if sequence.looked_up[0] is not tree.state:  # else nothing has changed since it was found
+            found = tree.at_end(sequence.version, sequence.tokens)
+            if found is None and 0 < sequence.tokens.grown <= sequence.keep:
+                found = tree.of_parent(sequence)
+            nearest = tree.nearest(sequence.key) if found is None else (found, found.stop)
+            sequence.looked_up = tree.state, nearest
+        known: tuple[Segment | None, int] = sequence.looked_up[1]
+        return known
 
     def _located(self, sequences: Sequence[A], indices: Iterable[int]) -> list[Placement[A]]:
         """Placements of some of the sequences, which know no more than what they start from."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from attrs import define, field, setters
 
 from genlm.core.context import Context, as_context
@@ -21,6 +23,7 @@ class TokenSequence:
         length: The number of tokens.
         latest_start: The first position that must be computed even if its key/value state is known.
         known_key: The key, once it has been asked for; else empty.
+        looked_up: What a planner has found for it, after the state of the tree in which it did.
     """
 
     tokens: Context = field(converter=as_context)
@@ -30,6 +33,7 @@ class TokenSequence:
     length: int = field(init=False)
     latest_start: int = field(init=False)
     known_key: bytes = field(init=False, default=b"", repr=False)
+    looked_up: tuple[Any, Any] = field(init=False, default=(None, None), repr=False)
 
     def __attrs_post_init__(self) -> None:
         self.version = 0 if self.adapter is None else self.adapter.version

@@ -22,6 +22,7 @@ class Tree:
         running: Segments of a batch that is not committed yet.
         slots, columns: The size of the table.
         trunk_positions: How many positions all trunks take.
+        state: Another object after every change of what is kept.
     """
 
     def __init__(self) -> None:
@@ -31,6 +32,7 @@ class Tree:
         self.slots = 0
         self.columns = 0
         self.trunk_positions = 0
+        self.state = object()
         self._pins: set[Segment] = set()
         self._ends: dict[tuple[int, int], Segment] = {}  # the kept ones by name
         self._free: list[int] = []  # a heap: the lowest is taken first
@@ -128,6 +130,7 @@ class Tree:
                 self.pin(segment)
             self.drop(twin)
         self.running.discard(segment)
+        self.state = object()
         self.kept[segment] = None
         self._ends[name] = segment
         if self._keys is not None:
@@ -160,6 +163,7 @@ class Tree:
 
     def _forget(self, segment: Segment) -> None:
         """A segment is not kept under its key any more."""
+        self.state = object()
         del self.kept[segment]
         if self._keys is not None:
             at = bisect_left(self._keys, segment.key)
@@ -185,7 +189,7 @@ class Tree:
             one.leave()
         for emptied in (self.kept, self._ends, self._pins, self.rows, self.running):
             emptied.clear()
-        self._keys, self._sorted = [], []
+        self._keys, self._sorted, self.state = [], [], object()
         self.trunk_positions = 0
         self.resized(0, 0, ())
 
