@@ -198,6 +198,16 @@ def test_the_same_as_plain_lora(write: Write, tmp_path: Path) -> None:
             assert not product(plain, name).any()
 
 
+def test_a_scale_beyond_the_range_of_numbers_is_not_written(write: Write, tmp_path: Path) -> None:
+    folder = write(lora_alpha=2**30)
+    tensors = {name: torch.full(shape, 1e30) for name, shape in lora(Q).items()}
+    save_file(tensors, folder / files.WEIGHTS)
+    with pytest.raises(
+        InvalidAdapterError, match=r"its scale of 5.36871e\+08 takes beyond float32"
+    ):
+        write_plain(read_adapter(folder), tmp_path)
+
+
 def product(adapter: AdapterFolder, name: str) -> torch.Tensor:
     file, module = adapter.path / files.WEIGHTS, adapter.modules[name]
     up = files.read_tensor(file, adapter.tensors[module.up])
@@ -269,6 +279,7 @@ def test_shapes_of_a_model() -> None:
         ({"alpha_pattern": {"q_proj": 10**400}}, "a finite number"),
         ({"trainable_token_indices": list(range(1000))}, "1000 indices .* no rows"),
         ({"trainable_token_indices": {"embed_tokens": ["0"]}}, "token ids, or lists of them"),
+        ({"trainable_token_indices": [1, -5]}, "token ids, or lists of them"),
         ({"trainable_token_indices": {f"m{i}": [1] for i in range(257)}}, "at most 256 modules"),
     ],
 )
@@ -380,11 +391,12 @@ def test_a_folder_that_is_not_there() -> None:
         read_adapter("/nowhere")
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e300])
 def test_weights_that_are_not_finite(write: Write, number: float) -> None:
-    """Some rows would be NaN; others are finite, because attention hides NaN, and mean nothing."""
+    """Some rows would be NaN; others are finite, because attention hides NaN, and mean nothing.
+    Nothing computes in float64."""
     folder = write()
-    tensors = {name: torch.ones(shape) for name, shape in lora(Q).items()}
+    tensors = {name: torch.ones(shape, dtype=torch.float64) for name, shape in lora(Q).items()}
     name = next(iter(tensors))
     tensors[name][-1, -1] = number
     save_file(tensors, folder / files.WEIGHTS)

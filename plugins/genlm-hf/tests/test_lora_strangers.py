@@ -108,3 +108,77 @@ def test_whatever_peft_says_is_one_line(
         assert "\n" not in str(raised.value)
         torch.testing.assert_close(lm.next_token_logprobs_uncached([1, 2, 3]), before)
         assert float((row_with(lm, folder) - before).abs().max()) > 1e-3
+
+
+TRAINED_TOKENS = Kind("", {"trainable_token_indices": [1, 3]})
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], Kind("", {"modules_to_save": ["lm_head"]})])
+def test_an_adapter_after_one_that_trained_single_tokens(
+    tiny: str, tmp_path: Path, kind: Kind
+) -> None:
+    first = make_adapter(TRAINED_TOKENS, tiny, tmp_path / "first")
+    second = make_adapter(kind, tiny, tmp_path / "second")
+    with AsyncTransformer.from_name(tiny, cache_size=0) as lm:
+        alone = [row_with(lm, folder) for folder in (first, second)]
+        lm.add_new_lora(first, "first")
+        lm.add_new_lora(second, "second")
+        for name, row in zip(("first", "second"), alone, strict=True):
+            together = lm.next_token_logprobs_sync([1, 2, 3], lora_name=name)
+            torch.testing.assert_close(together, row, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("after_another", [False, True])
+def test_what_peft_has_wrapped_before_it_fails_is_unwrapped(
+    tiny: str, tmp_path: Path, after_another: bool
+) -> None:
+    good = make_adapter(KINDS[0], tiny, tmp_path / "good")
+    bad = make_adapter(TRAINED_TOKENS, tiny, tmp_path / "bad")
+    change(bad, trainable_token_indices=[1, 99999])
+    with AsyncTransformer.from_name(tiny, cache_size=0) as lm:
+        before = lm.next_token_logprobs_sync([1, 2, 3])
+        expected = row_with(lm, good)
+        if after_another:
+            lm.add_new_lora(good, "another")
+        model: Any = lm.underlying_model
+        names = [name for name, _ in model.named_parameters()]
+        with pytest.raises(InvalidAdapterError, match="99999 is out of bounds"):
+            lm.add_new_lora(bad, "a")
+        assert [name for name, _ in model.named_parameters()] == names
+        torch.testing.assert_close(lm.next_token_logprobs_sync([1, 2, 3]), before)
+        torch.testing.assert_close(row_with(lm, good), expected)
+
+
+def without(part: str) -> Any:
+    return lambda tensors: {name: one for name, one in tensors.items() if part not in name}
+
+
+def huge(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.float() * 1e30 for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (
+            Kind("", {"modules_to_save": ["lm_head"]}, change=without("lm_head")),
+            "lacks the weights of lm_head, which modules_to_save",
+        ),
+        (
+            Kind("", {"use_dora": True}, change=without("layers.1.self_attn.q_proj.lora_magn")),
+            r"lacks .*layers\.1\.self_attn\.q_proj\.lora_magnitude_vector\.weight, which",
+        ),
+        (Kind("", {"lora_bias": True}, change=without("lora_B.bias")), r"lacks .*lora_B\.bias,"),
+        (Kind("", change=huge), "its rows are NaN, as where weights are beyond"),
+    ],
+)
+def test_an_adapter_that_is_not_whole_is_refused(
+    tiny: str, tmp_path: Path, kind: Kind, said: str
+) -> None:
+    folder = make_adapter(kind, tiny, tmp_path / "adapter")
+    with AsyncTransformer.from_name(tiny) as lm:
+        before = lm.next_token_logprobs_sync([1, 2, 3])
+        with pytest.raises(InvalidAdapterError, match=said):
+            lm.add_new_lora(folder, "a")
+        assert not lm.adapters
+        torch.testing.assert_close(lm.next_token_logprobs_uncached([1, 2, 3]), before)

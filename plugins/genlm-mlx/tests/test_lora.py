@@ -193,9 +193,10 @@ LAYER = "model.layers.1.self_attn.k_proj"
         ({f"{LAYER}.lora_a": mx.ones((32, 5))}, "cannot be multiplied"),
         ({f"{LAYER}.lora_b": mx.ones((2,))}, "cannot be multiplied"),
         ({"model.norm.weight": mx.ones((32,))}, "has model.norm.weight where LoRA weights"),
+        ({f"{LAYER}.lora_a": mx.full((32, 4), float("nan"))}, f"NaN .* numbers in {LAYER}.lora_a"),
     ],
 )
-def test_weights_of_mlx_lm_that_are_refused_by_their_header(
+def test_weights_of_mlx_lm_that_are_refused(
     folders: Folders, tmp_path: Path, changed: dict[str, Any], message: str
 ) -> None:
     path = mlx_adapter(folders("llama"), tmp_path / "adapter")

@@ -15,7 +15,13 @@ from genlm.kit.adapter_files.plain import write_plain
 from genlm.kit.adapter_files.reading import read_adapter
 from genlm.kit.adapter_files.settings import SCALE, Settings, is_scale
 from genlm.kit.adapter_files.shapes import module_shapes, shapes_in_transformers
-from genlm.kit.adapter_files.tensors import MOST_HEADER, Tensor, read_header, read_tensor
+from genlm.kit.adapter_files.tensors import (
+    MOST_HEADER,
+    Tensor,
+    read_header,
+    read_tensor,
+    require_finite,
+)
 
 __all__ = [
     "CONFIG",
@@ -37,6 +43,7 @@ __all__ = [
     "read_config",
     "read_header",
     "read_tensor",
+    "require_finite",
     "shapes_in_transformers",
     "write_plain",
 ]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from genlm.core.errors import InvalidAdapterError
 from genlm.kit.adapter_files.config import CONFIG
 from genlm.kit.adapter_files.folder import PREFIX, WEIGHTS, AdapterFolder
 
@@ -26,6 +27,9 @@ def write_plain(
 
     Returns:
         The rank.
+
+    Raises:
+        InvalidAdapterError: with its scale, weights are infinite.
     """
     import torch
     from safetensors import safe_open
@@ -39,6 +43,12 @@ def write_plain(
             down, up = saved.get_tensor(module.down), saved.get_tensor(module.up)
             if module.scale != 1:
                 up = up.float() * module.scale
+                if not up.isfinite().all():
+                    raise InvalidAdapterError(
+                        f"LoRA adapter {adapter.path} has weights at {module.up} that its scale of "
+                        f"{module.scale:g} takes beyond float32; train it again, or take an "
+                        "earlier checkpoint of it"
+                    )
             missing = rank - module.rank
             tensors[module.down] = torch.nn.functional.pad(down, (0, 0, 0, missing)).contiguous()
             tensors[module.up] = torch.nn.functional.pad(up, (0, missing)).contiguous()

@@ -154,7 +154,9 @@ def _check_tokens(adapter: AdapterFolder) -> None:
     if len(by_layer) > MOST_NAMES:
         raise adapter.settings.wrong(field, f"for at most {MOST_NAMES} modules")
     for layer, indices in by_layer.items():
-        if not isinstance(indices, list) or not all(type(each) is int for each in indices):
+        if not isinstance(indices, list) or not all(
+            type(each) is int and each >= 0 for each in indices
+        ):
             raise adapter.settings.wrong(field, "token ids, or lists of them by module name")
         rows = {shape[:1] for name, shape in trained.items() if f"{layer}." in name}
         if rows != {(len(indices),)}:

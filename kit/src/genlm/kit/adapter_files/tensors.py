@@ -86,7 +86,7 @@ def require_finite(file: Path, tensors: Iterable[Tensor]) -> None:
 
     with safe_open(file, framework="pt") as opened:
         for tensor in tensors:
-            if not opened.get_tensor(tensor.name).isfinite().all():
+            if not opened.get_tensor(tensor.name).float().isfinite().all():  # as engines compute
                 raise InvalidAdapterError(
                     f"{file} has NaN or infinite numbers in {tensor.name}; train the adapter "
                     "again, or take an earlier checkpoint of it"

@@ -9,6 +9,7 @@ from typing import Any
 from genlm.core.errors import GenlmError, InvalidAdapterError, UnsupportedError
 from genlm.core.types import Adapter
 from genlm.hf.base_weights import (
+    asked_for_own_tokens,
     plain_state_dicts,
     require_plain_weights,
     require_same_embeddings,
@@ -88,7 +89,7 @@ class AdapterSet:
         require_same_embeddings(self._model, folder, self._parameters)
         name = _name(adapter.version)
         try:
-            with plain_state_dicts(self._model):
+            with plain_state_dicts(self._model), asked_for_own_tokens(self._model):
                 if self._peft is None:
                     config = lora_config(folder, self._parameters)
                     self._peft = PeftModel(self._model, config, adapter_name=name)
@@ -96,7 +97,9 @@ class AdapterSet:
         except Exception as error:
             if not self._alone:
                 self.close()
-            elif name in self._peft.peft_config:
+            else:
+                # PEFT forgets its configuration, and not what it has put into layers already.
+                self._peft.peft_config.setdefault(name, next(iter(self._peft.peft_config.values())))
                 self._delete(name)
             self._changed()
             if isinstance(error, GenlmError) or is_out_of_memory(error):
@@ -142,10 +145,12 @@ class AdapterSet:
 
     def close(self) -> None:
         """Take PEFT's layers out of the model again, and leave it as it was."""
-        if self._peft is not None:
+        if self._shapes:
             self._unwrap(kept=())
-            self._peft.unload()
-            self._peft = None
+            if self._peft is not None:
+                self._peft.unload()
+                self._peft = None
+            self._strip()
             for parameter in self._trainable:
                 parameter.requires_grad_(True)
 
@@ -198,6 +203,11 @@ class AdapterSet:
                 f"LoRA adapter {folder.path} has {result.unexpected_keys[0]}, which this model has "
                 "no place for; give an adapter made for this model"
             )
+        if result.missing_keys:  # PEFT leaves them as they begin
+            raise InvalidAdapterError(
+                f"LoRA adapter {folder.path} lacks {result.missing_keys[0].replace(f'.{name}', '')}"
+                ", which its configuration asks for; save it again"
+            )
         self._scale(folder, name)
 
     def _scale(self, folder: AdapterFolder, name: str) -> None:
@@ -228,6 +238,15 @@ class AdapterSet:
                 parent, _, last = name.rpartition(".")
                 original = module.original_module
                 setattr(self._model.get_submodule(parent), last, original)
+
+    def _strip(self) -> None:
+        """Put back the modules that PEFT had wrapped before it failed."""
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        for name, module in list(self._model.named_modules()):
+            if isinstance(module, BaseTunerLayer):
+                parent, _, last = name.rpartition(".")
+                setattr(self._model.get_submodule(parent), last, module.get_base_layer())
 
     def _switch_to(self, adapter: Adapter | None) -> None:
         if adapter is None:

@@ -94,3 +94,23 @@ def plain_state_dicts(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module in others:
             del module.__dict__["_save_to_state_dict"]
+
+
+@contextmanager
+def asked_for_own_tokens(model: torch.nn.Module) -> Iterator[None]:
+    """While it lasts, embeddings of which an adapter trained single tokens name those of this
+    adapter alone. PEFT (to 0.21) looks for them in the file of every adapter that it loads."""
+    from peft.utils.other import TrainableTokensWrapper
+
+    def own(wrapper: Any, name: str) -> dict[str, str]:
+        of_kind = TrainableTokensWrapper.adapter_state_dict_load_map
+        return of_kind(wrapper, name) if name in wrapper._adapters else {}
+
+    wrappers = [one for one in model.modules() if isinstance(one, TrainableTokensWrapper)]
+    for wrapper in wrappers:
+        wrapper.__dict__["adapter_state_dict_load_map"] = MethodType(own, wrapper)
+    try:
+        yield
+    finally:
+        for wrapper in wrappers:
+            del wrapper.__dict__["adapter_state_dict_load_map"]

@@ -259,6 +259,11 @@ class HFEngine:
         if not base.is_unchanged():
             self.genlm_remove_lora(adapter)
             raise base.error(adapter)
+        try:
+            base.check(adapter)
+        except BaseException:
+            self.genlm_remove_lora(adapter)
+            raise
         return True
 
     @hookimpl

@@ -18,11 +18,20 @@ def lora_config(folder: AdapterFolder, parameters: Mapping[str, tuple[int, ...]]
     anew, and nothing is compared or allocated that the model does not have.
 
     Raises:
-        InvalidAdapterError: it adapts parameters that the model has not, or of another shape.
+        InvalidAdapterError: it adapts parameters that the model has not, or of another shape; or
+            the file lacks a module that was trained whole.
     """
     from peft import LoraConfig
 
     given, settings = folder.config, folder.settings
+    whole = [
+        each for each in settings.modules_to_save if any(f"{each}." in name for name in parameters)
+    ]
+    if lacking := [each for each in whole if each not in folder.retrained]:
+        raise InvalidAdapterError(
+            f"LoRA adapter {folder.path} lacks the weights of {lacking[0]}, which modules_to_save "
+            "names; save it again"
+        )
     modules = [name for name in folder.modules if not settings.adapts_parameters(name)]
     targets = _target_parameters(folder, parameters)
     ranks = {name: settings.rank(name) for name in (*modules, *targets)}
@@ -35,10 +44,7 @@ def lora_config(folder: AdapterFolder, parameters: Mapping[str, tuple[int, ...]]
         },
         target_modules=modules,
         target_parameters=targets or None,
-        modules_to_save=[
-            saved for saved in folder.retrained if any(f"{saved}." in name for name in parameters)
-        ]
-        or None,
+        modules_to_save=whole or None,
         trainable_token_indices=given.get("trainable_token_indices"),
         fan_in_fan_out=bool(given.get("fan_in_fan_out")),
         use_dora=bool(given.get("use_dora")),

@@ -1,12 +1,14 @@
-"""The proof that an adapter leaves the base model as it is."""
+"""The proof that an adapter leaves the base model as it is, and gives rows itself."""
 
 from __future__ import annotations
 
 import torch
 
-from genlm.core.errors import EngineDeadError, GenlmError, UnsupportedError
+from genlm.core.checks import describe_error
+from genlm.core.errors import EngineDeadError, GenlmError, InvalidAdapterError, UnsupportedError
 from genlm.core.types import Adapter
 from genlm.hf.runner import Runner
+from genlm.kit.memory import is_out_of_memory
 
 #: How far the row of one context may be from itself: the least tolerance in nats, and the factor on
 #: what lies between two forwards.
@@ -50,6 +52,24 @@ class BaseRow:
             "adapters are needed"
         )
 
-    def _compute(self) -> torch.Tensor:
-        logits = self._runner.plain([[0, 1, 2, 3]], [None], [1])
+    def check(self, adapter: Adapter) -> None:
+        """Raises: InvalidAdapterError: with this adapter a forward fails, or gives NaN where the
+        base model does not."""
+        try:
+            row = self._compute(adapter)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            why = f"a forward with it fails ({describe_error(error)})"
+        else:
+            if self._row.isnan().any() or not row.isnan().any():
+                return
+            why = "its rows are NaN, as where weights are beyond what the model's type can hold"
+        raise InvalidAdapterError(
+            f"LoRA adapter {adapter.path} cannot be applied: {why}; train it again, or take an "
+            "earlier checkpoint of it"
+        )
+
+    def _compute(self, adapter: Adapter | None = None) -> torch.Tensor:
+        logits = self._runner.plain([[0, 1, 2, 3]], [adapter], [1])
         return logits[0].float().log_softmax(-1)

@@ -10,7 +10,7 @@ from attrs import frozen
 
 import mlx.core as mx
 from genlm.core.errors import InvalidAdapterError
-from genlm.kit.adapter_files import SCALE, Tensor, is_scale, read_header
+from genlm.kit.adapter_files import SCALE, Tensor, is_scale, read_header, require_finite
 
 #: Where mlx-lm saves weights, and how the names of a layer's two matrices end.
 WEIGHTS = "adapters.safetensors"
@@ -42,7 +42,8 @@ class MlxFolder:
         """Check the configuration and the header of the weights.
 
         Raises:
-            InvalidAdapterError: the folder has no weights, or is not plain LoRA.
+            InvalidAdapterError: the folder has no weights, or none that are finite, or is not plain
+                LoRA.
         """
         kind = config.get("fine_tune_type", "lora")
         if kind != "lora":
@@ -62,7 +63,10 @@ class MlxFolder:
             raise InvalidAdapterError(
                 f"{file} does not exist; give the folder that mlx-lm or PEFT saved the adapter in"
             )
-        return cls(path, float(scale), _layers(path, read_header(file)))
+        tensors = read_header(file)
+        layers = _layers(path, tensors)
+        require_finite(file, tensors.values())
+        return cls(path, float(scale), layers)
 
     def weights(self) -> dict[str, Weights]:
         """The matrices of each layer."""
