@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from genlm.core import Adapter, EngineError, MockAsyncLM, Query, SamplingParams, load_model_by_name
+from genlm.core import (
+    Adapter,
+    EngineError,
+    InvalidOptionError,
+    MockAsyncLM,
+    Query,
+    SamplingParams,
+    load_model_by_name,
+)
 from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine, hashed_row
 
 
@@ -86,6 +94,19 @@ def test_a_tokenizer_with_the_methods_of_the_protocol_alone():
 
     with MockAsyncLM(Bytes()) as lm:
         assert lm.next_token_logprobs_sync(lm.encode("hi")).shape == (256,)
+
+
+@pytest.mark.parametrize("given", ["gpt2", ByteTokenizer])
+def test_what_is_no_tokenizer(given):
+    with pytest.raises(InvalidOptionError, match=r"MockAsyncLM\.from_name\(name\) .*; got"):
+        MockAsyncLM(given)
+
+
+def test_steps_are_those_of_the_continuous_mock():
+    with pytest.raises(InvalidOptionError, match="no option steps of its own; continuous=True"):
+        MockAsyncLM(steps=3)
+    with MockAsyncLM(steps=3, continuous=True) as lm:
+        assert lm.next_token_logprobs_sync([1]).shape == (258,)
 
 
 def test_a_distribution_that_changes_is_asked_every_time():

@@ -360,9 +360,13 @@ def test_the_most_likely_tokens(mock):
         lm.top_logprobs(row.exp())
     with pytest.raises(InvalidOptionError, match="k must be an integer of at least 1; got 0"):
         lm.top_logprobs(row, 0)
+    for given in (None, "abc", [row]):
+        with pytest.raises(InvalidInputError, match="row must be a model's row; got"):
+            lm.top_logprobs(given)
     forgotten = lm.next_token_logprobs([72])
-    with pytest.raises(InvalidInputError, match="write `await` before"):
-        lm.top_logprobs(forgotten)
+    for ask in (lm.top_logprobs, lm.next_token_logprobs_sync, lm.context):
+        with pytest.raises(InvalidInputError, match="; write `await` before what gives it"):
+            ask(forgotten)
     forgotten.close()
 
 

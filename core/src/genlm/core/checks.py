@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
-from genlm.core.errors import InvalidInputError, InvalidOptionError
+from genlm.core.errors import InvalidOptionError
 
 #: How many characters of a value a message shows.
 LONGEST_REPR = 200
@@ -104,7 +104,6 @@ def flag(name: str, value: Any) -> bool | None:
     raise InvalidOptionError(f"{name} must be True, False or None; got {safe_repr(value)}")
 
 
-def refuse_awaitable(row: Any) -> None:
-    """Raises: InvalidInputError: a row is not there yet."""
-    if inspect.isawaitable(row):
-        raise InvalidInputError("the row is not there yet: write `await` before what gives it")
+def unawaited(value: object) -> str:
+    """For the end of a message: the remedy, where a value is not there yet."""
+    return "; write `await` before what gives it" if inspect.isawaitable(value) else ""

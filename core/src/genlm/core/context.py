@@ -9,7 +9,7 @@ from typing import Any, overload
 
 from attrs import frozen
 
-from genlm.core.checks import safe_repr
+from genlm.core.checks import safe_repr, unawaited
 from genlm.core.errors import InvalidQueryError
 
 TokenIds = tuple[int, ...]
@@ -266,6 +266,7 @@ def _as_ints(what: str, token_ids: Any, most: int) -> TokenIds:
     except TypeError as error:  # chained: it may be of the caller's own generator
         raise InvalidQueryError(
             f"the {what} must be a sequence of token ids; got {safe_repr(token_ids)}"
+            f"{unawaited(token_ids)}"
         ) from error
     if len(ids) > most:
         raise InvalidQueryError(
@@ -304,7 +305,8 @@ def _as_int(what: str, token_id: Any, position: int) -> int:
             raise TypeError
         return operator.index(token_id)
     except TypeError:
+        nested = ", a list: write extend(*ids)" if what == "extension" else NESTED
         raise InvalidQueryError(
             f"token ids must be integers; position {position} of the {what} is "
-            f"{safe_repr(token_id)}{NESTED if isinstance(token_id, list) else ''}"
+            f"{safe_repr(token_id)}{nested if isinstance(token_id, list) else ''}"
         ) from None

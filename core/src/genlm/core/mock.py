@@ -19,7 +19,7 @@ import numpy as np
 from attrs import define, field
 
 from genlm.core.checks import describe_error, safe_repr
-from genlm.core.errors import EngineDeadError, ModelNotFoundError
+from genlm.core.errors import EngineDeadError, InvalidOptionError, ModelNotFoundError
 from genlm.core.hookspecs import hookimpl
 from genlm.core.lm import AsyncLM
 from genlm.core.options import CoreOptions, refuse_unknown
@@ -345,7 +345,13 @@ def _engine(
     tokenizer: Any, options: dict[str, Any], row: Callable[[Sequence[int]], Any] | None = None
 ) -> MockEngine:
     tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
-    refuse_unknown("mock", options, ENGINE_OPTIONS)
+    if isinstance(tokenizer, type | str):
+        raise InvalidOptionError(
+            "MockAsyncLM(tokenizer) takes a tokenizer's object, MockAsyncLM.from_name(name) the "
+            f"name of a Hugging Face model; got {safe_repr(tokenizer)}"
+        )
+    own = ENGINE_OPTIONS if options.get("continuous") else ENGINE_OPTIONS[:-1]
+    refuse_unknown("mock", options, own, {"steps": "continuous=True has it"})
     continuous = options.pop("continuous", False)
     return (ContinuousMockEngine if continuous else MockEngine)(tokenizer, row=row, **options)
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from genlm.core.checks import describe_error, integer, refuse_awaitable, safe_repr
+from genlm.core.checks import describe_error, integer, safe_repr, unawaited
 from genlm.core.context import token_ids_of
 from genlm.core.errors import InvalidInputError, InvalidOptionError, UnsupportedError
 from genlm.core.hints import nearest
@@ -197,8 +197,12 @@ class TextMixin:
         import torch
 
         k = integer("k", k, least=1)
-        refuse_awaitable(row)
-        values = torch.as_tensor(row)
+        try:
+            values = torch.as_tensor(row)
+        except (TypeError, ValueError, RuntimeError):
+            raise InvalidInputError(
+                f"row must be a model's row; got {safe_repr(row)}{unawaited(row)}"
+            ) from None
         if tuple(values.shape) != (self._engine.width,):
             raise InvalidInputError(
                 f"row must have the shape ({self._engine.width},); it has {tuple(values.shape)}"

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
-from genlm.core.checks import refuse_awaitable, safe_repr
+from genlm.core.checks import safe_repr, unawaited
 from genlm.core.errors import InvalidInputError, InvalidOptionError
 
 if TYPE_CHECKING:
@@ -94,13 +94,12 @@ def to_array(ws: Any) -> FloatArray:
     """
     if hasattr(ws, "detach"):
         return _tensor_to_array(ws)
-    refuse_awaitable(ws)
     try:
         array = np.asarray(ws)
         return array if array.dtype.kind == "f" else array.astype(np.float64)
     except (TypeError, ValueError):
         raise InvalidInputError(
-            f"weights must be numbers, as a model's row has them; got {safe_repr(ws)}"
+            f"weights must be numbers, as those of a row; got {safe_repr(ws)}{unawaited(ws)}"
         ) from None
 
 
