@@ -4,9 +4,9 @@
 
 Two kinds of mutants: ``mutants/`` has at least one for each clause, written with the suite.
 ``blind/`` has those of bugs that real engines had, written before the suite was looked at. Those of
-bugs where requests meet were written before the clauses on schedules (``work``), and after them,
-before any clause was run on them (``later``). The sets ``fourth`` and
-``fifth`` were written from the hooks alone.
+bugs where requests meet (``work``) were written before the clauses on schedules, or before any was
+run on them. The sets ``fourth`` and ``fifth`` were written from the hooks alone. Of faults that the
+same clause catches first, some are kept.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from genlm.conformance.subject import SHRINKING
 from genlm.core.errors import EngineDeadError
 from genlm.core.mock import ContinuousMockEngine, MockEngine
 
-from .blind import at_work, fifth, fourth, meeting, of_the_mock
+from .blind import at_work, fifth, fourth, of_the_mock
 from .blind.working_engine import WorkingEngine
 from .faulty import PATIENCE, Faulty, OfAMutant, OfARealModel, OfTheMock
 from .mutants import MUTANTS
@@ -68,7 +68,6 @@ def suites(real: bool = True) -> dict[str, Callable[[float], Faulty]]:
     mocks = {
         "blind": of_the_mock,
         "work": at_work,
-        "later": meeting,
         "fourth": fourth,
         "fifth": fifth,
     }
@@ -81,14 +80,12 @@ def suites(real: bool = True) -> dict[str, Callable[[float], Faulty]]:
         from .blind import (
             at_work_on_a_real_model,
             fifth_on_a_real_model,
-            meeting_on_a_real_model,
             of_a_real_model,
         )
         from .mutants import of_a_real_model as further
 
         real_models = {
             "work": at_work_on_a_real_model,
-            "later": meeting_on_a_real_model,
             "blind": of_a_real_model,
             "fifth": fifth_on_a_real_model,
             "clauses": further,

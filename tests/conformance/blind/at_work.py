@@ -12,8 +12,7 @@ from typing import ClassVar
 from attrs import evolve
 
 from genlm.core import Adapter, Answer, hookimpl
-from genlm.core.sampling import TokenDrawer
-from genlm.core.types import Request
+from genlm.core.types import Request, query_of
 
 from .common import Keeping, Mutants
 from .working_engine import BLOCK, Job, WorkingEngine
@@ -22,16 +21,6 @@ MUTANTS = Mutants()
 seen_in = MUTANTS.seen_in
 
 # --- what a place in the batch holds ----------------------------------------------------------
-
-
-@seen_in("https://github.com/EleutherAI/lm-evaluation-harness/pull/3825")
-class StopsStayWithThePlace(WorkingEngine):
-    """When a draw ends, the last draw takes its place, and its stop tokens with it."""
-
-    def move(self, source, target):
-        stops = self.batch[target].stops
-        super().move(source, target)
-        self.batch[target].stops = stops
 
 
 @seen_in("https://github.com/tenstorrent/tt-metal/issues/46350")
@@ -53,91 +42,6 @@ class AdapterStaysWithThePlace(WorkingEngine):
         adapter = self.batch[target].adapter
         super().move(source, target)
         self.batch[target].adapter = adapter
-
-
-@seen_in("https://github.com/vllm-project/vllm/pull/51890")
-class MovedStateIsShared(Keeping, WorkingEngine, left=dict):
-    """What moves to another place is left at the old one too: the next draw there shares it."""
-
-    def move(self, source, target):
-        super().move(source, target)
-        self.left[source] = self.batch[target].drawer
-
-    def place(self, job):
-        super().place(job)
-        left = self.left.pop(len(self.batch) - 1, None)
-        if job.drawer is not None and left is not None:
-            job.drawer = left
-
-
-@seen_in("https://github.com/EvolvingLMMs-Lab/lmms-eval/pull/1423")
-class StopsOfTheSixtyFourBefore(WorkingEngine):
-    """A batch is sampled 64 at a time, all of them with the stop tokens of the first 64."""
-
-    places = 256
-    chunk = 1024
-
-    def ends(self, at, job, answers):
-        if at >= 64:
-            job = evolve(job, stops=self.batch[at % 64].stops)
-            ended = super().ends(at, job, answers)
-            self.batch[at].tokens = job.tokens
-            return ended
-        return super().ends(at, job, answers)
-
-
-@seen_in("https://github.com/vllm-project/vllm/pull/14301")
-class MixedTopK(WorkingEngine):
-    """Of draws with ``top_k`` and without, those without get the largest of the others."""
-
-    def draw(self, job, row):
-        assert job.params is not None
-        assert job.drawer is not None
-        given = [one.params.top_k for one in self.batch if one.params and one.params.top_k]
-        if job.params.top_k is None and given:
-            job.drawer._params = evolve(job.params, top_k=max(given))
-        try:
-            return super().draw(job, row)
-        finally:
-            job.drawer._params = job.params
-
-
-@seen_in("https://github.com/vllm-project/vllm/pull/9945")
-class ChunkOfAPromptDraws(WorkingEngine):
-    """A draw whose prompt comes in chunks takes a random number for each of them."""
-
-    def advance(self, job, stop):
-        super().advance(job, stop)
-        if job.drawer is not None and stop < job.prompt:
-            job.drawer.draw(self.row_at(job, stop))
-
-
-# --- draws that are set back ------------------------------------------------------------------
-
-
-@seen_in("https://github.com/vllm-project/vllm/pull/6698")
-class SetBackDrawBeginsItsNumbersAgain(WorkingEngine):
-    """Where memory runs out a draw is set back, and its random numbers with it."""
-
-    blocks = 96
-
-    def set_back(self, at):
-        params = self.batch[at].params
-        super().set_back(at)
-        if params is not None:
-            self.waiting[0].drawer = TokenDrawer(params)
-
-
-@seen_in("https://github.com/vllm-project/vllm/issues/16832")
-class SetBackDrawEndsATokenShort(WorkingEngine):
-    """Where memory runs out a draw is set back, and then ends one token short."""
-
-    blocks = 96
-
-    def set_back(self, at):
-        super().set_back(at)
-        if self.waiting[0].drawn:
-            self.waiting[0].most -= 1
 
 
 # --- requests that are cancelled --------------------------------------------------------------
@@ -166,46 +70,6 @@ class Half(WorkingEngine):
         raise NotImplementedError
 
 
-@seen_in("https://github.com/sgl-project/sglang/pull/1858")
-class BlocksLeakWithAHalfComputedPrompt(Half):
-    """A prompt that is dropped between two chunks keeps its blocks for ever."""
-
-    def half(self, job):
-        job.table = []
-
-
-@seen_in("https://github.com/openvinotoolkit/model_server/issues/4428")
-class BlocksAreGivenBackTwice(Half):
-    """A prompt that is dropped between two chunks gives its blocks back twice."""
-
-    def half(self, job):
-        self.free += job.table
-
-
-@seen_in("https://github.com/sgl-project/sglang/pull/36926")
-class HalfComputedPromptIsKept(Half):
-    """A prompt that is dropped between two chunks is kept as if it had been computed."""
-
-    def half(self, job):
-        self.kept[self.key(job.adapter, job.tokens)] = self.read(job, len(job.tokens))
-
-
-@seen_in("https://github.com/sgl-project/sglang-jax/pull/1008")
-class ProgressOfADroppedPrompt(Half):
-    """The next in its place goes on where a dropped prompt had stopped."""
-
-    stopped: int | None = None
-
-    def half(self, job):
-        self.stopped = job.computed
-
-    def start_from_what_is_known(self, job):
-        if self.stopped is None:
-            super().start_from_what_is_known(job)
-        else:
-            job.computed, self.stopped = min(self.stopped, job.prompt - 1), None
-
-
 @seen_in("https://github.com/vllm-project/vllm/pull/14875")
 class ScoresOfADroppedPrompt(WorkingEngine):
     """The scores of a continuation that is dropped half-way go to the next one."""
@@ -228,30 +92,6 @@ class ScoresOfADroppedPrompt(WorkingEngine):
         if job.scores is not None:
             job.scores = job.scores[: len(job.tokens) - job.prompt + 1]
         return super().ends(at, job, answers)
-
-
-@seen_in("https://github.com/sgl-project/sglang/pull/36988")
-class LateTokenOfADroppedDraw(WorkingEngine):
-    """The last token of a dropped draw comes late, and enters the context of who has its place."""
-
-    late: int | None = None
-
-    def drop(self, request):
-        for job in self.batch:
-            if job.request is request and job.drawn:
-                self.late = job.tokens[-1]
-        super().drop(request)
-
-    def step(self):
-        try:
-            return super().step()
-        finally:
-            self.late = None
-
-    def place(self, job):
-        super().place(job)
-        if self.late is not None:
-            job.tokens[job.prompt - 1], self.late = self.late, None
 
 
 @seen_in("https://github.com/vllm-project/vllm/pull/29987")
@@ -405,18 +245,6 @@ class PinsOfRemovedAdaptersStay(WorkingEngine):
         self.pinned_keys = pinned
 
 
-@seen_in("https://github.com/ml-explore/mlx-lm/pull/602")
-class DrawIsKeptWithATokenThatWasNotComputed(WorkingEngine):
-    """A continuation that was drawn is kept for those that extend it, its last token too."""
-
-    def keep(self, job):
-        super().keep(job)
-        if job.drawn and len(job.tokens) > job.computed and len(job.tokens) % BLOCK:
-            state = self.read(job, len(job.tokens))
-            state += [0] * (len(job.tokens) - len(state))
-            self.kept[self.key(job.adapter, job.tokens)] = state
-
-
 # --- long continuations, long contexts --------------------------------------------------------
 
 
@@ -492,3 +320,35 @@ class NameOfARemovedAdapter(Keeping, WorkingEngine, by_name=dict, current=dict):
         if query.adapter is not None and query.adapter == self.current.get(query.adapter.name):
             query = evolve(query, adapter=self.by_name[query.adapter.name])
         return super().row(query)
+
+
+# --- written after the clauses on schedules, before any was run on them -----------------------
+
+
+@seen_in("https://github.com/vllm-project/vllm/pull/14875")
+class SetBackScoreSkipsWhatItHad(WorkingEngine):
+    """Where memory runs out a score is set back; computed again, it keeps the scores it had, and
+    the others follow them."""
+
+    blocks = 96
+
+    def set_back(self, at):
+        scores = self.batch[at].scores
+        super().set_back(at)
+        if scores is not None:
+            self.waiting[0].scores = scores
+
+    def ends(self, at, job, answers):
+        if job.scores is not None:
+            job.scores = job.scores[: len(job.tokens) - job.prompt + 1]
+        return super().ends(at, job, answers)
+
+
+@seen_in("https://github.com/vllm-project/vllm/issues/23697")
+class AbortMeetsTheSameRequestAgain(WorkingEngine):
+    """A request that is dropped takes an equal one with it that waits."""
+
+    def drop(self, request):
+        super().drop(request)
+        query = query_of(request)
+        self.waiting = [job for job in self.waiting if query_of(job.request) != query]

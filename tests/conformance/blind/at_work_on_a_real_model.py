@@ -8,7 +8,7 @@ and of the torch module; those of growing tables need its pool and its store.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from attrs import evolve
@@ -17,8 +17,7 @@ from genlm.core import Answer, Query, hookimpl
 from genlm.hf.engine import HFEngine
 from genlm.hf.options import HFOptions
 from genlm.kit.kv.commands import Copy
-from genlm.kit.prefixes import key_of
-from genlm.kit.segments import Row, Trunk
+from genlm.kit.segments import Trunk
 from tests.engines import add_lora
 
 from .common import Forgetting, Keeping, Mutants
@@ -135,17 +134,6 @@ class ProgressOfADroppedPrompt(Steps):
         return given
 
 
-@seen_in("https://github.com/sgl-project/sglang/pull/36988")
-class RowOfADroppedOne(Steps):
-    """A row that is dropped is computed all the same, and given to a newcomer."""
-
-    def given(self, queries, dropped):
-        given = super().given(queries, dropped)
-        if dropped and queries:
-            given[0] = queries[0], dropped[0]
-        return given
-
-
 @seen_in("https://github.com/raullenchai/Rapid-MLX/issues/1759")
 class PlaceLeaksWithADroppedRow(Waiting):
     """Of 64 places each dropped request keeps one for ever."""
@@ -155,39 +143,6 @@ class PlaceLeaksWithADroppedRow(Waiting):
     def given(self, queries, dropped):
         self.places -= sum(query not in self.waiting for query in dropped)
         return super().given(queries, dropped)
-
-
-@seen_in("https://github.com/waybarrios/vllm-mlx/pull/769")
-class DroppedTakesAnotherWithIt(Steps):
-    """The request behind one that is dropped leaves with it, by its old place in the list."""
-
-    def let_go(self, dropped):
-        known = list(self.asked)
-        gone = super().let_go(dropped)
-        for query in gone:
-            at = known.index(query) + 1
-            if at < len(known) and known[at] in self.asked and known[at].adapter:
-                del self.asked[known[at]]
-                gone.append(known[at])
-        return list(dict.fromkeys(gone))
-
-
-@seen_in("https://github.com/sgl-project/sglang/pull/36926")
-class HalfComputedPromptIsBlank(Steps):
-    """What was computed of a dropped prompt is made blank, and found by the next that begins so."""
-
-    def let_go(self, dropped):
-        tree = self._strategy.planner.tree
-        for query in dropped:
-            if self.begun(query):
-                version = 0 if query.adapter is None else query.adapter.version
-                found, _ = tree.nearest(key_of(version, query.token_ids))
-                if isinstance(found, Row):
-                    self._runner.pool.blank(found.slot, 0)
-                elif found is not None:
-                    for keys, values in found.layers:
-                        keys.zero_(), values.zero_()
-        return super().let_go(dropped)
 
 
 # --- whose turn it is -------------------------------------------------------------------------
@@ -210,29 +165,6 @@ class DeferredBehindNewcomers(Waiting):
 
 
 # --- requests in flight together --------------------------------------------------------------
-
-
-@seen_in("https://github.com/ggml-org/llama.cpp/pull/14853")
-class NewcomersBesideAChunkSwapped(Steps):
-    """Of newcomers that come while a long prompt is under way, the first two change places."""
-
-    def given(self, queries, dropped):
-        given = super().given(queries, dropped)
-        if self.asked and len(queries) > 1:
-            given[:2] = [(queries[0], queries[1]), (queries[1], queries[0])]
-        return given
-
-
-@seen_in("https://github.com/vllm-project/vllm-metal/pull/351")
-class AdapterOfTheFirstBeyondEight(Steps):
-    """From the ninth newcomer of a step on, who has an adapter gets the first one's."""
-
-    def given(self, queries, dropped):
-        first = next((query.adapter for query in queries if query.adapter), None)
-        return [
-            (query, evolve(query, adapter=first) if at >= 8 and query.adapter else query)
-            for at, query in enumerate(queries)
-        ]
 
 
 @seen_in("https://github.com/tenstorrent/vllm/issues/415")
@@ -281,16 +213,6 @@ class Resized(Pooled):
 
     def moved(self, pool: Any, planner: Any, rows: int) -> None:
         raise NotImplementedError
-
-
-@seen_in("https://github.com/karpathy/nanochat/issues/187")
-class TablesGrowByTheirFirstColumns(Resized):
-    """When the tables grow, 256 columns of each row are copied."""
-
-    def moved(self, pool, planner, rows):
-        for layer in pool.layers:
-            layer.keys[:rows, :, 256:] = 0
-            layer.values[:rows, :, 256:] = 0
 
 
 @seen_in("https://github.com/ml-explore/mlx-lm/pull/1141")
@@ -406,24 +328,6 @@ class ScoresFromAHundredOn(HFEngine):
         ]
 
 
-@seen_in("https://github.com/ml-explore/mlx-lm/pull/602")
-class ScoredContinuationsOneTokenShort(Forgetting, Steps, scored=set):
-    """A context that goes on where a continuation was scored starts without that one's last
-    token."""
-
-    @hookimpl
-    def genlm_sequence_logprobs(self, queries, continuations):
-        pairs = zip(queries, continuations, strict=True)
-        self.scored |= {(*query.token_ids, *continuation) for query, continuation in pairs}
-        return super().genlm_sequence_logprobs(queries, continuations)
-
-    def instead(self, query):
-        ids = query.token_ids
-        if len(ids) > 2 and ids[:-1] in self.scored:
-            return evolve(query, token_ids=(*ids[:-2], ids[-1]))
-        return query
-
-
 @seen_in("https://github.com/kvcache-ai/ktransformers/issues/73")
 class PositionsEndAt512(Positions):
     """Positions are clamped to 511, in cold rows too."""
@@ -432,37 +336,7 @@ class PositionsEndAt512(Positions):
         return positions.clamp(max=511)
 
 
-@seen_in("https://github.com/huggingface/transformers/pull/29285")
-class PositionsInBfloat16(Positions):
-    """Positions are rounded to bfloat16: beyond 256 neighbours have the same, in cold rows too."""
-
-    def changed(self, positions):
-        return positions.bfloat16().long()
-
-
 # --- adapters ---------------------------------------------------------------------------------
-
-
-@seen_in("https://github.com/ml-explore/mlx-lm/issues/1776")
-class AdaptersOfAllModelsByNumber(HFEngine):
-    """The adapters of all models of the process are in one table, by number."""
-
-    paths: ClassVar[dict[int, str]] = {}
-
-    @hookimpl
-    def genlm_add_lora(self, adapter):
-        path = self.paths.setdefault(adapter.version, adapter.path)
-        try:
-            return add_lora(super(), evolve(adapter, path=path))
-        except Exception:
-            del self.paths[adapter.version]
-            raise
-
-    @hookimpl
-    def genlm_remove_lora(self, adapter):
-        self.paths.pop(adapter.version, None)
-        path = adapter.path
-        return super().genlm_remove_lora(evolve(adapter, path=path))
 
 
 @seen_in("https://github.com/vllm-project/vllm/issues/42633")
@@ -481,4 +355,28 @@ class NameOfARemovedAdapter(Keeping, HFEngine, current=dict, left=dict):
         if self.current.get(adapter.name) == adapter:
             self.left[adapter.name] = adapter.path
             del self.current[adapter.name]
+        return super().genlm_remove_lora(adapter)
+
+
+# --- written after the clauses on schedules, before any was run on them -----------------------
+
+
+@seen_in("https://github.com/lightseekorg/tokenspeed/pull/976")
+class ShortPromptsAreOfTheBaseModel(Forgetting, Steps, filed=dict):
+    """Prompts with an adapter that fill no page are filed as the base model's."""
+
+    def given(self, queries, dropped):
+        given = [(query, self.found(query)) for query in queries]
+        for query in queries:
+            if query.adapter is not None and query.length < 16:
+                self.filed[query.token_ids] = query.adapter
+        return given
+
+    def found(self, query):
+        filed = self.filed.get(query.token_ids[:-1])
+        return query if query.adapter or filed is None else evolve(query, adapter=filed)
+
+    @hookimpl
+    def genlm_remove_lora(self, adapter):
+        self.filed = {ids: filed for ids, filed in self.filed.items() if filed != adapter}
         return super().genlm_remove_lora(adapter)

@@ -13,8 +13,7 @@ from attrs import evolve
 
 from genlm.core.hookspecs import hookimpl
 from genlm.core.mock import ContinuousMockEngine, MockEngine
-from genlm.core.sampling import TokenDrawer
-from genlm.core.types import Answer, Query, SampleRequest, ScoreRequest, query_of
+from genlm.core.types import Answer, Query, SampleRequest
 
 # --- simple ---------------------------------------------------------------------------------------
 
@@ -59,33 +58,6 @@ class OneTooManyInTopK(MockEngine):
     def _draw(self, query, params):
         k = params.top_k
         return super()._draw(query, evolve(params, top_k=k + 1 if k is not None and k > 1 else k))
-
-
-class SeedAndPlaceInTheBatch(MockEngine):
-    """One generator for a batch: the second draw continues the numbers of the first."""
-
-    @hookimpl
-    def genlm_sample(self, queries, params):
-        return [
-            self._draw(q, p if p.seed is None or i == 0 else evolve(p, seed=p.seed + i))
-            for i, (q, p) in enumerate(zip(queries, params, strict=True))
-        ]
-
-
-class OwnEndStopsToo(MockEngine):
-    def _draw(self, query, params):
-        return super()._draw(query, evolve(params, stop_token_ids=params.stop_token_ids | {257}))
-
-
-class StopTokenKept(MockEngine):
-    """The stop token stays in the result where the continuation ended at its very last place."""
-
-    def _draw(self, query, params):
-        drawn = super()._draw(query, evolve(params, stop_token_ids=frozenset()))
-        for i, token in enumerate(drawn):
-            if token in params.stop_token_ids:
-                return drawn[: i + 1] if i + 1 == params.max_tokens else drawn[:i]
-        return drawn
 
 
 class ScoresInChunks(MockEngine):
@@ -143,37 +115,7 @@ class AdaptersByName(MockEngine):
         return super().row(query)
 
 
-class PinnedForAll(MockEngine):
-    """A pinned prefix serves every adapter: the state is that of who pinned it."""
-
-    def row(self, query):
-        if not query.cold:
-            for pinned in self.pinned:
-                n = pinned.length
-                if n < query.length and query.token_ids[:n] == pinned.token_ids:
-                    return super().row(Query(query.token_ids, pinned.adapter))
-        return super().row(query)
-
-
-class GreedyOfTheFirst(MockEngine):
-    """Temperature, like all parameters, of the first request is taken for the call."""
-
-    @hookimpl
-    def genlm_sample(self, queries, params):
-        return [
-            self._draw(q, evolve(p, temperature=params[0].temperature))
-            for q, p in zip(queries, params, strict=True)
-        ]
-
-
 # --- continuous -----------------------------------------------------------------------------------
-
-
-class DropsRowsOnly(ContinuousMockEngine):
-    """Draws whose callers have gone are computed to the end, and answered."""
-
-    def advance(self, newcomers, dropped=()):
-        return super().advance(newcomers, [r for r in dropped if isinstance(r, Query)])
 
 
 class EqualDrawsAreOne(ContinuousMockEngine):
@@ -190,24 +132,6 @@ class EqualDrawsAreOne(ContinuousMockEngine):
             else a
             for a in answers
         ]
-
-
-class OneGeneratorASlot(ContinuousMockEngine):
-    """A seed counts when its slot is first used; the next draw there goes on with the numbers."""
-
-    def _draw(self, query, params):
-        if params.seed is None:
-            return super()._draw(query, params)
-        self.__dict__.setdefault("drawers", {})
-        drawer = self.drawers.setdefault(params.seed, TokenDrawer(params))
-        drawer._params = params
-        drawn = []
-        while len(drawn) < params.max_tokens:
-            token = drawer.draw(self.row(query.extended(tuple(drawn))))
-            if token in params.stop_token_ids:
-                break
-            drawn.append(token)
-        return drawn
 
 
 class KeepsWhatItRaisedOn(ContinuousMockEngine):
@@ -235,67 +159,6 @@ class WakeTakesTheLock(ContinuousMockEngine):
             return super().advance(newcomers, dropped)
 
 
-class ScoresByContext(ContinuousMockEngine):
-    """Scores of one context in flight together are answered with those of the first."""
-
-    def advance(self, newcomers, dropped=()):
-        answers, known = super().advance(newcomers, dropped), {}
-        for i, a in enumerate(answers):
-            if isinstance(a.request, ScoreRequest):
-                key = (a.request.query, len(a.request.continuation))
-                answers[i] = Answer(a.request, known.setdefault(key, a.result))
-        return answers
-
-
-class AtMost32Tokens(ContinuousMockEngine):
-    def _draw(self, query, params):
-        return super()._draw(query, evolve(params, max_tokens=min(params.max_tokens, 32)))
-
-
-class OneAdapterAStep(ContinuousMockEngine):
-    """All that finishes in a step gets the adapter of the first."""
-
-    def advance(self, newcomers, dropped=()):
-        answers = super().advance(newcomers, dropped)
-        if answers:
-            first = query_of(answers[0].request).adapter
-            answers = [
-                Answer(a.request, self.row(Query(a.request.token_ids, first)))
-                if isinstance(a.request, Query)
-                else a
-                for a in answers
-            ]
-        return answers
-
-
-class MemoOfTheEnd(ContinuousMockEngine):
-    """Rows are remembered by length and the last 64 tokens; a cold query is nothing special."""
-
-    def row(self, query):
-        memo = self.__dict__.setdefault("memo", {})
-        version = query.adapter.version if query.adapter else 0
-        key = (version, query.length, query.token_ids[-64:])
-        if key not in memo:
-            memo[key] = super().row(query)
-        return memo[key].clone()
-
-
-class NewestFirst(ContinuousMockEngine):
-    """Two places, and who came last is first."""
-
-    def advance(self, newcomers, dropped=()):
-        for request in dropped:
-            self._in_flight.pop(request, None)
-        self._in_flight.update({request: self._steps_of(request) for request in newcomers})
-        working = list(self._in_flight)[-2:]
-        for request in working:
-            self._in_flight[request] -= 1
-        done = [r for r in working if self._in_flight[r] <= 0]
-        for request in done:
-            del self._in_flight[request]
-        return [Answer(r, self._result(r)) for r in done]
-
-
 class RowsOfOneBuffer(ContinuousMockEngine):
     """The rows of a step are views of the buffer that the next step writes."""
 
@@ -308,32 +171,9 @@ class RowsOfOneBuffer(ContinuousMockEngine):
         return answers
 
 
-class OneStopToken(ContinuousMockEngine):
-    def _draw(self, query, params):
-        return super()._draw(
-            query, evolve(params, stop_token_ids=frozenset(sorted(params.stop_token_ids)[:1]))
-        )
-
-
 class NoSeedIsSeedZero(ContinuousMockEngine):
     def _draw(self, query, params):
         return super()._draw(query, evolve(params, seed=params.seed or 0))
-
-
-class DeclinesInTheMiddle(ContinuousMockEngine):
-    """A draw with top_p is given back as what has been drawn so far, not declined."""
-
-    def _draw(self, query, params):
-        drawn = super()._draw(query, params)
-        return drawn[: len(drawn) // 2] if params.top_p and len(drawn) > 3 else drawn
-
-
-class PlaceholderForADrop(ContinuousMockEngine):
-    """What is dropped in the step in which it would have ended takes its neighbour with it."""
-
-    def advance(self, newcomers, dropped=()):
-        answers = super().advance(newcomers, dropped)
-        return answers[: len(answers) - 1] if dropped and len(answers) > 1 else answers
 
 
 # --- with real state ------------------------------------------------------------------------------
@@ -466,11 +306,6 @@ class BlockByItself(Kept):
         return (owner, len(ids), ids[-self.block :])
 
 
-class StateForAllAdapters(Kept):
-    def key(self, owner, ids):
-        return (0, ids)
-
-
 class StateByName(Kept):
     """State by the adapter's name, and dropped when the name is free; not when bound again."""
 
@@ -503,16 +338,6 @@ class AppendedInPlace(Kept):
                     v[-1:] = v2[full : full + 1]
 
 
-class HalfPrecisionKept(Kept):
-    def keep(self, owner, ids, state):
-        super().keep(owner, ids, [(k.half().float(), v.half().float()) for k, v in state])
-
-
-class BrainFloatKept(Kept):
-    def keep(self, owner, ids, state):
-        super().keep(owner, ids, [(k.bfloat16().float(), v.bfloat16().float()) for k, v in state])
-
-
 class HoleInTheMiddle(Kept):
     """Counts the blocks that it has, though some in between have been evicted."""
 
@@ -534,97 +359,12 @@ class HoleInTheMiddle(Kept):
         return joined, len(found) * self.block
 
 
-class LastPlaceTwice(Kept):
-    """A context all of whose blocks are kept computes its last token again, one place too far."""
-
-    def row(self, query):
-        ids, owner = query.token_ids, self.owner(query.adapter)
-        whole = (
-            None if query.cold or len(ids) % self.block else self.store.get(self.key(owner, ids))
-        )
-        if whole is None:
-            return super().row(query)
-        lora = self.lora(query.adapter)
-        x, _ = self.net(ids[-1:], cut(whole, len(ids) - 1), lora, start=len(ids))
-        return self.net.row(x)
-
-
-class LastOfAChunk(Kept):
-    """Long prompts in chunks of 96; a rest of one token is lost."""
-
-    def forward(self, ids, past, lora):
-        for start in range(0, max(len(ids) - 1, 1), 96):
-            x, past = self.net(ids[start : start + 96], past, lora)
-        return x, past
-
-
-class PaddingIsRead(Kept):
-    """In a batch of very different lengths the short ones read two tokens of padding."""
-
-    @hookimpl
-    def genlm_next_token_logprobs(self, queries):
-        longest = max(q.length for q in queries)
-        return torch.stack(
-            [
-                self.row(Query((0, 0, *q.token_ids), q.adapter))
-                if longest - q.length > 40
-                else self.row(q)
-                for q in queries
-            ]
-        )
-
-
-class PinsPointOn(Kept):
-    """Places of pinned prefixes stay known after all is cleared, and are given to others."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.pins, self.places = {}, []
-
-    @hookimpl
-    def genlm_cache_prefix(self, query):
-        _, state = self.net(query.token_ids, EMPTY, self.lora(query.adapter))
-        self.pins[self.owner(query.adapter), query.token_ids] = len(self.places)
-        self.places.append(state)
-        return True
-
-    @hookimpl
-    def genlm_clear_kv_cache(self):
-        self.places.clear()
-        super().genlm_clear_kv_cache()
-
-    def find(self, owner, ids):
-        for (who, pin), place in self.pins.items():
-            n = len(pin)
-            if who == owner and n < len(ids) and ids[:n] == pin and place < len(self.places):
-                return cut(self.places[place], n), self.places[place][0][0][:n].shape[0]
-        return super().find(owner, ids)
-
-
 SHARED: dict = {}
-
-
-class OneStoreForAllModels(Kept):
-    """The store is the module's, and a model's adapters are called 1, 2, 3."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.store = SHARED
 
 
 class SumIsTheKey(Kept):
     def key(self, owner, ids):
         return (owner, len(ids), sum(t * t for t in ids), ids[-1])
-
-
-class FirstScoreOfKept(KeptInSteps):
-    """Where a context is kept to its end, its continuation's first token is scored one early."""
-
-    def _score(self, query, continuation):
-        scores = super()._score(query, continuation)
-        if query.length > self.block and query.length % self.block == 0:
-            scores[0] = self.row(Query(query.token_ids[:-1], query.adapter))[continuation[0]]
-        return scores
 
 
 class DrawsForgetTheAdapter(KeptInSteps):
@@ -646,14 +386,6 @@ class ClearForgetsAdapters(Kept):
     def genlm_clear_kv_cache(self):
         super().genlm_clear_kv_cache()
         self.loras = {version: torch.zeros(WIDTH, WIDTH) for version in self.loras}
-
-
-class WindowOfTheKept(Kept):
-    """Kept state longer than 256 tokens is cut to its last 256, at their old places."""
-
-    def find(self, owner, ids):
-        state, n = super().find(owner, ids)
-        return ([(k[-256:], v[-256:]) for k, v in state], n) if n > 256 else (state, n)
 
 
 SOUND = (Kept, KeptInSteps)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from attrs import define, evolve, fields
+from attrs import define, evolve
 
 from genlm.core import Adapter, Answer, Query, hookimpl
 from genlm.core.mock import MockEngine
@@ -43,10 +43,6 @@ class Job:
     @property
     def drawn(self) -> list[int]:
         return self.tokens[self.prompt :]
-
-
-#: What is moved where a place is given to another job.
-COLUMNS = tuple(attribute.name for attribute in fields(Job))
 
 
 class WorkingEngine(MockEngine):
