@@ -215,6 +215,21 @@ def test_the_first_rows_of_a_wrapper_are_looked_at(load, change):
             lm.next_token_logprobs_sync([i])
 
 
+@pytest.mark.parametrize("check", [None, True])
+def test_a_wrapper_may_be_as_coarse_as_half_precision(load, check):
+    class Wrapper:
+        @hookimpl
+        def genlm_process_logprobs(self, rows):
+            return rows + 2e-3
+
+    lm = load(MockEngine, wrappers=[Wrapper()], check=check)
+    if check:
+        with pytest.raises(PluginError, match=r"to 0 within 0\.0001"):
+            lm.next_token_logprobs_sync([1])
+    else:
+        lm.next_token_logprobs_sync([1])
+
+
 def test_a_wrapper_may_leave_a_row_without_mass(load):
     """As one that knows no way on."""
 

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 #: How far the logarithm of a row's total mass may be from 0.
 NORMALISATION = 1e-4
 
-#: Of how many right results of a hook the values are looked at, where nobody asks for more.
-FIRST = 4
+#: Of how many right results of a hook the values are looked at where nobody asks for more, and how
+#: near to 0 that logarithm must be then: half precision passes, but not who forgets to normalise.
+FIRST, ROUGHLY = 4, 1e-2
 
 #: How messages name what changed rows, and a row without mass, as of a text that has no way on.
 WRAPPERS = "a wrapper's genlm_process_logprobs"
@@ -122,7 +123,7 @@ class Results:
                 length = len(request.continuation)
             self._check_tensor(hook, query, result, (length,))
             if self._looks(hook):
-                self._look(hook, query, wrong_score(result) if score else wrong_row(result))
+                self._look(hook, query, wrong_score(result) if score else self._wrong_row(result))
             return result.clone() if score else result
         except Exception as error:
             return error
@@ -153,7 +154,7 @@ class Results:
                 if not self._looks(WRAPPERS):
                     break
                 try:
-                    self._look(WRAPPERS, query, wrong_row(row))
+                    self._look(WRAPPERS, query, self._wrong_row(row))
                 except Exception as error:  # concerns this query alone
                     errors.setdefault(query, error)
             if self._width > self._vocab_size:
@@ -167,6 +168,9 @@ class Results:
     def _looks(self, hook: str) -> bool:
         """Whether the values of a hook's results are checked."""
         return self._violated is not None or self._right[hook] < self._first
+
+    def _wrong_row(self, row: torch.Tensor) -> str | None:
+        return wrong_row(row, ROUGHLY if self._violated is None else NORMALISATION)
 
     def _look(self, hook: str, query: Query, wrong: str | None) -> None:
         """Tell of wrong values. Without ``violated`` they are an error until enough were right: who
@@ -241,7 +245,7 @@ def wrong_tensor(rows: Any, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def wrong_row(row: torch.Tensor) -> str | None:
+def wrong_row(row: torch.Tensor, within: float) -> str | None:
     """What is wrong with the values of a row."""
     import torch
 
@@ -250,8 +254,8 @@ def wrong_row(row: torch.Tensor) -> str | None:
     mass = float(row.logsumexp(dim=0))
     if mass == -float("inf"):
         return MASSLESS
-    if not abs(mass) <= NORMALISATION:
-        remedy = f"normalise it to 0 within {NORMALISATION}, as log_softmax does"
+    if not abs(mass) <= within:
+        remedy = f"normalise it to 0 within {within}, as log_softmax does"
         return f"a row with logsumexp {mass:.6g}; {remedy}"
     return None
 
