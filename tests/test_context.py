@@ -76,6 +76,18 @@ def test_contexts_with_the_same_hash_are_compared(other):
     assert two != one
 
 
+@pytest.mark.parametrize("length", [1, 2, BLOCK, BLOCK + 3, 3 * BLOCK + 5])
+def test_it_starts_with_its_first_ids_and_with_no_others(length):
+    ids = ids_of(3 * BLOCK + 5)
+    context = Context(ids, 258)
+    assert context.starts_with(Context(ids[:length], 258))
+    assert context.starts_with(context.first(length))
+    other = Context((*ids[: length - 1], 257), 258)
+    assert not context.starts_with(other)
+    assert other.extend(1).starts_with(other)
+    assert not other.extend(1).starts_with(other.first(length - 1).extend(1))
+
+
 def test_a_long_context_can_be_pickled_and_let_go():
     context = Context((1,), 258)
     for _ in range(200):

@@ -13,6 +13,7 @@ import torch
 from genlm.conformance.driver import started, submitted
 from genlm.core import EngineDeadError, EngineError, PluginError, ReentrancyError, hookimpl
 from genlm.core.mock import MockEngine
+from genlm.core.runtime.askers import Asker
 
 from .conftest import PATIENCE, busy, gathered
 
@@ -180,6 +181,16 @@ def test_two_models_whose_hooks_wait_for_tasks_of_each_other_do_not_hang(mock, t
         one.other = two.other = lambda contexts: torch.zeros(1, 258).log_softmax(-1)
         assert first.next_token_logprobs_sync([2]).shape == (258,)
     first.close(), second.close()
+
+
+def test_a_circle_of_three_models_is_noticed_by_the_one_that_would_close_it():
+    one, two, three = Asker("one"), Asker("two"), Asker("three")
+    one.waiting_for(two)
+    end = two.waiting_for(three)
+    with pytest.raises(ReentrancyError, match="of three asked one, which waits for three"):
+        three.check(one)
+    end(None)
+    three.check(one)
 
 
 class Interrupt(BaseException):

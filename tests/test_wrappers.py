@@ -530,6 +530,26 @@ def test_what_a_wrapper_raises_names_it_and_the_engine_goes_on(engine, before):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_a_wrapper_that_yields_twice_is_named_and_ended(engine):
+    ended = []
+
+    class Twice(Both):
+        def observe(self):
+            result = yield
+            try:
+                yield
+            finally:
+                ended.append(result)
+
+    with opened(engine, Twice()) as lm:
+        (error,) = gathered(lm.next_token_logprobs([1]))
+        assert isinstance(error, PluginError)
+        assert "Twice" in str(error)
+        assert "yields a second time" in str(error)
+    assert ended
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_the_engines_error_stays_the_one_to_report(engine):
     seen = []
 
