@@ -22,7 +22,6 @@ from genlm.core.runtime.batcher import Batcher
 from genlm.core.runtime.executor import EngineExecutor, describe
 from genlm.core.runtime.lanes import Counters
 from genlm.core.runtime.loaded_engine import LoadedEngine
-from genlm.core.runtime.results import FIRST
 from genlm.core.runtime.timeline import Timeline, Trace
 from genlm.core.types import Adapter, Engine, Stats
 
@@ -125,7 +124,6 @@ class AsyncLM(GenerationMixin):
             options, others = CoreOptions.split(core_options)
             refuse_unknown(backend, others)
         wrappers = [*installed_wrappers(), *options.wrappers]
-        violated, first = options.violated, 0 if options.check is False else FIRST
         self._cache = cache = options.output_cache()
         self._adapters = adapters = AdapterRegistry()
         self._timeline = timeline = Timeline()
@@ -133,7 +131,7 @@ class AsyncLM(GenerationMixin):
 
         def start() -> EngineExecutor:
             with rare_collections():
-                engine = LoadedEngine(load(), backend, wrappers, violated, first)
+                engine = LoadedEngine(load(), backend, wrappers, options)
             return EngineExecutor(engine, cache, adapters, counters, timeline)
 
         self._name: str | None = None  # of the model, if it was loaded by name

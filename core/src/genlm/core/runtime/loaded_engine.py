@@ -15,7 +15,8 @@ from genlm.core.errors import (
 )
 from genlm.core.hook_calls import PROCESSOR, HookCalls
 from genlm.core.logs import get_logger
-from genlm.core.runtime.results import Results, Violated
+from genlm.core.options import CoreOptions
+from genlm.core.runtime.results import FIRST, Results
 from genlm.core.tokenization import decode_vocab
 from genlm.core.types import Engine
 
@@ -34,8 +35,7 @@ class LoadedEngine:
         backend: The backend's name, for messages.
         wrappers: Objects that process rows, in this order, or observe hooks; the last one is
             outermost.
-        violated: Told of results that break the contract.
-        first: Of how many results of a hook the values are checked where ``violated`` is ``None``.
+        options: The core's.
 
     Raises:
         PluginError: the engine lacks an attribute, has a misspelt hook, or no hook that evaluates.
@@ -43,12 +43,7 @@ class LoadedEngine:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        backend: str,
-        wrappers: Iterable[object] = (),
-        violated: Violated | None = None,
-        first: int = 0,
+        self, engine: Engine, backend: str, wrappers: Iterable[object], options: CoreOptions
     ) -> None:
         if isinstance(engine, type):
             raise PluginError(
@@ -57,7 +52,7 @@ class LoadedEngine:
         self.backend = backend
         self._owner = f"engine {type(engine).__name__} of backend {backend!r}"
         try:
-            self._adopt(engine, wrappers, violated, first)
+            self._adopt(engine, wrappers, options)
         except BaseException:  # it has been loaded, so it must be closed
             try:
                 getattr(engine, "genlm_close", lambda: None)()
@@ -65,9 +60,7 @@ class LoadedEngine:
                 log.exception("engine.close_failed", backend=backend)
             raise
 
-    def _adopt(
-        self, engine: Engine, wrappers: Iterable[object], violated: Violated | None, first: int
-    ) -> None:
+    def _adopt(self, engine: Engine, wrappers: Iterable[object], options: CoreOptions) -> None:
         if missing := [name for name in ATTRIBUTES if not hasattr(engine, name)]:
             raise PluginError(
                 f"{self._owner} lacks {', '.join(missing)}; see genlm.core.types.Engine"
@@ -107,7 +100,10 @@ class LoadedEngine:
         named: Iterable[int] = getattr(engine, "eos_token_ids", None) or ()
         self.eos_token_ids = [token_id for token_id in named if 0 <= token_id < self.width]
         process = partial(self.calls.evaluate, PROCESSOR) if processes else None
-        self.results = Results(self._owner, self.vocab_size, self.width, process, violated, first)
+        first = 0 if options.check is False else FIRST
+        self.results = Results(
+            self._owner, self.vocab_size, self.width, process, options.violated, first
+        )
 
     @cached_property
     def special_token_ids(self) -> list[int]:
