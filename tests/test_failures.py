@@ -13,7 +13,7 @@ import torch
 from genlm.conformance.driver import started, submitted
 from genlm.core import EngineDeadError, EngineError, PluginError, ReentrancyError, hookimpl
 from genlm.core.mock import MockEngine
-from genlm.core.runtime.askers import Asker
+from genlm.core.runtime.askers import ASKING, Asker
 
 from .conftest import PATIENCE, busy, gathered
 
@@ -191,6 +191,22 @@ def test_a_circle_of_three_models_is_noticed_by_the_one_that_would_close_it():
         three.check(one)
     end(None)
     three.check(one)
+
+
+def test_two_models_that_ask_each_other_at_once_are_told_before_they_wait(mock, monkeypatch):
+    """The other one asks after the first look, and before this one is seen to wait."""
+
+    class Late(Asker):
+        def waiting_for(self, other):
+            other.waiting_for(self)
+            return super().waiting_for(other)
+
+    lm = mock()
+    with monkeypatch.context() as patch:
+        patch.setattr(ASKING, "asker", Late("another"))
+        with pytest.raises(ReentrancyError, match="of another asked .*, which waits for another"):
+            lm.clear_kv_cache()
+    lm.close()
 
 
 class Interrupt(BaseException):
