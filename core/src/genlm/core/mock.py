@@ -304,7 +304,8 @@ class MockAsyncLM(AsyncLM):
 
     def _get_logprobs(self, token_ids: Sequence[int]) -> Any:
         """The row of a context under the base model: a tensor or array of normalised
-        log-probabilities, ``[vocab_size]``, with -inf for tokens that it does not have.
+        log-probabilities, ``[vocab_size]``, with -inf for tokens that it does not have. Whether it
+        is normalised is checked where a row is asked, and not where the mock draws or scores.
 
         Called on the engine thread. ``self._rng`` is a NumPy ``RandomState`` for the use of
         overriding methods.
