@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from genlm.core import EngineError, ModelNotFoundError, Query
+from genlm.core import EngineError, InvalidOptionError, ModelNotFoundError, Query
 from genlm.vllm.settings import corrections
 
 #: Where windows and scaling begin to matter, and the lengths that are tried.
@@ -87,6 +87,18 @@ def test_what_the_user_overrides_is_the_configuration(make_tiny: Callable[..., s
     assert corrections(folder, {"hf_overrides": whole}) == {}
     with pytest.raises(EngineError, match=f"have a window of {FAR} tokens"):
         corrections(folder, {"max_model_len": -1})
+
+
+def test_states_of_mamba_are_not_kept_between_blocks_on_a_cpu(
+    make_tiny: Callable[..., str],
+) -> None:
+    folder = make_tiny("Mamba2", num_heads=4, head_dim=16, hidden_size=32)
+    for given in ({}, {"enable_prefix_caching": False}, {"enable_prefix_caching": None}):
+        assert corrections(folder, given) == {"enable_prefix_caching": False}
+    with pytest.raises(
+        InvalidOptionError, match=r"'enable_prefix_caching'.*mamba2 on a CPU.*leave"
+    ):
+        corrections(folder, {"enable_prefix_caching": True})
 
 
 def test_a_family_that_names_no_usual_activation_is_not_refused(

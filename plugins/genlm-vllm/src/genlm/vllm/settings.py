@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from genlm.core.errors import EngineError
+from genlm.core.errors import EngineError, InvalidOptionError
 from genlm.core.logs import get_logger
 from genlm.kit.settings import alike, rope_limits, rope_parameters, settings_of, windows
 
@@ -58,6 +58,7 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         EngineError: vLLM cannot compute that at every length that was asked for.
+        InvalidOptionError: nor with an option.
     """
     given = engine_opts.get("hf_overrides") or {}
     settings = settings_of(model, engine_opts.get("revision"))
@@ -89,9 +90,14 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
         corrected["hf_overrides"] = {**dict.fromkeys(unread), **given}
     elif settings.model_type in WIDER and window is not None:
         corrected["hf_overrides"] = {"sliding_window": window - 1, **given}
-    if _on_a_cpu() and any("mamba" in name for name in settings.to_dict()):
-        # vLLM's kernels for a CPU keep no states between the blocks of a longer prompt.
-        corrected["enable_prefix_caching"] = engine_opts.get("enable_prefix_caching", False)
+    if _on_a_cpu() and any("mamba" in name for name in (settings.model_type, *settings.to_dict())):
+        if engine_opts.get("enable_prefix_caching"):
+            raise InvalidOptionError(
+                "engine_opts['enable_prefix_caching'] = True is not supported for "
+                f"{settings.model_type} on a CPU, where vLLM keeps no states of Mamba between the "
+                "blocks of a prompt; leave it out"
+            )
+        corrected["enable_prefix_caching"] = False
     ends, before = _end_of(settings)
     if ends is not None and (longest is None or longest > ends):
         log.warning("vllm.context_ends", at=ends, before=before)
