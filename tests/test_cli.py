@@ -413,8 +413,9 @@ class Terminal(io.StringIO):
             ["conformance", "mock", "--model", "mock", "--effort=0.001"],
             ["loading mock on mock ...", f"3 of {len(ConformanceSuite.clauses)} clauses ..."],
         ),
+        (["doctor"], ["timing the processor ..."]),
     ],
-    ids=["bench", "conformance"],
+    ids=["bench", "conformance", "doctor"],
 )
 def test_a_terminal_shows_progress_and_nothing_of_it_remains(arguments, shown, monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr", Terminal())
