@@ -64,6 +64,7 @@ class AdapterClauses:
 
         @live.for_all(
             examples=14,
+            least=8,
             context=live.contexts.any(),
             tail=live.contexts.tails(),
             turns=st.permutations(names),

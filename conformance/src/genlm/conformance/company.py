@@ -39,7 +39,7 @@ class CompanyClauses:
     def test_nobody_waits_behind_a_crowd(self, live: Subject) -> None:
         """A long row, a draw and a score are answered, and right, while 64 callers with short
         contexts each ask again when the call after their answer ends."""
-        callers = live.scaled(64, 20)
+        callers = live.scaled(64, 32)
         contexts = live.contexts
         crowd = contexts.many(callers * TIMES)
         left = iter(crowd)

@@ -133,6 +133,8 @@ class GrowthClauses:
             live.gather(many[turn::2])
             live.gather(long[turn::2])
             self._expect_all(live, longer, "extending a pinned one, after others came and went")
+            others = [(*context, token) for context in (*many[turn:12:2], *long[turn::2])]
+            self._expect_all(live, others, "extending one of those that came after others went")
 
     def test_adapters_are_bound_and_pinned_again_and_again(self, live: Subject) -> None:
         """Hundreds of times a name is bound anew and contexts are pinned with it, and nothing is

@@ -86,6 +86,11 @@ CROWDS: tuple[Sequence[Event], ...] = (
         Leaving(0, 1),
     ],
     [
+        Arrival(0, "rows", 80, 0),
+        Leaving(1, 0, all=True),
+        Arrival(0, "rows", 9, 80),
+    ],
+    [
         Arrival(0, "growing draws", 80, 0),
         Leaving(2, 0, all=True),
         Arrival(1, "rows", 3, 0),
@@ -110,9 +115,9 @@ class ScheduleClauses:
         check_schedule(live, _leaving_at_the_end())
         for turn in range(live.scaled(24, 3)):
             check_schedule(live, _leaving(turn))
-        check_schedule(live, _leaving_alone("long rows", live.scaled(70, 12)))
+        check_schedule(live, _leaving_alone("long rows", live.scaled(71, 13)))
         if live.effort >= 1:  # minutes on a slow engine
-            check_schedule(live, _leaving_alone("scores", 70))
+            check_schedule(live, _leaving_alone("scores", 71))
 
     def test_requests_on_a_schedule(self, live: Subject) -> None:
         """Rows, draws and scores of all lengths, options and adapters arrive alone and in bursts,
@@ -180,6 +185,8 @@ def _leaving_alone(kind: str, times: int) -> list[Event]:
     events: list[Event] = []
     for turn in range(times):
         events += [Arrival(0, kind, 1, turn), Leaving(1, turn)]
+    # The first of them comes as the last one leaves.
+    events.append(Arrival(0, "long rows", 1, times))
     return [*events, Arrival(1, "rows", 3, 0), Arrival(0, "long rows", 2, 0)]
 
 
