@@ -12,10 +12,11 @@ from genlm.core import Answer, Query, hookimpl
 from genlm.core.mock import ContinuousMockEngine
 from genlm.core.types import Request, SampleRequest, ScoreRequest
 
-from ..blind import at_work, of_the_mock
+from ..blind import at_work, fourth, of_the_mock
 from ..blind.common import Keeping
 from .registry import breaks
 
+breaks("wake_in_the_middle_of_a_step", hangs=True)(fourth.WakeTakesTheLock)
 breaks("nobody_is_passed_over")(of_the_mock.NewcomersAlwaysFirst)
 
 

@@ -25,6 +25,9 @@ BOUND = 40
 #: one is slow, others may answer many calls.
 BOUND_ELSEWHERE = 2000
 
+#: At which of its lines of Python code a step is woken.
+LINES = (2, 5, 10, 20, 50, 100, 300, 1000)
+
 #: How often each of a crowd asks, on average. Who waits must be answered before three quarters of
 #: the crowd's requests.
 TIMES = 8
@@ -176,6 +179,46 @@ class CompanyClauses:
             not any(query.token_ids[:5] == long for call in calls[1:] for query in call.answered),
             "a draw whose caller had gone was answered",
         )
+
+    def test_wake_in_the_middle_of_a_step(self, live: Subject) -> None:
+        """``genlm_wake`` returns at once when it is called in the middle of a line of a step, as
+        the garbage collector may do: it waits for no lock that a step holds."""
+        live.needs("genlm_wake")
+        contexts = live.contexts.many(2 * len(LINES))
+        hung: list[Violation] = []
+
+        async def ask(context: TokenIds, line: int, beside: TokenIds) -> list[Outcome]:
+            asked: list[asyncio.Future[Outcome]] = []
+
+            async def ask_another() -> None:
+                asked.extend(await started(live.lm.next_token_logprobs(beside)))
+
+            call = live.here(ask_another, "asking for another row")
+
+            def in_the_middle() -> None:
+                try:
+                    call()
+                except Violation as violation:  # the step goes on
+                    hung.append(violation)
+
+            live.gate.on_line = line, in_the_middle
+            try:
+                return [await live.lm.next_token_logprobs(context), *await asyncio.gather(*asked)]
+            finally:
+                live.gate.on_line = None
+
+        live.reset()
+        for line, context, beside in zip(LINES, contexts, contexts[len(LINES) :], strict=False):
+            try:
+                rows = live.run(ask(context, line, beside))
+            finally:
+                check(
+                    not hung,
+                    f"in the middle of a step, at line {line} of the Python code that it runs, "
+                    f"{'; '.join(map(str, hung))}; genlm_wake must wait for no lock that a step "
+                    "holds",
+                )
+            live.expect_all(rows, [context, beside][: len(rows)], how="with a wake in the step")
 
     def test_nobody_is_passed_over(self, live: Subject) -> None:
         """A row and a draw are answered within a bounded number of calls of the engine, while every

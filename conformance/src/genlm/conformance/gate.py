@@ -3,10 +3,13 @@ it."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
@@ -68,6 +71,8 @@ class EngineGate:
         self.readers: threading.Barrier | None = None
         #: Called in the engine's thread when a call has been answered and before it returns.
         self.on_call: Callable[[], None] | None = None
+        #: Called there once, at which line of the Python code of the next step.
+        self.on_line: tuple[int, Callable[[], None]] | None = None
         with self._changed:
             self._passes = math.inf  # how many calls may begin
             self._changed.notify_all()
@@ -153,7 +158,8 @@ class EngineGate:
         scores: Sequence[ScoreRequest],
     ) -> Generator[None, Sequence[Answer], Sequence[Answer]]:
         self._enter([*queries, *(one.query for one in samples), *(one.query for one in scores)])
-        answers = yield
+        with self._in_the_middle():
+            answers = yield
         self._ended("genlm_step", [query_of(answer.request) for answer in answers])
         if answers:
             self._look_back()
@@ -161,6 +167,29 @@ class EngineGate:
             if getattr(answer.result, "ndim", None) == 1:
                 self._keep("genlm_step", answer.result[None])
         return answers
+
+    @contextmanager
+    def _in_the_middle(self) -> Iterator[None]:
+        """Inside the block, :attr:`on_line` happens."""
+        if self.on_line is None:
+            yield
+            return
+        line, happens = self.on_line
+        lines = itertools.count()
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            if event == "line" and next(lines) == line:
+                sys.settrace(None)
+                self.on_line = None
+                happens()
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
 
     @hookimpl(wrapper=True)
     def genlm_wake(self) -> Generator[None, None, None]:

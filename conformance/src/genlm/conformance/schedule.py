@@ -77,7 +77,7 @@ Event = Arrival | Leaving | Rebinding
 #: Long scores that come once many draws have grown: after how many calls of the engine, and which.
 LATE_SCORES = ((8, 11), (0, 7), (0, 3), (8, 7), (0, 3))
 
-#: More draws than an engine has places, or memory, for: they stay, and they leave.
+#: More requests than an engine has places, or memory, for: they stay, and they leave.
 CROWDS: tuple[Sequence[Event], ...] = (
     [
         Arrival(0, "growing draws", 66, 0),
@@ -85,6 +85,8 @@ CROWDS: tuple[Sequence[Event], ...] = (
         Leaving(2, 0),
         Leaving(0, 1),
     ],
+    # The first three begin others that wait.
+    [Arrival(0, "long rows", 18, 15), Leaving(1, 0), Leaving(0, 1), Leaving(0, 2)],
     [
         Arrival(0, "rows", 80, 0),
         Leaving(1, 0, all=True),

@@ -464,18 +464,20 @@ class Subject(Driver):
 
         return self.run(together())
 
+    def here(
+        self, happens: Callable[[], Coroutine[Any, Any, None]], what: str = "a call"
+    ) -> Callable[[], None]:
+        """For another thread: have something happen in this event loop, and wait for it."""
+        loop = asyncio.get_running_loop()
+        return lambda: self.wait(asyncio.run_coroutine_threadsafe(happens(), loop), what)
+
     @asynccontextmanager
     async def after_each_call(
         self, happens: Callable[[], Coroutine[Any, Any, None]]
     ) -> AsyncIterator[None]:
         """Inside the block, something happens in this event loop at the end of each call of the
         engine, which waits for it: what is asked then is there for the next call."""
-        loop = asyncio.get_running_loop()
-
-        def ended() -> None:
-            self.wait(asyncio.run_coroutine_threadsafe(happens(), loop))
-
-        self.gate.on_call = ended
+        self.gate.on_call = self.here(happens)
         try:
             yield
         finally:
