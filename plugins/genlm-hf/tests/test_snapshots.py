@@ -98,7 +98,9 @@ def test_memory_that_runs_out(model: Any, contexts: Contexts) -> None:
             raise torch.OutOfMemoryError("out of memory")
 
     hook = model.engine.model.register_forward_pre_hook(refuse, with_kwargs=True)
+    model.forwards.clear()
     model.check(*[(*prompt, 1) for prompt in prompts])  # dropped, and computed again in halves
+    assert model.forwards[-2:] == [42, 42]
     hook.remove()
     model.forwards.clear()
     model.check((*pinned, 1), *[(*prompt, 1, 2) for prompt in prompts])
