@@ -11,8 +11,13 @@ import torch
 from genlm.core.checks import describe_error
 from genlm.core.errors import EngineError, GenlmError
 
-#: What PyTorch and MLX say where they have no kind of error for it: on a CPU, and in Metal.
-_SAYS_SO = re.compile(r"can't allocate memory|unable to allocate|insufficient memory", re.I)
+#: What PyTorch and MLX say where they have no kind of error for it: on a CPU (on Windows in other
+#: words), in Metal, and where a library of theirs asked for memory.
+_SAYS_SO = re.compile(
+    r"can('t|not) allocate memory|not enough memory|unable to allocate|insufficient memory"
+    r"|out of memory|bad_alloc|ALLOC_FAILED|maximum allowed buffer size",
+    re.IGNORECASE,
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
