@@ -12,6 +12,7 @@ import queue
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import structlog
 import torch
 
 from genlm.core import Answer, AsyncLM, EngineDeadError, EngineError, ModelClosedError, hookimpl
@@ -244,7 +245,7 @@ def test_closing_wakes_the_engine():
             asked.result(PATIENCE)
 
 
-def test_a_wake_up_that_raises_harms_nobody():
+def test_a_wake_up_that_raises_harms_nobody_and_is_logged_once():
     class Broken(Elsewhere):
         @hookimpl
         def genlm_wake(self):
@@ -252,13 +253,19 @@ def test_a_wake_up_that_raises_harms_nobody():
             raise OSError("the pipe is broken")
 
     engine = Broken()
-    with opened(engine) as lm, ThreadPoolExecutor() as threads:
-        first = threads.submit(lm.next_token_logprobs_sync, [1])
-        engine.next_step()
-        second = threads.submit(lm.next_token_logprobs_sync, [2])
-        engine.next_step()
+    with (
+        structlog.testing.capture_logs() as logs,
+        opened(engine) as lm,
+        ThreadPoolExecutor() as threads,
+    ):
+        asked = []
+        for token in (1, 2, 3):
+            asked.append(threads.submit(lm.next_token_logprobs_sync, [token]))
+            engine.next_step()
         engine.finish()
-        first.result(PATIENCE), second.result(PATIENCE)
+        for each in asked:
+            each.result(PATIENCE)
+    assert [each["event"] for each in logs].count("engine.wake_failed") == 1
 
 
 def test_what_the_engine_declines_is_made_from_rows():

@@ -50,6 +50,7 @@ class EngineExecutor:
     # that a wrapper has given it.
     _in_flight: dict[Request, int | Exception] = field(init=False, factory=dict)
     _failure: Exception | None = field(init=False, default=None)  # the last one of a step
+    _wake_failed: bool = field(init=False, default=False)
 
     @property
     def drops(self) -> bool:
@@ -91,7 +92,9 @@ class EngineExecutor:
         try:
             self.engine.calls.call("genlm_wake")
         except Exception:
-            log.exception("engine.wake_failed", backend=self.engine.backend)
+            if not self._wake_failed:  # it may at every step
+                log.exception("engine.wake_failed", backend=self.engine.backend)
+            self._wake_failed = True
 
     def close(self) -> None:
         self.engine.close()
