@@ -154,8 +154,8 @@ class GrowthClauses:
             except Exception as error:
                 raise Violation(
                     f"{turn + 1} times a name was bound and contexts of {longest} tokens were "
-                    f"pinned with it, of all these pins {pin} are left, and one more failed: "
-                    f"{error}"
+                    f"pinned with it; all these pins but {pin} went with their adapters, and one "
+                    f"more failed: {error}"
                 ) from error
             if turn % 50 < 2 or turn == times - 1:
                 longer = (*context, contexts.tokens[0])

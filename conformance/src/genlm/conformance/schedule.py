@@ -375,7 +375,7 @@ class Performance:
             one.left = True
             one.task.cancel()
         who = ", ".join(str(one.number) for one in leaving[:6])
-        return f"{who}{' and more' if len(leaving) > 6 else ''} leave"
+        return f"{who}{' and more' if len(leaving) > 6 else ''} leave{'s' * (len(leaving) == 1)}"
 
     def _rebind(self, event: Rebinding) -> str:
         live, to = self.live, self._names[event.to]
