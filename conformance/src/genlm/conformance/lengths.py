@@ -136,14 +136,14 @@ class LengthClauses:
         for length in sorted({min(length, most) for length in (40, 64, 130, 300)}):
             text = contexts.long(length)
             places = range(0, length, max(1, length // live.scaled(8, 4)))
-            near = [text, (*text[1::-1], *text[2:])]
+            near = {text: "asked", (*text[1::-1], *text[2:]): "with its first tokens exchanged"}
             for at in places:
                 other = next(token for token in contexts.tokens if token != text[at])
-                near.append((*text[:at], other, *text[at + 1 :]))
-            for context in near:
-                live.check_row(context, how="after others that differ in little")
+                near[(*text[:at], other, *text[at + 1 :])] = f"with token {at} changed to {other}"
+            for context, how in near.items():
+                live.check_row(context, how=f"{how}, after others like it")
             live.clear()
-            live.check_rows(near, how="together with others that differ in little")
+            live.check_rows([*near], how="together with others that differ in one token")
         for size in (16, 32, 64, 100):
             end = contexts.long(size, 1)
             first, second = contexts.long(size, 2), contexts.long(size, 3)
