@@ -109,6 +109,14 @@ def test_steps_are_those_of_the_continuous_mock():
         assert lm.next_token_logprobs_sync([1]).shape == (258,)
 
 
+def test_a_long_draw_is_that_of_the_rows_and_lets_others_between():
+    with MockAsyncLM() as lm:
+        drawn = lm.sample_sync([1, 2], 300, [], seed=5)
+        assert lm.stats.draws == 0
+        assert drawn[:200] == lm.sample_sync([1, 2], 200, [], seed=5)
+        assert lm.stats.draws == 1
+
+
 def test_a_distribution_that_changes_is_asked_every_time():
     class Changing(MockAsyncLM):
         best = 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 import weakref
@@ -309,7 +310,14 @@ MISSPELT = type("Misspelt", (), {"genlm_next_token_logprob": misspelt})
             PluginError,
             r"implement genlm_next_token_logprobs\(queries\) or genlm_step\(queries\)",
         ),
-        ({"genlm_step": hookimpl(lambda self, samples: [])}, [], PluginError, "evaluates queries"),
+        (
+            {"genlm_step": hookimpl(lambda self, samples: [])},
+            [],
+            PluginError,
+            "genlm_step takes no argument queries; name it, without a default, after self",
+        ),
+        ({"eos_token_ids": 257}, [], PluginError, "eos_token_ids must be a list of .* got 257"),
+        ({"eos_token_ids": ["a"]}, [], PluginError, r"eos_token_ids must be .* got \['a'\]"),
         ({"vocab_size": "258"}, [], PluginError, "vocab_size must be an integer .* got '258'"),
         ({"max_context": 0}, [], PluginError, "max_context must be an integer .*, or None; got 0"),
         (
@@ -354,10 +362,14 @@ def test_a_closed_model_lets_go_of_its_engine():
         def __init__(self):
             self.model = Weights()
 
-    lm = AsyncLM(Heavy, backend="x")
-    weights = weakref.ref(lm.underlying_model)
-    lm.close()
-    assert weights() is None  # at once, and though the model is still held
+    gc.disable()  # which may find it, sooner or later
+    try:
+        lm = AsyncLM(Heavy, backend="x")
+        weights = weakref.ref(lm.underlying_model)
+        lm.close()
+        assert weights() is None  # at once, and though the model is still held
+    finally:
+        gc.enable()
     with pytest.raises(ModelClosedError, match="model of backend 'x' has been closed"):
         _ = lm.underlying_model
     assert lm.supports("genlm_next_token_logprobs")

@@ -369,6 +369,12 @@ class Yieldless:
     def genlm_close(self): ...
 
 
+class Async:
+    @hookimpl
+    async def genlm_process_logprobs(self, rows):
+        return rows
+
+
 @pytest.mark.parametrize(
     ("wrapper", "said"),
     [
@@ -376,6 +382,8 @@ class Yieldless:
         (Unmarked(), "Unmarked: genlm_process_logprobs is not marked"),
         (Shadow(), "would shadow"),
         (Yieldless(), "wrapper .*Yieldless: genlm_close is a wrapper without a yield; write"),
+        (Unmarked.genlm_process_logprobs, "Unmarked.genlm_process_logprobs is a function; make it"),
+        (Async(), "wrapper .*Async: genlm_process_logprobs is async; hooks are plain"),
     ],
 )
 def test_what_is_no_wrapper_is_refused(wrapper, said):
@@ -436,6 +444,19 @@ def test_what_else_an_observer_returns_is_ignored(engine, how):
         for row, context in zip(rows, contexts, strict=True):
             assert torch.equal(row, sound.next_token_logprobs_sync(context))
         assert wrapper.done
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_observer_that_writes_into_rows_changes_none_in_silence(engine):
+    def spoil(result):
+        row = result[0]
+        getattr(row, "result", row).zero_()
+
+    with opened(engine, Interfering(spoil)) as lm, opened(engine) as sound:
+        with pytest.raises(PluginError, match=r"Interfering: genlm_\w+ wrote into what the engine"):
+            lm.next_token_logprobs_sync([1])
+        again = lm.next_token_logprobs_sync([1])
+        assert torch.equal(again, sound.next_token_logprobs_sync([1]))
 
 
 def test_answers_may_come_from_a_generator():

@@ -72,8 +72,8 @@ class AdapterRegistry:
         if adapter is None:
             raise UnknownAdapterError(
                 f"no LoRA adapter {name!r}; registered: "
-                f"{', '.join(sorted(self._bound)) or 'none'}; "
-                "register it with add_new_lora(path, name)"
+                f"{', '.join(sorted(self._bound)) or 'none'}; register it with "
+                "add_new_lora(path, name); clear_lora() goes back to the base model"
             )
         return adapter
 

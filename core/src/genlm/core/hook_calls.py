@@ -78,6 +78,8 @@ class HookCalls:
         except (pluggy.PluginValidationError, ValueError) as error:
             raise PluginError(f"{owner}: {error}") from error
         found = {hook: getattr(manager.hook, hook).get_hookimpls() for hook in HOOKS}
+        for hooked in (own, *around):  # else the manager, a circle, keeps the engine for a while
+            manager.unregister(hooked)
         # In the order in which they were registered, but for those that want to be first or last.
         self._own: dict[str, list[pluggy.HookImpl]] = {
             hook: sorted((i for i in each if not i.wrapper), key=lambda i: i.trylast - i.tryfirst)
@@ -221,7 +223,16 @@ class HookCalls:
             raise
         # A copy of a list, so that what a wrapper removes from it is not lost.
         seen = [*result] if isinstance(result, list) else result
-        return result, [*remarks, *(_end(name, generator, seen) for name, generator in waiting)]
+        written = _writes(result)
+        for name, generator in waiting:
+            remark = _end(name, generator, seen)
+            if written != (written := _writes(result)):
+                remark = PluginError(
+                    f"{name} wrote into what the engine gave; write into a copy (.clone()), or "
+                    f"change rows by {PROCESSOR}"
+                )
+            remarks.append(remark)
+        return result, remarks
 
     def _engine(self, hook: str, arguments: Mapping[str, Any]) -> Any:
         implementations = self._own[hook]
@@ -246,6 +257,10 @@ class Hooked:
     """
 
     def __init__(self, owner: str, given: object) -> None:
+        if inspect.isroutine(given):
+            raise PluginError(
+                f"{owner} is a function; make it a method of a class, and give an object of that"
+            )
         self.owner, self.given = owner, given
         self.hooks: list[str] = []
         for name in dir(given):
@@ -267,6 +282,10 @@ class Hooked:
         if not marked:
             raise PluginError(
                 f"{self.owner}: {name} is not marked; put @hookimpl (from genlm.core) above it"
+            )
+        if inspect.iscoroutinefunction(hook):
+            raise PluginError(
+                f"{self.owner}: {name} is async; hooks are plain functions: write def"
             )
         if getattr(hook, f"{hookspecs.PROJECT}_impl")[
             "wrapper"
@@ -293,7 +312,9 @@ class Hooked:
 
 def name_of(plugin: object) -> str:
     """How a message names an object with hooks."""
-    kind = plugin if isinstance(plugin, ModuleType) else type(plugin)
+    kind: Any = plugin if isinstance(plugin, ModuleType) else type(plugin)
+    if inspect.isroutine(plugin):
+        kind = plugin
     module = "" if isinstance(plugin, ModuleType) else f"{kind.__module__}."
     return f"{module}{getattr(kind, '__qualname__', kind.__name__)}"
 
@@ -359,6 +380,18 @@ def _end(name: str, generator: Observer, result: Any) -> PluginError | Failed:
         return attributed(name, error)
     generator.close()
     return attributed(name, RuntimeError("it yields a second time"))
+
+
+def _writes(result: Any) -> list[int]:
+    """How often each tensor of a result has been written into. Those of PyTorch's inference mode do
+    not count: outside of it PyTorch lets nobody write into them."""
+    given: list[Any] = result if isinstance(result, list) else [result]
+    tensors: list[Any] = [getattr(each, "result", each) for each in given]
+    return [
+        each._version
+        for each in tensors
+        if hasattr(each, "is_inference") and not each.is_inference()
+    ]
 
 
 def _fail(name: str, generator: Observer, error: BaseException) -> None:

@@ -56,9 +56,9 @@ gives wrappers to one model, and an entry point of group ``genlm.wrappers`` give
 model. A wrapper can do two things. It **changes rows** by implementing
 :func:`genlm_process_logprobs`. It **observes** any other hook by an implementation with
 ``@hookimpl(wrapper=True)``: a generator function that sees the arguments, yields once, and sees the
-result, into which it must not write. Around a hook that evaluates it may return a dict of requests,
-as it met them, and exceptions: these requests fail. Whatever else it returns is ignored. If it
-raises, the requests of that call get a :class:`~genlm.core.errors.PluginError` that names the
+result. Around a hook that evaluates it may return a dict of requests, as it met them, and
+exceptions: these requests fail. Whatever else it returns is ignored. If it raises, or writes into
+the result, the requests of that call get a :class:`~genlm.core.errors.PluginError` that names the
 wrapper; the engine is called in any case.
 
 A misspelt hook is an error when the model loads. So is a wrapper without a hook, and a wrapper that

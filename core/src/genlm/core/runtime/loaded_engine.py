@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
-from genlm.core.checks import integer
+from genlm.core.checks import integer, safe_repr
 from genlm.core.errors import (
     InvalidOptionError,
     ModelClosedError,
@@ -70,16 +71,27 @@ class LoadedEngine:
         self.supports = self.calls.supports
         self.continuous = self.supports("genlm_step")
         evaluates = "genlm_step" if self.continuous else "genlm_next_token_logprobs"
-        if not self.supports(evaluates, "queries"):
+        if not self.supports(evaluates):
             raise PluginError(
                 f"{self._owner} has no hook that evaluates queries; implement "
                 "genlm_next_token_logprobs(queries) or genlm_step(queries)"
             )
+        if not self.supports(evaluates, "queries"):
+            raise PluginError(
+                f"{self._owner}: {evaluates} takes no argument queries; name it, without a "
+                "default, after self"
+            )
         try:
             self.vocab_size = integer("vocab_size", engine.vocab_size, least=1)
             self.max_context = integer("max_context", engine.max_context, least=1, optional=True)
+            ends = getattr(engine, "eos_token_ids", None)
+            named = [*map(operator.index, ends or ())]
         except InvalidOptionError as error:
             raise PluginError(f"{self._owner}: {error}") from None
+        except TypeError:
+            raise PluginError(
+                f"{self._owner}: eos_token_ids must be a list of token ids; got {safe_repr(ends)}"
+            ) from None
         processes = self.calls.process
         #: By which hook the engine answers ``samples`` and ``scores`` itself. With processors it
         #: does not: its draws would not be from their rows.
@@ -97,7 +109,6 @@ class LoadedEngine:
         self.closed = False
         self.byte_vocab, self.str_vocab = decode_vocab(engine.tokenizer)
         self.width = len(self.byte_vocab)  # of rows; kept, because users have the list itself
-        named: Iterable[int] = getattr(engine, "eos_token_ids", None) or ()
         self.eos_token_ids = [token_id for token_id in named if 0 <= token_id < self.width]
         process = partial(self.calls.evaluate, PROCESSOR) if processes else None
         first = 0 if options.check is False else FIRST
