@@ -143,7 +143,7 @@ def test_a_collected_model_leaves_no_thread():
     lm = Own()
     lm.next_token_logprobs_sync([1])
     lm.add_new_lora("path", "a")
-    thread = next(t for t in engine_threads() if t.is_alive())
+    thread = lm._batcher._thread
     gone = weakref.ref(lm)
     del lm
     gc.collect()
@@ -499,7 +499,7 @@ def test_a_model_may_be_dropped_from_its_own_engine_thread(gate):
 
     held.append(MockAsyncLM(on_batch=drop))
     gone = weakref.ref(held[0])
-    thread = next(t for t in engine_threads() if t.is_alive())
+    thread = held[0]._batcher._thread
     asyncio.run(ask_and_leave())
     gate.open()
     thread.join(30)

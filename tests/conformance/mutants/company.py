@@ -138,7 +138,7 @@ class CloseWaitsForWhatIsInFlight(Continuous):
     @hookimpl
     def genlm_close(self):
         if self._in_flight:
-            threading.Event().wait()
+            threading.Event().wait(100.0)  # longer than the suite has patience
 
 
 @breaks("contract_is_kept_throughout")
