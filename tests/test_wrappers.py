@@ -447,6 +447,42 @@ def test_what_else_an_observer_returns_is_ignored(engine, how):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_what_a_hook_takes_out_of_its_queries_is_not_lost(engine):
+    class Pops:
+        @hookimpl(wrapper=True)
+        def genlm_next_token_logprobs(self, queries):
+            yield queries.pop(0)
+
+        @hookimpl(wrapper=True)
+        def genlm_step(self, queries):
+            yield queries.sort()
+
+    with opened(engine, Pops()) as lm:
+        for _ in range(2):
+            with pytest.raises(PluginError, match=r"Pops: .* 'tuple' object has no attribute"):
+                lm.batch_next_token_logprobs_sync([[1], [2]])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_observer_that_turns_a_draw_round_is_named(engine):
+    class Reverses:
+        @hookimpl(wrapper=True)
+        def genlm_sample(self):
+            (yield)[0].reverse()
+
+        @hookimpl(wrapper=True)
+        def genlm_step(self):
+            for answer in (yield):
+                answer.result.reverse()
+
+    with (
+        opened(engine, Reverses()) as lm,
+        pytest.raises(PluginError, match=r"Reverses: genlm_\w+ wrote into what the engine gave"),
+    ):
+        lm.sample_sync([1], 4, [], seed=1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_an_observer_that_writes_into_rows_changes_none_in_silence(engine):
     def spoil(result):
         row = result[0]

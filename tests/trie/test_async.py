@@ -265,3 +265,8 @@ def test_backends(vocabulary):
     )
     with pytest.raises(InvalidOptionError, match="'parallel' or 'sequential'"):
         AsyncTokenCharacterTrie.from_vocab(vocabulary, backend="serial")
+
+
+def test_what_is_no_trie_is_refused():
+    with pytest.raises(InvalidInputError, match=r"call from_vocab\(vocab\); got \[b'a'\]"):
+        AsyncTokenCharacterTrie([b"a"])

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genlm.core import InvalidInputError, InvalidOptionError, MockAsyncLM
+from genlm.core import InvalidInputError, InvalidOptionError, MockAsyncLM, Token
 from genlm.core.trie import BytePrefix, TokenCharacterTrie, next_bytes_logprob
 
 from ..conftest import PATIENCE
@@ -167,7 +167,7 @@ def test_a_trie_can_be_given(lm):
     given = asyncio.run(next_bytes_logprob(lm, [0], b"ab", trie=trie))
     assert given == asyncio.run(next_bytes_logprob(lm, [0], b"ab"))
     with pytest.raises(
-        InvalidInputError, match="the trie has 1 items, but the model has 10 tokens"
+        InvalidInputError, match="the trie of 1 items is not one of this model's 10 tokens"
     ):
         asyncio.run(next_bytes_logprob(lm, [0], b"ab", trie=TokenCharacterTrie([b"a"])))
 
@@ -312,3 +312,14 @@ def test_a_model_and_a_trie_are_told_from_other_things(lm):
 def test_a_str_is_refused(lm):
     with pytest.raises(InvalidInputError, match="next_bytes must be bytes; got 'ab'"):
         asyncio.run(next_bytes_logprob(lm, [0], "ab"))
+
+
+def test_a_trie_of_other_tokens_as_many_is_refused():
+    with MockAsyncLM() as lm:
+        own = TokenCharacterTrie(lm.byte_vocab)
+        equal = [Token(t.token_id, bytes(t), t.is_special) for t in lm.byte_vocab]
+        for trie in (own, TokenCharacterTrie(equal)):
+            assert asyncio.run(next_bytes_logprob(lm, [72], b"a", trie=trie)) < 0
+        for items in (lm.byte_vocab[::-1], [bytes(token) for token in lm.byte_vocab]):
+            with pytest.raises(InvalidInputError, match=r"is not one of this model's 258 tokens"):
+                asyncio.run(next_bytes_logprob(lm, [72], b"a", trie=TokenCharacterTrie(items)))

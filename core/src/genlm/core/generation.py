@@ -151,6 +151,7 @@ class GenerationMixin(RowsMixin):
         """Draw a continuation token by token: an asynchronous iterator of ids, without the stop
         token. They are drawn from rows, one request a token, and only while the loop asks for more:
         a loop that is left draws nothing further, and what a cancelled one has asked is cancelled.
+        A stream is over after that, as any async generator is: also after a timeout.
 
         Args:
             prompt_token_ids: The prompt.

@@ -382,16 +382,18 @@ def _end(name: str, generator: Observer, result: Any) -> PluginError | Failed:
     return attributed(name, RuntimeError("it yields a second time"))
 
 
-def _writes(result: Any) -> list[int]:
-    """How often each tensor of a result has been written into. Those of PyTorch's inference mode do
-    not count: outside of it PyTorch lets nobody write into them."""
+def _writes(result: Any) -> list[Any]:
+    """What changes when a result is written into: how often each tensor has been, and the ids of
+    each draw. Nobody can write into tensors of PyTorch's inference mode outside of it."""
     given: list[Any] = result if isinstance(result, list) else [result]
-    tensors: list[Any] = [getattr(each, "result", each) for each in given]
-    return [
-        each._version
-        for each in tensors
-        if hasattr(each, "is_inference") and not each.is_inference()
-    ]
+    written: list[Any] = []
+    for each in given:
+        each = getattr(each, "result", each)
+        if isinstance(each, list):
+            written.append(tuple(each))
+        elif hasattr(each, "is_inference") and not each.is_inference():
+            written.append(each._version)
+    return written
 
 
 def _fail(name: str, generator: Observer, error: BaseException) -> None:

@@ -78,7 +78,8 @@ class AsyncLM(GenerationMixin):
     or tensor of integers. A row is a float32 tensor ``[len(lm.byte_vocab)]`` of log-probabilities
     on the engine's device, which belongs to the caller. If a method takes ``lora_name``, a name
     selects that adapter, ``None`` selects the base model, and without it the default of
-    :meth:`set_lora` holds.
+    :meth:`set_lora` holds. A coroutine reads what it was given, and that default, when it first
+    runs: give a copy of a list that changes before that, and name the adapter.
 
     Every request may raise:
         - InvalidQueryError: the context is empty or too long, or has invalid token ids (a

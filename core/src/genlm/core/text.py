@@ -55,7 +55,8 @@ class TextMixin:
 
     @property
     def byte_vocab(self) -> list[Token]:
-        """The tokens; ``byte_vocab[i].token_id == i``."""
+        """The tokens; ``byte_vocab[i].token_id == i``. It is the model's own list, and long: copy
+        it before you sort or change it."""
         return self._engine.byte_vocab
 
     @property

@@ -161,10 +161,11 @@ class EngineExecutor:
             results, failed = self._called(
                 "genlm_step",
                 newcomers,
-                queries=[r for r in newcomers if isinstance(r, Query)],
-                samples=[r for r in newcomers if isinstance(r, SampleRequest)],
-                scores=[r for r in newcomers if isinstance(r, ScoreRequest)],
-                dropped=dropped,
+                # Tuples: what a hook took out of lists would be lost, what it sorted mixed up.
+                queries=tuple(r for r in newcomers if isinstance(r, Query)),
+                samples=tuple(r for r in newcomers if isinstance(r, SampleRequest)),
+                scores=tuple(r for r in newcomers if isinstance(r, ScoreRequest)),
+                dropped=tuple(dropped),
             )
         except (EngineDeadError, PluginError):
             raise
@@ -200,14 +201,12 @@ class EngineExecutor:
 
     def _batch(self, requests: Sequence[Any]) -> Answers[Request]:
         """The result of each request, which are of one kind; ``None`` if the engine declines."""
-        hook, arguments = "genlm_next_token_logprobs", {"queries": requests}
-        if not isinstance(requests[0], Query):
-            arguments["queries"] = [r.query for r in requests]
-            if isinstance(requests[0], SampleRequest):
-                hook, arguments["params"] = "genlm_sample", [r.params for r in requests]
-            else:
-                hook = "genlm_sequence_logprobs"
-                arguments["continuations"] = [r.continuation for r in requests]
+        hook, arguments = "genlm_next_token_logprobs", {"queries": tuple(map(query_of, requests))}
+        if isinstance(requests[0], SampleRequest):
+            hook, arguments["params"] = "genlm_sample", tuple(r.params for r in requests)
+        elif isinstance(requests[0], ScoreRequest):
+            hook = "genlm_sequence_logprobs"
+            arguments["continuations"] = tuple(r.continuation for r in requests)
         results, failed = self._called(hook, requests, **arguments)
         return [(r, failed.get(query_of(r), given)) for r, given in results] if failed else results
 

@@ -147,7 +147,7 @@ class Results:
         rows = self._align(torch.stack([row for _, row in each]))
         errors: dict[Request, Exception] = {}
         if self._process is not None:
-            queries = [query for query, _ in each]
+            queries = tuple(query for query, _ in each)
             rows, failed = self._process({"queries": queries, "rows": rows})
             errors.update(failed)
             for query, row in zip(queries, rows, strict=True):

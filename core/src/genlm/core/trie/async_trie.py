@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 
-from genlm.core.errors import InvalidOptionError
+from genlm.core.checks import safe_repr
+from genlm.core.errors import InvalidInputError, InvalidOptionError
 from genlm.core.runtime.batcher import Batcher, Executor
 from genlm.core.runtime.lanes import Lane
 from genlm.core.runtime.results import evaluate_isolated
@@ -72,6 +73,9 @@ class AsyncTokenCharacterTrie:
 
     Args:
         trie: The trie that computes.
+
+    Raises:
+        InvalidInputError: It is none.
     """
 
     #: What :meth:`from_vocab` builds, by the name of its backend.
@@ -81,6 +85,10 @@ class AsyncTokenCharacterTrie:
     }
 
     def __init__(self, trie: TokenCharacterTrie) -> None:
+        if not isinstance(trie, TokenCharacterTrie):
+            raise InvalidInputError(
+                f"give a TokenCharacterTrie, or call from_vocab(vocab); got {safe_repr(trie)}"
+            )
         self.trie = trie
         # Re-entrant, because a signal handler may call shutdown() at any line.
         self._lock = threading.RLock()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -17,6 +18,7 @@ from genlm.core.context import Context
 from genlm.core.errors import InvalidInputError
 from genlm.core.lm import AsyncLM
 from genlm.core.runtime.askers import all_of
+from genlm.core.tokenization.token import Token
 from genlm.core.trie.nodes import Nodes
 from genlm.core.trie.trie import TokenCharacterTrie
 
@@ -153,10 +155,10 @@ class BytePrefix:
         vocab = lm.byte_vocab
         if trie is None:
             trie = await asyncio.to_thread(TokenCharacterTrie, vocab)
-        if len(trie.decode) != len(vocab):
+        if not _same_tokens(trie.decode, vocab):
             raise InvalidInputError(
-                f"the trie has {len(trie.decode)} items, but the model has {len(vocab)} tokens; "
-                "give TokenCharacterTrie(lm.byte_vocab)"
+                f"the trie of {len(trie.decode)} items is not one of this model's {len(vocab)} "
+                "tokens; give TokenCharacterTrie(lm.byte_vocab)"
             )
         first = Reading(lm.context(token_ids), 0.0, trie.root)
         is_text = ~trie.is_special[trie.positions]
@@ -267,6 +269,18 @@ class BytePrefix:
             text=self.text + bytes([byte]),
             logprob=logprob,
         )
+
+
+def _same_tokens(items: Sequence[Any], vocab: Sequence[Token]) -> bool:
+    """Whether the items of a trie are the tokens of a vocabulary."""
+    if len(items) != len(vocab):
+        return False
+    return all(map(operator.is_, items, vocab)) or all(
+        isinstance(item, Token)
+        and (item.token_id, bytes(item), item.is_special)
+        == (token.token_id, bytes(token), token.is_special)
+        for item, token in zip(items, vocab, strict=True)
+    )
 
 
 @frozen(eq=False)
