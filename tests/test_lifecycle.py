@@ -140,10 +140,11 @@ def test_a_collected_model_leaves_no_thread():
         def _get_logprobs(self, token_ids):
             return super()._get_logprobs(token_ids)
 
+    others = {*engine_threads()}
     lm = Own()
     lm.next_token_logprobs_sync([1])
     lm.add_new_lora("path", "a")
-    thread = lm._batcher._thread
+    (thread,) = {*engine_threads()} - others
     gone = weakref.ref(lm)
     del lm
     gc.collect()
@@ -497,9 +498,10 @@ def test_a_model_may_be_dropped_from_its_own_engine_thread(gate):
         asked.cancel()
         await asyncio.wait([asked])
 
+    others = {*engine_threads()}
     held.append(MockAsyncLM(on_batch=drop))
     gone = weakref.ref(held[0])
-    thread = held[0]._batcher._thread
+    (thread,) = {*engine_threads()} - others
     asyncio.run(ask_and_leave())
     gate.open()
     thread.join(30)
