@@ -383,8 +383,9 @@ def _end(name: str, generator: Observer, result: Any) -> PluginError | Failed:
 
 
 def _writes(result: Any) -> list[Any]:
-    """What changes when a result is written into: how often each tensor has been, and the ids of
-    each draw. Nobody can write into tensors of PyTorch's inference mode outside of it."""
+    """What changes when a result is written into: how often each tensor has been, which PyTorch
+    counts (but not for NumPy), and the ids of each draw. It does not count for tensors of its
+    inference mode, and outside of that it lets nobody write into them."""
     given: list[Any] = result if isinstance(result, list) else [result]
     written: list[Any] = []
     for each in given:

@@ -59,7 +59,8 @@ model. A wrapper can do two things. It **changes rows** by implementing
 result. Around a hook that evaluates it may return a dict of requests, as it met them, and
 exceptions: these requests fail. Whatever else it returns is ignored. If it raises, or writes into
 the result, the requests of that call get a :class:`~genlm.core.errors.PluginError` that names the
-wrapper; the engine is called in any case.
+wrapper; the engine is called in any case. PyTorch does not count what is written through NumPy, so
+that goes unnoticed: write into copies.
 
 A misspelt hook is an error when the model loads. So is a wrapper without a hook, and a wrapper that
 has evaluation hooks but none by which this engine is called: an engine with ``genlm_step`` is never
@@ -293,6 +294,9 @@ def genlm_sample(
     implementation, the core draws from next-token rows. Equal queries with equal parameters are
     separate draws. The stop tokens are exactly ``params[i].stop_token_ids``: the model's own
     end-of-sequence token does not stop unless it is listed.
+
+    Nothing ends the call, so all others wait for it, and so does who leaves: decline long draws, or
+    take draws in steps (:func:`genlm_step`).
     """
 
 
