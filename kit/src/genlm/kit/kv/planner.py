@@ -78,9 +78,9 @@ class Planner(Generic[A]):
         """
         left = list(range(len(sequences)))
         while left and (batch := self.place([sequences[at] for at in left])):
-            for one in batch:
-                one.index = left[one.index]
-            placed = {one.index for one in batch}
+            for placement in batch:
+                placement.index = left[placement.index]
+            placed = {placement.index for placement in batch}
             left = [at for at in left if at not in placed]
             yield batch
         if left:
@@ -99,11 +99,11 @@ class Planner(Generic[A]):
         self.abandon()
         batch, cuts = self._leaders(self._located(sequences, range(len(sequences))))
         if self._shares and self._trunks.share_forked(batch):
-            batch = self._located(sequences, [one.index for one in batch])
+            batch = self._located(sequences, [placement.index for placement in batch])
         while batch:
             needs = self._planned(batch, cuts)
             if self._shares and self._trunks.share_common(needs):
-                batch = self._located(sequences, [one.index for one in batch])
+                batch = self._located(sequences, [placement.index for placement in batch])
                 needs = self._planned(batch, cuts)
             if self._begin(batch, needs):
                 return batch
@@ -112,7 +112,7 @@ class Planner(Generic[A]):
                 self._with_trunk(alone, ())
                 return [alone] if self._begin([alone], self._needs([alone])) else []
             half = batch[: len(batch) // 2]
-            batch = self._located(sequences, [one.index for one in half])
+            batch = self._located(sequences, [placement.index for placement in half])
         return []
 
     def commit(self, computed: Sequence[Placement[A]]) -> None:
@@ -122,22 +122,23 @@ class Planner(Generic[A]):
             Exception: the table's, while trunks are joined; they are committed all the same.
         """
         wanted = set(computed)
-        self._give_up([one for one in self._running if one not in wanted])
-        computed = [one for one in self._running if one in wanted]
+        self._give_up([placement for placement in self._running if placement not in wanted])
+        computed = [placement for placement in self._running if placement in wanted]
         self._running = []
-        staying = [one for one in computed if one.kept]
-        rows = [one.row for one in staying if one.row is not None]
-        trunks = [one.trunk for one in computed if one.trunk is not None]
-        for one in staying:  # all first: the new key of one may be the old key of another
-            if one.continued and one.row is not None:
-                self.tree.rename(one.row, one.sequence)
+        staying = [placement for placement in computed if placement.kept]
+        rows = [placement.row for placement in staying if placement.row is not None]
+        trunks = [placement.trunk for placement in computed if placement.trunk is not None]
+        for placement in staying:  # all first: the new key of one may be the old key of another
+            if placement.continued and placement.row is not None:
+                self.tree.rename(placement.row, placement.sequence)
         for segment in (*trunks, *rows):
             self.tree.keep(segment)
-        for one in computed:
-            if one.row is not None and not one.kept and not one.continued:
-                self.tree.discard(one.row)
+        for placement in computed:
+            if placement.row is not None and not placement.kept and not placement.continued:
+                self.tree.discard(placement.row)
         if trunks:  # last: it drops kept state, and may fail
-            self._shorten(trunks, [one.end if one.kept else one.found for one in computed])
+            ends = [placement.end if placement.kept else placement.found for placement in computed]
+            self._shorten(trunks, ends)
 
     def _shorten(self, trunks: Sequence[Trunk], ends: Sequence[Segment | None]) -> None:
         """Keep the paths below new trunks short; the segments in which sequences end stay."""
@@ -156,16 +157,16 @@ class Planner(Generic[A]):
     def _give_up(self, batch: Sequence[Placement[A]]) -> None:
         """Free new segments, and overwrite what was written into rows: it may be nan, and a masked
         column still takes part in products."""
-        for one in batch:
-            if one.row is not None and not one.continued:
-                self.tree.discard(one.row)
-            if one.trunk is not None:
-                self.tree.discard(one.trunk)
+        for placement in batch:
+            if placement.row is not None and not placement.continued:
+                self.tree.discard(placement.row)
+            if placement.trunk is not None:
+                self.tree.discard(placement.trunk)
         try:
-            for one in batch:
-                if one.row is not None:
-                    valid = one.row.stop if one.continued else one.start
-                    self._table.do(Blank(one.row, max(valid - one.row.start, 0)))
+            for placement in batch:
+                if placement.row is not None:
+                    valid = placement.row.stop if placement.continued else placement.start
+                    self._table.do(Blank(placement.row, max(valid - placement.row.start, 0)))
         except Exception as error:  # no row can be shared any more
             self._running = []
             self._room.lose(error)
@@ -199,17 +200,17 @@ class Planner(Generic[A]):
         """Drop all but the pinned contexts and release the memory."""
         self.abandon()
         staying = self.tree.pinned()
-        for one in list(self.tree.kept):
-            if one not in staying:
-                self.tree.drop(one)
+        for segment in list(self.tree.kept):
+            if segment not in staying:
+                self.tree.drop(segment)
         self._room.trim()
 
     def drop_adapter(self, version: int) -> None:
         """Drop the state computed with a version of an adapter, pinned or not."""
         self.abandon()
-        for one in list(self.tree.kept):
-            if one.version == version:
-                self.tree.drop(one)
+        for segment in list(self.tree.kept):
+            if segment.version == version:
+                self.tree.drop(segment)
 
     # --- planning ---------------------------------------------------------------------------------
 
@@ -237,81 +238,91 @@ class Planner(Generic[A]):
         """The sequences to compute now; the others wait, because one of these computes much of what
         they need. For some of them, by index, also how many leading tokens each sequence that waits
         for it shares."""
-        if all(one.sequence.length - one.start < self._worth.waiting for one in batch):
+        enough = self._worth.waiting
+        if all(placement.sequence.length - placement.start < enough for placement in batch):
             return batch, {}  # nobody would wait for one of these
         now: list[Placement[A]] = []
         shared: dict[int, list[int]] = {}
         together: Together[int] = self.together()
-        for one in batch:
+        for placement in batch:
             leader = None
-            if one.sequence.length - one.start >= self._worth.waiting:
-                leader, common = together.leader(one.sequence, one.start)
+            if placement.sequence.length - placement.start >= enough:
+                leader, common = together.leader(placement.sequence, placement.start)
                 if leader is None:
-                    together.add(one.sequence, one.index)
+                    together.add(placement.sequence, placement.index)
                 else:
                     shared.setdefault(leader, []).append(common)
             if leader is None:
-                now.append(one)
+                now.append(placement)
         return now, shared
 
     def _planned(self, batch: Sequence[Placement[A]], cuts: dict[int, list[int]]) -> Needs:
         """Decide where each of them runs; what they need."""
         taken: set[Segment] = set()
-        for one in batch:
-            self._plan(one, taken, cuts.get(one.index, ()))
-            if one.row is not None:
-                taken.add(one.row)
+        for placement in batch:
+            self._plan(placement, taken, cuts.get(placement.index, ()))
+            if placement.row is not None:
+                taken.add(placement.row)
         if self._shares:
             self._set_apart(batch)
         return self._needs(batch)
 
-    def _plan(self, one: Placement[A], taken: set[Segment], cuts: Sequence[int]) -> None:
+    def _plan(self, placement: Placement[A], taken: set[Segment], cuts: Sequence[int]) -> None:
         """Where it runs: in an existing row, on a trunk, or in a new row with a copy."""
-        found = below = one.found
-        if isinstance(found, Row) and found not in taken and one.start >= found.start:
-            extends = one.shared == found.stop and not found.pinned
-            if extends or not one.kept:
-                one.row, one.continued = found, True
+        found = below = placement.found
+        if isinstance(found, Row) and found not in taken and placement.start >= found.start:
+            extends = placement.shared == found.stop and not found.pinned
+            if extends or not placement.kept:
+                placement.row, placement.continued = found, True
                 return
-        while below is not None and one.start <= below.start:
+        while below is not None and placement.start <= below.start:
             below = below.parent
-        if isinstance(below, Trunk) and self._worth.a_product(below, one.start):
-            one.parent, one.base = below, one.start
+        if isinstance(below, Trunk) and self._worth.a_product(below, placement.start):
+            placement.parent, placement.base = below, placement.start
         elif below is not None:
-            one.parent, one.base, one.source = below.parent, below.start, below
-        self._with_trunk(one, cuts)
+            placement.parent, placement.base, placement.source = below.parent, below.start, below
+        self._with_trunk(placement, cuts)
 
-    def _with_trunk(self, one: Placement[A], cuts: Sequence[int]) -> None:
+    def _with_trunk(self, placement: Placement[A], cuts: Sequence[int]) -> None:
         """Give a new context its own trunk up to where others will fork, or to its end if it is
         long."""
-        one.cut = one.base
-        if self._shares and one.kept:
-            cut, _ = best_cut(cuts, one.base) if cuts else (0, 0)
-            if cut - one.base >= self._worth.trunk:
-                one.cut = cut
-            elif one.sequence.length - one.start >= self._worth.trunk:
-                one.cut = one.sequence.length
+        placement.cut = placement.base
+        if self._shares and placement.kept:
+            cut, _ = best_cut(cuts, placement.base) if cuts else (0, 0)
+            if cut - placement.base >= self._worth.trunk:
+                placement.cut = cut
+            elif placement.sequence.length - placement.start >= self._worth.trunk:
+                placement.cut = placement.sequence.length
 
     def _set_apart(self, batch: Sequence[Placement[A]]) -> None:
         """Give the few new contexts that would make all rows longer their own trunks."""
-        if all(one.continued for one in batch):
+        if all(placement.continued for placement in batch):
             return
         tails: list[tuple[int, Placement[A] | None]] = [(row.size, None) for row in self.tree.rows]
-        tails += [(one.tail, one) for one in batch if one.needs_row or one.continued]
+        tails += [
+            (placement.tail, placement)
+            for placement in batch
+            if placement.needs_row or placement.continued
+        ]
         for outlier in self._worth.outliers_of(tails):
             if outlier is not None and not outlier.continued and outlier.kept:
                 outlier.cut = outlier.sequence.length
 
     def _needs(self, batch: Sequence[Placement[A]]) -> Needs:
-        new = [one for one in batch if not one.continued]
-        used = {one.found for one in batch}
-        used.update(segment for one in new for segment in (one.parent, one.source))
+        new = [placement for placement in batch if not placement.continued]
+        used = {placement.found for placement in batch}
+        used.update(
+            segment for placement in new for segment in (placement.parent, placement.source)
+        )
         used.discard(None)
         return Needs(
-            rows=sum(one.needs_row for one in new),
-            columns=self._worth.columns(max(one.tail for one in batch)),
-            computed=sum(one.sequence.length - max(one.start, one.cut) for one in batch),
-            trunks=sum(one.cut - one.base for one in new),
+            rows=sum(placement.needs_row for placement in new),
+            columns=self._worth.columns(max(placement.tail for placement in batch)),
+            computed=sum(
+                placement.sequence.length - max(placement.start, placement.cut)
+                for placement in batch
+            ),
+            trunks=sum(placement.cut - placement.base for placement in new),
             protected=cast("set[Segment]", used),
         )
 
@@ -323,43 +334,44 @@ class Planner(Generic[A]):
         if not self._room.make(needs):
             return False
         self._running = list(batch)
-        for one in batch:
-            if one.found is not None:
-                self.tree.touch(one.found)
-        new = [one for one in batch if not one.continued]
-        for one in new:
-            self._enter(one)
+        for placement in batch:
+            if placement.found is not None:
+                self.tree.touch(placement.found)
+        new = [placement for placement in batch if not placement.continued]
+        for placement in new:
+            self._enter(placement)
         try:
-            for one in new:
-                if one.trunk is not None:
-                    self._table.do(NewTrunk(one.trunk))
+            for placement in new:
+                if placement.trunk is not None:
+                    self._table.do(NewTrunk(placement.trunk))
             self._copy(new)
         except BaseException:
             self.abandon()
             raise
         return True
 
-    def _enter(self, one: Placement[A]) -> None:
+    def _enter(self, placement: Placement[A]) -> None:
         """The new segments of a placement."""
-        sequence, parent, base = one.sequence, one.parent, one.base
-        if one.cut > base:
-            context = sequence.tokens.first(one.cut)
-            one.trunk = parent = self.tree.new_trunk(context, sequence.version, parent, base)
-            base = one.cut
-        if one.needs_row:
-            one.row = self.tree.new_row(sequence, parent, base)
+        sequence, parent, base = placement.sequence, placement.parent, placement.base
+        if placement.cut > base:
+            context = sequence.tokens.first(placement.cut)
+            placement.trunk = parent = self.tree.new_trunk(context, sequence.version, parent, base)
+            base = placement.cut
+        if placement.needs_row:
+            placement.row = self.tree.new_row(sequence, parent, base)
         like, length = sequence.known_key, sequence.length
-        if not like and one.found is not None:
-            like, length = one.found.known_key, one.shared
-        for segment in (one.trunk, one.row):
+        if not like and placement.found is not None:
+            like, length = placement.found.known_key, placement.shared
+        for segment in (placement.trunk, placement.row):
             if segment is not None and like:
                 segment.begins_like(like, length)
 
     def _copy(self, batch: Sequence[Placement[A]]) -> None:
         """Copy known positions to new segments: the forks of rows together."""
         forks: list[tuple[Row, Row, int]] = []
-        for one in batch:
-            size, source, target = one.start - one.base, one.source, one.trunk or one.row
+        for placement in batch:
+            size, source = placement.start - placement.base, placement.source
+            target = placement.trunk or placement.row
             if source is None or target is None or not size:
                 continue
             if isinstance(source, Row) and isinstance(target, Row):

@@ -74,15 +74,15 @@ class Room:
         dropped = True
         while count * columns > room and dropped:
             dropped = False
-            for one in list(tree.kept):
-                if one.pinned or one.children or one in needs.protected:
+            for segment in list(tree.kept):
+                if segment.pinned or segment.children or segment in needs.protected:
                     continue
-                tree.drop(one)
+                tree.drop(segment)
                 dropped = True
-                if isinstance(one, Trunk):
-                    room += one.size
+                if isinstance(segment, Trunk):
+                    room += segment.size
                 else:
-                    sizes[self._worth.columns(one.size)] -= 1
+                    sizes[self._worth.columns(segment.size)] -= 1
                     count -= 1
                     columns = max(needs.columns, *(+sizes), 0)
                 if count * columns <= room:
@@ -114,7 +114,7 @@ class Room:
     def lose(self, error: BaseException) -> None:
         """Drop everything, because an error has left incomplete state."""
         tree = self._tree
-        pinned = sum(one.pinned for one in tree.kept)
+        pinned = sum(segment.pinned for segment in tree.kept)
         logger.warning("kv.lost", rows=len(tree.rows), pinned=pinned, reason=describe_error(error))
         self.clear()
 
@@ -123,8 +123,8 @@ class Room:
         of trunks."""
         tree = self._tree
         staying = tree.with_paths(needs.protected) | tree.pinned()
-        rows = [one.size for one in staying if isinstance(one, Row)]
-        trunks = sum(one.size for one in staying if isinstance(one, Trunk))
+        rows = [segment.size for segment in staying if isinstance(segment, Row)]
+        trunks = sum(segment.size for segment in staying if isinstance(segment, Trunk))
         columns = max(needs.columns, *map(self._worth.columns, rows), 0)
         return len(rows) + needs.rows, columns, trunks + needs.trunks
 

@@ -146,5 +146,5 @@ def best_cut(cuts: Sequence[int], start: int) -> tuple[int, int]:
     ordered = sorted(cuts, reverse=True)
     return max(
         ((cut, (cut - start) * count) for count, cut in enumerate(ordered, 1)),
-        key=lambda one: one[1],
+        key=lambda part: part[1],
     )

@@ -47,20 +47,20 @@ class Tree:
 
     def at_end(self, version: int, context: Context) -> Segment | None:
         """The kept segment that ends where a context does."""
-        one = self._ends.get((version, context.hash_value))
-        return one if one is not None and one.context == context else None
+        segment = self._ends.get((version, context.hash_value))
+        return segment if segment is not None and segment.context == context else None
 
     def of_parent(self, sequence: TokenSequence) -> Segment | None:
         """The kept segment that ends where the context does that a sequence extends."""
         tokens = sequence.tokens
-        one = self._ends.get((sequence.version, tokens.parent_hash))
-        return one if one is not None and tokens.starts_with(one.context) else None
+        segment = self._ends.get((sequence.version, tokens.parent_hash))
+        return segment if segment is not None and tokens.starts_with(segment.context) else None
 
     def nearest(self, key: bytes) -> tuple[Segment | None, int]:
         """The segment that shares the most leading tokens with ``key``, and how many."""
         if self._keys is None:
             self._sorted = sorted(self.kept, key=attrgetter("key"))
-            self._keys = [one.key for one in self._sorted]
+            self._keys = [segment.key for segment in self._sorted]
         at, common = nearest_of(self._keys, key)
         shared = tokens_in(common)
         if shared == 0:
@@ -73,8 +73,8 @@ class Tree:
     def with_paths(self, segments: Iterable[Segment]) -> set[Segment]:
         """Some segments, and all trunks below them."""
         found = set(segments)
-        for one in list(found):
-            found.update(trunk for trunk, _ in one.path())
+        for segment in list(found):
+            found.update(trunk for trunk, _ in segment.path())
         return found
 
     def pinned(self) -> set[Segment]:
@@ -185,8 +185,8 @@ class Tree:
 
     def clear(self) -> None:
         """Forget everything; the table is empty."""
-        for one in [*self.kept, *self.running]:
-            one.leave()
+        for segment in [*self.kept, *self.running]:
+            segment.leave()
         for emptied in (self.kept, self._ends, self._pins, self.rows, self.running):
             emptied.clear()
         self._keys, self._sorted, self.state = [], [], object()
@@ -209,29 +209,29 @@ class Tree:
         if any(row.size > self.columns for row in self.rows):
             raise RuntimeError(f"a row is longer than the table's {self.columns} columns")
         kept = {*self.kept, *self.running}
-        trunks = {one for one in kept if isinstance(one, Trunk)}
-        if {one for one in kept if isinstance(one, Row)} != set(self.rows):
+        trunks = {segment for segment in kept if isinstance(segment, Trunk)}
+        if {segment for segment in kept if isinstance(segment, Row)} != set(self.rows):
             raise RuntimeError("a row is neither kept nor running")
         if sum(trunk.size for trunk in trunks) != self.trunk_positions:
             raise RuntimeError(f"trunks do not take {self.trunk_positions} positions")
-        if {one for one in kept if one.pinned} != self._pins:
+        if {segment for segment in kept if segment.pinned} != self._pins:
             raise RuntimeError("a pinned segment is not among those that stay")
-        for one in self.kept:
-            if self.nearest(one.key)[0] is not one:
+        for segment in self.kept:
+            if self.nearest(segment.key)[0] is not segment:
                 raise RuntimeError("a segment is not found by its key")
-            if self.at_end(one.version, one.context) is not one:
+            if self.at_end(segment.version, segment.context) is not segment:
                 raise RuntimeError("a segment is not found by its context")
-            if key_of(one.version, one.context) != one.key:
+            if key_of(segment.version, segment.context) != segment.key:
                 raise RuntimeError("a segment's key is not that of its context")
-            below = one.parent
-            if (below is None) != (one.start == 0):
-                raise RuntimeError(f"a segment from position {one.start} stands on {below}")
+            below = segment.parent
+            if (below is None) != (segment.start == 0):
+                raise RuntimeError(f"a segment from position {segment.start} stands on {below}")
             if below is not None and not (
                 below in trunks
-                and one in below.children
-                and below.start < one.start <= below.stop
-                and one.key.startswith(prefix_of(below.key, one.start))
+                and segment in below.children
+                and below.start < segment.start <= below.stop
+                and segment.key.startswith(prefix_of(below.key, segment.start))
             ):
                 raise RuntimeError("a segment and its parent do not belong together")
-            if not one.children <= kept:
+            if not segment.children <= kept:
                 raise RuntimeError("a segment has a child that is not kept")

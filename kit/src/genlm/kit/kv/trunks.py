@@ -44,10 +44,12 @@ class Trunks:
         """
         changed = False
         wanted: dict[Row, list[int]] = {}
-        for one in batch:
-            if isinstance(one.found, Row):
-                wanted.setdefault(one.found, []).append(one.start)
-        protected: set[Segment] = {one.found for one in batch if one.found is not None}
+        for placement in batch:
+            if isinstance(placement.found, Row):
+                wanted.setdefault(placement.found, []).append(placement.start)
+        protected: set[Segment] = {
+            placement.found for placement in batch if placement.found is not None
+        }
         for row, cuts in wanted.items():
             # A context that extends the row, or ends in it, runs there: nothing is shared.
             if len(cuts) == 1 and cuts[0] >= row.stop - 1 and not row.pinned:
@@ -93,7 +95,7 @@ class Trunks:
         if count * columns <= worth.waste * (distinct + needs.computed) + worth.spare * count:
             return []
         parts = map(best_part, families)
-        saved, common, cut = max(parts, key=lambda one: one[0], default=(0, [], 0))
+        saved, common, cut = max(parts, key=lambda part: part[0], default=(0, [], 0))
         if saved >= worth.collecting:
             return [(common, cut)]
         long = [row for row in rows if row.size >= columns - worth.step]
@@ -171,13 +173,13 @@ class Trunks:
             free = [
                 upper
                 for upper, above in others.items()
-                if not any(one.pinned or one in staying for one in above)
+                if not any(segment.pinned or segment in staying for segment in above)
             ]
             if not free:
                 return
             chosen = min(free, key=lambda upper: len(others[upper]))
-            for one in others[chosen]:
-                self._tree.drop(one)
+            for segment in others[chosen]:
+                self._tree.drop(segment)
             self._join(chosen)
 
     def _can_join(self, upper: Trunk, below: Trunk, staying: set[Segment]) -> bool:
