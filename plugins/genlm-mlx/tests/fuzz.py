@@ -33,10 +33,10 @@ CONSTANTS = {
     "genlm.mlx.store.FEW_MORE": [0, 4, 1000],
     "genlm.mlx.store.MOST_PRODUCTS": [1 << 9, 1 << 21],
     "genlm.mlx.store.LEAST_FED": [3, 256],
-    "genlm.mlx.pool.WORTHWHILE": [2, 16, 100],
+    "genlm.mlx.blocks.WORTHWHILE": [2, 16, 100],
     "genlm.mlx.aside.LEAST_ASIDE": [0, 64 << 20],
-    "genlm.mlx.pool.STAYS_WHOLE": [0.0, 0.25, 1.1],
-    "genlm.mlx.pool.TOLERATED_PADDING": [0, 4096],
+    "genlm.mlx.blocks.STAYS_WHOLE": [0.0, 0.25, 1.1],
+    "genlm.mlx.blocks.TOLERATED_PADDING": [0, 4096],
     "genlm.mlx.layout.FEW": [1, 8],
     "genlm.mlx.runner.FIRST_LOGITS": [1, 64],
 }
@@ -101,8 +101,8 @@ class OnMlx(Program):
 
     def run(self) -> None:
         super().run()
-        if isinstance(self.engine.pool, Store):
-            self.engine.pool.check_integrity()
+        if isinstance(self.engine.store, Store):
+            self.engine.store.check_integrity()
 
     def fail(self) -> None:
         """A forward pass that fails: everything in flight is gone, and the engine goes on."""
@@ -151,10 +151,10 @@ def fuzz(
             }
             engine = load(str(folder), options)
             engine._runner.model = watched = Watched(engine.model)
-            if isinstance(engine.pool, Store):
+            if isinstance(engine.store, Store):
                 worth = source.choice(WORTHS)
                 chosen += f", {worth}"
-                engine.pool = Store(engine._runner, options["kv_cache_bytes"], worth)
+                engine.store = Store(engine._runner, options["kv_cache_bytes"], worth)
             program = OnMlx(
                 engine=engine,
                 source=source,

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from genlm.core import Query
 from genlm.mlx.adapters import Adapters
+from genlm.mlx.blocks import Blocks
 from genlm.mlx.loading import load
-from genlm.mlx.pool import Pool
 from genlm.mlx.runner import Runner
 
 FAMILIES = [
@@ -49,9 +49,9 @@ def test_rows_from_the_pool_are_those_of_cold_contexts(
     folders: Folders, family: str, ragged: bool
 ) -> None:
     engine = load(str(folders(family)), {"prefill_step_size": 40})
-    assert engine.pool is not None, "these families can all be batched"
+    assert engine.store is not None, "these families can all be batched"
     if not ragged:
-        engine.pool = Pool(Runner(engine.model, Adapters(engine.model), 40), None, ragged=False)
+        engine.store = Blocks(Runner(engine.model, Adapters(engine.model), 40), None, ragged=False)
     rng = random.Random(2)
 
     def tokens(n: int) -> list[int]:
@@ -124,13 +124,13 @@ def test_a_pinned_prefix_stays_and_is_dropped_by_clear(folders: Folders) -> None
     engine.genlm_cache_prefix(Query((1, 2, 3)))
     rows_of(engine, [[1, 2, 3, 4], [9, 9]])
     rows_of(engine, [[8, 8, 8]])
-    assert len(engine.pool) == 2  # the pinned row, and that of the last call
+    assert len(engine.store) == 2  # the pinned row, and that of the last call
     engine.genlm_clear_kv_cache()
-    assert len(engine.pool) == 0
+    assert len(engine.store) == 0
 
 
 def test_the_pool_stays_within_its_bytes(folders: Folders) -> None:
     engine = load(str(folders("llama")), {"kv_cache_bytes": 0})
     for i in range(5):
         rows_of(engine, [[i, i + 1]])
-    assert len(engine.pool) == 1
+    assert len(engine.store) == 1

@@ -39,7 +39,7 @@ def test_caches_that_cannot_be_batched_are_warned_of(
         engine = load(folder, {})
     (warning,) = [log for log in logs if log["event"] == "kv.unbatchable"]
     assert (warning["log_level"], warning["caches"]) == ("warning", [name])
-    assert engine.pool is None
+    assert engine.store is None
     assert (engine.logprobs(queries) - expected).abs().max() < 1e-4
     assert engine.genlm_cache_prefix(queries[0])
     engine.genlm_clear_kv_cache()

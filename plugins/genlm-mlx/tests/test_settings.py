@@ -266,7 +266,7 @@ def test_experts_in_bfloat16(saved: Saved) -> None:
 
 
 def test_windows_that_are_put_in_share_prompts(saved: Saved) -> None:
-    assert isinstance(load(saved(made(*RIGHT["starcoder2, window"])), {}).pool, Store)
+    assert isinstance(load(saved(made(*RIGHT["starcoder2, window"])), {}).store, Store)
 
 
 def test_a_window_that_cannot_be_put_in_ends_the_context(

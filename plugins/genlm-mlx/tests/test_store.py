@@ -13,8 +13,8 @@ from mlx.utils import tree_flatten
 from structlog.testing import capture_logs
 
 from genlm.kit.kv import Blank, Command, Worth
+from genlm.mlx.blocks import Blocks
 from genlm.mlx.loading import load
-from genlm.mlx.pool import Pool
 from genlm.mlx.store import Store
 from genlm.mlx.table import Table
 
@@ -28,7 +28,7 @@ def llama(folders: Folders) -> Tried:
     return Tried(folders("llama"), Store)
 
 
-@pytest.fixture(params=[Pool, Store])
+@pytest.fixture(params=[Blocks, Store])
 def either(folders: Folders, request: pytest.FixtureRequest) -> Tried:
     return Tried(folders("llama"), request.param)
 
@@ -37,13 +37,13 @@ def either(folders: Folders, request: pytest.FixtureRequest) -> Tried:
     ("families", "kind"),
     [
         (["llama", "gpt2", "phi3", "yarn", "mistral", "qwen2"], Store),
-        (["gemma2", "gemma3", "mamba", "lfm2", "falcon_h1"], Pool),
+        (["gemma2", "gemma3", "mamba", "lfm2", "falcon_h1"], Blocks),
     ],
 )
 def test_plain_attention_shares_and_other_families_do_not(
     folders: Folders, families: list[str], kind: type
 ) -> None:
-    assert [type(load(str(folders(family)), {}).pool) for family in families] == [kind] * len(
+    assert [type(load(str(folders(family)), {}).store) for family in families] == [kind] * len(
         families
     )
 
@@ -97,7 +97,7 @@ def test_a_lone_context_takes_the_place_of_no_group(
         assert either.ask(*keys) == [8]
 
 
-@pytest.mark.parametrize("kind", [Pool, Store])
+@pytest.mark.parametrize("kind", [Blocks, Store])
 def test_rows_are_right_and_bytes_bounded_under_any_budget(folders: Folders, kind: type) -> None:
     for rows in (0, 2, 5):
         tried = Tried(folders("llama"), kind, rows * 20_000)
@@ -105,7 +105,7 @@ def test_rows_are_right_and_bytes_bounded_under_any_budget(folders: Folders, kin
         for token in range(6):
             tried.ask(*keys, *keys_of(1, 20, seed=token + 1))
             row = tried.kept.nbytes / len(tried.kept)  # they have about one length
-            assert tried.kept.nbytes <= (1.5 if kind is Pool else 2) * 7 * row + rows * 20_000
+            assert tried.kept.nbytes <= (1.5 if kind is Blocks else 2) * 7 * row + rows * 20_000
             keys = [(*keys[token], 99), *[(*key, token) for key in keys[:-1]]]
 
 

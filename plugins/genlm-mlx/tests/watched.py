@@ -41,7 +41,7 @@ def keys_of(n: int, length: int, seed: int = 0) -> list[Key]:
 
 
 class Tried:
-    """A pool or a store over a tiny model."""
+    """Blocks or a store over a tiny model."""
 
     def __init__(
         self,

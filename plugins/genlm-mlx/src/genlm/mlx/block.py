@@ -26,11 +26,11 @@ class RowBlock:
         cache: One batch cache per layer.
         logits: ``[rows, vocab_size]`` float32, of the next token of each row; ``None`` while the
             block is being built.
-        costly: For each row, whether its state took a long prefill that no other state in the pool
+        costly: For each row, whether its state took a long prefill that no other state in the store
             could replace.
-        living: The rows that the pool can find. Others have moved to another block.
-        used: When it was last used, in the pool's ticks.
-        pinned: Whether it stays until the pool is cleared.
+        living: The rows that the store can find. Others have moved to another block.
+        used: When it was last used, in the store's ticks.
+        pinned: Whether it stays until the store is cleared.
     """
 
     def __init__(self, keys: Sequence[Key], cache: Cache) -> None:

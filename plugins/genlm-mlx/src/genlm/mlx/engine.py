@@ -1,4 +1,4 @@
-"""The engine: the hooks, on top of the pool."""
+"""The engine: the hooks, on top of the store."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from genlm.core import Adapter, Answer, Query, hookimpl
 from genlm.kit.adapter_files import AdapterFolder
 from genlm.kit.memory import lower
 from genlm.mlx.adapters import Adapters, read_folder
+from genlm.mlx.blocks import Blocks
 from genlm.mlx.folders import MlxFolder
-from genlm.mlx.pool import Pool
 from genlm.mlx.runner import Key, Runner
 from genlm.mlx.store import Store
 
@@ -26,7 +26,7 @@ class MlxEngine:
     the thread that built it.
 
     Attributes:
-        pool: The key/value rows; ``None`` if the model's caches cannot be batched: then every query
+        store: The key/value rows; ``None`` if the model's caches cannot be batched: then each query
             is computed alone.
     """
 
@@ -38,7 +38,7 @@ class MlxEngine:
         tokenizer: Any,
         runner: Runner,
         adapters: Adapters,
-        pool: Pool | Store | None,
+        store: Blocks | Store | None,
         *,
         vocab_size: int,
         max_context: int | None,
@@ -49,7 +49,7 @@ class MlxEngine:
         self.vocab_size = vocab_size
         self.max_context = max_context
         self.eos_token_ids = eos_token_ids
-        self.pool = pool
+        self.store = store
         self._runner = runner
         self._waiting: list[Query] = []
         self._chunked: Key | None = None  # in the last step
@@ -69,11 +69,11 @@ class MlxEngine:
         chunks = {query: chunk for query in waiting if (chunk := self._chunk(query))}
         now = [query for query in waiting if query not in chunks]
         oldest, self._chunked = next(iter(chunks.values()), None), None
-        if oldest is not None and self.pool is not None:
+        if oldest is not None and self.store is not None:
             # Together with the others, so that its row is not the least recently used. Its key may
             # be one of theirs, and keys must be distinct.
             keys = dict.fromkeys([*map(key_of, now), oldest])
-            rows = _rows(self.pool.logits([*keys])[: len(now)])
+            rows = _rows(self.store.logits([*keys])[: len(now)])
         else:
             rows = self.logprobs(now) if now else torch.empty(0)
         self._waiting, self._chunked = list(chunks), oldest
@@ -82,12 +82,12 @@ class MlxEngine:
     def _chunk(self, query: Query) -> Key | None:
         """What to compute first of a query; ``None`` if all of it fits into a chunk.
 
-        Without a pool nothing can be kept between two chunks.
+        Without a store nothing can be kept between two chunks.
         """
         key, size = key_of(query), self._runner.step_size
-        if self.pool is None or query.cold or len(key) - 1 <= size:
+        if self.store is None or query.cold or len(key) - 1 <= size:
             return None
-        known = self.pool.known(key)
+        known = self.store.known(key)
         chunk = key[: known + size]
         # If nothing of a computed chunk was kept (it is nan), there is no next one.
         return chunk if len(key) - known > size and chunk != self._chunked else None
@@ -95,9 +95,9 @@ class MlxEngine:
     def logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
         """The rows of distinct queries, ``[len(queries), vocab_size]`` float32."""
         keys = [key_of(query) for query in queries]
-        if self.pool is None or any(query.cold for query in queries):
+        if self.store is None or any(query.cold for query in queries):
             return _rows(mx.concatenate([self._runner.cold(key) for key in keys]))
-        return _rows(self.pool.logits(keys))
+        return _rows(self.store.logits(keys))
 
     @hookimpl
     @LOWER
@@ -111,10 +111,10 @@ class MlxEngine:
     def _score(self, key: Key, continuation: Key) -> torch.Tensor:
         """One pass over the new tokens of the context and over the continuation."""
         version, *context = key
-        if self.pool is None:
+        if self.store is None:
             cache, known = self._runner.empty_cache(), 0
         else:
-            branch = self.pool.branch(key)
+            branch = self.store.branch(key)
             cache, known = branch.cache, branch.length
         new = (*context[known:], *continuation[:-1])
         rows = self._runner.following(cache, version, new, len(continuation))
@@ -127,14 +127,14 @@ class MlxEngine:
 
     @hookimpl
     def genlm_cache_prefix(self, query: Query) -> bool:
-        if self.pool is not None:
-            self.pool.pin(key_of(query))
+        if self.store is not None:
+            self.store.pin(key_of(query))
         return True
 
     @hookimpl
     def genlm_clear_kv_cache(self) -> None:
-        if self.pool is not None:
-            self.pool.clear()
+        if self.store is not None:
+            self.store.clear()
         mx.clear_cache()
 
     @hookimpl
@@ -149,15 +149,15 @@ class MlxEngine:
     @hookimpl
     def genlm_remove_lora(self, adapter: Adapter) -> bool:
         self._adapters.remove(adapter.version)
-        if self.pool is not None:
-            self.pool.drop(adapter.version)
+        if self.store is not None:
+            self.store.drop(adapter.version)
         return True
 
     @hookimpl
     def genlm_close(self) -> None:
-        if self.pool is not None:
-            self.pool.clear()
-        self.model = self.pool = None
+        if self.store is not None:
+            self.store.clear()
+        self.model = self.store = None
         del self._runner, self._adapters
         mx.clear_cache()
         # last: joining a thread that still has streams can abort the process at exit.
@@ -165,7 +165,7 @@ class MlxEngine:
 
 
 def key_of(query: Query) -> Key:
-    """The pool's name for a query: the adapter's version (0 is the base model), then the tokens."""
+    """The name of a query: the adapter's version (0 is the base model), then the tokens."""
     return (0 if query.adapter is None else query.adapter.version, *query.token_ids)
 
 

@@ -18,9 +18,9 @@ from genlm.kit.model_files import eos_token_ids, require_model
 from genlm.kit.settings import rope_limits, settings_of
 from genlm.mlx import rotary, windows
 from genlm.mlx.adapters import Adapters
+from genlm.mlx.blocks import Blocks
 from genlm.mlx.engine import MlxEngine
 from genlm.mlx.options import Options
-from genlm.mlx.pool import Pool
 from genlm.mlx.probe import CacheSupport, probe
 from genlm.mlx.repairs import repair
 from genlm.mlx.runner import Runner
@@ -89,17 +89,17 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
             caches=sorted({type(layer).__name__ for layer in runner.empty_cache()}),
             consequence="every context is computed alone and from its first token",
         )
-    pool: Pool | Store | None = None
+    store: Blocks | Store | None = None
     if support is CacheSupport.SHARED:
-        pool = Store(runner, chosen.kv_cache_bytes)
+        store = Store(runner, chosen.kv_cache_bytes)
     elif support is not CacheSupport.NONE:
-        pool = Pool(runner, chosen.kv_cache_bytes, support is CacheSupport.RAGGED)
+        store = Blocks(runner, chosen.kv_cache_bytes, support is CacheSupport.RAGGED)
     return MlxEngine(
         model,
         tokenizer,
         runner,
         adapters,
-        pool,
+        store,
         vocab_size=first.shape[-1],
         max_context=longest,
         eos_token_ids=eos_token_ids(str(folder)),

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import KVCache
 import mlx.core as mx
 from genlm.kit.kv.sharing import Worth
 from genlm.mlx.attention import hook
-from genlm.mlx.pool import Pool
+from genlm.mlx.blocks import Blocks
 from genlm.mlx.runner import Key, Runner
 from genlm.mlx.store import Store
 from genlm.mlx.windows import narrowed
@@ -70,7 +70,7 @@ def _support(runner: Runner) -> CacheSupport:
 def _batches(runner: Runner, rows: int, ragged: bool) -> bool:
     """Whether ``rows`` rows, of equal length or not, are right in one cache."""
     chunked = Runner(runner.model, runner.adapters, CHUNK * rows)
-    return _right(chunked, Pool(chunked, 0, ragged), _unequal(rows))
+    return _right(chunked, Blocks(chunked, 0, ragged), _unequal(rows))
 
 
 def _shares(runner: Runner) -> bool:
@@ -107,11 +107,11 @@ def _behind_prompts(rows: int) -> list[list[Key]]:
     return [prompts, [(*key, 7) for key in prompts]]
 
 
-def _right(runner: Runner, pool: Pool | Store, batches: Sequence[Sequence[Key]]) -> bool:
+def _right(runner: Runner, store: Blocks | Store, batches: Sequence[Sequence[Key]]) -> bool:
     """Whether the rows of these batches, one after the other, are right."""
     for keys in batches:
         try:
-            batched = _probabilities(pool.logits(keys))
+            batched = _probabilities(store.logits(keys))
         except REFUSED:
             return False
         alone = _probabilities(mx.concatenate([runner.cold(key) for key in keys]))

@@ -1,4 +1,4 @@
-"""How much the pool computes and keeps: the positions of each forward pass, and bytes."""
+"""How much the store computes and keeps: the positions of each forward pass, and bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from genlm.mlx.pool import Pool
+from genlm.mlx.blocks import Blocks
 
 from .watched import Tried, keys_of
 
@@ -16,7 +16,7 @@ Folders = Callable[[str], Path]
 
 @pytest.fixture
 def llama(folders: Folders) -> Tried:
-    return Tried(folders("llama"), Pool)
+    return Tried(folders("llama"), Blocks)
 
 
 def test_what_is_known_is_not_computed_again(llama: Tried) -> None:
@@ -61,7 +61,7 @@ def test_contexts_of_one_prompt_share_its_prefill(llama: Tried) -> None:
 def test_many_short_rows_go_in_few_chunks(folders: Folders) -> None:
     """700 rows of 2 to 4 tokens before the last, in a rotating cache: three take a chunk of
     three, not of two and one, which mlx-lm refuses."""
-    tried = Tried(folders("gemma3"), Pool)
+    tried = Tried(folders("gemma3"), Blocks)
     keys = list(dict.fromkeys(key[: 4 + at % 3] for at, key in enumerate(keys_of(700, 6))))
     assert len(tried.ask(*keys)) == 3
     assert len(tried.ask(*[(*key, 1, 2, 3, *range(at % 2)) for at, key in enumerate(keys)])) <= 3
@@ -83,9 +83,9 @@ def test_a_shorter_context_is_trimmed_from_a_longer_one(llama: Tried) -> None:
 
 def test_a_fork_evicts_no_block_that_it_needs(folders: Folders) -> None:
     groups = [keys_of(4, 20, seed) for seed in (1, 2, 3)]
-    sized = Tried(folders("llama"), Pool)
+    sized = Tried(folders("llama"), Blocks)
     sized.ask(*groups[0])
-    tried = Tried(folders("llama"), Pool, 2 * sized.kept.nbytes)
+    tried = Tried(folders("llama"), Blocks, 2 * sized.kept.nbytes)
     for group in groups:
         tried.ask(*group)
     assert len(tried.kept) == 12

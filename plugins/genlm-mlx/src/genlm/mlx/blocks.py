@@ -1,5 +1,5 @@
-"""The pool of key/value rows: shared prefixes are computed once, and known ones are not computed
-again."""
+"""Blocks of key/value rows, for caches that the planner's table cannot hold: recurrent states and
+windows that wrap. Shared prefixes are computed once, and known ones are not computed again."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class UnfinishedBlock:
         return len(self.targets[0]) - len(self.block.keys[0]) - 1
 
 
-class Pool:
+class Blocks:
     """Evaluates contexts, each starting from the longest part of it that some row holds.
 
     Rows that contexts extend move to a new block: their tokens can still be found as a prefix. They
@@ -103,7 +103,7 @@ class Pool:
         return len(key) if key in self._index else max(1, self._source(key)[1])
 
     def branch(self, key: Key) -> RowBlock:
-        """A block of one row, outside the pool: the known part of ``key`` without its last
+        """A block of one row, outside the store: the known part of ``key`` without its last
         token."""
         place, reused = self._source(key)
         if place is None:
@@ -162,7 +162,7 @@ class Pool:
         return [prefix for prefix in worthwhile if prefix not in self._index]
 
     def _advance(self, keys: Sequence[Key]) -> list[RowBlock]:
-        """Compute ``keys``, and make their rows part of the pool."""
+        """Compute ``keys``, and make their rows part of the store."""
         if not keys:
             return []
         waiting: dict[int, list[UnfinishedBlock]] = defaultdict(list)
@@ -279,7 +279,7 @@ class Pool:
             self._index.remove(block.keys[row])
 
     def _replace(self, block: RowBlock, parts: Sequence[Sequence[int]]) -> list[RowBlock]:
-        """Split a block of the pool; empty parts give no block."""
+        """Split a block of the store; empty parts give no block."""
         self._forget(block)
         blocks = block.split([part for part in parts if part])
         for split in blocks:
