@@ -142,6 +142,14 @@ def test_unknown_adapters(mock, gate):
     assert gate.batches == []
 
 
+def test_adapters_are_listed_and_not_added_there(mock):
+    lm = mock()
+    lm.add_new_lora("path/a", "a")
+    with pytest.raises(TypeError, match="does not support item"):
+        lm.adapters["b"] = lm.adapters["a"]
+    assert list(lm.adapters) == ["a"]
+
+
 @pytest.mark.parametrize("name", [None, 5, ["a"], "", b"a"])
 def test_what_cannot_be_the_name_of_an_adapter(mock, name):
     lm = mock()

@@ -42,6 +42,8 @@ BAD_CONTEXTS = [
     (np.array([1.5]), "position 0 of the context is 1.5"),
     (torch.tensor(3), "the context must be 1-dimensional; it is 0-dimensional"),
     ({"input_ids": [1]}, "the context is a dict; give its 'input_ids'"),
+    (torch.tensor([1, 2]).to_sparse(), "the context cannot be read as a list; give integers"),
+    (torch.empty(2, dtype=torch.long, device="meta"), "the context cannot be read as a list"),
     (torch.tensor([[1, 2]]), "it is 2-dimensional; give x[0] for its first row"),
     (np.zeros((1, 1, 1), dtype=int), "it is 3-dimensional"),
     (range(10**9), "the context of 1000000000 tokens exceeds the 10 tokens that the model takes"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Mapping
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from genlm.core.checks import safe_repr
@@ -71,7 +73,7 @@ class AdapterRegistry:
         adapter = self._bound.get(name) if isinstance(name, str) else None
         if adapter is None:
             raise UnknownAdapterError(
-                f"no LoRA adapter {name!r}; registered: "
+                f"no LoRA adapter {safe_repr(name)}; registered: "
                 f"{', '.join(sorted(self._bound)) or 'none'}; register it with "
                 "add_new_lora(path, name); clear_lora() goes back to the base model"
             )
@@ -100,9 +102,9 @@ class AdapterRegistry:
         # Else the default has been changed since: ask again.
         return self.resolve(name) if adapter is None else adapter
 
-    def bound(self) -> dict[str, Adapter]:
-        """The adapters by their names."""
-        return dict(self._bound)
+    def bound(self) -> Mapping[str, Adapter]:
+        """The adapters by their names, as they are now."""
+        return MappingProxyType(dict(self._bound))
 
     def outdated(self, adapter: Adapter | None) -> UnknownAdapterError | None:
         """The error for an adapter that was removed or bound again since it was resolved; ``None``

@@ -9,7 +9,7 @@ from typing import Any, overload
 
 from attrs import frozen
 
-from genlm.core.checks import safe_repr, unawaited
+from genlm.core.checks import describe_error, safe_repr, unawaited
 from genlm.core.errors import InvalidQueryError
 
 TokenIds = tuple[int, ...]
@@ -260,7 +260,7 @@ def _as_ints(what: str, token_ids: Any, most: int) -> TokenIds:
             "takes; shorten it"
         )
     if not plain and hasattr(token_ids, "tolist"):
-        token_ids = token_ids.tolist()  # NumPy and torch: one call instead of one for each id
+        token_ids = _listed(what, token_ids)
     try:
         ids = tuple(token_ids if sized else itertools.islice(token_ids, most + 1))
     except TypeError as error:  # chained: it may be of the caller's own generator
@@ -275,6 +275,17 @@ def _as_ints(what: str, token_ids: Any, most: int) -> TokenIds:
     if {int}.issuperset(map(type, ids)):
         return ids
     return tuple(_as_int(what, token_id, position) for position, token_id in enumerate(ids))
+
+
+def _listed(what: str, token_ids: Any) -> Any:
+    """An array as a list: one call instead of one for each id."""
+    try:
+        return token_ids.tolist()
+    except Exception as error:  # a sparse tensor, or one without data
+        raise InvalidQueryError(
+            f"the {what} cannot be read as a list; give integers, or an array that has them: "
+            f"{describe_error(error)}"
+        ) from error
 
 
 def _refuse_unreadable(what: str, token_ids: Any) -> None:

@@ -121,6 +121,11 @@ class AsyncLM(GenerationMixin):
                 "your own is a plugin (`genlm new-plugin NAME`), or a MockAsyncLM with a method "
                 f"_get_logprobs; got {safe_repr(load)} and backend={safe_repr(backend)}"
             )
+        if options is not None and not isinstance(options, CoreOptions):
+            raise InvalidOptionError(
+                f"options must be CoreOptions; got {safe_repr(options)}; give single ones by name: "
+                "AsyncLM(load, backend='name', batch_size=3)"
+            )
         if options is None:
             options, others = CoreOptions.split(core_options)
             refuse_unknown(backend, others)
@@ -218,8 +223,8 @@ class AsyncLM(GenerationMixin):
         self._batcher.run(lambda: self._executor.unbind(lora_name))
 
     @property
-    def adapters(self) -> dict[str, Adapter]:
-        """The LoRA adapters that are registered, by name."""
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The LoRA adapters that are registered now, by name; to be read."""
         return self._adapters.bound()
 
     def set_lora(self, lora_name: str) -> None:
