@@ -3,7 +3,9 @@ what they found, and adapters of other models."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from genlm.core import AsyncLM, InvalidAdapterError
+from genlm.kit.adapter_files import CONFIG
 from tests.adapter_kinds import KINDS, Kind, make_adapter
 
 DOCS = Path(__file__).parents[1] / "docs" / "adapters.md"
@@ -38,7 +41,7 @@ def tabled(kind: Kind, backend: str, found: str) -> str:
 
 def strangers(model: str, folder: Path) -> dict[str, str]:
     """Adapters of models with one size other than this one's: their folders, by what an error says
-    of them."""
+    of them. What is made for fewer layers looks as if its file lacked the last."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     ours = AutoConfig.from_pretrained(model)
@@ -63,6 +66,15 @@ def strangers(model: str, folder: Path) -> dict[str, str]:
         other = folder / f"stranger-{number}"
         AutoModelForCausalLM.from_config(config).save_pretrained(other / "model")
         paths[message] = make_adapter(KINDS[0], str(other / "model"), other / "adapter")
+    last = ours.num_hidden_layers - 1
+    config = AutoConfig.from_pretrained(model, num_hidden_layers=last)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "shorter")
+    for number, targets in enumerate((["q_proj", "v_proj"], r".*\.[qv]_proj", "all-linear")):
+        path = make_adapter(KINDS[0], str(folder / "shorter"), folder / f"shorter-{number}")
+        settings = json.loads(Path(path, CONFIG).read_text()) | {"target_modules": targets}
+        Path(path, CONFIG).write_text(json.dumps(settings))
+        named = re.escape(json.dumps(targets))
+        paths[rf"lacks the matrices of model\.layers\.{last}\..*target_modules={named}"] = path
     return paths
 
 

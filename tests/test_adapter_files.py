@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from genlm.kit.adapter_files import (
     AdapterFolder,
     Feature,
     module_shapes,
+    names,
+    presumed_shapes,
     read_adapter,
     write_plain,
 )
@@ -290,10 +293,16 @@ def test_a_configuration_that_is_not_sound(
         read_adapter(write(**settings))
 
 
-def test_expressions_of_the_configuration_are_not_run(write: Write) -> None:
+def test_expressions_of_the_configuration_end(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the file holds is in every layer: which modules they mean does not matter then."""
+    monkeypatch.setattr(names, "EXPRESSION_SECONDS", 0.5)
     started = time.process_time()
-    read_adapter(write(target_modules="(.*)*(.*)*(.*)*Z", exclude_modules="(.*)*(.*)*(.*)*Z"))
-    assert time.process_time() - started < 5  # the expression takes for ever
+    endless = "(.|.)*(.|.)*(.|.)*(.|.)*[YZ]"
+    adapter = read_adapter(write(target_modules=endless, exclude_modules=endless))
+    adapter.require_modules({Q: (8, 8), **{f"model.layers.{at}.mlp": (8, 8) for at in range(99)}})
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize(
@@ -417,10 +426,23 @@ OTHER = "model.layers.1.self_attn.q_proj"
         ({"target_modules": ["q_proj"], "layers_to_transform": [0, 1]}, True),
         ({"target_modules": ["q_proj"], "exclude_modules": ["layers.1.self_attn.q_proj"]}, False),
         ({"target_modules": ["q_proj"], "exclude_modules": ".*1.*"}, False),
-        ({"target_modules": ".*q_proj"}, False),  # an expression, which is not run
+        ({"target_modules": ["q_proj"], "exclude_modules": ".*2.*"}, True),
+        ({"target_modules": r".*\.q_proj"}, True),
+        ({"target_modules": r"model\.layers\.\d\.self_attn\.(q|v)_proj"}, True),
+        ({"target_modules": r"^(?!.*\.1\.).*\.q_proj"}, False),
+        ({"target_modules": "q_proj"}, False),  # whole names are compared
+        ({"target_modules": ".*[01].*", "exclude_modules": ["q_proj", "my_q_proj"]}, False),
+        ({"target_modules": "all-linear"}, True),
+        ({"target_modules": "all-linear", "exclude_modules": r".*\.1\..*"}, False),
+        ({"target_modules": "(.|.)*(.|.)*(.|.)*(.|.)*[YZ]"}, True),  # which takes for ever
+        ({"target_modules": "(" * 9000}, True),
+        ({"target_modules": ["q_proj"], "exclude_modules": "(.|.)*(.|.)*(.|.)*[YZ]"}, True),
     ],
 )
-def test_a_file_that_lacks_a_layer(write: Write, settings: dict[str, Any], lacks: bool) -> None:
+def test_a_file_that_lacks_a_layer(
+    write: Write, settings: dict[str, Any], lacks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(names, "EXPRESSION_SECONDS", 0.5)
     adapter = read_adapter(write(**settings))
     model = {Q: (8, 8), OTHER: (8, 8), "model.layers.0.self_attn.my_q_proj": (8, 8)}
     with (
@@ -431,3 +453,29 @@ def test_a_file_that_lacks_a_layer(write: Write, settings: dict[str, Any], lacks
         else nullcontext()
     ):
         adapter.require_modules(model)
+
+
+@pytest.mark.parametrize(
+    ("adapted", "lacks"),
+    [
+        ([Q, V], True),
+        ([Q, OTHER], True),
+        ([f"model.layers.{at}.self_attn.q_proj" for at in range(4)], False),
+        ([OTHER], False),  # perhaps the others are of another kind
+        ([Q, "model.vision.layers.0.q_proj"], False),  # which may have another depth
+        (["model.lm_head"], False),
+    ],
+)
+def test_a_model_of_which_only_the_depth_is_known(
+    write: Write, adapted: list[str], lacks: bool
+) -> None:
+    shapes = {at: size for name in adapted for at, size in lora(name).items()}
+    adapter = read_adapter(write(shapes, target_modules=r".*_proj"))
+    missing = "model.layers.2" if OTHER in adapted else "model.layers.1"
+    with (
+        pytest.raises(InvalidAdapterError, match=f"lacks the matrices of {missing}")
+        if lacks
+        else nullcontext()
+    ):
+        config = SimpleNamespace(num_hidden_layers=4)
+        adapter.require_modules(presumed_shapes(adapter, config))

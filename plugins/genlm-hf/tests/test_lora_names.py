@@ -120,10 +120,12 @@ def test_experts_and_routers(family: str, listed: bool, tmp_path: Path) -> None:
     check(model, tmp_path, merge_experts(model, changes, kind))
 
 
+@pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("lacks", ["layers.1.self_attn.q_proj", "layers.1.block_sparse_moe.gate"])
-def test_a_layer_that_the_file_lacks(lacks: str, tmp_path: Path) -> None:
+def test_a_layer_that_the_file_lacks(lacks: str, listed: bool, tmp_path: Path) -> None:
     model, modules, _ = experts("mixtral")
-    targets = sorted({name.rpartition(".")[2] for name in modules})
+    targets: Any = sorted({name.rpartition(".")[2] for name in modules})
+    targets = targets if listed else rf".*\.({'|'.join(targets)})"
     kept = {name: shape for name, shape in modules.items() if not name.endswith(lacks)}
     write(tmp_path, kept, target_modules=targets)
     with (
@@ -158,10 +160,13 @@ def test_a_part_of_what_is_joined(tmp_path: Path) -> None:
         lm.add_new_lora(str(tmp_path), "a")
 
 
-@pytest.mark.parametrize(
+PLACES = pytest.mark.parametrize(
     "place", ["language_model.model.", "model."], ids=["transformers 4", "text model"]
 )
-def test_the_text_model_of_another(place: str, tmp_path: Path) -> None:
+
+
+@pytest.fixture
+def llava() -> Any:
     sight = {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
     text, vision = LlamaConfig(**SIZES), CLIPVisionConfig(**VISION, **sight)
     config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=250)
@@ -170,16 +175,44 @@ def test_the_text_model_of_another(place: str, tmp_path: Path) -> None:
     for parameter in base.parameters():  # its rows are far from uniform
         if parameter.ndim > 1:
             parameter.data.normal_(0, 0.15)
-    names = [f"layers.{layer}.self_attn.q_proj" for layer in range(2)]
-    changes = write(
-        tmp_path, {f"{place}{n}": (32, 32) for n in names}, target_modules=r".*\.q_proj"
-    )
-    merged = copy.deepcopy(base)
+    return base
+
+
+@PLACES
+@pytest.mark.parametrize(
+    ("settings", "adapted"),
+    [
+        ({"target_modules": r".*\.q_proj"}, [0, 1]),
+        ({"target_modules": r".*\.1\..*\.q_proj"}, [1]),
+        ({"target_modules": ["q_proj"], "exclude_modules": r".*(vision|\.1\.).*"}, [0]),
+    ],
+)
+def test_the_text_model_of_another(
+    llava: Any, place: str, settings: dict[str, Any], adapted: list[int], tmp_path: Path
+) -> None:
+    names = [f"layers.{layer}.self_attn.q_proj" for layer in adapted]
+    changes = write(tmp_path, {f"{place}{n}": (32, 32) for n in names}, **settings)
+    merged = copy.deepcopy(llava)
     with torch.no_grad():
         for name, change in changes.items():
             inner = merged.model.language_model.get_submodule(name.removeprefix(place))
             inner.weight += change
-    check(base, tmp_path, merged)
+    check(llava, tmp_path, merged)
+
+
+@PLACES
+@pytest.mark.parametrize(
+    "targets", [["self_attn.q_proj"], r".*language_model.*q_proj|model\..*q_proj", "all-linear"]
+)
+def test_a_layer_of_the_text_model_that_the_file_lacks(
+    llava: Any, place: str, targets: Any, tmp_path: Path
+) -> None:
+    write(tmp_path, {f"{place}layers.0.self_attn.q_proj": (32, 32)}, target_modules=targets)
+    with (
+        AsyncTransformer(llava, ByteTokenizer()) as lm,
+        pytest.raises(InvalidAdapterError, match=r"lacks the matrices of model\..*q_proj"),
+    ):
+        lm.add_new_lora(str(tmp_path), "a")
 
 
 def test_of_another_model_altogether(tiny: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,19 @@ def test_weights_of_mlx_lm_that_are_refused(
     mx.save_safetensors(file, {name: one for name, one in weights.items() if one is not None})
     with pytest.raises(InvalidAdapterError, match=message):
         read_folder(str(path))
+
+
+@pytest.mark.parametrize(("depth", "lacks"), [(1, False), (2, False), (3, True), (-1, True)])
+def test_blocks_that_the_file_of_mlx_lm_lacks(
+    folders: Folders, tmp_path: Path, depth: int, lacks: bool
+) -> None:
+    path = mlx_adapter(folders("llama"), tmp_path / "adapter")
+    settings = json.loads((path / "adapter_config.json").read_text()) | {"num_layers": depth}
+    (path / "adapter_config.json").write_text(json.dumps(settings))
+    engine, adapter = load(str(folders("llama")), {}), Adapter("a", str(path), 1)
+    message = rf"lacks the matrices of model\.layers\.0\..*num_layers={depth}"
+    with pytest.raises(InvalidAdapterError, match=message) if lacks else nullcontext():
+        assert engine.genlm_add_lora(adapter, engine.genlm_read_lora(adapter))
 
 
 @pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors"])

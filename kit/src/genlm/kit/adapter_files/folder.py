@@ -10,9 +10,9 @@ from typing import Any
 from attrs import field, frozen
 
 from genlm.core.errors import InvalidAdapterError
-from genlm.kit.adapter_files.config import CONFIG
+from genlm.kit.adapter_files.config import CONFIG, brief
 from genlm.kit.adapter_files.features import Feature
-from genlm.kit.adapter_files.names import ends
+from genlm.kit.adapter_files.names import ends, kind
 from genlm.kit.adapter_files.settings import Settings
 from genlm.kit.adapter_files.tensors import Tensor
 
@@ -112,13 +112,25 @@ class AdapterFolder:
                     f"{module.inputs} to {module.outputs} features, the model "
                     f"{' to '.join(map(str, shapes[name]))}; give an adapter made for this model"
                 )
+        self.require_whole(shapes)
+
+    def require_whole(self, names: Collection[str]) -> None:
+        """Refuse an adapter whose file lacks modules that it was trained on.
+
+        Args:
+            names: Of the model's modules.
+
+        Raises:
+            InvalidAdapterError: it lacks one.
+        """
         adapted = {name.replace(".base_layer", "") for name in self.modules}
-        for name in shapes:
-            if name not in adapted and self.settings.targets(name):
+        kinds = set(map(kind, adapted))
+        for name in names:
+            if name not in adapted and self.settings.targets(name, alike=kind(name) in kinds):
                 raise InvalidAdapterError(
-                    f"LoRA adapter {self.path} lacks the matrices of {name}, which target_modules "
-                    f"in {CONFIG} names; save it again, or name in layers_to_transform the layers "
-                    "that it adapts"
+                    f"LoRA adapter {self.path} lacks the matrices of {name}, which target_modules"
+                    f"={brief(self.config['target_modules'])} in {CONFIG} names; save it again, or "
+                    "list there the modules that it adapts, and their layers in layers_to_transform"
                 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,13 @@ from genlm.kit.adapter_files.config import brief
 #: A key of ``rank_pattern`` or ``alpha_pattern`` that is a name, or begins with what PEFT itself
 #: writes before names.
 KEY = re.compile(r"(?P<start>\^|\.\*\\\.)?(?P<name>(\w|-|\\?\.)+)")
+
+#: What PEFT takes for every linear layer.
+ALL_LINEAR = "all-linear"
+
+#: The longest expression, in characters; and how long the process may compute while one is compared
+#: with all names.
+MOST_EXPRESSION, EXPRESSION_SECONDS = 1 << 14, 2.0
 
 
 class NamePattern:
@@ -51,3 +59,48 @@ def ends(name: str) -> Iterator[str]:
     while name:
         yield name
         name = name.partition(".")[2]
+
+
+def kind(name: str) -> str:
+    """The name without the numbers of its layer and expert: modules of one kind have the same."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+class Chosen:
+    """The modules that a field of a configuration names: a list by the ends of their names, an
+    expression by the whole of them.
+
+    Args:
+        value: Of ``target_modules`` or ``exclude_modules``.
+
+    Attributes:
+        listed: The names of the list.
+    """
+
+    def __init__(self, value: Any) -> None:
+        listed = value if isinstance(value, list) else []
+        self.listed = frozenset(each for each in listed if isinstance(each, str))
+        self.expression = value if isinstance(value, str) else None
+        self._seconds = EXPRESSION_SECONDS
+
+    def has(self, module: str) -> bool | None:
+        """Whether it names a module of the model.
+
+        ``None`` where that is not known: of PEFT's "all-linear", and of an expression that is none
+        or takes too long. Some take for ever, and one of the standard library's cannot be stopped.
+        """
+        if self.expression is None:
+            return not self.listed.isdisjoint(ends(module))
+        if self.expression.lower() == ALL_LINEAR or len(self.expression) > MOST_EXPRESSION:
+            return None
+        import regex
+
+        started = time.process_time()
+        try:
+            re.compile(self.expression)  # which knows less than the other
+            found = regex.fullmatch(self.expression, module, timeout=max(self._seconds, 1e-3))
+        except Exception:  # of hostile expressions, anything
+            return None
+        finally:
+            self._seconds -= time.process_time() - started
+        return found is not None

@@ -11,7 +11,7 @@ from typing import Any
 
 from genlm.core.errors import InvalidAdapterError
 from genlm.kit.adapter_files.config import CONFIG, brief
-from genlm.kit.adapter_files.names import NamePattern, ends
+from genlm.kit.adapter_files.names import Chosen, NamePattern, ends
 from genlm.kit.adapter_files.tensors import MOST_NAME
 
 #: The largest rank; the largest ``lora_alpha``; the most names in a list of them.
@@ -51,16 +51,13 @@ class Settings:
         self.modules_to_save = self._names("modules_to_save")
         self.target_parameters = frozenset(self._names("target_parameters"))
         self._owners = {target.rpartition(".")[0] for target in self.target_parameters}
-        self._targets = _listed(config.get("target_modules"))
-        excluded = config.get("exclude_modules")
-        self._excluded = _listed(excluded)
-        if isinstance(excluded, str):  # an expression is not run: it may exclude anything
-            self._excluded = self._targets
+        self._targets = Chosen(config.get("target_modules"))
+        self._excluded = Chosen(config.get("exclude_modules"))
         layers = config.get("layers_to_transform")
         listed = layers if isinstance(layers, list) else [layers]
         self._layers = {each for each in listed if type(each) is int} or None
         patterns = config.get("layers_pattern")
-        self._patterns = {patterns} if isinstance(patterns, str) else _listed(patterns)
+        self._patterns = {patterns} if isinstance(patterns, str) else Chosen(patterns).listed
 
     def rank(self, module: str) -> int:
         """The rank of a module or parameter, by its name in the model."""
@@ -78,16 +75,21 @@ class Settings:
         names = set(ends(module.replace(".base_layer", "")))
         # A parameter by its own name may be any module's but those that are targets themselves.
         return bool(names & (self._owners - {""})) or (
-            "" in self._owners and not names & self._targets
+            "" in self._owners and not names & self._targets.listed
         )
 
-    def targets(self, module: str) -> bool:
-        """Whether the adapter was trained on a module of its base model, as far as the lists of its
-        configuration say it: expressions are not run."""
-        names = set(ends(module))
+    def targets(self, module: str, alike: bool) -> bool:
+        """Whether the adapter was trained on a module of its base model.
+
+        Args:
+            module: The module's name.
+            alike: Whether the file adapts such modules in other layers: of them it is believed
+                where the configuration does not tell.
+        """
+        named = self._targets.has(module)
         return (
-            bool(names & self._targets)
-            and not names & self._excluded
+            (alike if named is None else named)
+            and not self._excluded.has(module)
             and not any(f".{saved}." in f".{module}." for saved in self.modules_to_save)
             and (self._layers is None or self._layer_of(module) in self._layers)
         )
@@ -143,11 +145,6 @@ class Settings:
                 f"a list of at most {MOST_NAMES} module names, of at most {MOST_NAME} characters",
             )
         return names
-
-
-def _listed(value: Any) -> set[str]:
-    """The strings of a list; of anything else, none."""
-    return {each for each in value if isinstance(each, str)} if isinstance(value, list) else set()
 
 
 def _is_rank(value: Any) -> bool:

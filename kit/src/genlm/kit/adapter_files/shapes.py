@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from genlm.core.logs import get_logger
 
 if TYPE_CHECKING:
     import torch
+
+    from genlm.kit.adapter_files.folder import AdapterFolder
 
 log = get_logger()
 
@@ -32,6 +35,34 @@ def shapes_in_transformers(config: Any) -> dict[str, tuple[int, int]] | None:
         )
         return None
     return module_shapes(model)
+
+
+def presumed_shapes(folder: AdapterFolder, config: Any) -> dict[str, tuple[int, int]]:
+    """The modules of a model that nobody can describe, as far as an adapter's file tells: those
+    that it adapts; and where these are the first layers of one stack, the same of all its layers.
+
+    Args:
+        folder: The adapter.
+        config: The model's configuration in transformers.
+    """
+    count = getattr(config, "num_hidden_layers", 0)
+    shapes = {}
+    stacks: dict[str, dict[int, list[tuple[str, tuple[int, int]]]]] = {}
+    for name, module in folder.modules.items():
+        name = name.replace(".base_layer", "")
+        shapes[name] = module.inputs, module.outputs
+        if match := re.fullmatch(r"(.*?\.)(\d+)(\..*)", name):
+            before, number, after = match.groups()
+            stacks.setdefault(before, {}).setdefault(int(number), []).append((after, shapes[name]))
+    if len(stacks) == 1:
+        ((before, layers),) = stacks.items()
+        if sorted(layers) == [*range(len(layers))]:
+            shapes |= {
+                f"{before}{number}{after}": shape
+                for number in range(len(layers), count)
+                for after, shape in layers[0]
+            }
+    return shapes
 
 
 def module_shapes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:

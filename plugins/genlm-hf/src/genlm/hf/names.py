@@ -5,14 +5,22 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from genlm.core.errors import InvalidAdapterError
 from genlm.core.logs import get_logger
-from genlm.kit.adapter_files import CONFIG, PREFIX, WEIGHTS, AdapterFolder, Feature, read_adapter
+from genlm.kit.adapter_files import (
+    CONFIG,
+    PREFIX,
+    WEIGHTS,
+    AdapterFolder,
+    Feature,
+    kind,
+    read_adapter,
+)
 
 logger = get_logger()
 
@@ -54,7 +62,10 @@ def in_names_of(
     else:
         yield folder  # it is for another model
         return
-    settings.setdefault("target_modules", sorted(adapted & shapes.keys()))
+    if isinstance(folder.config.get("exclude_modules"), str):  # of the names as they were
+        settings |= {"target_modules": None, "exclude_modules": None}
+    if not settings.get("target_modules"):
+        settings["target_modules"] = sorted(_trained(folder, adapted, shapes))
     _require_alike(folder, settings)
     from safetensors.torch import save_file
 
@@ -67,6 +78,22 @@ def in_names_of(
             yield read_adapter(place)
         except InvalidAdapterError as error:
             raise InvalidAdapterError(str(error).replace(place, str(folder.path))) from error
+
+
+def _trained(
+    folder: AdapterFolder, adapted: Collection[str], modules: Collection[str]
+) -> Iterator[str]:
+    """The modules of this model on which an adapter with other names was trained: those that it
+    adapts, and those of the same kinds in layers in which it adapts too little by its settings."""
+    kinds, before = set(map(kind, adapted)), set(map(kind, folder.modules))
+    for name in modules:
+        last = name.rpartition(".")[2]
+        number = next((part for part in name.split(".") if part.isdecimal()), "")
+        was = {each.replace("*", number, 1) for each in before if each.endswith(f".{last}")}
+        if name in adapted or (
+            kind(name) in kinds and any(folder.settings.targets(each, alike=True) for each in was)
+        ):
+            yield name
 
 
 def _converted(model: Any, folder: AdapterFolder) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -87,6 +87,8 @@ class Adapters:
                 cannot be adapted by row.
         """
         modules = dict(self._model.named_modules())
+        for name in [name for name, each in modules.items() if isinstance(each, RowLoRA)]:
+            del modules[f"{name}.base"]
         weights = self._read(contents, modules)
         layers = {name: modules[name] for name in weights}
         mx.eval(list(weights.values()))
@@ -111,9 +113,11 @@ class Adapters:
         if isinstance(adapter, MlxFolder):
             for name, shape in adapter.layers.items():
                 _check(adapter.path, name, shape, modules, shapes)
+            adapter.require_whole(shapes, len(self._model.layers))
             return adapter.weights()
         for name, module in adapter.modules.items():
             _check(adapter.path, name, (module.inputs, module.outputs), modules, shapes)
+        adapter.require_whole(shapes)
         self._require_same_weights(adapter, modules)
         tensors = _tensors(adapter)
         return {

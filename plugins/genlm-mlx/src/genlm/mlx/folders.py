@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,14 @@ from attrs import frozen
 
 import mlx.core as mx
 from genlm.core.errors import InvalidAdapterError
-from genlm.kit.adapter_files import SCALE, Tensor, is_scale, read_header, require_finite
+from genlm.kit.adapter_files import (
+    SCALE,
+    Tensor,
+    is_scale,
+    kind,
+    read_header,
+    require_finite,
+)
 
 #: Where mlx-lm saves weights, and how the names of a layer's two matrices end.
 WEIGHTS = "adapters.safetensors"
@@ -31,11 +38,14 @@ class MlxFolder:
         path: The folder.
         scale: The factor of the product of the two matrices.
         layers: By name, how many features each layer takes and gives.
+        depth: How many of the model's last blocks it was trained on: 0 or less is all. ``None``:
+            not known.
     """
 
     path: Path
     scale: float
     layers: Mapping[str, tuple[int, int]]
+    depth: int | None
 
     @classmethod
     def read(cls, path: Path, config: Mapping[str, Any]) -> MlxFolder:
@@ -45,10 +55,10 @@ class MlxFolder:
             InvalidAdapterError: the folder has no weights, or none that are finite, or is not plain
                 LoRA.
         """
-        kind = config.get("fine_tune_type", "lora")
-        if kind != "lora":
+        tuned = config.get("fine_tune_type", "lora")
+        if tuned != "lora":
             raise InvalidAdapterError(
-                f"LoRA adapter {path} has fine_tune_type={kind!r:.40}; only 'lora' is applied by "
+                f"LoRA adapter {path} has fine_tune_type={tuned!r:.40}; only 'lora' is applied by "
                 f"row: {FUSE}"
             )
         parameters = config.get("lora_parameters")
@@ -66,7 +76,33 @@ class MlxFolder:
         tensors = read_header(file)
         layers = _layers(path, tensors)
         require_finite(file, tensors.values())
-        return cls(path, float(scale), layers)
+        depth = config.get("num_layers", config.get("lora_layers"))
+        return cls(path, float(scale), layers, depth if type(depth) is int else None)
+
+    def require_whole(self, names: Collection[str], blocks: int) -> None:
+        """Refuse an adapter whose file lacks what mlx-lm would have trained: in each of the last
+        blocks the same.
+
+        Args:
+            names: Of the model's linear layers.
+            blocks: How many the model has.
+
+        Raises:
+            InvalidAdapterError: it lacks a layer.
+        """
+        if self.depth is None:
+            return
+        kinds = set(map(kind, self.layers))
+        first = max(0, blocks - self.depth) if self.depth > 0 else 0
+        for name in names:
+            if name in self.layers or kind(name) not in kinds:
+                continue
+            if int(next(part for part in name.split(".") if part.isdecimal())) >= first:
+                raise InvalidAdapterError(
+                    f"LoRA adapter {self.path} lacks the matrices of {name}, where "
+                    f"adapter_config.json says num_layers={self.depth}; save it again, or write "
+                    "there how many of the last blocks it adapts"
+                )
 
     def weights(self) -> dict[str, Weights]:
         """The matrices of each layer."""

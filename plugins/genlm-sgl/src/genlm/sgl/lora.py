@@ -10,6 +10,7 @@ from genlm.core import Adapter, Query, hookimpl
 from genlm.kit.adapter_files import (
     AdapterFolder,
     Feature,
+    presumed_shapes,
     read_adapter,
     shapes_in_transformers,
     write_plain,
@@ -42,8 +43,7 @@ class SglLoraEngine(SglEngine):
     @hookimpl
     def genlm_add_lora(self, adapter: Adapter, contents: AdapterFolder) -> bool:
         """Raises: InvalidAdapterError: it is made for another model."""
-        if self._shapes is not None:
-            contents.require_modules(self._shapes)
+        contents.require_modules(self._shapes or presumed_shapes(contents, self.scheduler.config))
         with tempfile.TemporaryDirectory() as plain:
             write_plain(contents, Path(plain), self._missing(contents))
             self.scheduler.load_adapter(_id(adapter), plain, named=adapter.path)

@@ -17,6 +17,7 @@ from genlm.kit.adapter_files import (
     WEIGHTS,
     AdapterFolder,
     Feature,
+    presumed_shapes,
     read_adapter,
     read_header,
     read_tensor,
@@ -76,8 +77,7 @@ class LoraEngine(VllmEngine):
                 f"{self._max_adapters}; "
                 "remove one, or load the model with a larger max_cpu_loras in engine_opts"
             )
-        if self._shapes is not None:
-            contents.require_modules(self._shapes)
+        contents.require_modules(self._shapes or presumed_shapes(contents, self._core.hf_config))
         self._require_same_embeddings(contents)
         if not self._slot_kept:
             self._keep_spare_slot(contents)
