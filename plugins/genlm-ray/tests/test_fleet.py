@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from attrs import Factory, define
 
-from genlm.core import EngineDeadError, Query
+from genlm.core import Adapter, EngineDeadError, EngineError, Query
 from genlm.core.mock import ByteTokenizer
 from genlm.core.types import query_of
 from genlm.ray.fleet import Fleet
@@ -134,13 +134,24 @@ def test_a_replica_that_loads_in_the_end_is_not_lost() -> None:
     """However often: only refusals one after the other count."""
     fleet, (line,) = started(1)
     now = 0.0
-    for _ in range(STARTS + 1):
-        fleet.take(line.next("beat"), Gone("it died"))
-        fleet.take(line.next("open"), OSError("not just now"))
-        while (opening := line.next("open")) is None:  # it rests
+
+    def opening() -> Call:
+        nonlocal now
+        while (call := line.next("open")) is None:  # it rests
             now += 1.0
             fleet.tick(now)
-        fleet.take(opening, DESCRIPTION)
+        return call
+
+    for _ in range(2):
+        fleet.take(line.next("beat"), Gone("it died"))
+        for _ in range(STARTS - 1):
+            fleet.take(opening(), OSError("not just now"))
+        fleet.take(opening(), DESCRIPTION)
+    fleet.take(line.next("beat"), Gone("it died"))
+    for _ in range(STARTS):
+        fleet.take(opening(), OSError("not any more"))
+    with pytest.raises(EngineDeadError, match="all 1 replicas are lost"):
+        fleet.tick(now)
 
 
 def test_one_replica_is_left_for_what_is_not_suspect() -> None:
@@ -238,6 +249,30 @@ def test_prompts_of_the_base_model_stay_when_an_adapter_goes() -> None:
     fleet.take(lines[0].next("open"), DESCRIPTION)
     assert applied(lines, fleet) == ["pin"]
     assert outcomes == [None] * 4
+
+
+def test_who_asks_for_a_lost_adapter_is_told_and_nobody_else() -> None:
+    fleet, (line,) = started(1)
+    adapter = Adapter("a", "folder", version=1)
+    added = Entry(("add_adapter", "a"), ("remove_adapter", "a"), version=1)
+    fleet.add(added, lambda error: None)
+    applied([line], fleet)
+    fleet.take(line.next("beat"), Gone("it died"))
+    waiting, other = Query((1,), adapter), Query((1,))
+    fleet.step([waiting, other], [])
+    fleet.take(line.next("open"), DESCRIPTION)
+    fleet.take(line.next("add_adapter"), OSError("the folder has gone"))
+    fleet.step([late := Query((2,), adapter)], [])
+    told = dict(fleet.answers)
+    assert set(told) == {waiting, late}
+    for error in told.values():
+        assert isinstance(error, EngineError)
+        assert "adapter 'a' could not be loaded again" in str(error)
+        assert "the folder has gone; add it again" in str(error)
+    call = line.next("answer")
+    assert call is not None
+    fleet.take(call, ["row"])
+    assert fleet.answers[-1] == (other, "row")
 
 
 def test_what_kills_one_replica_after_the_other_is_given_up_in_time() -> None:
