@@ -11,7 +11,7 @@ from genlm.core.types import query_of
 from genlm.ray.fleet import Fleet
 from genlm.ray.log import Change, Entry, Log
 from genlm.ray.member import Call, Job, Member, State
-from genlm.ray.placing import DEATHS, LIMITS, Placing
+from genlm.ray.placing import DEATHS, LIMITS, TRIALS, Placing
 from genlm.ray.watch import STARTS, Watch
 from genlm.ray.wire import Description, Gone
 
@@ -154,17 +154,20 @@ def test_a_replica_that_loads_in_the_end_is_not_lost() -> None:
         fleet.tick(now)
 
 
-def test_one_replica_is_left_for_what_is_not_suspect() -> None:
+@pytest.mark.parametrize(("replicas", "trying"), [(2, 1), (TRIALS + 2, TRIALS)])
+def test_replicas_are_left_for_what_is_not_suspect(replicas: int, trying: int) -> None:
     placing = Placing()
-    for index in range(2):
+    for index in range(replicas):
         placing.join(Member(index, line=None, state=State.READY))
-    for token_id in range(2):
+    for token_id in range(replicas):
         placing.split([Job(Query((token_id,)))])
-    member, _, on_trial = placing.next(coming=False) or (None, [], False)
-    assert on_trial
-    assert member is not None
-    member.calls.add(Call(member, ("answer",), [Job(Query((7,)))], on_trial=True))
-    assert placing.next(coming=False) is None
+    tried = 0
+    while (portion := placing.next(coming=False)) is not None:
+        member, jobs, on_trial = portion
+        assert on_trial
+        member.calls.add(Call(member, ("answer",), jobs, on_trial=True))
+        tried += 1
+    assert tried == trying
 
 
 def test_requests_that_fail_together_are_asked_apart() -> None:
@@ -231,6 +234,17 @@ def test_what_replicas_have_already_is_not_added_again() -> None:
     fleet.add(Entry(("pin", "another"), ("unpin", "another")), outcomes.append)
     assert applied(lines, fleet) == ["pin", "pin"]
     assert outcomes == [None] * 3
+
+
+def test_a_replica_that_starts_again_has_nothing_to_clear() -> None:
+    fleet, lines = started(1)
+    outcomes: list[Exception | None] = []
+    fleet.clear(Entry(("clear",)), outcomes.append)
+    assert applied(lines, fleet) == ["clear"]
+    fleet.take(lines[0].next("beat"), Gone("it died"))
+    fleet.take(lines[0].next("open"), DESCRIPTION)
+    assert applied(lines, fleet) == []
+    assert outcomes == [None]
 
 
 def test_prompts_of_the_base_model_stay_when_an_adapter_goes() -> None:

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from genlm.core import AsyncLM, Query, hookimpl
+from genlm.core import Adapter, AsyncLM, EngineError, Query, hookimpl
 from genlm.core.mock import ByteTokenizer
 from genlm.ray.cluster import Cluster
 from genlm.ray.engine import RayEngine
+from genlm.ray.line import Line
+from genlm.ray.log import Entry
 from genlm.ray.options import RayOptions
 from genlm.ray.replica import ProgramSession, Replica
-from genlm.ray.wire import HOOKS, Busy, Description
+from genlm.ray.wire import HOOKS, Ask, Busy, Description, Gone, Token, packed, received
+
+#: How long a test waits for what must happen before it says that it did not, seconds.
+PATIENCE = 120.0
 
 
 def engine_whose_replicas_have(monkeypatch: pytest.MonkeyPatch, *hooks: str) -> RayEngine:
     """An engine whose fleet does nothing."""
     described = Description(frozenset(hooks), ByteTokenizer(), 258, None)
+    monkeypatch.setattr(Line, "start", lambda self: None)
+    monkeypatch.setattr(Line, "send", lambda self, *call: None)
     monkeypatch.setattr(RayEngine, "_run", lambda self: None)
     monkeypatch.setattr(RayEngine, "_await_start", lambda self: described)
     monkeypatch.setattr(RayEngine, "genlm_close", hookimpl(lambda self: None))
@@ -58,6 +69,153 @@ def test_suspects_of_one_program_are_tried_at_a_time() -> None:
         pass
     with replica._trial(yours), replica._trial(yours):
         pass
+
+
+class Fleet:
+    """Does at once what it is asked, and says how that ended."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.asked: list[Any] = []
+        self.error = error
+
+    def put(self, order: Callable[[], None]) -> None:
+        order()
+
+    def _ask(self, what: Entry | int, done: Callable[[Exception | None], None]) -> None:
+        self.asked.append(what.apply[0] if isinstance(what, Entry) else what)
+        done(self.error)
+
+    add = remove_adapter = clear = _ask
+
+
+@pytest.mark.parametrize("error", [None, EngineError("no replica takes it")])
+def test_state_is_changed_by_the_fleet_which_says_what_went_wrong(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    engine = engine_whose_replicas_have(monkeypatch, *HOOKS)
+    engine._fleet = engine._orders = fleet = Fleet(error)
+    adapter = Adapter("a", "folder", version=7)
+    for change in (
+        lambda: engine.genlm_add_lora(adapter),
+        lambda: engine.genlm_cache_prefix(Query((1,), adapter)),
+        lambda: engine.genlm_clear_kv_cache(),
+        lambda: engine.genlm_remove_lora(adapter),
+    ):
+        with contextlib.nullcontext() if error is None else pytest.raises(EngineError):
+            change()
+    assert fleet.asked == ["add_adapter", "pin", "clear", 7]
+
+
+class Model:
+    """Notes what is done to it, and answers nothing until it is let."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[Any, ...]] = []
+        self.at_work, self.let = asyncio.Event(), asyncio.Event()
+
+    def clear_kv_cache(self) -> None:
+        self.done.append(("clear",))
+
+    def cache_kv(self, ids: list[int], lora_name: str | None) -> None:
+        self.done.append(("pin", *ids))
+
+    def add_new_lora(self, path: str, name: str) -> None:
+        self.done.append(("add", name))
+
+    def remove_lora(self, name: str) -> None:
+        self.done.append(("remove", name))
+
+    async def next_token_logprobs(self, ids: list[int], lora_name: str | None) -> torch.Tensor:
+        self.at_work.set()
+        await self.let.wait()
+        return torch.zeros(258)
+
+
+def replica_with(*programs: str) -> tuple[Any, Model, list[Token]]:
+    """A replica that has loaded, and the programs' sessions."""
+    replica: Any = Replica()
+    replica.lm = model = Model()
+    replica._sessions |= {program: ProgramSession(1) for program in programs}
+    return replica, model, [(program, 1) for program in programs]
+
+
+def test_what_a_program_has_on_a_replica_is_its_own() -> None:
+    replica, model, (yours, mine) = replica_with("yours", "mine")
+
+    async def changes() -> list[list[tuple[Any, ...]]]:
+        found = []
+        for change in (
+            lambda: replica.pin(yours, Ask(packed([1]), None)),
+            lambda: replica.add_adapter(mine, "a", "folder"),
+            lambda: replica.pin(mine, Ask(packed([2]), "a")),
+            lambda: replica.pin(mine, Ask(packed([3]), None)),
+            lambda: replica.remove_adapter(mine, "a"),
+            lambda: replica.pin(mine, Ask(packed([4]), None)),
+            lambda: replica.unpin(mine, Ask(packed([4]), None)),
+            lambda: replica.clear(mine),
+            lambda: replica.pin(mine, Ask(packed([5]), None)),
+            lambda: replica.add_adapter(mine, "b", "folder"),
+            lambda: replica.leave(mine, end=False),
+        ):
+            await change()
+            found.append(model.done.copy())
+            model.done.clear()
+        return found
+
+    assert asyncio.run(changes()) == [
+        [("pin", 1)],
+        [("add", "a")],
+        [("pin", 2)],
+        [("pin", 3)],
+        [("remove", "a")],
+        [("pin", 4)],
+        [("clear",), ("pin", 1), ("pin", 3)],
+        [("clear",), ("pin", 1)],
+        [("pin", 5)],
+        [("add", "b")],
+        [("remove", "b"), ("clear",), ("pin", 1)],
+    ]
+
+
+def test_requests_end_with_their_programs_session_and_with_no_other() -> None:
+    replica, model, (mine, yours) = replica_with("mine", "yours")
+
+    async def one_leaves() -> None:
+        calls = []
+        for token in (mine, yours):
+            answer = replica.answer(token, [Ask(packed([1]), None)], False)
+            calls.append(asyncio.create_task(answer))
+            await model.at_work.wait()
+            model.at_work.clear()
+        await replica._finish("mine")
+        model.let.set()
+        with pytest.raises(Gone, match="it had not been heard of"):
+            await calls[0]
+        (row,) = received(await calls[1])
+        assert row.shape == (258,)
+        with pytest.raises(Gone, match="does not know the program"):
+            await replica.answer(mine, [], False)
+        with pytest.raises(Gone, match="does not know the program"):
+            await replica.answer(("yours", 2), [], False)
+
+    asyncio.run(one_leaves())
+
+
+def test_a_fleet_that_is_ended_says_so_to_those_who_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("genlm.ray.replica.exit_soon", lambda: None)
+    monkeypatch.setattr("genlm.ray.replica.FAREWELL", 0.0)
+    replica, _, (mine,) = replica_with("mine")
+
+    async def listens() -> None:
+        beat = asyncio.create_task(replica.beat(mine, PATIENCE))
+        await asyncio.sleep(0)  # so that it has begun
+        await replica.end()
+        done, _ = await asyncio.wait([beat], timeout=PATIENCE / 2)
+        assert beat in done, "not only when the beat is over"
+        with pytest.raises(Gone, match="the fleet has been ended"):
+            await beat
+
+    asyncio.run(listens())
 
 
 def test_the_connection_ends_with_the_last_model_that_uses_it(
