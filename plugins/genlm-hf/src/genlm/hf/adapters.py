@@ -14,7 +14,7 @@ from genlm.hf.base_weights import (
     require_plain_weights,
     require_same_embeddings,
 )
-from genlm.hf.lora_config import lora_config
+from genlm.hf.lora_config import changes, lora_config
 from genlm.hf.names import in_names_of
 from genlm.kit.adapter_files import AdapterFolder, Feature, module_shapes, read_adapter
 from genlm.kit.memory import is_out_of_memory
@@ -44,6 +44,8 @@ class AdapterSet:
         self._peft: Any = None
         # By version: whether it cannot share a forward with others.
         self._alone: dict[int, bool] = {}
+        # How each adapter changes which layers.
+        self._changes: dict[Adapter, dict[str, tuple[str, str]]] = {}
         self._active: int | None = None  # the version that a forward without adapter names applies
         # None: not known, because PEFT has just wrapped or unwrapped modules.
         self._enabled: bool | None = None
@@ -71,8 +73,8 @@ class AdapterSet:
         """Load an adapter's weights.
 
         Raises:
-            InvalidAdapterError: the folder is made for another model, or PEFT cannot load it;
-                nothing of it remains.
+            InvalidAdapterError: the folder is made for another model, or changes a layer otherwise
+                than another adapter does, or PEFT cannot load it; nothing of it remains.
             UnsupportedError: the model had PEFT's layers before, which would go with ours; or PEFT
                 would make other weights of quantised ones.
         """
@@ -89,9 +91,11 @@ class AdapterSet:
         require_same_embeddings(self._model, folder, self._parameters)
         name = _name(adapter.version)
         try:
+            config = lora_config(folder, self._parameters)
+            changed = changes(self._model, config, self._parameters)
+            self._require_like_others(adapter, changed)
             with plain_state_dicts(self._model), asked_for_own_tokens(self._model):
                 if self._peft is None:
-                    config = lora_config(folder, self._parameters)
                     self._peft = PeftModel(self._model, config, adapter_name=name)
                 self._load(folder, name)
         except Exception as error:
@@ -111,6 +115,22 @@ class AdapterSet:
             ) from error
         self._changed()
         self._alone[adapter.version] = bool(folder.features.keys() & ALONE)
+        self._changes[adapter] = changed
+
+    def _require_like_others(
+        self, adapter: Adapter, changed: Mapping[str, tuple[str, str]]
+    ) -> None:
+        """Raises: InvalidAdapterError: it changes a layer otherwise than another adapter does."""
+        for other, layers in self._changes.items():
+            for name, how in changed.items():
+                if layers.get(name, how) != how:
+                    raise InvalidAdapterError(
+                        f"LoRA adapter {adapter.path} changes {name} by {how[0]}, where "
+                        f"the adapter {other.name!r} does so by {layers[name][0]}, and PEFT cannot "
+                        f"have both in one model; call remove_lora({other.name!r}) first, merge "
+                        "one of them into the model (merge_and_unload in PEFT), or load the model "
+                        "a second time"
+                    )
 
     def _describe_model(self) -> None:
         """Keep what the model is without adapters.
@@ -136,7 +156,7 @@ class AdapterSet:
 
     def remove(self, adapter: Adapter) -> None:
         """Drop an adapter's weights."""
-        del self._alone[adapter.version]
+        del self._alone[adapter.version], self._changes[adapter]
         if self._alone:
             self._delete(_name(adapter.version))
         else:
@@ -147,10 +167,8 @@ class AdapterSet:
         """Take PEFT's layers out of the model again, and leave it as it was."""
         if self._shapes:
             self._unwrap(kept=())
-            if self._peft is not None:
-                self._peft.unload()
-                self._peft = None
-            self._strip()
+            self._peft = None
+            vars(self._model).pop("peft_config", None)
             for parameter in self._trainable:
                 parameter.requires_grad_(True)
 
@@ -229,24 +247,19 @@ class AdapterSet:
         self._unwrap(kept=self._peft.peft_config)
 
     def _unwrap(self, kept: Any) -> None:
-        """Put back the modules that no adapter of ``kept`` has a copy of: PEFT would put the copy
-        in their place."""
+        """Put back the modules that no adapter of ``kept`` changes, the inner ones first: PEFT
+        would keep them wrapped, or put a copy in their place."""
+        from peft.tuners.lora.layer import LoraLayer
         from peft.utils.other import AuxiliaryTrainingWrapper
 
-        for name, module in list(self._model.named_modules()):
-            if isinstance(module, AuxiliaryTrainingWrapper) and not module._adapters & set(kept):
+        for name, module in reversed(list(self._model.named_modules())):
+            whole = isinstance(module, AuxiliaryTrainingWrapper)
+            if not (whole or isinstance(module, LoraLayer)):
+                continue
+            if not module._get_available_adapters() & set(kept):
                 parent, _, last = name.rpartition(".")
-                original = module.original_module
+                original = module.original_module if whole else module.base_layer
                 setattr(self._model.get_submodule(parent), last, original)
-
-    def _strip(self) -> None:
-        """Put back the modules that PEFT had wrapped before it failed."""
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
-        for name, module in list(self._model.named_modules()):
-            if isinstance(module, BaseTunerLayer):
-                parent, _, last = name.rpartition(".")
-                setattr(self._model.get_submodule(parent), last, module.get_base_layer())
 
     def _switch_to(self, adapter: Adapter | None) -> None:
         if adapter is None:

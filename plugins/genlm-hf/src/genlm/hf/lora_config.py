@@ -53,6 +53,41 @@ def lora_config(folder: AdapterFolder, parameters: Mapping[str, tuple[int, ...]]
     )
 
 
+def changes(
+    model: Any, config: Any, parameters: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[str, str]]:
+    """How an adapter changes the layers of a model: by layer, the setting that says so, and the
+    module that PEFT wraps for it.
+
+    Args:
+        model: The model.
+        config: What PEFT gets of the adapter.
+        parameters: Of the model without adapters.
+    """
+    changed = {name: ("LoRA", name) for name in sorted(config.target_modules)}
+    for parameter in config.target_parameters or ():
+        owner = parameter.rpartition(".")[0]
+        changed[owner] = "target_parameters", owner
+    embeddings = [model.get_input_embeddings()]
+    if tied := getattr(model.config, "tie_word_embeddings", False):
+        embeddings.append(model.get_output_embeddings())
+    tokens = config.trainable_token_indices or []
+    wrapped = list(tokens) if isinstance(tokens, dict) else []
+    if tokens and (tied or not wrapped):
+        wrapped += [name for name, each in model.named_modules() if each in embeddings]
+    # PEFT takes every module whose name ends so, and what is below it.
+    for how, saved in (
+        ("modules_to_save", config.modules_to_save or ()),
+        ("trainable_token_indices", wrapped),
+    ):
+        for layer in dict.fromkeys(name.rpartition(".")[0] for name in parameters):
+            for end in saved:
+                before, found, _ = f"{layer}.".partition(f"{end}.")
+                if found:
+                    changed[layer] = how, before + end
+    return changed
+
+
 def _one_of(names: Iterable[str]) -> str:
     """An expression that matches these names alone, each whole."""
     return f"^(?:{'|'.join(map(re.escape, names))})"
