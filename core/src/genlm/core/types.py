@@ -94,8 +94,8 @@ class SamplingParams:
     """How to draw one continuation. The core has checked every field.
 
     The order is temperature, then ``top_k``, then ``top_p`` of what remains, as in transformers
-    and vLLM; ``min_p`` comes last. Equal probabilities at the edge of ``top_k`` or ``top_p`` go to
-    the lowest ids.
+    and vLLM; ``min_p`` comes last. Of equal probabilities at the edge of ``top_k`` or ``top_p`` the
+    core keeps the lowest ids; an engine's own sampler may keep them all, as vLLM's does.
 
     Attributes:
         max_tokens: The most tokens to draw; at least 1.
