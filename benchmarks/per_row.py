@@ -8,14 +8,16 @@ after each. With the default cache of rows, with none, and with a wrapper that p
 
 Beyond 32, contexts of 2,000 tokens stand behind 32 prompts of nearly that length: as many
 different ones would be a benchmark of attention. *Beside the forward* leaves out what passes inside
-the model, on engines that can be asked for it. The floor is raw transformers.
+the model, on engines that can be asked for it. The floor is the raw engine: transformers, mlx-lm or
+vLLM.
 
-On another engine: ``python -m benchmarks.per_row ours --backend vllm``.
+On another engine: ``python -m benchmarks.per_row ours --backend vllm``, and ``floor`` likewise.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import tempfile
 import time
@@ -154,27 +156,19 @@ def measure(bench: Bench, lm: Any, runner: asyncio.Runner, what: str) -> None:
         ),
     }
     inside = Inside(lm.underlying_model)
-    for length in LENGTHS[:1] if bench.quick else LENGTHS:
-        for n in CONTEXTS[:2] if bench.quick else CONTEXTS:
-            steps = Steps(n, length, lm.context)
-            for case in ("extend", "fork", "newcomer", "ragged", "batch", "draws", "scores"):
-                call = calls.get(case, lambda contexts: gathered(lm.next_token_logprobs, contexts))
-                if case in ("extend", "batch"):
-                    lm.clear_kv_cache()
-                    runner.run(gathered(lm.next_token_logprobs, steps.prompts()))
-                    runner.run(gathered(lm.next_token_logprobs, steps.extend()))
-                grow = getattr(steps, case, steps.extend)
-                named = f"{case} after {length} tokens, {what}"
-                repeat = 3 if bench.quick else REPEAT[n]
-                time_of(
-                    bench,
-                    named,
-                    n,
-                    repeat,
-                    grow,
-                    lambda asked, c=call: runner.run(c(asked)),
-                    inside,
-                )
+    for length, n in sizes(bench):
+        steps = Steps(n, length, lm.context)
+        for case in ("extend", "fork", "newcomer", "ragged", "batch", "draws", "scores"):
+            call = calls.get(case, lambda contexts: gathered(lm.next_token_logprobs, contexts))
+            if case in ("extend", "batch"):
+                lm.clear_kv_cache()
+                runner.run(gathered(lm.next_token_logprobs, steps.prompts()))
+                runner.run(gathered(lm.next_token_logprobs, steps.extend()))
+            grow = getattr(steps, case, steps.extend)
+            named = f"{case} after {length} tokens, {what}"
+            repeat = 3 if bench.quick else REPEAT[n]
+            ask = lambda asked, c=call: runner.run(c(asked))  # noqa: E731
+            time_of(bench, named, n, repeat, grow, ask, inside)
 
 
 def time_of(
@@ -203,31 +197,87 @@ def time_of(
 
 
 def floor(bench: Bench) -> None:
+    bench.clock = time.process_time
+    floors = {"hf": floor_of_transformers, "mlx": floor_of_mlx, "vllm": floor_of_vllm}
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(folder)
+        floors[bench.backend or PLUGIN](bench, folder)
+
+
+def sizes(bench: Bench) -> list[tuple[int, int]]:
+    """Lengths, and numbers of contexts."""
+    lengths = LENGTHS[:1] if bench.quick else LENGTHS
+    return [(length, n) for length in lengths for n in (CONTEXTS[:2] if bench.quick else CONTEXTS)]
+
+
+def floor_of_transformers(bench: Bench, folder: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-        save_model(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
 
-        def run(tokens: Sequence[Sequence[int]], state: Any = None) -> Any:
-            given = torch.tensor(tokens)
-            output = model(given, past_key_values=state, use_cache=True, logits_to_keep=1)
-            output.logits[:, -1].log_softmax(dim=-1)
-            return output.past_key_values
+    @torch.inference_mode()
+    def run(tokens: Sequence[Sequence[int]], state: Any = None) -> Any:
+        given = torch.tensor(tokens)
+        output = model(given, past_key_values=state, use_cache=True, logits_to_keep=1)
+        output.logits[:, -1].log_softmax(dim=-1)
+        return output.past_key_values
 
-        for length in LENGTHS[:1] if bench.quick else LENGTHS:
-            for n in CONTEXTS[:2] if bench.quick else CONTEXTS:
-                few = n if length == LENGTHS[0] else min(n, DIFFERENT)
-                state = run([[at % 256] * length for at in range(few)])
-                state.batch_repeat_interleave(-(-n // few))
-                state.batch_select_indices(torch.arange(n))
-                for case, count in (("extend", 1), ("ragged", ragged_length(n))):
-                    bench.time(
-                        f"{case} after {length} tokens",
-                        lambda n=n, count=count, state=state: run([[5] * count] * n, state),
-                        unit="us", x=n, per=n, warm=3, repeat=REPEAT[n],
-                    )  # fmt: skip
+    for length, n in sizes(bench):
+        few = n if length == LENGTHS[0] else min(n, DIFFERENT)
+        state = run([[at % 256] * length for at in range(few)])
+        state.batch_repeat_interleave(-(-n // few))
+        state.batch_select_indices(torch.arange(n))
+        for case, count in (("extend", 1), ("ragged", ragged_length(n))):
+            bench.time(
+                f"{case} after {length} tokens",
+                lambda n=n, count=count, state=state: run([[5] * count] * n, state),
+                unit="us", x=n, per=n, warm=3, repeat=REPEAT[n],
+            )  # fmt: skip
+
+
+def floor_of_mlx(bench: Bench, folder: str) -> None:
+    """A step of all rows in one cache."""
+    import mlx.core as mx
+    import mlx_lm
+    from mlx_lm.models.cache import make_prompt_cache
+
+    model, *_ = mlx_lm.load(folder)
+    for length, n in sizes(bench):
+        cache = make_prompt_cache(model)
+
+        def run(count: int, n: int = n, cache: Any = cache) -> None:
+            logits = model(mx.full((n, count), 5), cache=cache)[:, -1]
+            mx.eval(logits - mx.logsumexp(logits, axis=-1, keepdims=True), [c.state for c in cache])
+
+        run(length)
+        bench.time(
+            f"extend after {length} tokens",
+            lambda run=run: run(1),
+            unit="us", x=n, per=n, warm=3, repeat=REPEAT[n],
+        )  # fmt: skip
+
+
+def floor_of_vllm(bench: Bench, folder: str) -> None:
+    """A step of ``LLM.generate``, which gives no row: the time of 33 tokens less that of one."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    from benchmarks.vllm_sessions import RAW
+
+    llm = LLM(folder, dtype="float32", kv_cache_memory_bytes=1 << 30, **RAW)
+    for length, n in sizes(bench):
+        prompts: Any = [{"prompt_token_ids": [at % 256] * length} for at in range(n)]
+
+        def run(count: int, prompts: Any = prompts) -> float:
+            params = SamplingParams(max_tokens=count, detokenize=False, ignore_eos=True)
+            began = time.process_time()
+            llm.generate(prompts, params, use_tqdm=False)
+            return time.process_time() - began
+
+        run(1)
+        taken = [(run(33) - run(1)) / 32 / n * 1e6 for _ in range(3 if bench.quick else 10)]
+        bench.record(f"extend after {length} tokens", taken, unit="us", x=n)
 
 
 if __name__ == "__main__":
