@@ -100,7 +100,7 @@ def test_a_failed_forward_pass_leaves_the_pool_sound(llama: Tried) -> None:
     llama.model.failing = True
     for some in (keys, keys[:3]):
         with pytest.raises(RuntimeError, match="failed"):
-            llama.kept.logits([(*key, 1) for key in some])
+            llama.compute([(*key, 1) for key in some])
     llama.model.failing = False
     llama.ask(*[(*key, 1) for key in keys], (0, 1, 2, 3))
     assert llama.ask(*[(*key, 1, 2) for key in keys]) == [6]

@@ -174,7 +174,7 @@ def test_a_prompt_is_kept_once(llama: Tried) -> None:
 def test_a_row_far_behind_a_prompt_takes_several_forward_passes(llama: Tried) -> None:
     """So far that a pass has fewer tokens than the row lacks."""
     (prompt,), (tail,) = keys_of(1, 3000), keys_of(1, 480, seed=1)
-    llama.kept.pin(prompt)
+    llama.pin(prompt)
     forwards = llama.ask((*prompt, *tail[1:]), (*prompt, 5))
     assert len(forwards) > 2
     assert sum(forwards) == 481
@@ -192,8 +192,8 @@ def test_prompts_with_a_common_beginning_and_contexts_without(llama: Tried) -> N
 
 def test_a_trunk_made_of_a_row_keeps_no_more_than_itself(llama: Tried) -> None:
     keys = keys_of(40, 100)
-    llama.kept.logits(keys)
-    llama.kept.logits([(*keys[3], token) for token in range(20)])
+    llama.compute(keys)
+    llama.compute([(*keys[3], token) for token in range(20)])
     more = mx.get_active_memory() - llama.kept.nbytes
     llama.kept.clear()
     assert more - mx.get_active_memory() < 100_000
@@ -213,7 +213,7 @@ def test_resampling_keeps_memory_near_what_is_distinct(folders: Folders) -> None
         if step % 20 == 0:
             assert tried.ask(*contexts) == [len(contexts)]
         else:
-            tried.kept.logits(contexts)
+            tried.compute(contexts)
         distinct = len({key[:end] for key in contexts for end in range(2, len(key) + 1)})
         assert tried.kept.nbytes <= position * (2 * distinct + 128 * 16)
 
@@ -239,7 +239,7 @@ def test_whatever_a_program_does_rows_are_right(
         contexts = [key for key in dict.fromkeys(contexts) if len(key) < 240] or [(0, 1)]
         tried.ask(*contexts)
         if step % 17 == 5:
-            tried.kept.pin(contexts[0])
+            tried.pin(contexts[0])
 
 
 def test_a_failed_forward_pass_leaves_the_store_sound(llama: Tried) -> None:
@@ -250,7 +250,7 @@ def test_a_failed_forward_pass_leaves_the_store_sound(llama: Tried) -> None:
     behind = [(*prompt, token) for token in range(20)]
     for some in (keys, keys[:3], behind, [prompt], [(*key, *key[1:]) for key in keys * 2]):
         with pytest.raises(RuntimeError, match="failed"):
-            llama.kept.logits(list(dict.fromkeys((*key, 1) for key in some)))
+            llama.compute(list(dict.fromkeys((*key, 1) for key in some)))
     llama.model.failing = False
     llama.ask(*[(*key, 1) for key in keys], (0, 1, 2, 3))
     assert llama.ask(*[(*key, 1, 2) for key in keys]) == [6]
@@ -269,12 +269,12 @@ def test_state_that_cannot_be_made_sound_is_dropped_and_logged(
 
     keys = keys_of(6, 20)
     llama.ask(*keys)
-    llama.kept.pin(keys[0])
+    llama.pin(keys[0])
     llama.model.failing = True
     with monkeypatch.context() as patch, capture_logs() as events:
         patch.setattr(Table, "do", refuse)
         with pytest.raises(RuntimeError, match="failed"):
-            llama.kept.logits([(*key, 1) for key in keys])
+            llama.compute([(*key, 1) for key in keys])
     llama.model.failing = False
     lost = {"rows": 6, "pinned": 1, "reason": "RuntimeError: out of memory"}
     assert {"event": "kv.lost", "log_level": "warning", **lost} in events
@@ -297,12 +297,12 @@ def test_the_probe_leaves_nothing_behind(folders: Folders) -> None:
 def test_clearing_frees_all(folders: Folders) -> None:
     tried = Tried(folders("llama"), Store)
     gc.collect()  # what other tests left
-    tried.kept.logits(keys_of(1, 10))
+    tried.compute(keys_of(1, 10))
     tried.kept.clear()
     before = mx.get_active_memory()
     (prompt,) = keys_of(1, 700)
-    tried.kept.pin(prompt)
-    tried.kept.logits([*[(*prompt, token) for token in range(20)], *keys_of(5, 30, seed=1)])
+    tried.pin(prompt)
+    tried.compute([*[(*prompt, token) for token in range(20)], *keys_of(5, 30, seed=1)])
     assert mx.get_active_memory() > before
     tried.kept.clear()
     assert (len(tried.kept), tried.kept.nbytes) == (0, 0)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from genlm.core import Query
 from genlm.mlx.adapters import Adapters
 from genlm.mlx.loading import load
 from genlm.mlx.runner import Runner
@@ -56,11 +58,19 @@ class Tried:
         self._runner = Runner(model, Adapters(model), step_size)
         self.kept = kind(Runner(self.model, Adapters(model), step_size), max_bytes, *settings)
 
+    def compute(self, keys: Sequence[Key]) -> mx.array:
+        """The logits after each key."""
+        return self.kept.logits([Query(key[1:]) for key in keys])
+
+    def pin(self, key: Key) -> None:
+        """Keep the state of a key."""
+        self.kept.pin(Query(key[1:]))
+
     def ask(self, *keys: Key) -> list[int]:
         """The tokens of each forward pass that the rows of ``keys`` took; they are those of the
         keys alone."""
         self.model.forwards.clear()
-        rows = _rows(self.kept.logits(keys))
+        rows = _rows(self.compute(keys))
         alone = _rows(mx.concatenate([self._runner.cold(key) for key in keys]))
         assert mx.abs(rows - alone).max().item() < 1e-4
         return list(self.model.forwards)

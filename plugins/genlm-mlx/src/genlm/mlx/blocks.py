@@ -11,10 +11,11 @@ from operator import attrgetter, itemgetter
 from attrs import frozen
 
 import mlx.core as mx
+from genlm.core import Query
 from genlm.kit.prefixes import PrefixIndex, common_length
 from genlm.mlx.aside import Aside
 from genlm.mlx.block import RowBlock
-from genlm.mlx.runner import Key, Runner
+from genlm.mlx.runner import Key, Runner, key_of
 
 #: The least tokens for which a shared prefix is computed first, a longer row is trimmed and used,
 #: and state that cannot be trimmed is kept when a context extends it.
@@ -83,9 +84,12 @@ class Blocks:
     def nbytes(self) -> int:
         return _nbytes(self._blocks)
 
-    def logits(self, keys: Sequence[Key]) -> mx.array:
-        """The logits of the next token of each of the distinct ``keys``, ``[len(keys),
+    def logits(self, queries: Sequence[Query]) -> mx.array:
+        """The logits of the next token of each of the distinct ``queries``, ``[len(queries),
         vocab_size]`` float32."""
+        return self._logits([key_of(query) for query in queries])
+
+    def _logits(self, keys: Sequence[Key]) -> mx.array:
         self._tick += 1
         self._ensure_shared(keys)
         known = {key: self._recalled(self._index[key]) for key in keys if key in self._index}
@@ -98,13 +102,15 @@ class Blocks:
         )
         return mx.stack([known[key] for key in keys])
 
-    def known(self, key: Key) -> int:
-        """How many elements of ``key`` are known: at least its adapter's version."""
-        return len(key) if key in self._index else max(1, self._source(key)[1])
+    def known(self, query: Query) -> int:
+        """How many tokens of a context are known."""
+        key = key_of(query)
+        return query.length if key in self._index else max(1, self._source(key)[1]) - 1
 
-    def branch(self, key: Key) -> RowBlock:
-        """A block of one row, outside the store: the known part of ``key`` without its last
+    def branch(self, query: Query) -> RowBlock:
+        """A block of one row, outside the store: the known part of a context without its last
         token."""
+        key = key_of(query)
         place, reused = self._source(key)
         if place is None:
             return RowBlock.empty(self._runner, key[:1])
@@ -115,10 +121,11 @@ class Blocks:
         branch.settle()
         return branch
 
-    def pin(self, key: Key) -> None:
-        """Compute ``key`` if necessary, and keep it until it is dropped."""
+    def pin(self, query: Query) -> None:
+        """Compute a context if necessary, and keep it until it is dropped."""
+        key = key_of(query)
         if key not in self._index:
-            self.logits([key])
+            self._logits([key])
         place = self._index[key]
         if not place.block.pinned:
             pinned, *_ = self._replace(

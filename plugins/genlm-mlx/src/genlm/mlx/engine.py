@@ -15,7 +15,7 @@ from genlm.kit.memory import lower
 from genlm.mlx.adapters import Adapters, read_folder
 from genlm.mlx.blocks import Blocks
 from genlm.mlx.folders import MlxFolder
-from genlm.mlx.runner import Key, Runner
+from genlm.mlx.runner import Runner, key_of, version_of
 from genlm.mlx.store import Store
 
 LOWER = lower("prefill_step_size or kv_cache_bytes")
@@ -52,7 +52,7 @@ class MlxEngine:
         self.store = store
         self._runner = runner
         self._waiting: list[Query] = []
-        self._chunked: Key | None = None  # in the last step
+        self._chunked: Query | None = None  # in the last step
         self._adapters = adapters
 
     # --- rows -------------------------------------------------------------------------------------
@@ -70,54 +70,51 @@ class MlxEngine:
         now = [query for query in waiting if query not in chunks]
         oldest, self._chunked = next(iter(chunks.values()), None), None
         if oldest is not None and self.store is not None:
-            # Together with the others, so that its row is not the least recently used. Its key may
-            # be one of theirs, and keys must be distinct.
-            keys = dict.fromkeys([*map(key_of, now), oldest])
-            rows = _rows(self.store.logits([*keys])[: len(now)])
+            # Together with the others, so that its row is not the least recently used. It may be
+            # equal to one of theirs, and they must be distinct.
+            rows = _rows(self.store.logits([*dict.fromkeys([*now, oldest])])[: len(now)])
         else:
             rows = self.logprobs(now) if now else torch.empty(0)
         self._waiting, self._chunked = list(chunks), oldest
         return [Answer(query, row) for query, row in zip(now, rows, strict=True)]
 
-    def _chunk(self, query: Query) -> Key | None:
+    def _chunk(self, query: Query) -> Query | None:
         """What to compute first of a query; ``None`` if all of it fits into a chunk.
 
         Without a store nothing can be kept between two chunks.
         """
-        key, size = key_of(query), self._runner.step_size
-        if self.store is None or query.cold or len(key) - 1 <= size:
+        size = self._runner.step_size
+        if self.store is None or query.cold or query.length <= size:
             return None
-        known = self.store.known(key)
-        chunk = key[: known + size]
+        end = self.store.known(query) + size
+        if query.length <= end:
+            return None
+        chunk = Query(query.context.first(end), query.adapter)
         # If nothing of a computed chunk was kept (it is nan), there is no next one.
-        return chunk if len(key) - known > size and chunk != self._chunked else None
+        return chunk if chunk != self._chunked else None
 
     def logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
         """The rows of distinct queries, ``[len(queries), vocab_size]`` float32."""
-        keys = [key_of(query) for query in queries]
         if self.store is None or any(query.cold for query in queries):
-            return _rows(mx.concatenate([self._runner.cold(key) for key in keys]))
-        return _rows(self.store.logits(keys))
+            return _rows(mx.concatenate([self._runner.cold(key_of(query)) for query in queries]))
+        return _rows(self.store.logits(queries))
 
     @hookimpl
     @LOWER
     def genlm_sequence_logprobs(
         self, queries: Sequence[Query], continuations: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        return [
-            self._score(key_of(q), tuple(c)) for q, c in zip(queries, continuations, strict=True)
-        ]
+        return [self._score(q, tuple(c)) for q, c in zip(queries, continuations, strict=True)]
 
-    def _score(self, key: Key, continuation: Key) -> torch.Tensor:
+    def _score(self, query: Query, continuation: tuple[int, ...]) -> torch.Tensor:
         """One pass over the new tokens of the context and over the continuation."""
-        version, *context = key
         if self.store is None:
             cache, known = self._runner.empty_cache(), 0
         else:
-            branch = self.store.branch(key)
+            branch = self.store.branch(query)
             cache, known = branch.cache, branch.length
-        new = (*context[known:], *continuation[:-1])
-        rows = self._runner.following(cache, version, new, len(continuation))
+        new = (*query.context.since(known), *continuation[:-1])
+        rows = self._runner.following(cache, version_of(query), new, len(continuation))
         wanted = torch.tensor(continuation)
         scores: list[torch.Tensor] = []
         for block in map(_rows, rows):
@@ -128,7 +125,7 @@ class MlxEngine:
     @hookimpl
     def genlm_cache_prefix(self, query: Query) -> bool:
         if self.store is not None:
-            self.store.pin(key_of(query))
+            self.store.pin(query)
         return True
 
     @hookimpl
@@ -162,11 +159,6 @@ class MlxEngine:
         mx.clear_cache()
         # last: joining a thread that still has streams can abort the process at exit.
         mx.clear_streams()
-
-
-def key_of(query: Query) -> Key:
-    """The name of a query: the adapter's version (0 is the base model), then the tokens."""
-    return (0 if query.adapter is None else query.adapter.version, *query.token_ids)
 
 
 def _rows(logits: mx.array) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -231,6 +232,8 @@ def below_of(chunks: Sequence[Chunk]) -> list[Below]:
         for trunk, size in chunk.segment.path():
             found[trunk, size].append(tokens)
         start = tokens.stop
+    if not found:
+        return []
     positions = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
     below = []
     for (trunk, size), ranges in found.items():
@@ -243,23 +246,22 @@ def below_of(chunks: Sequence[Chunk]) -> list[Below]:
 def row_group(tokens: slice, chunks: Sequence[Chunk]) -> RowGroup:
     slots = [chunk.slot for chunk in chunks]
     widths = [len(chunk.tokens) for chunk in chunks]
-    width, columns = max(widths), max(chunk.columns.stop for chunk in chunks)
+    first = [chunk.start - chunk.segment.start for chunk in chunks]  # of the columns that they take
+    width, columns = max(widths), max(map(operator.add, first, widths))
     span = slots[-1] - slots[0] + 1
     # If few other rows lie between the wanted ones, read them too; else copy the wanted ones.
     whole = span <= 2 * len(slots)
     lines = [slot - slots[0] for slot in slots] if whole else list(range(len(slots)))
     count = span if whole else len(slots)
     taken = slice(slots[0], slots[-1] + 1) if whole else mx.array(slots, mx.int32)
-    grid = np.zeros((count, width), np.int32)
-    last = np.zeros((count, width), np.int32)
-    places: list[int] = []
-    start = 0
-    for line, chunk in zip(lines, chunks, strict=True):
-        own = len(chunk.tokens)
-        grid[line, :own] = np.arange(start, start + own)
-        last[line, :own] = chunk.columns
-        places += range(line * width, line * width + own)
-        start += own
+    # Of each token: its chunk, and its place in that.
+    owner = np.repeat(np.arange(len(chunks)), widths)
+    own = np.arange(len(owner)) - np.repeat(np.cumsum(widths) - widths, widths)
+    places = np.array(lines)[owner] * width + own
+    grid = np.zeros(count * width, np.int32)
+    grid[places] = np.arange(len(places))
+    last = np.zeros(count * width, np.int32)
+    last[places] = np.array(first)[owner] + own
     return RowGroup(
         tokens,
         below_of(chunks),
@@ -267,9 +269,9 @@ def row_group(tokens: slice, chunks: Sequence[Chunk]) -> RowGroup:
         columns,
         width,
         None
-        if places == list(range(count * width))
-        else (mx.array(grid.ravel()), mx.array(places, mx.int32)),
-        last,
+        if np.array_equal(places, np.arange(count * width))
+        else (mx.array(grid), mx.array(places, mx.int32)),
+        last.reshape(count, width),
     )
 
 

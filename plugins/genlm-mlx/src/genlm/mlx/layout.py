@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-import numpy as np
-
 import mlx.core as mx
 from genlm.kit.segments import Trunk
 from genlm.mlx.chunk import Chunk, LayerState
@@ -30,13 +28,15 @@ class Layout:
     """
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
-        self.chunks = sorted(chunks, key=_order)
+        orders = [_order(chunk) for chunk in chunks]
+        places = sorted(range(len(chunks)), key=orders.__getitem__)
+        self.chunks = [chunks[at] for at in places]
+        self._orders = [orders[at] for at in places]
         sizes = [len(chunk.tokens) for chunk in self.chunks]
         self._bounds = [0, *accumulate(sizes)]
         self.last = [stop - 1 for stop in self._bounds[1:]]
-        self.offsets = mx.array(
-            np.concatenate([np.arange(one.start, one.stop) for one in self.chunks]), mx.int32
-        )
+        offsets = [at for chunk in self.chunks for at in range(chunk.start, chunk.stop)]
+        self.offsets = mx.array(offsets, mx.int32)
         self._trunks = [one for one in self.chunks if isinstance(one.segment, Trunk)]
         self._rows = self.chunks[len(self._trunks) :]
         self._places = self._row_places()
@@ -102,10 +102,7 @@ class Layout:
             groups.append(TrunkGroup(tokens, below_of([chunk]), chunk))
         start = len(self._trunks)
         for stop in range(start + 1, len(self.chunks) + 1):
-            if (
-                stop == len(self.chunks)
-                or _order(self.chunks[stop])[:2] != _order(self.chunks[start])[:2]
-            ):
+            if stop == len(self.chunks) or self._orders[stop][:2] != self._orders[start][:2]:
                 tokens = slice(self._bounds[start], self._bounds[stop])
                 groups.append(row_group(tokens, self.chunks[start:stop]))
                 start = stop

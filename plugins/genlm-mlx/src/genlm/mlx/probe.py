@@ -10,6 +10,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 import mlx.core as mx
+from genlm.core import Query
 from genlm.kit.kv.sharing import Worth
 from genlm.mlx.attention import hook
 from genlm.mlx.blocks import Blocks
@@ -111,7 +112,7 @@ def _right(runner: Runner, store: Blocks | Store, batches: Sequence[Sequence[Key
     """Whether the rows of these batches, one after the other, are right."""
     for keys in batches:
         try:
-            batched = _probabilities(store.logits(keys))
+            batched = _probabilities(store.logits([Query(key[1:]) for key in keys]))
         except REFUSED:
             return False
         alone = _probabilities(mx.concatenate([runner.cold(key) for key in keys]))

@@ -10,6 +10,7 @@ from typing import Any
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlx.core as mx
+from genlm.core import Query
 from genlm.mlx.adapters import Adapters
 
 Key = tuple[int, ...]  # the version of an adapter, then tokens
@@ -19,6 +20,16 @@ Cache = list[Any]  # one mlx-lm cache per layer
 #: size of the model's vocabulary is known.
 LOGITS_BYTES = 128 << 20
 FIRST_LOGITS = 64
+
+
+def version_of(query: Query) -> int:
+    """The version of a query's adapter; 0 is the base model."""
+    return 0 if query.adapter is None else query.adapter.version
+
+
+def key_of(query: Query) -> Key:
+    """The name of a query's row."""
+    return (version_of(query), *query.token_ids)
 
 
 class Runner:

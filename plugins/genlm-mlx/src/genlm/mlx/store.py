@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
+from genlm.core import Query
 from genlm.kit.kv import Placement, Planner, TokenSequence, Worth
-from genlm.kit.segments import Row, Segment, Trunk
+from genlm.kit.segments import Row, Trunk
 from genlm.mlx.block import RowBlock
 from genlm.mlx.chunk import Chunk
 from genlm.mlx.layout import Layout
-from genlm.mlx.runner import Key, Runner
+from genlm.mlx.runner import Runner, key_of
 from genlm.mlx.table import Table
 
 #: The numbers for decisions on sharing.
@@ -23,22 +24,6 @@ FEW_MORE = 4
 #: The most products of queries and keys for each head in one forward pass of a long context, unless
 #: it would have fewer tokens than this.
 MOST_PRODUCTS, LEAST_FED = 1 << 21, 256
-
-
-class VersionedSequence(TokenSequence):
-    """A sequence whose last row is wanted.
-
-    Args:
-        name: The version of its adapter, then its tokens.
-    """
-
-    def __init__(self, name: Key) -> None:
-        super().__init__(name[1:])
-        self.name, self.version = name, name[0]
-
-    def chunk(self, segment: Segment, start: int, stop: int) -> Chunk:
-        """The tokens of some positions, for a segment."""
-        return Chunk(segment, start, self.name[start + 1 : stop + 1], self.name[0])
 
 
 class Store:
@@ -55,7 +40,7 @@ class Store:
     def __init__(self, runner: Runner, max_bytes: int | None, worth: Worth = WORTH) -> None:
         self._runner = runner
         self._table = Table(runner, max_bytes)
-        self._planner: Planner[VersionedSequence] = Planner(self._table, worth)
+        self._planner: Planner[TokenSequence] = Planner(self._table, worth)
 
     def __len__(self) -> int:
         return len(self._planner.tree.kept)
@@ -66,41 +51,40 @@ class Store:
 
     # --- what the engine asks for -----------------------------------------------------------------
 
-    def logits(self, keys: Sequence[Key]) -> mx.array:
-        """The logits of the next token of each of the distinct ``keys``, ``[len(keys),
+    def logits(self, queries: Sequence[Query]) -> mx.array:
+        """The logits of the next token of each of the distinct ``queries``, ``[len(queries),
         vocab_size]`` float32."""
         order: list[int] = []
         parts: list[mx.array] = []
         self._table.in_hand = 0
-        for batch in self._planner.batches([VersionedSequence(key) for key in keys]):
+        for batch in self._planner.batches([_sequence(query) for query in queries]):
             parts.append(self._computed(batch))
             self._table.in_hand += self._positions_of(batch)
             order += [one.index for one in batch]
         logits = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         return _ordered(logits, sorted(range(len(order)), key=order.__getitem__))
 
-    def known(self, key: Key) -> int:
-        """How many elements of ``key`` without its last token are known: at least its adapter's
-        version."""
-        return self._planner.known(VersionedSequence(key)) + 1
+    def known(self, query: Query) -> int:
+        """How many tokens of a context, without its last, are known."""
+        return self._planner.known(_sequence(query))
 
-    def branch(self, key: Key) -> RowBlock:
-        """A block of one row, outside the store: the known part of ``key`` without its last
+    def branch(self, query: Query) -> RowBlock:
+        """A block of one row, outside the store: the known part of a context without its last
         token."""
-        context, tree = VersionedSequence(key), self._planner.tree
+        context, tree = _sequence(query), self._planner.tree
         found, common = tree.nearest(context.key)
         cache, known = self._runner.empty_cache(), min(common, context.latest_start)
         if found is not None and known:
             tree.touch(found)
             for layer, (keys, values) in zip(cache, self._table.read(found, known), strict=True):
                 layer.state = keys, values, known
-        return RowBlock([key[: known + 1]], cache)
+        return RowBlock([key_of(query)[: known + 1]], cache)
 
-    def pin(self, key: Key) -> None:
-        """Compute ``key`` if necessary, and keep it until it is dropped."""
-        if not self._planner.pin(VersionedSequence(key)):
-            self.logits([key])
-            self._planner.pin(VersionedSequence(key))
+    def pin(self, query: Query) -> None:
+        """Compute a context if necessary, and keep it until it is dropped."""
+        if not self._planner.pin(_sequence(query)):
+            self.logits([query])
+            self._planner.pin(_sequence(query))
 
     def drop(self, version: int) -> None:
         """Drop all state of an adapter."""
@@ -116,7 +100,7 @@ class Store:
 
     # --- the course of a call ---------------------------------------------------------------------
 
-    def _computed(self, batch: Sequence[Placement[VersionedSequence]]) -> mx.array:
+    def _computed(self, batch: Sequence[Placement[TokenSequence]]) -> mx.array:
         """The logits of a batch, whose state is kept."""
         try:
             logits = self._compute(batch)
@@ -128,7 +112,7 @@ class Store:
         self._planner.commit([one for one, bad in zip(batch, broken, strict=True) if not bad])
         return logits
 
-    def _positions_of(self, batch: Sequence[Placement[VersionedSequence]]) -> int:
+    def _positions_of(self, batch: Sequence[Placement[TokenSequence]]) -> int:
         """How many positions the computed contexts take."""
         tree = self._planner.tree
         ends = {one.end for one in batch}
@@ -136,7 +120,7 @@ class Store:
             tree.columns if isinstance(one, Row) else one.size for one in tree.with_paths(ends)
         )
 
-    def _compute(self, batch: Sequence[Placement[VersionedSequence]]) -> mx.array:
+    def _compute(self, batch: Sequence[Placement[TokenSequence]]) -> mx.array:
         starts = [one.start for one in batch]
         last = [one.sequence.latest_start for one in batch]
         more = sum(last) - sum(starts)
@@ -188,8 +172,17 @@ class Store:
         self._table.evaluate()
 
 
-def _chunks(one: Placement[VersionedSequence], start: int, stop: int) -> list[Chunk]:
-    return [one.sequence.chunk(*part) for part in one.segments(start, stop)]
+def _sequence(query: Query) -> TokenSequence:
+    return TokenSequence(query.context, query.adapter)
+
+
+def _chunks(one: Placement[TokenSequence], start: int, stop: int) -> list[Chunk]:
+    """The tokens of some positions, for the segments that they go to."""
+    sequence = one.sequence
+    return [
+        Chunk(segment, first, sequence.tokens.since(first)[: last - first], sequence.version)
+        for segment, first, last in one.segments(start, stop)
+    ]
 
 
 def _ordered(rows: mx.array, order: list[int]) -> mx.array:
