@@ -130,9 +130,13 @@ class Cells:
                 for source, target in zip(sources, targets, strict=True):
                     assert target.slot not in {row.slot for row in sources}
                     self.own(target)[:columns] = self.own(source)[:columns]
-            case Shift(row, by):
-                own = self.own(row)
-                own[: row.size - by] = self._valid(row, row.size)[by:]
+            case Shift(rows, by, columns):
+                for row in rows:
+                    assert by < row.size <= by + columns
+                    self._valid(row, row.size)
+                    own = self.own(row)
+                    moved = own[by : by + columns]
+                    own[: len(moved)] = moved
             case Join(trunk, below, size):
                 trunk.layers = [self._valid(below, size) + trunk.layers[0]]
             case Blank(row, first):
@@ -150,8 +154,8 @@ class Cells:
         match command:
             case Resize():
                 self.rows = []
-            case Shift(row, by):
-                self.own(row)[: row.size - by] = [0] * (row.size - by)
+            case Shift(rows, _, columns):
+                self.own(rows[0])[:columns] = [0] * columns
             case Fork(_, targets, columns):
                 self.own(targets[0])[:columns] = [0] * columns
 
@@ -271,7 +275,7 @@ class PlannerMachine(RuleBasedStateMachine):
         if isinstance(command, Resize):
             self.pinned.clear()
         if isinstance(command, Shift):
-            self._unpin(lambda one: command.row.key.startswith(one.key))
+            self._unpin(lambda one: any(row.key.startswith(one.key) for row in command.rows))
 
     def _unpin(self, lost: Callable[[Wanted], bool]) -> None:
         self.pinned = {key: one for key, one in self.pinned.items() if not lost(one)}

@@ -44,8 +44,8 @@ class ForksInTurn(Commands):
 
 class ShiftsTooFar(Commands):
     def do(self, command):
-        if isinstance(command, Shift) and command.row.size > command.by + 1:
-            command = evolve(command, by=command.by + 1)
+        if isinstance(command, Shift) and command.columns > 1:
+            command = evolve(command, by=command.by + 1, columns=command.columns - 1)
         self.right(command)
 
 

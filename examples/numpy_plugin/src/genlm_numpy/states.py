@@ -45,8 +45,9 @@ class Table:
             case kv.Fork(sources, targets, columns):
                 for source, target in zip(sources, targets, strict=True):
                     self._copy(source, target, columns)
-            case kv.Shift(row, by):
-                self._copy(row, row, row.size - by, first=by)
+            case kv.Shift(rows, by, columns):
+                for row in rows:
+                    self._copy(row, row, columns, first=by)
             case kv.Join(trunk, below, size):
                 pairs = zip(below.layers, trunk.layers, strict=True)
                 trunk.layers = [np.concatenate([a[:, :size], b], axis=1) for a, b in pairs]

@@ -60,11 +60,17 @@ class Fork:
 
 @frozen
 class Shift:
-    """Move the columns of a row from ``by`` to ``row.size`` to its front. If this fails, the row is
-    lost."""
+    """Move the columns of rows from ``by`` on to their front. If this fails, the rows are lost.
 
-    row: Row
+    Attributes:
+        rows: The rows.
+        by: The first column to move.
+        columns: The most columns that one of them then needs.
+    """
+
+    rows: tuple[Row, ...]
     by: int
+    columns: int
 
 
 @frozen

@@ -63,8 +63,8 @@ def in_words(command: Command) -> str:
             told = f"{size} positions of {_name(source)} to {_name(target)}"
         case Fork(sources, targets, columns):
             told = f"{columns} columns of rows {_slots(sources)} to rows {_slots(targets)}"
-        case Shift(row, by):
-            told = f"{_name(row)} by {by} columns"
+        case Shift(rows, by, _):
+            told = f"rows {_slots(rows)} by {by} columns"
         case Join(trunk, below, size):
             told = f"{size} positions of {_name(below)} in front of {_name(trunk)}"
         case Blank(row, first):

@@ -298,13 +298,17 @@ class Planner(Generic[A]):
         """Give the few new contexts that would make all rows longer their own trunks."""
         if all(placement.continued for placement in batch):
             return
-        tails: list[tuple[int, Placement[A] | None]] = [(row.size, None) for row in self.tree.rows]
-        tails += [
+        tree, worth = self.tree, self._worth
+        tails: list[tuple[int, Placement[A] | None]] = [
             (placement.tail, placement)
             for placement in batch
             if placement.needs_row or placement.continued
         ]
-        for outlier in self._worth.outliers_of(tails):
+        sizes = [size for size, _ in tails]
+        total = tree.row_positions + sum(sizes)
+        if not worth.too_wide(max(tree.columns, *sizes, 0), len(tree.rows) + len(tails), total):
+            return
+        for outlier in worth.outliers_of([*((row.size, None) for row in tree.rows), *tails]):
             if outlier is not None and not outlier.continued and outlier.kept:
                 outlier.cut = outlier.sequence.length
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from operator import itemgetter
 from typing import Generic, TypeVar
@@ -61,6 +61,17 @@ class Worth:
         with_others = start == trunk.stop and len(trunk.children) > 0
         return with_others or start - trunk.start >= self.product
 
+    def too_wide(self, longest: int, count: int, total: int) -> bool:
+        """Whether rows as long as the longest are much longer than their contents.
+
+        Args:
+            longest: The size of the longest.
+            count: How many rows there are.
+            total: The sum of their sizes.
+        """
+        most = self.waste * total + self.step * count
+        return longest > 2 * self.step and self.columns(longest) * count > most
+
     def outliers_of(self, tails: Iterable[tuple[int, T]]) -> list[T]:
         """The few long rows that make all rows much longer than their contents.
 
@@ -71,9 +82,7 @@ class Worth:
         total = sum(map(itemgetter(0), ordered))
         found: list[T] = []
         for at, (size, owner) in enumerate(ordered[: self.outliers + 1]):
-            count = len(ordered) - at
-            most = self.waste * total + self.step * count
-            if size <= 2 * self.step or self.columns(size) * count <= most:
+            if not self.too_wide(size, len(ordered) - at, total):
                 return found
             found.append(owner)
             total -= size
@@ -115,19 +124,39 @@ Family = tuple[list[Row], list[int]]
 
 def families_of(rows: Iterable[Row]) -> list[Family]:
     """Rows by the place that they stand on, and their common positions after it."""
-    families: dict[tuple[Trunk | None, int], list[Row]] = {}
-    for row in sorted(rows, key=lambda row: row.key):
-        families.setdefault((row.parent, row.start), []).append(row)
+    families: dict[tuple[Trunk | None, int], list[tuple[bytes, Row]]] = {}
+    for key, row in sorted(((row.key, row) for row in rows), key=itemgetter(0)):
+        families.setdefault((row.parent, row.start), []).append((key, row))
     return [
-        (family, [max(shared_length(a.key, b.key) - start, 0) for a, b in pairwise(family)])
+        (
+            [row for _, row in family],
+            [max(shared_length(a, b) - start, 0) for (a, _), (b, _) in pairwise(family)],
+        )
         for (_, start), family in families.items()
     ]
 
 
-def best_part(family: Family) -> tuple[int, list[Row], int]:
-    """The common part of rows that saves most as a trunk: how many copies it saves, the rows, and
-    the position where it stops."""
-    rows, shared = family
+def common_parts(family: Family, least: int) -> Iterator[tuple[list[Row], int]]:
+    """Parts that rows have in common, each of which saves at least so many positions as a trunk:
+    that which saves most, then those of the rows on its left and on its right. Each with the
+    position where it stops."""
+    left = [family]
+    while left:
+        rows, shared = left.pop()
+        saved, first, last, size = best_part(shared)
+        if saved >= max(least, 1):
+            yield rows[first : last + 1], rows[0].start + size
+            left.append((rows[:first], shared[: max(first - 1, 0)]))
+            left.append((rows[last + 1 :], shared[last + 1 :]))
+
+
+def best_part(shared: Sequence[int]) -> tuple[int, int, int, int]:
+    """The common part of neighbours that saves most as a trunk: how many copies it saves, the first
+    and the last of them, and its size.
+
+    Args:
+        shared: How much each has in common with the next.
+    """
     saved, first, last, size = 0, 0, 0, 0
     rising: list[tuple[int, int]] = []  # the first row, and what is common from there on
     for at, common in enumerate([*shared, 0]):
@@ -137,7 +166,7 @@ def best_part(family: Family) -> tuple[int, list[Row], int]:
             if height * (at - since) > saved:
                 saved, first, last, size = height * (at - since), since, at, height
         rising.append((since, common))
-    return saved, rows[first : last + 1], rows[0].start + size
+    return saved, first, last, size
 
 
 def best_cut(cuts: Sequence[int], start: int) -> tuple[int, int]:

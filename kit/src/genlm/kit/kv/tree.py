@@ -21,7 +21,7 @@ class Tree:
         rows: All rows, kept or running.
         running: Segments of a batch that is not committed yet.
         slots, columns: The size of the table.
-        trunk_positions: How many positions all trunks take.
+        row_positions, trunk_positions: How many positions all rows and all trunks hold.
         state: Another object after every change of what is kept.
     """
 
@@ -31,7 +31,7 @@ class Tree:
         self.running: set[Segment] = set()
         self.slots = 0
         self.columns = 0
-        self.trunk_positions = 0
+        self.row_positions = self.trunk_positions = 0
         self.state = object()
         self._pins: set[Segment] = set()
         self._ends: dict[tuple[int, int], Segment] = {}  # the kept ones by name
@@ -105,6 +105,7 @@ class Tree:
         """A running row in a free slot."""
         row = Row(sequence.tokens, sequence.version, slot=heapq.heappop(self._free))
         row.stand_on(parent, start)
+        self.row_positions += row.size
         self.rows[row] = None
         self.running.add(row)
         return row
@@ -142,8 +143,14 @@ class Tree:
         """Let a kept row end where a longer context does; it is running until it is kept again."""
         self._keys, self._sorted = None, []
         self._forget(row)
+        self.row_positions += sequence.length - row.stop
         row.grow(sequence.tokens)
         self.running.add(row)
+
+    def shorten(self, row: Row, trunk: Trunk) -> None:
+        """Note that a trunk holds the first positions of a row."""
+        self.row_positions -= trunk.stop - row.start
+        row.stand_on(trunk, trunk.stop)
 
     def pin(self, segment: Segment) -> None:
         """Let a segment stay until all is cleared."""
@@ -178,6 +185,7 @@ class Tree:
         self._pins.discard(segment)
         if isinstance(segment, Row):
             del self.rows[segment]
+            self.row_positions -= segment.size
             heapq.heappush(self._free, segment.slot)
         elif isinstance(segment, Trunk):
             self.trunk_positions -= segment.size
@@ -190,7 +198,7 @@ class Tree:
         for emptied in (self.kept, self._ends, self._pins, self.rows, self.running):
             emptied.clear()
         self._keys, self._sorted, self.state = [], [], object()
-        self.trunk_positions = 0
+        self.row_positions = self.trunk_positions = 0
         self.resized(0, 0, ())
 
     def resized(self, slots: int, columns: int, kept: Iterable[Row]) -> None:
@@ -214,6 +222,8 @@ class Tree:
             raise RuntimeError("a row is neither kept nor running")
         if sum(trunk.size for trunk in trunks) != self.trunk_positions:
             raise RuntimeError(f"trunks do not take {self.trunk_positions} positions")
+        if sum(row.size for row in self.rows) != self.row_positions:
+            raise RuntimeError(f"rows do not take {self.row_positions} positions")
         if {segment for segment in kept if segment.pinned} != self._pins:
             raise RuntimeError("a pinned segment is not among those that stay")
         for segment in self.kept:

@@ -12,11 +12,14 @@ from genlm.core.logs import get_logger
 from genlm.kit.kv.commands import Copy, Join, NewTrunk, Shift, Table
 from genlm.kit.kv.placement import Placement
 from genlm.kit.kv.room import Needs, Room
-from genlm.kit.kv.sharing import Worth, best_cut, best_part, families_of
+from genlm.kit.kv.sharing import Worth, best_cut, common_parts, families_of
 from genlm.kit.kv.tree import Tree
 from genlm.kit.segments import Row, Segment, Trunk
 
 logger = get_logger()
+
+#: Rows are looked at for what they have in common if one in so many is new.
+NEW = 8
 
 
 class Trunks:
@@ -34,6 +37,7 @@ class Trunks:
         self._room = room
         self._table = table
         self._worth = worth
+        self._new_rows = 0  # since rows were last looked at for what they have in common
 
     def share_forked(self, batch: Sequence[Placement[Any]]) -> bool:
         """Turn into trunks what several contexts will share, and the few rows that make all others
@@ -57,10 +61,12 @@ class Trunks:
             cut, saved = best_cut(cuts, row.start)
             if saved >= self._worth.sharing or cut - row.start >= self._worth.trunk:
                 changed |= self.split([row], cut, protected)
-        for row in self._worth.outliers_of([(row.size, row) for row in self._tree.rows]):
-            # This one may have been dropped to make room for the one before.
-            if row in self._tree.kept:
-                changed |= self.split([row], row.stop, protected)
+        tree = self._tree
+        if self._worth.too_wide(tree.columns, len(tree.rows), tree.row_positions):  # perhaps
+            for row in self._worth.outliers_of([(row.size, row) for row in tree.rows]):
+                # This one may have been dropped to make room for the one before.
+                if row in tree.kept:
+                    changed |= self.split([row], row.stop, protected)
         return changed
 
     def share_common(self, needs: Needs) -> bool:
@@ -89,15 +95,19 @@ class Trunks:
         count = len(rows) + needs.rows
         if count <= tree.slots and needs.columns <= tree.columns:
             return []
+        # Where the budget is spent, every new row comes this far: look when some are new.
+        self._new_rows += needs.rows
+        if self._new_rows < len(rows) // NEW and needs.columns <= tree.columns:
+            return []
+        self._new_rows = 0
         columns = max(needs.columns, *(worth.columns(row.size) for row in rows), 0)
         families = families_of(rows)
-        distinct = sum(row.size for row in rows) - sum(sum(common) for _, common in families)
+        distinct = tree.row_positions - sum(sum(common) for _, common in families)
         if count * columns <= worth.waste * (distinct + needs.computed) + worth.spare * count:
             return []
-        parts = map(best_part, families)
-        saved, common, cut = max(parts, key=lambda part: part[0], default=(0, [], 0))
-        if saved >= worth.collecting:
-            return [(common, cut)]
+        parts = [part for family in families for part in common_parts(family, worth.collecting)]
+        if parts:
+            return parts
         long = [row for row in rows if row.size >= columns - worth.step]
         few = len(needs.protected.intersection(long)) <= worth.outliers
         if few and 2 * len(long) <= len(rows) and columns > 2 * worth.step:
@@ -124,9 +134,8 @@ class Trunks:
             if not self._room.make(needs):
                 return False
             trunk = self._collected(first, context)
-        for row in rows:
-            if row.stop > cut:  # else the trunk took its place
-                self._move(row, trunk)
+        if longer := [row for row in rows if row.stop > cut]:  # the trunk took the others' place
+            self._move(longer, trunk)
         self._tree.touch(trunk)
         self.shorten(trunk, protected)
         return True
@@ -144,15 +153,20 @@ class Trunks:
         self._tree.keep(trunk)
         return trunk
 
-    def _move(self, row: Row, trunk: Trunk) -> None:
-        """Let what a row holds beyond a trunk stand on that trunk."""
+    def _move(self, rows: Sequence[Row], trunk: Trunk) -> None:
+        """Let what rows hold beyond a trunk stand on that trunk."""
+        columns = max(row.stop for row in rows) - trunk.stop
         try:
-            self._table.do(Shift(row, trunk.stop - row.start))
-        except BaseException as error:  # with only some layers moved, it is incomplete
-            logger.warning("kv.lost", rows=1, pinned=int(row.pinned), reason=describe_error(error))
-            self._tree.drop(row)
+            self._table.do(Shift(tuple(rows), trunk.stop - rows[0].start, columns))
+        except BaseException as error:  # with only some layers moved, they are incomplete
+            pinned = sum(row.pinned for row in rows)
+            lost = {"rows": len(rows), "pinned": pinned, "reason": describe_error(error)}
+            logger.warning("kv.lost", **lost)
+            for row in rows:
+                self._tree.drop(row)
             raise
-        row.stand_on(trunk, trunk.stop)
+        for row in rows:
+            self._tree.shorten(row, trunk)
 
     def shorten(self, trunk: Trunk, protected: Iterable[Segment]) -> None:
         """Join trunks that only one context goes through, and keep the path short."""

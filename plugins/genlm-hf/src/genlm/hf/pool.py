@@ -81,11 +81,11 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no
                     forked = part.index_select(0, sources.on(device))
                     part.index_copy_(0, targets.on(device), forked)
 
-    def shift(self, slot: int, columns: slice) -> None:
-        """Move some columns of a row to its front."""
+    def shift(self, slots: Places, by: int, columns: int) -> None:
+        """Move columns of rows from ``by`` on to their front."""
         for states in (self.keys, self.values):
-            moved = states[slot, :, columns].clone()
-            states[slot, :, : moved.shape[1]] = moved
+            at = slots.on(states.device)
+            states[at, :, :columns] = states[at, :, by : by + columns].clone()
 
     @property
     def bytes_per_column(self) -> int:
@@ -151,10 +151,11 @@ class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
             layer.fork(from_rows, to_rows, columns)
 
     @torch.inference_mode()
-    def shift(self, slot: int, columns: slice) -> None:
-        """Move some columns of a row to its front."""
+    def shift(self, slots: Sequence[int], by: int, columns: int) -> None:
+        """Move columns of rows from ``by`` on to their front."""
+        moved = Places(slots, Upload())
         for layer in self.layers:
-            layer.shift(slot, columns)
+            layer.shift(moved, by, columns)
 
     @torch.inference_mode()
     def blank(self, slot: int, first: int) -> None:

@@ -47,8 +47,8 @@ class PoolTable:
                 copy_front(self._states(source), self._states(target), size)
             case Fork(sources, targets, columns):
                 pool.fork([row.slot for row in sources], [row.slot for row in targets], columns)
-            case Shift(row, by):
-                pool.shift(row.slot, slice(by, row.size))
+            case Shift(rows, by, columns):
+                pool.shift([row.slot for row in rows], by, columns)
             case Join(trunk, below, size):
                 trunk.layers = [
                     (

@@ -124,8 +124,9 @@ class Table:
                 self._copy(source, target, size)
             case commands.Fork(sources, targets, columns):
                 self._fork([row.slot for row in sources], [row.slot for row in targets], columns)
-            case commands.Shift(row, by):
-                self._move([row.slot], [row.slot], by, row.size - by)
+            case commands.Shift(rows, by, columns):
+                slots = [row.slot for row in rows]
+                self._move(slots, slots, by, columns)
             case commands.Join(trunk, below, size):
                 front = [[state[:, :, :size] for state in layer] for layer in below.layers]
                 trunk.layers = _joined([front, trunk.layers])
