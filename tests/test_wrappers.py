@@ -241,7 +241,9 @@ def test_what_a_processor_raises_names_it_and_concerns_one_request_alone(engine)
     [
         (lambda _, rows: None, "NoneType, not a tensor"),
         (lambda _, rows: rows[:, 1:], r"shape \(1, 257\)"),
-        (lambda _, rows: rows.double(), ".*torch.float64"),
+        (lambda _, rows: rows.double(), r".*torch.float64, .*\(\.float\(\) converts\)"),
+        (lambda _, rows: rows.to("meta"), "a .* tensor on meta; give a dense one"),
+        (lambda _, rows: rows.to_sparse(), "a torch.sparse_coo tensor on cpu; give a dense one"),
         (lambda _, rows: rows.requires_grad_(), ".*requires_grad=True"),
     ],
 )
@@ -252,6 +254,15 @@ def test_what_a_processor_must_not_return(engine, returned, wrong):
         pytest.raises(PluginError, match=f"Processor: genlm_process_logprobs returned {wrong}"),
     ):
         lm.next_token_logprobs_sync([1])
+
+
+def test_an_iterator_that_ends_in_a_processor_is_named():
+    temperatures = iter([2.0])
+    processor = Processor(lambda _, rows: (rows / next(temperatures)).log_softmax(-1))
+    with opened(MockEngine, processor) as lm:
+        lm.next_token_logprobs_sync([1])
+        with pytest.raises(PluginError, match="genlm_process_logprobs raised StopIteration"):
+            lm.next_token_logprobs_sync([2])
 
 
 @pytest.mark.parametrize("engine", ENGINES)

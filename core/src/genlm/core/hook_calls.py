@@ -211,6 +211,8 @@ class HookCalls:
                 generator = _call(wrapper, arguments)
                 next(generator)
                 waiting.insert(0, (name, generator))
+            except StopIteration:
+                remarks.append(attributed(name, RuntimeError("it does not yield")))
             except FATAL:
                 raise
             except BaseException as error:
@@ -323,11 +325,7 @@ def attributed(name: str, error: BaseException) -> PluginError:
     """The error of a plugin, with the plugin's name."""
     if isinstance(error, PluginError):
         return error
-    said = describe_error(error)
-    if isinstance(error, StopIteration):
-        said = "RuntimeError: it does not yield"
-    elif isinstance(error, asyncio.CancelledError):
-        said = CANCELLED
+    said = CANCELLED if isinstance(error, asyncio.CancelledError) else describe_error(error)
     attributed = PluginError(f"{name} raised {said}")
     attributed.__cause__ = error
     return attributed

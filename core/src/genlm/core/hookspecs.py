@@ -59,7 +59,8 @@ model. A wrapper can do two things. It **changes rows** by implementing
 result. Around a hook that evaluates it may return a dict of requests, as it met them, and
 exceptions: these requests fail. Whatever else it returns is ignored. If it raises, or writes into
 the result, the requests of that call get a :class:`~genlm.core.errors.PluginError` that names the
-wrapper; the engine is called in any case. PyTorch does not count what is written through NumPy, so
+wrapper; the engine is called in any case. ``SystemExit`` or ``KeyboardInterrupt`` from any of its
+hooks ends the model. PyTorch does not count what is written through NumPy, so
 that goes unnoticed: write into copies.
 
 A misspelt hook is an error when the model loads. So is a wrapper without a hook, and a wrapper that
