@@ -77,6 +77,10 @@ def test_unknown_option() -> None:
         InvalidOptionError, match="no option prefil; it has prefill_step_size, kv_cache_bytes;"
     ):
         load("nowhere", {"prefil": 1})
+    with pytest.raises(
+        InvalidOptionError, match="no option dtype of its own; it is the checkpoint"
+    ):
+        load("nowhere", {"dtype": "float16"})
 
 
 @pytest.mark.parametrize("family", ["exaone", "olmo", "a family of tomorrow"])

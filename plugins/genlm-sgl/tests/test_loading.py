@@ -85,6 +85,20 @@ def test_an_unknown_option(tiny):
         load_model_by_name(tiny, backend="sgl", llm_opts={"engine_options": SMALL})
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mem_fraction_static": 0.5}, "one of SGLang's goes in engine_opts"),
+        ({"hf_opts": {}}, "it is an option of hf; for sgl, give engine_opts"),
+        ({"engine_opts": {"model_path": "x"}}, "the model's name comes first"),
+        ({"engine_opts": {"dtype": "f32"}}, "must be one of auto, float32, .*; got 'f32'"),
+    ],
+)
+def test_an_option_in_another_place(tiny, options, said):
+    with pytest.raises(InvalidOptionError, match=said):
+        load_model_by_name(tiny, "sgl", options)
+
+
 @pytest.mark.parametrize("version", ["0.5.8", "0.5.24"])
 def test_another_sglang_is_refused_with_the_reason(tiny, version, monkeypatch):
     installed = importlib.metadata.version

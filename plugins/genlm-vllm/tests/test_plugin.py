@@ -46,6 +46,9 @@ def test_without_vllm_it_says_how_to_install_it(monkeypatch):
     [
         ({"engine_options": {}}, "engine_opts"),
         ({"engine_opts": ["enforce_eager"]}, "dict"),
+        ({"gpu_memory_utilization": 0.5}, "an argument of vLLM goes in engine_opts"),
+        ({"hf_opts": {}}, "it is an option of hf; for vllm, give engine_opts"),
+        ({"engine_opts": {"model": "x"}}, "the model's name comes first"),
         ({"live_sessions": -1}, "live_sessions"),
         ({"live_sessions": "yes"}, "live_sessions"),
         ({"engine_opts": {"max_modl_len": 100}}, "max_model_len"),

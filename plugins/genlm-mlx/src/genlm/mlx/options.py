@@ -10,6 +10,15 @@ from attrs import fields, frozen
 from genlm.core import checks
 from genlm.core.options import refuse_unknown
 
+#: What people know from other backends and from mlx-lm, and what to do here.
+ELSEWHERE = {
+    "adapter_path": "load the adapter with lm.add_new_lora(path, name)",
+    "device": "the model is on MLX's default device",
+    "dtype": "it is the checkpoint's own; mlx_lm.convert writes another",
+    "engine_opts": "it is an option of vllm and sgl",
+    "hf_opts": "it is an option of hf",
+}
+
 
 @frozen
 class Options:
@@ -25,7 +34,7 @@ class Options:
         Raises:
             InvalidOptionError: an option is unknown or out of range.
         """
-        refuse_unknown("mlx", options, [attribute.name for attribute in fields(cls)])
+        refuse_unknown("mlx", options, [attribute.name for attribute in fields(cls)], ELSEWHERE)
         given = {name: value for name, value in options.items() if value is not None}
         for name, least in (("prefill_step_size", 1), ("kv_cache_bytes", 0)):
             if name in given:

@@ -39,7 +39,8 @@ def load(model: str, options: Mapping[str, Any]) -> SglEngine:
     """
     if reason := why_unavailable():
         raise BackendUnavailableError(reason)
-    refuse_unknown("sgl", options, OPTIONS)
+    elsewhere = {"hf_opts": "it is an option of hf; for sgl, give engine_opts"}
+    refuse_unknown("sgl", options, OPTIONS, elsewhere, "one of SGLang's goes in engine_opts")
     require_model(model)
     arguments = server_options(model, options.get("engine_opts") or {})
     refuse_code(arguments)

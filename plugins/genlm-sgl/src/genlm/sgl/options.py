@@ -12,6 +12,9 @@ from genlm.core.errors import BackendUnavailableError, InvalidOptionError
 #: The options of this backend.
 OPTIONS = ("engine_opts", "gpu_id")
 
+#: Types of weights, as SGLang names them.
+DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half")
+
 #: Required to drive the scheduler in this process.
 REQUIRED: Mapping[str, Any] = {
     "allow_auto_truncate": False,
@@ -63,7 +66,14 @@ def server_options(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name, value in given.items():
         if name == "model_path":
-            raise InvalidOptionError("model_path is the model's name; give it once, as model_id")
+            raise InvalidOptionError(
+                "engine_opts has no model_path: the model's name comes first, "
+                "load_model_by_name(name, 'sgl', ...)"
+            )
+        if name == "dtype" and isinstance(value, str) and value not in DTYPES:
+            raise InvalidOptionError(
+                f"engine_opts['dtype'] must be one of {', '.join(DTYPES)}; got {value!r}"
+            )
         if name in REQUIRED and value != REQUIRED[name]:
             raise InvalidOptionError(
                 f"engine option {name}={value!r} is not possible in process, where it is "

@@ -18,6 +18,7 @@ _SPECULATIVE = "a speculative step draws several tokens and captures no row for 
 REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
     "speculative_config": ([None], _SPECULATIVE),
     "spec_method": ([None], _SPECULATIVE),
+    "model": ([], "the model's name comes first: load_model_by_name(name, 'vllm', ...)"),
     "data_parallel_size": ([None, 1], "one model is one engine; load the model once per replica"),
     "enable_batch_sharded_sampling": (
         [None, False],
@@ -40,7 +41,13 @@ class Options:
         Raises:
             InvalidOptionError: an option is unknown or of the wrong kind.
         """
-        refuse_unknown("vllm", options, [attribute.name for attribute in fields(cls)])
+        refuse_unknown(
+            "vllm",
+            options,
+            [attribute.name for attribute in fields(cls)],
+            {"hf_opts": "it is an option of hf; for vllm, give engine_opts"},
+            "an argument of vLLM goes in engine_opts",
+        )
         engine_opts, live = options.get("engine_opts") or {}, options.get("live_sessions", True)
         if not isinstance(engine_opts, Mapping):
             raise InvalidOptionError(
