@@ -42,8 +42,17 @@ def test_a_folder_without_a_model_says_what_was_looked_for(tmp_path):
 
 @pytest.mark.parametrize("file", ["config.json", "model.gguf"])
 def test_a_folder_with_one_of_the_files(tmp_path, file):
-    (tmp_path / file).touch()
+    (tmp_path / file).write_text("{}")
     require_model(str(tmp_path), ("config.json", "*.gguf"))
+
+
+@pytest.mark.parametrize("held", ["{", "", "[]"])
+def test_a_configuration_that_is_no_json_object(tmp_path, held):
+    (tmp_path / "config.json").write_text(held)
+    with pytest.raises(
+        ModelNotFoundError, match=r"config\.json (is not JSON|holds no JSON obj).*copy"
+    ):
+        require_model(str(tmp_path))
 
 
 def test_one_file_is_a_model_where_it_holds_all_of_it(tmp_path):
@@ -64,7 +73,7 @@ def test_the_address_of_a_page_of_the_hub():
 
 
 def test_large_files_must_be_whole(tmp_path):
-    (tmp_path / "config.json").touch()
+    (tmp_path / "config.json").write_text("{}")
     weights, size = tmp_path / "model.safetensors", 40
     header = json.dumps({"a": {"dtype": "F32", "shape": [10], "data_offsets": [0, size]}}).encode()
     whole = len(header).to_bytes(8, "little") + header + bytes(size)
@@ -84,7 +93,7 @@ def test_large_files_must_be_whole(tmp_path):
 
 
 def test_every_file_of_the_index_is_there(tmp_path):
-    (tmp_path / "config.json").touch()
+    (tmp_path / "config.json").write_text("{}")
     index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelNotFoundError, match=r"names 1.safetensors \(2 of 2 such files are n"):

@@ -280,6 +280,15 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path, kind: str) -> None:
         load_model_by_name(str(tmp_path), backend="hf")
 
 
+def test_a_tokenizer_that_is_no_json_is_named(tiny: str, tmp_path: Path) -> None:
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer.json").write_text("<!doctype html>")
+    with pytest.raises(
+        ModelNotFoundError, match=r"tokenizer\.json is not JSON .*; copy or download"
+    ):
+        load_model_by_name(str(tmp_path), backend="hf")
+
+
 def test_what_quantisation_needs(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InvalidOptionError, match=r"pip install 'genlm-hf\[bitsandbytes\]'"):

@@ -142,6 +142,12 @@ class Wrapped(nn.Module):
         self.config = self.model.config
 
 
+def quantised() -> LastRow:
+    model = LastRow(OwnConfig())
+    model.hf_quantizer = object()
+    return model
+
+
 def damaged() -> OwnModel:
     model = OwnModel(OwnConfig())
     nn.init.constant_(model.head.weight[3], float("nan"))
@@ -154,7 +160,8 @@ def test_what_cannot_be_served_says_what_is_needed() -> None:
         (WithMask(OwnConfig()), "WithMask cannot be served .*'attention_mask'.* token ids"),
         (LastRow(OwnConfig()), r"LastRow cannot be served .*logits of shape \[1, 258\]"),
         (NoHead(OwnConfig()), r"names the layer in get_output_embeddings\(\)"),
-        (damaged(), "rows of this model are NaN in torch.float32; .* dtype='float32'"),
+        (quantised(), "LastRow cannot be served .*; it is quantised: load it without that, or its"),
+        (damaged(), "rows of this model are NaN in torch.float32; look for NaN among its weights"),
         (nn.DataParallel(OwnModel(OwnConfig())), r"DataParallel has no .*; give model\.module"),
         (nn.Linear(2, 2), "Linear has no configuration of a model; give a PreTrainedModel"),
         (OwnModel(OwnConfig()).to("meta"), "device_map that keeps the embeddings in memory"),

@@ -106,9 +106,28 @@ def _read(
     return config if isinstance(config, dict) else None
 
 
+def require_object(file: Path) -> dict[str, Any]:
+    """What a JSON file of a model's holds.
+
+    Raises:
+        ModelNotFoundError: it holds no JSON object.
+    """
+    try:
+        held = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelNotFoundError(
+            f"{file} is not JSON ({describe_error(error):.100}); copy or download it again"
+        ) from None
+    if not isinstance(held, dict):
+        raise ModelNotFoundError(f"{file} holds no JSON object; copy or download it again")
+    return held
+
+
 def _require_whole(folder: Path) -> None:
+    for config in folder.glob("config.json"):
+        require_object(config)
     for index in folder.glob("*.safetensors.index.json"):
-        named = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
+        named = set(require_object(index).get("weight_map", {}).values())
         if absent := sorted(file for file in named if not (folder / file).exists()):
             raise ModelNotFoundError(
                 f"{index} names {absent[0]} ({len(absent)} of {len(named)} such files are not "

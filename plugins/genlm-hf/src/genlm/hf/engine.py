@@ -105,10 +105,14 @@ class HFEngine:
                 raise
             if is_out_of_memory(error):
                 raise
-            raise EngineError(
-                f"{type(self.model).__name__} cannot be served ({describe_error(error)}); its "
-                "forward must take token ids [batch, tokens], without more, and give logits "
+            remedy = (
+                "its forward must take token ids [batch, tokens], without more, and give logits "
                 "[batch, tokens, vocabulary]"
+            )
+            if getattr(self.model, "hf_quantizer", None) is not None:
+                remedy = f"it is quantised: load it without that, or {remedy}"
+            raise EngineError(
+                f"{type(self.model).__name__} cannot be served ({describe_error(error)}); {remedy}"
             ) from error
 
     @staticmethod

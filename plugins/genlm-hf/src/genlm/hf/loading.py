@@ -18,6 +18,7 @@ from genlm.core.errors import InvalidOptionError, ModelNotFoundError
 from genlm.core.logs import get_logger
 from genlm.core.options import unknown_argument
 from genlm.hf.options import ELSEWHERE, FROM_PRETRAINED, HFOptions
+from genlm.kit.model_files import require_object
 
 logger = get_logger()
 
@@ -98,6 +99,8 @@ def _load_tokenizer(name: str, source: Mapping[str, Any]) -> Any:
         return AutoTokenizer.from_pretrained(name, **source)
     except Exception as error:
         folder = Path(name, source.get("subfolder", ""))
+        for file in folder.glob("tokenizer*.json"):
+            require_object(file)
         if not folder.is_dir() or any(next(folder.glob(file), None) for file in TOKENIZER_FILES):
             raise
         raise ModelNotFoundError(

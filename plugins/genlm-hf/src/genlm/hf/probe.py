@@ -91,9 +91,10 @@ def choose_reuse(
     original = model.config._attn_implementation
     expected = _logprobs([runner.plain([context], [None], [1]) for context in contexts])
     if expected.isnan().any():
+        wider = "load it with dtype='float32' or 'bfloat16', or "
         raise EngineError(
-            f"the rows of this model are NaN in {model.dtype}; load it with dtype='float32' or "
-            "'bfloat16', or look for NaN among its weights"
+            f"the rows of this model are NaN in {model.dtype}; "
+            f"{wider if model.dtype == torch.float16 else ''}look for NaN among its weights"
         )
     tolerance = _tolerance(model, runner, contexts, expected)
     limit = reuse_limit(model.config.get_text_config(decoder=True))
