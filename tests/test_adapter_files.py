@@ -59,6 +59,11 @@ def write(tmp_path: Path) -> Write:
     return folder
 
 
+def test_one_file_of_an_adapter_is_not_its_folder(write: Write) -> None:
+    with pytest.raises(InvalidAdapterError, match="is one file of a LoRA adapter; give its folder"):
+        files.read_adapter(write() / files.WEIGHTS)
+
+
 def write_safetensors(folder: Path, header: bytes, data: bytes = b"") -> None:
     (folder / files.WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header + data)
 

@@ -141,6 +141,8 @@ def find_adapter(path: str) -> Path:
         InvalidAdapterError: there is no such folder.
     """
     folder = Path(path)
+    if folder.is_file():
+        raise InvalidAdapterError(f"{path} is one file of a LoRA adapter; give its folder")
     if folder.is_dir() or not re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", path):
         return folder
     try:
