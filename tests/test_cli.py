@@ -199,6 +199,12 @@ def test_what_sample_refuses(arguments, said, capsys):
     assert said in err
 
 
+def test_the_model_comes_first(capsys):
+    with pytest.raises(SystemExit):
+        main(["top", "hi", "--model", "mock"])
+    assert "the model comes first, without --model: genlm top MODEL" in capsys.readouterr().err
+
+
 # --- top ------------------------------------------------------------------------------------------
 
 

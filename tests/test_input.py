@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from genlm.core import GenlmError, InvalidOptionError, InvalidQueryError
+from genlm.core import AsyncLM, GenlmError, InvalidOptionError, InvalidQueryError
 
 
 class Unshowable:
@@ -248,6 +248,21 @@ def test_arguments_that_no_method_has(mock):
                 method(*given, **{other: "poems"})
     with pytest.raises(InvalidOptionError, match=r"temperature: .*\(row / t\).log_softmax"):
         mock().next_token_logprobs_sync([1], temperature=0.5)
+
+
+def test_arguments_that_a_method_needs(mock):
+    lm = mock()
+    with pytest.raises(
+        InvalidOptionError, match=r"^sample_sync needs max_tokens; it has prompt_to"
+    ):
+        lm.sample_sync([1])
+    with pytest.raises(InvalidOptionError, match=r"^sample needs prompt_token_ids; it has"):
+        lm.sample(max_tokens=1)
+    with pytest.raises(InvalidOptionError, match=r"^sample_particles needs max_tokens; it has"):
+        lm.sample_particles([1], n=1)
+    assert lm.sample_sync(max_tokens=0, prompt_token_ids=[1]) == []
+    with pytest.raises(InvalidOptionError, match="load_model_by_name"):
+        AsyncLM()
 
 
 def test_more_arguments_by_position_than_there_are(mock):

@@ -117,6 +117,8 @@ def test_how_many_is_checked(mock, n) -> None:
         ({"stop": ["x"]}, "sample has no argument stop: a stop string is for what is built on top"),
         ({"max_length": 3}, "no argument max_length: max_tokens is the most tokens to draw"),
         ({"n": 3}, "no argument n: .*sample_particles"),
+        ({"temp": 3}, "no argument temp: temperature is its name"),
+        ({"logit_bias": {}}, "no argument logit_bias: a hook changes rows"),
         ({"temprature": 3}, r"no argument temprature: did you mean temperature\?"),
         ({"xyzzy": 3}, "no argument xyzzy; it has prompt_token_ids, max_tokens, eos_token_ids,"),
     ],

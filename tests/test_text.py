@@ -356,8 +356,9 @@ def test_the_most_likely_tokens(mock):
     assert len(lm.top_logprobs(row, 1000)) == 258
     with pytest.raises(InvalidInputError, match=r"shape \(258,\); it has \(1, 258\)"):
         lm.top_logprobs(row[None])
-    with pytest.raises(InvalidInputError, match=r"without exp\(\)"):
-        lm.top_logprobs(row.exp())
+    for given in (row.exp(), row * float("nan")):
+        with pytest.raises(InvalidInputError, match=r"without exp\(\)"):
+            lm.top_logprobs(given)
     with pytest.raises(InvalidOptionError, match="k must be an integer of at least 1; got 0"):
         lm.top_logprobs(row, 0)
     for given in (None, "abc", [row]):

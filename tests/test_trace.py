@@ -95,6 +95,11 @@ def test_nothing_is_recorded_outside_the_block(mock, path):
     assert recorded(path) == []
 
 
+def test_a_trace_needs_a_path(mock):
+    with pytest.raises(InvalidInputError, match="needs the path of its file; got None"):
+        mock().trace(None)
+
+
 def test_an_error_in_the_block_leaves_a_trace(mock, path):
     lm = mock()
     with pytest.raises(InvalidInputError), lm.trace(path):

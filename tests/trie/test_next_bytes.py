@@ -105,6 +105,14 @@ def test_it_is_the_sum_over_all_tokenisations(vocab, special, seed, spread, cont
         assert found <= shorter + 1e-9
 
 
+def test_the_text_needs_room():
+    with MockAsyncLM(max_context=3) as lm:
+        with pytest.raises(InvalidInputError, match=r"of 4 tokens exceeds .*: the text after i"):
+            asyncio.run(next_bytes_logprob(lm, [1, 2, 3], b"ab"))
+        with pytest.raises(InvalidInputError, match=r"of 4 tokens exceeds .*shorten it$"):
+            asyncio.run(next_bytes_logprob(lm, [1, 2, 3, 4], b"ab"))
+
+
 @given(vocab=st.lists(text(1, 3), min_size=1, max_size=6, unique=True), target=text(1, 6))
 @settings(max_examples=100)
 def test_the_limit_is_the_number_of_contexts(vocab, target):

@@ -36,12 +36,14 @@ ARGUMENTS = _by_name(
         "do_sample": "temperature=0 takes the most likely token every time",
         "frequency_penalty presence_penalty repetition_penalty": f"a penalty {_ON_TOP}",
         "generator": "seed fixes a draw",
+        "logit_bias logits_processor": "a hook changes rows; docs/how-to/change-rows.md shows it",
         "max_length max_new_tokens": "max_tokens is the most tokens to draw",
         "num_beams": f"beam search {_ON_TOP}",
         "stop stop_strings": f"a stop string {_ON_TOP}; eos_token_ids ends a draw at tokens",
         "stop_token_ids": "eos_token_ids are the tokens that end a draw",
         "stream": "`async for token_id in lm.stream(ids, max_tokens)` gives them as they are drawn",
         "stride": "context_len is the least context of a token: max_length - stride + 1",
+        "temp": "temperature is its name",
         "temperature": "a row has temperature t as (row / t).log_softmax(-1)",
     }
 )
@@ -117,13 +119,14 @@ def missing_attribute(owner: object, name: str, replaced: Mapping[str, str]) -> 
 
 
 def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a method refuse arguments that it does not take with :class:`InvalidOptionError`, where
-    Python has a bare ``TypeError``. A coroutine's are refused when it is called. ``**options`` are
-    those of drawing."""
+    """Make a method refuse arguments that it does not take, and the lack of those that it needs,
+    with :class:`InvalidOptionError`, where Python has a bare ``TypeError``. A coroutine's are
+    refused when it is called. ``**options`` are those of drawing."""
     name = function.__name__
     parameters = [*inspect.signature(function).parameters.values()][1:]  # without self
     most = 1 + sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
     named = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
+    needed = [each.name for each in parameters if each.default is each.empty and each.name in named]
     more = SamplingOptions.__annotations__ if len(named) < len(parameters) else ()
     known = list(dict.fromkeys([*named, *more]))
 
@@ -142,6 +145,10 @@ def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
                 f"{name} takes {', '.join(known[: most - 1])} by position; "
                 f"got {len(args) - most} more{hint}"
             )
+        if len(args) <= len(needed):
+            for each in needed[len(args) - 1 :]:
+                if each not in options:
+                    raise InvalidOptionError(f"{name} needs {each}; it has {', '.join(known)}")
         return function(*args, **options)
 
     if sys.version_info >= (3, 12) and inspect.iscoroutinefunction(function):

@@ -13,7 +13,7 @@ from attrs import evolve
 from genlm.core.adapters import UNSET, AdapterRegistry, LoraName
 from genlm.core.checks import safe_repr
 from genlm.core.collector import rare_collections
-from genlm.core.errors import InvalidOptionError, UnsupportedError
+from genlm.core.errors import InvalidInputError, InvalidOptionError, UnsupportedError
 from genlm.core.generation import GenerationMixin
 from genlm.core.hints import LM, known_keywords, missing_attribute
 from genlm.core.options import CORE, CoreOptions, refuse_unknown
@@ -109,16 +109,17 @@ class AsyncLM(GenerationMixin):
 
     def __init__(
         self,
-        load: Callable[[], Engine],
+        load: Callable[[], Engine] | None = None,
         *,
         backend: str = "",
         options: CoreOptions | None = None,
         **core_options: Any,
     ) -> None:
-        if not callable(load) or isinstance(load, AsyncLM) or not backend:
+        if load is None or not callable(load) or isinstance(load, AsyncLM) or not backend:
             raise InvalidOptionError(
-                "AsyncLM(load, backend='name') takes a function that loads an engine; a model of "
-                "your own is a plugin (`genlm new-plugin NAME`), or a MockAsyncLM with a method "
+                "load_model_by_name(name) loads a model; AsyncLM(load, backend='name') takes a "
+                "function that loads an engine; a model of your own is a plugin (`genlm new-plugin "
+                "NAME`), or a MockAsyncLM with a method "
                 f"_get_logprobs; got {safe_repr(load)} and backend={safe_repr(backend)}"
             )
         if options is not None and not isinstance(options, CoreOptions):
@@ -302,9 +303,11 @@ class AsyncLM(GenerationMixin):
         https://ui.perfetto.dev, or without a network in ``chrome://tracing`` of Chrome or Chromium.
 
         Raises:
-            InvalidInputError: a trace is being recorded already.
+            InvalidInputError: a trace is being recorded already, or the path is none.
             OSError: the file cannot be written.
         """
+        if not isinstance(path, str | bytes | os.PathLike):
+            raise InvalidInputError(f"a trace needs the path of its file; got {safe_repr(path)}")
         return Trace(self._timeline, os.fspath(path), describe)
 
     def close(self) -> None:

@@ -26,7 +26,8 @@ class CoreOptions:
 
     Attributes:
         batch_size: The most queries in one engine call; ``None`` means no limit.
-        timeout: Seconds to hold a batch open for more requests; 0 does not wait.
+        timeout: Seconds to hold a batch open for more requests; 0 does not wait. It limits nothing:
+            ``asyncio.wait_for`` gives up on a request.
         cache_size: The most rows in the output cache; 0 turns it off, ``None`` leaves it to
             ``cache_opts``.
         cache_opts: ``maxsize`` (rows, default 1000), ``max_bytes`` (default 512 MiB),

@@ -209,7 +209,7 @@ class TextMixin:
                 f"row must have the shape ({self._engine.width},); it has {tuple(values.shape)}"
             )
         best = values.topk(min(k, self._engine.width))
-        if (most := float(best.values[0])) > 1e-3:  # above what rounding makes of 0
+        if not (most := float(best.values[0])) <= 1e-3:  # NaN, or above what rounding makes of 0
             raise InvalidInputError(
                 f"row must be log-probabilities, but its greatest value is {most:.6g}; give the "
                 "model's row itself, without exp()"

@@ -38,9 +38,17 @@ def parsed(flag: str, given: str) -> tuple[str, Any]:
         return name, value  # a string needs no quotes
 
 
+class ModelFirst(argparse.Action):
+    """Refuses ``--model``: other programs have it, here the model stands first."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: object) -> None:
+        parser.error(f"the model comes first, without --model: {parser.prog} MODEL ...")
+
+
 def add_model(parser: argparse.ArgumentParser, many: bool = False) -> None:
     """The arguments that say which model to load; with ``many``, on which backends."""
     parser.add_argument("model", help="a path or hub name, as the backend takes it")
+    parser.add_argument("--model", action=ModelFirst, dest="given", help=argparse.SUPPRESS)
     if many:
         parser.add_argument(
             "--backend",

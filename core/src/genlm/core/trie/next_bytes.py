@@ -15,7 +15,7 @@ from attrs import evolve, field, frozen
 from genlm.core.adapters import UNSET, LoraName
 from genlm.core.checks import number, safe_repr
 from genlm.core.context import Context
-from genlm.core.errors import InvalidInputError
+from genlm.core.errors import InvalidInputError, InvalidQueryError
 from genlm.core.lm import AsyncLM
 from genlm.core.runtime.askers import all_of
 from genlm.core.tokenization.token import Token
@@ -240,9 +240,14 @@ class BytePrefix:
         if not self._asked:
             inside = [reading for reading in self._readings if reading.masses is not None]
             begun = [reading for reading in self._readings if reading.masses is None]
-            rows = await all_of(
-                self.lm.next_token_logprobs(reading.context, self._lora_name) for reading in begun
-            )
+            try:
+                rows = await all_of(
+                    self.lm.next_token_logprobs(each.context, self._lora_name) for each in begun
+                )
+            except InvalidQueryError as error:
+                if not self.text:
+                    raise
+                raise InvalidQueryError(f"{error}: the text after it needs room, too") from None
             for reading, row in zip(begun, rows, strict=True):
                 masses = np.exp(row.detach().double().cpu().numpy())[self._trie.positions]
                 no_byte = float(masses[~self._is_text].sum())
