@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from genlm.core import InvalidOptionError, ModelNotFoundError, load_model_by_name
-from genlm.kit.model_files import eos_token_ids, require_model
+from genlm.kit.model_files import eos_token_ids, require_model, require_tokenizer
 
 hub = pytest.importorskip("huggingface_hub")
 constants = pytest.importorskip("huggingface_hub.constants")
@@ -53,6 +53,18 @@ def test_a_configuration_that_is_no_json_object(tmp_path, held):
         ModelNotFoundError, match=r"config\.json (is not JSON|holds no JSON obj).*copy"
     ):
         require_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "spiece.model", "vocab.json", "model.gguf"])
+def test_a_folder_without_a_tokenizer(tmp_path, file):
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ModelNotFoundError, match=r"holds no tokenizer \(.*copy its files there$"):
+        require_tokenizer(tmp_path, "")
+    with pytest.raises(ModelNotFoundError, match=r"there, or name another folder in \{'a': ...\}$"):
+        require_tokenizer(str(tmp_path), "{'a': ...}")
+    (tmp_path / file).touch()
+    require_tokenizer(tmp_path, "")
+    require_tokenizer("organisation/model", "")
 
 
 def test_one_file_is_a_model_where_it_holds_all_of_it(tmp_path):

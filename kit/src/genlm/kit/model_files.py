@@ -18,6 +18,9 @@ HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 #: The address of a model's page, and the name in it.
 HUB_PAGE = re.compile(rf"https?://(?:www\.)?huggingface\.co/({HUB_NAME.pattern})")
 
+#: Of which files a folder must hold one, for most tokenizers.
+TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken", "tekken.json")
+
 #: How a file begins that Git has in place of a large one.
 LFS_POINTER = b"version https://git-lfs"
 
@@ -61,6 +64,28 @@ def require_model(name: str, files: Sequence[str] = ("config.json",)) -> None:
         raise ModelNotFoundError(f"{name} is a page of the hub; give its name, {match[1]!r}")
     elif not path.exists() and ("://" not in str(name) or str(name).startswith("http")):
         _require_on_hub(str(name), files)
+
+
+def require_tokenizer(folder: str | Path, another: str) -> None:
+    """For where no tokenizer could be loaded: refuse a folder that has none, or a
+    damaged one.
+
+    Args:
+        folder: The folder, or a hub name.
+        another: How to name another folder.
+
+    Raises:
+        ModelNotFoundError: it names the files that were looked for, or one that is no JSON.
+    """
+    path = Path(folder)
+    for file in path.glob("tokenizer*.json"):
+        require_object(file)
+    held = (*TOKENIZER_FILES, "*.gguf")  # which brings its own
+    if path.is_dir() and not any(next(path.glob(file), None) for file in held):
+        raise ModelNotFoundError(
+            f"the folder {str(folder)!r} holds no tokenizer ({', '.join(TOKENIZER_FILES)}); copy "
+            f"its files there{another and f', or name another folder in {another}'}"
+        )
 
 
 def eos_token_ids(

@@ -18,7 +18,7 @@ from genlm.core.errors import InvalidOptionError, ModelNotFoundError
 from genlm.core.logs import get_logger
 from genlm.core.options import unknown_argument
 from genlm.hf.options import ELSEWHERE, FROM_PRETRAINED, HFOptions
-from genlm.kit.model_files import require_object
+from genlm.kit.model_files import require_tokenizer
 
 logger = get_logger()
 
@@ -32,9 +32,6 @@ SOURCE_ARGUMENTS = (
     "subfolder",
     "gguf_file",
 )
-
-#: Of which files a folder must hold one, for most tokenizers.
-TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken", "tekken.json")
 
 #: The modes of ``torch.compile`` that capture CUDA graphs.
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
@@ -97,16 +94,9 @@ def _refuse_argument(error: TypeError, given: Mapping[str, Any]) -> None:
 def _load_tokenizer(name: str, source: Mapping[str, Any]) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name, **source)
-    except Exception as error:
-        folder = Path(name, source.get("subfolder", ""))
-        for file in folder.glob("tokenizer*.json"):
-            require_object(file)
-        if not folder.is_dir() or any(next(folder.glob(file), None) for file in TOKENIZER_FILES):
-            raise
-        raise ModelNotFoundError(
-            f"the folder {str(folder)!r} holds no tokenizer ({', '.join(TOKENIZER_FILES)}); copy "
-            "its files there, or name another folder in hf_opts={'tokenizer': ...}"
-        ) from error
+    except Exception:
+        require_tokenizer(Path(name, source.get("subfolder", "")), "hf_opts={'tokenizer': ...}")
+        raise
 
 
 def _require_weights(name: str, model: Any, found: Mapping[str, Any]) -> None:
@@ -231,7 +221,8 @@ def _gguf(name: str) -> tuple[str, str | None]:
     path = Path(name)
     if path.suffix == ".gguf" and path.is_file():
         return str(path.parent), path.name
-    if not path.is_dir() or (path / "config.json").exists():
+    others = ("*.safetensors", "pytorch_model*", "*.index.json")
+    if not path.is_dir() or any(next(path.glob(file), None) for file in others):
         return name, None
     found = sorted(file.name for file in path.glob("*.gguf"))
     if len(found) > 1:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from traceback import extract_tb
 from typing import Any
 
 from genlm.core.checks import describe_error
-from genlm.core.errors import EngineError, InvalidOptionError
+from genlm.core.errors import EngineError, GenlmError, InvalidOptionError
 from genlm.core.logs import get_logger
-from genlm.kit.model_files import eos_token_ids, require_model
+from genlm.kit.memory import is_out_of_memory
+from genlm.kit.model_files import eos_token_ids, require_model, require_tokenizer
 from genlm.kit.settings import require_weights, settings_of
 from genlm.vllm.capture import RowStore, capture_into
 from genlm.vllm.engine import VllmEngine
@@ -29,6 +31,11 @@ SCHEDULER = "genlm.vllm.forks.forking_scheduler"
 
 #: What vLLM raises for a configuration that it does not know, as it loads or at the first row.
 UNREAD = (AssertionError, AttributeError, LookupError, NotImplementedError, TypeError)
+
+#: Where vLLM reads a model's files, makes the model and has its kernels; elsewhere it speaks of
+#: options. And what it says elsewhere of a model that it has not.
+OF_THE_MODEL = ("model_executor", "transformers_utils", "v1/attention")
+NO_SUCH_MODEL = ("Model architectures", "Pooling models")
 
 
 def load(model: str, options: Mapping[str, object]) -> VllmEngine:
@@ -62,7 +69,12 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
             | _row_hooks(chosen.engine_opts, store if local else None)
         )
         with _explained(model):
-            llm = vllm.LLM(model, **settings)
+            try:
+                llm = vllm.LLM(model, **settings)
+            except Exception:
+                folder = chosen.engine_opts.get("tokenizer") or model
+                require_tokenizer(folder, "engine_opts={'tokenizer': ...}")
+                raise
         core = EngineCore(llm, stream, spare_slot=bool(spare))
     rows: Rows = LocalRows(store, core.device_type) if local else WorkerRows(core)
     engine = _engine(llm, core, rows, chosen)
@@ -89,11 +101,23 @@ def _explained(model: str) -> Iterator[None]:
     """Say what it means that vLLM fails without words for a user."""
     try:
         yield
-    except UNREAD as error:
+    except Exception as error:
+        if not isinstance(error, UNREAD) and not _is_of_the_model(error):
+            raise
+        said = " ".join(describe_error(error).split())
         raise EngineError(
-            f"vLLM cannot serve the model {model!r} here ({describe_error(error)}); load it with "
-            'backend="hf"'
+            f'vLLM cannot serve the model {model!r} here ({said:.400}); load it with backend="hf"'
         ) from error
+
+
+def _is_of_the_model(error: Exception) -> bool:
+    """Whether another model, rather than other options, would have loaded."""
+    if isinstance(error, GenlmError) or is_out_of_memory(error):
+        return False
+    files = [frame.filename.replace("\\", "/") for frame in extract_tb(error.__traceback__)]
+    return any(f"/vllm/{part}/" in file for part in OF_THE_MODEL for file in files) or (
+        isinstance(error, ValueError) and any(words in str(error) for words in NO_SUCH_MODEL)
+    )
 
 
 def _engine(llm: Any, core: EngineCore, rows: Rows, chosen: Options) -> VllmEngine:
