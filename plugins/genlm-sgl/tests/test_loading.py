@@ -132,6 +132,7 @@ def test_few_files_touch_sglang():
         "construction.py",
         "internals.py",
         "repairs.py",
+        "weights.py",
     ]
 
 

@@ -15,6 +15,7 @@ import torch
 
 from genlm.core.options import unknown_argument
 from genlm.sgl import attention
+from genlm.sgl.weights import required
 
 
 def construct(options: Mapping[str, Any], gpu_id: int) -> Any:
@@ -52,7 +53,8 @@ def construct(options: Mapping[str, Any], gpu_id: int) -> Any:
         place = {}
     scheduler = module.Scheduler.__new__(module.Scheduler)
     try:
-        scheduler.__init__(arguments, ports, **place)
+        with required(arguments.model_path):
+            scheduler.__init__(arguments, ports, **place)
     finally:
         # Also when the constructor fails: when an open socket is collected, it waits for ever until
         # its messages are read.
