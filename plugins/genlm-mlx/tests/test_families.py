@@ -4,6 +4,7 @@ computes."""
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,9 @@ from genlm.mlx.adapters import Adapters
 from genlm.mlx.blocks import Blocks
 from genlm.mlx.loading import load
 from genlm.mlx.runner import Runner
+from tests.hub_folders import HUB, loaded
+
+from . import costly_sweep
 
 FAMILIES = [
     "llama", "gpt2", "mistral", "qwen2", "gemma2", "gemma3", "mamba", "lfm2", "falcon_h1"
@@ -134,3 +138,19 @@ def test_the_pool_stays_within_its_bytes(folders: Folders) -> None:
     for i in range(5):
         rows_of(engine, [[i, i + 1]])
     assert len(engine.store) == 1
+
+
+#: What mlx-lm cannot do of a folder.
+REFUSED = {
+    "a head beside tied embeddings": "lm_head.weight that differs from its embeddings",
+    "names without their beginning": "parameters not in model: embed_tokens.weight",
+    "old buffers, and no last norm": r"Missing 1 parameters: model\.norm\.weight",
+    "pickled": "No safetensors found",
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_folders_as_the_hub_has_them(name: str, tmp_path: Path) -> None:
+    found = loaded(name, costly_sweep.TestMlx.sweep, tmp_path)
+    assert found.outcome == ("refused" if name in REFUSED else "right"), found
+    assert re.search(REFUSED.get(name, ""), found.why)

@@ -215,6 +215,7 @@ def test_what_mlx_lm_does_not_look_at_is_refused_by_name(name: str, saved: Saved
         ("Mamba2", "n_groups", {"n_groups": 2}),
         ("DeepseekV3", "num_experts_per_tok", {"num_experts_per_tok": 1}),
         ("NemotronH", "num_experts_per_tok", {"num_experts_per_tok": 1}),
+        ("Phimoe", "num_experts_per_tok", {"num_experts_per_tok": 3}),
     ],
 )
 def test_values_that_mlx_lm_misreads_are_refused(

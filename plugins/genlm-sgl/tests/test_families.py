@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from tests.hub_folders import HUB, loaded
 from tests.sweep import FAR, ROPES
 
 from .families import SWEEP
@@ -52,3 +54,20 @@ def test_latent_attention_is_refused_by_name(tmp_path: Path) -> None:
     (found,) = SWEEP.of("glm4_moe_lite", tmp_path)
     assert found.outcome == "refused"
     assert "no latent attention for glm4_moe_lite" in found.why
+
+
+#: What SGLang cannot do of it.
+REFUSED = {
+    "another family's scale": "logit_scale=0.1, which SGLang applies also in llama",
+    "no architecture": "SGLang cannot serve",
+    "a head beside tied embeddings": "lm_head.weight that differs from its embeddings",
+    "names without their beginning": "no weights of LlamaForCausalLM for model.embed_tokens.weight",
+    "old buffers, and no last norm": r"for model\.norm\.weight \(1 of ",
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_folders_as_the_hub_has_them(name: str, tmp_path: Path) -> None:
+    found = loaded(name, SWEEP, tmp_path)
+    assert found.outcome == ("refused" if name in REFUSED else "right"), found
+    assert re.search(REFUSED.get(name, ""), found.why)

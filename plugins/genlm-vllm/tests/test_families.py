@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from tests.hub_folders import HUB, loaded
 from tests.sweep import FAR, SCALED
 
 from .families import SWEEP
@@ -27,3 +29,18 @@ CHANGES = {
 def test_rows_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     found = SWEEP.of(family, tmp_path, lambda _: CHANGES[family])
     assert [one.outcome for one in found] == ["right"] * (1 + len(CHANGES[family])), found
+
+
+#: What vLLM cannot do of it.
+REFUSED = {
+    "another family's scale": "logit_scale=0.1 of llama: vLLM applies it",
+    "names without their beginning": "vLLM cannot serve .*'embed_tokens'",
+    "old buffers, and no last norm": r"were not initialized .*model\.norm\.weight.*backend=\"hf\"",
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_folders_as_the_hub_has_them(name: str, tmp_path: Path) -> None:
+    found = loaded(name, SWEEP, tmp_path)
+    assert found.outcome == ("refused" if name in REFUSED else "right"), found
+    assert re.search(REFUSED.get(name, ""), found.why)

@@ -134,6 +134,8 @@ def test_a_family_that_names_no_usual_activation_is_not_refused(
         ("HrmText", {"head_dim": 32}, "lets its tokens attend to later ones"),
         ("Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2}, "e_score_correction_bias"),
         ("DeepseekV3", {}, "kv_lora_rank"),
+        ("Llama", {"head_dim": 4}, r"vLLM cannot serve .*head_dim=4.*; load it with"),
+        ("Bamba", {}, r"vLLM cannot serve .*Layer 0 \(linear_attention\).*; load it with"),
     ],
 )
 def test_what_vllm_computes_otherwise_is_refused(
@@ -157,3 +159,12 @@ def test_a_checkpoint_that_lacks_weights_is_refused(
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(ModelNotFoundError, match="lacks weights of LlamaForCausalLM"):
         load_briefly(folder)
+
+
+def test_what_vllm_says_of_an_option_stays(
+    make_tiny: Callable[..., str], load_briefly: Callable[..., Any]
+) -> None:
+    """Another backend would be no remedy."""
+    with pytest.raises(ValueError, match=r"max_model_len \(4096\) is greater") as refusal:
+        load_briefly(make_tiny("Llama"), max_model_len=4096)
+    assert not isinstance(refusal.value, EngineError)

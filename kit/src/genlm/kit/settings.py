@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from functools import cache
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from attrs import frozen
 
 from genlm.core.checks import describe_error
-from genlm.core.errors import ModelNotFoundError
+from genlm.core.errors import EngineError, ModelNotFoundError
 from genlm.core.logs import get_logger
 
 log = get_logger()
@@ -86,6 +87,43 @@ def require_weights(model: str, settings: Any) -> None:
         )
 
 
+def require_one_head(model: str | Path, settings: Any, engine: str) -> None:
+    """For engines that take the embeddings for the output layer wherever the configuration ties
+    them. transformers takes an output layer that the checkpoint has besides.
+
+    Raises:
+        EngineError: it has one that differs.
+    """
+    from safetensors import safe_open
+
+    if not getattr(settings, "tie_word_embeddings", False):
+        return
+    found: dict[str, torch.Tensor] = {}
+    for file in Path(model).glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names = opened.keys()
+            for name in names:
+                if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+                    found[name.rpartition(".")[0].rpartition(".")[2]] = opened.get_tensor(name)
+    if len(found) == 2 and not torch.equal(*found.values()):
+        raise EngineError(
+            f"the checkpoint {str(model)!r} has an lm_head.weight that differs from its embeddings,"
+            f" and tie_word_embeddings=True, by which {engine} takes one for both; load it with "
+            "backend='hf', or write tie_word_embeddings=false into its config.json"
+        )
+
+
+@cache
+def is_read(family: str, setting: str) -> bool:
+    """Whether the code of a family in transformers names a setting; true where it is not there."""
+    import transformers.models
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    folder = Path(transformers.models.__path__[0]) / model_type_to_module_name(family)
+    code = [file.read_text(encoding="utf-8") for file in folder.glob("modeling_*.py")]
+    return not code or any(setting in text for text in code)
+
+
 def alike(value: object, other: object) -> bool:
     """Whether two values of a setting mean the same: an activation has several names."""
     if isinstance(value, str) and isinstance(other, str):
@@ -104,11 +142,12 @@ def windows(settings: Any, layers: int) -> list[int | None]:
     """The window of every layer: the most positions that a token attends to, its own included;
     ``None`` is all."""
     window = getattr(settings, "sliding_window", None)
-    if not window or getattr(settings, "use_sliding_window", True) is False:
+    # Families whose configuration does not declare windows, or the types of layers, have none.
+    declared = signature(type(settings)).parameters
+    known = "sliding_window" in declared or is_read(settings.model_type, "sliding_window")
+    if not (window and known and getattr(settings, "use_sliding_window", True)):
         return [None] * layers
-    # Families whose configuration does not declare the types of layers do not use them.
-    declared = "layer_types" in signature(type(settings)).parameters
-    kinds = getattr(settings, "layer_types", None) if declared else None
+    kinds = getattr(settings, "layer_types", None) if "layer_types" in declared else None
     if kinds is None:
         return [window] * layers
     return [window if one == "sliding_attention" else None for one in kinds]

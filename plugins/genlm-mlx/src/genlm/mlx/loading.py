@@ -14,8 +14,8 @@ import mlx.core as mx
 from genlm.core.checks import describe_error
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
-from genlm.kit.model_files import eos_token_ids, require_model
-from genlm.kit.settings import rope_limits, settings_of
+from genlm.kit.model_files import eos_token_ids, require_model, require_tokenizer
+from genlm.kit.settings import require_one_head, rope_limits, settings_of
 from genlm.mlx import rotary, windows
 from genlm.mlx.adapters import Adapters
 from genlm.mlx.blocks import Blocks
@@ -44,7 +44,9 @@ GPT_NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pc
 
 #: What mlx-lm raises for a configuration or weights that it does not know, as it loads or at the
 #: first row; one of its models ends the process.
-UNREAD = (AttributeError, LookupError, NotImplementedError, SystemExit, TypeError, ValueError)
+UNREAD = (
+    AttributeError, LookupError, NotImplementedError, OSError, SystemExit, TypeError, ValueError,
+)  # fmt: skip
 
 log = get_logger()
 
@@ -63,10 +65,17 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
         if Path(name).exists()
         else Path(snapshot_download(name, allow_patterns=list(FILES)))
     )
+    if folder.is_file():
+        raise EngineError(
+            f"mlx-lm reads folders of safetensors, and {name!r} is a file; load it with "
+            "backend='hf'"
+        )
     config = json.loads((folder / "config.json").read_text())
     settings = settings_of(folder)
+    require_one_head(folder, settings, "mlx-lm")
     try:
-        model, _ = load_model(folder, model_config=amended(config))
+        given = unsaid(config, settings)
+        model, _ = load_model(folder, model_config=given | amended({**config, **given}))
         repair(model)
         longest = max_context(config)
         if settings is not None:
@@ -80,7 +89,11 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
             f"mlx-lm cannot load {name!r}, of family {config.get('model_type')!r} "
             f"({' '.join(describe_error(error).split()):.200}); load it with backend='hf'"
         ) from error
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception:
+        require_tokenizer(folder, "")
+        raise
     support = probe(runner)
     if support is CacheSupport.NONE:
         log.warning(
@@ -154,6 +167,21 @@ def amended(config: Mapping[str, Any]) -> dict[str, Any]:
         name: value
         for name, value in lifted.items()
         if name == "text_config" or config.get(name) is None
+    }
+
+
+def unsaid(config: Mapping[str, Any], settings: Any) -> dict[str, Any]:
+    """What a configuration leaves to the defaults of its family in transformers; mlx-lm has others,
+    for example for ``tie_word_embeddings``."""
+    if settings is None:
+        return {}
+    if isinstance(inner := config.get("text_config"), dict):
+        return {"text_config": {**inner, **unsaid(inner, settings)}}
+    left = "rope_parameters" if "rope_theta" in config else None
+    return {
+        name: value
+        for name, value in settings.to_dict().items()
+        if name not in config and name != left
     }
 
 

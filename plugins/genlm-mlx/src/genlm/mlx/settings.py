@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from genlm.core.errors import EngineError
-from genlm.kit.settings import alike
+from genlm.kit.settings import alike, is_read
 
 #: Settings for which mlx-lm's models know only the family's default, even if they have the name.
 FIXED = re.compile(r"(^|_)act(ivation)?(_|$)")
@@ -28,8 +28,8 @@ def _several(number: int | None) -> bool:
 
 #: Settings of single families that mlx-lm computes differently, and for which values: it does not
 #: count the features that latent attention rotates, leaves out the factor of its scores, makes the
-#: weights of Jamba's experts sum to one, chooses among groups of AFMoE's experts, and normalises
-#: all groups of Mamba 2's features together.
+#: weights of Jamba's experts sum to one, chooses among groups of AFMoE's experts, normalises all
+#: groups of Mamba 2's features together, and mixes two of Phi-3.5-MoE's experts alone.
 MISREAD: dict[tuple[str, str], Callable[[Any], bool]] = {
     ("afmoe", "n_group"): _several,
     ("glm4_moe_lite", "partial_rotary_factor"): lambda factor: factor not in (None, 1),
@@ -37,6 +37,7 @@ MISREAD: dict[tuple[str, str], Callable[[Any], bool]] = {
     ("jamba", "num_experts"): _several,
     ("mamba2", "n_groups"): _several,
     ("minicpm3", "mscale_all_dim"): bool,
+    ("phimoe", "num_experts_per_tok"): lambda experts: experts != 2,
 }
 
 #: Families of which mlx-lm normalises the weights of several experts, and not that of one.
@@ -76,9 +77,10 @@ def refuse_unread(settings: Any, model: Any) -> None:
     except Exception:  # some classes have none
         return
     for name, value in settings.to_dict().items():
-        usual = defaults.get(name)
-        unread = (FIXED.search(name) and isinstance(value, str)) or (
-            PERHAPS_READ.search(name) and not hasattr(read, name)
+        usual = defaults.get(name, getattr(type(read), name, None))
+        known = name in defaults or is_read(settings.model_type, name)
+        unread = (FIXED.search(name) and isinstance(value, str) and known) or (
+            PERHAPS_READ.search(name) and hasattr(read, name) is not known
         )
         if unread and not alike(value, usual):
             raise EngineError(

@@ -11,8 +11,8 @@ from genlm.core.checks import describe_error
 from genlm.core.errors import BackendUnavailableError, EngineDeadError, EngineError, GenlmError
 from genlm.core.logs import get_logger
 from genlm.core.options import refuse_unknown
-from genlm.kit.model_files import eos_token_ids, require_model
-from genlm.kit.settings import require_weights, settings_of
+from genlm.kit.model_files import eos_token_ids, require_model, require_tokenizer
+from genlm.kit.settings import require_one_head, require_weights, settings_of
 from genlm.sgl.engine import PROBE, SglEngine
 from genlm.sgl.internals import Scheduler
 from genlm.sgl.options import OPTIONS, gpu_index, server_options
@@ -47,9 +47,15 @@ def load(model: str, options: Mapping[str, Any]) -> SglEngine:
     settings = _settings(arguments)
     if arguments.get("load_format") != "dummy":
         require_weights(model, settings)
+        require_one_head(model, settings, "SGLang")
     index = gpu_index(arguments["device"], options.get("gpu_id", 0))
     with _explained(model):
-        scheduler = Scheduler({**arguments, **_amendments(arguments, settings)}, index)
+        try:
+            scheduler = Scheduler({**arguments, **_amendments(arguments, settings)}, index)
+        except Exception:
+            folder = arguments.get("tokenizer_path") or model
+            require_tokenizer(folder, "engine_opts={'tokenizer_path': ...}")
+            raise
     engine = _kind_of_engine(arguments)(scheduler)
     try:
         with _explained(model):

@@ -14,10 +14,22 @@ import torch
 from attrs import frozen
 
 from genlm.core.errors import EngineError
-from genlm.kit.settings import Rotary, layer_type, rope_limits, rotaries, windows
+from genlm.kit.settings import (
+    Rotary,
+    is_read,
+    layer_type,
+    rope_limits,
+    rotaries,
+    windows,
+)
 
 #: SGLang's activations, and the beginnings of the names that transformers has for them.
 ACTIVATIONS = {"SiluAndMul": ("silu", "swish"), "GeluAndMul": ("gelu",)}
+
+#: What SGLang caps logits at, in any family whose configuration has it; and settings that it reads
+#: in families of which transformers does not, with what changes nothing there.
+CAP = "final_logit_softcapping"
+READ_EVERYWHERE = {"logit_scale": 1.0, "scale_emb": 1.0}
 
 #: How far cosines and sines may be off: more in half precision, and at later positions.
 CLOSE, CLOSE_IN_HALF, CLOSE_BY_POSITION = 1e-3, 2e-2, 1e-6
@@ -52,6 +64,10 @@ def repair(model: Any, settings: Any, ours: bool) -> list[Limit]:
     attentions = [module for module in model.modules() if isinstance(module, RadixAttention)]
     _require_activation(model, settings)
     _require_head(model, settings)
+    _refuse_what_only_sglang_reads(settings)
+    for module in model.modules():
+        if not is_read(settings.model_type, CAP) and hasattr(module, CAP):
+            setattr(module, CAP, None)
     if ours:
         _require_whole_keys(model, settings)
         _cap_at_the_end(model)
@@ -61,13 +77,27 @@ def repair(model: Any, settings: Any, ours: bool) -> list[Limit]:
 
 def _require_activation(model: Any, settings: Any) -> None:
     """Some of SGLang's models have one activation, whatever the configuration says."""
-    names = ("hidden_activation", "hidden_act")
-    given = next((one for name in names if (one := getattr(settings, name, None))), None)
+    names = [
+        name
+        for name in ("hidden_activation", "hidden_act")
+        if is_read(settings.model_type, name) and getattr(settings, name, None)
+    ]
+    given = getattr(settings, names[0]) if names else None
     for kind in {type(module).__name__ for module in model.modules()} & set(ACTIVATIONS):
         if isinstance(given, str) and not given.startswith(ACTIVATIONS[kind]):
             raise EngineError(
                 f"the checkpoint has hidden_act={given!r}, and SGLang's {settings.model_type} "
                 f"computes {kind}; load it with backend='hf'"
+            )
+
+
+def _refuse_what_only_sglang_reads(settings: Any) -> None:
+    for name, nothing in READ_EVERYWHERE.items():
+        value = getattr(settings, name, nothing)
+        if value not in (nothing, None) and not is_read(settings.model_type, name):
+            raise EngineError(
+                f"the checkpoint has {name}={value!r}, which SGLang applies also in "
+                f"{settings.model_type}, and transformers does not; load it with backend='hf'"
             )
 
 
@@ -110,7 +140,8 @@ def _cap_at_the_end(model: Any) -> None:
 def _cap_attention(attentions: list[Any], settings: Any, ours: bool) -> None:
     if not hasattr(settings, "attn_logit_softcapping"):
         return
-    cap = settings.attn_logit_softcapping or 0.0
+    read = is_read(settings.model_type, "attn_logit_softcapping")
+    cap = (settings.attn_logit_softcapping or 0.0) if read else 0.0
     for attention in attentions:
         if ours:
             attention.logit_cap = cap

@@ -4,12 +4,11 @@ vLLM can compute them, else contexts end before them, or the model is refused by
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from genlm.core.errors import EngineError, InvalidOptionError
 from genlm.core.logs import get_logger
-from genlm.kit.settings import alike, rope_limits, rope_parameters, settings_of, windows
+from genlm.kit.settings import alike, is_read, rope_limits, rope_parameters, settings_of, windows
 
 log = get_logger()
 
@@ -42,6 +41,10 @@ TAKEN: Mapping[str, Mapping[str, object]] = {
     "qwen2_moe": {"qkv_bias": True},
     "stablelm": {"use_parallel_residual": False, "qk_layernorm": False, "hidden_act": "silu"},
 }
+
+#: Settings that vLLM reads also in families of which transformers does not, and what changes
+#: nothing there.
+READ_EVERYWHERE: Mapping[str, object] = {"llama_4_scaling": None, "logit_scale": 1.0}
 
 #: What vLLM always computes otherwise in a family, and what only on a CPU.
 ALWAYS = {"hrm_text": ("a prompt", "lets its tokens attend to later ones")}
@@ -84,8 +87,9 @@ def corrections(model: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
         off = {"use_sliding_window": False, "sliding_window": None, "layer_types": whole}
         return {"hf_overrides": {**off, **given}}
     corrected: dict[str, Any] = {}
-    windowed = ("sliding_window", "layer_types") if window is not None else ()
-    unread = [name for name in windowed if not _is_read(settings.model_type, name)]
+    given_window = getattr(settings, "sliding_window", None)
+    windowed = ("sliding_window", "layer_types") if given_window else ()
+    unread = [name for name in windowed if not is_read(settings.model_type, name)]
     if any(getattr(settings, name, None) for name in unread):  # vLLM would read them
         corrected["hf_overrides"] = {**dict.fromkeys(unread), **given}
     elif settings.model_type in WIDER and window is not None:
@@ -136,6 +140,10 @@ def _refuse_what_is_not_read(settings: Any) -> None:
     for name, taken in fixed.items():
         if not alike(value := getattr(settings, name, taken), taken):
             raise _error(family, f"{name}={value!r}", f"takes {taken!r} for it")
+    for name, nothing in READ_EVERYWHERE.items():
+        value = getattr(settings, name, nothing)
+        if value not in (nothing, None) and not is_read(family, name):
+            raise _error(family, f"{name}={value!r}", "applies it, where transformers does not")
     if family == "falcon" and settings.ffn_hidden_size != 4 * settings.hidden_size:
         size = f"ffn_hidden_size={settings.ffn_hidden_size}"
         raise _error(family, size, f"takes 4 * hidden_size={4 * settings.hidden_size} for it")
@@ -147,7 +155,7 @@ def _refuse_what_is_not_read(settings: Any) -> None:
         what = "applies it, where transformers does not"
         part = rope.get("partial_rotary_factor", 1.0)
         plain = rope.get("rope_type", "default") == "default"
-        if part != 1.0 and plain and not _is_read(family, "partial_rotary_factor"):
+        if part != 1.0 and plain and not is_read(family, "partial_rotary_factor"):
             raise _error(family, f"partial_rotary_factor={part}", what)
         if kind is not None and not rope.get("truncate", True):
             raise _error(family, "truncate=False", what)
@@ -155,16 +163,6 @@ def _refuse_what_is_not_read(settings: Any) -> None:
         raise _error(family, "mamba_norm_before_gate=True", "applies the gate first")
     if wrong := ALWAYS.get(family) or (_on_a_cpu() and ON_A_CPU.get(family)):
         raise _error(family, *wrong)
-
-
-def _is_read(family: str, setting: str) -> bool:
-    """Whether the code of a family in transformers names a setting; true where it is not there."""
-    import transformers.models
-    from transformers.models.auto.configuration_auto import model_type_to_module_name
-
-    folder = Path(transformers.models.__path__[0]) / model_type_to_module_name(family)
-    code = [file.read_text(encoding="utf-8") for file in folder.glob("modeling_*.py")]
-    return not code or any(setting in text for text in code)
 
 
 def _on_a_cpu() -> bool:
