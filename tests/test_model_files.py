@@ -62,9 +62,12 @@ def test_a_folder_without_a_tokenizer(tmp_path, file):
         require_tokenizer(tmp_path, "")
     with pytest.raises(ModelNotFoundError, match=r"there, or name another folder in \{'a': ...\}$"):
         require_tokenizer(str(tmp_path), "{'a': ...}")
-    (tmp_path / file).touch()
+    (tmp_path / file).write_text("{}")
     require_tokenizer(tmp_path, "")
     require_tokenizer("organisation/model", "")
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelNotFoundError, match=r"tokenizer\.json is not JSON"):
+        require_tokenizer(tmp_path, "")
 
 
 def test_one_file_is_a_model_where_it_holds_all_of_it(tmp_path):

@@ -173,8 +173,9 @@ def test_how_to_load_a_model_is_no_option_of_a_loaded_one(tiny: str) -> None:
 
 def test_a_folder_with_two_gguf_files_must_be_told_which(tmp_path: Path) -> None:
     """Many on the hub have a configuration beside them."""
-    for name in ("one.gguf", "two.gguf", "config.json", "imatrix.bin"):
+    for name in ("one.gguf", "two.gguf", "imatrix.bin"):
         (tmp_path / name).touch()
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(InvalidOptionError, match=r"one\.gguf"):
         load_model_by_name(str(tmp_path), backend="hf")
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import tempfile
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from genlm.core import (
     BackendUnavailableError,
+    EngineError,
     InvalidOptionError,
     ModelClosedError,
     ModelNotFoundError,
@@ -24,6 +26,7 @@ from genlm.core import (
 from genlm.sgl import AsyncSGLTransformer, plugin
 from genlm.sgl.options import gpu_index
 from genlm.sgl.plugin import genlm_backend_info, genlm_load
+from genlm.sgl.weights import required
 from tests.left_behind import left_behind
 
 SMALL = {"max_total_tokens": 1024}
@@ -223,3 +226,56 @@ def test_a_checkpoint_that_lacks_weights_is_refused(tiny, tmp_path):
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(ModelNotFoundError, match=r"lacks weights of .*: model\.layers\.1\.mlp\.up"):
         load_model_by_name(str(folder), backend="sgl", llm_opts={"engine_opts": SMALL})
+
+
+class Named(torch.nn.Module):
+    """As SGLang's models load weights: what is not there stays as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.lm_head = torch.nn.Linear(4, 3)
+        self.norm = torch.nn.Parameter(torch.ones(4))
+        self.k_scale = torch.nn.Parameter(torch.ones(2))
+
+    def load_weights(self, weights):
+        for name, one in weights.items():
+            self.get_parameter(name).data.copy_(one)
+
+
+WHOLE = {"lm_head.weight": torch.randn(3, 4), "lm_head.bias": torch.zeros(3)}
+
+
+@pytest.mark.parametrize(
+    ("weights", "lacks"),
+    [
+        (WHOLE, None),  # a norm that transformers has not
+        (WHOLE | {"norm": torch.full([4], 3.0)}, None),
+        ({"lm_head.weight": WHOLE["lm_head.weight"]}, "lm_head.bias"),
+        ({"lm_head.bias": WHOLE["lm_head.bias"]}, "lm_head.weight"),
+        (WHOLE | {"lm_head.bias": torch.tensor([0, torch.nan, 0])}, "lm_head.bias"),
+    ],
+)
+@pytest.mark.parametrize("zeros", [False, True])
+def test_weights_must_be_in_the_checkpoint(weights, lacks, zeros, tiny, monkeypatch):
+    from sglang.srt.model_loader import loader
+
+    def made():
+        model = Named()
+        if zeros:  # as memory may be
+            torch.nn.utils.vector_to_parameters(torch.zeros(15), model.lm_head.parameters())
+        return model
+
+    monkeypatch.setattr(loader, "_initialize_model", made)
+    with required(tiny):
+        model = loader._initialize_model()
+    with (
+        pytest.raises(EngineError, match=rf"for {lacks} \(1 of 3\) in .*backend='hf'")
+        if lacks
+        else nullcontext()
+    ):
+        model.load_weights(weights)
+    assert loader._initialize_model is made
+    if lacks is None:
+        assert model.norm.tolist() == weights.get("norm", torch.ones(4)).tolist()
+        assert model.lm_head.weight.equal(WHOLE["lm_head.weight"])
+        model.load_weights({"norm": torch.zeros(4)})  # later a part of them is enough

@@ -67,8 +67,7 @@ def require_model(name: str, files: Sequence[str] = ("config.json",)) -> None:
 
 
 def require_tokenizer(folder: str | Path, another: str) -> None:
-    """For where no tokenizer could be loaded: refuse a folder that has none, or a
-    damaged one.
+    """For where no tokenizer could be loaded: refuse a folder that has none, or a damaged one.
 
     Args:
         folder: The folder, or a hub name.

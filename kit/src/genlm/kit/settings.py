@@ -65,19 +65,13 @@ def require_weights(model: str, settings: Any) -> None:
         ModelNotFoundError: weights are missing.
     """
     from safetensors import safe_open
-    from transformers import AutoModelForCausalLM
 
     held: set[str] = set()
     for file in Path(model).glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
             held.update(opened.keys())
-    if settings is None or not held:
-        return
-    try:
-        with torch.device("meta"):
-            twin = AutoModelForCausalLM.from_config(copy.deepcopy(settings))
-    except Exception as error:  # a class may raise anything
-        log.info("weights.unknown", model=model, error=describe_error(error)[:200])
+    twin = in_transformers(settings) if held else None
+    if twin is None:
         return
     absent = sorted({name for name, _ in twin.named_parameters()} - held)
     if absent and held <= set(twin.state_dict()):
@@ -85,6 +79,21 @@ def require_weights(model: str, settings: Any) -> None:
             f"the checkpoint {model!r} lacks weights of {type(twin).__name__}: "
             f"{', '.join(absent[:4])} ({len(absent)} in all); copy or download the whole folder"
         )
+
+
+def in_transformers(settings: Any) -> torch.nn.Module | None:
+    """The model that transformers makes of settings, without weights; ``None`` if it makes none."""
+    from transformers import AutoModelForCausalLM
+
+    if settings is None:
+        return None
+    try:
+        with torch.device("meta"):
+            model: torch.nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(settings))
+    except Exception as error:  # a class may raise anything
+        log.info("model.unknown", kind=type(settings).__name__, error=describe_error(error)[:200])
+        return None
+    return model
 
 
 def require_one_head(model: str | Path, settings: Any, engine: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from genlm.core.errors import EngineError
+from genlm.kit.settings import in_transformers, settings_of
 
 #: Ends of the names of parameters that checkpoints need not have: of quantised weights and caches.
 OPTIONAL = ("scale", "scale_inv", "zero_point")
@@ -32,11 +33,12 @@ def required(model_path: str) -> Iterator[None]:
 
         def load_all(*given: Any, **named: Any) -> Any:
             del model.load_weights  # further weights may be a part of them
-            marked = dict(_mark(model))
+            marked = list(_mark(model))
             result = load(*given, **named)
-            if absent := [name for name, place in marked.items() if bool(place.isnan().any())]:
+            absent = [one for one in marked if _is_absent(model, *one, model_path)]
+            if absent:
                 raise EngineError(
-                    f"SGLang finds no weights of {type(model).__name__} for {absent[0]} "
+                    f"SGLang finds no weights of {type(model).__name__} for {absent[0][0]} "
                     f"({len(absent)} of {len(marked)}) in {model_path!r}, or they are NaN; it may "
                     "call them otherwise: load it with backend='hf'"
                 )
@@ -52,11 +54,33 @@ def required(model_path: str) -> Iterator[None]:
         loader._initialize_model = original
 
 
-def _mark(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Write NaN into a part of every parameter that each of its rows has."""
+def _mark(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Write NaN into a part of every parameter that each of its rows has.
+
+    Yields:
+        Its name, that part, and what was there.
+    """
     for name, parameter in model.named_parameters():
         plain = parameter.is_floating_point() and parameter.dtype.itemsize > 1
         if plain and parameter.numel() > 1 and not (parameter.is_meta or name.endswith(OPTIONAL)):
             place = parameter.data if parameter.ndim < 2 else parameter.data[..., 0]
+            before = place.clone()
             place.fill_(torch.nan)
-            yield name, place
+            yield name, place, before
+
+
+def _is_absent(
+    model: torch.nn.Module, name: str, place: torch.Tensor, before: torch.Tensor, model_path: str
+) -> bool:
+    """Whether a parameter was not loaded. A norm that SGLang has and transformers' model has not is
+    put back as it was made."""
+    if not bool(place.isnan().any()):
+        return False
+    constant = bool((before == before[0]).all()) and float(before[0]) != 0  # memory may be zeros
+    if model.get_parameter(name).ndim > 1 or not constant or not bool(place.isnan().all()):
+        return True
+    twin = in_transformers(settings_of(model_path))
+    if twin is None or name in dict(twin.named_parameters()):
+        return True
+    place.copy_(before)
+    return False
