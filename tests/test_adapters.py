@@ -51,6 +51,12 @@ def test_what_was_asked_before_a_rebinding_is_answered_by_the_old_adapter(mock, 
     assert torch.equal(new, expected([1], "path/new"))
 
 
+def test_versions_start_at_one_and_are_never_used_again():
+    """Engines take 0 for the base model."""
+    adapters = AdapterRegistry()
+    assert [adapters.new("a", "path/a").version for _ in range(3)] == [1, 2, 3]
+
+
 def test_an_old_row_that_comes_late_does_not_enter_the_cache(mock, gate):
     lm = mock()
     lm.add_new_lora("path/old", "a")
