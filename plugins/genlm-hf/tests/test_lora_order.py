@@ -82,3 +82,15 @@ def test_a_layer_is_changed_in_one_way_at_a_time(
         lm.remove_lora("first")
         lm.add_new_lora(str(folders["second"]), "second")
         check(None, "plain", "second")
+
+
+def test_two_adapters_change_the_same_parameters(tiny: str, tmp_path: Path) -> None:
+    (kind,) = (each for each in KINDS if each.name == "`target_parameters`")
+    folders = [make_adapter(kind, tiny, tmp_path / str(seed), seed) for seed in (1, 2)]
+    with AsyncTransformer.from_name(tiny, cache_size=0) as lm:
+        for folder in folders:
+            lm.add_new_lora(folder, folder)
+        for folder in folders:
+            (expected,) = reference_rows(tiny, folder, [CONTEXT])
+            row = lm.next_token_logprobs_sync(CONTEXT, lora_name=folder)
+            torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)

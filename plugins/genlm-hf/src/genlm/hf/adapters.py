@@ -97,6 +97,8 @@ class AdapterSet:
             with plain_state_dicts(self._model), asked_for_own_tokens(self._model):
                 if self._peft is None:
                     self._peft = PeftModel(self._model, config, adapter_name=name)
+                else:  # load_adapter would take the configuration from the file
+                    self._peft.add_adapter(name, config)
                 self._load(folder, name)
         except Exception as error:
             if not self._alone:
@@ -210,12 +212,7 @@ class AdapterSet:
             self._names = self._wanted = None
 
     def _load(self, folder: AdapterFolder, name: str) -> None:
-        # PEFT changes a configuration that it is given.
-        result = self._peft.load_adapter(
-            str(folder.path),
-            adapter_name=name,
-            peft_config=lora_config(folder, self._parameters),
-        )
+        result = self._peft.load_adapter(str(folder.path), adapter_name=name)
         if result.unexpected_keys:
             raise InvalidAdapterError(
                 f"LoRA adapter {folder.path} has {result.unexpected_keys[0]}, which this model has "
