@@ -52,6 +52,26 @@ assert not ray.is_initialized()
 print("the same")
 """
 
+REAL = """
+import sys, torch
+from genlm.core import load_model_by_name
+
+address, model, adapter = sys.argv[1:]
+asked = [[1, 2], [1, 2, 3], [7, 8, 9, 10]]
+rows = []
+for name, options in (("hf", {}), ("ray", {"backend": "hf", "replicas": 1, "address": address})):
+    with load_model_by_name(model, name, options) as lm:
+        lm.add_new_lora(adapter, "a")
+        rows.append([
+            lm.batch_next_token_logprobs_sync(asked),
+            lm.batch_next_token_logprobs_sync(asked, lora_name="a"),
+        ])
+for here, there in zip(*rows):
+    torch.testing.assert_close(here, there, atol=1e-5, rtol=0)
+assert (rows[0][0] - rows[0][1]).abs().max() > 0.01
+print("the same")
+"""
+
 
 def free_port() -> int:
     with socket.socket() as found:
@@ -66,7 +86,17 @@ def folder() -> Iterator[str]:
         yield short
 
 
-def test_a_program_outside_the_cluster(folder: str) -> None:
+@pytest.fixture(params=["mock", "hf"])
+def program(request: pytest.FixtureRequest) -> list[str]:
+    """A program, and what it gets after the cluster's address."""
+    if request.param == "mock":
+        return [PROGRAM]
+    pytest.importorskip("peft", reason="LoRA needs peft")
+    adapters = request.getfixturevalue("lora_folders")
+    return [REAL, request.getfixturevalue("tiny"), str(adapters["a"])]
+
+
+def test_a_program_outside_the_cluster(folder: str, program: list[str]) -> None:
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(sys.path),
@@ -87,7 +117,7 @@ def test_a_program_outside_the_cluster(folder: str) -> None:
         assert any("Ray runtime started" in line for line in head.stdout or ())
         for _ in range(3):  # Ray gives its server half a minute to start, whatever the machine
             ended = subprocess.run(
-                [sys.executable, "-c", PROGRAM, f"ray://127.0.0.1:{client}"],
+                [sys.executable, "-c", program[0], f"ray://127.0.0.1:{client}", *program[1:]],
                 env=environment, capture_output=True, text=True, timeout=3 * PATIENCE,
             )  # fmt: skip
             if "no Ray cluster answers" not in ended.stderr:
