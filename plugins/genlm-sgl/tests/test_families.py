@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import AutoConfig
 
+from genlm.core import EngineError
+from genlm.sgl.repairs import repair
 from tests.hub_folders import HUB, loaded
 from tests.sweep import FAR, ROPES
 
@@ -41,12 +46,23 @@ def test_rows_are_those_of_transformers(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "change"),
-    [("olmo2", {"hidden_act": "gelu"}), ("gemma2", {"tie_word_embeddings": False})],
+    [
+        ("olmo2", {"hidden_act": "gelu"}),
+        ("gemma2", {"tie_word_embeddings": False}),
+    ],
 )
 def test_a_setting_that_the_engine_leaves_out_is_refused(family, change, tmp_path: Path) -> None:
     _, changed = SWEEP.of(family, tmp_path, lambda _: [change])
     assert changed.outcome == "refused"
     assert "{}={!r}".format(*next(iter(change.items()))) in changed.why
+
+
+def test_the_activation_of_experts_is_compared_too() -> None:
+    experts = torch.nn.Identity()
+    experts.moe_runner_config = SimpleNamespace(activation="silu")
+    settings = AutoConfig.for_model("cohere2_moe", hidden_act="relu")
+    with pytest.raises(EngineError, match=r"hidden_act='relu', and .*2_moe computes SiluAndMul"):
+        repair(experts, settings, ours=True)
 
 
 def test_latent_attention_is_refused_by_name(tmp_path: Path) -> None:

@@ -83,7 +83,11 @@ def _require_activation(model: Any, settings: Any) -> None:
         if is_read(settings.model_type, name) and getattr(settings, name, None)
     ]
     given = getattr(settings, names[0]) if names else None
-    for kind in {type(module).__name__ for module in model.modules()} & set(ACTIVATIONS):
+    kinds = {type(module).__name__ for module in model.modules()}
+    for module in model.modules():  # of experts
+        computed = getattr(getattr(module, "moe_runner_config", None), "activation", None)
+        kinds.add(f"{computed}".capitalize() + "AndMul")
+    for kind in kinds & set(ACTIVATIONS):
         if isinstance(given, str) and not given.startswith(ACTIVATIONS[kind]):
             raise EngineError(
                 f"the checkpoint has hidden_act={given!r}, and SGLang's {settings.model_type} "
