@@ -63,6 +63,7 @@ def repair(model: Any, settings: Any, ours: bool) -> list[Limit]:
 
     attentions = [module for module in model.modules() if isinstance(module, RadixAttention)]
     _require_activation(model, settings)
+    _require_weights_of_experts(model, settings)
     _require_head(model, settings)
     _refuse_what_only_sglang_reads(settings)
     for module in model.modules():
@@ -92,6 +93,21 @@ def _require_activation(model: Any, settings: Any) -> None:
             raise EngineError(
                 f"the checkpoint has hidden_act={given!r}, and SGLang's {settings.model_type} "
                 f"computes {kind}; load it with backend='hf'"
+            )
+
+
+def _require_weights_of_experts(model: Any, settings: Any) -> None:
+    """Some of SGLang's models make the weights of experts sum to one whatever the configuration
+    says, and some never."""
+    given = getattr(settings, "norm_topk_prob", None)
+    if given is None or not is_read(settings.model_type, "norm_topk_prob"):
+        return
+    for module in model.modules():
+        computed = getattr(getattr(module, "topk_config", None), "renormalize", given)
+        if bool(computed) != bool(given):
+            raise EngineError(
+                f"the checkpoint has norm_topk_prob={given!r}, and SGLang's {settings.model_type} "
+                f"computes {computed!r}; load it with backend='hf'"
             )
 
 
