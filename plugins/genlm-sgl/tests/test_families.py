@@ -50,6 +50,8 @@ def test_rows_are_those_of_transformers(family: str, tmp_path: Path) -> None:
         ("olmo2", {"hidden_act": "gelu"}),
         ("gemma2", {"tie_word_embeddings": False}),
         ("olmoe", {"norm_topk_prob": True}),
+        ("olmoe", {"clip_qkv": 0.3}),
+        ("gpt_bigcode", {"scale_attn_weights": False}),
     ],
 )
 def test_a_setting_that_the_engine_leaves_out_is_refused(family, change, tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ every layer is compared with what transformers reads.
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +32,9 @@ ACTIVATIONS = {"SiluAndMul": ("silu", "swish"), "GeluAndMul": ("gelu",)}
 #: in families of which transformers does not, with what changes nothing there.
 CAP = "final_logit_softcapping"
 READ_EVERYWHERE = {"logit_scale": 1.0, "scale_emb": 1.0}
+
+#: Settings of attention that some of SGLang's models leave out, with what changes nothing.
+LEFT_OUT = {"clip_qkv": None, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
 
 #: How far cosines and sines may be off: more in half precision, and at later positions.
 CLOSE, CLOSE_IN_HALF, CLOSE_BY_POSITION = 1e-3, 2e-2, 1e-6
@@ -66,6 +71,7 @@ def repair(model: Any, settings: Any, ours: bool) -> list[Limit]:
     _require_weights_of_experts(model, settings)
     _require_head(model, settings)
     _refuse_what_only_sglang_reads(settings)
+    _refuse_what_is_left_out(model, settings)
     for module in model.modules():
         if not is_read(settings.model_type, CAP) and hasattr(module, CAP):
             setattr(module, CAP, None)
@@ -118,6 +124,18 @@ def _refuse_what_only_sglang_reads(settings: Any) -> None:
             raise EngineError(
                 f"the checkpoint has {name}={value!r}, which SGLang applies also in "
                 f"{settings.model_type}, and transformers does not; load it with backend='hf'"
+            )
+
+
+def _refuse_what_is_left_out(model: Any, settings: Any) -> None:
+    """Settings that a family reads in transformers, and its code in SGLang does not name."""
+    code = inspect.getsource(sys.modules[type(model).__module__])
+    for name, nothing in LEFT_OUT.items():
+        value = getattr(settings, name, nothing)
+        if value not in (nothing, None) and name not in code and is_read(settings.model_type, name):
+            raise EngineError(
+                f"the checkpoint has {name}={value!r}, which SGLang's {settings.model_type} leaves "
+                "out; load it with backend='hf'"
             )
 
 
