@@ -18,10 +18,15 @@ from tests.sweep import FAR, ROPES
 from .families import SWEEP
 
 WINDOWED = {"sliding_window": FAR, "use_sliding_window": True}
+SCALED = {
+    "sliding_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+}
 CHANGES = {
     "mistral": [WINDOWED],
     "cohere2": [{"layer_types": ["sliding_attention", "full_attention"]}],
     "gemma2": [{"attn_logit_softcapping": 3.0}, {"final_logit_softcapping": 3.0}],
+    "gemma3_text": [{"rope_parameters": SCALED}],
     "olmo2": [],
     "ministral3": [],
     "qwen3_moe": [],  # and another model after it
@@ -52,6 +57,7 @@ def test_rows_are_those_of_transformers(family: str, tmp_path: Path) -> None:
         ("olmoe", {"norm_topk_prob": True}),
         ("olmoe", {"clip_qkv": 0.3}),
         ("gpt_bigcode", {"scale_attn_weights": False}),
+        ("gpt2", {"activation_function": "relu"}),
     ],
 )
 def test_a_setting_that_the_engine_leaves_out_is_refused(family, change, tmp_path: Path) -> None:

@@ -33,8 +33,13 @@ ACTIVATIONS = {"SiluAndMul": ("silu", "swish"), "GeluAndMul": ("gelu",)}
 CAP = "final_logit_softcapping"
 READ_EVERYWHERE = {"logit_scale": 1.0, "scale_emb": 1.0}
 
-#: Settings of attention that some of SGLang's models leave out, with what changes nothing.
-LEFT_OUT = {"clip_qkv": None, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+#: Settings that some of SGLang's models leave out, with the values that they compute.
+LEFT_OUT: dict[str, tuple[object, ...]] = {
+    "activation_function": ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"),
+    "clip_qkv": (None,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "scale_attn_weights": (True,),
+}
 
 #: How far cosines and sines may be off: more in half precision, and at later positions.
 CLOSE, CLOSE_IN_HALF, CLOSE_BY_POSITION = 1e-3, 2e-2, 1e-6
@@ -130,9 +135,9 @@ def _refuse_what_only_sglang_reads(settings: Any) -> None:
 def _refuse_what_is_left_out(model: Any, settings: Any) -> None:
     """Settings that a family reads in transformers, and its code in SGLang does not name."""
     code = inspect.getsource(sys.modules[type(model).__module__])
-    for name, nothing in LEFT_OUT.items():
-        value = getattr(settings, name, nothing)
-        if value not in (nothing, None) and name not in code and is_read(settings.model_type, name):
+    for name, computed in LEFT_OUT.items():
+        value = getattr(settings, name, computed[0])
+        if value not in computed and name not in code and is_read(settings.model_type, name):
             raise EngineError(
                 f"the checkpoint has {name}={value!r}, which SGLang's {settings.model_type} leaves "
                 "out; load it with backend='hf'"
@@ -213,6 +218,11 @@ def _rotate(model: Any, settings: Any, ours: bool) -> Iterator[Limit]:
     yield from (Limit(length, f"rope_type={kind!r}") for kind, length in ends.items())
     if not (wanted := rotaries(settings)):
         return
+    for name, module in model.named_modules():
+        # Gemma 3's own table for its windows, of which SGLang takes nothing but the base.
+        if name.endswith("rotary_emb_local") and (right := wanted.get("sliding_attention")):
+            module.inv_freq = right.inverse.to(module.inv_freq)
+            module.attention_scaling = right.factor
     # SGLang gives the same module to all layers whose rotary embeddings look alike to it.
     for name, module in list(model.named_modules(remove_duplicate=False)):
         layer = re.search(r"layers\.(\d+)\.", name)
