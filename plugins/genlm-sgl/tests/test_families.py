@@ -58,6 +58,8 @@ def test_rows_are_those_of_transformers(family: str, tmp_path: Path) -> None:
         ("olmoe", {"clip_qkv": 0.3}),
         ("gpt_bigcode", {"scale_attn_weights": False}),
         ("gpt2", {"activation_function": "relu"}),
+        ("opt", {"activation_function": "silu"}),
+        ("phi", {"qk_layernorm": True}),
     ],
 )
 def test_a_setting_that_the_engine_leaves_out_is_refused(family, change, tmp_path: Path) -> None:

@@ -34,9 +34,12 @@ CAP = "final_logit_softcapping"
 READ_EVERYWHERE = {"logit_scale": 1.0, "scale_emb": 1.0}
 
 #: Settings that some of SGLang's models leave out, with the values that they compute.
+ACTIVATION = "activation_function"
 LEFT_OUT: dict[str, tuple[object, ...]] = {
-    "activation_function": ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"),
+    ACTIVATION: ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"),
     "clip_qkv": (None,),
+    "mscale_all_dim": (None, 0),
+    "qk_layernorm": (False,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "scale_attn_weights": (True,),
 }
@@ -135,9 +138,15 @@ def _refuse_what_only_sglang_reads(settings: Any) -> None:
 def _refuse_what_is_left_out(model: Any, settings: Any) -> None:
     """Settings that a family reads in transformers, and its code in SGLang does not name."""
     code = inspect.getsource(sys.modules[type(model).__module__])
+    rope = getattr(settings, "rope_parameters", None) or {}
+    # In place of an activation that it does not know, OPT has nothing.
+    lost = any(
+        isinstance(getattr(m, "activation_fn", 0), torch.nn.Identity) for m in model.modules()
+    )
     for name, computed in LEFT_OUT.items():
-        value = getattr(settings, name, computed[0])
-        if value not in computed and name not in code and is_read(settings.model_type, name):
+        value = getattr(settings, name, rope.get(name, computed[0]))
+        unread = name not in code and value not in computed
+        if (unread or (lost and name == ACTIVATION)) and is_read(settings.model_type, name):
             raise EngineError(
                 f"the checkpoint has {name}={value!r}, which SGLang's {settings.model_type} leaves "
                 "out; load it with backend='hf'"
