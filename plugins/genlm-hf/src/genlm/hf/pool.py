@@ -81,11 +81,11 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no
                     forked = part.index_select(0, sources.on(device))
                     part.index_copy_(0, targets.on(device), forked)
 
-    def shift(self, slots: Places, by: int, columns: int) -> None:
+    def shift(self, slots: Indices, by: int, columns: int) -> None:
         """Move columns of rows from ``by`` on to their front."""
         for states in (self.keys, self.values):
             at = slots.on(states.device)
-            states[at, :, :columns] = states[at, :, by : by + columns].clone()
+            states[at, :, :columns] = states[at, :, by : by + columns]  # indices copy
 
     @property
     def bytes_per_column(self) -> int:
@@ -153,7 +153,7 @@ class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
     @torch.inference_mode()
     def shift(self, slots: Sequence[int], by: int, columns: int) -> None:
         """Move columns of rows from ``by`` on to their front."""
-        moved = Places(slots, Upload())
+        moved = Upload().add(slots)
         for layer in self.layers:
             layer.shift(moved, by, columns)
 
