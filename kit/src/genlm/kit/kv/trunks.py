@@ -77,29 +77,31 @@ class Trunks:
             Whether some were.
         """
         changed = False
-        while True:
-            chosen = self._worth_splitting(needs)
+        while self._enough_new(needs) and (chosen := self._worth_splitting(needs)):
             protected = needs.protected.union(*(rows for rows, _ in chosen))
             for rows, cut in chosen:
                 if not self.split(rows, cut, protected):
                     return changed
                 changed = True
-            if not chosen:
-                return changed
+        return changed
+
+    def _enough_new(self, needs: Needs) -> bool:
+        """Count the new rows of a table that would grow. Where the budget is spent that is every
+        one, so rows are looked at when some are new, or one is longer."""
+        rows, longer = len(self._tree.rows), needs.columns > self._tree.columns
+        if rows + needs.rows <= self._tree.slots and not longer:
+            return False
+        self._new_rows += needs.rows
+        enough = longer or self._new_rows >= rows // NEW
+        if enough:
+            self._new_rows = 0
+        return enough
 
     def _worth_splitting(self, needs: Needs) -> list[tuple[list[Row], int]]:
-        """Rows, and where to cut them; none if the table has little unused room, or need not
-        grow."""
+        """Rows, and where to cut them; none if the table has little unused room."""
         tree, worth = self._tree, self._worth
         rows = list(tree.rows)
         count = len(rows) + needs.rows
-        if count <= tree.slots and needs.columns <= tree.columns:
-            return []
-        # Where the budget is spent, every new row comes this far: look when some are new.
-        self._new_rows += needs.rows
-        if self._new_rows < len(rows) // NEW and needs.columns <= tree.columns:
-            return []
-        self._new_rows = 0
         columns = max(needs.columns, *(worth.columns(row.size) for row in rows), 0)
         families = families_of(rows)
         distinct = tree.row_positions - sum(sum(common) for _, common in families)
