@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import signal
 import threading
 
@@ -326,6 +327,14 @@ def test_an_error_that_cannot_be_shown_fails_its_own_request(mock, continuous):
     for error in failed:
         assert isinstance(error, EngineError)
         assert "Unshowable: <its text cannot be shown: RuntimeError>" in str(error)
+
+
+def test_an_error_that_says_nothing_names_where_it_was_raised(mock):
+    def on_batch(queries):
+        raise NotImplementedError
+
+    (failed,) = gathered(mock(on_batch=on_batch).next_token_logprobs([1]))
+    assert re.search(r"NotImplementedError: raised in \S+\.on_batch", str(failed))
 
 
 class Fatal(BaseException):

@@ -77,10 +77,12 @@ def test_the_activation_of_experts_is_compared_too() -> None:
 
 
 def test_latent_attention_is_refused_by_name(tmp_path: Path) -> None:
-    """Its keys happen to be as wide as what SGLang keeps of them."""
+    """Its keys happen to be as wide as what SGLang keeps of them. Early releases ask the platform
+    for a pool of them, and say no word if it has none."""
     (found,) = SWEEP.of("glm4_moe_lite", tmp_path)
     assert found.outcome == "refused"
-    assert "no latent attention for glm4_moe_lite" in found.why
+    silent = r"\(glm4_moe_lite\) here: NotImplementedError: raised in .*mla_kv_pool_cls; load it"
+    assert re.search(rf"no latent attention for glm4_moe_lite|{silent}", found.why)
 
 
 #: What SGLang cannot do of it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+import traceback
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
@@ -30,9 +31,13 @@ def safe_repr(value: object) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """The kind of an error and what it says, for a message: never an exception itself."""
+    """The kind of an error and what it says, for a message: never an exception itself. Of one that
+    says nothing, as a bare ``assert`` does, where it was raised."""
     try:
         text = str(error)
+        if not text and error.__traceback__ is not None:
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            text = f"raised in {frame.f_code.co_qualname}"
     except Exception as another:
         text = f"<its text cannot be shown: {type(another).__name__}>"
     return f"{type(error).__name__}: {text}"

@@ -49,7 +49,7 @@ def load(model: str, options: Mapping[str, Any]) -> SglEngine:
         require_weights(model, settings)
         require_one_head(model, settings, "SGLang")
     index = gpu_index(arguments["device"], options.get("gpu_id", 0))
-    with _explained(model):
+    with _explained(model, settings):
         try:
             scheduler = Scheduler({**arguments, **_amendments(arguments, settings)}, index)
         except Exception:
@@ -58,7 +58,7 @@ def load(model: str, options: Mapping[str, Any]) -> SglEngine:
             raise
     engine = _kind_of_engine(arguments)(scheduler)
     try:
-        with _explained(model):
+        with _explained(model, settings):
             if settings is not None:
                 _honour(engine, settings)
             engine.evaluate_alone(PROBE)
@@ -118,14 +118,15 @@ def _honour(engine: SglEngine, settings: Any) -> None:
 
 
 @contextmanager
-def _explained(model: str) -> Iterator[None]:
+def _explained(model: str, settings: Any) -> Iterator[None]:
     """Say of whatever SGLang raises what it means."""
     try:
         yield
     except Exception as error:
         if isinstance(error, GenlmError) and not isinstance(error, EngineDeadError):
             raise
+        family = "" if settings is None else f" ({settings.model_type})"
         raise EngineError(
-            f"SGLang cannot serve the model {model!r} here: {describe_error(error)}; load it with "
-            "backend='hf'"
+            f"SGLang cannot serve the model {model!r}{family} here: {describe_error(error)}; load "
+            "it with backend='hf'"
         ) from error
