@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from attrs import frozen
 
@@ -53,6 +53,14 @@ def blocks_of(last: Block | None, token_ids: TokenIds) -> tuple[Block | None, To
     return last, token_ids[full:]
 
 
+def hash_of(token_ids: TokenIds) -> int:
+    """What the hash of a context of these ids is, without making its blocks."""
+    full, value = len(token_ids) - len(token_ids) % BLOCK, 0
+    for start in range(0, full, BLOCK):
+        value = hash((value, token_ids[start : start + BLOCK]))
+    return hash((value, token_ids[full:]))
+
+
 def same_blocks(one: Block | None, other: Block | None) -> bool:
     """Whether two chains of blocks hold the same ids; from where they are one chain, they do."""
     while one is not other:
@@ -69,7 +77,7 @@ class Context(Sequence[int]):
     A list of token ids is checked and hashed whole for every request. A context has been checked
     already. One that extends it shares its ids, and checks and hashes the new tokens alone, so
     extending costs the same at any length. It knows its parent by length and hash alone: the parent
-    need not live.
+    need not live. The blocks of a list are made when somebody extends it or compares its beginning.
 
     Attributes:
         vocab_size: The ids are in ``range(vocab_size)``; 0 is not known, and the context cannot be
@@ -83,15 +91,24 @@ class Context(Sequence[int]):
 
     _blocks: Block | None  # the full blocks of the ids
     _tail: TokenIds  # the ids behind those, fewer than BLOCK
-    _ids: TokenIds | None  # all of them, once they have been asked for
+    _ids: TokenIds | None  # all of them, once they have been asked for; a list's are at once
     vocab_size: int
     hash_value: int
     grown: int
     parent_hash: int
 
     def __init__(self, token_ids: TokenIds, vocab_size: int = 0) -> None:
-        self._set(*blocks_of(None, token_ids), vocab_size)
-        self._ids = token_ids
+        self._ids, self.vocab_size = token_ids, vocab_size
+        self.hash_value = hash_of(token_ids)
+        self.grown = self.parent_hash = 0
+
+    if not TYPE_CHECKING:  # a type checker must report every missing attribute
+
+        def __getattr__(self, name):  # called where a slot is empty
+            if name not in ("_blocks", "_tail"):
+                raise AttributeError(f"a Context has no {name}", name=name, obj=self)
+            self._blocks, self._tail = blocks_of(None, self._ids)
+            return getattr(self, name)
 
     def _set(self, blocks: Block | None, tail: TokenIds, vocab_size: int) -> None:
         self._blocks, self._tail, self._ids, self.vocab_size = blocks, tail, None, vocab_size
@@ -129,6 +146,8 @@ class Context(Sequence[int]):
 
     def since(self, start: int) -> TokenIds:
         """The ids from a position on; takes as long as they are many."""
+        if self._ids is not None:
+            return self._ids[start:]
         block, parts = self._blocks, [self._tail]
         while block is not None and block.end > start:
             parts.append(block.token_ids)
@@ -164,6 +183,8 @@ class Context(Sequence[int]):
         return self.token_ids[index]
 
     def __len__(self) -> int:
+        if self._ids is not None:
+            return len(self._ids)
         return len(self._tail) + (0 if self._blocks is None else self._blocks.end)
 
     def __iter__(self) -> Iterator[int]:
@@ -172,11 +193,11 @@ class Context(Sequence[int]):
     def __eq__(self, other: Any) -> bool:
         if not isinstance(other, Context):
             return NotImplemented
-        return (
-            self.hash_value == other.hash_value
-            and self._tail == other._tail
-            and same_blocks(self._blocks, other._blocks)
-        )
+        if self.hash_value != other.hash_value:
+            return False
+        if self._ids is not None and other._ids is not None:
+            return self._ids == other._ids
+        return self._tail == other._tail and same_blocks(self._blocks, other._blocks)
 
     def __hash__(self) -> int:
         return self.hash_value
@@ -192,7 +213,8 @@ class Context(Sequence[int]):
 
 def as_context(token_ids: Sequence[int]) -> Context:
     """Token ids that have been checked, as a context."""
-    return token_ids if isinstance(token_ids, Context) else Context(tuple(token_ids))
+    # By its type: an abstract class makes isinstance() slow for what it is not.
+    return token_ids if type(token_ids) is Context else Context(tuple(token_ids))
 
 
 def token_ids_of(
@@ -272,7 +294,7 @@ def _as_ints(what: str, token_ids: Any, most: int) -> TokenIds:
         raise InvalidQueryError(
             f"the {what} has more than the {most} tokens that the model takes; shorten it"
         )
-    if {int}.issuperset(map(type, ids)):
+    if [*map(type, ids)].count(int) == len(ids):
         return ids
     return tuple(_as_int(what, token_id, position) for position, token_id in enumerate(ids))
 
