@@ -6,8 +6,8 @@ import difflib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 from genlm.core.checks import safe_repr
 from genlm.core.errors import InvalidOptionError
@@ -130,8 +130,7 @@ def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
     more = SamplingOptions.__annotations__ if len(named) < len(parameters) else ()
     known = list(dict.fromkeys([*named, *more]))
 
-    @functools.wraps(function)
-    def refusing(*args: P.args, **options: P.kwargs) -> R:
+    def refuse(args: Sequence[Any], options: Mapping[str, Any]) -> None:
         for option in options:
             if option not in known:
                 near = nearest(option, known)
@@ -149,6 +148,11 @@ def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
             for each in needed[len(args) - 1 :]:
                 if each not in options:
                     raise InvalidOptionError(f"{name} needs {each}; it has {', '.join(known)}")
+
+    @functools.wraps(function)
+    def refusing(*args: P.args, **options: P.kwargs) -> R:
+        if options or not len(needed) < len(args) <= most:
+            refuse(args, options)
         return function(*args, **options)
 
     if sys.version_info >= (3, 12) and inspect.iscoroutinefunction(function):

@@ -94,16 +94,18 @@ def the_copy(answers: Sequence[Any]) -> Any:
 
 def results_of(calls: Sequence[Call[Any]]) -> list[Any]:
     """What each caller gets. The copies for callers of one answer are made together."""
-    ones = [
-        call
+    rows = [
+        call.answers[0] if call.combine is the_copy and call.error is None else None
         for call in calls
-        if call.combine is the_copy and call.error is None and call.answers[0] is not None
     ]
     try:
-        copies = dict(zip(ones, copies_of([call.answers[0] for call in ones]), strict=True))
+        copies = iter(copies_of([row for row in rows if row is not None]))
+        return [
+            call.result() if row is None else next(copies)
+            for call, row in zip(calls, rows, strict=True)
+        ]
     except Exception:  # no memory for all of them: each tries alone
-        copies = {}
-    return [copies[call] if call in copies else call.result() for call in calls]
+        return [call.result() for call in calls]
 
 
 #: The calls that wait for a request, and the place of its answer in each.
@@ -210,12 +212,12 @@ class Lanes:
     def _sort(self) -> None:
         """Put what has arrived, up to the first task, into lanes. A request equal to one in flight,
         or to a suspect, joins its callers."""
+        suspects = self._lanes.get(SUSPECTS)
         while self._arrived and not isinstance(arrived := self._arrived[0], Task):
             self._arrived.popleft()
-            suspects: Pending = self._lanes.get(SUSPECTS, OrderedDict())
             for at, request in enumerate(arrived.requests):
                 callers = self.in_flight.get(request) if self.in_flight else None
-                if suspects and callers is None:
+                if callers is None and suspects is not None:
                     callers = suspects.get(request)
                 if callers is None:
                     lane = self.lane_of(request)
