@@ -68,10 +68,6 @@ LM = _by_name(
 #: Methods and attributes of other tools, and what to use here.
 METHODS = _by_name(
     {
-        **{
-            name: _LOADING.format(name)
-            for name in ("cache_opts", "cache_size", "check", "wrappers")
-        },
         "batch_stream stream_sync": "`async for` over lm.stream(ids, max_tokens), a task for each",
         "bos_token_id eos_token pad_token_id": "lm.tokenizer has it",
         "chat": "lm.apply_chat_template(messages) gives the ids to draw after with lm.sample",
@@ -107,14 +103,18 @@ def nearest(name: object, known: Iterable[str], alike: float = 0.6) -> str | Non
     return next(iter(difflib.get_close_matches(str(name), list(known), 1, alike)), None)
 
 
-def missing_attribute(owner: object, name: str, replaced: Mapping[str, str]) -> AttributeError:
+def missing_attribute(
+    owner: object, name: str, replaced: Mapping[str, str], options: Iterable[str] = ()
+) -> AttributeError:
     """The error for an attribute that ``owner`` lacks. For one of 0.3 it says what replaced it, for
-    a method of another tool what does the same."""
+    an option where to give it, for a method of another tool what does the same."""
     message = f"{type(owner).__name__!r} object has no attribute {name!r}"
-    if replaced is LM and name in METHODS:
-        message = f"{message}: {METHODS[name]}"
     if name in replaced:
         message = f"{message}, as it had in genlm-backend 0.3: {replaced[name]}"
+    elif name in options:
+        message = f"{message}: {_LOADING.format(name)}"
+    elif replaced is LM and name in METHODS:
+        message = f"{message}: {METHODS[name]}"
     return AttributeError(message, name=name, obj=owner)
 
 

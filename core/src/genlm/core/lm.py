@@ -353,7 +353,7 @@ class AsyncLM(GenerationMixin):
                 raise AttributeError(
                     f"no {name}: {type(self).__name__} must call super().__init__()"
                 )
-            raise missing_attribute(self, name, LM)
+            raise missing_attribute(self, name, LM, CORE)
 
         def __call__(self, *inputs, **options):
             raise UnsupportedError("a model is not called: await lm.next_token_logprobs(ids)")
@@ -364,7 +364,7 @@ class AsyncLM(GenerationMixin):
 
         def __setattr__(self, name, value):
             if name in CORE and not hasattr(type(self), name):  # a subclass may have its own
-                raise missing_attribute(self, name, LM)
+                raise missing_attribute(self, name, LM, CORE)
             super().__setattr__(name, value)
 
 
