@@ -70,7 +70,7 @@ class OutputCache:
         """The row of ``key`` itself, which is to be copied and not written into; ``None`` if it is
         not here. If ``counted``, a row that is found is one of the hits."""
         # By far the most often; no other thread's change can harm this look.
-        if key not in self._rows or self._forked():
+        if not self._rows or key not in self._rows or self._forked():
             return None
         with self._lock:
             try:

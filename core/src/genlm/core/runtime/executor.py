@@ -157,14 +157,17 @@ class EngineExecutor:
             self._in_flight.pop(request, None)
         if not (self._in_flight or dropped):
             return []
+        of: dict[type[Request], list[Request]] = {kind: [] for kind in KINDS}
+        for request in newcomers:
+            of[type(request)].append(request)
         try:
             results, failed = self._called(
                 "genlm_step",
                 newcomers,
                 # Tuples: what a hook took out of lists would be lost, what it sorted mixed up.
-                queries=tuple(r for r in newcomers if isinstance(r, Query)),
-                samples=tuple(r for r in newcomers if isinstance(r, SampleRequest)),
-                scores=tuple(r for r in newcomers if isinstance(r, ScoreRequest)),
+                queries=tuple(of[Query]),
+                samples=tuple(of[SampleRequest]),
+                scores=tuple(of[ScoreRequest]),
                 dropped=tuple(dropped),
             )
         except (EngineDeadError, PluginError):

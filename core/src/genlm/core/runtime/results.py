@@ -239,7 +239,7 @@ def wrong_tensor(rows: Any, shape: tuple[int, ...]) -> str | None:
         return f"{type(rows).__name__}, not a tensor of shape {shape}"
     if rows.layout != torch.strided or rows.is_meta:
         return f"a {rows.layout} tensor on {rows.device}; give a dense one, with values"
-    if tuple(rows.shape) != shape or rows.dtype != torch.float32 or rows.requires_grad:
+    if rows.shape != shape or rows.dtype != torch.float32 or rows.requires_grad:
         return (
             f"shape {tuple(rows.shape)}, {rows.dtype}, requires_grad={rows.requires_grad}; "
             f"expected {shape}, torch.float32, requires_grad=False"
