@@ -175,19 +175,20 @@ class Results:
     def _look(self, hook: str, query: Query, wrong: str | None) -> None:
         """Tell of wrong values. Without ``violated`` they are an error until enough were right: who
         forgets to normalise does so from the first."""
-        error = self.violation(hook, query, wrong)
-        if self._violated is None and wrong not in (None, MASSLESS):
-            raise error
+        if wrong is not None:
+            error = self.violation(hook, query, wrong)
+            if self._violated is None and wrong != MASSLESS:
+                raise error
         self._right[hook] += 1
 
     def _check_tensor(self, hook: str, query: Query, given: Any, shape: tuple[int, ...]) -> None:
         if (wrong := wrong_tensor(given, shape)) is not None:
             raise self.violation(hook, query, wrong)
 
-    def violation(self, hook: str, subject: object, wrong: str | None) -> PluginError:
-        """Tell of what is wrong, if anything is, and where that is wanted."""
+    def violation(self, hook: str, subject: object, wrong: str) -> PluginError:
+        """Tell of what is wrong, where that is wanted."""
         error = PluginError(f"{self._owner}: {hook} returned {wrong}, for {subject!r:.200}")
-        if wrong is not None and self._violated is not None:
+        if self._violated is not None:
             self._violated(error)
         return error
 
