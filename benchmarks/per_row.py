@@ -8,8 +8,8 @@ after each. With the default cache of rows, with none, and with a wrapper that p
 
 Beyond 32, contexts of 2,000 tokens stand behind 32 prompts of nearly that length: as many
 different ones would be a benchmark of attention. *Beside the forward* leaves out what passes inside
-the model, on engines that can be asked for it. The floor is the raw engine: transformers, mlx-lm or
-vLLM.
+the model, on engines that can be asked for it, and *beside the scheduler* what passes inside
+SGLang's. The floor is the raw engine: transformers, mlx-lm or vLLM.
 
 On another engine: ``python -m benchmarks.per_row ours --backend vllm``, and ``floor`` likewise.
 """
@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.protocol import Bench, main
+from benchmarks.sgl_step import Stopwatch, watched_scheduler
 from benchmarks.steps import ragged_length
 
 PLUGIN = "hf"
@@ -97,7 +98,7 @@ class Steps:
         return [self._source.randrange(256) for _ in range(count)]
 
 
-class Inside:
+class Forward:
     """CPU seconds that have passed inside a model's forward."""
 
     def __init__(self, model: Any) -> None:
@@ -105,15 +106,15 @@ class Inside:
         if self._forward is not None:
             model.forward = self._timed
 
-    def __call__(self) -> float:
-        return self.seconds
-
     def _timed(self, *args: Any, **kwargs: Any) -> Any:
         began = time.process_time()
         try:
             return self._forward(*args, **kwargs)
         finally:
             self.seconds += time.process_time() - began
+
+
+Inside = Forward | Stopwatch
 
 
 def ours(bench: Bench) -> None:
@@ -129,6 +130,7 @@ def ours(bench: Bench) -> None:
         "no cache": {"cache_size": 0},
         "no cache, wrapper": {"cache_size": 0, "wrappers": [Wrapper()]},
     }
+    scheduler = watched_scheduler() if bench.backend == "sgl" else None
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder)
         for what, given in options.items():
@@ -136,10 +138,11 @@ def ours(bench: Bench) -> None:
                 load_model_by_name(folder, backend=bench.backend or PLUGIN, **given) as lm,
                 asyncio.Runner() as runner,
             ):
-                measure(bench, lm, runner, what)
+                inside = scheduler or Forward(lm.underlying_model)
+                measure(bench, lm, runner, what, inside)
 
 
-def measure(bench: Bench, lm: Any, runner: asyncio.Runner, what: str) -> None:
+def measure(bench: Bench, lm: Any, runner: asyncio.Runner, what: str, inside: Inside) -> None:
     """Every case, on a loaded model."""
 
     async def gathered(call: Callable[[Any], Any], contexts: Contexts) -> None:
@@ -155,7 +158,6 @@ def measure(bench: Bench, lm: Any, runner: asyncio.Runner, what: str) -> None:
             lambda one: lm.sequence_logprobs(one, [1, 2]), contexts
         ),
     }
-    inside = Inside(lm.underlying_model)
     for length, n in sizes(bench):
         steps = Steps(n, length, lm.context)
         for case in ("extend", "fork", "newcomer", "ragged", "batch", "draws", "scores"):
@@ -178,22 +180,23 @@ def time_of(
     repeat: int,
     prepare: Callable[[], Contexts],
     call: Callable[[Contexts], object],
-    inside: Callable[[], float],
+    inside: Inside,
 ) -> None:
-    """Time the steps of a case: the whole, and what is beside the forward."""
+    """Time the steps of a case: the whole, and what is beside what passes inside the engine."""
     whole: list[float] = []
     beside: list[float] = []
     for turn in range(repeat + 3):  # some to warm up: memory for forks is allocated then
         contexts = prepare()
-        within, began = inside(), time.process_time()
+        within, began = inside.seconds, time.process_time()
         call(contexts)
         passed = time.process_time() - began
         if turn >= 3:
             whole.append(passed / n * 1e6)
-            beside.append((passed - inside() + within) / n * 1e6)
+            beside.append((passed - inside.seconds + within) / n * 1e6)
     bench.record(case, whole, unit="us", x=n)
-    if inside():
-        bench.record(f"beside the forward: {case}", beside, unit="us", x=n)
+    if inside.seconds:
+        part = "forward" if isinstance(inside, Forward) else "scheduler"
+        bench.record(f"beside the {part}: {case}", beside, unit="us", x=n)
 
 
 def floor(bench: Bench) -> None:

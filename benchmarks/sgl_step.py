@@ -51,15 +51,21 @@ class Stopwatch:
         return timed
 
 
-def ours(bench: Bench) -> None:
+def watched_scheduler() -> Stopwatch:
+    """Watches the steps of every scheduler that is made from now on."""
     from sglang.srt.managers.scheduler import Scheduler
 
+    watch = Stopwatch()
+    for name in SCHEDULER_STEPS:
+        setattr(Scheduler, name, watch.around(getattr(Scheduler, name)))
+    return watch
+
+
+def ours(bench: Bench) -> None:
     from genlm.sgl import AsyncSGLTransformer
 
     bench.clock = time.process_time
-    scheduler, forward = Stopwatch(), Stopwatch()
-    for name in SCHEDULER_STEPS:
-        setattr(Scheduler, name, scheduler.around(getattr(Scheduler, name)))
+    scheduler, forward = watched_scheduler(), Stopwatch()
     with AsyncSGLTransformer.from_name(bench.model, cache_size=0) as lm, asyncio.Runner() as runner:
         lm.underlying_model.forward = forward.around(lm.underlying_model.forward)
         ask = asked_of(lm, runner)
