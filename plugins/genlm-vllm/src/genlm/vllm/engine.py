@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from genlm.core.checks import describe_error
 from genlm.core.errors import EngineDeadError, EngineError, UnsupportedError
 from genlm.core.hookspecs import hookimpl
 from genlm.core.logs import get_logger
@@ -221,7 +222,7 @@ class VllmEngine:
         except EngineDeadError:
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = describe_error(error)
         self._forget()
         if reason is not None:
             log.warning("vllm.sessions_pause", reason=reason)
@@ -259,11 +260,8 @@ class VllmEngine:
             except EngineDeadError:
                 raise
             except Exception as error:
-                log.warning(
-                    "prefix.lost",
-                    tokens=len(query.token_ids),
-                    error=f"{type(error).__name__}: {error}",
-                )
+                lost = describe_error(error)
+                log.warning("prefix.lost", tokens=len(query.token_ids), error=lost)
 
     # --- failure and the end ----------------------------------------------------------------------
 
@@ -277,16 +275,11 @@ class VllmEngine:
         try:
             yield
         except Exception as error:
-            log.warning(
-                "vllm.failed",
-                error=f"{type(error).__name__}: {error}",
-                in_flight=len(self._in_flight),
-            )
+            said = describe_error(error)
+            log.warning("vllm.failed", error=said, in_flight=len(self._in_flight))
             self._lost_pins += self._sessions.pinned
             if self._core.is_dead(error):
-                raise EngineDeadError(
-                    f"vLLM has died: {type(error).__name__}: {error}; load the model again"
-                ) from error
+                raise EngineDeadError(f"vLLM has died: {said}; load the model again") from error
             self._forget()
             raise
 
@@ -298,12 +291,8 @@ class VllmEngine:
         """
         self._waiting.clear()
         try:
-            self._core.abort(
-                [
-                    *self._in_flight.clear(),
-                    *(session.request_id for session in self._sessions.clear()),
-                ]
-            )
+            sessions = [session.request_id for session in self._sessions.clear()]
+            self._core.abort([*self._in_flight.clear(), *sessions])
             self._rows.clear()
             forgotten = self._core.reset_prefix_cache()
         except Exception as error:

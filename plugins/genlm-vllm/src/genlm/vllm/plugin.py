@@ -6,13 +6,9 @@ import shutil
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from genlm.core.hookspecs import hookimpl
-from genlm.core.types import BackendInfo
-
-if TYPE_CHECKING:
-    from genlm.vllm.engine import VllmEngine
+from genlm.core.types import BackendInfo, Engine
 
 PREFERENCE_ON_CUDA = 100
 PREFERENCE_ON_CPU = -1  # below transformers, which starts at once
@@ -31,7 +27,7 @@ def genlm_backend_info() -> BackendInfo:
 
 
 @hookimpl
-def genlm_load(model: str, options: Mapping[str, object]) -> VllmEngine:
+def genlm_load(model: str, options: Mapping[str, object]) -> Engine:
     from genlm.vllm.loading import load
 
     return load(model, options)

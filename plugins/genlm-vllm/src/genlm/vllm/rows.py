@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,28 +13,13 @@ from genlm.vllm.internals import EngineCore
 from genlm.vllm.streams import used_here
 
 
-class Rows(Protocol):
-    """The rows of the requests in flight, by key."""
-
-    @property
-    def device(self) -> str:
-        """Where the rows are, as PyTorch spells it."""
-        ...
-
-    def take(self, keys: Sequence[str]) -> list[torch.Tensor | None]:
-        """Take out one row per key, ``[vocab_size]`` float32; ``None`` for one that was never
-        captured."""
-        ...
-
-    def clear(self) -> None: ...
-
-    def model(self, llm: Any) -> Any:
-        """What users get as the underlying model."""
-        ...
-
-
 class LocalRows:
-    """The model runs in this process: rows stay where they were computed."""
+    """The rows of the requests in flight, by key. The model runs in this process: they stay where
+    they were computed.
+
+    Attributes:
+        device: Where the rows are, as PyTorch spells it.
+    """
 
     def __init__(self, store: RowStore, device_type: str) -> None:
         self._store = store
@@ -45,13 +30,15 @@ class LocalRows:
         )
 
     def take(self, keys: Sequence[str]) -> list[torch.Tensor | None]:
+        """Take out one row per key, ``[vocab_size]`` float32; ``None`` for one that was never
+        captured."""
         return [None if row is None else used_here(row) for row in self._store.take(keys)]
 
     def clear(self) -> None:
         self._store.clear()
 
     def model(self, llm: Any) -> Any:
-        """The ``torch.nn.Module`` itself."""
+        """What users get as the underlying model: the ``torch.nn.Module`` itself."""
         return llm.collective_rpc("get_model")[0]
 
 
@@ -81,3 +68,6 @@ class WorkerRows:
     def model(self, llm: Any) -> Any:
         """The ``vllm.LLM``: the modules are in the workers."""
         return llm
+
+
+Rows = LocalRows | WorkerRows

@@ -45,9 +45,6 @@ class RunningSessions:
         self._append = scheduler._update_request_with_output
         scheduler._update_request_with_output = self._report
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._ids
-
     def add(self, request_id: str) -> None:
         """A request that is about to be handed over."""
         self._ids.add(request_id)

@@ -60,7 +60,7 @@ class Sessions:
         self._longest, self._reach = longest, reach
         self._idle: OrderedDict[tuple[Adapter | None, TokenIds], Session] = OrderedDict()
         self._pinned: dict[tuple[Adapter | None, TokenIds], Session] = {}
-        self._idle_tokens = self._pinned_tokens = 0
+        self._idle_tokens = 0
 
     def __len__(self) -> int:
         return len(self._idle) + len(self._pinned)
@@ -68,7 +68,7 @@ class Sessions:
     @property
     def pinned_tokens(self) -> int:
         """Tokens of the key/value cache that pinned sessions hold."""
-        return self._pinned_tokens
+        return sum(self._footprint(len(session.token_ids)) for session in self._pinned.values())
 
     @property
     def pinned(self) -> list[Query]:
@@ -102,7 +102,7 @@ class Sessions:
             EngineError: pinned contexts would leave no room for the longest context, or for other
                 requests.
         """
-        wanted = self._pinned_tokens + self._footprint(len(query.token_ids))
+        wanted = self.pinned_tokens + self._footprint(len(query.token_ids))
         if wanted + self._footprint(self._longest) > self._capacity:
             raise EngineError(
                 f"pinning {len(query.token_ids)} more tokens would hold {wanted} of the "
@@ -121,7 +121,6 @@ class Sessions:
     def pin(self, session: Session) -> None:
         """Keep ``session`` until :meth:`clear`, never to be extended itself."""
         self._pinned[session.key] = session
-        self._pinned_tokens += self._footprint(len(session.token_ids))
 
     def is_pinned(self, query: Query) -> bool:
         return (query.adapter, query.token_ids) in self._pinned
@@ -129,11 +128,8 @@ class Sessions:
     def trim(self, tokens_in_flight: int) -> list[Session]:
         """Take out the least recently used until the rest is within the limit and fits with the
         requests in flight."""
-        released = []
-        while self._idle and (
-            len(self) > self._limit
-            or self._pinned_tokens + self._idle_tokens + tokens_in_flight > self._capacity
-        ):
+        released, free = [], self._capacity - self.pinned_tokens - tokens_in_flight
+        while self._idle and (len(self) > self._limit or self._idle_tokens > free):
             released.append(self._remove(next(iter(self._idle.values()))))
         return released
 
@@ -142,7 +138,6 @@ class Sessions:
         gone = [session for session in self._pinned.values() if session.adapter == adapter]
         for session in gone:
             del self._pinned[session.key]
-            self._pinned_tokens -= self._footprint(len(session.token_ids))
         return gone + [
             self._remove(idle) for idle in list(self._idle.values()) if idle.adapter == adapter
         ]
@@ -152,30 +147,8 @@ class Sessions:
         released = [*self._pinned.values(), *self._idle.values()]
         self._pinned.clear()
         self._idle.clear()
-        self._idle_tokens = self._pinned_tokens = 0
+        self._idle_tokens = 0
         return released
-
-    def check_integrity(self) -> None:
-        """For tests.
-
-        Raises:
-            AssertionError: the records do not agree.
-        """
-        if self._idle_tokens != sum(
-            self._footprint(len(session.token_ids)) for session in self._idle.values()
-        ):
-            raise AssertionError(
-                f"{self._idle_tokens} idle tokens counted, but the sessions hold another number"
-            )
-        if self._pinned_tokens != sum(
-            self._footprint(len(session.token_ids)) for session in self._pinned.values()
-        ):
-            raise AssertionError(
-                f"{self._pinned_tokens} pinned tokens counted, but the sessions hold another number"
-            )
-        for key, session in [*self._idle.items(), *self._pinned.items()]:
-            if key != session.key:
-                raise AssertionError(f"session {session} is kept under {key}")
 
     def _longest_prefix(self, query: Query) -> Session | None:
         """A scan: at most ``limit`` comparisons of one token, and whole contexts are compared only
