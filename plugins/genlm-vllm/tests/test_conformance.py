@@ -9,6 +9,7 @@ import pytest
 
 from genlm.conformance import ConformanceSuite
 from genlm.core import load_model_by_name
+from genlm.vllm.internals import _forgets_seeds  # noqa: F401, in a condition
 from tests.real_rows import check_rows
 from tests.state_suite import StateSuite
 from tools.tiny import write_adapter
@@ -48,6 +49,10 @@ class TestVllmWithAdapters(ConformanceSuite):
         cls.adapters = {
             name: write_adapter(tiny_path, folder / name, seed) for seed, name in enumerate("ab")
         }
+
+    @pytest.mark.xfail("_forgets_seeds()", reason="then seeded draws take turns", strict=True)
+    def test_row_during_a_draw(self, live):
+        super().test_row_during_a_draw(live)
 
 
 def test_the_rows_of_a_real_model(real_model):
