@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -118,9 +119,9 @@ class Hooks:
 
     def tokens(self, contexts: Iterable[Iterable[int]], **query) -> int:
         """How many tokens the engine runs through the model to answer."""
-        before = self.engine.scheduler.computed_tokens
-        self.rows(contexts, **query)
-        return self.engine.scheduler.computed_tokens - before
+        with patch.object(self.engine.model, "forward", wraps=self.engine.model.forward) as forward:
+            self.rows(contexts, **query)
+        return sum(len(call.args[0]) for call in forward.call_args_list)
 
 
 @pytest.fixture(scope="session")

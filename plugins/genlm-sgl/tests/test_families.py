@@ -87,7 +87,7 @@ def test_latent_attention_is_refused_by_name(tmp_path: Path) -> None:
 
 #: What SGLang cannot do of it.
 REFUSED = {
-    "another family's scale": "logit_scale=0.1, which SGLang applies also in llama",
+    "another family's scale": "logit_scale=0.1, and SGLang's llama applies it",
     "no architecture": "SGLang cannot serve",
     "a head beside tied embeddings": "lm_head.weight that differs from its embeddings",
     "names without their beginning": "no weights of LlamaForCausalLM for model.embed_tokens.weight",

@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from genlm.core import (
-    Answer,
-    EngineDeadError,
-    EngineError,
-    Query,
-    hookimpl,
-)
+from genlm.core import Adapter, Answer, EngineDeadError, EngineError, Query, hookimpl
+from genlm.core.checks import describe_error
 from genlm.core.logs import get_logger
 from genlm.core.types import Request, SampleRequest
 from genlm.kit.memory import lower
@@ -99,9 +94,8 @@ class SglEngine:
         query = request if isinstance(request, Query) else request.query
         # Nothing was ever cached in a cold query's own namespace.
         namespace = f"cold-{key}" if query.cold else None
-        self.scheduler.submit(
-            key, query.token_ids, adapter=adapter_id(query), namespace=namespace, draw=draw
-        )
+        adapter = None if query.adapter is None else adapter_id(query.adapter)
+        self.scheduler.submit(key, query.token_ids, adapter=adapter, namespace=namespace, draw=draw)
 
     def _advance(self) -> list[tuple[Request, Finished | EngineError]]:
         """One step: the results of the requests that it finished."""
@@ -130,8 +124,12 @@ class SglEngine:
     def genlm_cache_prefix(self, query: Query) -> bool:
         if query not in self._pinned:
             self.evaluate_alone(query)
-            self._pinned[query] = self.scheduler.lock(query.token_ids, adapter_id(query))
+            self._pin(query)
         return True
+
+    def _pin(self, query: Query) -> None:
+        adapter = None if query.adapter is None else adapter_id(query.adapter)
+        self._pinned[query] = self.scheduler.lock(query.token_ids, adapter)
 
     @hookimpl
     def genlm_clear_kv_cache(self) -> None:
@@ -158,20 +156,17 @@ class SglEngine:
             "engine.recovering", backend="sgl", dropped=len(self._in_flight), pinned=len(pinned)
         )
         try:
-            self._restart()
+            self._in_flight.clear()
+            self.scheduler.drop_everything()
             self._probe(PROBE)
             for query in pinned:
                 self._probe(query)
-                self._pinned[query] = self.scheduler.lock(query.token_ids, adapter_id(query))
+                self._pin(query)
         except Exception as error:
             raise EngineDeadError(
-                f"SGLang's scheduler does not work after a failed step ({type(error).__name__}: "
-                f"{error}); reload the model"
+                f"SGLang's scheduler does not work after a failed step ({describe_error(error)}); "
+                "reload the model"
             ) from error
-
-    def _restart(self) -> None:
-        self._in_flight.clear()
-        self.scheduler.drop_everything()
 
     def _probe(self, query: Query) -> None:
         self._submit(query)
@@ -203,7 +198,7 @@ def _unless_aborted(finished: Finished) -> Finished | EngineError:
     )
 
 
-def adapter_id(query: Query) -> str | None:
+def adapter_id(adapter: Adapter) -> str:
     """The adapter's id in SGLang. Versions are never reused, so ids are not either, and they are
     keys of the radix cache."""
-    return None if query.adapter is None else f"adapter-{query.adapter.version}"
+    return f"adapter-{adapter.version}"

@@ -19,11 +19,7 @@ from attrs import frozen
 
 from genlm.core.errors import BackendUnavailableError, EngineError, InvalidOptionError
 from genlm.sgl import attention
-from genlm.sgl.construction import (
-    construct,
-    preserved_random_state,
-    release_globals,
-)
+from genlm.sgl.construction import construct, preserved_random_state, release_globals
 from genlm.sgl.repairs import Limit, repair
 
 
@@ -88,8 +84,6 @@ class Scheduler:
         self._rows: torch.Tensor | None = None
         sampler = self._scheduler.tp_worker.model_runner.sampler
         sampler.register_forward_pre_hook(self._before_sampling)
-        #: How many tokens the model has computed.
-        self.computed_tokens = 0
 
     def _require_room(self) -> None:
         if self.longest_prompt < 1:
@@ -195,9 +189,6 @@ class Scheduler:
             batch = self._next_batch()
             if batch is None:
                 return None
-            self.computed_tokens += (
-                batch.extend_num_tokens if batch.forward_mode.is_extend() else len(batch.reqs)
-            )
             self._rows_wanted = any(map(_wants_row, batch.reqs))
             with torch.inference_mode():
                 result = scheduler.run_batch(batch)

@@ -15,6 +15,7 @@ from genlm.kit.model_files import eos_token_ids, require_model, require_tokenize
 from genlm.kit.settings import require_one_head, require_weights, settings_of
 from genlm.sgl.engine import PROBE, SglEngine
 from genlm.sgl.internals import Scheduler
+from genlm.sgl.lora import SglLoraEngine
 from genlm.sgl.options import OPTIONS, gpu_index, server_options
 from genlm.sgl.trust import refuse_code
 from genlm.sgl.versions import why_unavailable
@@ -56,7 +57,7 @@ def load(model: str, options: Mapping[str, Any]) -> SglEngine:
             folder = arguments.get("tokenizer_path") or model
             require_tokenizer(folder, "engine_opts={'tokenizer_path': ...}")
             raise
-    engine = _kind_of_engine(arguments)(scheduler)
+    engine = (SglLoraEngine if arguments.get("enable_lora") else SglEngine)(scheduler)
     try:
         with _explained(model, settings):
             if settings is not None:
@@ -68,14 +69,6 @@ def load(model: str, options: Mapping[str, Any]) -> SglEngine:
     where = arguments.get("revision"), arguments.get("download_dir")
     engine.eos_token_ids = eos_token_ids(model, *where)
     return engine
-
-
-def _kind_of_engine(arguments: Mapping[str, Any]) -> type[SglEngine]:
-    if arguments.get("enable_lora"):
-        from genlm.sgl.lora import SglLoraEngine
-
-        return SglLoraEngine
-    return SglEngine
 
 
 def _settings(arguments: Mapping[str, Any]) -> Any:

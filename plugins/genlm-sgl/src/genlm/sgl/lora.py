@@ -6,7 +6,7 @@ import tempfile
 from functools import cached_property
 from pathlib import Path
 
-from genlm.core import Adapter, Query, hookimpl
+from genlm.core import Adapter, hookimpl
 from genlm.kit.adapter_files import (
     AdapterFolder,
     Feature,
@@ -46,14 +46,14 @@ class SglLoraEngine(SglEngine):
         contents.require_modules(self._shapes or presumed_shapes(contents, self.scheduler.config))
         with tempfile.TemporaryDirectory() as plain:
             write_plain(contents, Path(plain), self._missing(contents))
-            self.scheduler.load_adapter(_id(adapter), plain, named=adapter.path)
+            self.scheduler.load_adapter(adapter_id(adapter), plain, named=adapter.path)
         return True
 
     @hookimpl
     def genlm_remove_lora(self, adapter: Adapter) -> bool:
         for query in [query for query in self._pinned if query.adapter == adapter]:
             self.scheduler.unlock(self._pinned.pop(query))
-        self.scheduler.unload_adapter(_id(adapter))
+        self.scheduler.unload_adapter(adapter_id(adapter))
         return True
 
     @cached_property
@@ -71,7 +71,3 @@ class SglLoraEngine(SglEngine):
                     if other not in folder.modules and other in (self._shapes or {}):
                         missing[other] = (self._shapes or {})[other]
         return missing
-
-
-def _id(adapter: Adapter) -> str:
-    return str(adapter_id(Query(token_ids=(0,), adapter=adapter)))

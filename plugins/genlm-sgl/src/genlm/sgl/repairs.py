@@ -16,14 +16,7 @@ import torch
 from attrs import frozen
 
 from genlm.core.errors import EngineError
-from genlm.kit.settings import (
-    Rotary,
-    is_read,
-    layer_type,
-    rope_limits,
-    rotaries,
-    windows,
-)
+from genlm.kit.settings import Rotary, is_read, layer_type, rope_limits, rotaries, windows
 
 #: SGLang's activations, and the beginnings of the names that transformers has for them.
 ACTIVATIONS = {"SiluAndMul": ("silu", "swish"), "GeluAndMul": ("gelu",)}
@@ -90,6 +83,13 @@ def repair(model: Any, settings: Any, ours: bool) -> list[Limit]:
     return [*_window(attentions, settings, ours), *_rotate(model, settings, ours)]
 
 
+def _error(settings: Any, setting: str, what: str) -> EngineError:
+    return EngineError(
+        f"the checkpoint has {setting}, and SGLang's {settings.model_type} {what}; load it with "
+        "backend='hf'"
+    )
+
+
 def _require_activation(model: Any, settings: Any) -> None:
     """Some of SGLang's models have one activation, whatever the configuration says."""
     names = [
@@ -104,10 +104,7 @@ def _require_activation(model: Any, settings: Any) -> None:
         kinds.add(f"{computed}".capitalize() + "AndMul")
     for kind in kinds & set(ACTIVATIONS):
         if isinstance(given, str) and not given.startswith(ACTIVATIONS[kind]):
-            raise EngineError(
-                f"the checkpoint has hidden_act={given!r}, and SGLang's {settings.model_type} "
-                f"computes {kind}; load it with backend='hf'"
-            )
+            raise _error(settings, f"hidden_act={given!r}", f"computes {kind}")
 
 
 def _require_weights_of_experts(model: Any, settings: Any) -> None:
@@ -119,20 +116,14 @@ def _require_weights_of_experts(model: Any, settings: Any) -> None:
     for module in model.modules():
         computed = getattr(getattr(module, "topk_config", None), "renormalize", given)
         if bool(computed) != bool(given):
-            raise EngineError(
-                f"the checkpoint has norm_topk_prob={given!r}, and SGLang's {settings.model_type} "
-                f"computes {computed!r}; load it with backend='hf'"
-            )
+            raise _error(settings, f"norm_topk_prob={given!r}", f"computes {computed!r}")
 
 
 def _refuse_what_only_sglang_reads(settings: Any) -> None:
     for name, nothing in READ_EVERYWHERE.items():
         value = getattr(settings, name, nothing)
         if value not in (nothing, None) and not is_read(settings.model_type, name):
-            raise EngineError(
-                f"the checkpoint has {name}={value!r}, which SGLang applies also in "
-                f"{settings.model_type}, and transformers does not; load it with backend='hf'"
-            )
+            raise _error(settings, f"{name}={value!r}", "applies it, where transformers does not")
 
 
 def _refuse_what_is_left_out(model: Any, settings: Any) -> None:
@@ -147,10 +138,7 @@ def _refuse_what_is_left_out(model: Any, settings: Any) -> None:
         value = getattr(settings, name, rope.get(name, computed[0]))
         unread = name not in code and value not in computed
         if (unread or (lost and name == ACTIVATION)) and is_read(settings.model_type, name):
-            raise EngineError(
-                f"the checkpoint has {name}={value!r}, which SGLang's {settings.model_type} leaves "
-                "out; load it with backend='hf'"
-            )
+            raise _error(settings, f"{name}={value!r}", "leaves it out")
 
 
 def _require_whole_keys(model: Any, settings: Any) -> None:
@@ -170,10 +158,7 @@ def _require_head(model: Any, settings: Any) -> None:
     heads = [module for module in model.modules() if isinstance(module, ParallelLMHead)]
     shared = type(getattr(model, "lm_head", None)) in (type(None), VocabParallelEmbedding)
     if settings.tie_word_embeddings is False and shared and not heads:
-        raise EngineError(
-            f"the checkpoint has tie_word_embeddings=False, and SGLang's {settings.model_type} "
-            "leaves out its last layer; load it with backend='hf'"
-        )
+        raise _error(settings, "tie_word_embeddings=False", "leaves out the last layer")
 
 
 def _cap_at_the_end(model: Any) -> None:
@@ -198,11 +183,8 @@ def _cap_attention(attentions: list[Any], settings: Any, ours: bool) -> None:
         if ours:
             attention.logit_cap = cap
         elif (attention.logit_cap or 0.0) != cap:
-            raise EngineError(
-                f"the checkpoint has attn_logit_softcapping={cap!r}, and SGLang's "
-                f"{settings.model_type} caps attention at {attention.logit_cap!r}; load it with "
-                "backend='hf'"
-            )
+            what = f"caps attention at {attention.logit_cap!r}"
+            raise _error(settings, f"attn_logit_softcapping={cap!r}", what)
 
 
 def _window(attentions: list[Any], settings: Any, ours: bool) -> Iterator[Limit]:
@@ -241,11 +223,8 @@ def _rotate(model: Any, settings: Any, ours: bool) -> Iterator[Limit]:
         if right is None or _rotates(module, right, ends.get(right.kind)):
             continue
         if not ours:
-            raise EngineError(
-                f"SGLang's {settings.model_type} computes other rotary embeddings than the "
-                f"checkpoint's rope_parameters={settings.rope_parameters!r} say; load it with "
-                "backend='hf'"
-            )
+            what = "computes other rotary embeddings"
+            raise _error(settings, f"rope_parameters={settings.rope_parameters!r}", what)
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, _rotary(module, right))
 
