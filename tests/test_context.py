@@ -137,6 +137,26 @@ def test_a_context_of_a_larger_model_is_checked_again(mock):
         mock().next_token_logprobs_sync(Context((300,), 1000))
 
 
+@pytest.mark.parametrize("ids", [(300,), (-1,), ()])
+def test_a_context_that_nobody_has_checked_is_checked_where_it_is_asked_for(mock, ids):
+    with pytest.raises(InvalidQueryError, match=r"is out of range|is empty"):
+        mock().next_token_logprobs_sync(Context(ids))
+
+
+def test_none_of_the_first_tokens_is_an_empty_context(mock):
+    lm = mock()
+    with pytest.raises(InvalidQueryError, match="the context is empty"):
+        lm.next_token_logprobs_sync(lm.context([1, 2]).first(0))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_its_first_tokens_are_counted_as_a_slice_counts_them(length):
+    ids = ids_of(length)
+    for context in (Context(ids, 258), Context(ids[:1], 258).followed_by(ids[1:])):
+        for first in (0, 1, BLOCK, length, length + 1, -1, -BLOCK, -length - 1):
+            assert context.first(first) == Context(ids[:first], 258)
+
+
 def test_a_context_too_long(mock):
     lm = mock(max_context=2)
     context = lm.context([1, 2])

@@ -80,8 +80,8 @@ class Context(Sequence[int]):
     need not live. The blocks of a list are made when somebody extends it or compares its beginning.
 
     Attributes:
-        vocab_size: The ids are in ``range(vocab_size)``; 0 is not known, and the context cannot be
-            extended.
+        vocab_size: The ids are in ``range(vocab_size)``; 0 is not known: then the context cannot be
+            extended, and is checked where it is asked for.
         hash_value: The hash of the ids.
         grown: How many tokens it has more than the context that it extends; 0 if that is not known.
         parent_hash: The hash of that context.
@@ -131,9 +131,10 @@ class Context(Sequence[int]):
         return longer
 
     def first(self, length: int) -> Context:
-        """The context of its first tokens, of which the ids are shared."""
+        """The context of its first tokens, of which the ids are shared: the first ``length``, as a
+        slice counts them; a negative one leaves out the last."""
         shorter = Context.__new__(Context)
-        shorter._set(*self._cut(length), self.vocab_size)
+        shorter._set(*self._cut(len(range(len(self))[:length])), self.vocab_size)
         return shorter
 
     def starts_with(self, other: Context) -> bool:

@@ -115,7 +115,7 @@ class RowsMixin(TextMixin):
         """A checked query, with room for drawing or scoring ``room_for`` tokens after it."""
         vocab_size, limit = self._engine.vocab_size, self._engine.max_context
         ids: TokenIds | Context
-        if type(token_ids) is Context and token_ids.vocab_size <= vocab_size:
+        if type(token_ids) is Context and 0 < token_ids.vocab_size <= vocab_size and token_ids:
             ids = token_ids
         else:
             ids = token_ids_of("context", token_ids, vocab_size, limit)
