@@ -322,6 +322,14 @@ def test_expressions_of_the_configuration_end(
             {**lora(Q), f"base_model.model.{Q}.lora_B.weight": [8, 3]},
             r"shapes \[2, 8\] and \[8, 3\]",
         ),
+        (
+            {**lora(Q), f"base_model.model.{Q}.lora_A.weight": [2]},
+            r"shapes \[2\] and \[8, 2\]",
+        ),
+        (
+            {**lora(Q), f"base_model.model.{Q}.lora_B.weight": [2]},
+            r"shapes \[2, 8\] and \[2\]",
+        ),
     ],
 )
 def test_tensors_that_are_not_lora(

@@ -21,7 +21,7 @@ from genlm.core import MockAsyncLM
 from genlm.core.cli import main
 from genlm.core.installation import pip_install
 from genlm.kit.doctor import accelerators
-from genlm.kit.processor import dtypes_verdict, threads_verdict
+from genlm.kit.processor import dtypes_verdict, threads_verdict, timings
 
 from .conformance.installed import pretend_installed
 
@@ -281,6 +281,16 @@ def test_doctor_warns_where_two_threads_are_slower_than_one(two: float, warned: 
     assert f"one takes 1.00 ms where two take {two * 1000:.2f} ms" in said
     assert ("WARNING" in said) == warned
     assert ("20.0 times slower" in said and "OMP_NUM_THREADS=1" in said) == warned
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process may use all processors")
+def test_doctor_counts_the_processors_that_this_process_may_use():
+    usable = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(usable)})
+    try:
+        assert "there is one processor" in timings()
+    finally:
+        os.sched_setaffinity(0, usable)
 
 
 @pytest.mark.parametrize(

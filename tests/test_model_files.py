@@ -9,9 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import structlog
 
 from genlm.core import InvalidOptionError, ModelNotFoundError, load_model_by_name
 from genlm.kit.model_files import eos_token_ids, require_model, require_tokenizer
+from genlm.kit.settings import settings_of
 
 hub = pytest.importorskip("huggingface_hub")
 constants = pytest.importorskip("huggingface_hub.constants")
@@ -217,3 +219,11 @@ def test_a_cache_in_place_of_which_is_a_file(monkeypatch, tmp_path):
     monkeypatch.setattr(hub.HfApi, "model_info", unreachable)
     with pytest.raises(ModelNotFoundError, match=r"file cannot be written .*; set HF_HOME"):
         require_model("no-such/model")
+
+
+def test_of_a_model_that_transformers_does_not_know_there_are_no_settings(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text('{"model_type": "of nobody"}')
+    with structlog.testing.capture_logs() as logs:
+        assert settings_of(tmp_path) is None
+    assert "of nobody" in logs[0]["error"], "and the log says why"

@@ -7,8 +7,10 @@ included. So wherever a sequence starts, it can be seen whether the state is tha
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import random
+import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,7 +37,7 @@ from genlm.kit.kv.planner import Planner
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.kv.sharing import Worth
 from genlm.kit.prefixes import key_of, length_of
-from genlm.kit.segments import Row, Segment
+from genlm.kit.segments import Row, Segment, Trunk
 
 #: The numbers of hf, of mlx, and some small ones, so that short contexts reach all of them.
 WORTHS = (
@@ -420,8 +422,8 @@ def test_any_sequence_of_plans_keeps_what_it_says() -> None:
 class Kept(Planner[Wanted]):
     """One whose cells can be written."""
 
-    def __init__(self, budget: int, worth: Worth = WORTHS[2]) -> None:
-        self.cells = Cells(budget, None)
+    def __init__(self, budget: int, worth: Worth = WORTHS[2], aside: int | None = None) -> None:
+        self.cells = Cells(budget, aside)
         super().__init__(self.cells, worth)
 
 
@@ -505,6 +507,52 @@ def test_what_is_not_pinned_can_be_dropped() -> None:
     kept.drop_unpinned()
     assert [kept.known(Wanted([first] * 30)) for first in (1, 2)] == [29, 0]
     assert kept.tree.positions == 30
+
+
+def test_room_beside_a_trunk_is_used() -> None:
+    """The limit is said beside what is used, to which a pinned trunk belongs."""
+    kept = Kept(budget=0, aside=20)
+    ask(kept, [1] * 100)
+    assert kept.pin(Wanted([1] * 100))
+    ask(kept, [2] * 4)
+    ask(kept, [3] * 4)
+    assert [kept.known(Wanted([first] * 4)) for first in (2, 3)] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("call", "given"),
+    [
+        ("abandon", ()),
+        ("pin", (Wanted([2] * 3),)),
+        ("drop_unpinned", ()),
+        ("drop_adapter", (0,)),
+        ("clear", ()),
+        ("place", ([Wanted([3] * 3)],)),
+    ],
+)
+def test_a_later_call_gives_up_what_was_not_committed(call: str, given: tuple[object]) -> None:
+    kept = Kept(budget=1000)
+    ask(kept, [1] * 3)
+    batch = kept.place([Wanted([2] * 3)])
+    getattr(kept, call)(*given)
+    kept.commit(batch)
+    assert kept.known(Wanted([2] * 3)) == 0
+    kept.abandon()
+    kept.tree.check_integrity()
+
+
+def test_memory_is_free_at_once_when_all_is_dropped() -> None:
+    """Without a search for garbage: a trunk and what stands on it refer to each other."""
+    kept = Kept(budget=1000)
+    gc.disable()
+    try:
+        ask(kept, *([*range(1, 20), at] for at in range(3)))
+        trunks = [weakref.ref(one) for one in kept.tree.kept if isinstance(one, Trunk)]
+        assert trunks
+        kept.clear()
+        assert [trunk() for trunk in trunks] == [None] * len(trunks)
+    finally:
+        gc.enable()
 
 
 def test_the_last_commands_are_kept_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
