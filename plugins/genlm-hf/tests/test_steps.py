@@ -108,6 +108,14 @@ def test_a_prompt_costs_those_that_grow_no_more_than_its_own_tokens(
     assert sum(chunked.forwards) == 150 + 4 * steps, "nothing is computed twice"
 
 
+def test_what_lacks_least_is_answered_first_however_long_it_is(
+    chunked: Pair, contexts: Contexts
+) -> None:
+    (known,), (prompt,) = contexts(1, 100), contexts(1, 60, seed=1)
+    finish(chunked, known)
+    assert [*step(chunked, prompt, (*known, 1))] == [(*known, 1)]
+
+
 def test_nothing_is_passed_over_while_others_keep_coming(chunked: Pair, contexts: Contexts) -> None:
     (prompt,), fresh = contexts(1, 150), iter(contexts(200, 8, seed=1))
     newcomers, answered, steps = [prompt], set[tuple[int, ...]](), 0
