@@ -256,6 +256,17 @@ def test_what_a_processor_must_not_return(engine, returned, wrong):
         lm.next_token_logprobs_sync([1])
 
 
+def test_a_wrapper_that_gives_its_own_plugin_error_is_quoted_as_it_is():
+    def refuse(queries, rows):
+        raise PluginError("a grammar has no end; give it one")
+
+    with (
+        opened(MockEngine, Processor(refuse)) as lm,
+        pytest.raises(PluginError, match=r"^a grammar has no end; give it one$"),
+    ):
+        lm.next_token_logprobs_sync([1])
+
+
 def test_an_iterator_that_ends_in_a_processor_is_named():
     temperatures = iter([2.0])
     processor = Processor(lambda _, rows: (rows / next(temperatures)).log_softmax(-1))
