@@ -224,6 +224,15 @@ def test_other_models_are_refused_and_left_as_they_were(
     assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_closed_model_is_in_the_mode_that_it_was_in(training: bool) -> None:
+    model = small("LlamaForCausalLM", **SHAPE).train(training)
+    engine = HFEngine(model, None)
+    assert not model.training
+    engine.genlm_close()
+    assert model.training is training
+
+
 def test_two_engines_over_one_model(unproven: Make) -> None:
     pair = unproven(transformers.LlamaConfig(**SHAPE))
     with pytest.raises(EngineError, match="close it first"):

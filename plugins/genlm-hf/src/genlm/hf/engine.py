@@ -46,7 +46,7 @@ class HFEngine:
     """A transformers model behind the hooks of genlm-core.
 
     Args:
-        model: A causal language model; it is put into evaluation mode.
+        model: A causal language model; it is in evaluation mode until it is closed.
         tokenizer: Its tokenizer.
         options: ``kv_cache_bytes`` and ``max_batch_tokens`` matter here.
 
@@ -100,7 +100,6 @@ class HFEngine:
             return choose_reuse(self.model, self._runner, self.vocab_size, self.max_context, window)
         except BaseException as error:
             self._restore()
-            self.model.train(self._was_training)
             if isinstance(error, GenlmError) or not isinstance(error, Exception):
                 raise
             if is_out_of_memory(error):
@@ -289,6 +288,7 @@ class HFEngine:
         self._adapters.close()
         if self.model.config._attn_implementation != self._original_attention:
             self.model.set_attn_implementation(self._original_attention)
+        self.model.train(self._was_training)
 
 
 def _sequence(query: Query) -> TokenSequence:

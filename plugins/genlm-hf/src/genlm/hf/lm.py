@@ -20,8 +20,8 @@ class AsyncTransformer(AsyncLM):
     """A Hugging Face causal language model in this process.
 
     Args:
-        hf_model: A causal language model; it is put into evaluation mode and otherwise left as it
-            is. Its attention implementation is wrapped while the language model is open.
+        hf_model: A causal language model. While the language model is open, it is in evaluation
+            mode and its attention implementation is wrapped; then it is as it was.
         hf_tokenizer: Its tokenizer.
         batch_size: The most requests in one batch; ``None`` means no limit.
         timeout: Seconds to hold a batch open for more requests.
