@@ -16,8 +16,7 @@ def budget(given: int | None, device: torch.device) -> int:
 
 
 def _default_budget(device: torch.device) -> int:
-    """Half of the free device memory; on the CPU a quarter of the available memory, at most 4
-    GiB."""
+    """On CUDA half of the free memory; else a quarter of the available memory, at most 4 GiB."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]) // 2
     available = _available_memory()

@@ -106,8 +106,8 @@ class HFOptions:
         dtype: Of the weights: a ``torch.dtype``, its name, or ``"auto"``; ``None`` is float32 on
             the CPU, else ``"auto"``.
         kv_cache_bytes: The most bytes of key/value state to keep, least recently used first out; 0
-            keeps none; ``None`` is half of the free device memory, on the CPU a quarter of the
-            available memory and at most 4 GiB.
+            keeps none; ``None`` is on CUDA half of the free memory, else a quarter of the available
+            memory and at most 4 GiB.
         max_batch_tokens: The most new tokens in one forward; longer work is done in chunks.
     """
 

@@ -1,9 +1,9 @@
 """The fleet: what happens to a request, to a replica, and to what every replica must have.
 
-Each of these journeys is one method, which yields a :class:`~genlm.ray.watch.Call` and goes on with
-what comes back of it. What a replica must have is a **log**, which only entries that work enter
-(:mod:`~genlm.ray.log`). Death has one judge, the **watch** (:mod:`~genlm.ray.watch`). Requests wait
-where they can still go elsewhere, and suspects are tried apart: **placing**
+Each of these journeys is one method, which yields a :class:`~genlm.ray.member.Call` and goes on
+with what comes back of it. What a replica must have is a **log**, which only entries that work
+enter (:mod:`~genlm.ray.log`). Death has one judge, the **watch** (:mod:`~genlm.ray.watch`).
+Requests wait where they can still go elsewhere, and suspects are tried apart: **placing**
 (:mod:`~genlm.ray.placing`). None of them knows Ray or the time, so a test can kill what it likes on
 a clock of its own.
 """
