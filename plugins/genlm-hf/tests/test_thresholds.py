@@ -227,10 +227,12 @@ def test_other_models_are_refused_and_left_as_they_were(
 @pytest.mark.parametrize("training", [True, False])
 def test_a_closed_model_is_in_the_mode_that_it_was_in(training: bool) -> None:
     model = small("LlamaForCausalLM", **SHAPE).train(training)
+    model.lm_head.train(not training)  # a part of its own mode, as a frozen one has
     engine = HFEngine(model, None)
-    assert not model.training
+    assert not any(module.training for module in model.modules())
     engine.genlm_close()
     assert model.training is training
+    assert model.lm_head.training is not training
 
 
 def test_two_engines_over_one_model(unproven: Make) -> None:

@@ -61,7 +61,7 @@ class HFEngine:
         self._refuse(model)
         self.lacking: dict[str, str] = {}
         self._describe(model, tokenizer)
-        self._was_training = model.training
+        self._training = [module for module in model.modules() if module.training]
         self._original_attention = model.config._attn_implementation
         self._adapters = AdapterSet(model)
         register_row_attention()
@@ -288,7 +288,8 @@ class HFEngine:
         self._adapters.close()
         if self.model.config._attn_implementation != self._original_attention:
             self.model.set_attn_implementation(self._original_attention)
-        self.model.train(self._was_training)
+        for module in self._training:
+            module.training = True
 
 
 def _sequence(query: Query) -> TokenSequence:
