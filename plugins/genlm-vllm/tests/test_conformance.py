@@ -9,7 +9,7 @@ import pytest
 
 from genlm.conformance import ConformanceSuite
 from genlm.core import load_model_by_name
-from genlm.vllm.internals import _forgets_seeds  # noqa: F401, in a condition
+from genlm.vllm.internals import forgets_seeds  # noqa: F401, in a condition
 from tests.real_rows import check_rows
 from tests.state_suite import StateSuite
 from tools.tiny import write_adapter
@@ -50,7 +50,7 @@ class TestVllmWithAdapters(ConformanceSuite):
             name: write_adapter(tiny_path, folder / name, seed) for seed, name in enumerate("ab")
         }
 
-    @pytest.mark.xfail("_forgets_seeds()", reason="then seeded draws take turns", strict=True)
+    @pytest.mark.xfail("forgets_seeds()", reason="then seeded draws take turns", strict=True)
     def test_row_during_a_draw(self, live):
         super().test_row_during_a_draw(live)
 

@@ -159,7 +159,7 @@ class EngineCore:
         self.block_size: int = _require(config, "cache_config.block_size")
         self.device_type: str = _require(config, "device_config.device").type
         # Whether a seed fixes a draw also if other requests in the step have none.
-        self.mixes_seeds = self.device_type != "cpu" or not _forgets_seeds()
+        self.mixes_seeds = self.device_type != "cpu" or not forgets_seeds()
         lora = _require(config, "lora_config")
         most = (lora.max_cpu_loras or lora.max_loras) if lora else 0
         self.spare_slot = spare_slot
@@ -366,7 +366,7 @@ def _output(raw: Any) -> Output:
     )
 
 
-def _forgets_seeds() -> bool:
+def forgets_seeds() -> bool:
     """Whether this vLLM's sampler for CPUs uses seeds only if all requests of a step have one: 0.28
     does, 0.32 does not."""
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
