@@ -87,18 +87,21 @@ class Context(Sequence[int]):
         parent_hash: The hash of that context.
     """
 
-    __slots__ = ("_blocks", "_ids", "_tail", "grown", "hash_value", "parent_hash", "vocab_size")
+    __slots__ = (
+        "_blocks", "_ids", "_length", "_tail", "grown", "hash_value", "parent_hash", "vocab_size",
+    )  # fmt: skip
 
     _blocks: Block | None  # the full blocks of the ids
     _tail: TokenIds  # the ids behind those, fewer than BLOCK
     _ids: TokenIds | None  # all of them, once they have been asked for; a list's are at once
+    _length: int
     vocab_size: int
     hash_value: int
     grown: int
     parent_hash: int
 
     def __init__(self, token_ids: TokenIds, vocab_size: int = 0) -> None:
-        self._ids, self.vocab_size = token_ids, vocab_size
+        self._ids, self.vocab_size, self._length = token_ids, vocab_size, len(token_ids)
         self.hash_value = hash_of(token_ids)
         self.grown = self.parent_hash = 0
 
@@ -112,7 +115,8 @@ class Context(Sequence[int]):
 
     def _set(self, blocks: Block | None, tail: TokenIds, vocab_size: int) -> None:
         self._blocks, self._tail, self._ids, self.vocab_size = blocks, tail, None, vocab_size
-        self.hash_value = hash((0 if blocks is None else blocks.value, tail))
+        end, value = (0, 0) if blocks is None else (blocks.end, blocks.value)
+        self._length, self.hash_value = end + len(tail), hash((value, tail))
         self.grown = self.parent_hash = 0
 
     def extend(self, *token_ids: int) -> Context:
@@ -184,9 +188,7 @@ class Context(Sequence[int]):
         return self.token_ids[index]
 
     def __len__(self) -> int:
-        if self._ids is not None:
-            return len(self._ids)
-        return len(self._tail) + (0 if self._blocks is None else self._blocks.end)
+        return self._length
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.token_ids)
