@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from genlm.core.context import Context
 from genlm.core.errors import EngineError
 from genlm.core.types import Adapter, Query
 from genlm.vllm.sessions import Session, Sessions
@@ -25,7 +26,7 @@ def books(limit: int = 4, capacity: int = 1000, longest: int = 40, reach: int = 
 
 
 def session(*ids: int, adapter: Adapter | None = None, request_id: str = "") -> Session:
-    return Session(request_id or f"r{ids}", ids, adapter)
+    return Session(request_id or f"r{ids}", Query(ids, adapter), footprint(len(ids)))
 
 
 def test_an_extension_takes_the_session_once():
@@ -121,32 +122,45 @@ deeds = st.lists(
 
 @given(deeds, st.integers(0, 5))
 def test_every_session_is_either_held_or_given_up_once(deeds, limit):
-    """Against a plain dict of sizes by request id: none is lost, none given up twice, and a trim
-    gives up what is beyond the limits, and no more."""
-    sessions, held = books(limit=limit, capacity=80), {}
+    """Against a plain dict by request id: none is lost, none given up twice, a trim gives up what
+    is beyond the limits, and no more, and the longest one within reach is taken."""
+    sessions, held, pinned = books(limit=limit, capacity=80), {}, set()
 
     def given_up(released):
         ids = [one.request_id for one in released]
         assert len(set(ids)) == len(ids)
-        return [held.pop(each) for each in ids]
+        return [held.pop(each).tokens for each in ids]
+
+    def within_reach(query):
+        return [
+            each.query.length
+            for each in held.values()
+            if each.request_id not in pinned
+            and 0 < query.length - each.query.length <= BLOCK
+            and each.query == Query(query.context.first(each.query.length), query.adapter)
+        ]
 
     for number, (deed, ids, adapter) in enumerate(deeds):
-        new = Session(f"r{number}", ids, adapter)
+        new = session(*ids, adapter=adapter, request_id=f"r{number}")
         if deed == "park":
             given_up(sessions.park(new))
-            held[new.request_id] = footprint(len(ids))
-        elif deed == "pin" and not sessions.is_pinned(Query(ids, adapter)):
+            held[new.request_id] = new
+        elif deed == "pin" and not sessions.is_pinned(new.query):
             sessions.pin(new)
-            held[new.request_id] = footprint(len(ids))
+            held[new.request_id] = new
+            pinned.add(new.request_id)
         elif deed == "take":
-            taken = sessions.take(Query(ids, adapter))
+            # As a context that knows its parent, and as one that does not.
+            query = Query(Context(ids[:1], 3).followed_by(ids[1:]), adapter)
+            lengths = within_reach(query)
+            taken = sessions.take(query if number % 2 else new.query)
+            assert (taken.query.length if taken else 0) == max(lengths, default=0)
             if taken:
-                assert ids[: len(taken.token_ids)] == taken.token_ids != ids
-                assert taken.adapter == adapter
+                assert taken.query == Query(ids[: taken.query.length], adapter)
                 given_up([taken])
         elif deed == "trim":
             *_, last = 0, *given_up(sessions.trim(len(ids)))
-            used = sum(held.values()) + len(ids)
+            used = sum(each.tokens for each in held.values()) + len(ids)
             assert len(sessions) == len(sessions.pinned) or (used <= 80 and len(sessions) <= limit)
             assert not last or used + last > 80 or len(sessions) + 1 > limit
         elif deed == "drop":

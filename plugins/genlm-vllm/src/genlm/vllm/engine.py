@@ -107,7 +107,7 @@ class VllmEngine:
                 prompt = scored(request)
             case Query():
                 prompt, resumable = request, self.live and not request.cold
-        tokens = self._core.footprint(len(prompt.token_ids) + drawn - 1)
+        tokens = self._core.footprint(prompt.length + drawn - 1)
         return InFlightRequest(request, prompt, key, f"genlm-{key}", tokens, resumable)
 
     def _admit(self) -> None:
@@ -261,7 +261,7 @@ class VllmEngine:
                 raise
             except Exception as error:
                 lost = describe_error(error)
-                log.warning("prefix.lost", tokens=len(query.token_ids), error=lost)
+                log.warning("prefix.lost", tokens=query.length, error=lost)
 
     # --- failure and the end ----------------------------------------------------------------------
 
@@ -327,8 +327,7 @@ def distance(row: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _session(request: InFlightRequest) -> Session:
-    prompt = request.prompt
-    return Session(request.request_id, prompt.token_ids, prompt.adapter, request.params)
+    return Session(request.request_id, request.prompt, request.tokens, request.params)
 
 
 def _result(over: InFlightRequest, row: torch.Tensor | None) -> torch.Tensor | list[int]:

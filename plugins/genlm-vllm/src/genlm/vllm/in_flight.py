@@ -137,10 +137,10 @@ class RequestsInFlight:
 
     def extend(self, request: InFlightRequest, session: Session) -> None:
         """Let vLLM go on with an idle session, whose context the request extends."""
-        new = request.prompt.token_ids[len(session.token_ids) :]
+        new = request.prompt.context.since(session.query.length)
         request.request_id = session.request_id
         self._enter(request, new, session.params)
-        self._core.extend(session.request_id, new, session.params, session.adapter)
+        self._core.extend(session.request_id, new, session.params, session.query.adapter)
 
     def _enter(self, request: InFlightRequest, token_ids: TokenIds, params: Any) -> None:
         request.new_tokens, request.params = len(token_ids), params

@@ -68,7 +68,7 @@ def vllm_draws(request: SampleRequest, core: EngineCore) -> bool:
     params = request.params
     if params.temperature and not LOWEST_TEMPERATURE <= params.temperature <= HIGHEST_TEMPERATURE:
         return False
-    chunked = len(request.query.token_ids) > core.longest_chunk
+    chunked = request.query.length > core.longest_chunk
     return not (chunked and params.seed is not None and core.device_type == "cpu")
 
 
@@ -94,8 +94,8 @@ def may_join(
         return False
     if not (request.is_seeded or others.awaits_seeded_prompt):
         return True
-    new = len(request.prompt.token_ids)
+    new = request.prompt.length
     if request.resumable and (session := sessions.find(request.prompt)):
-        new -= len(session.token_ids)
+        new -= session.query.length
     whole = others.next_tokens + new <= core.max_num_batched_tokens
     return whole and len(others) + len(sessions) < core.max_num_seqs

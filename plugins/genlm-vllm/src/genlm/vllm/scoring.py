@@ -12,8 +12,7 @@ from genlm.vllm.internals import EngineCore, TokenIds
 def scored(request: ScoreRequest) -> Query:
     """The context and the continuation without its last token: not longer than for rows. The last
     token's log-probability is read from the next row."""
-    query = request.query
-    return Query(query.token_ids + request.continuation[:-1], query.adapter)
+    return request.query.extended(request.continuation[:-1])
 
 
 def scores(
@@ -45,5 +44,5 @@ def worth_scoring(request: ScoreRequest, core: EngineCore) -> bool:
     context again. Rows find all full blocks, and each recomputes half a block on average. With
     ``logprobs_mode`` the user may have asked for logits.
     """
-    context, continuation = len(request.query.token_ids), len(request.continuation)
+    context, continuation = request.query.length, len(request.continuation)
     return context < core.block_size // 2 * continuation and core.logprobs_mode.endswith("logprobs")

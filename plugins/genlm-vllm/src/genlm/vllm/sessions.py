@@ -9,7 +9,7 @@ contexts in flight fit in the cache together, vLLM can always continue.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,22 +17,23 @@ from attrs import field, frozen
 
 from genlm.core.errors import EngineError
 from genlm.core.types import Adapter, Query
-from genlm.vllm.internals import TokenIds
 
 
 @frozen
 class Session:
-    """A context that vLLM has computed and still holds, with the request id and vLLM's sampling
-    parameters that continue it."""
+    """A context that vLLM has computed and still holds.
+
+    Attributes:
+        request_id: Its id in vLLM.
+        query: Its context and adapter.
+        tokens: What it takes in the key/value cache.
+        params: vLLM's sampling parameters that continue it.
+    """
 
     request_id: str
-    token_ids: TokenIds
-    adapter: Adapter | None
+    query: Query
+    tokens: int
     params: Any = field(default=None, eq=False)
-
-    @property
-    def key(self) -> tuple[Adapter | None, TokenIds]:
-        return self.adapter, self.token_ids
 
 
 class Sessions:
@@ -58,8 +59,10 @@ class Sessions:
     ) -> None:
         self._limit, self._capacity, self._footprint = limit, capacity, footprint
         self._longest, self._reach = longest, reach
-        self._idle: OrderedDict[tuple[Adapter | None, TokenIds], Session] = OrderedDict()
-        self._pinned: dict[tuple[Adapter | None, TokenIds], Session] = {}
+        # By adapter and hash, which a context knows of its parent too.
+        self._idle: OrderedDict[tuple[Adapter | None, int], Session] = OrderedDict()
+        self._lengths: Counter[int] = Counter()  # of the idle ones
+        self._pinned: dict[Query, Session] = {}
         self._idle_tokens = 0
 
     def __len__(self) -> int:
@@ -68,18 +71,26 @@ class Sessions:
     @property
     def pinned_tokens(self) -> int:
         """Tokens of the key/value cache that pinned sessions hold."""
-        return sum(self._footprint(len(session.token_ids)) for session in self._pinned.values())
+        return sum(session.tokens for session in self._pinned.values())
 
     @property
     def pinned(self) -> list[Query]:
         """What is pinned, oldest first."""
-        return [Query(session.token_ids, session.adapter) for session in self._pinned.values()]
+        return [*self._pinned]
 
     def find(self, query: Query) -> Session | None:
         """The idle session with the longest context that ``query`` extends; ``None`` if none is
         within reach."""
-        key = (query.adapter, query.token_ids[:-1])
-        return self._idle.get(key) or self._longest_prefix(query)
+        context, length = query.context, query.length
+        for new in range(1, min(self._reach, length - 1) + 1):
+            if length - new not in self._lengths:
+                continue
+            is_parent = new == context.grown
+            known = context.parent_hash if is_parent else context.first(-new).hash_value
+            session = self._idle.get((query.adapter, known))
+            if session is not None and context.starts_with(session.query.context):
+                return session
+        return None
 
     def take(self, query: Query) -> Session | None:
         """Take out what :meth:`find` finds."""
@@ -89,10 +100,12 @@ class Sessions:
     def park(self, session: Session) -> list[Session]:
         """Keep ``session`` as the most recently used. Returns those to release: an equal one that
         it replaces."""
-        twin = self._idle.get(session.key)
+        key = _key(session)
+        twin = self._idle.get(key)
         released = [self._remove(twin)] if twin else []
-        self._idle[session.key] = session
-        self._idle_tokens += self._footprint(len(session.token_ids))
+        self._idle[key] = session
+        self._lengths[session.query.length] += 1
+        self._idle_tokens += session.tokens
         return released
 
     def check_room_for_pin(self, query: Query) -> None:
@@ -102,10 +115,10 @@ class Sessions:
             EngineError: pinned contexts would leave no room for the longest context, or for other
                 requests.
         """
-        wanted = self.pinned_tokens + self._footprint(len(query.token_ids))
+        wanted = self.pinned_tokens + self._footprint(query.length)
         if wanted + self._footprint(self._longest) > self._capacity:
             raise EngineError(
-                f"pinning {len(query.token_ids)} more tokens would hold {wanted} of the "
+                f"pinning {query.length} more tokens would hold {wanted} of the "
                 f"{self._capacity} tokens that the "
                 f"key/value cache has, and {self._longest} must stay free; call clear_kv_cache(), "
                 "or load with a larger "
@@ -120,10 +133,10 @@ class Sessions:
 
     def pin(self, session: Session) -> None:
         """Keep ``session`` until :meth:`clear`, never to be extended itself."""
-        self._pinned[session.key] = session
+        self._pinned[session.query] = session
 
     def is_pinned(self, query: Query) -> bool:
-        return (query.adapter, query.token_ids) in self._pinned
+        return query in self._pinned
 
     def trim(self, tokens_in_flight: int) -> list[Session]:
         """Take out the least recently used until the rest is within the limit and fits with the
@@ -135,39 +148,28 @@ class Sessions:
 
     def drop(self, adapter: Adapter) -> list[Session]:
         """Take out everything computed with ``adapter``, pinned or not."""
-        gone = [session for session in self._pinned.values() if session.adapter == adapter]
-        for session in gone:
-            del self._pinned[session.key]
-        return gone + [
-            self._remove(idle) for idle in list(self._idle.values()) if idle.adapter == adapter
-        ]
+        pinned = [query for query in self._pinned if query.adapter == adapter]
+        idle = [each for each in self._idle.values() if each.query.adapter == adapter]
+        return [*map(self._pinned.pop, pinned), *map(self._remove, idle)]
 
     def clear(self) -> list[Session]:
         """Take out everything."""
         released = [*self._pinned.values(), *self._idle.values()]
         self._pinned.clear()
         self._idle.clear()
+        self._lengths.clear()
         self._idle_tokens = 0
         return released
 
-    def _longest_prefix(self, query: Query) -> Session | None:
-        """A scan: at most ``limit`` comparisons of one token, and whole contexts are compared only
-        if it is equal."""
-        ids, best = query.token_ids, None
-        for session in self._idle.values():
-            size = len(session.token_ids)
-            if (
-                size < len(ids)
-                and len(ids) - size <= self._reach
-                and (best is None or size > len(best.token_ids))
-                and session.token_ids[-1] == ids[size - 1]
-                and session.adapter == query.adapter
-                and session.token_ids == ids[:size]
-            ):
-                best = session
-        return best
-
     def _remove(self, session: Session) -> Session:
-        del self._idle[session.key]
-        self._idle_tokens -= self._footprint(len(session.token_ids))
+        length = session.query.length
+        del self._idle[_key(session)]
+        self._lengths[length] -= 1
+        if not self._lengths[length]:
+            del self._lengths[length]
+        self._idle_tokens -= session.tokens
         return session
+
+
+def _key(session: Session) -> tuple[Adapter | None, int]:
+    return session.query.adapter, session.query.context.hash_value
