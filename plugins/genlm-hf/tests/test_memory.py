@@ -6,6 +6,7 @@ import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from structlog.testing import capture_logs
 
 from genlm.core import EngineError, Query
+from genlm.hf import budget as budget_module
 from genlm.hf import engine as engine_module
 from genlm.hf import strategies
 from genlm.hf.pool import PoolLayer, RowPool
@@ -64,6 +66,20 @@ def test_memory_of_a_cpu_runs_out(llama: Any, contexts: Contexts) -> None:
             llama.ask(*contexts(1, 60))
     with memory_for(llama, 25, RuntimeError("another")), pytest.raises(RuntimeError, match="anoth"):
         llama.ask(*contexts(1, 60))
+
+
+def test_state_takes_a_quarter_of_what_the_machine_can_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu, said = torch.device("cpu"), tmp_path / "meminfo"
+    monkeypatch.setattr(budget_module, "Path", lambda _: said)
+    pages = {"SC_AVPHYS_PAGES": 1 << 18, "SC_PAGE_SIZE": 1 << 12}
+    monkeypatch.setattr(budget_module.os, "sysconf", pages.__getitem__)
+    assert budget_module.budget(None, cpu) == 1 << 28  # as macOS says it
+    for kib, bytes_ in ((1 << 20, 1 << 28), (1 << 30, 1 << 32)):  # 4 GiB at most
+        said.write_text(f"MemTotal: {2 * kib} kB\nMemFree: 9 kB\nMemAvailable: {kib} kB\n")
+        assert budget_module.budget(None, cpu) == bytes_
+    assert budget_module.budget(7, cpu) == 7
 
 
 @contextmanager
