@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from genlm.core import Adapter
 from genlm.core.context import Context
-from genlm.hf.layout import Chunk, UniformLayout
+from genlm.hf.layout import Chunks, UniformLayout
 from genlm.hf.pool import RowPool
 from genlm.hf.table import PoolTable
 from genlm.hf.upload import Upload
@@ -57,7 +57,7 @@ class Tokens:
     def __init__(self) -> None:
         self.pool = RowPool()
         self.pool.resize(1, 1)
-        self.pool.layout = UniformLayout([Chunk(Row(Context((1,)), slot=0), 0, 1)], Upload())
+        self.pool.layout = UniformLayout(Chunks([(Row(Context((1,)), slot=0), 0, 1)]), Upload())
         self.pool.update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), 0)
         self.pool.resize(0, 0)
 
@@ -73,17 +73,13 @@ class Tokens:
     @torch.inference_mode()
     def write(self, one: Placement[TokenSequence]) -> None:
         layer = self.pool.layers[0]
-        for part in one.segments(one.start, one.sequence.length):
-            chunk = Chunk(*part)
-            tokens = torch.tensor(
-                one.sequence.tokens[chunk.start : chunk.stop], dtype=torch.float32
-            )
-            segment = chunk.segment
+        for segment, start, stop in one.segments(one.start, one.sequence.length):
+            tokens = torch.tensor(one.sequence.tokens[start:stop], dtype=torch.float32)
             for which, rows in enumerate((layer.keys, layer.values)):
                 states = (
                     rows[segment.slot] if isinstance(segment, Row) else segment.layers[0][which][0]
                 )
-                states[0, chunk.columns, 0] = tokens
+                states[0, start - segment.start : stop - segment.start, 0] = tokens
 
 
 def planner_of(

@@ -85,9 +85,8 @@ def nearest_of(keys: Sequence[K], key: K) -> tuple[int, int]:
     at = bisect_left(keys, key)
     best = longest = 0
     for neighbour in range(max(at - 1, 0), min(at + 1, len(keys))):
-        common = common_length(keys[neighbour], key)
-        if common > longest:
-            best, longest = neighbour, common
+        if keys[neighbour][: longest + 1] == key[: longest + 1]:  # it shares more
+            best, longest = neighbour, common_length(keys[neighbour], key)
     return best, longest
 
 

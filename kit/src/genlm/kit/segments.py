@@ -7,8 +7,9 @@ written in place as the context grows. What the state is, and where it lies, is 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from attrs import Factory, define, field
 
@@ -28,6 +29,7 @@ class Segment:
             only its beginning belongs to this context.
         pinned: Whether it stays until the state is cleared.
         stop: The length of the context.
+        name: The version of the adapter, and the hash of the context.
         known_key: The key of its first tokens, as far as it has been made.
         children: The segments that stand on this one; only trunks have some.
 
@@ -48,6 +50,11 @@ class Segment:
     parent: Trunk | None = None
     pinned: bool = False
     stop: int = field(init=False, default=Factory(lambda self: len(self.context), takes_self=True))
+    name: tuple[int, int] = field(
+        init=False,
+        default=Factory(lambda self: (self.version, self.context.hash_value), takes_self=True),
+        repr=False,
+    )
     children: set[Segment] = field(factory=set, init=False, repr=False)
     known_key: bytes = field(
         init=False,
@@ -68,15 +75,6 @@ class Segment:
     def size(self) -> int:
         """The number of positions stored here."""
         return self.stop - self.start
-
-    @property
-    def name(self) -> tuple[int, int]:
-        """The version of the adapter, and the hash of the context."""
-        return self.version, self.context.hash_value
-
-    def grow(self, context: Context) -> None:
-        """End where a context does that extends this one's."""
-        self.context, self.stop = context, len(context)
 
     def begins_like(self, known_key: bytes, length: int) -> None:
         """Note the key of a context with which this one has the first tokens in common."""
@@ -121,8 +119,10 @@ class Trunk(Segment):
 
     Attributes:
         layers: The state of each layer, as the engine has it.
+        slot: In an order by slot it comes after all rows.
     """
 
+    slot: ClassVar[int] = sys.maxsize
     layers: list[Any] = field(factory=list, repr=False)
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from attrs import define, field
-
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.segments import Row, Segment, Trunk
 
 A = TypeVar("A", bound=TokenSequence)
 
 
-@define(eq=False)
 class Placement(Generic[A]):
     """Where a sequence runs.
 
@@ -27,31 +24,28 @@ class Placement(Generic[A]):
         continued: Whether the row already held a prefix of this sequence.
         kept: Whether the sequence's state is kept; if not, its context is already there.
         parent: The segment that its first new segment stands on.
-        base: The first position of that segment.
+        base: The first position of its first new segment, or of the row that is continued.
         source: What positions ``base`` to ``start`` are copied from.
         cut: Where the new trunk stops; ``base`` if there is none.
     """
 
-    index: int
-    sequence: A
-    found: Segment | None = None
-    shared: int = 0
-    start: int = field(init=False)
     row: Row | None = None
     trunk: Trunk | None = None
-    continued: bool = False
-    kept: bool = field(init=False)
+    continued = False
     parent: Trunk | None = None
-    base: int = 0
+    base = 0
     source: Segment | None = None
-    cut: int = 0
+    cut = 0
 
-    def __attrs_post_init__(self) -> None:
-        self.start = min(self.shared, self.sequence.latest_start)
-        self.kept = self.shared < self.sequence.length
+    def __init__(
+        self, index: int, sequence: A, found: Segment | None = None, shared: int = 0
+    ) -> None:
+        self.index, self.sequence, self.found, self.shared = index, sequence, found, shared
+        self.start = min(shared, sequence.latest_start)
+        self.kept = shared < sequence.length
 
     @property
-    def end(self) -> Segment:
+    def end(self) -> Row | Trunk:
         """The segment that the sequence ends in."""
         end = self.row or self.trunk
         assert end is not None, "the sequence has not been placed"
@@ -62,22 +56,14 @@ class Placement(Generic[A]):
         """Whether it takes a new row."""
         return not self.continued and self.cut < self.sequence.length
 
-    @property
-    def tail(self) -> int:
-        """How many columns the sequence takes in its row."""
-        if self.continued and self.row is not None:
-            return self.sequence.length - self.row.start
-        return self.sequence.length - max(self.base, self.cut)
-
-    def segments(self, start: int, stop: int) -> list[tuple[Segment, int, int]]:
+    def segments(self, start: int, stop: int) -> list[tuple[Row | Trunk, int, int]]:
         """Where positions ``start`` to ``stop`` (exclusive) go: segments, each with the start and
         stop of its positions."""
-        if self.trunk is None:
-            return [(self.end, start, stop)] if start < stop else []
-        found: list[tuple[Segment, int, int]] = []
-        if start < (below := min(stop, self.trunk.stop)):
-            found.append((self.trunk, start, below))
+        row, trunk = self.row, self.trunk
+        found: list[tuple[Row | Trunk, int, int]] = []
+        if trunk is not None and start < (below := min(stop, trunk.stop)):
+            found.append((trunk, start, below))
             start = below
-        if start < stop and self.row is not None:
-            found.append((self.row, start, stop))
+        if row is not None and start < stop:
+            found.append((row, start, stop))
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from operator import sub
 from typing import Any, Generic, TypeVar, cast
 
 from genlm.core.errors import PluginError
@@ -60,7 +61,7 @@ class Planner(Generic[A]):
 
     def known(self, sequence: TokenSequence) -> int:
         """How many leading tokens of a sequence need not be computed."""
-        return min(self._nearest(sequence)[1], sequence.latest_start)
+        return min(self.tree.start_of(sequence)[1], sequence.latest_start)
 
     def together(self) -> Together[Any]:
         """What further sequences cost in a batch with these."""
@@ -76,10 +77,8 @@ class Planner(Generic[A]):
             PluginError: one does not fit.
             Exception: the table's; the current batch is not placed then.
         """
-        left = list(range(len(sequences)))
-        while left and (batch := self.place([sequences[at] for at in left])):
-            for placement in batch:
-                placement.index = left[placement.index]
+        left: Sequence[int] = range(len(sequences))
+        while left and (batch := self.place(sequences, left)):
             placed = {placement.index for placement in batch}
             left = [at for at in left if at not in placed]
             yield batch
@@ -89,30 +88,43 @@ class Planner(Generic[A]):
                 "its limit(used) be at least used, or look at fits(length) first"
             )
 
-    def place(self, sequences: Sequence[A]) -> list[Placement[A]]:
+    def place(
+        self, sequences: Sequence[A], indices: Sequence[int] | None = None
+    ) -> list[Placement[A]]:
         """Place as many of some distinct sequences as fit together, without those that should wait
         for one of these: at least the first, if it :meth:`fits`.
+
+        Args:
+            sequences: All sequences.
+            indices: Those to place, if not all.
 
         Raises:
             Exception: the table's; nothing is placed then.
         """
         self.abandon()
-        batch, cuts = self._leaders(self._located(sequences, range(len(sequences))))
+        located = self._located(sequences, range(len(sequences)) if indices is None else indices)
+        batch, cuts = self._leaders(located)
+        self._plan(batch, cuts)
+
+        def again(some: Sequence[Placement[A]]) -> list[Placement[A]]:
+            planned = self._located(sequences, [placement.index for placement in some])
+            self._plan(planned, cuts)
+            return planned
+
         if self._shares and self._trunks.share_forked(batch):
-            batch = self._located(sequences, [placement.index for placement in batch])
+            batch = again(batch)
         while batch:
-            needs = self._planned(batch, cuts)
+            needs = self._needs(batch)
             if self._shares and self._trunks.share_common(needs):
-                batch = self._located(sequences, [placement.index for placement in batch])
-                needs = self._planned(batch, cuts)
+                batch = again(batch)
+                needs = self._needs(batch)
             if self._begin(batch, needs):
                 return batch
             if len(batch) == 1:  # not even with its own source: start from nothing
                 alone = Placement(batch[0].index, batch[0].sequence)
                 self._with_trunk(alone, ())
                 return [alone] if self._begin([alone], self._needs([alone])) else []
-            half = batch[: len(batch) // 2]
-            batch = self._located(sequences, [placement.index for placement in half])
+            batch = again(batch[: len(batch) // 2])
         return []
 
     def commit(self, computed: Sequence[Placement[A]]) -> None:
@@ -126,16 +138,16 @@ class Planner(Generic[A]):
         computed = [placement for placement in self._running if placement in wanted]
         self._running = []
         staying = [placement for placement in computed if placement.kept]
-        rows = [placement.row for placement in staying if placement.row is not None]
         trunks = [placement.trunk for placement in computed if placement.trunk is not None]
         for placement in staying:  # all first: the new key of one may be the old key of another
             if placement.continued and placement.row is not None:
                 self.tree.rename(placement.row, placement.sequence)
-        for segment in (*trunks, *rows):
-            self.tree.keep(segment)
-        for placement in computed:
-            if placement.row is not None and not placement.kept and not placement.continued:
-                self.tree.discard(placement.row)
+        for segment in (*trunks, *[placement.row for placement in staying]):
+            if segment is not None:
+                self.tree.keep(segment)
+        for row in [one.row for one in computed if not (one.kept or one.continued)]:
+            if row is not None:
+                self.tree.discard(row)
         if trunks:  # last: it drops kept state, and may fail
             ends = [placement.end if placement.kept else placement.found for placement in computed]
             self._shorten(trunks, ends)
@@ -214,23 +226,9 @@ class Planner(Generic[A]):
 
     # --- planning ---------------------------------------------------------------------------------
 
-    def _nearest(self, sequence: TokenSequence) -> tuple[Segment | None, int]:
-        """The segment that shares the most leading tokens with a sequence, and how many. In the
-        usual step, a known context and a token more, that is one look-up: of what another segment
-        might share beyond the parent, all must be computed in any case."""
-        tree = self.tree
-        if sequence.looked_up[0] is not tree.state:  # else nothing has changed since it was found
-            found = tree.at_end(sequence.version, sequence.tokens)
-            if found is None and 0 < sequence.tokens.grown <= sequence.keep:
-                found = tree.of_parent(sequence)
-            nearest = tree.nearest(sequence.key) if found is None else (found, found.stop)
-            sequence.looked_up = tree.state, nearest
-        known: tuple[Segment | None, int] = sequence.looked_up[1]
-        return known
-
     def _located(self, sequences: Sequence[A], indices: Iterable[int]) -> list[Placement[A]]:
         """Placements of some of the sequences, which know no more than what they start from."""
-        return [Placement(at, sequences[at], *self._nearest(sequences[at])) for at in indices]
+        return [Placement(at, sequences[at], *self.tree.start_of(sequences[at])) for at in indices]
 
     def _leaders(
         self, batch: list[Placement[A]]
@@ -239,7 +237,7 @@ class Planner(Generic[A]):
         they need. For some of them, by index, also how many leading tokens each sequence that waits
         for it shares."""
         enough = self._worth.waiting
-        if all(placement.sequence.length - placement.start < enough for placement in batch):
+        if max([one.sequence.length - one.start for one in batch], default=0) < enough:
             return batch, {}  # nobody would wait for one of these
         now: list[Placement[A]] = []
         shared: dict[int, list[int]] = {}
@@ -256,25 +254,26 @@ class Planner(Generic[A]):
                 now.append(placement)
         return now, shared
 
-    def _planned(self, batch: Sequence[Placement[A]], cuts: dict[int, list[int]]) -> Needs:
-        """Decide where each of them runs; what they need."""
+    def _plan(self, batch: Sequence[Placement[A]], cuts: dict[int, list[int]]) -> None:
+        """Decide where each of them runs: in an existing row, on a trunk, or in a new row with a
+        copy."""
         taken: set[Segment] = set()
         for placement in batch:
-            self._plan(placement, taken, cuts.get(placement.index, ()))
-            if placement.row is not None:
-                taken.add(placement.row)
+            found = placement.found
+            if isinstance(found, Row) and found not in taken and placement.start >= found.start:
+                extends = placement.shared == found.stop and not found.pinned
+                if extends or not placement.kept:
+                    placement.row, placement.continued = found, True
+                    placement.base = placement.cut = found.start
+                    taken.add(found)
+                    continue
+            self._plan_new(placement, cuts.get(placement.index, ()))
         if self._shares:
             self._set_apart(batch)
-        return self._needs(batch)
 
-    def _plan(self, placement: Placement[A], taken: set[Segment], cuts: Sequence[int]) -> None:
-        """Where it runs: in an existing row, on a trunk, or in a new row with a copy."""
-        found = below = placement.found
-        if isinstance(found, Row) and found not in taken and placement.start >= found.start:
-            extends = placement.shared == found.stop and not found.pinned
-            if extends or not placement.kept:
-                placement.row, placement.continued = found, True
-                return
+    def _plan_new(self, placement: Placement[A], cuts: Sequence[int]) -> None:
+        """Where it runs without an existing row."""
+        below = placement.found
         while below is not None and placement.start <= below.start:
             below = below.parent
         if isinstance(below, Trunk) and self._worth.a_product(below, placement.start):
@@ -296,13 +295,13 @@ class Planner(Generic[A]):
 
     def _set_apart(self, batch: Sequence[Placement[A]]) -> None:
         """Give the few new contexts that would make all rows longer their own trunks."""
-        if all(placement.continued for placement in batch):
+        if all([placement.continued for placement in batch]):
             return
         tree, worth = self.tree, self._worth
         tails: list[tuple[int, Placement[A] | None]] = [
-            (placement.tail, placement)
+            (placement.sequence.length - placement.cut, placement)
             for placement in batch
-            if placement.needs_row or placement.continued
+            if placement.cut < placement.sequence.length
         ]
         sizes = [size for size, _ in tails]
         total = tree.row_positions + sum(sizes)
@@ -319,13 +318,13 @@ class Planner(Generic[A]):
             segment for placement in new for segment in (placement.parent, placement.source)
         )
         used.discard(None)
+        lengths = [placement.sequence.length for placement in batch]
+        cuts = [placement.cut for placement in batch]
+        starts = [placement.start for placement in batch]
         return Needs(
             rows=sum(placement.needs_row for placement in new),
-            columns=self._worth.columns(max(placement.tail for placement in batch)),
-            computed=sum(
-                placement.sequence.length - max(placement.start, placement.cut)
-                for placement in batch
-            ),
+            columns=self._worth.columns(max(map(sub, lengths, cuts))),
+            computed=sum(lengths) - sum(map(max, starts, cuts)),
             trunks=sum(placement.cut - placement.base for placement in new),
             protected=cast("set[Segment]", used),
         )
@@ -338,9 +337,7 @@ class Planner(Generic[A]):
         if not self._room.make(needs):
             return False
         self._running = list(batch)
-        for placement in batch:
-            if placement.found is not None:
-                self.tree.touch(placement.found)
+        self.tree.touch(*[one.found for one in batch if one.found is not None])
         new = [placement for placement in batch if not placement.continued]
         for placement in new:
             self._enter(placement)

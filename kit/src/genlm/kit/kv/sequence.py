@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
-
-from attrs import define, field, setters
 
 from genlm.core.context import Context, as_context
 from genlm.core.types import Adapter
 from genlm.kit.prefixes import key_of
 
 
-@define(eq=False, on_setattr=setters.NO_OP)
 class TokenSequence:
     """Tokens whose last ``keep`` positions are wanted as rows.
 
@@ -23,22 +21,24 @@ class TokenSequence:
         length: The number of tokens.
         latest_start: The first position that must be computed even if its key/value state is known.
         known_key: The key, once it has been asked for; else empty.
-        looked_up: What a planner has found for it, after the state of the tree in which it did.
+        looked_up: What a planner has found for it and what it shares with that, after the state of
+            the tree in which it did.
     """
 
-    tokens: Context = field(converter=as_context)
-    adapter: Adapter | None = None
-    keep: int = 1
-    version: int = field(init=False)
-    length: int = field(init=False)
-    latest_start: int = field(init=False)
-    known_key: bytes = field(init=False, default=b"", repr=False)
-    looked_up: tuple[Any, Any] = field(init=False, default=(None, None), repr=False)
+    __slots__ = (
+        "adapter", "keep", "known_key", "latest_start", "length", "looked_up", "tokens", "version"
+    )  # fmt: skip
 
-    def __attrs_post_init__(self) -> None:
-        self.version = 0 if self.adapter is None else self.adapter.version
+    def __init__(
+        self, tokens: Sequence[int], adapter: Adapter | None = None, keep: int = 1
+    ) -> None:
+        self.tokens: Context = as_context(tokens)
+        self.adapter, self.keep = adapter, keep
+        self.version = 0 if adapter is None else adapter.version
         self.length = len(self.tokens)
-        self.latest_start = self.length - self.keep
+        self.latest_start = self.length - keep
+        self.known_key = b""
+        self.looked_up: tuple[Any, Any, int] = None, None, 0
 
     @property
     def key(self) -> bytes:

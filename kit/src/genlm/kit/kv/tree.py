@@ -50,11 +50,21 @@ class Tree:
         segment = self._ends.get((version, context.hash_value))
         return segment if segment is not None and segment.context == context else None
 
-    def of_parent(self, sequence: TokenSequence) -> Segment | None:
-        """The kept segment that ends where the context does that a sequence extends."""
-        tokens = sequence.tokens
-        segment = self._ends.get((sequence.version, tokens.parent_hash))
-        return segment if segment is not None and tokens.starts_with(segment.context) else None
+    def start_of(self, sequence: TokenSequence) -> tuple[Segment | None, int]:
+        """The segment that shares the most leading tokens with a sequence, and how many. In the
+        usual step, a known context and a token more, that is one look-up: of what another segment
+        might share beyond the parent, all must be computed in any case."""
+        state, found, shared = sequence.looked_up
+        if state is not self.state:  # else nothing has changed since it was found
+            tokens = sequence.tokens
+            found = self.at_end(sequence.version, tokens)
+            if found is None and 0 < tokens.grown <= sequence.keep:
+                found = self._ends.get((sequence.version, tokens.parent_hash))
+                if found is not None and not tokens.starts_with(found.context):
+                    found = None
+            found, shared = self.nearest(sequence.key) if found is None else (found, found.stop)
+            sequence.looked_up = self.state, found, shared
+        return found, shared
 
     def nearest(self, key: bytes) -> tuple[Segment | None, int]:
         """The segment that shares the most leading tokens with ``key``, and how many."""
@@ -93,13 +103,14 @@ class Tree:
 
     # --- changes ----------------------------------------------------------------------------------
 
-    def touch(self, segment: Segment) -> None:
-        """Make a segment and its path the most recently used."""
+    def touch(self, *segments: Segment) -> None:
+        """Make segments and their paths the most recently used."""
         kept = self.kept
-        if segment.parent is not None:
-            for trunk, _ in segment.path():
-                kept[trunk] = kept.pop(trunk)
-        kept[segment] = kept.pop(segment)
+        for segment in segments:
+            if segment.parent is not None:
+                for trunk, _ in segment.path():
+                    kept[trunk] = kept.pop(trunk)
+            kept[segment] = kept.pop(segment)
 
     def new_row(self, sequence: TokenSequence, parent: Trunk | None, start: int) -> Row:
         """A running row in a free slot."""
@@ -119,9 +130,10 @@ class Tree:
         return trunk
 
     def keep(self, segment: Segment) -> None:
-        """Keep a running segment. If there is an equal trunk, that one stays, and takes over the
-        children of this one."""
-        twin = self._ends.get(name := segment.name)
+        """Keep a running or renamed segment. If there is an equal trunk, that one stays, and takes
+        over the children of this one."""
+        self.state = object()
+        twin = self._ends.get(segment.name)
         if twin is not None and twin.context == segment.context:
             if isinstance(twin, Trunk):
                 for child in list(segment.children):
@@ -131,21 +143,22 @@ class Tree:
                 self.pin(segment)
             self.drop(twin)
         self.running.discard(segment)
-        self.state = object()
         self.kept[segment] = None
-        self._ends[name] = segment
+        self._ends[segment.name] = segment
         if self._keys is not None:
             at = bisect_left(self._keys, segment.key)
             self._keys.insert(at, segment.key)
             self._sorted.insert(at, segment)
 
     def rename(self, row: Row, sequence: TokenSequence) -> None:
-        """Let a kept row end where a longer context does; it is running until it is kept again."""
+        """Let a kept row end where a longer context does; it must be kept again."""
         self._keys, self._sorted = None, []
-        self._forget(row)
+        del self.kept[row]
+        if self._ends.get(row.name) is row:
+            del self._ends[row.name]
         self.row_positions += sequence.length - row.stop
-        row.grow(sequence.tokens)
-        self.running.add(row)
+        row.context, row.stop = sequence.tokens, sequence.length
+        row.name = row.version, sequence.tokens.hash_value
 
     def shorten(self, row: Row, trunk: Trunk) -> None:
         """Note that a trunk holds the first positions of a row."""
@@ -165,18 +178,14 @@ class Tree:
 
     def drop(self, segment: Segment) -> None:
         """Forget a kept segment."""
-        self._forget(segment)
-        self.discard(segment)
-
-    def _forget(self, segment: Segment) -> None:
-        """A segment is not kept under its key any more."""
         self.state = object()
         del self.kept[segment]
         if self._keys is not None:
             at = bisect_left(self._keys, segment.key)
             del self._keys[at], self._sorted[at]
-        if self._ends.get(name := segment.name) is segment:  # not another one of the same hash
-            del self._ends[name]
+        if self._ends.get(segment.name) is segment:  # not another one of the same hash
+            del self._ends[segment.name]
+        self.discard(segment)
 
     def discard(self, segment: Segment) -> None:
         """Free what a segment takes."""

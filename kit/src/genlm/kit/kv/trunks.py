@@ -47,17 +47,14 @@ class Trunks:
             Whether some were.
         """
         changed = False
+        protected = {one.found for one in batch if one.found is not None}
+        # A context that extends its row, or ends in it, runs there: alone it shares nothing.
+        forked = {one.found for one in batch if not one.continued}
         wanted: dict[Row, list[int]] = {}
-        for placement in batch:
-            if isinstance(placement.found, Row):
-                wanted.setdefault(placement.found, []).append(placement.start)
-        protected: set[Segment] = {
-            placement.found for placement in batch if placement.found is not None
-        }
+        for one in batch if forked else ():
+            if isinstance(one.found, Row) and one.found in forked:
+                wanted.setdefault(one.found, []).append(one.start)
         for row, cuts in wanted.items():
-            # A context that extends the row, or ends in it, runs there: nothing is shared.
-            if len(cuts) == 1 and cuts[0] >= row.stop - 1 and not row.pinned:
-                continue
             cut, saved = best_cut(cuts, row.start)
             if saved >= self._worth.sharing or cut - row.start >= self._worth.trunk:
                 changed |= self.split([row], cut, protected)
@@ -103,9 +100,12 @@ class Trunks:
         rows = list(tree.rows)
         count = len(rows) + needs.rows
         columns = max(needs.columns, *(worth.columns(row.size) for row in rows), 0)
+        unused = count * (columns - worth.spare) - worth.waste * needs.computed
+        if unused <= 0:  # whatever they have in common
+            return []
         families = families_of(rows)
         distinct = tree.row_positions - sum(sum(common) for _, common in families)
-        if count * columns <= worth.waste * (distinct + needs.computed) + worth.spare * count:
+        if unused <= worth.waste * distinct:
             return []
         parts = [part for family in families for part in common_parts(family, worth.collecting)]
         if parts:

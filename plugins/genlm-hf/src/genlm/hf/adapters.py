@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -177,6 +177,8 @@ class AdapterSet:
     def groups(self, adapters: Sequence[Adapter | None]) -> list[list[int]]:
         """Which chunks may share a forward: all, but for adapters that PEFT cannot mix (DoRA,
         retrained modules)."""
+        if not any(self._alone.values()):
+            return [[*range(len(adapters))]]
         alone: dict[int, list[int]] = {}
         mixed = []
         for at, adapter in enumerate(adapters):
@@ -187,7 +189,7 @@ class AdapterSet:
         return [group for group in (mixed, *alone.values()) if group]
 
     @contextmanager
-    def applied(self, rows: Sequence[Adapter | None], wanted: Sequence[int]) -> Iterator[None]:
+    def applied(self, rows: Sequence[Adapter | None], wanted: Iterable[int]) -> Iterator[None]:
         """While it lasts, row ``i`` of every batch is computed with ``rows[i]``.
 
         Args:

@@ -9,7 +9,6 @@ from contextlib import closing
 from typing import Any
 
 import torch
-from attrs import evolve
 
 from genlm.core import hookimpl
 from genlm.core.checks import describe_error
@@ -153,20 +152,20 @@ class HFEngine:
     @hookimpl
     def genlm_step(self, queries: Sequence[Query], dropped: Sequence[Query]) -> list[Answer]:
         """Answer what about one chunk of ``max_batch_tokens`` is enough for."""
-        for query in dropped:
-            self._schedule.drop(query)
+        if dropped:
+            self._schedule.drop(set(dropped))
         if queries and queries[0].cold:
             return [Answer(queries[0], self._cold(_sequence(queries[0])))]
-        self._schedule.add({query: _sequence(query) for query in queries})
+        self._schedule.add({TokenSequence(one.context, one.adapter): one for one in queries})
         if not self._schedule:
             return []
         try:
             step = self._schedule.next()
-            rows = self._answers(list(step.answered.values()), step.chunk)
+            rows = self._answers(list(step.answered), step.chunk)
         except BaseException:
             self._schedule.clear()
             raise
-        return list(map(Answer, step.answered, rows.unbind()))
+        return list(map(Answer, step.answered.values(), rows.unbind()))
 
     def _cold(self, sequence: TokenSequence) -> torch.Tensor:
         """Its row, from its tokens only."""
@@ -221,7 +220,7 @@ class HFEngine:
         ]
         unproven = self._evaluator.unproven(sequences)
         if unproven is not None:
-            last = evolve(sequences[unproven], keep=1)
+            last = TokenSequence(sequences[unproven].tokens, sequences[unproven].adapter)
             self._rows([self._evaluator.compared_part(last)])
             self._proven(last, self._rows([last])[0])
         scores = Scores(sequences, continuations, self._evaluator, self.device)

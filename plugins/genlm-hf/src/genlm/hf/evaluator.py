@@ -7,8 +7,6 @@ from collections.abc import Generator, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from attrs import evolve
-
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
 from genlm.hf.adapters import AdapterSet
@@ -150,10 +148,10 @@ class Evaluator:
         """What may share forwards, the first last."""
         parts: list[Part] = []
         lengths = [sequence.length for sequence in sequences]
-        keeps = {length: self.keeps(length) for length in {*lengths}}
+        kept = {length for length in {*lengths} if self.keeps(length)}
         for group in self._adapters.groups([sequence.adapter for sequence in sequences]):
-            for kept in (False, True):
-                parts.append(([at for at in group if keeps[lengths[at]] is kept], kept))
+            parts.append(([at for at in group if lengths[at] not in kept], False))
+            parts.append(([at for at in group if lengths[at] in kept], True))
         return [part for part in reversed(parts) if part[0]]
 
     def _results(
@@ -184,6 +182,7 @@ class Evaluator:
                 f"{self._strategy.max_tokens}), kv_cache_bytes, or the precision of the weights"
             ) from error
         for at in left:
-            wanted[at] = evolve(wanted[at], keep=wanted[at].keep - given[at])
+            one = wanted[at]
+            wanted[at] = TokenSequence(one.tokens, one.adapter, one.keep - given[at])
         half = len(left) // 2
         return [(part, kept and len(left) > 1) for part in (left[half:], left[:half]) if part]

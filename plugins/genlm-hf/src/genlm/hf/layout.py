@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
-from itertools import chain, repeat
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain, compress, repeat
+from operator import sub
+from typing import Any
 
 import torch
 from attrs import define, field
@@ -19,28 +20,41 @@ SPARE_TOKENS = 32
 MaskKey = tuple[Pattern, torch.dtype, torch.device]
 
 
-class Chunk:
-    """The part of a sequence that one forward computes: positions ``start`` to ``stop``
-    (exclusive), ``size`` of them, kept in columns ``first`` to ``last`` (exclusive) of
-    ``segment``."""
+def ranges(starts: Iterable[int], stops: Iterable[int]) -> list[int]:
+    """The integers from each start to its stop (exclusive), one range after the other."""
+    return [*chain.from_iterable(map(range, starts, stops))]
 
-    __slots__ = ("first", "last", "segment", "size", "start", "stop")
 
-    def __init__(self, segment: Segment, start: int, stop: int) -> None:
-        self.segment, self.start, self.stop, self.size = segment, start, stop, stop - start
-        self.first, self.last = start - segment.start, stop - segment.start
+class Chunks:
+    """The parts of sequences that one forward computes, each in one segment: those in rows first,
+    by ascending slot, then those in trunks.
 
-    @property
-    def columns(self) -> slice:
-        """Where the segment keeps them."""
-        return slice(self.first, self.last)
+    Args:
+        parts: Segments, each with the start and stop (exclusive) of the positions to compute.
+
+    Attributes:
+        segments: Where they are kept.
+        starts, stops, sizes: Their positions, and how many these are.
+        bases: The first positions of their segments.
+        firsts, lasts: The columns of their segments, the last one exclusive.
+        ends: Where their tokens end among those of the forward.
+    """
+
+    def __init__(self, parts: Iterable[tuple[Segment, int, int]]) -> None:
+        # Columns, each made at once: a forward may have a thousand chunks, or one.
+        self.segments, self.starts, self.stops = zip(*parts, strict=True)
+        self.sizes = [*map(sub, self.stops, self.starts)]
+        self.bases = [segment.start for segment in self.segments]
+        self.firsts = [*map(sub, self.starts, self.bases)]
+        self.lasts = [*map(sub, self.stops, self.bases)]
+        self.ends = [*accumulate(self.sizes)]
 
 
 class Layout:
     """Which rows of the pool a forward reads, and where it writes.
 
     Args:
-        rows: The rows, by ascending slot.
+        slots: The rows, ascending.
         width: How many columns are read.
         upload: Takes the indices.
     """
@@ -48,8 +62,8 @@ class Layout:
     #: The length that models are told the cache has; only uniform layouts have one.
     past: int = 0
 
-    def __init__(self, rows: Sequence[Row], width: int, upload: Upload) -> None:
-        self._rows = Places([row.slot for row in rows], upload)
+    def __init__(self, slots: Sequence[int], width: int, upload: Upload) -> None:
+        self._rows = Places(slots, upload)
         self._width = width
 
     def write(self, states: torch.Tensor, new: torch.Tensor, layer: int, which: int) -> None:
@@ -71,19 +85,17 @@ class Layout:
         return states[:, :, : self._width].index_select(0, rows)
 
 
-def _rows_of(chunks: Sequence[Chunk]) -> list[Row]:
-    return [chunk.segment for chunk in chunks if isinstance(chunk.segment, Row)]
+def _slots_of(chunks: Chunks) -> list[int]:
+    return [segment.slot for segment in chunks.segments if isinstance(segment, Row)]
 
 
 class UniformLayout(Layout):
     """Chunks of equal start and size: ``[len(chunks), size]`` tokens, as any model expects
     them."""
 
-    def __init__(self, chunks: Sequence[Chunk], upload: Upload) -> None:
-        first = chunks[0]
-        super().__init__(_rows_of(chunks), first.stop, upload)
-        self.past = first.start
-        self._stop = first.stop
+    def __init__(self, chunks: Chunks, upload: Upload) -> None:
+        self.past, self._stop = chunks.starts[0], chunks.stops[0]
+        super().__init__(_slots_of(chunks), self._stop, upload)
 
     def write(self, states: torch.Tensor, new: torch.Tensor, layer: int, which: int) -> None:
         states[self._rows.on(states.device), :, self.past : self._stop] = new
@@ -97,7 +109,7 @@ class PackedLayout(Layout):
     231 tokens.
 
     Args:
-        chunks: Those kept in rows first, by ascending slot, then those kept in trunks.
+        chunks: What is computed.
         patterns: What each layer attends to.
         upload: Takes the indices.
 
@@ -107,28 +119,20 @@ class PackedLayout(Layout):
         products: Attention over the trunks below: one for all tokens that share a trunk.
     """
 
-    def __init__(
-        self, chunks: Sequence[Chunk], patterns: Sequence[Pattern], upload: Upload
-    ) -> None:
-        rows = _rows_of(chunks)
-        in_rows = chunks[: len(rows)]
-        sizes, lasts = [chunk.size for chunk in in_rows], [chunk.last for chunk in in_rows]
-        super().__init__(rows, max(lasts, default=0), upload)
+    def __init__(self, chunks: Chunks, patterns: Sequence[Pattern], upload: Upload) -> None:
+        slots = _slots_of(chunks)
+        count = len(slots)
+        firsts, lasts, sizes = (of[:count] for of in (chunks.firsts, chunks.lasts, chunks.sizes))
+        super().__init__(slots, max(lasts, default=0), upload)
         self._patterns = patterns
         self._in_rows = sum(sizes)
-        slots = map(repeat, [row.slot for row in rows], sizes)
-        columns = map(range, [chunk.first for chunk in in_rows], lasts)
-        positions = [range(chunk.start, chunk.stop) for chunk in chunks]
-        self._token_slots = upload.add([*chain.from_iterable(slots)])
-        self._token_columns = upload.add([*chain.from_iterable(columns)])
-        self.positions = upload.add([*chain.from_iterable(positions)])
-        self.groups = _groups(in_rows, upload)
-        self._trunk_groups: list[Group] = []
-        token = self._in_rows
-        for chunk in chunks[len(in_rows) :]:
-            tokens = slice(token, token + chunk.size)
-            self._trunk_groups.append(Group(slice(0, 1), tokens, [chunk], upload))
-            token += chunk.size
+        self._token_slots = upload.add([*chain.from_iterable(map(repeat, slots, sizes))])
+        self._token_columns = upload.add(ranges(firsts, lasts))
+        self.positions = upload.add(ranges(chunks.starts, chunks.stops))
+        self.groups = [Group(chunks, which, upload) for which in _groups(sizes)]
+        self._trunk_groups = [
+            Group(chunks, slice(at, at + 1), upload) for at in range(count, len(chunks.segments))
+        ]
         self.groups.extend(self._trunk_groups)
         self.products = _products(chunks, self.positions, upload)
 
@@ -142,61 +146,47 @@ class PackedLayout(Layout):
             slots = self._token_slots.on(states.device)
             states[slots, :, self._token_columns.on(states.device)] = new[: self._in_rows]
         for group in self._trunk_groups:
-            (chunk,) = group.chunks
-            assert isinstance(chunk.segment, Trunk)
-            chunk.segment.layers[layer][which][0, :, chunk.columns] = new[group.tokens].transpose(
-                0, 1
-            )
+            states = group.segment.layers[layer][which]
+            states[0, :, group.columns] = new[group.tokens].transpose(0, 1)
 
 
-@define(eq=False, slots=False)
 class Group:
     """Neighbouring rows of a packed layout, or one trunk that is being computed: their attention is
     computed together, padded to the longest chunk among them.
 
-    Attributes:
-        rows: Their place among the layout's rows.
-        tokens: The place of their tokens in the forward.
-        chunks: One per row.
+    Args:
+        chunks: All that the forward computes.
+        which: Those of the group.
         upload: Takes the indices.
+
+    Attributes:
+        segment: What keeps the first.
+        tokens: The place of their tokens in the forward.
+        columns: Where the first is kept.
+        size: Tokens per row, padding included.
+        width: Columns to read.
     """
 
-    rows: slice
-    tokens: slice
-    chunks: Sequence[Chunk]
-    upload: Upload
-    _ragged: tuple[Indices, Indices] | None = field(init=False)
-    _starts: Indices = field(init=False)
-    _segment_starts: Indices = field(init=False)
-    _masks: dict[MaskKey, torch.Tensor | None] = field(init=False, factory=dict)
-
-    @cached_property
-    def size(self) -> int:
-        """Tokens per row, padding included."""
-        return max([chunk.size for chunk in self.chunks])
-
-    @cached_property
-    def width(self) -> int:
-        """Columns to read."""
-        return max([chunk.last for chunk in self.chunks])
-
-    @_ragged.default
-    def _find_ragged(self) -> tuple[Indices, Indices] | None:
-        """Row and column of every token in the padded rectangle; ``None`` where nothing is
-        padded."""
-        if min([chunk.size for chunk in self.chunks]) == self.size:
-            return None
-        rows = [row for row, one in enumerate(self.chunks) for _ in range(one.size)]
-        columns = [column for chunk in self.chunks for column in range(chunk.size)]
-        return self.upload.add(rows), self.upload.add(columns)
-
-    @_starts.default
-    def _find_starts(self) -> Indices:
-        return self.upload.add([chunk.start for chunk in self.chunks])
-
-    @_segment_starts.default
-    def _find_segment_starts(self) -> Indices:
-        return self.upload.add([chunk.segment.start for chunk in self.chunks])
+    def __init__(self, chunks: Chunks, which: slice, upload: Upload) -> None:
+        firsts, lasts, sizes = (of[which] for of in (chunks.firsts, chunks.lasts, chunks.sizes))
+        self.segment: Any = chunks.segments[which.start]
+        self._rows = which if isinstance(self.segment, Row) else slice(0, 1)
+        self._count = len(sizes)
+        end = chunks.ends[which.stop - 1]
+        self.tokens = slice(end - sum(sizes), end)
+        self.columns = slice(firsts[0], lasts[0])
+        self.size, self.width = max(sizes), max(lasts)
+        # Row and column of every token in the padded rectangle, where something is padded.
+        self._ragged: tuple[Indices, Indices] | None = None
+        if min(sizes) < self.size:
+            rows = upload.add([*chain.from_iterable(map(repeat, range(self._count), sizes))])
+            self._ragged = rows, upload.add(ranges(repeat(0), sizes))
+        self._starts = upload.add(chunks.starts[which])
+        self._bases = upload.add(chunks.bases[which])
+        self._longest = max(chunks.stops[which])
+        all_equal = self.size == 1 and min(lasts) == self.width
+        self._plainly_causal = all_equal or not any(firsts)
+        self._masks: dict[MaskKey, torch.Tensor | None] = {}
 
     def own(
         self, layer: int, key: torch.Tensor, value: torch.Tensor
@@ -207,10 +197,9 @@ class Group:
             layer: The layer.
             key, value: The layout's rows.
         """
-        segment = self.chunks[0].segment
-        if isinstance(segment, Trunk):
-            key, value = segment.layers[layer]
-        return key[self.rows, :, : self.width], value[self.rows, :, : self.width]
+        if isinstance(self.segment, Trunk):
+            key, value = self.segment.layers[layer]
+        return key[self._rows, :, : self.width], value[self._rows, :, : self.width]
 
     def gather(self, query: torch.Tensor) -> torch.Tensor:
         """``[tokens, heads, 1, dim]`` of the forward to ``[rows, heads, size, dim]`` of this
@@ -219,8 +208,8 @@ class Group:
         if self.size == 1:
             return part
         if self._ragged is None:
-            return part.view(len(self.chunks), self.size, *part.shape[1::2]).transpose(1, 2)
-        padded = query.new_zeros(len(self.chunks), self.size, query.shape[1], query.shape[3])
+            return part.view(self._count, self.size, *part.shape[1::2]).transpose(1, 2)
+        padded = query.new_zeros(self._count, self.size, query.shape[1], query.shape[3])
         rows, columns = self._ragged
         padded[rows.on(query.device), columns.on(query.device)] = part.squeeze(2)
         return padded.transpose(1, 2)
@@ -245,14 +234,11 @@ class Group:
     def _make_mask(
         self, pattern: Pattern, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor | None:
-        from_scratch = not any([chunk.first for chunk in self.chunks])
-        all_equal = self.size == 1 and min([one.last for one in self.chunks]) == self.width
-        longest = max([chunk.stop for chunk in self.chunks])
-        if (from_scratch or all_equal) and pattern.is_causal_within(longest):
+        if self._plainly_causal and pattern.is_causal_within(self._longest):
             return None
-        starts, segment_starts = self._starts.on(device), self._segment_starts.on(device)
+        starts, bases = self._starts.on(device), self._bases.on(device)
         queries = starts[:, None] + torch.arange(self.size, device=device)
-        keys = segment_starts[:, None] + torch.arange(self.width, device=device)
+        keys = bases[:, None] + torch.arange(self.width, device=device)
         return additive(pattern.allowed(queries[:, None, :, None], keys[:, None, None]), dtype)
 
 
@@ -304,41 +290,32 @@ def additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
-def _products(chunks: Sequence[Chunk], positions: Indices, upload: Upload) -> list[Product]:
+def _products(chunks: Chunks, positions: Indices, upload: Upload) -> list[Product]:
     """Group the tokens by the trunks below them."""
-    above: dict[tuple[Trunk, int], list[tuple[Chunk, int]]] = {}
-    token = 0
-    for chunk in chunks:
-        for shared in chunk.segment.path() if chunk.segment.start else ():
-            above.setdefault(shared, []).append((chunk, token))
-        token += chunk.size
+    above: dict[tuple[Trunk, int], list[int]] = {}
+    for at in compress(range(len(chunks.bases)), chunks.bases):
+        for shared in chunks.segments[at].path():
+            above.setdefault(shared, []).append(at)
     products = []
-    for (trunk, length), parts in above.items():
-        places = [at for chunk, first in parts for at in range(first, first + chunk.size)]
-        nearest = min(chunk.start for chunk, _ in parts)
-        farthest = max(chunk.stop for chunk, _ in parts) - 1
-        tokens = Places(places, upload)
-        products.append(Product(trunk, length, nearest, farthest, tokens, positions))
+    for (trunk, length), some in above.items():
+        ends, sizes, starts, stops = (
+            [of[at] for at in some]
+            for of in (chunks.ends, chunks.sizes, chunks.starts, chunks.stops)
+        )
+        tokens = Places(ranges(map(sub, ends, sizes), ends), upload)
+        products.append(Product(trunk, length, min(starts), max(stops) - 1, tokens, positions))
     return products
 
 
-def _groups(chunks: Sequence[Chunk], upload: Upload) -> list[Group]:
-    """Cut the rows where padding them together would waste more attention than another call
-    costs."""
-    parts: list[list[Chunk]] = []
-    longest = total = 0
-    for chunk in chunks:
-        total += chunk.size
-        if chunk.size > longest:
-            longest = chunk.size
-        if not parts or longest * (len(parts[-1]) + 1) > 1.5 * total + SPARE_TOKENS:
-            parts.append([])
-            longest = total = chunk.size
-        parts[-1].append(chunk)
-    groups: list[Group] = []
-    row = token = 0
-    for part in parts:
-        size = sum(chunk.size for chunk in part)
-        groups.append(Group(slice(row, row + len(part)), slice(token, token + size), part, upload))
-        row, token = row + len(part), token + size
-    return groups
+def _groups(sizes: Sequence[int]) -> list[slice]:
+    """Cut rows, of so many tokens each, where padding them together would waste more attention than
+    another call costs."""
+    groups: list[slice] = []
+    first = longest = total = 0
+    for at, size in enumerate(sizes) if len({*sizes}) > 1 else ():
+        total += size
+        longest = max(longest, size)
+        if longest * (at + 1 - first) > 1.5 * total + SPARE_TOKENS:
+            groups.append(slice(first, at))
+            first, longest, total = at, size, size
+    return [*groups, slice(first, len(sizes))] if sizes else []

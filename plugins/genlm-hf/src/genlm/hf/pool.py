@@ -43,6 +43,8 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no
             rows, value_states.shape[1], columns, value_states.shape[-1]
         )
         self.is_initialized = True
+        for states in (self.keys, self.values):
+            self._pool.bytes_per_column += states.shape[1] * states.shape[3] * states.element_size()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -87,28 +89,20 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no
             at = slots.on(states.device)
             states[at, :, :columns] = states[at, :, by : by + columns]  # indices copy
 
-    @property
-    def bytes_per_column(self) -> int:
-        """Bytes of one position of one row."""
-        if not self.is_initialized:
-            return 0
-        return sum(
-            states.shape[1] * states.shape[3] * states.element_size()
-            for states in (self.keys, self.values)
-        )
-
 
 class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
     """All layers of the pool, as transformers' models see a cache.
 
     Attributes:
         rows, columns: The size of every layer.
+        bytes_per_column: Of one position of one row over all layers; 0 before the first forward.
         layout: Which rows and columns the running forward reads and writes.
     """
 
     def __init__(self) -> None:
         self.rows = 0
         self.columns = 0
+        self.bytes_per_column = 0
         self.layout: Layout
         super().__init__(layers=[])
 
@@ -180,11 +174,6 @@ class RowPool(Cache):  # type: ignore[misc]  # transformers ships no types
         """One row of every layer; what is written to them is written to the row."""
         rows = slice(slot, slot + 1)
         return [(layer.keys[rows], layer.values[rows]) for layer in self.layers]
-
-    @property
-    def bytes_per_column(self) -> int:
-        """Bytes of one position of one row over all layers; 0 before the first forward."""
-        return sum(layer.bytes_per_column for layer in self.layers)
 
 
 @torch.inference_mode()

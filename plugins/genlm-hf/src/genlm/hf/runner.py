@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import Parameter
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from genlm.core.types import Adapter
 from genlm.hf.adapters import AdapterSet
 from genlm.hf.attention import LAYOUT_ARGUMENT
-from genlm.hf.layout import Chunk, PackedLayout, UniformLayout
+from genlm.hf.layout import Chunks, PackedLayout, UniformLayout
 from genlm.hf.patterns import Pattern
 from genlm.hf.pool import RowPool
 from genlm.hf.positions import DynamicRope
@@ -84,7 +85,7 @@ class Runner:
 
     def packed(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Chunks,
         tokens: Sequence[int],
         adapters: Sequence[Adapter | None],
         wanted: Sequence[int],
@@ -92,7 +93,7 @@ class Runner:
         """Run chunks of any start and size at once.
 
         Args:
-            chunks: Those in rows first, by ascending slot, then those in trunks.
+            chunks: What to compute.
             tokens: All their tokens, in the same order.
             adapters: One per chunk.
             wanted: Indices into ``tokens``.
@@ -107,13 +108,8 @@ class Runner:
         self.pool.layout = layout
         ids, places = upload.add(tokens), upload.add(wanted)
         device = self._device
-        rows = [
-            adapter
-            for chunk, adapter in zip(chunks, adapters, strict=True)
-            for _ in range(chunk.size)
-        ]
         return self._forward(
-            rows,
+            [*chain.from_iterable(map(repeat, adapters, chunks.sizes))],
             places,
             input_ids=ids.on(device)[:, None],
             position_ids=layout.positions.on(device)[:, None],
@@ -124,7 +120,7 @@ class Runner:
 
     def uniform(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Chunks,
         tokens: Sequence[int],
         adapters: Sequence[Adapter | None],
         wanted: Sequence[int],
@@ -133,8 +129,9 @@ class Runner:
         it is given."""
         upload = Upload()
         self.pool.layout = UniformLayout(chunks, upload)
-        ids, places = self._ids(tokens, len(chunks), wanted, upload)
-        positions = torch.arange(chunks[0].start, chunks[0].stop, device=ids.device).expand_as(ids)
+        ids, places = self._ids(tokens, len(chunks.segments), wanted, upload)
+        start = self.pool.layout.past
+        positions = torch.arange(start, start + ids.shape[1], device=ids.device).expand_as(ids)
         return self._forward(
             adapters,
             places,
@@ -229,7 +226,7 @@ class Runner:
         self._wanted, self._selected = wanted.on(self._device), False
         width = inputs["input_ids"].shape[1]
         first = () if self._ids_by_name else (inputs.pop("input_ids"),)
-        of_wanted = [at // width for at in wanted.values]
+        of_wanted = (at // width for at in wanted.values)
         try:
             with torch.inference_mode(), self._adapters.applied(rows, of_wanted):
                 self._rope.forget()

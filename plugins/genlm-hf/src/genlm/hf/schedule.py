@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -20,11 +20,11 @@ class StepPlan(Generic[R]):
     """What to compute in one step.
 
     Attributes:
-        answered: The requests that it answers, which wait no longer.
-        chunk: What it computes besides: the beginning of a further request; ``None`` for nothing.
+        answered: What it answers, and the requests for that, which wait no longer.
+        chunk: What it computes besides: the beginning of a further one; ``None`` for nothing.
     """
 
-    answered: Mapping[R, TokenSequence]
+    answered: Mapping[TokenSequence, R]
     chunk: TokenSequence | None = None
 
 
@@ -48,22 +48,21 @@ class Schedule(Generic[R]):
     def __init__(self, evaluator: Evaluator, size: int) -> None:
         self._evaluator = evaluator
         self._size = size
-        self._waiting: dict[R, TokenSequence] = {}  # in the order asked
-        self._begun: tuple[R, int] | None = None  # who had the last chunk, and where that stopped
+        self._waiting: dict[TokenSequence, R] = {}  # in the order asked
+        # Whose beginning the last chunk was, and where that stopped.
+        self._begun: tuple[TokenSequence, int] | None = None
 
     def __bool__(self) -> bool:
         """Whether anything waits."""
         return bool(self._waiting)
 
-    def add(self, requests: Mapping[R, TokenSequence]) -> None:
-        """Requests wait."""
+    def add(self, requests: Mapping[TokenSequence, R]) -> None:
+        """Requests wait for their sequences."""
         self._waiting.update(requests)
 
-    def drop(self, request: R) -> None:
-        """A request waits no longer, if it did."""
-        self._waiting.pop(request, None)
-        if self._begun is not None and self._begun[0] == request:
-            self._begun = None
+    def drop(self, requests: Container[R]) -> None:
+        """These requests wait no longer, if they did."""
+        self._waiting = {one: asks for one, asks in self._waiting.items() if asks not in requests}
 
     def clear(self) -> None:
         """Forget what waits."""
@@ -74,102 +73,93 @@ class Schedule(Generic[R]):
         """Choose."""
         step = self._next()
         if len(step.answered) == len(self._waiting):
-            self._waiting, self._begun = {}, None
+            self._waiting = {}
         else:
-            for request in step.answered:
-                self.drop(request)
+            for one in step.answered:
+                del self._waiting[one]
         return step
 
     def _next(self) -> StepPlan[R]:
         waiting = self._waiting
         if len(waiting) > self._size:  # each lacks a token at least: no more can be answered
             waiting = dict(islice(waiting.items(), self._size))
-        lengths = [one.length for one in waiting.values()]
+        lengths = [one.length for one in waiting]
         if sum(lengths) <= self._size:
             return StepPlan(waiting)  # without a look at what is known
-        found = self._evaluator.known([*waiting.values()])
+        found = self._evaluator.known([*waiting])
         if sum(lengths) - sum(found) <= self._size:
             return StepPlan(waiting)
         known = dict(zip(waiting, found, strict=True))
-        lacks = {request: one.length - known[request] for request, one in waiting.items()}
-        chosen = _Chosen(waiting, known, self._size, self._evaluator.together())
-        for request in sorted(waiting, key=lacks.__getitem__):
-            if not chosen.takes(request, leaving=self._size - self._size // 2):
+        chosen = _Chosen(known, self._size, self._evaluator.together())
+        for one in sorted(waiting, key=lambda one: one.length - known[one]):
+            if not chosen.takes(one, leaving=self._size - self._size // 2):
                 break
         chunk = self._in_turn(chosen)
-        return StepPlan({request: waiting[request] for request in chosen.requests}, chunk)
+        return StepPlan({one: waiting[one] for one in chosen.sequences}, chunk)
 
-    def _in_turn(self, chosen: _Chosen[R]) -> TokenSequence | None:
+    def _in_turn(self, chosen: _Chosen) -> TokenSequence | None:
         """Fill up in the order asked; the chunk of the first that does not fit."""
-        left = [request for request in chosen.waiting if request not in chosen]
-        for turn, request in enumerate(left):
-            if chosen.takes(request):
+        left = [one for one in chosen.known if one not in chosen]
+        for turn, one in enumerate(left):
+            if chosen.takes(one):
                 continue
-            if self._divisible(request, chosen):
-                return self._chunk(request, chosen)
+            if self._divisible(one, chosen):
+                return self._chunk(one, chosen)
             if turn == 0:
-                chosen.take(request)
+                chosen.take(one)
             return None
         return None
 
-    def _divisible(self, request: R, chosen: _Chosen[R]) -> bool:
+    def _divisible(self, sequence: TokenSequence, chosen: _Chosen) -> bool:
         """Whether a beginning of a context can be computed first."""
         begun, stop = self._begun or (None, 0)
-        if begun == request and chosen.known[request] < stop:
+        if begun is sequence and chosen.known[sequence] < stop:
             return False  # its beginning has been lost
-        return self._evaluator.continues(chosen.waiting[request])
+        return self._evaluator.continues(sequence)
 
-    def _chunk(self, request: R, chosen: _Chosen[R]) -> TokenSequence | None:
+    def _chunk(self, sequence: TokenSequence, chosen: _Chosen) -> TokenSequence | None:
         if 2 * chosen.room < self._size:
             return None  # not worth it; the next time it is first
-        sequence = chosen.waiting[request]
-        stop = sequence.length - chosen.cost(request) + chosen.room
-        self._begun = request, stop
+        stop = sequence.length - chosen.cost(sequence) + chosen.room
+        self._begun = sequence, stop
         return TokenSequence(sequence.tokens.first(stop), sequence.adapter)
 
 
-class _Chosen(Generic[R]):
-    """The requests that a step answers, and how many tokens it can still compute.
+class _Chosen:
+    """What a step answers, and how many tokens it can still compute.
 
     Attributes:
-        requests: In the order chosen.
+        sequences: Those chosen, in that order.
         room: The tokens left.
-        waiting: All requests.
-        known: How many leading tokens of each need not be computed.
+        known: How many leading tokens need not be computed, of each that waits.
         together: Says what one costs beside others.
     """
 
     def __init__(
-        self,
-        waiting: Mapping[R, TokenSequence],
-        known: Mapping[R, int],
-        room: int,
-        together: Together[R],
+        self, known: Mapping[TokenSequence, int], room: int, together: Together[TokenSequence]
     ) -> None:
-        self.waiting = waiting
         self.known = known
         self.room = room
-        self.requests: list[R] = []
+        self.sequences: list[TokenSequence] = []
         self._together = together
 
-    def __contains__(self, request: R) -> bool:
-        return self.waiting[request] in self._together
+    def __contains__(self, sequence: TokenSequence) -> bool:
+        return sequence in self._together
 
-    def cost(self, request: R) -> int:
-        """How many more tokens to compute for a request, beside those chosen."""
-        sequence = self.waiting[request]
-        _, known = self._together.leader(sequence, self.known[request])
+    def cost(self, sequence: TokenSequence) -> int:
+        """How many more tokens to compute for a sequence, beside those chosen."""
+        _, known = self._together.leader(sequence, self.known[sequence])
         return sequence.length - known
 
-    def takes(self, request: R, leaving: int = 0) -> bool:
-        """Choose a request, if there is room for it and for ``leaving`` more tokens."""
-        fits = self.cost(request) + leaving <= self.room
+    def takes(self, sequence: TokenSequence, leaving: int = 0) -> bool:
+        """Choose a sequence, if there is room for it and for ``leaving`` more tokens."""
+        fits = self.cost(sequence) + leaving <= self.room
         if fits:
-            self.take(request)
+            self.take(sequence)
         return fits
 
-    def take(self, request: R) -> None:
-        """Choose a request."""
-        self.room -= self.cost(request)
-        self.requests.append(request)
-        self._together.add(self.waiting[request], request)
+    def take(self, sequence: TokenSequence) -> None:
+        """Choose a sequence."""
+        self.room -= self.cost(sequence)
+        self.sequences.append(sequence)
+        self._together.add(sequence, sequence)

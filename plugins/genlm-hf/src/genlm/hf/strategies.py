@@ -4,7 +4,6 @@ without any."""
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from attrs import define, field, frozen
 
 from genlm.core.types import Adapter
-from genlm.hf.layout import Chunk
+from genlm.hf.layout import Chunks
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from genlm.hf.snapshots import Snapshots, steps
@@ -23,7 +22,6 @@ from genlm.kit.kv.planner import Planner
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.kv.sharing import Together, Worth
 from genlm.kit.memory import is_out_of_memory
-from genlm.kit.segments import Row
 
 #: A sequence, and where it is computed.
 Placed = Placement[TokenSequence]
@@ -36,9 +34,7 @@ WORTH = Worth()
 
 #: A forward: chunks, their tokens, an adapter for each chunk, which tokens are wanted; gives their
 #: logits.
-Run = Callable[
-    [Sequence[Chunk], Sequence[int], Sequence[Adapter | None], Sequence[int]], torch.Tensor
-]
+Run = Callable[[Chunks, Sequence[int], Sequence[Adapter | None], Sequence[int]], torch.Tensor]
 
 
 @frozen(eq=False)
@@ -72,8 +68,7 @@ class Computed:
 
     def broken(self) -> set[int]:
         """The sequences with a row of nan; the device is waited for, if it still computes."""
-        values = torch.cat(self.flags).tolist()
-        return {owner for owner, bad in zip(self.owners, values, strict=True) if bad}
+        return {self.owners[at] for at in torch.cat(self.flags).nonzero().flatten().tolist()}
 
 
 @define(eq=False)
@@ -179,7 +174,10 @@ class InRows(Strategy):
     def _settle(self, done: Computed, broken: set[int]) -> None:
         """Keep the state of those that are not broken."""
         try:
-            self._planner.commit([one for one in done.placed if one.index not in broken])
+            whole = (
+                [one for one in done.placed if one.index not in broken] if broken else done.placed
+            )
+            self._planner.commit(whole)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -199,14 +197,12 @@ class InRows(Strategy):
     ) -> Iterator[Result]:
         left = list(indices)
         while left:
-            batch = self.planner.place([sequences[at] for at in left])
+            batch = self.planner.place(sequences, left)
             if not batch:
                 yield from self.plain(sequences, left)
                 return
-            for one in batch:
-                one.index = left[one.index]
             placed = {one.index for one in batch}
-            left = [at for at in left if at not in placed] if len(batch) < len(left) else []
+            left = [at for at in left if at not in placed]
             done = Computed(batch, [], [])
             for result in self.forwards(batch):
                 done.owners.extend(result.owners)
@@ -268,27 +264,29 @@ class Uniform(InRows):
 
 def _forward(run: Run, parts: Iterable[Part]) -> Result:
     """One forward over parts of sequences."""
-    pieces: list[tuple[int, Chunk, Placed]] = []
-    for one, start, stop in parts:
-        for segment, first, last in one.segments(start, stop):
-            # Rows by slot, so that neighbours are read without a copy; then trunks.
-            place = segment.slot if isinstance(segment, Row) else sys.maxsize
-            pieces.append((place, Chunk(segment, first, last), one))
-    pieces.sort(key=itemgetter(0))
-    tokens: list[int] = []
-    wanted: list[tuple[int, int, int]] = []
-    for _, chunk, one in pieces:
-        first, stop = chunk.start, chunk.stop
-        for at in range(max(one.sequence.latest_start, first), stop):
-            wanted.append((one.index, at, len(tokens) + at - first))
-        tokens += one.sequence.tokens.since(first)[: chunk.size]
+    pieces = [
+        (segment.slot, one.index, one.sequence, (segment, first, last))
+        for one, start, stop in parts
+        for segment, first, last in one.segments(start, stop)
+    ]
+    pieces.sort(key=itemgetter(0))  # so that neighbouring rows are read without a copy
+    _, indices, sequences, places = zip(*pieces, strict=True)
+    chunks = Chunks(places)
+    tokens = [
+        token
+        for sequence, (_, first, last) in zip(sequences, places, strict=True)
+        for token in sequence.tokens.since(first)[: last - first]
+    ]
+    wanted = [
+        (index, at, end - last + at)
+        for index, sequence, (_, first, last), end in zip(
+            indices, sequences, places, chunks.ends, strict=True
+        )
+        for at in range(max(sequence.latest_start, first), last)
+    ]
     wanted.sort()
-    logits = run(
-        [chunk for _, chunk, _ in pieces],
-        tokens,
-        [one.sequence.adapter for _, _, one in pieces],
-        [at for _, _, at in wanted],
-    )
+    adapters = [sequence.adapter for sequence in sequences]
+    logits = run(chunks, tokens, adapters, [at for _, _, at in wanted])
     return Result([index for index, _, _ in wanted], logits)
 
 

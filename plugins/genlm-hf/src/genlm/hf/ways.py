@@ -9,7 +9,7 @@ import torch
 
 from genlm.core.context import Context, as_context
 from genlm.core.types import Adapter
-from genlm.hf.layout import Chunk
+from genlm.hf.layout import Chunks
 from genlm.hf.pool import copy_front
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
@@ -30,7 +30,7 @@ def _shared(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Ten
     rows: list[Row] = [_row(0), _row(1)]
     none: list[Adapter | None] = [None, None, None]
     # Only after a forward does the pool know the shape of a trunk.
-    chunks = [Chunk(rows[0], 0, half), Chunk(rows[1], 0, first)]
+    chunks = Chunks([(rows[0], 0, half), (rows[1], 0, first)])
     runner.packed(chunks, [*short[:half], *long[:first]], none[:2], [0])
     below = Trunk(as_context(long[:first]), layers=runner.pool.new_trunk(first))
     copy_front(runner.pool.row(1), below.layers, first)
@@ -38,13 +38,10 @@ def _shared(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Ten
         as_context(long[:second]), 0, first, below, layers=runner.pool.new_trunk(second - first)
     )
     rows[1:] = [_row(1, below, first - 1), _row(2, above, second)]
-    chunks = [Chunk(rows[1], first - 1, first + 1), Chunk(above, first, second)]
+    chunks = Chunks([(rows[1], first - 1, first + 1), (above, first, second)])
     runner.packed(chunks, [*short[:2], *long[first:second]], none[:2], [0])
-    chunks = [
-        Chunk(rows[0], half, len(short)),
-        Chunk(rows[1], first + 1, first + 2),
-        Chunk(rows[2], second, len(long)),
-    ]
+    ends = [(rows[1], first + 1, first + 2), (rows[2], second, len(long))]
+    chunks = Chunks([(rows[0], half, len(short)), *ends])
     tokens = [*short[half:], short[0], *long[second:]]
     return [runner.packed(chunks, tokens, none, [len(short) - half - 1, len(tokens) - 1])]
 
@@ -55,16 +52,16 @@ def _packed(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Ten
     cut_short, cut_long = len(short) // 2, len(long) - 1
     runner.pool.resize(3, len(long))
     rows = [_row(slot) for slot in range(3)]
-    first = [Chunk(rows[0], 0, cut_short), Chunk(rows[2], 0, cut_long)]
+    first = Chunks([(rows[0], 0, cut_short), (rows[2], 0, cut_long)])
     runner.packed(first, [*short[:cut_short], *long[:cut_long]], [None, None], [0])
     runner.pool.fork([0], [1], cut_short)
-    second = [Chunk(rows[1], cut_short, len(short)), Chunk(rows[2], cut_long, len(long))]
+    second = Chunks([(rows[1], cut_short, len(short)), (rows[2], cut_long, len(long))])
     return [
         runner.packed(
             second,
             [*short[cut_short:], *long[cut_long:]],
             [None, None],
-            [second[0].size - 1, second[0].size],
+            [len(short) - cut_short - 1, len(short) - cut_short],
         )
     ]
 
@@ -75,11 +72,11 @@ def _uniform(runner: Runner, contexts: Sequence[Sequence[int]]) -> list[torch.Te
     for context in contexts:
         runner.pool.resize(2, len(context))
         cut, last = len(context) // 2, len(context) - 1
-        runner.uniform([Chunk(_row(0), 0, cut)], context[:cut], [None], [0])
+        runner.uniform(Chunks([(_row(0), 0, cut)]), context[:cut], [None], [0])
         runner.pool.fork([0], [1], cut)
         for start, stop in ((cut, last), (last, last + 1)):
             if start < stop:
-                chunks = [Chunk(_row(slot), start, stop) for slot in (0, 1)]
+                chunks = Chunks((_row(slot), start, stop) for slot in (0, 1))
                 tokens = [*context[start:stop]] * 2
                 logits = runner.uniform(chunks, tokens, [None, None], [2 * (stop - start) - 1])
         rows.append(logits)
