@@ -73,7 +73,7 @@ class Schedule(Generic[R]):
         """Choose."""
         step = self._next()
         if len(step.answered) == len(self._waiting):
-            self._waiting = {}
+            self._waiting, self._begun = {}, None
         else:
             for one in step.answered:
                 del self._waiting[one]

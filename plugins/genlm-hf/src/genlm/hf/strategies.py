@@ -174,10 +174,7 @@ class InRows(Strategy):
     def _settle(self, done: Computed, broken: set[int]) -> None:
         """Keep the state of those that are not broken."""
         try:
-            whole = (
-                [one for one in done.placed if one.index not in broken] if broken else done.placed
-            )
-            self._planner.commit(whole)
+            self._planner.commit([one for one in done.placed if one.index not in broken])
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
