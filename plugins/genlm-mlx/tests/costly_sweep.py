@@ -14,7 +14,6 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from genlm.core import Query
 from genlm.mlx import loading
-from genlm.mlx.probe import CacheSupport
 from tests.sweep import FAR, LEFT_OPEN, MADE, EveryFamily, Row, Sweep
 
 from .conftest import save_model
@@ -61,4 +60,4 @@ class TestMlx(EveryFamily):
     @pytest.fixture(autouse=True)
     def no_pool(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Only cold rows are looked at."""
-        monkeypatch.setattr(loading, "probe", lambda runner: CacheSupport.NONE)
+        monkeypatch.setattr(loading, "store_of", lambda *given: None)

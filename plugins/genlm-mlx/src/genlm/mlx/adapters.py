@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import define
+import numpy as np
+from attrs import define, field
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,12 +31,16 @@ APPLIED = frozenset({
 })  # fmt: skip
 
 
+#: The version of the adapter of each row; 0 is none.
+Versions = Sequence[int] | np.ndarray
+
+
 @define
 class Selection:
-    """The adapter of each row of the next forward pass; 0 is none. The adapters set it, all layers
-    read it."""
+    """The rows of the next forward pass by the version of their adapter, without those that have
+    none; ``None`` is all. The adapters set it, all layers read it."""
 
-    versions: Sequence[int] = ()
+    rows: Mapping[int, mx.array | None] = field(factory=dict)
 
 
 class RowLoRA(nn.Module):  # type: ignore[misc]
@@ -49,13 +54,12 @@ class RowLoRA(nn.Module):  # type: ignore[misc]
 
     def __call__(self, x: mx.array) -> mx.array:
         y = self.base(x)
-        versions = self._selection.versions
-        for version in sorted(set(versions) & set(self._weights)):
+        for version, rows in self._selection.rows.items():
+            if version not in self._weights:
+                continue
             a, b = self._weights[version]
-            mine = [row for row, each in enumerate(versions) if each == version]
-            if len(mine) == len(versions):
+            if rows is None:
                 return y + ((x @ a) @ b).astype(y.dtype)
-            rows = mx.array(mine, mx.int32)
             y = y.at[rows].add(((x[rows] @ a) @ b).astype(y.dtype))
         return y
 
@@ -71,9 +75,15 @@ class Adapters:
         self._model = model
         self._selection = Selection()
 
-    def select(self, versions: Sequence[int]) -> None:
+    def select(self, versions: Versions) -> None:
         """Set the adapter of each row of the next forward pass."""
-        self._selection.versions = versions if any(versions) else ()
+        each = np.asarray(versions)
+        found = np.unique(each).tolist()
+        self._selection.rows = {
+            version: mx.array(np.flatnonzero(each == version), mx.int32) if found[1:] else None
+            for version in found
+            if version
+        }
 
     def add(self, adapter: Adapter, contents: AdapterFolder | MlxFolder) -> None:
         """Load an adapter.

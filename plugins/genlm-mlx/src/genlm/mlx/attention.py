@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from attrs import frozen
 
@@ -18,13 +18,6 @@ import mlx.core as mx
 
 #: The name by which mlx-lm's model files call attention.
 NAME = "scaled_dot_product_attention"
-
-
-class Attended(Protocol):
-    """Keys and values with their own attention."""
-
-    def attend(self, queries: mx.array, scale: float) -> mx.array:
-        """Attention of ``[tokens, heads, 1, dim]`` queries."""
 
 
 @frozen(eq=False)
@@ -84,8 +77,8 @@ class Partial:
 
 
 def hook(model: Any) -> None:
-    """Let the model's attention take keys with their own attention. All other calls are
-    unchanged."""
+    """Let the model's attention take keys with their own ``attend(queries, scale)``. All other
+    calls are unchanged."""
     for _, module in model.named_modules():
         source = sys.modules.get(type(module).__module__)
         if source is not None and hasattr(source, NAME):

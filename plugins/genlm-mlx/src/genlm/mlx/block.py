@@ -23,6 +23,7 @@ class RowBlock:
 
     Attributes:
         keys: For each row, the adapter's version and the tokens whose state the cache holds.
+        targets: What each row will be when it is computed.
         cache: One batch cache per layer.
         logits: ``[rows, vocab_size]`` float32, of the next token of each row; ``None`` while the
             block is being built.
@@ -35,6 +36,7 @@ class RowBlock:
 
     def __init__(self, keys: Sequence[Key], cache: Cache) -> None:
         self.keys = list(keys)
+        self.targets = self.keys
         self.cache = cache
         self.logits: Any = None
         self.costly = [False] * len(self.keys)
@@ -47,6 +49,12 @@ class RowBlock:
         """Rows without tokens."""
         cache = [_merged([layer] * len(versions)) for layer in runner.empty_cache()]
         return cls([(version,) for version in versions], cache)
+
+    @property
+    def missing(self) -> list[Key]:
+        """What each row lacks, without its last token."""
+        pairs = zip(self.keys, self.targets, strict=True)
+        return [target[len(key) : -1] for key, target in pairs]
 
     @property
     def length(self) -> int:
@@ -63,6 +71,11 @@ class RowBlock:
     def trimmable(self) -> bool:
         """Whether tokens can be removed from the end of a row."""
         return all(layer.is_trimmable() for layer in self.cache)
+
+    def towards(self, targets: Sequence[Key]) -> RowBlock:
+        """This block, to be computed up to these contexts."""
+        self.targets = list(targets)
+        return self
 
     def split(self, parts: Sequence[Sequence[int]]) -> list[RowBlock]:
         """One block for each of the given lists of rows; a row may occur more than once."""
@@ -106,7 +119,8 @@ class RowBlock:
     def joined(self, others: Sequence[RowBlock]) -> RowBlock:
         """The rows of this block, then those of the others."""
         for other in others:
-            self.keys += other.keys
+            self.keys = self.keys + other.keys
+            self.targets = self.targets + other.targets
             self.costly += other.costly
             for layer in self.cache:
                 layer.extend(other.cache.pop(0))
@@ -118,18 +132,17 @@ class RowBlock:
         if max(map(len, tokens)) > 1:
             self.settle()
         runner.feed(self.cache, [key[0] for key in self.keys], tokens)
-        self._append(tokens)
-
-    def step(self, runner: Runner, tokens: Sequence[int]) -> None:
-        """Append one token to each row and compute the logits of the next."""
-        self.logits = runner.step(self.cache, [key[0] for key in self.keys], tokens)
-        self._append([(token,) for token in tokens])
-
-    def _append(self, tokens: Sequence[Key]) -> None:
         self.keys = [key + more for key, more in zip(self.keys, tokens, strict=True)]
+
+    def step(self, runner: Runner) -> None:
+        """Append the last token of each target, and compute the logits of the next."""
+        versions = [target[0] for target in self.targets]
+        self.logits = runner.step(self.cache, versions, [target[-1] for target in self.targets])
+        self.keys = self.targets
 
     def _with(self, rows: Sequence[int]) -> RowBlock:
         block = RowBlock([self.keys[row] for row in rows], [])
+        block.targets = [self.targets[row] for row in rows]
         block.costly = [self.costly[row] for row in rows]
         block.logits = None if self.logits is None else self.logits[mx.array(rows, mx.int32)]
         return block

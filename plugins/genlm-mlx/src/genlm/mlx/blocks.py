@@ -15,7 +15,7 @@ from genlm.core import Query
 from genlm.kit.prefixes import PrefixIndex, common_length
 from genlm.mlx.aside import Aside
 from genlm.mlx.block import RowBlock
-from genlm.mlx.runner import Key, Runner, key_of
+from genlm.mlx.runner import Cache, Key, Runner, key_of
 
 #: The least tokens for which a shared prefix is computed first, a longer row is trimmed and used,
 #: and state that cannot be trimmed is kept when a context extends it.
@@ -39,19 +39,6 @@ class Place:
     @property
     def key(self) -> Key:
         return self.block.keys[self.row]
-
-
-@frozen(eq=False)
-class UnfinishedBlock:
-    """A block in work: row ``i`` will become ``targets[i]``."""
-
-    block: RowBlock
-    targets: list[Key]
-
-    @property
-    def missing(self) -> int:
-        """Tokens that its first row lacks, without the last."""
-        return len(self.targets[0]) - len(self.block.keys[0]) - 1
 
 
 class Blocks:
@@ -87,15 +74,13 @@ class Blocks:
     def logits(self, queries: Sequence[Query]) -> mx.array:
         """The logits of the next token of each of the distinct ``queries``, ``[len(queries),
         vocab_size]`` float32."""
-        return self._logits([key_of(query) for query in queries])
-
-    def _logits(self, keys: Sequence[Key]) -> mx.array:
+        keys = [key_of(query) for query in queries]
         self._tick += 1
         self._ensure_shared(keys)
         known = {key: self._recalled(self._index[key]) for key in keys if key in self._index}
         computed = self._advance([key for key in keys if key not in known])
         self._evict()
-        if [key for block in computed for key in block.keys] == list(keys) and len(computed) == 1:
+        if len(computed) == 1 and computed[0].keys == keys:
             return computed[0].logits
         known.update(
             (key, block.logits[row]) for block in computed for row, key in enumerate(block.keys)
@@ -107,25 +92,25 @@ class Blocks:
         key = key_of(query)
         return query.length if key in self._index else max(1, self._source(key)[1]) - 1
 
-    def branch(self, query: Query) -> RowBlock:
-        """A block of one row, outside the store: the known part of a context without its last
-        token."""
-        key = key_of(query)
-        place, reused = self._source(key)
+    def branch(self, query: Query) -> tuple[Cache, int]:
+        """A cache outside the store of what is known of a context without its last token, and how
+        many tokens that is."""
+        place, reused = self._source(key_of(query))
         if place is None:
-            return RowBlock.empty(self._runner, key[:1])
+            return self._runner.empty_cache(), 0
         place.block.used = self._tick
         if reused < len(place.key):
-            return place.block.trimmed(place.row, reused - 1)
-        branch = place.block.copied([place.row])
-        branch.settle()
-        return branch
+            branch = place.block.trimmed(place.row, reused - 1)
+        else:
+            branch = place.block.copied([place.row])
+            branch.settle()
+        return branch.cache, reused - 1
 
     def pin(self, query: Query) -> None:
         """Compute a context if necessary, and keep it until it is dropped."""
         key = key_of(query)
         if key not in self._index:
-            self._logits([key])
+            self.logits([query])
         place = self._index[key]
         if not place.block.pinned:
             pinned, *_ = self._replace(
@@ -172,16 +157,27 @@ class Blocks:
         """Compute ``keys``, and make their rows part of the store."""
         if not keys:
             return []
-        waiting: dict[int, list[UnfinishedBlock]] = defaultdict(list)
-        for work in self._by_width(self._started(keys)):
-            waiting[self._width_class(work.missing)].append(work)
-        caught_up = [self._fed(work) for works in waiting.values() for work in _packed(works)]
-        blocks = []
-        for work in _packed(caught_up):
-            work.block.step(self._runner, [target[-1] for target in work.targets])
-            self._keep(work.block)
-            blocks.append(work.block)
-        return blocks
+        waiting: dict[int, list[RowBlock]] = defaultdict(list)
+        for block in self._started(keys):
+            parts: dict[int, list[int]] = defaultdict(list)
+            for row, tokens in enumerate(block.missing):
+                parts[self._width_class(len(tokens))].append(row)
+            for width, part in zip(parts, block.split([*parts.values()]), strict=True):
+                waiting[width].append(part)
+        fed = [block for blocks in waiting.values() for block in _packed(blocks)]
+        for block in fed:
+            if any(missing := block.missing):
+                block.feed(self._runner, missing)
+                block.costly = [len(tokens) >= WORTHWHILE for tokens in missing]
+        finished = _packed(fed)
+        for block in finished:
+            block.step(self._runner)
+            self._keep(block)
+        return finished
+
+    def _width_class(self, width: int) -> int:
+        """Rows of one class are fed together: at most about half of it is padding."""
+        return ((width + 7) // 8).bit_length() if self._ragged else width
 
     # --- where contexts start ---------------------------------------------------------------------
 
@@ -195,81 +191,46 @@ class Blocks:
             return self._index[near], common
         return (self._index[prefix], whole) if prefix else (None, 0)
 
-    def _started(self, keys: Sequence[Key]) -> list[UnfinishedBlock]:
+    def _started(self, keys: Sequence[Key]) -> list[RowBlock]:
         """Every key in a block that holds a part of it, maybe none of it."""
         extended: dict[RowBlock, list[tuple[int, Key]]] = defaultdict(list)
-        works, fresh = [], []
+        started, fresh = [], []
         for key in keys:
             place, reused = self._source(key)
             if place is None:
                 fresh.append(key)
             elif reused < len(place.key):
-                works.append(UnfinishedBlock(place.block.trimmed(place.row, reused - 1), [key]))
+                started.append(place.block.trimmed(place.row, reused - 1).towards([key]))
             else:
                 extended[place.block].append((place.row, key))
         for block, items in extended.items():
             # Sorted only by row: keys of the same row stay in the order asked.
-            works.append(self._moved_on(block, sorted(items, key=itemgetter(0)), needed=extended))
+            rows, targets = zip(*sorted(items, key=itemgetter(0)), strict=True)
+            started.append(self._moved_on(block, rows, needed=extended).towards(targets))
         if fresh:
-            works.append(
-                UnfinishedBlock(RowBlock.empty(self._runner, [key[0] for key in fresh]), fresh)
-            )
-        return works
+            versions = [key[0] for key in fresh]
+            started.append(RowBlock.empty(self._runner, versions).towards(fresh))
+        return started
 
     def _moved_on(
-        self, block: RowBlock, items: Sequence[tuple[int, Key]], needed: Collection[RowBlock]
-    ) -> UnfinishedBlock:
+        self, block: RowBlock, rows: Sequence[int], needed: Collection[RowBlock]
+    ) -> RowBlock:
         """Take the rows that are extended out of their block and leave the others. ``needed``
         blocks are used in this call."""
-        rows, targets = [row for row, _ in items], [key for _, key in items]
-        if self._stays(block):
-            return UnfinishedBlock(block.copied(rows), targets)
+        if block.pinned or (any(block.costly) and not block.trimmable):
+            return block.copied(rows)
         staying = sorted(block.living.difference(rows))
         if len(staying) >= STAYS_WHOLE * len(block.keys):
             for row in block.living.intersection(rows):
                 self._index.remove(block.keys[row])
             block.living = set(staying)
-            return UnfinishedBlock(block.copied(rows, self._evict(needed, left=block)), targets)
+            return block.copied(rows, self._evict(needed, left=block))
         self._forget(block)
         moved, *left = block.split([rows, staying] if staying else [rows])
         for rest in left:
             self._keep(rest)
             rest.used = block.used
-        return UnfinishedBlock(moved, targets)
-
-    def _stays(self, block: RowBlock) -> bool:
-        return block.pinned or (any(block.costly) and not block.trimmable)
-
-    # --- feeding ----------------------------------------------------------------------------------
-
-    def _by_width(self, works: Iterable[UnfinishedBlock]) -> list[UnfinishedBlock]:
-        """Split works so that each gets rows of about the same number of new tokens; works without
-        any stay unchanged."""
-        parted = []
-        for work in works:
-            groups: dict[int, list[int]] = defaultdict(list)
-            for row, (key, target) in enumerate(zip(work.block.keys, work.targets, strict=True)):
-                groups[self._width_class(len(target) - len(key) - 1)].append(row)
-            targets = work.targets
-            for rows, block in zip(
-                groups.values(), work.block.split(list(groups.values())), strict=True
-            ):
-                parted.append(UnfinishedBlock(block, [targets[row] for row in rows]))
-        return parted
-
-    def _width_class(self, width: int) -> int:
-        """Rows of one class are fed together: at most about half of it is padding."""
-        return ((width + 7) // 8).bit_length() if self._ragged else width
-
-    def _fed(self, work: UnfinishedBlock) -> UnfinishedBlock:
-        """Append all but the last token of each target."""
-        missing = [
-            target[len(key) : -1] for key, target in zip(work.block.keys, work.targets, strict=True)
-        ]
-        if any(missing):
-            work.block.feed(self._runner, missing)
-            work.block.costly = [len(tokens) >= WORTHWHILE for tokens in missing]
-        return work
+        return moved
 
     # --- keeping ----------------------------------------------------------------------------------
 
@@ -322,24 +283,18 @@ def _nbytes(blocks: Iterable[RowBlock]) -> int:
     return sum(block.nbytes for block in blocks)
 
 
-def _packed(works: Sequence[UnfinishedBlock]) -> list[UnfinishedBlock]:
-    """Join works, the longest first, as long as padding is not more than half of the result."""
-    packed: list[list[UnfinishedBlock]] = []
-    for work in sorted(works, key=lambda work: -work.block.length):
-        if packed and _dense([*packed[-1], work]):
-            packed[-1].append(work)
+def _packed(blocks: Sequence[RowBlock]) -> list[RowBlock]:
+    """Join blocks, the longest first, as long as padding is not more than half of the result."""
+    packed: list[list[RowBlock]] = []
+    for block in sorted(blocks, key=lambda block: -block.length):
+        if packed and _dense([*packed[-1], block]):
+            packed[-1].append(block)
         else:
-            packed.append([work])
-    return [
-        UnfinishedBlock(
-            group[0].block.joined([work.block for work in group[1:]]),
-            [target for work in group for target in work.targets],
-        )
-        for group in packed
-    ]
+            packed.append([block])
+    return [first.joined(others) for first, *others in packed]
 
 
-def _dense(works: Sequence[UnfinishedBlock]) -> bool:
-    lengths = [len(key) for work in works for key in work.block.keys]
+def _dense(blocks: Sequence[RowBlock]) -> bool:
+    lengths = [len(key) for block in blocks for key in block.keys]
     padding = max(lengths) * len(lengths) - sum(lengths)
     return padding <= max(TOLERATED_PADDING, sum(lengths))

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from attrs import frozen
+from typing import NamedTuple
 
 import mlx.core as mx
-from genlm.kit.segments import Row, Segment
+from genlm.kit.segments import Segment
 
-#: Keys and values of one layer, ``[1, heads, positions, head_dim]`` each.
+#: Keys and values of one layer, ``[rows, heads, positions, head_dim]`` each.
 LayerState = tuple[mx.array, mx.array]
 
 
-@frozen(eq=False)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens of one context that a forward pass computes.
 
     Attributes:
@@ -28,18 +26,3 @@ class Chunk:
     start: int
     tokens: Sequence[int]
     version: int = 0
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.tokens)
-
-    @property
-    def columns(self) -> range:
-        """The columns of the segment that the tokens take."""
-        return range(self.start - self.segment.start, self.stop - self.segment.start)
-
-    @property
-    def slot(self) -> int:
-        """The slot of its row in the table."""
-        assert isinstance(self.segment, Row)
-        return self.segment.slot

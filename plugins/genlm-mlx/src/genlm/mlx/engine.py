@@ -66,8 +66,13 @@ class MlxEngine:
         self._waiting = []  # also if the following code fails
         # A new query may be equal to a dropped one.
         waiting = [*(query for query in before if query not in gone), *queries]
-        chunks = {query: chunk for query in waiting if (chunk := self._chunk(query))}
-        now = [query for query in waiting if query not in chunks]
+        now: list[Query] = []
+        chunks: dict[Query, Query] = {}
+        for query in waiting:
+            if chunk := self._chunk(query):
+                chunks[query] = chunk
+            else:
+                now.append(query)
         oldest, self._chunked = next(iter(chunks.values()), None), None
         if oldest is not None and self.store is not None:
             # Together with the others, so that its row is not the least recently used. It may be
@@ -84,7 +89,7 @@ class MlxEngine:
         Without a store nothing can be kept between two chunks.
         """
         size = self._runner.step_size
-        if self.store is None or query.cold or query.length <= size:
+        if query.length <= size or self.store is None or query.cold:
             return None
         end = self.store.known(query) + size
         if query.length <= end:
@@ -95,7 +100,7 @@ class MlxEngine:
 
     def logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
         """The rows of distinct queries, ``[len(queries), vocab_size]`` float32."""
-        if self.store is None or any(query.cold for query in queries):
+        if self.store is None or queries[0].cold:
             return _rows(mx.concatenate([self._runner.cold(key_of(query)) for query in queries]))
         return _rows(self.store.logits(queries))
 
@@ -111,8 +116,7 @@ class MlxEngine:
         if self.store is None:
             cache, known = self._runner.empty_cache(), 0
         else:
-            branch = self.store.branch(query)
-            cache, known = branch.cache, branch.length
+            cache, known = self.store.branch(query)
         new = (*query.context.since(known), *continuation[:-1])
         rows = self._runner.following(cache, version_of(query), new, len(continuation))
         wanted = torch.tensor(continuation)

@@ -1,4 +1,4 @@
-"""Loading: correct what mlx-lm reads wrongly, and test what the model's caches can do."""
+"""Loading: correct what mlx-lm reads wrongly, and choose the store that fits its caches."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ from genlm.kit.model_files import eos_token_ids, require_model, require_tokenize
 from genlm.kit.settings import require_one_head, rope_limits, settings_of
 from genlm.mlx import rotary, windows
 from genlm.mlx.adapters import Adapters
-from genlm.mlx.blocks import Blocks
 from genlm.mlx.engine import MlxEngine
 from genlm.mlx.options import Options
-from genlm.mlx.probe import CacheSupport, probe
+from genlm.mlx.probe import store_of
 from genlm.mlx.repairs import repair
 from genlm.mlx.runner import Runner
 from genlm.mlx.settings import refuse_unread
-from genlm.mlx.store import Store
 
 #: The files that mlx-lm itself fetches from a repository.
 FILES = (
@@ -94,19 +92,14 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
     except Exception:
         require_tokenizer(folder, "")
         raise
-    support = probe(runner)
-    if support is CacheSupport.NONE:
+    store = store_of(runner, chosen.kv_cache_bytes)
+    if store is None:
         log.warning(
             "kv.unbatchable",
             model=name,
             caches=sorted({type(layer).__name__ for layer in runner.empty_cache()}),
             consequence="every context is computed alone and from its first token",
         )
-    store: Blocks | Store | None = None
-    if support is CacheSupport.SHARED:
-        store = Store(runner, chosen.kv_cache_bytes)
-    elif support is not CacheSupport.NONE:
-        store = Blocks(runner, chosen.kv_cache_bytes, support is CacheSupport.RAGGED)
     return MlxEngine(
         model,
         tokenizer,

@@ -1,9 +1,8 @@
-"""Tests what a model's caches can do, by comparing with rows computed alone."""
+"""Tests which store fits a model, by comparing with rows computed alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from enum import Enum
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,37 +40,23 @@ WINDOW = 6
 REFUSED = (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError)
 
 
-class CacheSupport(Enum):
-    """How rows can share a batch cache: not at all, only if each is fed the same number of tokens,
-    freely, or even with tokens laid out one by one and shared prefixes."""
-
-    NONE = 0
-    EQUAL = 1
-    RAGGED = 2
-    SHARED = 3
-
-
-def probe(runner: Runner) -> CacheSupport:
-    """Try batches of rows of unequal length, and extend them."""
-    with narrowed(runner.model, WINDOW):  # so narrow that short contexts are longer
-        return _support(runner)
-
-
-def _support(runner: Runner) -> CacheSupport:
+def store_of(runner: Runner, max_bytes: int | None) -> Blocks | Store | None:
+    """What keeps state so that rows are right: in a table with shared prefixes, in blocks of rows
+    of unequal length, in blocks whose rows are fed the same number of tokens, or nothing."""
     if not all(hasattr(layer, "merge") for layer in runner.empty_cache()):
-        return CacheSupport.NONE
+        return None
     if _shares(runner):
-        return CacheSupport.SHARED
-    for support in (CacheSupport.RAGGED, CacheSupport.EQUAL):
-        if all(_batches(runner, rows, support is CacheSupport.RAGGED) for rows in BATCHES):
-            return support
-    return CacheSupport.NONE
+        return Store(runner, max_bytes)
+    for ragged in (True, False):
+        if all(_batches(runner, rows, ragged) for rows in BATCHES):
+            return Blocks(runner, max_bytes, ragged)
+    return None
 
 
 def _batches(runner: Runner, rows: int, ragged: bool) -> bool:
     """Whether ``rows`` rows, of equal length or not, are right in one cache."""
     chunked = Runner(runner.model, runner.adapters, CHUNK * rows)
-    return _right(chunked, Blocks(chunked, 0, ragged), _unequal(rows))
+    return _right(chunked, lambda: Blocks(chunked, 0, ragged), _unequal(rows))
 
 
 def _shares(runner: Runner) -> bool:
@@ -80,13 +65,8 @@ def _shares(runner: Runner) -> bool:
         return False
     hook(runner.model)
     few, more = BATCHES
-    try:
-        store = Store(runner, 0, WORTH)
-    except REFUSED:
-        return False
-    right = _right(runner, store, [*_unequal(few), *_behind_prompts(more)])
-    store.clear()  # its parts refer to each other, and would stay until the next collection
-    return right
+    batches = [*_unequal(few), *_behind_prompts(more)]
+    return _right(runner, lambda: Store(runner, 0, WORTH), batches)
 
 
 def _unequal(rows: int) -> list[list[Key]]:
@@ -108,18 +88,29 @@ def _behind_prompts(rows: int) -> list[list[Key]]:
     return [prompts, [(*key, 7) for key in prompts]]
 
 
-def _right(runner: Runner, store: Blocks | Store, batches: Sequence[Sequence[Key]]) -> bool:
-    """Whether the rows of these batches, one after the other, are right."""
-    for keys in batches:
+def _right(
+    runner: Runner, make: Callable[[], Blocks | Store], batches: Sequence[Sequence[Key]]
+) -> bool:
+    """Whether a store's rows of these batches, one after the other, are those computed alone."""
+    with narrowed(runner.model, WINDOW):  # so narrow that short contexts are longer
         try:
-            batched = _probabilities(store.logits([Query(key[1:]) for key in keys]))
+            store = make()
         except REFUSED:
             return False
-        alone = _probabilities(mx.concatenate([runner.cold(key) for key in keys]))
-        variation = np.abs(batched - alone).sum(axis=-1).max() / 2
-        if not variation <= _tolerance(runner):
-            return False
-    return True
+        try:
+            return all(_agree(runner, store, keys) for keys in batches)
+        finally:
+            store.clear()  # its parts refer to each other, and would stay until a collection
+
+
+def _agree(runner: Runner, store: Blocks | Store, keys: Sequence[Key]) -> bool:
+    try:
+        batched = _probabilities(store.logits([Query(key[1:]) for key in keys]))
+    except REFUSED:
+        return False
+    alone = _probabilities(mx.concatenate([runner.cold(key) for key in keys]))
+    variation = np.abs(batched - alone).sum(axis=-1).max() / 2
+    return bool(variation <= _tolerance(runner))
 
 
 def _probabilities(logits: mx.array) -> Any:

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx.core as mx
 from genlm.core import Query
-from genlm.mlx.adapters import Adapters
+from genlm.mlx.adapters import Adapters, Versions
 
 Key = tuple[int, ...]  # the version of an adapter, then tokens
 Cache = list[Any]  # one mlx-lm cache per layer
@@ -76,19 +76,13 @@ class Runner:
 
     def step(self, cache: Cache, versions: Sequence[int], tokens: Sequence[int]) -> mx.array:
         """Append one token to each row; the logits of the next, ``[rows, vocab_size]`` float32."""
-        self.adapters.select(versions)
-        logits = self.model(mx.array(tokens, mx.int32)[:, None], cache=cache)[:, -1, :].astype(
-            mx.float32
-        )
+        logits = self.one_by_one(cache, versions, tokens).astype(mx.float32)
         mx.eval(logits, [layer.state for layer in cache])
         return logits
 
-    def one_by_one(self, cache: Cache, versions: Sequence[int], tokens: Sequence[int]) -> mx.array:
-        """Run tokens, each as its own row, over a cache that knows where they belong.
-
-        Returns:
-            The logits after each, ``[tokens, vocab_size]``: computed only if they are read.
-        """
+    def one_by_one(self, cache: Cache, versions: Versions, tokens: Sequence[int]) -> mx.array:
+        """The logits after tokens, each of which is its own row, ``[tokens, vocab_size]``: computed
+        only if they are read."""
         self.adapters.select(versions)
         logits: mx.array = self.model(mx.array(tokens, mx.int32)[:, None], cache=cache)[:, -1, :]
         return logits

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 import mlx.core as mx
 from genlm.core import Query
 from genlm.kit.kv import Placement, Planner, TokenSequence, Worth
-from genlm.kit.segments import Row, Trunk
-from genlm.mlx.block import RowBlock
+from genlm.kit.segments import Row
 from genlm.mlx.chunk import Chunk
 from genlm.mlx.layout import Layout
-from genlm.mlx.runner import Runner, key_of
+from genlm.mlx.runner import Cache, Runner
 from genlm.mlx.table import Table
 
 #: The numbers for decisions on sharing.
@@ -24,6 +25,9 @@ FEW_MORE = 4
 #: The most products of queries and keys for each head in one forward pass of a long context, unless
 #: it would have fewer tokens than this.
 MOST_PRODUCTS, LEAST_FED = 1 << 21, 256
+
+
+NONE = np.array([], int)
 
 
 class Store:
@@ -59,18 +63,19 @@ class Store:
         self._table.in_hand = 0
         for batch in self._planner.batches([_sequence(query) for query in queries]):
             parts.append(self._computed(batch))
-            self._table.in_hand += self._positions_of(batch)
             order += [one.index for one in batch]
+            if len(order) < len(queries):
+                self._table.in_hand += self._positions_of(batch)
         logits = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-        return _ordered(logits, sorted(range(len(order)), key=order.__getitem__))
+        return _ordered(logits, np.argsort(order))
 
     def known(self, query: Query) -> int:
         """How many tokens of a context, without its last, are known."""
         return self._planner.known(_sequence(query))
 
-    def branch(self, query: Query) -> RowBlock:
-        """A block of one row, outside the store: the known part of a context without its last
-        token."""
+    def branch(self, query: Query) -> tuple[Cache, int]:
+        """A cache outside the store of what is known of a context without its last token, and how
+        many tokens that is."""
         context, tree = _sequence(query), self._planner.tree
         found, common = tree.nearest(context.key)
         cache, known = self._runner.empty_cache(), min(common, context.latest_start)
@@ -78,7 +83,7 @@ class Store:
             tree.touch(found)
             for layer, (keys, values) in zip(cache, self._table.read(found, known), strict=True):
                 layer.state = keys, values, known
-        return RowBlock([key_of(query)[: known + 1]], cache)
+        return cache, known
 
     def pin(self, query: Query) -> None:
         """Compute a context if necessary, and keep it until it is dropped."""
@@ -93,10 +98,6 @@ class Store:
     def clear(self) -> None:
         """Drop everything."""
         self._planner.clear()
-
-    def check_integrity(self) -> None:
-        """Raises: RuntimeError: rows, free rows and the tree do not add up."""
-        self._planner.tree.check_integrity()
 
     # --- the course of a call ---------------------------------------------------------------------
 
@@ -129,47 +130,39 @@ class Store:
             self._feed(chunk for bound in bounds for chunk in _chunks(*bound))
             starts = last
         bounds = zip(batch, starts, [one.sequence.length for one in batch], strict=True)
-        chunks = [_chunks(*bound) for bound in bounds]
-        layout = Layout([chunk for some in chunks for chunk in some])
-        logits = self._forward(layout)
-        places = dict(zip(map(id, layout.chunks), layout.last, strict=True))
-        logits = _ordered(logits, [places[id(some[-1])] for some in chunks]).astype(mx.float32)
-        self._evaluate(layout, logits)
-        return logits
+        parts = [_chunks(*bound) for bound in bounds]
+        ends = np.cumsum([len(part) for part in parts]) - 1
+        return self._run([chunk for part in parts for chunk in part], ends)
 
     def _feed(self, chunks: Iterable[Chunk]) -> None:
         """Compute chunks in order, with as many tokens at a time as one forward pass may have."""
         batch: list[Chunk] = []
         room = self._runner.step_size
-        for chunk in chunks:
-            start = chunk.start
-            while start < chunk.stop:
+        for segment, start, tokens, version in chunks:
+            while tokens:
                 most = min(room, max(LEAST_FED, MOST_PRODUCTS // (start + room)))
-                some = chunk.tokens[start - chunk.start : start - chunk.start + most]
-                batch.append(Chunk(chunk.segment, start, some, chunk.version))
+                some, tokens = tokens[:most], tokens[most:]
+                batch.append(Chunk(segment, start, some, version))
                 start, room = start + len(some), room - len(some)
-                if room == 0 or start < chunk.stop:  # a forward pass has one chunk of a segment
+                if room == 0 or tokens:  # a forward pass has one chunk of a segment
                     self._run(batch)
                     batch, room = [], self._runner.step_size
         if batch:
             self._run(batch)
 
-    def _run(self, chunks: Sequence[Chunk]) -> None:
-        layout = Layout(chunks)
-        self._forward(layout)
-        self._evaluate(layout)
-
-    def _forward(self, layout: Layout) -> mx.array:
-        self._table.layout = layout
+    def _run(self, chunks: Sequence[Chunk], wanted: np.ndarray = NONE) -> mx.array:
+        """Compute chunks; the logits after the last token of the ``wanted`` ones, ``[len(wanted),
+        vocab_size]`` float32."""
+        self._table.layout = layout = Layout(chunks)
         try:
-            return self._runner.one_by_one(self._table.layers, layout.versions, layout.tokens)
+            logits = self._runner.one_by_one(self._table.layers, layout.versions, layout.tokens)
         finally:
             del self._table.layout
-
-    def _evaluate(self, layout: Layout, *wanted: mx.array) -> None:
-        trunks = [chunk.segment for chunk in layout.chunks if isinstance(chunk.segment, Trunk)]
-        mx.eval(*wanted, [trunk.layers for trunk in trunks])
+        rows = _ordered(logits, layout.last[wanted]).astype(mx.float32)
+        # If none is wanted, the last layer is not computed.
+        mx.eval(rows if len(wanted) else (), [trunk.layers for trunk in layout.trunks])
         self._table.evaluate()
+        return rows
 
 
 def _sequence(query: Query) -> TokenSequence:
@@ -185,5 +178,6 @@ def _chunks(one: Placement[TokenSequence], start: int, stop: int) -> list[Chunk]
     ]
 
 
-def _ordered(rows: mx.array, order: list[int]) -> mx.array:
-    return rows if order == list(range(len(rows))) else rows[mx.array(order, mx.int32)]
+def _ordered(rows: mx.array, order: np.ndarray) -> mx.array:
+    same = np.array_equal(order, np.arange(len(rows)))
+    return rows if same else rows[mx.array(order, mx.int32)]
