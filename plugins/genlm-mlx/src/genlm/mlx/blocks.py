@@ -224,7 +224,8 @@ class Blocks:
             for row in block.living.intersection(rows):
                 self._index.remove(block.keys[row])
             block.living = set(staying)
-            return block.copied(rows, self._evict(needed, left=block))
+            self._evict(needed, left=block)
+            return block.copied(rows) if block in self._blocks else block.split([rows])[0]
         self._forget(block)
         moved, *left = block.split([rows, staying] if staying else [rows])
         for rest in left:
@@ -259,10 +260,8 @@ class Blocks:
         place.block.used = self._tick
         return place.block.logits[place.row]
 
-    def _evict(
-        self, needed: Collection[RowBlock] = (), left: RowBlock | None = None
-    ) -> list[RowBlock]:
-        """Forget the least recently used blocks beyond the limit, and return them.
+    def _evict(self, needed: Collection[RowBlock] = (), left: RowBlock | None = None) -> None:
+        """Forget the least recently used blocks beyond the limit.
 
         Args:
             needed: Blocks whose rows this call still takes.
@@ -270,13 +269,11 @@ class Blocks:
         """
         in_hand = [block for block in self._blocks if block.used == self._tick or block in needed]
         aside = [block for block in self._blocks if block is left or block not in in_hand]
-        excess, gone = _nbytes(aside) - self._aside.limit(_nbytes(in_hand)), []
+        excess = _nbytes(aside) - self._aside.limit(_nbytes(in_hand))
         for block in sorted(aside, key=attrgetter("used")):
             if excess > 0 and not block.pinned:
                 excess -= block.nbytes
                 self._forget(block)
-                gone.append(block)
-        return gone
 
 
 def _nbytes(blocks: Iterable[RowBlock]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_lm.utils import load_model, snapshot_download
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_model, snapshot_download
 from transformers import AutoTokenizer
 
 import mlx.core as mx
@@ -24,18 +24,6 @@ from genlm.mlx.probe import store_of
 from genlm.mlx.repairs import repair
 from genlm.mlx.runner import Runner
 from genlm.mlx.settings import refuse_unread
-
-#: The files that mlx-lm itself fetches from a repository.
-FILES = (
-    "*.json",
-    "model*.safetensors",
-    "*.py",
-    "tokenizer.model",
-    "*.tiktoken",
-    "*.txt",
-    "*.jsonl",
-    "*.jinja",
-)
 
 #: Rotary settings, and what mlx-lm's GPT-NeoX calls them.
 GPT_NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
@@ -61,7 +49,7 @@ def load(name: str, options: Mapping[str, object]) -> MlxEngine:
     folder = (
         Path(name)
         if Path(name).exists()
-        else Path(snapshot_download(name, allow_patterns=list(FILES)))
+        else Path(snapshot_download(name, allow_patterns=DEFAULT_ALLOW_PATTERNS))
     )
     if folder.is_file():
         raise EngineError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -25,9 +26,6 @@ FEW_MORE = 4
 #: The most products of queries and keys for each head in one forward pass of a long context, unless
 #: it would have fewer tokens than this.
 MOST_PRODUCTS, LEAST_FED = 1 << 21, 256
-
-
-NONE = np.array([], int)
 
 
 class Store:
@@ -131,7 +129,7 @@ class Store:
             starts = last
         bounds = zip(batch, starts, [one.sequence.length for one in batch], strict=True)
         parts = [_chunks(*bound) for bound in bounds]
-        ends = np.cumsum([len(part) for part in parts]) - 1
+        ends = [end - 1 for end in accumulate(map(len, parts))]
         return self._run([chunk for part in parts for chunk in part], ends)
 
     def _feed(self, chunks: Iterable[Chunk]) -> None:
@@ -150,7 +148,7 @@ class Store:
         if batch:
             self._run(batch)
 
-    def _run(self, chunks: Sequence[Chunk], wanted: np.ndarray = NONE) -> mx.array:
+    def _run(self, chunks: Sequence[Chunk], wanted: Sequence[int] = ()) -> mx.array:
         """Compute chunks; the logits after the last token of the ``wanted`` ones, ``[len(wanted),
         vocab_size]`` float32."""
         self._table.layout = layout = Layout(chunks)
@@ -158,9 +156,9 @@ class Store:
             logits = self._runner.one_by_one(self._table.layers, layout.versions, layout.tokens)
         finally:
             del self._table.layout
-        rows = _ordered(logits, layout.last[wanted]).astype(mx.float32)
-        # If none is wanted, the last layer is not computed.
-        mx.eval(rows if len(wanted) else (), [trunk.layers for trunk in layout.trunks])
+        rows = _ordered(logits, layout.last[[*wanted]]).astype(mx.float32)
+        # If none is wanted, what follows the last layer's keys and values is not computed.
+        mx.eval(rows if wanted else (), [trunk.layers for trunk in layout.trunks])
         self._table.evaluate()
         return rows
 
