@@ -31,6 +31,9 @@ APPLIED = frozenset({
 })  # fmt: skip
 
 
+#: How many features each layer takes and gives.
+Shapes = Mapping[str, tuple[int, int]]
+
 #: The version of the adapter of each row; 0 is none.
 Versions = Sequence[int] | np.ndarray
 
@@ -121,12 +124,11 @@ class Adapters:
     ) -> dict[str, Weights]:
         shapes = _shapes(modules)
         if isinstance(adapter, MlxFolder):
-            for name, shape in adapter.layers.items():
-                _check(adapter.path, name, shape, modules, shapes)
+            _check(adapter.path, adapter.layers, modules, shapes)
             adapter.require_whole(shapes, len(self._model.layers))
             return adapter.weights()
-        for name, module in adapter.modules.items():
-            _check(adapter.path, name, (module.inputs, module.outputs), modules, shapes)
+        adapted = {name: (one.inputs, one.outputs) for name, one in adapter.modules.items()}
+        _check(adapter.path, adapted, modules, shapes)
         adapter.require_whole(shapes)
         self._require_same_weights(adapter, modules)
         tensors = _tensors(adapter)
@@ -181,7 +183,7 @@ def read_folder(path: str) -> AdapterFolder | MlxFolder:
     return adapter
 
 
-def _shapes(modules: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+def _shapes(modules: Mapping[str, Any]) -> Shapes:
     """How many features each linear layer takes and gives."""
     shapes = {}
     for name, module in modules.items():
@@ -193,26 +195,21 @@ def _shapes(modules: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     return shapes
 
 
-def _check(
-    folder: Path,
-    name: str,
-    shape: tuple[int, int],
-    modules: Mapping[str, Any],
-    shapes: Mapping[str, tuple[int, int]],
-) -> None:
-    """Raises: InvalidAdapterError: the model has no linear layer of that name and shape."""
-    if name not in shapes:
-        found = type(modules[name]).__name__ if name in modules else "nothing"
-        raise InvalidAdapterError(
-            f"LoRA adapter {folder} changes {name}, where the model has {found}; only linear "
-            "layers can be adapted: give an adapter of them, made for this model"
-        )
-    if shape != shapes[name]:
-        raise InvalidAdapterError(
-            f"LoRA adapter {folder} is made for another model: at {name} it maps {shape[0]} to "
-            f"{shape[1]} features, the model {shapes[name][0]} to {shapes[name][1]}; give one made "
-            "for this model"
-        )
+def _check(folder: Path, adapted: Shapes, modules: Mapping[str, Any], shapes: Shapes) -> None:
+    """Raises: InvalidAdapterError: the model has no linear layers of these names and shapes."""
+    for name, shape in adapted.items():
+        if name not in shapes:
+            found = type(modules[name]).__name__ if name in modules else "nothing"
+            raise InvalidAdapterError(
+                f"LoRA adapter {folder} changes {name}, where the model has {found}; only linear "
+                "layers can be adapted: give an adapter of them, made for this model"
+            )
+        if shape != shapes[name]:
+            raise InvalidAdapterError(
+                f"LoRA adapter {folder} is made for another model: at {name} it maps {shape[0]} to "
+                f"{shape[1]} features, the model {shapes[name][0]} to {shapes[name][1]}; give one "
+                "made for this model"
+            )
 
 
 def _tensors(adapter: AdapterFolder) -> Mapping[str, mx.array]:

@@ -74,12 +74,10 @@ class MlxEngine:
             else:
                 now.append(query)
         oldest, self._chunked = next(iter(chunks.values()), None), None
-        if oldest is not None and self.store is not None:
-            # Together with the others, so that its row is not the least recently used. It may be
-            # equal to one of theirs, and they must be distinct.
-            rows = _rows(self.store.logits([*dict.fromkeys([*now, oldest])])[: len(now)])
-        else:
-            rows = self.logprobs(now) if now else torch.empty(0)
+        # Together with the others, so that its row is not the least recently used. It may be equal
+        # to one of theirs, and they must be distinct.
+        asked = now if oldest is None else [*dict.fromkeys([*now, oldest])]
+        rows = self.logprobs(asked)[: len(now)] if asked else torch.empty(0)
         self._waiting, self._chunked = list(chunks), oldest
         return [Answer(query, row) for query, row in zip(now, rows, strict=True)]
 

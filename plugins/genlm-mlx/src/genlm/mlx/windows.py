@@ -104,9 +104,5 @@ def _forget_pattern(model: Any) -> None:
 
 
 def _takes_mask(attention: Any) -> bool:
-    return attention is not None and [*signature(type(attention).__call__).parameters] == [
-        "self",
-        "x",
-        "mask",
-        "cache",
-    ]
+    names = ["self", "x", "mask", "cache"]
+    return attention is not None and [*signature(type(attention).__call__).parameters] == names
