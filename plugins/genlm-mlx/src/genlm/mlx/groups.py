@@ -205,7 +205,9 @@ def below_of(chunks: Sequence[Chunk], owner: np.ndarray, positions: np.ndarray) 
                 above[below].append(at)
     found = []
     for (trunk, size), those in above.items():
-        mine = np.flatnonzero(np.isin(owner, those))
+        stands = np.zeros(len(chunks), bool)
+        stands[those] = True
+        mine = np.flatnonzero(stands[owner])
         last = positions[None, mine] - trunk.start
         tokens = None if len(mine) == len(owner) else mx.array(mine, mx.int32)
         found.append(Part(trunk, slice(0, 1), size, last, tokens))
