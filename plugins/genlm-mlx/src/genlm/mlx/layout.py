@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 import mlx.core as mx
+from genlm.kit.segments import Row
 from genlm.mlx.chunk import Chunk, LayerState
 from genlm.mlx.groups import Group
 
@@ -32,7 +33,8 @@ class Layout:
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         widths = np.array([len(chunk.tokens) for chunk in chunks])
-        slots = np.array([getattr(chunk.segment, "slot", -1) for chunk in chunks])  # -1: a trunk
+        segments = [chunk.segment for chunk in chunks]
+        slots = np.array([one.slot if isinstance(one, Row) else -1 for one in segments])
         kinds = np.where(
             slots < 0, -1 - np.arange(len(chunks)), np.ceil(np.log2(np.maximum(widths, FEW)))
         )
