@@ -236,7 +236,7 @@ def scale(bench: Bench) -> None:
 
 def at_random(choose: Callable[..., Any]) -> Callable[..., Any]:
     source = random.Random(0)
-    return lambda self, query, loads, together: source.choice(list(loads))
+    return lambda self, queries, loads: source.choices(list(loads), k=len(queries))
 
 
 def ours(bench: Bench) -> None:

@@ -14,58 +14,64 @@ def query(*token_ids: int, adapter: Adapter | None = None) -> Query:
     return Query(token_ids, adapter)
 
 
+def choose(affinity: Affinity[str], loads: dict[str, int], *queries: Query) -> str:
+    """Where the first of them goes."""
+    first, *_ = affinity.choose(queries, loads.copy())
+    return first
+
+
 def test_a_context_follows_the_longest_prefix_that_is_known() -> None:
     affinity: Affinity[str] = Affinity()
     prompt = tuple(range(100))
-    home = affinity.choose(query(*prompt), FREE)
+    home = choose(affinity, FREE, query(*prompt))
     other = next(member for member in FREE if member != home)
     grown = prompt
     for token_id in range(200):
         grown = (*grown, token_id % 7)
-        assert affinity.choose(query(*grown), {home: 3, other: 0}) == home
-    assert affinity.choose(query(*prompt[:64], 5, 5, 5), {home: 3, other: 0}) == home
+        assert choose(affinity, {home: 3, other: 0}, query(*grown)) == home
+    assert choose(affinity, {home: 3, other: 0}, query(*prompt[:64], 5, 5, 5)) == home
 
 
 def test_a_context_that_nobody_knows_goes_to_who_has_least_to_do() -> None:
     affinity: Affinity[str] = Affinity()
-    affinity.choose(query(1, 2, 3), {"left": 0, "right": 9})
-    assert affinity.choose(query(9, 9, 9), {"left": 5, "right": 2}) == "right"
+    choose(affinity, {"left": 0, "right": 9}, query(1, 2, 3))
+    assert choose(affinity, {"left": 5, "right": 2}, query(9, 9, 9)) == "right"
 
 
 def test_an_overloaded_member_is_relieved() -> None:
     affinity: Affinity[str] = Affinity()
-    assert affinity.choose(query(1, 2, 3), {"left": 0, "right": 1}) == "left"
-    assert affinity.choose(query(1, 2, 3, 4), {"left": 40, "right": 1}) == "right"
-    assert affinity.choose(query(1, 2, 3, 4, 5), {"left": 1, "right": 2}) == "right"
+    assert choose(affinity, {"left": 0, "right": 1}, query(1, 2, 3)) == "left"
+    assert choose(affinity, {"left": 40, "right": 1}, query(1, 2, 3, 4)) == "right"
+    assert choose(affinity, {"left": 1, "right": 2}, query(1, 2, 3, 4, 5)) == "right"
 
 
 def test_a_member_has_its_share_of_what_is_placed_together() -> None:
     affinity: Affinity[str] = Affinity()
-    affinity.choose(query(1, 2, 3), {"left": 0, "right": 1})
-    assert affinity.choose(query(1, 2, 3, 4), {"left": 9, "right": 0}, together=7) == "left"
-    assert affinity.choose(query(1, 2, 3, 5), {"left": 10, "right": 0}, together=6) == "right"
+    choose(affinity, {"left": 0, "right": 1}, query(1, 2, 3))
+    assert choose(affinity, {"left": 9, "right": 0}, query(1, 2, 3, 4), *[query(9)] * 6) == "left"
+    assert choose(affinity, {"left": 10, "right": 0}, query(1, 2, 3, 5), *[query(9)] * 5) == "right"
 
 
 def test_a_member_that_is_gone_is_not_chosen() -> None:
     affinity: Affinity[str] = Affinity()
-    assert affinity.choose(query(1, 2, 3), {"left": 0, "right": 1}) == "left"
-    assert affinity.choose(query(1, 2, 3, 4), {"right": 0}) == "right"
+    assert choose(affinity, {"left": 0, "right": 1}, query(1, 2, 3)) == "left"
+    assert choose(affinity, {"right": 0}, query(1, 2, 3, 4)) == "right"
 
 
 def test_state_that_was_lost_draws_nobody() -> None:
     affinity: Affinity[str] = Affinity()
-    assert affinity.choose(query(1, 2, 3), {"left": 0, "right": 1}) == "left"
+    assert choose(affinity, {"left": 0, "right": 1}, query(1, 2, 3)) == "left"
     affinity.forget_member("left")
-    assert affinity.choose(query(1, 2, 3, 4), {"left": 1, "right": 0}) == "right"
+    assert choose(affinity, {"left": 1, "right": 0}, query(1, 2, 3, 4)) == "right"
     affinity.forget()
-    assert affinity.choose(query(1, 2, 3, 4), {"left": 0, "right": 1}) == "left"
+    assert choose(affinity, {"left": 0, "right": 1}, query(1, 2, 3, 4)) == "left"
 
 
 def test_an_adapter_has_prefixes_of_its_own() -> None:
     affinity: Affinity[str] = Affinity()
     adapter = Adapter("a", "path", 1)
-    assert affinity.choose(query(1, 2, 3), {"left": 0, "right": 1}) == "left"
-    assert affinity.choose(query(1, 2, 3, adapter=adapter), {"left": 1, "right": 0}) == "right"
+    assert choose(affinity, {"left": 0, "right": 1}, query(1, 2, 3)) == "left"
+    assert choose(affinity, {"left": 1, "right": 0}, query(1, 2, 3, adapter=adapter)) == "right"
 
 
 def test_a_token_more_adds_at_most_two_prefixes_at_any_length() -> None:
@@ -79,14 +85,14 @@ def test_a_token_more_adds_at_most_two_prefixes_at_any_length() -> None:
 def test_what_is_remembered_is_bounded() -> None:
     affinity: Affinity[str] = Affinity()
     for i in range(KEPT // BLOCK + 100):
-        affinity.choose(query(*range(i, i + BLOCK * BLOCK)), FREE)
-    assert affinity.choose(query(*range(BLOCK)), {"left": 1, "right": 0}) == "right"
+        choose(affinity, FREE, query(*range(i, i + BLOCK * BLOCK)))
+    assert choose(affinity, {"left": 1, "right": 0}, query(*range(BLOCK))) == "right"
 
 
 def test_what_is_used_is_remembered_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("genlm.ray.affinity.KEPT", 3)
     affinity: Affinity[str] = Affinity()
-    assert affinity.choose(query(0), {"left": 1, "right": 0}) == "right"
+    assert choose(affinity, {"left": 1, "right": 0}, query(0)) == "right"
     for token_id in range(1, 10):
-        affinity.choose(query(token_id), FREE)
-        assert affinity.choose(query(0), FREE) == "right"
+        choose(affinity, FREE, query(token_id))
+        assert choose(affinity, FREE, query(0)) == "right"

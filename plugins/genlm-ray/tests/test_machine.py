@@ -64,7 +64,7 @@ class Asked:
 def tokens(ask: Ask) -> list[int]:
     from genlm.ray.wire import unpacked
 
-    return unpacked(ask.ids)
+    return unpacked(ask[0])
 
 
 @define(eq=False)
@@ -160,16 +160,16 @@ class World:
         elif asked.method == "pin":
             have.add(arguments[0])
         elif asked.method == "clear":
-            have -= {each for each in have if isinstance(each, Ask)}
+            have -= {each for each in have if isinstance(each, tuple)}
         else:
             assert asked.method in ("remove_adapter", "unpin")
             assert arguments[0] in have, "it has not got that"
-            dropped = {a for a in have if isinstance(a, Ask) and a.adapter == arguments[0]}
+            dropped = {a for a in have if isinstance(a, tuple) and a[1] == arguments[0]}
             have -= {arguments[0], *dropped}
         return None
 
     def answer(self, ask: Ask, have: set[Any]) -> Any:
-        if ask.adapter is not None and ask.adapter not in have:
+        if ask[1] is not None and ask[1] not in have:
             return LookupError("the replica has no such adapter")
         return ("answer", tuple(tokens(ask)))
 
@@ -328,7 +328,7 @@ class Machine(RuleBasedStateMachine):
         if pin:
             adapter = adding.adapters[-1] if adding.adapters and path == "a" else None
             key = adapter and adapter_key(adapter.version, adding.name)
-            asked = Ask(bytes(8), key)
+            asked: Ask = (bytes(8), key, False, None, None)
             version = adapter and adapter.version
             entry = Entry(("pin", asked), ("unpin", asked), version)
             if adapter and adapter.path in self.world.gone_paths:

@@ -139,21 +139,25 @@ def replica_with(*programs: str) -> tuple[Any, Model, list[Token]]:
     return replica, model, [(program, 1) for program in programs]
 
 
+def asked(token_id: int, adapter: str | None = None) -> Ask:
+    return packed([token_id]), adapter, False, None, None
+
+
 def test_what_a_program_has_on_a_replica_is_its_own() -> None:
     replica, model, (yours, mine) = replica_with("yours", "mine")
 
     async def changes() -> list[list[tuple[Any, ...]]]:
         found = []
         for change in (
-            lambda: replica.pin(yours, Ask(packed([1]), None)),
+            lambda: replica.pin(yours, asked(1)),
             lambda: replica.add_adapter(mine, "a", "folder"),
-            lambda: replica.pin(mine, Ask(packed([2]), "a")),
-            lambda: replica.pin(mine, Ask(packed([3]), None)),
+            lambda: replica.pin(mine, asked(2, "a")),
+            lambda: replica.pin(mine, asked(3)),
             lambda: replica.remove_adapter(mine, "a"),
-            lambda: replica.pin(mine, Ask(packed([4]), None)),
-            lambda: replica.unpin(mine, Ask(packed([4]), None)),
+            lambda: replica.pin(mine, asked(4)),
+            lambda: replica.unpin(mine, asked(4)),
             lambda: replica.clear(mine),
-            lambda: replica.pin(mine, Ask(packed([5]), None)),
+            lambda: replica.pin(mine, asked(5)),
             lambda: replica.add_adapter(mine, "b", "folder"),
             lambda: replica.leave(mine, end=False),
         ):
@@ -183,7 +187,7 @@ def test_requests_end_with_their_programs_session_and_with_no_other() -> None:
     async def one_leaves() -> None:
         calls = []
         for token in (mine, yours):
-            answer = replica.answer(token, [Ask(packed([1]), None)], False)
+            answer = replica.answer(token, [asked(1)], False)
             calls.append(asyncio.create_task(answer))
             await model.at_work.wait()
             model.at_work.clear()

@@ -18,12 +18,12 @@ from genlm.ray.wire import Gone, portable, received, sent
 def test_tensors_that_arrive_are_the_memory_that_they_came_in() -> None:
     """Which is not to be written into, as NumPy says and PyTorch warns; the core only reads it."""
     results = [torch.arange(5.0), ValueError("no"), torch.arange(3.0), [7, 8], torch.arange(5.0)]
-    joined, rest = sent(results)
+    joined, *rest = sent(results)
     assert joined is not None
     joined.setflags(write=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        first, error, second, drawn, third = received((joined, rest))
+        first, error, second, drawn, third = received((joined, *rest))
     assert torch.cat([first, second, third]).equal(torch.cat([results[i] for i in (0, 2, 4)]))
     assert (type(error), drawn, len(second)) == (ValueError, [7, 8], 3)
     assert first.data_ptr() == joined.ctypes.data

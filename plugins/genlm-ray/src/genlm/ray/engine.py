@@ -77,7 +77,7 @@ class RayEngine:
         self._program = uuid.uuid4().hex
         self._orders = Mailbox[Callable[[], None]]()  # for the fleet's thread
         self._answers = Mailbox[list[tuple[Request, Any]]]()  # for the engine thread
-        self._flying: set[Request] = set()
+        self._flying: dict[Request, bool] = {}
         self._failure: BaseException | None = None
         self._ready = self._awaited = concurrent.futures.Future[Any]()
         self._closing = False
@@ -157,15 +157,16 @@ class RayEngine:
     ) -> list[Answer]:
         """Wait until something is answered, or :meth:`genlm_wake` is called."""
         newcomers: list[Request] = [*queries, *samples, *scores]
-        self._flying.difference_update(dropped)
-        self._flying.update(newcomers)
+        for request in dropped:
+            self._flying.pop(request, None)
+        self._flying.update(dict.fromkeys(newcomers, True))
         self._orders.put(partial(self._fleet.step, newcomers, dropped))
         came = [self._answers.get()] if self._flying and self._failure is None else []
         while self._answers:
             came.append(self._answers.get())
         # Without what has been dropped since it was answered.
-        answers = [Answer(*each) for some in came for each in some if each[0] in self._flying]
-        self._flying.difference_update(answer.request for answer in answers)
+        flying = self._flying
+        answers = [Answer(*each) for some in came for each in some if flying.pop(each[0], False)]
         if self._failure is not None and not answers:
             raise self._failure
         return answers

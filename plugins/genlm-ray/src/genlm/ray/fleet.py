@@ -75,14 +75,16 @@ class Fleet:
     def step(self, newcomers: Iterable[Request], dropped: Iterable[Request]) -> None:
         """Take newcomers, and forget what nobody waits for."""
         self._drop([job for request in dropped if (job := self._flying.pop(request, None))])
-        jobs = [Job(request) for request in newcomers]
-        self._flying.update((job.request, job) for job in jobs)
-        self._placing.add(job for job in jobs if not self._without_adapter(job))
+        jobs = {request: Job(request) for request in newcomers}
+        self._flying.update(jobs)
+        self._refuse_without_adapter(jobs.values())
+        self._placing.add(alive(jobs.values()))
         self._proceed()
 
     def _ask(self, member: Member, jobs: Sequence[Job], on_trial: bool) -> Journey:
         """The journey of requests, from where they waited to their answers."""
-        asked = [ask(job.request, self._program) for job in jobs]
+        # A tuple, not a list: only of a list Ray pickles each element by itself.
+        asked = tuple([ask(job.request, self._program) for job in jobs])
         outcome = yield Call(member, ("answer", asked, on_trial), [*jobs], on_trial)
         if isinstance(outcome, Busy):
             self._placing.postpone(member, jobs)
@@ -92,14 +94,14 @@ class Fleet:
             self._placing.split(alive(jobs))  # such as an object store without room for all rows
         else:
             results = [outcome] if isinstance(outcome, Exception) else outcome
-            for job, result in zip(jobs, results, strict=True):
-                self._answer(job, result)
+            self._answer(jobs, results)
 
-    def _answer(self, job: Job, result: Any) -> None:
-        if not job.done:
-            job.done = True
-            del self._flying[job.request]
-            self.answers.append((job.request, result))
+    def _answer(self, jobs: Sequence[Job], results: Sequence[Any]) -> None:
+        for job, result in zip(jobs, results, strict=True):
+            if not job.done:
+                job.done = True
+                del self._flying[job.request]
+                self.answers.append((job.request, result))
 
     def _drop(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
@@ -137,8 +139,8 @@ class Fleet:
     def _die(self, member: Member, gone: Gone) -> None:
         """The journey of a death: find who is to blame, ask the rest elsewhere, start again."""
         log.warning("replica.lost", replica=member.index, error=str(gone))
-        for job in self._placing.leave(member, gone.computing):
-            self._answer(job, died_of(job, gone))
+        killers = self._placing.leave(member, gone.computing)
+        self._answer(killers, [died_of(job, gone) for job in killers])
         calls, member.calls = member.calls, set()
         entry = next((c.entry for c in calls if c.entry and c.entry.applied_by(c.action)), None)
         if entry is not None and gone.computing:
@@ -219,18 +221,16 @@ class Fleet:
         if entry.version is not None and not entry.pinned:
             self._forget(lambda other: other.version == entry.version)
             self._lost[entry.version] = error
-            for job in list(self._flying.values()):
-                self._without_adapter(job)
+            self._refuse_without_adapter([*self._flying.values()])
             self._placing.remove_done()
 
-    def _without_adapter(self, job: Job) -> bool:
-        adapter = query_of(job.request).adapter
-        error = self._lost.get(adapter.version) if adapter else None
-        if adapter is None or error is None:
-            return False
-        why = f"adapter {adapter.name!r} could not be loaded again when a replica started again"
-        self._answer(job, EngineError(f"{why}: {error}; add it again"))
-        return True
+    def _refuse_without_adapter(self, jobs: Iterable[Job]) -> None:
+        for job in jobs if self._lost else ():
+            adapter = query_of(job.request).adapter
+            error = self._lost.get(adapter.version) if adapter else None
+            if adapter and error:
+                why = f"adapter {adapter.name!r} could not be loaded again when a replica started"
+                self._answer([job], [EngineError(f"{why} again: {error}; add it again")])
 
     def _advance_change(self) -> None:
         """Find a replica for an entry on trial, or end the change when all have it. A replica that

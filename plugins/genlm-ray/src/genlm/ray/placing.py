@@ -66,13 +66,12 @@ class Placing:
         members = [member for member in self._ready if member.trial is None] or self._ready
         loads = {member: len(member.waiting) + member.in_flight() for member in members}
         jobs = list(jobs)
-        for placed, job in enumerate(jobs):
-            if not loads:
-                self._homeless.append(job)
-                continue
-            member = self.affinity.choose(query_of(job.request), loads, len(jobs) - placed)
+        if not loads:
+            self._homeless += jobs
+            return
+        chosen = self.affinity.choose([query_of(job.request) for job in jobs], loads)
+        for job, member in zip(jobs, chosen, strict=True):
             member.waiting.add(job)
-            loads[member] += 1
 
     def remove_done(self) -> None:
         """Forget the jobs that nobody waits for."""

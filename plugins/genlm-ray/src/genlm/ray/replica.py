@@ -250,15 +250,15 @@ class Replica:
         return sent(found)
 
     async def _answer(self, asked: Ask) -> Any:
-        ids, lora = unpacked(asked.ids), asked.adapter
-        if asked.params is not None:
-            params = asdict(asked.params)
+        packed_ids, lora, cold, drawn, scored = asked
+        ids = unpacked(packed_ids)
+        if drawn is not None:
+            params = asdict(drawn)
             stop = sorted(params.pop("stop_token_ids"))
             return await self.lm.sample(ids, eos_token_ids=stop, lora_name=lora, **params)
-        if asked.continuation is not None:
-            continuation = unpacked(asked.continuation)
-            return await self.lm.sequence_logprobs(ids, continuation, lora_name=lora)
-        if asked.cold:
+        if scored is not None:
+            return await self.lm.sequence_logprobs(ids, unpacked(scored), lora_name=lora)
+        if cold:
             uncached = self.lm.next_token_logprobs_uncached
             return await asyncio.to_thread(uncached, ids, lora_name=lora)
         return await self.lm.next_token_logprobs(ids, lora_name=lora)
@@ -293,7 +293,7 @@ class Replica:
         """Drop an adapter, and the prompts that are pinned with it."""
         async with session.changing:
             session.adapters.discard(key)
-            session.pinned = {ask: None for ask in session.pinned if ask.adapter != key}
+            session.pinned = {ask: None for ask in session.pinned if ask[1] != key}
             await asyncio.to_thread(self.lm.remove_lora, key)
 
     @in_session
@@ -323,4 +323,4 @@ class Replica:
                 await self._pin(asked)
 
     async def _pin(self, asked: Ask) -> None:
-        await asyncio.to_thread(self.lm.cache_kv, unpacked(asked.ids), lora_name=asked.adapter)
+        await asyncio.to_thread(self.lm.cache_kv, unpacked(asked[0]), lora_name=asked[1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 from array import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +20,13 @@ from genlm.core.types import Request, SampleRequest, ScoreRequest, query_of
 #: The optional hooks, which the fleet has if the replicas' engine has them.
 HOOKS = ("genlm_cache_prefix", "genlm_clear_kv_cache", "genlm_add_lora", "genlm_remove_lora")
 
-#: The results of a call on their way.
-Sent = tuple[np.ndarray[Any, Any] | None, list[Any]]
+#: One request: its ids, the key of its adapter, whether it goes past every cache, how to draw, and
+#: the ids to score. A row has neither of the last two. Ids are the bytes of 64-bit integers.
+Ask = tuple[bytes, str | None, bool, SamplingParams | None, bytes | None]
+
+#: The results of a call on their way: tensors in one, the length of each, and what is no tensor, by
+#: its place.
+Sent = tuple[np.ndarray[Any, Any] | None, list[int], dict[int, Any]]
 
 #: A program on a replica, from one opening to the next: the program, and which opening it is.
 Token = tuple[str, int]
@@ -38,19 +43,6 @@ class Gone(Exception):
 
 class Busy(Exception):
     """Another program tries suspects on the replica: ask again later."""
-
-
-class Ask(NamedTuple):
-    """One request; a row, if it has neither ``params`` nor a ``continuation``.
-
-    A tuple, which pickles in half the time of another class.
-    """
-
-    ids: bytes  # of an array of 64-bit integers
-    adapter: str | None  # its key
-    cold: bool = False  # past every cache
-    params: SamplingParams | None = None  # how to draw
-    continuation: bytes | None = None  # what to score, like ``ids``
 
 
 @frozen
@@ -78,7 +70,7 @@ def ask(request: Request, program: str) -> Ask:
     key = None if query.adapter is None else adapter_key(query.adapter.version, program)
     params = request.params if isinstance(request, SampleRequest) else None
     scored = packed(request.continuation) if isinstance(request, ScoreRequest) else None
-    return Ask(packed(query.token_ids), key, query.cold, params, scored)
+    return packed(query.token_ids), key, query.cold, params, scored
 
 
 def adapter_key(version: int, program: str) -> str:
@@ -88,28 +80,26 @@ def adapter_key(version: int, program: str) -> str:
 
 def sent(results: Sequence[Any]) -> Sent:
     """Rows, scores, drawn ids and errors as they travel: tensors one behind the other, so that Ray
-    has one thing to carry, and in their places how long they are."""
-    tensors = [each for each in results if isinstance(each, torch.Tensor)]
-    joined = torch.cat(tensors).cpu().numpy() if tensors else None
-    return joined, [
-        portable(each)
-        if isinstance(each, BaseException)
-        else len(each)
-        if isinstance(each, torch.Tensor)
-        else each
-        for each in results
-    ]
+    has one thing to carry."""
+    tensors = {at: each for at, each in enumerate(results) if isinstance(each, torch.Tensor)}
+    joined = torch.cat([*tensors.values()]).cpu().numpy() if tensors else None
+    others = {
+        at: portable(each) if isinstance(each, BaseException) else each
+        for at, each in enumerate(results)
+        if at not in tensors
+    }
+    return joined, [len(tensors.get(at, ())) for at in range(len(results))], others
 
 
 def received(arrived: Sent) -> list[Any]:
     """What :func:`sent` was given. Tensors are in memory that other processes read, so nobody may
     write into them: the core makes its callers' own copies, the only ones in this process."""
-    joined, each = arrived
-    if joined is None:
-        return each
-    lengths = [length for length in each if isinstance(length, int)]
-    tensors = iter(torch.from_numpy(np.asarray(Lent(joined))).split_with_sizes(lengths))
-    return [next(tensors) if isinstance(one, int) else one for one in each]
+    joined, lengths, others = arrived
+    rows = torch.empty(0) if joined is None else torch.from_numpy(np.asarray(Lent(joined)))
+    results: list[Any] = [*rows.split_with_sizes(lengths)]
+    for at, other in others.items():
+        results[at] = other
+    return results
 
 
 class Lent:
