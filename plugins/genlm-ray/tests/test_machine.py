@@ -51,7 +51,7 @@ class Asked:
 
     def kills(self) -> bool:
         if self.method == "answer":
-            return any(POISON in tokens(ask) for ask in self.arguments[0])
+            return any(POISON in ask[0] for ask in self.arguments[0])
         return self.method == "add_adapter" and self.arguments[1] == KILLS
 
     def subject(self) -> object:
@@ -59,12 +59,6 @@ class Asked:
         if self.method == "answer":
             return self.call.jobs[0].request
         return self.call.entry
-
-
-def tokens(ask: Ask) -> list[int]:
-    from genlm.ray.wire import unpacked
-
-    return unpacked(ask[0])
 
 
 @define(eq=False)
@@ -171,7 +165,7 @@ class World:
     def answer(self, ask: Ask, have: set[Any]) -> Any:
         if ask[1] is not None and ask[1] not in have:
             return LookupError("the replica has no such adapter")
-        return ("answer", tuple(tokens(ask)))
+        return ("answer", ask[0])
 
     def forget(self, process: Process, program: Program) -> None:
         """As when it has not heard of a program for too long."""
@@ -328,7 +322,7 @@ class Machine(RuleBasedStateMachine):
         if pin:
             adapter = adding.adapters[-1] if adding.adapters and path == "a" else None
             key = adapter and adapter_key(adapter.version, adding.name)
-            asked: Ask = (bytes(8), key, False, None, None)
+            asked: Ask = ((0,), key, False, None, None)
             version = adapter and adapter.version
             entry = Entry(("pin", asked), ("unpin", asked), version)
             if adapter and adapter.path in self.world.gone_paths:

@@ -19,7 +19,7 @@ from genlm.ray.line import Line
 from genlm.ray.log import Entry
 from genlm.ray.options import RayOptions
 from genlm.ray.replica import ProgramSession, Replica
-from genlm.ray.wire import HOOKS, Ask, Busy, Description, Gone, Token, packed, received
+from genlm.ray.wire import HOOKS, Ask, Busy, Description, Gone, Token, received
 
 #: How long a test waits for what must happen before it says that it did not, seconds.
 PATIENCE = 120.0
@@ -140,7 +140,7 @@ def replica_with(*programs: str) -> tuple[Any, Model, list[Token]]:
 
 
 def asked(token_id: int, adapter: str | None = None) -> Ask:
-    return packed([token_id]), adapter, False, None, None
+    return (token_id,), adapter, False, None, None
 
 
 def test_what_a_program_has_on_a_replica_is_its_own() -> None:

@@ -34,7 +34,6 @@ from genlm.ray.wire import (
     Token,
     portable,
     sent,
-    unpacked,
 )
 
 Method = Callable[..., Coroutine[Any, Any, Any]]
@@ -250,14 +249,13 @@ class Replica:
         return sent(found)
 
     async def _answer(self, asked: Ask) -> Any:
-        packed_ids, lora, cold, drawn, scored = asked
-        ids = unpacked(packed_ids)
+        ids, lora, cold, drawn, scored = asked
         if drawn is not None:
             params = asdict(drawn)
             stop = sorted(params.pop("stop_token_ids"))
             return await self.lm.sample(ids, eos_token_ids=stop, lora_name=lora, **params)
         if scored is not None:
-            return await self.lm.sequence_logprobs(ids, unpacked(scored), lora_name=lora)
+            return await self.lm.sequence_logprobs(ids, scored, lora_name=lora)
         if cold:
             uncached = self.lm.next_token_logprobs_uncached
             return await asyncio.to_thread(uncached, ids, lora_name=lora)
@@ -323,4 +321,4 @@ class Replica:
                 await self._pin(asked)
 
     async def _pin(self, asked: Ask) -> None:
-        await asyncio.to_thread(self.lm.cache_kv, unpacked(asked[0]), lora_name=asked[1])
+        await asyncio.to_thread(self.lm.cache_kv, asked[0], lora_name=asked[1])

@@ -6,7 +6,6 @@ A ``Query`` would bring along its ``Context``, whose hashes mean nothing in anot
 from __future__ import annotations
 
 import pickle
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,14 +14,14 @@ import torch
 from attrs import frozen
 
 from genlm.core import EngineError, SamplingParams
-from genlm.core.types import Request, SampleRequest, ScoreRequest, query_of
+from genlm.core.types import Request, SampleRequest, ScoreRequest, TokenIds, query_of
 
 #: The optional hooks, which the fleet has if the replicas' engine has them.
 HOOKS = ("genlm_cache_prefix", "genlm_clear_kv_cache", "genlm_add_lora", "genlm_remove_lora")
 
 #: One request: its ids, the key of its adapter, whether it goes past every cache, how to draw, and
-#: the ids to score. A row has neither of the last two. Ids are the bytes of 64-bit integers.
-Ask = tuple[bytes, str | None, bool, SamplingParams | None, bytes | None]
+#: the ids to score. A row has neither of the last two.
+Ask = tuple[TokenIds, str | None, bool, SamplingParams | None, TokenIds | None]
 
 #: The results of a call on their way: tensors in one, the length of each, and what is no tensor, by
 #: its place.
@@ -56,21 +55,13 @@ class Description:
     eos_token_ids: Sequence[int] = ()
 
 
-def packed(token_ids: Sequence[int]) -> bytes:
-    return array("q", token_ids).tobytes()
-
-
-def unpacked(ids: bytes) -> list[int]:
-    return array("q", ids).tolist()
-
-
 def ask(request: Request, program: str) -> Ask:
     """A request as it travels."""
     query = query_of(request)
     key = None if query.adapter is None else adapter_key(query.adapter.version, program)
     params = request.params if isinstance(request, SampleRequest) else None
-    scored = packed(request.continuation) if isinstance(request, ScoreRequest) else None
-    return packed(query.token_ids), key, query.cold, params, scored
+    scored = request.continuation if isinstance(request, ScoreRequest) else None
+    return query.token_ids, key, query.cold, params, scored
 
 
 def adapter_key(version: int, program: str) -> str:
