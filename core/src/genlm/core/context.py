@@ -158,8 +158,9 @@ class Context(Sequence[int]):
             parts.append(block.token_ids)
             block = block.previous
         begin = 0 if block is None else block.end
-        ids = parts[0] if len(parts) == 1 else tuple(itertools.chain(*reversed(parts)))
-        return ids[start - begin :] if start > begin else ids
+        if len(parts) == 1:  # what a context has grown by
+            return self._tail[start - begin :]
+        return tuple(itertools.chain(*reversed(parts)))[start - begin :]
 
     def _cut(self, length: int) -> tuple[Block | None, TokenIds]:
         """The full blocks of the first ids, and those of them behind these."""
@@ -275,16 +276,25 @@ def contexts_of(contexts: Any) -> list[Any]:
 
 
 def _as_ints(what: str, token_ids: Any, most: int) -> TokenIds:
-    plain = type(token_ids) in (list, tuple)  # by far the most often
-    if not plain:
-        _refuse_unreadable(what, token_ids)
+    if type(token_ids) in (list, tuple) and len(token_ids) <= most:  # by far the most often
+        ids = tuple(token_ids)
+    else:
+        ids = _read(what, token_ids, most)
+    if [*map(type, ids)].count(int) == len(ids):
+        return ids
+    return tuple(_as_int(what, token_id, position) for position, token_id in enumerate(ids))
+
+
+def _read(what: str, token_ids: Any, most: int) -> tuple[Any, ...]:
+    """What is in any iterable, as far as it may be used."""
+    _refuse_unreadable(what, token_ids)
     sized = hasattr(token_ids, "__len__")
     if sized and len(token_ids) > most:
         raise InvalidQueryError(
             f"the {what} of {len(token_ids)} tokens exceeds the {most} tokens that the model "
             "takes; shorten it"
         )
-    if not plain and hasattr(token_ids, "tolist"):
+    if hasattr(token_ids, "tolist"):
         token_ids = _listed(what, token_ids)
     try:
         ids = tuple(token_ids if sized else itertools.islice(token_ids, most + 1))
@@ -297,9 +307,7 @@ def _as_ints(what: str, token_ids: Any, most: int) -> TokenIds:
         raise InvalidQueryError(
             f"the {what} has more than the {most} tokens that the model takes; shorten it"
         )
-    if [*map(type, ids)].count(int) == len(ids):
-        return ids
-    return tuple(_as_int(what, token_id, position) for position, token_id in enumerate(ids))
+    return ids
 
 
 def _listed(what: str, token_ids: Any) -> Any:

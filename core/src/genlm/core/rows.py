@@ -113,6 +113,16 @@ class RowsMixin(TextMixin):
 
     def _query(self, token_ids: Iterable[int], lora_name: LoraName, room_for: int = 1) -> Query:
         """A checked query, with room for drawing or scoring ``room_for`` tokens after it."""
+        return Query(self._checked(token_ids, room_for), self._adapters.resolve(lora_name))
+
+    def _queries(
+        self, contexts: Iterable[Iterable[int]], lora_name: LoraName, room_for: int = 1
+    ) -> list[Query]:
+        given = contexts_of(contexts)
+        adapter = self._adapters.resolve(lora_name)
+        return [Query(self._checked(token_ids, room_for), adapter) for token_ids in given]
+
+    def _checked(self, token_ids: Iterable[int], room_for: int) -> TokenIds | Context:
         vocab_size, limit = self._engine.vocab_size, self._engine.max_context
         ids: TokenIds | Context
         if type(token_ids) is Context and 0 < token_ids.vocab_size <= vocab_size and token_ids:
@@ -123,12 +133,7 @@ class RowsMixin(TextMixin):
                 ids = Context(ids, vocab_size)  # it may be extended token by token
         if limit is not None and len(ids) + max(room_for - 1, 0) > limit:
             raise InvalidQueryError(_too_long(len(ids), room_for, limit))
-        return Query(ids, self._adapters.resolve(lora_name))
-
-    def _queries(
-        self, contexts: Iterable[Iterable[int]], lora_name: LoraName, room_for: int = 1
-    ) -> list[Query]:
-        return [self._query(ids, lora_name, room_for) for ids in contexts_of(contexts)]
+        return ids
 
 
 def _too_long(length: int, room_for: int, limit: int) -> str:
