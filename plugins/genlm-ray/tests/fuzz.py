@@ -136,7 +136,7 @@ async def answer(lm: AsyncLM, kind: str, ids: list[int], lora: str | None) -> An
 
 
 def campaign(cluster: Any, fleet: Callable[..., AsyncLM], seed: int, seconds: float) -> int:
-    """Run rounds for some time; how many they were."""
+    """Run rounds for some time, one at least; how many they were."""
     print(f"GENLM_FUZZ_SEED={seed}")
     deadline = time.monotonic() + seconds
     options: dict[str, Any] = {"continuous": True, "delay": 0.005, "wrappers": [Slow()]}
@@ -148,7 +148,7 @@ def campaign(cluster: Any, fleet: Callable[..., AsyncLM], seed: int, seconds: fl
         programs = [fleet(**options), fleet(**options)]
         source, parent = random.Random(seed), parent_of_workers(cluster)
         fuzz = Campaign(cluster, parent, source, programs, mock)
-        while time.monotonic() < deadline:
+        while not rounds or time.monotonic() < deadline:
             asyncio.run(fuzz.round())
             rounds += 1
     return rounds
