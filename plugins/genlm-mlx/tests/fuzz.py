@@ -102,7 +102,7 @@ class OnMlx(Program):
     def run(self) -> None:
         super().run()
         if isinstance(self.engine.store, Store):
-            self.engine.store._planner.tree.check_integrity()
+            self.engine.store.planner.tree.check_integrity()
 
     def fail(self) -> None:
         """A forward pass that fails: everything in flight is gone, and the engine goes on."""

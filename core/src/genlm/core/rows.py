@@ -123,6 +123,7 @@ class RowsMixin(TextMixin):
         return [Query(self._checked(token_ids, room_for), adapter) for token_ids in given]
 
     def _checked(self, token_ids: Iterable[int], room_for: int) -> TokenIds | Context:
+        """What a query is made of."""
         vocab_size, limit = self._engine.vocab_size, self._engine.max_context
         ids: TokenIds | Context
         if type(token_ids) is Context and 0 < token_ids.vocab_size <= vocab_size and token_ids:

@@ -7,9 +7,8 @@ written in place as the context grows. What the state is, and where it lies, is 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 from attrs import Factory, define, field
 
@@ -119,10 +118,8 @@ class Trunk(Segment):
 
     Attributes:
         layers: The state of each layer, as the engine has it.
-        slot: In an order by slot it comes after all rows.
     """
 
-    slot: ClassVar[int] = sys.maxsize
     layers: list[Any] = field(factory=list, repr=False)
 
 

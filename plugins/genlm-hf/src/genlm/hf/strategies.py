@@ -4,6 +4,7 @@ without any."""
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
@@ -22,6 +23,7 @@ from genlm.kit.kv.planner import Planner
 from genlm.kit.kv.sequence import TokenSequence
 from genlm.kit.kv.sharing import Together, Worth
 from genlm.kit.memory import is_out_of_memory
+from genlm.kit.segments import Row
 
 #: A sequence, and where it is computed.
 Placed = Placement[TokenSequence]
@@ -261,12 +263,17 @@ class Uniform(InRows):
 
 def _forward(run: Run, parts: Iterable[Part]) -> Result:
     """One forward over parts of sequences."""
-    pieces = [
-        (segment.slot, one.index, one.sequence, (segment, first, last))
+    pieces = [  # rows by slot, so that neighbours are read without a copy; then trunks
+        (
+            segment.slot if isinstance(segment, Row) else sys.maxsize,
+            one.index,
+            one.sequence,
+            (segment, first, last),
+        )
         for one, start, stop in parts
         for segment, first, last in one.segments(start, stop)
     ]
-    pieces.sort(key=itemgetter(0))  # so that neighbouring rows are read without a copy
+    pieces.sort(key=itemgetter(0))
     _, indices, sequences, places = zip(*pieces, strict=True)
     chunks = Chunks(places)
     tokens = [

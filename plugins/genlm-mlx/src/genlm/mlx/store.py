@@ -37,19 +37,22 @@ class Store:
         max_bytes: The most bytes to keep besides the current batch and pinned contexts; the least
             recently used are dropped first. For ``None`` see :class:`~genlm.mlx.aside.Aside`.
         worth: The numbers for decisions on sharing.
+
+    Attributes:
+        planner: Says where contexts are computed, and what is kept.
     """
 
     def __init__(self, runner: Runner, max_bytes: int | None, worth: Worth = WORTH) -> None:
         self._runner = runner
         self._table = Table(runner, max_bytes)
-        self._planner: Planner[TokenSequence] = Planner(self._table, worth)
+        self.planner: Planner[TokenSequence] = Planner(self._table, worth)
 
     def __len__(self) -> int:
-        return len(self._planner.tree.kept)
+        return len(self.planner.tree.kept)
 
     @property
     def nbytes(self) -> int:
-        return self._planner.tree.positions * self._table.position_bytes
+        return self.planner.tree.positions * self._table.position_bytes
 
     # --- what the engine asks for -----------------------------------------------------------------
 
@@ -59,7 +62,7 @@ class Store:
         order: list[int] = []
         parts: list[mx.array] = []
         self._table.in_hand = 0
-        for batch in self._planner.batches([_sequence(query) for query in queries]):
+        for batch in self.planner.batches([_sequence(query) for query in queries]):
             parts.append(self._computed(batch))
             order += [one.index for one in batch]
             if len(order) < len(queries):
@@ -69,12 +72,12 @@ class Store:
 
     def known(self, query: Query) -> int:
         """How many tokens of a context, without its last, are known."""
-        return self._planner.known(_sequence(query))
+        return self.planner.known(_sequence(query))
 
     def branch(self, query: Query) -> tuple[Cache, int]:
         """A cache outside the store of what is known of a context without its last token, and how
         many tokens that is."""
-        context, tree = _sequence(query), self._planner.tree
+        context, tree = _sequence(query), self.planner.tree
         found, common = tree.nearest(context.key)
         cache, known = self._runner.empty_cache(), min(common, context.latest_start)
         if found is not None and known:
@@ -85,17 +88,17 @@ class Store:
 
     def pin(self, query: Query) -> None:
         """Compute a context if necessary, and keep it until it is dropped."""
-        if not self._planner.pin(_sequence(query)):
+        if not self.planner.pin(_sequence(query)):
             self.logits([query])
-            self._planner.pin(_sequence(query))
+            self.planner.pin(_sequence(query))
 
     def drop(self, version: int) -> None:
         """Drop all state of an adapter."""
-        self._planner.drop_adapter(version)
+        self.planner.drop_adapter(version)
 
     def clear(self) -> None:
         """Drop everything."""
-        self._planner.clear()
+        self.planner.clear()
 
     # --- the course of a call ---------------------------------------------------------------------
 
@@ -106,14 +109,14 @@ class Store:
             # State with nan must not stay: a masked column still takes part in products.
             broken = mx.isnan(logits[:, 0]).tolist()
         except BaseException:
-            self._planner.abandon()  # now: a later command of the table would fail, too
+            self.planner.abandon()  # now: a later command of the table would fail, too
             raise
-        self._planner.commit([one for one, bad in zip(batch, broken, strict=True) if not bad])
+        self.planner.commit([one for one, bad in zip(batch, broken, strict=True) if not bad])
         return logits
 
     def _positions_of(self, batch: Sequence[Placement[TokenSequence]]) -> int:
         """How many positions the computed contexts take."""
-        tree = self._planner.tree
+        tree = self.planner.tree
         ends = {one.end for one in batch}
         return sum(
             tree.columns if isinstance(one, Row) else one.size for one in tree.with_paths(ends)

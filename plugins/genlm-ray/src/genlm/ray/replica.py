@@ -321,4 +321,5 @@ class Replica:
                 await self._pin(asked)
 
     async def _pin(self, asked: Ask) -> None:
-        await asyncio.to_thread(self.lm.cache_kv, asked[0], lora_name=asked[1])
+        ids, lora, *_ = asked
+        await asyncio.to_thread(self.lm.cache_kv, ids, lora_name=lora)
