@@ -3,12 +3,65 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
-from tools.gpu import ATOL, step_figures, trie_figures
+from genlm.hf import runner
+from genlm.hf.cudnn import WithoutCudnn, attention_kernels
+from tools.gpu.steps import ATOL, step_figures
+from tools.gpu.tries import trie_figures
 from tools.shapes import model_of
+
+# --- which kernels attention may use --------------------------------------------------------------
+
+
+def test_cudnn_comes_back_when_the_last_forward_ends() -> None:
+    """Two models in two threads, which end in the order in which they began."""
+    allowed, without = torch.backends.cuda.cudnn_sdp_enabled, WithoutCudnn()
+    assert allowed()
+    without.__enter__()
+    without.__enter__()
+    assert not allowed()
+    without.__exit__(None, None, None)
+    assert not allowed()
+    without.__exit__(None, None, None)
+    assert allowed()
+
+
+def test_cudnn_stays_off_where_the_user_turned_it_off() -> None:
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        with attention_kernels(torch.device("cuda")):
+            pass
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def test_every_forward_says_where_it_runs(
+    pair: Callable[..., Any], llama_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = []
+
+    @contextmanager
+    def recorded(device: torch.device) -> Any:
+        devices.append(device.type)
+        with attention_kernels(device):
+            yield
+
+    monkeypatch.setattr(runner, "attention_kernels", recorded)
+    model = pair(llama_config())
+    probed = len(devices)
+    model.ask((1, 2, 3))
+    assert set(devices) == {"cpu"}
+    assert len(devices) == probed + 1
+
+
+# --- what is measured -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-gemma2", "tiny-mamba"])

@@ -15,11 +15,12 @@ from transformers import (
     Gemma2Config,
     GptOssConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     RwkvConfig,
 )
 
-from genlm.core import Query
+from genlm.core import EngineError, Query
 from genlm.hf.engine import HFEngine
 from genlm.hf.loading import load_pretrained
 from genlm.hf.options import HFOptions
@@ -51,6 +52,28 @@ def test_half_precision_of_a_real_model(real_model: str) -> None:
     """Its logits are so large that a step of bfloat16 is an eighth of a nat."""
     engine = HFEngine(load(real_model, dtype="bfloat16"), None)
     assert engine.reuse is Reuse.SHARED
+
+
+@pytest.mark.parametrize(("noise", "served"), [(1e-3, True), (0.2, False)])
+def test_a_model_whose_own_forwards_differ_by_more_than_rounding_usually_does(
+    noise: float, served: bool, llama_config: Make
+) -> None:
+    """Kernels that are chosen by the size of a batch round differently, on a GPU most of all."""
+
+    class Noisy(LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.logits *= 1 + noise * (len(kwargs["input_ids"]) > 1)
+            return output
+
+    model = Noisy(llama_config()).eval()
+    if served:
+        engine = HFEngine(model, None)
+        assert engine.reuse is Reuse.SHARED
+        assert engine._tolerance > 5e-4
+    else:
+        with pytest.raises(EngineError, match="depend on padding"):
+            HFEngine(model, None)
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])

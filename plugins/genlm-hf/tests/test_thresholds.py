@@ -173,6 +173,28 @@ def test_a_threshold_that_nothing_tells(wrong_beyond_100: Any, contexts: Context
     assert model.forwards == [1]
 
 
+def test_rounding_that_grows_with_the_length_is_no_threshold(
+    unproven: Make, contexts: Contexts
+) -> None:
+    """A cold row of a long context is as far from itself in a batch of two as from a warm one."""
+    model, (whole,) = unproven(transformers.LlamaConfig(**SHAPE)), contexts(1, 80)
+
+    def disturb(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        rows, width = kwargs["input_ids"].shape
+        if width > 30:
+            output.logits = output.logits * (1 + 0.01 * rows)
+
+    model.engine.model.register_forward_hook(disturb, with_kwargs=True)
+    cold = [Query(whole[:length], cold=True) for length in (20, 40)]
+    (short,), (long,) = (model.engine.genlm_step([query], []) for query in cold)
+    with capture_logs() as events:
+        model.ask(whole[:40])
+        rows = model.ask(whole[:20], whole[:40])
+    assert torch.allclose(rows[0], short.result, atol=1e-4)
+    assert not torch.allclose(rows[1], long.result, atol=2e-3)
+    assert "kv.reuse_wrong" not in {event["event"] for event in events}
+
+
 def test_scores_beyond_such_a_threshold(wrong_beyond_100: Any, contexts: Contexts) -> None:
     model, (whole,) = wrong_beyond_100, contexts(1, 120)
     (scores,) = model.engine.genlm_sequence_logprobs([Query(whole[:110])], [whole[110:]])

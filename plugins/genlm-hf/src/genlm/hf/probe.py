@@ -27,7 +27,9 @@ logger = get_logger()
 LONGEST_PROBE = 512
 
 #: How far log-probabilities may be from those of plain forwards, by the type of the weights:
-#: rounding only.
+#: rounding only. Where two plain forwards are further apart than that, so may others be, up to this
+#: many times the noise.
+MORE_NOISE = 3.0
 TOLERANCES = {torch.float32: 5e-4, torch.float16: 0.1, torch.bfloat16: 0.5}
 
 #: How many times the noise of two plain forwards, which share of the spread of a row's
@@ -44,7 +46,7 @@ NEAR = 8
 AROUND_NEAR = ((4, 7), (7, 9), (8, 17), (9, 35), (20, 39))
 BEYOND_NEAR = ((9, 35), (20, 39))
 
-#: How far two forwards of a twin may be apart, nats: it is of float32.
+#: How far two forwards of one context may be apart at most where that is rounding, nats.
 MOST_NOISE = 0.05
 
 #: A way that is wrong beyond a threshold is taken where the threshold is at least so far away.
@@ -251,10 +253,9 @@ def _tolerance(
     spread = min(float(row.std()) for row in finite)
     size = max(float(row.max() - row.min()) for row in finite)
     steps = ROUNDING_STEPS * torch.finfo(dtype).eps * size
-    least = max(SPREAD_SHARE * spread, steps)
-    if least >= most:  # however small the noise is
-        return most
-    return min(most, max(NOISE_MARGIN * _noise(runner, contexts, expected), least))
+    noise = _noise(runner, contexts, expected)
+    most = max(most, min(MORE_NOISE * noise, SPREAD_SHARE * spread))
+    return min(most, max(NOISE_MARGIN * noise, SPREAD_SHARE * spread, steps))
 
 
 def _noise(runner: Runner, contexts: Sequence[Sequence[int]], expected: torch.Tensor) -> float:

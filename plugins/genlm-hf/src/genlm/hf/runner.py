@@ -14,6 +14,7 @@ import torch
 from genlm.core.types import Adapter
 from genlm.hf.adapters import AdapterSet
 from genlm.hf.attention import LAYOUT_ARGUMENT
+from genlm.hf.cudnn import attention_kernels
 from genlm.hf.layout import Chunks, PackedLayout, UniformLayout
 from genlm.hf.patterns import Pattern
 from genlm.hf.pool import RowPool
@@ -228,7 +229,11 @@ class Runner:
         first = () if self._ids_by_name else (inputs.pop("input_ids"),)
         of_wanted = (at // width for at in wanted.values)
         try:
-            with torch.inference_mode(), self._adapters.applied(rows, of_wanted):
+            with (
+                torch.inference_mode(),
+                attention_kernels(self._device),
+                self._adapters.applied(rows, of_wanted),
+            ):
                 self._rope.forget()
                 outputs = self._model(*first, **inputs)
         finally:

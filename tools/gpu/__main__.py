@@ -1,0 +1,170 @@
+"""The command: ``python -m tools.gpu``; see the package."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+
+import tools.gpu
+from genlm.core import EngineError
+from tools.gpu.checks import conformance, tests
+from tools.gpu.program import program_figures
+from tools.gpu.steps import ATOL, step_figures
+from tools.gpu.tries import trie_figures, trie_words
+from tools.shapes import SHAPES, model_of
+from tools.smollm2 import default_folder
+
+#: SmolLM2's vocabulary, and one as large as that of Qwen 2.5.
+SIZES = (49_152, 151_665)
+
+
+@frozen
+class Size:
+    """How much is measured; quick, or all."""
+
+    shapes: str
+    contexts: str
+    lengths: str
+    repeat: int
+    trie_rows: int
+    particles: str
+
+
+QUICK = Size("tiny,tiny-gemma2,tiny-mamba,135m", "1,8", "20,100", 5, 8, "8")
+FULL = Size("135m,1b,8b,gemma2,mamba", "1,32,256,1000", "20,1000", 10, 128, "32,256")
+
+#: What was found of one thing, and whether it is well.
+Found = tuple[dict[str, Any], bool]
+
+
+def check(options: argparse.Namespace) -> Iterator[Found]:
+    passed = tests(options.for_trie, options.quick)
+    yield {"what": "tests", "passed": passed}, passed
+
+
+def conform(options: argparse.Namespace, backend: str = "hf") -> Iterator[Found]:
+    for dtype in ("float32",) if options.on_cpu else ("float32", "bfloat16"):
+        passed = conformance(backend, options.device, dtype)
+        yield {"what": "conformance", "backend": backend, "dtype": dtype, "passed": passed}, passed
+
+
+def conform_vllm(options: argparse.Namespace) -> Iterator[Found]:
+    if find_spec("vllm") is None:
+        yield {"what": "conformance", "backend": "vllm", "skipped": "vLLM is not installed"}, True
+    else:
+        yield from conform(options, "vllm")
+
+
+def sum_tries(options: argparse.Namespace) -> Iterator[Found]:
+    for size in SIZES[:1] if options.quick else SIZES:
+        words = trie_words(size)
+        for rows in (1, options.trie_rows):
+            figures = trie_figures(words, options.for_trie, rows, options.repeat)
+            fused = options.on_cpu or "fused" in figures["ways"]
+            yield {"what": "trie", "tokens": size, "rows": rows, **figures}, fused
+
+
+def step(options: argparse.Namespace) -> Iterator[Found]:
+    """Steps of every shape; well if rows in float32 are the raw model's."""
+    for shape in options.shapes.split(","):
+        dtype = getattr(torch, options.dtype)
+        model = model_of(shape, options.device, dtype)
+        for length in map(int, options.lengths.split(",")):
+            for contexts in map(int, options.contexts.split(",")):
+                for shared in (False, True) if contexts > 1 else (False,):
+                    case = {"what": "step", "shape": shape, "contexts": contexts}
+                    case |= {"length": length, "shared": shared}
+                    try:
+                        found = step_figures(model, contexts, length, options.repeat, shared=shared)
+                    except (torch.OutOfMemoryError, EngineError) as error:
+                        failed = f"{type(error).__name__}: {error}"
+                        yield case | {"failed": failed}, isinstance(error, torch.OutOfMemoryError)
+                    else:
+                        exact = dtype != torch.float32 or found["rows_apart"] < ATOL
+                        yield case | found, exact
+        del model
+
+
+def run_program(options: argparse.Namespace) -> Iterator[Found]:
+    if not (default_folder() / "model.safetensors").exists():
+        yield {"what": "program", "skipped": "no model; run tools/smollm2.py"}, True
+        return
+    for particles in map(int, options.particles.split(",")):
+        figures = program_figures(options.device, options.dtype, particles)
+        yield {"what": "program", "particles": particles, **figures}, True
+
+
+STAGES: dict[str, Callable[[argparse.Namespace], Iterator[Found]]] = {
+    "tests": check,
+    "conformance": conform,
+    "trie": sum_tries,
+    "steps": step,
+    "program": run_program,
+    "vllm": conform_vllm,
+}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=str(tools.gpu.__doc__).partition("\n")[0], prog="python -m tools.gpu"
+    )
+    add = parser.add_argument
+    add("--device", default="cuda")
+    add("--quick", action=argparse.BooleanOptionalAction, help="default on a CPU")
+    add("--stages", default=",".join(STAGES), help="default: %(default)s")
+    add("--shapes", help=f"some of {', '.join(SHAPES)}")
+    add("--contexts", help=f"default: {FULL.contexts}; quick: {QUICK.contexts}")
+    add("--lengths", help=f"default: {FULL.lengths}; quick: {QUICK.lengths}")
+    add("--particles", help=f"default: {FULL.particles}; quick: {QUICK.particles}")
+    add("--dtype", help="of steps and the program; default: bfloat16, or float32 on a CPU")
+    add("--repeat", type=int, help=f"default: {FULL.repeat}; quick: {QUICK.repeat}")
+    add("--out", type=Path, default=Path("build/gpu.json"))
+    options = parser.parse_args()
+    options.on_cpu = torch.device(options.device).type == "cpu"
+    # A trie takes "cpu" for NumPy's kernel; with a number it is the one of accelerators.
+    options.for_trie = "cpu:0" if options.device == "cpu" else options.device
+    options.dtype = options.dtype or ("float32" if options.on_cpu else "bfloat16")
+    if options.quick is None:
+        options.quick = options.on_cpu
+    size = QUICK if options.quick else FULL
+    for name in ("shapes", "contexts", "lengths", "particles", "repeat"):
+        if getattr(options, name) is None:
+            setattr(options, name, getattr(size, name))
+    options.trie_rows = size.trie_rows
+    for name, known in (("stages", STAGES), ("shapes", SHAPES)):
+        if unknown := set(getattr(options, name).split(",")) - set(known):
+            parser.error(
+                f"--{name} must be some of {', '.join(known)}; got {', '.join(sorted(unknown))}"
+            )
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    if not options.on_cpu and not torch.cuda.is_available():
+        print("gpu: skipped, since PyTorch sees no CUDA device; --device cpu tries the same code")
+        return
+    name = "CPU" if options.on_cpu else torch.cuda.get_device_name(options.device)
+    result: dict[str, Any] = {"device": name, "torch": torch.__version__, "figures": []}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    sound = True
+    for stage in options.stages.split(","):
+        for figures, well in STAGES[stage](options):
+            print(json.dumps(figures), flush=True)
+            result["figures"].append(figures)
+            options.out.write_text(json.dumps(result, indent=1) + "\n")  # what is there is kept
+            sound &= well
+    print(options.out)
+    sys.exit(not sound)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""genlm-backend beside us, where it is installed: ``pip install --no-deps --target FOLDER
+genlm-backend==0.3.1``, and the folder on the path."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from tools.smollm2 import default_folder
+
+#: How many bytes its rows of all positions take at most in a step that is measured.
+MOST_BYTES = 24e9
+#: A row in the model's type, and its log-softmax in float32 with a copy.
+BYTES_EACH = 10
+
+
+def is_here() -> bool:
+    """Whether the real one can be imported, and a tokenizer for it is here."""
+    try:
+        found = find_spec("genlm.backend.llm.hf")
+    except ModuleNotFoundError:
+        return False
+    return found is not None and default_folder().exists()
+
+
+def over(model: Any) -> Any:
+    """Its hf backend over a loaded model."""
+    from transformers import AutoTokenizer
+
+    from genlm.backend.llm.hf import AsyncTransformer
+
+    tokenizer = AutoTokenizer.from_pretrained(default_folder())
+    return AsyncTransformer(model, tokenizer, batch_size=1024)
+
+
+def fits(contexts: int, length: int, vocabulary: int) -> bool:
+    return contexts * length * vocabulary * BYTES_EACH < MOST_BYTES

@@ -1,0 +1,70 @@
+"""How long calls take on a device, and what they make it do."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+#: Calls of the driver that start a kernel, and those that wait for one or copy.
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
+COPIES = ("cudaMemcpyAsync",)
+
+
+def on_cuda(device: str) -> bool:
+    return torch.device(device).type == "cuda"
+
+
+def finish(device: str) -> None:
+    """Wait for what is queued on a device."""
+    if on_cuda(device):
+        torch.cuda.synchronize(device)
+
+
+def seconds(call: Callable[[], object], device: str) -> float:
+    """How long a call takes, with the device's work."""
+    finish(device)
+    start = time.perf_counter()
+    call()
+    finish(device)
+    return time.perf_counter() - start
+
+
+def median(call: Callable[[], object], device: str, repeat: int) -> float:
+    """The median time of a call; the first one is not counted."""
+    return statistics.median([seconds(call, device) for _ in range(repeat + 1)][1:])
+
+
+def work_of(call: Callable[[], object], device: str) -> dict[str, float]:
+    """What one call makes a GPU do: kernels that it launches, waits for the device, copies, and
+    the milliseconds for which the device is busy. Nothing on other devices."""
+    if not on_cuda(device):
+        return {}
+    from torch._C._autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    finish(device)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        call()
+    found: Counter[str] = Counter()
+    busy = 0.0
+    for event in profiled.key_averages():
+        found[event.key] += event.count
+        if event.device_type == DeviceType.CUDA:
+            busy += event.self_device_time_total
+    return {
+        "kernels": sum(found[name] for name in LAUNCHES),
+        "waits": sum(found[name] for name in WAITS),
+        "copies": sum(found[name] for name in COPIES),
+        "busy_ms": 1e-3 * busy,
+    }
+
+
+def medians(**times: list[float]) -> dict[str, Any]:
+    """Medians of seconds, in milliseconds; the first value of each list is not counted."""
+    return {f"{name}_ms": 1e3 * statistics.median(values[1:]) for name, values in times.items()}
