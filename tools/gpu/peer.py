@@ -4,9 +4,12 @@ genlm-backend==0.3.1``, and the folder on the path."""
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from tools.smollm2 import default_folder
+
+DROP_IN = Path(__file__).resolve().parents[2] / "compat"
 
 #: How many bytes its rows of all positions take at most in a step that is measured.
 MOST_BYTES = 24e9
@@ -15,12 +18,13 @@ BYTES_EACH = 10
 
 
 def is_here() -> bool:
-    """Whether the real one can be imported, and a tokenizer for it is here."""
+    """Whether it can be imported, itself and not our drop-in, and a tokenizer for it is here."""
     try:
         found = find_spec("genlm.backend.llm.hf")
     except ModuleNotFoundError:
         return False
-    return found is not None and default_folder().exists()
+    real = found is not None and DROP_IN not in Path(str(found.origin)).parents
+    return real and default_folder().exists()
 
 
 def over(model: Any) -> Any:
