@@ -68,9 +68,7 @@ def test_a_model_whose_own_forwards_differ_by_more_than_rounding_usually_does(
 
     model = Noisy(llama_config()).eval()
     if served:
-        engine = HFEngine(model, None)
-        assert engine.reuse is Reuse.SHARED
-        assert engine._tolerance > 5e-4
+        assert HFEngine(model, None).reuse is Reuse.SHARED
     else:
         with pytest.raises(EngineError, match="depend on padding"):
             HFEngine(model, None)

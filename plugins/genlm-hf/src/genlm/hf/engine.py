@@ -165,7 +165,8 @@ class HFEngine:
         except BaseException:
             self._schedule.clear()
             raise
-        return list(map(Answer, step.answered.values(), rows.unbind()))
+        answered = zip(step.answered.values(), rows.unbind(), strict=True)
+        return [Answer(query, row) for query, row in answered]
 
     def _cold(self, sequence: TokenSequence) -> torch.Tensor:
         """Its row, from its tokens only."""

@@ -27,15 +27,17 @@ logger = get_logger()
 LONGEST_PROBE = 512
 
 #: How far log-probabilities may be from those of plain forwards, by the type of the weights:
-#: rounding only. Where two plain forwards are further apart than that, so may others be, up to this
-#: many times the noise.
-MORE_NOISE = 3.0
+#: rounding only.
 TOLERANCES = {torch.float32: 5e-4, torch.float16: 0.1, torch.bfloat16: 0.5}
 
 #: How many times the noise of two plain forwards, which share of the spread of a row's
 #: log-probabilities, and how many steps of the model's type at the size of its logits, rows may be
 #: off within that.
 NOISE_MARGIN, SPREAD_SHARE, ROUNDING_STEPS = 8.0, 0.1, 2.0
+
+#: Where two plain forwards are further apart than all that, so may rows be: by this many times the
+#: noise.
+MORE_NOISE = 3.0
 
 #: The same under LLM.int8(), which rounds activations too; which of them depends on the whole
 #: forward.
@@ -143,7 +145,16 @@ def _disagreement(
     finally:
         runner.pool.resize(0, 0)
     distance = apart(rows, expected)
-    return None if distance <= tolerance else f"rows differ by {distance:.3g}"
+    if distance <= tolerance or distance <= _rounding(runner, contexts, expected):
+        return None
+    return f"rows differ by {distance:.3g}"
+
+
+def _rounding(runner: Runner, contexts: Sequence[Sequence[int]], expected: torch.Tensor) -> float:
+    """How far rows may be apart because two plain forwards are, and less than what tells rows of
+    different contexts apart."""
+    spread = min(float(row[row.isfinite()].std()) for row in expected)
+    return min(MORE_NOISE * _noise(runner, contexts, expected), SPREAD_SHARE * spread)
 
 
 @define(slots=False)
@@ -253,9 +264,10 @@ def _tolerance(
     spread = min(float(row.std()) for row in finite)
     size = max(float(row.max() - row.min()) for row in finite)
     steps = ROUNDING_STEPS * torch.finfo(dtype).eps * size
-    noise = _noise(runner, contexts, expected)
-    most = max(most, min(MORE_NOISE * noise, SPREAD_SHARE * spread))
-    return min(most, max(NOISE_MARGIN * noise, SPREAD_SHARE * spread, steps))
+    least = max(SPREAD_SHARE * spread, steps)
+    if least >= most:  # however small the noise is
+        return most
+    return min(most, max(NOISE_MARGIN * _noise(runner, contexts, expected), least))
 
 
 def _noise(runner: Runner, contexts: Sequence[Sequence[int]], expected: torch.Tensor) -> float:
