@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from genlm.core import Adapter, AsyncLM, EngineError, Query, hookimpl
@@ -102,7 +103,7 @@ def test_state_is_changed_by_the_fleet_which_says_what_went_wrong(
         lambda: engine.genlm_remove_lora(adapter),
     ):
         with contextlib.nullcontext() if error is None else pytest.raises(EngineError):
-            change()
+            assert change() is not False
     assert fleet.asked == ["add_adapter", "pin", "clear", 7]
 
 
@@ -222,17 +223,40 @@ def test_a_fleet_that_is_ended_says_so_to_those_who_listen(monkeypatch: pytest.M
     asyncio.run(listens())
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_replica_that_does_not_answer_is_ended_by_the_program_that_made_it(
+    monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    """Others may use one that was joined: it may be at work."""
+
+    def find(name: str, namespace: str) -> object:
+        if not there:
+            raise ValueError(f"no actor has the name {name!r}")
+        return object()
+
+    def look(left: object, timeout: float) -> None:
+        raise ray.exceptions.GetTimeoutError
+
+    monkeypatch.setattr(ray, "get_actor", find)
+    monkeypatch.setattr(ray, "get", look)
+    actors: Any = SimpleNamespace(options=lambda **given: SimpleNamespace(remote=object))
+    monkeypatch.setattr(ray, "remote", lambda **given: lambda kind: actors)
+    line = Line(0, {"name": "genlm-shared-0"}, [None], lambda *came: None)
+    line.start()
+    assert line.failure is None
+    assert line.may_end(object()) is (not there)
+
+
 def test_the_connection_ends_with_the_last_model_that_uses_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended: list[str] = []
-    models = []
-    for _ in range(2):
-        models.append(Cluster.__new__(Cluster))
-        models[-1].ray = SimpleNamespace(shutdown=lambda: ended.append("the connection"))
-        models[-1]._ours = True
-    monkeypatch.setattr(Cluster, "_users", 2)
-    monkeypatch.setattr(Cluster, "_joined", "somewhere")
+    monkeypatch.setattr(Cluster, "_users", 0)
+    monkeypatch.setattr(Cluster, "_joined", None)
+    monkeypatch.setattr("genlm.ray.cluster.connect", lambda ray, address: None)
+    monkeypatch.setattr(ray, "is_initialized", lambda: Cluster._joined is not None)
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append("the connection"))
+    models = [Cluster("somewhere"), Cluster("somewhere")]
     models[0].leave()
     models[0].leave()
     assert (ended, Cluster._users) == ([], 1)
