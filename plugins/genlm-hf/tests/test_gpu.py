@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 
 from genlm.hf import runner
 from genlm.hf.cudnn import WithoutCudnn, attention_kernels
+from tools.gpu import __main__ as command
 from tools.gpu.steps import ATOL, step_figures
 from tools.gpu.tries import trie_figures
 from tools.shapes import model_of
@@ -77,3 +80,19 @@ def test_the_trie_is_measured_with_its_error() -> None:
     figures = trie_figures(words, "cpu:0", rows=2, repeat=1)
     assert figures["ways"] == ["plain"]
     assert 0 < figures["plain_relative_error"] < 2e-6
+
+
+def test_the_command_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "found.json"
+    words = "--device cpu --stages steps --shapes tiny --contexts 2 --lengths 20 --repeat 1 --out"
+    monkeypatch.setattr("sys.argv", ["gpu", *words.split(), str(file)])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert not ended.value.code
+    found = json.loads(file.read_text())
+    assert found["device"] == "CPU"
+    assert [(step["what"], step["shared"]) for step in found["figures"]] == [
+        ("step", False),
+        ("step", True),
+    ]
+    assert all(step["times_raw"] > 0 for step in found["figures"])
