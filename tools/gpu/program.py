@@ -25,7 +25,7 @@ RUNS = 3
 
 def program_figures(device: str, dtype: str, particles: int) -> dict[str, Any]:
     """Seconds for ``particles`` particles of 25 tokens: medians of three runs, after a short one;
-    and the logs of the normalising constant, which the sides' randomness makes differ by little."""
+    and the logs of the normalising constant, which are equal on both sides but for rounding."""
     options = {"device": device, "dtype": dtype}
     with load_model_by_name(str(default_folder()), "hf", options) as lm:
         allowed = allowed_tokens(lm, "e")

@@ -22,7 +22,7 @@ from genlm.hf.options import HFOptions
 from genlm.hf.patterns import attention_window, layer_patterns
 from genlm.hf.pool import RowPool
 from genlm.hf.positions import longest_context
-from genlm.hf.probe import MORE_NOISE, MOST_NOISE, Choice, apart, choose_reuse
+from genlm.hf.probe import MORE_NOISE, MOST_NOISE, Choice, apart, choose_reuse, noise_of
 from genlm.hf.proof import BaseRow
 from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
@@ -212,12 +212,12 @@ class HFEngine:
         """How far a cold row is from itself beside another one: long contexts may round by more
         than those that the probe computed."""
         try:
-            twice = self._runner.plain([sequence.tokens] * 2, [sequence.adapter] * 2, [1, 1])
+            noise = noise_of(self._runner, [sequence.tokens], cold[None], sequence.adapter)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             return 0.0
-        return min(apart(logprobs(twice)[0], cold), MOST_NOISE)
+        return min(noise, MOST_NOISE)
 
     @hookimpl
     def genlm_sequence_logprobs(

@@ -11,6 +11,7 @@ from attrs import define, field, frozen
 
 from genlm.core.errors import EngineError
 from genlm.core.logs import get_logger
+from genlm.core.types import Adapter
 from genlm.hf.adapters import AdapterSet
 from genlm.hf.attention import ROW_ATTENTION
 from genlm.hf.patterns import layer_patterns, reuse_limit
@@ -154,7 +155,7 @@ def _rounding(runner: Runner, contexts: Sequence[Sequence[int]], expected: torch
     """How far rows may be apart because two plain forwards are, and less than what tells rows of
     different contexts apart."""
     spread = min(float(row[row.isfinite()].std()) for row in expected)
-    return min(MORE_NOISE * _noise(runner, contexts, expected), SPREAD_SHARE * spread)
+    return min(MORE_NOISE * noise_of(runner, contexts, expected), SPREAD_SHARE * spread)
 
 
 @define(slots=False)
@@ -225,7 +226,7 @@ class Twins:
             for lengths in around:
                 contexts = _random_contexts(TOKENS - 4, lengths)
                 expected = _logprobs([runner.plain([context], [None], [1]) for context in contexts])
-                noise = _noise(runner, contexts, expected)
+                noise = noise_of(runner, contexts, expected)
                 if noise > MOST_NOISE:
                     raise EngineError(
                         f"rows of this model differ by {noise:.3g} nats from forward to forward "
@@ -267,13 +268,18 @@ def _tolerance(
     least = max(SPREAD_SHARE * spread, steps)
     if least >= most:  # however small the noise is
         return most
-    return min(most, max(NOISE_MARGIN * _noise(runner, contexts, expected), least))
+    return min(most, max(NOISE_MARGIN * noise_of(runner, contexts, expected), least))
 
 
-def _noise(runner: Runner, contexts: Sequence[Sequence[int]], expected: torch.Tensor) -> float:
+def noise_of(
+    runner: Runner,
+    contexts: Sequence[Sequence[int]],
+    expected: torch.Tensor,
+    adapter: Adapter | None = None,
+) -> float:
     """The noise of rounding: how far rows of two plain forwards are apart, of each context alone,
     and beside itself in one batch."""
-    twice = [runner.plain([context] * 2, [None] * 2, [1, 1])[:1] for context in contexts]
+    twice = [runner.plain([context] * 2, [adapter] * 2, [1, 1])[:1] for context in contexts]
     return apart(_logprobs(twice), expected)
 
 
