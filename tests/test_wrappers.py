@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import weakref
 
 import pytest
 import structlog
 import torch
 
 from genlm.core import (
-    Answer,
     AsyncLM,
     BackendImportError,
     EngineError,
@@ -24,13 +21,18 @@ from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine, has
 
 from .conftest import gathered
 
-ENGINES = [MockEngine, ContinuousMockEngine]
+engines = pytest.mark.parametrize("engine", [MockEngine, ContinuousMockEngine])
 
 
 def opened(engine, *wrappers, **options):
     """A model of an engine, or of a class of engines."""
     load = (lambda: engine(ByteTokenizer())) if isinstance(engine, type) else lambda: engine
     return AsyncLM(load, backend="mock", wrappers=wrappers, **options)
+
+
+def failing(engine):
+    """An engine that fails on one context."""
+    return engine(ByteTokenizer(), fail_on=lambda query: query.token_ids == (2,))
 
 
 class Processor:
@@ -44,7 +46,11 @@ class Processor:
         return self.change(queries, rows)
 
 
-# --- which they are -------------------------------------------------------------------------------
+def same(queries, rows):
+    return rows
+
+
+# --- changing rows --------------------------------------------------------------------------------
 
 
 class Equal(Processor):
@@ -64,37 +70,11 @@ def test_wrappers_and_engines_are_told_apart_by_identity():
     def squared(queries, rows):
         return (2 * rows).log_softmax(-1)
 
-    with opened(MockEngine) as lm:
-        expected = (4 * lm.next_token_logprobs_sync([1])).log_softmax(-1)
+    expected = (4 * hashed_row([1], None, 258)).log_softmax(-1)
     once = Equal(squared)
     for given in ((Equal(squared), Equal(squared)), (once, once)):
         with opened(Unhashed, *given) as lm:
             torch.testing.assert_close(lm.next_token_logprobs_sync([1]), expected)
-    engine = Unhashed(ByteTokenizer())
-    released = weakref.ref(engine)
-    lm = opened(engine)
-    lm.close()
-    del engine
-    gc.collect()
-    assert released() is None
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "message"),
-    [
-        ("genlm_process_logprob", "rows", "did you mean genlm_process_logprobs"),
-        ("genlm_process_logprobs", "query, rows", "no argument query; it may take queries, rows"),
-    ],
-)
-def test_a_misspelt_hook_is_told_by_the_name_of_its_class(name, arguments, message):
-    made = {}
-    exec(f"def {name}(self, {arguments}): return rows", made)
-    misspelt = type("Misspelt", (), {name: hookimpl(made[name])})
-    with pytest.raises(PluginError, match=rf"^wrapper .*Misspelt: .*{message}"):
-        opened(MockEngine, misspelt())
-
-
-# --- changing rows --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["inference", "expanded", "kept"])
@@ -121,38 +101,7 @@ def test_what_a_processor_returns_may_be_written_into_by_the_next(how):
     assert table.equal(kept)
 
 
-class PanicException(BaseException):
-    """As libraries in Rust raise it."""
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("observes", [False, True])
-@pytest.mark.parametrize(
-    ("raised", "said"), [(asyncio.CancelledError, "cancelled"), (PanicException, "PanicException")]
-)
-def test_what_is_no_exception_fails_its_request_alone(engine, observes, raised, said):
-    """Such as a task that is cancelled inside a hook."""
-
-    def cancelled(queries, rows):
-        if queries[0].token_ids == (2,):
-            raise raised
-        return rows
-
-    class Observer:
-        @hookimpl(wrapper=True)
-        def genlm_process_logprobs(self, queries, rows):
-            yield
-            cancelled(queries, rows)
-
-    same = Processor(lambda queries, rows: rows)
-    with opened(engine, *((same, Observer()) if observes else (Processor(cancelled),))) as lm:
-        for _ in range(2):
-            with pytest.raises(PluginError, match=said):
-                lm.next_token_logprobs_sync([2])
-            assert len(lm.next_token_logprobs_sync([1])) == 258
-
-
-@pytest.mark.parametrize("engine", ENGINES)
+@engines
 def test_a_processor_is_called_once_for_what_a_batch_or_step_finished(engine):
     """Its rows are as wide as the vocabulary, and not as the engine."""
     calls = []
@@ -171,13 +120,11 @@ def test_a_processor_is_called_once_for_what_a_batch_or_step_finished(engine):
         lm.batch_next_token_logprobs_sync([[1], [2], [3]])
         row = lm.next_token_logprobs_uncached([4])
     assert calls == [([(1,), (2,), (3,)], (3, 258)), ([(4,)], (1, 258))]
-    assert row.shape == (258,)
     assert abs(row.logsumexp(0)) < 1e-5
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_row_whose_mass_is_all_on_tokens_that_the_model_lacks_has_none(engine):
-    class Narrow(engine):
+def test_a_row_whose_mass_is_all_on_tokens_that_the_model_lacks_has_none():
+    class Narrow(MockEngine):
         def __init__(self, tokenizer):
             super().__init__(tokenizer)
             self.vocab_size = 200
@@ -196,30 +143,42 @@ def test_a_row_whose_mass_is_all_on_tokens_that_the_model_lacks_has_none(engine)
             lm.sample_sync([1], 3, [])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_several_apply_in_the_order_given(engine):
+def test_several_apply_in_the_order_given():
     order = []
 
     def named(name, **marks):
-        class Processor:
+        class Named:
             @hookimpl(**marks)
             def genlm_process_logprobs(self, rows):
                 order.append(name)
                 return rows
 
-        return Processor()
+        return Named()
 
     given = [named("b"), named("last", trylast=True), named("c"), named("first", tryfirst=True)]
-    with opened(engine, *given) as lm:
+    with opened(MockEngine, *given) as lm:
         lm.next_token_logprobs_sync([1])
     assert order == ["first", "b", "c", "last"]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_what_a_processor_raises_names_it_and_concerns_one_request_alone(engine):
+class PanicException(BaseException):
+    """As libraries in Rust raise it."""
+
+
+@engines
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (KeyError("no rule for this context"), "no rule for this context"),
+        (asyncio.CancelledError(), "cancelled"),  # a task of its own
+        (PanicException(), "PanicException"),
+        (StopIteration(), "StopIteration"),
+    ],
+)
+def test_what_a_processor_raises_names_it_and_concerns_one_request_alone(engine, raised, said):
     def choose(queries, rows):
         if any(query.token_ids[0] == 2 for query in queries):
-            raise KeyError("no rule for this context")
+            raise raised
         return rows
 
     asked = []
@@ -228,9 +187,9 @@ def test_what_a_processor_raises_names_it_and_concerns_one_request_alone(engine)
         rows = gathered(*(lm.next_token_logprobs([i]) for i in range(4)))
         calls = len(asked)
         assert [type(row) for row in rows] == [torch.Tensor] * 2 + [PluginError] + [torch.Tensor]
-        for word in ("Processor", "genlm_process_logprobs", "no rule for this context"):
+        for word in ("Processor", "genlm_process_logprobs", said):
             assert word in str(rows[2])
-        assert isinstance(rows[2].__cause__, KeyError)
+        assert isinstance(rows[2].__cause__, Exception | PanicException)
         assert torch.equal(lm.next_token_logprobs_sync([3]), rows[3])
         assert len(asked) == calls, "the rows of the others are kept"
         assert calls == (1 if engine is MockEngine else 2), "the engine was asked again"
@@ -239,18 +198,17 @@ def test_what_a_processor_raises_names_it_and_concerns_one_request_alone(engine)
 @pytest.mark.parametrize(
     ("returned", "wrong"),
     [
-        (lambda _, rows: None, "NoneType, not a tensor"),
-        (lambda _, rows: rows[:, 1:], r"shape \(1, 257\)"),
-        (lambda _, rows: rows.double(), r".*torch.float64, .*\(\.float\(\) converts\)"),
-        (lambda _, rows: rows.to("meta"), "a .* tensor on meta; give a dense one"),
-        (lambda _, rows: rows.to_sparse(), "a torch.sparse_coo tensor on cpu; give a dense one"),
-        (lambda _, rows: rows.requires_grad_(), ".*requires_grad=True"),
+        (lambda rows: None, "NoneType, not a tensor"),
+        (lambda rows: rows[:, 1:], r"shape \(1, 257\)"),
+        (lambda rows: rows.double(), r".*torch.float64, .*\(\.float\(\) converts\)"),
+        (lambda rows: rows.to("meta"), "a .* tensor on meta; give a dense one"),
+        (lambda rows: rows.to_sparse(), "a torch.sparse_coo tensor on cpu; give a dense one"),
+        (lambda rows: rows.requires_grad_(), ".*requires_grad=True"),
     ],
 )
-@pytest.mark.parametrize("engine", ENGINES)
-def test_what_a_processor_must_not_return(engine, returned, wrong):
+def test_what_a_processor_must_not_return(returned, wrong):
     with (
-        opened(engine, Processor(returned)) as lm,
+        opened(MockEngine, Processor(lambda _, rows: returned(rows))) as lm,
         pytest.raises(PluginError, match=f"Processor: genlm_process_logprobs returned {wrong}"),
     ):
         lm.next_token_logprobs_sync([1])
@@ -267,19 +225,9 @@ def test_a_wrapper_that_gives_its_own_plugin_error_is_quoted_as_it_is():
         lm.next_token_logprobs_sync([1])
 
 
-def test_an_iterator_that_ends_in_a_processor_is_named():
-    temperatures = iter([2.0])
-    processor = Processor(lambda _, rows: (rows / next(temperatures)).log_softmax(-1))
-    with opened(MockEngine, processor) as lm:
-        lm.next_token_logprobs_sync([1])
-        with pytest.raises(PluginError, match="genlm_process_logprobs raised StopIteration"):
-            lm.next_token_logprobs_sync([2])
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_the_check_looks_at_processed_rows(engine):
+def test_the_check_looks_at_processed_rows():
     with (
-        opened(engine, Processor(lambda _, rows: 2 * rows), check=True) as lm,
+        opened(MockEngine, Processor(lambda _, rows: 2 * rows), check=True) as lm,
         pytest.raises(PluginError, match=r"a wrapper's genlm_process_logprobs .* normalise"),
     ):
         lm.next_token_logprobs_sync([1])
@@ -296,9 +244,7 @@ def test_a_processor_may_ask_another_model():
 
 
 def test_an_installed_processor_comes_before_those_given(install):
-    install(
-        "silencer",
-        """
+    source = """
         from genlm.core import hookimpl
 
         class Silencer:
@@ -306,10 +252,8 @@ def test_an_installed_processor_comes_before_those_given(install):
             def genlm_process_logprobs(self, rows):
                 rows[:, 9] = -float("inf")
                 return rows.log_softmax(-1)
-        """,
-        group="genlm.wrappers",
-        target="plugin_silencer:Silencer",
-    )
+    """
+    install("silencer", source, group="genlm.wrappers", target="plugin_silencer:Silencer")
     seen = []
 
     def watch(queries, rows):
@@ -317,7 +261,7 @@ def test_an_installed_processor_comes_before_those_given(install):
         return rows
 
     with load_model_by_name("mock", backend="mock", wrappers=[Processor(watch)]) as lm:
-        assert lm.next_token_logprobs_sync([1])[9] == -float("inf")
+        lm.next_token_logprobs_sync([1])
     assert seen == [-float("inf")]
 
 
@@ -328,14 +272,16 @@ def test_an_installed_wrapper_that_cannot_be_made_is_named(install):
                 raise RuntimeError("no configuration")
     """
     install("demanding", source, group="genlm.wrappers", target="plugin_demanding:Demanding")
-    with pytest.raises(
-        BackendImportError,
-        match=r"wrapper 'demanding' is installed \(demanding 1\.2\).*no configuration",
-    ):
+    with pytest.raises(BackendImportError, match=r"'demanding' is .*1\.2\).*no configuration"):
         load_model_by_name("mock", backend="mock")
 
 
 # --- refused at load ------------------------------------------------------------------------------
+
+
+def with_hook(hook, function, **marks):
+    """An object with one hook."""
+    return type("Given", (), {hook: hookimpl(**marks)(function)})()
 
 
 def around(*hooks):
@@ -354,8 +300,7 @@ ROWS, STEP = "genlm_next_token_logprobs", "genlm_step"
     ("engine", "others", "hooks", "remedy"),
     [
         (ContinuousMockEngine, [], [ROWS], STEP),
-        (ContinuousMockEngine, [], [ROWS, "genlm_sample"], STEP),
-        (ContinuousMockEngine, [], [ROWS, "genlm_add_lora"], STEP),
+        (ContinuousMockEngine, [], [ROWS, "genlm_sample", "genlm_add_lora"], STEP),
         (MockEngine, [], [STEP], ROWS),
         (MockEngine, [Processor(None)], ["genlm_sample"], ROWS),
         (MockEngine, [], ["genlm_process_logprobs"], ROWS),
@@ -370,10 +315,9 @@ def test_an_observer_that_is_never_called_is_refused(engine, others, hooks, reme
     assert "genlm_process_logprobs" in said
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("hooks", [[ROWS, STEP], ["genlm_add_lora"], ["genlm_close"]])
-def test_an_observer_that_is_called_is_accepted(engine, hooks):
-    opened(engine, around(*hooks)).close()
+@pytest.mark.parametrize("hooks", [[ROWS, STEP], ["genlm_add_lora"]])
+def test_an_observer_that_may_be_called_is_accepted(hooks):
+    opened(ContinuousMockEngine, around(*hooks)).close()
 
 
 class Unmarked:
@@ -381,31 +325,32 @@ class Unmarked:
         return rows
 
 
-class Shadow:
-    @hookimpl
-    def genlm_close(self): ...
-
-
-class Yieldless:
-    @hookimpl(wrapper=True)
-    def genlm_close(self): ...
-
-
-class Async:
-    @hookimpl
-    async def genlm_process_logprobs(self, rows):
-        return rows
+async def asynchronous(self, rows): ...
 
 
 @pytest.mark.parametrize(
     ("wrapper", "said"),
     [
         (object(), r"wrapper builtins.object has no hook; mark its methods"),
-        (Unmarked(), "Unmarked: genlm_process_logprobs is not marked"),
-        (Shadow(), "would shadow"),
-        (Yieldless(), "wrapper .*Yieldless: genlm_close is a wrapper without a yield; write"),
+        (Unmarked(), "wrapper .*Unmarked: genlm_process_logprobs is not marked"),
         (Unmarked.genlm_process_logprobs, "Unmarked.genlm_process_logprobs is a function; make it"),
-        (Async(), "wrapper .*Async: genlm_process_logprobs is async; hooks are plain"),
+        (with_hook("genlm_close", lambda self: None), "wrapper .*Given .* would shadow"),
+        (
+            with_hook("genlm_close", lambda self: None, wrapper=True),
+            "Given: genlm_close is a wrapper without a yield; write",
+        ),
+        (
+            with_hook("genlm_process_logprobs", asynchronous),
+            "Given: genlm_process_logprobs is async; hooks are plain",
+        ),
+        (
+            with_hook("genlm_process_logprob", lambda self, rows: rows),
+            "^wrapper .*Given: .*did you mean genlm_process_logprobs",
+        ),
+        (
+            with_hook("genlm_process_logprobs", lambda self, query, rows: rows),
+            "Given: .*no argument query; it may take queries, rows",
+        ),
     ],
 )
 def test_what_is_no_wrapper_is_refused(wrapper, said):
@@ -420,12 +365,10 @@ class Both:
     """Goes around batches and steps."""
 
     @hookimpl(wrapper=True)
-    def genlm_next_token_logprobs(self):
-        return (yield from self.observe())
-
-    @hookimpl(wrapper=True)
     def genlm_step(self):
         return (yield from self.observe())
+
+    genlm_next_token_logprobs = genlm_step
 
 
 class Interfering(Both):
@@ -434,10 +377,8 @@ class Interfering(Both):
     def __init__(self, how):
         self.how = how
         self.done = False
-        self.calls = 0
 
     def observe(self):
-        self.calls += 1
         result = yield
         if self.done or not len(result):
             return result
@@ -445,48 +386,27 @@ class Interfering(Both):
         return self.how(result)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@engines
 @pytest.mark.parametrize(
     "how",
     [
-        lambda result: result[1:],
-        lambda result: [*result, *result],
-        lambda result: [Answer(Query((1,)), torch.zeros(258)) for _ in result],
         lambda result: isinstance(result, list) and result.pop(0),
         lambda result: {Query((9,)): OSError("of no request"), Query((1,)): "no error"},
         lambda result: 5,
-        lambda result: None,
     ],
 )
 def test_what_else_an_observer_returns_is_ignored(engine, how):
     wrapper = Interfering(how)
-    with opened(engine, wrapper, check=True) as lm, opened(engine) as sound:
-        contexts = [[1], [2], [3]]
+    contexts = [(1,), (2,), (3,)]
+    with opened(engine, wrapper, check=True) as lm:
         rows = gathered(*map(lm.next_token_logprobs, contexts))
-        for row, context in zip(rows, contexts, strict=True):
-            assert torch.equal(row, sound.next_token_logprobs_sync(context))
-        assert wrapper.done
+    for row, context in zip(rows, contexts, strict=True):
+        assert torch.equal(row, hashed_row(context, None, 258))
+    assert wrapper.done
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_what_a_hook_takes_out_of_its_queries_is_not_lost(engine):
-    class Pops:
-        @hookimpl(wrapper=True)
-        def genlm_next_token_logprobs(self, queries):
-            yield queries.pop(0)
-
-        @hookimpl(wrapper=True)
-        def genlm_step(self, queries):
-            yield queries.sort()
-
-    with opened(engine, Pops()) as lm:
-        for _ in range(2):
-            with pytest.raises(PluginError, match=r"Pops: .* 'tuple' object has no attribute"):
-                lm.batch_next_token_logprobs_sync([[1], [2]])
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_an_observer_that_turns_a_draw_round_is_named(engine):
+@engines
+def test_an_observer_that_writes_into_what_it_sees_is_named(engine):
     class Reverses:
         @hookimpl(wrapper=True)
         def genlm_sample(self):
@@ -497,24 +417,30 @@ def test_an_observer_that_turns_a_draw_round_is_named(engine):
             for answer in (yield):
                 answer.result.reverse()
 
-    with (
-        opened(engine, Reverses()) as lm,
-        pytest.raises(PluginError, match=r"Reverses: genlm_\w+ wrote into what the engine gave"),
-    ):
-        lm.sample_sync([1], 4, [], seed=1)
+    class Pops:
+        @hookimpl(wrapper=True)
+        def genlm_next_token_logprobs(self, queries):
+            yield queries.pop(0)
 
+        @hookimpl(wrapper=True)
+        def genlm_step(self, queries):
+            yield queries.sort()
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_an_observer_that_writes_into_rows_changes_none_in_silence(engine):
     def spoil(result):
         row = result[0]
         getattr(row, "result", row).zero_()
 
-    with opened(engine, Interfering(spoil)) as lm, opened(engine) as sound:
-        with pytest.raises(PluginError, match=r"Interfering: genlm_\w+ wrote into what the engine"):
+    written = r": genlm_\w+ wrote into what the engine gave"
+    with opened(engine, Reverses()) as lm, pytest.raises(PluginError, match="Reverses" + written):
+        lm.sample_sync([1], 4, [], seed=1)
+    with opened(engine, Interfering(spoil)) as lm:
+        with pytest.raises(PluginError, match="Interfering" + written):
             lm.next_token_logprobs_sync([1])
-        again = lm.next_token_logprobs_sync([1])
-        assert torch.equal(again, sound.next_token_logprobs_sync([1]))
+        assert torch.equal(lm.next_token_logprobs_sync([1]), hashed_row([1], None, 258))
+    with opened(engine, Pops()) as lm:
+        for _ in range(2):
+            with pytest.raises(PluginError, match=r"Pops: .* 'tuple' object has no attribute"):
+                lm.batch_next_token_logprobs_sync([[1], [2]])
 
 
 def test_answers_may_come_from_a_generator():
@@ -523,7 +449,7 @@ def test_answers_may_come_from_a_generator():
         def genlm_step(self, queries):
             yield from self.advance(queries)
 
-    with opened(Lazy, around(ROWS, STEP), check=True) as lm:
+    with opened(Lazy, around(STEP), check=True) as lm:
         assert torch.equal(lm.next_token_logprobs_sync([1]), hashed_row([1], None, 258))
 
 
@@ -538,19 +464,11 @@ class Refusing:
         }
 
     @hookimpl(wrapper=True)
-    def genlm_next_token_logprobs(self, queries):
-        yield
-        return self.failing(queries)
-
-    @hookimpl(wrapper=True)
     def genlm_sample(self, queries):
         yield
         return self.failing(queries)
 
-    @hookimpl(wrapper=True)
-    def genlm_process_logprobs(self, queries):
-        yield
-        return self.failing(queries)
+    genlm_next_token_logprobs = genlm_process_logprobs = genlm_sample
 
     @hookimpl(wrapper=True)
     def genlm_step(self, samples):
@@ -558,14 +476,14 @@ class Refusing:
         return self.failing([*samples, *(answer.request for answer in answers)])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("others", [[], [Processor(lambda queries, rows: rows)]])
+@engines
+@pytest.mark.parametrize("others", [[], [Processor(same)]])
 def test_a_wrapper_may_fail_requests_by_name(engine, others):
-    with opened(engine, *others, Refusing()) as lm, opened(engine) as sound:
+    with opened(engine, *others, Refusing()) as lm:
         row, refused, draw = gathered(
             lm.next_token_logprobs([1]), lm.next_token_logprobs([2]), lm.sample([2], 2, [], seed=1)
         )
-        assert torch.equal(row, sound.next_token_logprobs_sync([1]))
+        assert torch.equal(row, hashed_row([1], None, 258))
         for error in (refused, draw):
             assert isinstance(error, PluginError)
             assert "Refusing: genlm_" in str(error)
@@ -574,9 +492,10 @@ def test_a_wrapper_may_fail_requests_by_name(engine, others):
         assert lm.stats.failed_calls == 0, "the engine was not asked again"
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@engines
 @pytest.mark.parametrize("before", [True, False])
-def test_what_a_wrapper_raises_names_it_and_the_engine_goes_on(engine, before):
+@pytest.mark.parametrize("raised", [RuntimeError("its own bug"), PanicException("its own bug")])
+def test_what_an_observer_raises_names_it_and_the_engine_goes_on(engine, before, raised):
     class Broken(Both):
         left = 1
 
@@ -591,7 +510,7 @@ def test_what_a_wrapper_raises_names_it_and_the_engine_goes_on(engine, before):
         def perhaps_raise(self):
             if self.left:
                 self.left -= 1
-                raise RuntimeError("the wrapper's own bug")
+                raise raised
 
     def answers(lm):
         return gathered(lm.next_token_logprobs([1]), lm.sample([3], 3, [], seed=1))
@@ -602,14 +521,13 @@ def test_what_a_wrapper_raises_names_it_and_the_engine_goes_on(engine, before):
         for error in met:
             assert isinstance(error, PluginError)
             assert "Broken" in str(error)
-            assert "the wrapper's own bug" in str(error)
+            assert "its own bug" in str(error)
             assert "backend" not in str(error)
         for answer, right in zip(answers(lm), answers(sound), strict=True):
             assert list(answer) == list(right)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_wrapper_that_yields_twice_is_named_and_ended(engine):
+def test_a_wrapper_that_yields_twice_is_named_and_ended():
     ended = []
 
     class Twice(Both):
@@ -620,15 +538,15 @@ def test_a_wrapper_that_yields_twice_is_named_and_ended(engine):
             finally:
                 ended.append(result)
 
-    with opened(engine, Twice()) as lm:
-        (error,) = gathered(lm.next_token_logprobs([1]))
-        assert isinstance(error, PluginError)
-        assert "Twice" in str(error)
-        assert "yields a second time" in str(error)
+    with (
+        opened(MockEngine, Twice()) as lm,
+        pytest.raises(PluginError, match=r"Twice: .*yields a second time"),
+    ):
+        lm.next_token_logprobs_sync([1])
     assert ended
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@engines
 def test_the_engines_error_stays_the_one_to_report(engine):
     seen = []
 
@@ -640,8 +558,7 @@ def test_the_engines_error_stays_the_one_to_report(engine):
                 seen.append(error)
                 raise ValueError("another") from error
 
-    failing = engine(ByteTokenizer(), fail_on=lambda query: query.token_ids == (2,))
-    with structlog.testing.capture_logs() as logs, opened(failing, Swallowing()) as lm:
+    with structlog.testing.capture_logs() as logs, opened(failing(engine), Swallowing()) as lm:
         row, failed = gathered(lm.next_token_logprobs([1]), lm.next_token_logprobs([2]))
     assert isinstance(row, torch.Tensor)
     assert isinstance(failed, EngineError)
@@ -650,17 +567,10 @@ def test_the_engines_error_stays_the_one_to_report(engine):
     assert any("another" in log.get("error", "") for log in logs)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@engines
 def test_failed_calls_are_counted_and_the_first_one_is_said(engine):
-    failing = engine(ByteTokenizer(), fail_on=lambda query: query.token_ids == (2,))
-    with structlog.testing.capture_logs() as logs, opened(failing) as lm:
+    with structlog.testing.capture_logs() as logs, opened(failing(engine)) as lm:
         gathered(lm.next_token_logprobs([1]), lm.next_token_logprobs([2]))
         assert lm.stats.failed_calls == 2  # both together, and the one alone
     said = [log for log in logs if log["event"] == "engine.call_failed"]
     assert [log["log_level"] for log in said] == ["warning"]
-
-
-def test_draws_and_scores_are_counted():
-    with opened(ContinuousMockEngine) as lm:
-        gathered(*(lm.sequence_logprobs([i], [1, 2]) for i in range(5)), lm.sample([9], 2, []))
-        assert (lm.stats.scores, lm.stats.draws, lm.stats.rows) == (5, 1, 0)
