@@ -26,10 +26,8 @@ from genlm.core import (
     plugins,
 )
 from genlm.core.cli import main
-from genlm.core.mock import ByteTokenizer, ContinuousMockEngine
+from genlm.core.mock import ByteTokenizer
 from genlm.core.plugins import backend_names, choose_backend, find_backend
-
-from .conftest import gathered
 
 
 def test_a_third_partys_backend_is_found_and_loaded(install):
@@ -359,19 +357,6 @@ def test_a_changed_byte_vocabulary_changes_no_row(mock, change):
     lm = mock()
     change(lm.byte_vocab)
     assert lm.next_token_logprobs_sync([1]).shape == (258,)
-
-
-def test_a_wrong_row_of_a_continuous_engine_is_an_error_of_its_request_alone():
-    class Wrong(ContinuousMockEngine):
-        def row(self, query):
-            row = super().row(query)
-            return row[:10] if query.token_ids == (13,) else row
-
-    with AsyncLM(lambda: Wrong(ByteTokenizer()), backend="x") as lm:
-        one, wrong, two = gathered(*(lm.next_token_logprobs([i]) for i in (1, 13, 2)))
-        assert isinstance(wrong, PluginError)
-        assert "genlm_step returned shape (10,)" in str(wrong)
-        assert one.shape == two.shape == lm.next_token_logprobs_sync([3]).shape
 
 
 def test_rows_of_an_inference_mode_engine_may_be_written_into():

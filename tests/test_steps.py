@@ -29,9 +29,7 @@ def row_of(*token_ids):
 def result_of(request):
     if isinstance(request, SampleRequest):
         return [1] * request.params.max_tokens
-    if isinstance(request, ScoreRequest):
-        return torch.zeros(len(request.continuation))
-    return hashed_row(request.token_ids, request.adapter, 258)
+    return row_of(*request.token_ids)
 
 
 class Elsewhere:
@@ -47,10 +45,10 @@ class Elsewhere:
         self._events = queue.SimpleQueue()
 
     @hookimpl
-    def genlm_step(self, queries, samples, scores, dropped):
+    def genlm_step(self, queries, samples, dropped):
         for request in dropped:
             del self.in_flight[request]
-        newcomers = [*queries, *samples, *scores]
+        newcomers = [*queries, *samples]
         self.in_flight.update(dict.fromkeys(newcomers))
         self.steps.put((newcomers, list(dropped)))
         happened = self._events.get(timeout=PATIENCE)
@@ -91,39 +89,33 @@ class Elsewhere:
                 return step[what]
 
 
+@contextlib.contextmanager
 def opened(engine):
-    return AsyncLM(lambda: engine, backend="elsewhere")  # closing it wakes the engine
+    """A model of it, and threads that may ask it."""
+    with AsyncLM(lambda: engine, backend="elsewhere") as lm, ThreadPoolExecutor() as threads:
+        yield lm, threads.submit
+
+
+def run(engine, ask):
+    """What the coroutine ``ask(lm)`` gives."""
+    with AsyncLM(lambda: engine, backend="elsewhere") as lm:
+        return asyncio.run(ask(lm))
+
+
+def later(asked):
+    return asyncio.ensure_future(asked)
 
 
 def kinds(requests):
     return sorted(type(request).__name__ for request in requests)
 
 
-def test_every_kind_of_request_is_in_flight_together():
-    engine = Elsewhere()
-
-    async def ask(lm):
-        asked = asyncio.gather(
-            lm.next_token_logprobs([1]), lm.sample([2], 5, []), lm.sequence_logprobs([3], [4, 5])
-        )
-        newcomers = await engine.step_with(0)
-        engine.finish()
-        return kinds(newcomers), await asked
-
-    with opened(engine) as lm:
-        admitted, (row, drawn, scores) = asyncio.run(ask(lm))
-    assert admitted == ["Query", "SampleRequest", "ScoreRequest"]
-    assert torch.equal(row, row_of(1))
-    assert drawn == [1] * 5
-    assert scores.tolist() == [0.0, 0.0]
-
-
 def test_a_request_equal_to_one_in_flight_shares_its_answer():
     engine = Elsewhere()
-    with opened(engine) as lm, ThreadPoolExecutor() as threads:
-        first = threads.submit(lm.next_token_logprobs_sync, [1])
+    with opened(engine) as (lm, submit):
+        first = submit(lm.next_token_logprobs_sync, [1])
         engine.next_step()
-        second = threads.submit(lm.next_token_logprobs_sync, [1])
+        second = submit(lm.next_token_logprobs_sync, [1])
         assert engine.next_step() == ([], [])  # woken
         engine.finish()
         assert torch.equal(first.result(PATIENCE), second.result(PATIENCE))
@@ -132,10 +124,10 @@ def test_a_request_equal_to_one_in_flight_shares_its_answer():
 
 def test_nothing_joins_a_cold_row():
     engine = Elsewhere()
-    with opened(engine) as lm, ThreadPoolExecutor() as threads:
-        cold = threads.submit(lm.next_token_logprobs_uncached, [1])
+    with opened(engine) as (lm, submit):
+        cold = submit(lm.next_token_logprobs_uncached, [1])
         engine.next_step()
-        row = threads.submit(lm.next_token_logprobs_sync, [2])
+        row = submit(lm.next_token_logprobs_sync, [2])
         assert engine.next_step() == ([], [])  # woken
         engine.finish()
         cold.result(PATIENCE)
@@ -148,83 +140,77 @@ def test_a_request_none_of_whose_callers_is_left_is_dropped_and_may_be_asked_aga
     engine = Elsewhere()
 
     async def ask(lm):
-        draw = asyncio.ensure_future(lm.sample([1], 100, []))
-        row = asyncio.ensure_future(lm.next_token_logprobs([2]))
-        kept, twin = (asyncio.ensure_future(lm.next_token_logprobs([3])) for _ in range(2))
-        await engine.step_with(0)
+        draw, row = later(lm.sample([1], 100, [])), later(lm.next_token_logprobs([2]))
+        kept, twin = (later(lm.next_token_logprobs([3])) for _ in range(2))
+        assert kinds(await engine.step_with(0)) == ["Query", "Query", "SampleRequest"]
         for gone in (draw, row, twin):
             gone.cancel()
         dropped = await engine.step_with(1)
         while len(dropped) < 2:
             dropped += await engine.step_with(1)
         assert kinds(dropped) == ["Query", "SampleRequest"]
-        again = asyncio.ensure_future(lm.next_token_logprobs([2]))
+        again = later(lm.next_token_logprobs([2]))
         assert [query.token_ids for query in await engine.step_with(0)] == [(2,)]
         engine.finish()
-        return await again, await kept
-
-    with opened(engine) as lm:
-        again, kept = asyncio.run(ask(lm))
+        assert torch.equal(await again, row_of(2))
+        assert torch.equal(await kept, row_of(3))
         assert lm.stats.cancelled == 2
-    assert torch.equal(again, row_of(2))
-    assert torch.equal(kept, row_of(3))
+
+    run(engine, ask)
 
 
 def test_an_answer_for_a_request_that_is_dropped_in_the_same_step_is_ignored():
     class Finishes(Elsewhere):
         @hookimpl
-        def genlm_step(self, queries, samples, scores, dropped):
-            answers = super().genlm_step(queries, samples, scores, dropped)
+        def genlm_step(self, queries, samples, dropped):
+            answers = super().genlm_step(queries, samples, dropped)
             return [*answers, *(Answer(request, result_of(request)) for request in dropped)]
 
     engine = Finishes()
 
     async def ask(lm):
-        gone = asyncio.ensure_future(lm.next_token_logprobs([1]))
-        kept = asyncio.ensure_future(lm.next_token_logprobs([2]))
+        gone, kept = (later(lm.next_token_logprobs([i])) for i in (1, 2))
         await engine.step_with(0)
         gone.cancel()
         await engine.step_with(1)
         engine.finish()
         return await kept
 
-    with opened(engine) as lm:
-        assert torch.equal(asyncio.run(ask(lm)), row_of(2))
+    assert torch.equal(run(engine, ask), row_of(2))
 
 
 def test_an_engine_that_does_not_name_dropped_runs_requests_to_their_end():
     class Keeps(Elsewhere):
         @hookimpl
         def genlm_step(self, queries, samples):
-            return super().genlm_step(queries, samples, [], [])
+            return super().genlm_step(queries, samples, [])
 
     engine = Keeps()
 
     async def ask(lm):
-        gone = asyncio.ensure_future(lm.sample([1], 3, []))
+        gone = later(lm.sample([1], 3, []))
         await engine.step_with(0)
         gone.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await gone
-        row = asyncio.ensure_future(lm.next_token_logprobs([2]))
+        row = later(lm.next_token_logprobs([2]))
         await engine.step_with(0)
         assert kinds(engine.in_flight) == ["Query", "SampleRequest"]
         engine.finish()
         return await row
 
-    with opened(engine) as lm:
-        assert torch.equal(asyncio.run(ask(lm)), row_of(2))
+    assert torch.equal(run(engine, ask), row_of(2))
 
 
 def test_a_task_wakes_the_engine_and_waits_until_nothing_is_in_flight():
     engine = Elsewhere()
-    with opened(engine) as lm, ThreadPoolExecutor() as threads:
-        row = threads.submit(lm.next_token_logprobs_sync, [1])
+    with opened(engine) as (lm, submit):
+        row = submit(lm.next_token_logprobs_sync, [1])
         engine.next_step()
-        cleared = threads.submit(lm.clear_kv_cache)
+        cleared = submit(lm.clear_kv_cache)
         assert engine.next_step() == ([], [])  # woken
         lm.reset_async_queries()  # drops no task
-        later = threads.submit(lm.next_token_logprobs_sync, [2])
+        asked = submit(lm.next_token_logprobs_sync, [2])
         assert engine.next_step() == ([], [])  # woken, but what was asked later waits
         assert engine.cleared == 0
         engine.finish()
@@ -232,17 +218,7 @@ def test_a_task_wakes_the_engine_and_waits_until_nothing_is_in_flight():
         assert engine.cleared == 1
         assert [query.token_ids for query in engine.next_step()[0]] == [(2,)]
         engine.finish()
-        later.result(PATIENCE)
-
-
-def test_closing_wakes_the_engine():
-    engine = Elsewhere()
-    with opened(engine) as lm, ThreadPoolExecutor() as threads:
-        asked = threads.submit(lm.next_token_logprobs_sync, [1])
-        engine.next_step()
-        threads.submit(lm.close).result(PATIENCE)
-        with pytest.raises(ModelClosedError):
-            asked.result(PATIENCE)
+        asked.result(PATIENCE)
 
 
 def test_a_wake_up_that_raises_harms_nobody_and_is_logged_once():
@@ -253,19 +229,18 @@ def test_a_wake_up_that_raises_harms_nobody_and_is_logged_once():
             raise OSError("the pipe is broken")
 
     engine = Broken()
-    with (
-        structlog.testing.capture_logs() as logs,
-        opened(engine) as lm,
-        ThreadPoolExecutor() as threads,
-    ):
+    with structlog.testing.capture_logs() as logs, opened(engine) as (lm, submit):
         asked = []
         for token in (1, 2, 3):
-            asked.append(threads.submit(lm.next_token_logprobs_sync, [token]))
+            asked.append(submit(lm.next_token_logprobs_sync, [token]))
             engine.next_step()
         engine.finish()
         for each in asked:
             each.result(PATIENCE)
     assert [each["event"] for each in logs].count("engine.wake_failed") == 1
+
+
+# --- answers --------------------------------------------------------------------------------------
 
 
 def test_what_the_engine_declines_is_made_from_rows():
@@ -275,23 +250,34 @@ def test_what_the_engine_declines_is_made_from_rows():
             declined = [Answer(request, None) for request in (*samples, *scores)]
             return [*self.advance(queries, dropped), *declined]
 
-    with opened(Declines(ByteTokenizer())) as lm, opened(MockEngine(ByteTokenizer())) as plain:
-        (drawn, scores), (expected, expected_scores) = (
-            gathered(one.sample([1], 3, [], seed=1), one.sequence_logprobs([1], [2, 3]))
-            for one in (lm, plain)
-        )
+    async def ask(lm):
+        return await lm.sample([1], 3, [], seed=1), await lm.sequence_logprobs([1], [2, 3])
+
+    drawn, scores = run(Declines(ByteTokenizer()), ask)
+    expected, expected_scores = run(MockEngine(ByteTokenizer()), ask)
     assert drawn == expected
     assert torch.allclose(scores, expected_scores)
 
 
 def test_a_wrong_result_is_an_error_of_its_own_request():
     class Wrong(ContinuousMockEngine):
+        def row(self, query):
+            row = super().row(query)
+            return row[:10] if query.token_ids == (13,) else row
+
         def _result(self, request):
             return torch.zeros(7) if isinstance(request, ScoreRequest) else super()._result(request)
 
-    with opened(Wrong(ByteTokenizer())) as lm:
-        wrong, drawn = gathered(lm.sequence_logprobs([1], [2, 3]), lm.sample([1], 2, []))
-    assert "genlm_step returned shape (7,)" in str(wrong)
+    with opened(Wrong(ByteTokenizer())) as (lm, _):
+        row, wrong_row, wrong_score, drawn = gathered(
+            lm.next_token_logprobs([1]),
+            lm.next_token_logprobs([13]),
+            lm.sequence_logprobs([1], [2, 3]),
+            lm.sample([1], 2, []),
+        )
+    assert "genlm_step returned shape (10,)" in str(wrong_row)
+    assert "genlm_step returned shape (7,)" in str(wrong_score)
+    assert torch.equal(row, row_of(1))
     assert len(drawn) == 2
 
 
@@ -310,7 +296,7 @@ def test_what_is_no_answer_is_named(answers):
             return answers(queries)
 
     wrong = r"genlm_step returned what is no Answer\(request, result\)"
-    with opened(Wrong(ByteTokenizer())) as lm, pytest.raises(EngineDeadError, match=wrong):
+    with opened(Wrong(ByteTokenizer())) as (lm, _), pytest.raises(EngineDeadError, match=wrong):
         lm.next_token_logprobs_sync([1])
 
 
@@ -329,7 +315,7 @@ def test_an_engine_that_names_queries_alone_draws_while_nothing_is_in_flight():
             asked.append(("sample", len(queries)))
             return super().genlm_sample(queries, params)
 
-    with opened(RowsOnly(ByteTokenizer())) as lm:
+    with opened(RowsOnly(ByteTokenizer())) as (lm, _):
         gathered(lm.next_token_logprobs([1]), lm.sample([2], 3, []), lm.next_token_logprobs([3]))
     assert asked == [("step", 2), ("step", 0), ("sample", 1)]
 
@@ -346,7 +332,7 @@ def test_the_engine_drops_requests_before_anything_that_cannot_join_them(other):
     class Rows(Elsewhere):
         @hookimpl
         def genlm_step(self, queries, dropped):
-            return super().genlm_step(queries, [], [], dropped)
+            return super().genlm_step(queries, [], dropped)
 
         @hookimpl
         def genlm_sample(self, queries, params):
@@ -356,9 +342,9 @@ def test_the_engine_drops_requests_before_anything_that_cannot_join_them(other):
     engine = Rows()
 
     async def ask(lm):
-        gone = asyncio.ensure_future(lm.next_token_logprobs([1]))
+        gone = later(lm.next_token_logprobs([1]))
         await engine.step_with(0)
-        asked = asyncio.ensure_future(other(lm))
+        asked = later(other(lm))
         await asyncio.to_thread(engine.next_step)  # woken: it has been asked
         gone.cancel()
         newcomers, dropped = await asyncio.to_thread(engine.next_step)
@@ -367,13 +353,12 @@ def test_the_engine_drops_requests_before_anything_that_cannot_join_them(other):
         engine.finish()  # that step
         engine.finish()  # the one of the cold row
         await asyncio.wait_for(asked, PATIENCE)
-        row = asyncio.ensure_future(lm.next_token_logprobs([3]))
+        row = later(lm.next_token_logprobs([3]))
         await engine.step_with(0)
         engine.finish()
         return await asyncio.wait_for(row, PATIENCE)
 
-    with opened(engine) as lm:
-        assert torch.equal(asyncio.run(ask(lm)), row_of(3))
+    assert torch.equal(run(engine, ask), row_of(3))
 
 
 def test_a_step_that_finished_nothing_is_not_a_batch(mock):
@@ -389,11 +374,11 @@ def test_after_a_failure_requests_are_admitted_one_by_one_and_newcomers_wait():
     engine = Elsewhere()
 
     async def ask(lm):
-        draws = [asyncio.ensure_future(lm.sample([i], 3, [])) for i in range(3)]
+        draws = [later(lm.sample([i], 3, [])) for i in range(3)]
         await engine.step_with(0)
         engine.fail(RuntimeError("out of memory"))
         (first,) = await engine.step_with(0)
-        newcomer = asyncio.ensure_future(lm.next_token_logprobs([7]))
+        newcomer = later(lm.next_token_logprobs([7]))
         draws[1].cancel()  # while it waits for its turn
         await asyncio.to_thread(engine.next_step)
         engine.fail(RuntimeError("this is the one"))
@@ -405,8 +390,7 @@ def test_after_a_failure_requests_are_admitted_one_by_one_and_newcomers_wait():
         assert [r.query.token_ids for r in (first, third)] == [(0,), (2,)]
         return await asyncio.gather(*draws, return_exceptions=True)
 
-    with opened(engine) as lm:
-        failed, gone, drawn = asyncio.run(ask(lm))
+    failed, gone, drawn = run(engine, ask)
     assert isinstance(failed, EngineError)
     assert "this is the one" in str(failed)
     assert isinstance(gone, asyncio.CancelledError)
@@ -418,20 +402,20 @@ def test_after_a_failure_requests_are_admitted_one_by_one_and_newcomers_wait():
 
 @pytest.mark.parametrize("continuous", [False, True])
 def test_kinds_take_turns_however_many_of_one_wait(mock, gate, continuous):
-    """A thousand rows wait. A cold one asked after them has its turn after one batch or two."""
+    """A hundred rows wait. A cold one asked after them has its turn after one batch or two."""
     lm = mock(batch_size=10, **({"continuous": True, "steps": 1} if continuous else {}))
     gate.shut()
     with ThreadPoolExecutor() as threads:
-        contexts = [[1, i // 250, i % 250] for i in range(1000)]
+        contexts = [[1, i] for i in range(100)]
         rows = threads.submit(lm.batch_next_token_logprobs_sync, contexts)
         gate.wait_entered()
         cold = threads.submit(lm.next_token_logprobs_uncached, [9])
-        while lm.stats.requests < 1001:
+        while lm.stats.requests < 101:
             pass
         gate.open()
         cold.result(PATIENCE), rows.result(PATIENCE)
     assert [(9,)] in gate.batches[1:3]
-    assert sum(map(len, gate.batches)) == 1001
+    assert sum(map(len, gate.batches)) == 101
 
 
 def test_the_wake_up_of_the_mock_lets_a_step_return_before_its_time(mock):

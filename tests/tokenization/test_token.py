@@ -50,19 +50,19 @@ def test_tokens_with_equal_bytes_are_different_and_those_with_equal_ids_the_same
 
 
 def test_bytes_and_tokens_are_told_apart() -> None:
-    assert Token.is_plain_bytes(b"a")
-    assert not Token.is_plain_bytes(A)
-    assert not Token.is_plain_bytes("a")
+    assert [Token.is_plain_bytes(each) for each in (b"a", A, "a")] == [True, False, False]
     assert type(Token.as_bytes(A)) is bytes
     assert Token.as_bytes("a") == "a"
 
 
 @pytest.mark.parametrize(
-    "again", [lambda t: pickle.loads(pickle.dumps(t)), copy.copy, copy.deepcopy]
+    "again", [lambda t: t, lambda t: pickle.loads(pickle.dumps(t)), copy.copy, copy.deepcopy]
 )
-def test_a_copy_keeps_its_id(again) -> None:
-    token = again(Token(5, b"x\x00"))
-    assert (type(token), token.token_id, token.byte_string) == (Token, 5, b"x\x00")
+@pytest.mark.parametrize("special", [False, True])
+def test_a_copy_keeps_its_id_and_whether_it_is_special(again, special) -> None:
+    token = again(Token(5, b"x\x00", is_special=special))
+    assert type(token) is Token
+    assert (token.token_id, token.byte_string, token.is_special) == (5, b"x\x00", special)
 
 
 def test_wrong_types_are_refused() -> None:
@@ -70,17 +70,6 @@ def test_wrong_types_are_refused() -> None:
         Token("1", b"a")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="byte_string must be bytes"):
         Token(1, "a")  # type: ignore[arg-type]
-
-
-def test_special_tokens_know_that_they_are() -> None:
-    tokens = Token.vocabulary([b"a", b"<end>", b"b"], special=[1])
-    assert [token.is_special for token in tokens] == [False, True, False]
-    assert not Token(3, b"a").is_special
-    token = Token(3, b"<end>", is_special=True)
-    for again in (token, pickle.loads(pickle.dumps(token)), copy.copy(token), copy.deepcopy(token)):
-        assert (again.is_special, again.token_id, again.byte_string) == (True, 3, b"<end>")
-    with pytest.raises(AttributeError):
-        token.is_special = False  # type: ignore[misc]
 
 
 def test_tokens_are_small() -> None:
@@ -108,22 +97,21 @@ def test_any_id(token_id: int) -> None:
     assert hash(token) == hash(token_id)
 
 
-def test_a_vocabulary_numbers_its_tokens() -> None:
+def test_a_vocabulary_numbers_its_tokens_and_marks_the_special_ones() -> None:
     contents = [b"", b"", *(b"%d" % i for i in range(600))]
-    tokens = Token.vocabulary(contents)
+    tokens = Token.vocabulary(contents, special=[1])
     assert [(t.token_id, t.byte_string) for t in tokens] == [*enumerate(contents)]
+    assert [t.token_id for t in tokens if t.is_special] == [1]
 
 
-def test_a_token_takes_attributes() -> None:
+def test_a_token_takes_attributes_and_stays_what_it_is() -> None:
     token = Token(1, b"a")
     token.note = "seen"  # type: ignore[attr-defined]
     assert token.note == "seen"  # type: ignore[attr-defined]
-    assert token.token_id == 1
-
-
-def test_an_id_stays_what_it_is() -> None:
     with pytest.raises(AttributeError):
-        A.token_id = 2  # type: ignore[misc]
+        token.token_id = 2  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        token.is_special = True  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("collecting", [True, False])

@@ -85,8 +85,11 @@ def test_what_are_no_weights_is_refused(trie):
 
 @pytest.mark.parametrize("node", [None, "1", 1.5, -1, 10_000])
 def test_what_is_no_node_is_refused(trie, node):
-    with pytest.raises(InvalidInputError, match=f"there is no node {node!r}: nodes are 0 to"):
+    said = f"there is no node {node!r}: nodes are 0 to {len(trie) - 1}"
+    with pytest.raises(InvalidInputError, match=said):
         trie.children_sum(node, ROW)
+    with pytest.raises(InvalidInputError, match=said):
+        trie.positions_under(node)
 
 
 def test_how_many_children(trie):
@@ -96,5 +99,9 @@ def test_how_many_children(trie):
 
 
 def test_a_row_of_another_shape_is_refused(trie):
-    with pytest.raises(InvalidInputError, match=r"the trie needs \[10\]"):
-        trie.mass(np.zeros(3), b"a")
+    for ask in (
+        lambda: trie.mass(np.zeros(3), b"a"),
+        lambda: trie.children_sum(trie.root, np.zeros((2, 10))),
+    ):
+        with pytest.raises(InvalidInputError, match=r"the trie needs \[10\]"):
+            ask()

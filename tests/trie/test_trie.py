@@ -39,17 +39,17 @@ class OnTorch(TokenCharacterTrie):
     def __init__(self, decode):
         super().__init__(decode, device=DEVICE)
 
-    def weight_sum(self, ws, dtype=np.float64):
-        return super().weight_sum(ws, dtype)
+    def weight_sum(self, ws):
+        return super().weight_sum(ws, np.float64)
 
-    def weight_max(self, ws, dtype=np.float64):
-        return super().weight_max(ws, dtype)
+    def weight_max(self, ws):
+        return super().weight_max(ws, np.float64)
 
     def batch_weight_sum(self, ws, dtype=np.float64):
         return super().batch_weight_sum(ws, dtype)
 
-    def batch_weight_max(self, ws, dtype=np.float64):
-        return super().batch_weight_max(ws, dtype)
+    def batch_weight_max(self, ws):
+        return super().batch_weight_max(ws, np.float64)
 
 
 EOS = EndOfSequence()
@@ -129,6 +129,7 @@ def test_the_shape(items):
             seen.append(child)
     assert sorted(seen) == list(range(len(trie))) == list(range(len(trie.children)))
     assert len(trie.leaf2word) == len(items)
+    assert trie.idx_to_leaf.tolist() == [[*pair] for pair in enumerate(trie.word2leaf.values())]
     for position, (item, (word, leaf)) in enumerate(
         zip(items, trie.word2leaf.items(), strict=True)
     ):
@@ -186,17 +187,20 @@ def test_a_batch_is_its_rows(trie_class, vocabulary, weights):
         assert np.array_equal(batch(weights[::-1]), expected[::-1])
 
 
-def test_a_batch_that_is_worth_several_threads_is_its_rows():
+@pytest.fixture(scope="module")
+def large():
+    """A trie of which a batch is worth several threads, and weights for that."""
     words = [number.to_bytes(3, "big") for number in range(0, 1 << 24, 411)]
-    trie = TokenCharacterTrie(words)
-    ws = np.random.default_rng(0).random((7, len(words)))
+    return TokenCharacterTrie(words), np.random.default_rng(0).random((8, len(words)))
+
+
+def test_a_batch_that_is_worth_several_threads_is_its_rows(large):
+    trie, ws = large
     assert np.array_equal(trie.batch_weight_sum(ws), np.stack([trie.weight_sum(row) for row in ws]))
 
 
-def test_large_results_are_never_written_to_while_anything_refers_to_them():
-    words = [number.to_bytes(3, "big") for number in range(0, 1 << 24, 411)]
-    trie = TokenCharacterTrie(words)
-    ws = np.random.default_rng(0).random((8, len(words)))
+def test_large_results_are_never_written_to_while_anything_refers_to_them(large):
+    trie, ws = large
     expected = trie.batch_weight_sum(ws).copy()
     row = trie.batch_weight_sum(ws)[3]
     tensor = trie.batch_weight_sum(ws, dtype=torch.float64)[4]
@@ -290,10 +294,7 @@ def test_a_vocabulary_that_makes_no_trie_is_refused():
     ("items", "reason"),
     [
         ([b"a", 7], "'int' object is not iterable"),
-        ([b"a", None], "'NoneType' object is not iterable"),
         ([Token(0, b"a"), object()], "'object' object is not iterable"),
-        ([[1, 2], [3]], "unhashable type: 'list'"),
-        ([Token(0, b"a"), {1: 2}], "unhashable type: 'dict'"),
         ([b"a", bytearray(b"b")], "unhashable type: 'bytearray'"),
         ([(1, [2])], "unhashable type: 'list'"),
     ],
@@ -303,13 +304,6 @@ def test_an_item_that_is_not_a_sequence_of_symbols_is_refused(items, reason):
         TokenCharacterTrie(items)
     assert isinstance(refusal.value, VocabularyError)
     assert "hashable iterables of hashable symbols" in str(refusal.value)
-
-
-def test_every_item_has_a_leaf_also_with_equal_symbols():
-    trie = TokenCharacterTrie([Token(0, b"ab"), Token(1, b"ab"), b"ab", EOS])
-    assert [position for position, _ in trie.idx_to_leaf] == [0, 1, 2, 3]
-    assert [leaf for _, leaf in trie.idx_to_leaf] == list(trie.word2leaf.values())
-    assert len({leaf for _, leaf in trie.idx_to_leaf}) == 4
 
 
 def test_the_vocabulary_may_be_any_iterable_and_is_the_tries_own():
@@ -349,21 +343,14 @@ def test_the_parallel_trie_is_the_same_trie(vocabulary, weights):
 # --- on a device ----------------------------------------------------------------------------------
 
 
-def array(values):
-    """Values of a kernel, wherever they are, in float64."""
-    return torch.as_tensor(values).cpu().double().numpy()
-
-
-@pytest.mark.parametrize("dtype", [None, np.float32, torch.float32])
-def test_a_device_computes_in_float32_with_a_small_relative_error(vocabulary, weights, dtype):
-    exact = TokenCharacterTrie(vocabulary).batch_weight_sum(weights)
-    trie = TokenCharacterTrie(vocabulary, device=DEVICE)
-    sums = trie.batch_weight_sum(weights, dtype=dtype)
-    assert str(sums.dtype).endswith("float32")
-    np.testing.assert_allclose(array(sums), exact, rtol=2e-6, atol=1e-37)
-    maxima = trie.batch_weight_max(np.log(weights), dtype=dtype)
-    exact = TokenCharacterTrie(vocabulary).batch_weight_max(np.log(weights))
-    np.testing.assert_allclose(array(maxima), exact, rtol=6e-8)
+def test_a_device_computes_in_float32_with_a_small_relative_error(vocabulary, weights):
+    exact, trie = TokenCharacterTrie(vocabulary), TokenCharacterTrie(vocabulary, device=DEVICE)
+    sums = trie.batch_weight_sum(weights)
+    assert sums.dtype == np.float32
+    np.testing.assert_allclose(sums, exact.batch_weight_sum(weights), rtol=2e-6, atol=1e-37)
+    logs = np.log(weights)
+    maxima = exact.batch_weight_max(logs)
+    np.testing.assert_allclose(trie.batch_weight_max(logs), maxima, rtol=6e-8)
 
 
 def test_the_error_in_float32_stays_small_for_a_large_vocabulary():
@@ -373,14 +360,6 @@ def test_the_error_in_float32_stays_small_for_a_large_vocabulary():
     exact = TokenCharacterTrie(words).batch_weight_sum(ws)
     sums = TokenCharacterTrie(words, device=DEVICE).batch_weight_sum(ws)
     np.testing.assert_allclose(sums, exact, rtol=2e-6)
-
-
-def test_a_device_computes_in_float64_if_that_is_asked_for(vocabulary, weights):
-    exact = TokenCharacterTrie(vocabulary).batch_weight_sum(weights)
-    sums = TokenCharacterTrie(vocabulary, device=DEVICE).batch_weight_sum(
-        weights, dtype=torch.float64
-    )
-    np.testing.assert_allclose(array(sums), exact, rtol=1e-14)
 
 
 def test_tensors_are_given_back_without_waiting_for_the_device(vocabulary):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from genlm.core import InvalidInputError
 from genlm.core.tokenization import Token
 from genlm.core.trie import TokenCharacterTrie
 
@@ -71,16 +70,4 @@ def test_the_heaviest_children_come_first():
         ((None, 3), 0.25),
         (ord("b"), 0.1),
     ]
-    assert trie.heaviest_children(trie.root, ws, 0) == []
     assert trie.heaviest_children(trie.word2leaf[b"b", 2], ws, 1) == []
-
-
-def test_what_is_not_there_is_refused(trie, weights):
-    for node in (-1, len(trie)):
-        refusal = f"no node {node}: nodes are 0 to {len(trie) - 1}"
-        with pytest.raises(InvalidInputError, match=refusal):
-            trie.positions_under(node)
-        with pytest.raises(InvalidInputError, match=refusal):
-            trie.children_sum(node, weights[0])
-    with pytest.raises(InvalidInputError, match="the trie needs"):
-        trie.children_sum(trie.root, weights)
