@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,14 +27,16 @@ from genlm.kit.adapter_files import (
     write_plain,
 )
 
+PREFIX = "base_model.model."
 Q = "model.layers.0.self_attn.q_proj"
 V = "model.layers.0.self_attn.v_proj"
+TOKENS = f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta"
 BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 Write = Callable[..., Path]
 
 
 def lora(module: str, rank: int = 2, inputs: int = 8, outputs: int = 8) -> dict[str, list[int]]:
-    name = f"base_model.model.{module}"
+    name = f"{PREFIX}{module}"
     return {f"{name}.lora_A.weight": [rank, inputs], f"{name}.lora_B.weight": [outputs, rank]}
 
 
@@ -57,11 +59,6 @@ def write(tmp_path: Path) -> Write:
         return tmp_path
 
     return folder
-
-
-def test_one_file_of_an_adapter_is_not_its_folder(write: Write) -> None:
-    with pytest.raises(InvalidAdapterError, match="is one file of a LoRA adapter; give its folder"):
-        files.read_adapter(write() / files.WEIGHTS)
 
 
 def write_safetensors(folder: Path, header: bytes, data: bytes = b"") -> None:
@@ -90,24 +87,7 @@ def test_a_plain_adapter_has_no_features(write: Write) -> None:
         ({"layer_replication": [[0, 1]]}, Feature.REPLICATION),
         ({"init_lora_weights": "pissa_niter_4"}, Feature.BASE),
         ({"a_setting_of_the_future": {"x": 1}}, Feature.OTHER),
-    ],
-)
-def test_a_setting_that_is_not_applied_is_refused_by_its_value(
-    write: Write, settings: dict[str, Any], feature: Feature
-) -> None:
-    adapter = read_adapter(write(**settings))
-    assert list(adapter.features) == [feature]
-    (name, value) = next(iter(settings.items()))
-    with pytest.raises(InvalidAdapterError) as refused:
-        adapter.require(set(Feature) - {feature}, "the engine")
-    for part in (f"{name}={json.dumps(value)}", "the engine does not apply", feature.remedy):
-        assert part in str(refused.value)
-    adapter.require({feature}, "the engine")
-
-
-@pytest.mark.parametrize(
-    ("name", "feature"),
-    [
+        # A tensor counts though the configuration does not say so.
         (f"{V}.lora_B.bias", Feature.LORA_BIAS),
         (f"{V}.lora_magnitude_vector", Feature.DORA),
         (f"{V}.bias", Feature.BIAS),
@@ -117,27 +97,32 @@ def test_a_setting_that_is_not_applied_is_refused_by_its_value(
         (f"{V}.something", Feature.OTHER),
     ],
 )
-def test_a_tensor_counts_though_the_configuration_does_not_say_so(
-    write: Write, name: str, feature: Feature
+def test_what_is_not_applied_is_refused_by_the_setting_or_tensor_that_says_so(
+    write: Write, settings: dict[str, Any] | str, feature: Feature
 ) -> None:
-    adapter = read_adapter(write({**lora(Q), f"base_model.model.{name}": [8]}))
+    if isinstance(settings, str):
+        adapter = read_adapter(write({**lora(Q), f"{PREFIX}{settings}": [8]}))
+        named = settings
+    else:
+        adapter = read_adapter(write(**settings))
+        ((name, value),) = settings.items()
+        named = f"{name}={json.dumps(value)}"
     assert list(adapter.features) == [feature]
-    with pytest.raises(InvalidAdapterError, match=name):
-        adapter.require((), "the engine")
+    with pytest.raises(InvalidAdapterError) as refused:
+        adapter.require(set(Feature) - {feature}, "the engine")
+    for part in (named, "the engine does not apply", feature.remedy):
+        assert part in str(refused.value)
+    adapter.require({feature}, "the engine")
 
 
-def test_as_many_token_embeddings_as_indices(write: Write) -> None:
-    name = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
-    shapes = {**lora(Q), name: [2, 8]}
+def test_trained_token_embeddings(write: Write) -> None:
     for indices in ([3, 5], {"embed_tokens": [3, 5]}):
-        adapter = read_adapter(write(shapes, trainable_token_indices=indices))
+        adapter = read_adapter(write({**lora(Q), TOKENS: [2, 8]}, trainable_token_indices=indices))
         assert list(adapter.features) == [Feature.TOKENS]
-    with pytest.raises(InvalidAdapterError, match=r"1 indices .* other rows"):
-        read_adapter(write(shapes, trainable_token_indices=[3]))
 
 
 def test_the_names_of_modules_that_were_trained_whole_are_those_with_tensors(write: Write) -> None:
-    shapes = {**lora(Q), "base_model.model.model.norm.weight": [8]}
+    shapes = {**lora(Q), f"{PREFIX}model.norm.weight": [8]}
     adapter = read_adapter(write(shapes, modules_to_save=["norm", "lm_head", "m" * 512]))
     assert set(adapter.retrained) == {"norm"}
     assert not adapter.saved_copies
@@ -153,19 +138,14 @@ def test_many_names_are_looked_up_not_tried_one_by_one(write: Write) -> None:
     assert {module.scale for module in adapter.modules.values()} == {2.0, 4.5}
 
 
-def test_the_output_layer_and_embeddings_are_features(write: Write) -> None:
-    name = "base_model.model.model.embed_tokens"
+def test_the_output_layer_embeddings_and_their_tying_are_features(write: Write) -> None:
+    name = f"{PREFIX}model.embed_tokens"
     embedding = {f"{name}.lora_embedding_A": [2, 9], f"{name}.lora_embedding_B": [8, 2]}
-    adapter = read_adapter(write({**lora("lm_head"), **embedding}))
-    assert set(adapter.features) == {Feature.HEAD, Feature.EMBEDDING}
+    adapter = read_adapter(write({**lora("lm_head"), **embedding}, ensure_weight_tying=True))
+    assert set(adapter.features) == {Feature.HEAD, Feature.EMBEDDING, Feature.TIED}
     module = adapter.modules["model.embed_tokens"]
     assert (module.inputs, module.outputs) == (9, 8)
-
-
-def test_tying_is_a_feature_where_something_is_tied(write: Write) -> None:
-    assert not read_adapter(write(ensure_weight_tying=True)).features
-    adapter = read_adapter(write(lora("lm_head"), ensure_weight_tying=True))
-    assert set(adapter.features) == {Feature.HEAD, Feature.TIED}
+    assert not read_adapter(write(ensure_weight_tying=True)).features  # nothing is tied
 
 
 def test_scales_and_ranks_by_module(write: Write) -> None:
@@ -222,40 +202,39 @@ def product(adapter: AdapterFolder, name: str) -> torch.Tensor:
     return module.scale * up @ files.read_tensor(file, adapter.tensors[module.down])
 
 
-def test_an_adapter_of_another_model_names_both_shapes(write: Write) -> None:
-    adapter = read_adapter(write({**lora(Q, inputs=16)}))
-    with pytest.raises(InvalidAdapterError, match=r"q_proj it maps 16 to 8 features.*model 8 to 8"):
-        adapter.require_modules({Q: (8, 8)})
-    adapter = read_adapter(write(lora("model.layers.7.self_attn.q_proj")))
-    with pytest.raises(
-        InvalidAdapterError, match=r"layers\.7.*\(8 to 8 features\).*1 q_proj is model.layers.0"
-    ):
-        adapter.require_modules({Q: (8, 8)})
-    adapter = read_adapter(write(lora(f"base_model.model.{Q}")))
-    with pytest.raises(InvalidAdapterError, match="no such module"):
+@pytest.mark.parametrize(
+    ("module", "inputs", "message"),
+    [
+        (Q, 16, r"q_proj it maps 16 to 8 features.*model 8 to 8"),
+        (
+            "model.layers.7.self_attn.q_proj",
+            8,
+            r"layers\.7.*\(8 to 8 features\).*1 q_proj is model.layers.0",
+        ),
+        (f"{PREFIX}{Q}", 8, "no such module"),
+    ],
+)
+def test_an_adapter_of_another_model_names_both_shapes(
+    write: Write, module: str, inputs: int, message: str
+) -> None:
+    adapter = read_adapter(write(lora(module, inputs=inputs)))
+    with pytest.raises(InvalidAdapterError, match=message):
         adapter.require_modules({Q: (8, 8)})
 
 
 @pytest.mark.parametrize(
-    ("target", "module", "adapted"),
+    ("target", "module"),
     [
-        ("experts.down_proj", "model.layers.0.experts", True),
-        ("experts.down_proj", "model.layers.0.experts.base_layer", True),
-        ("experts.down_proj", Q, False),
-        ("down_proj", "model.layers.0.experts", True),
-        ("down_proj", Q, False),  # which is a target itself
+        ("experts.down_proj", "model.layers.0.experts"),
+        ("experts.down_proj", "model.layers.0.experts.base_layer"),
+        ("down_proj", "model.layers.0.experts"),
     ],
 )
 def test_where_parameters_are_adapted_ranks_are_of_all_experts_together(
-    write: Write, target: str, module: str, adapted: bool
+    write: Write, target: str, module: str
 ) -> None:
-    shapes = lora(module, rank=16)
-    folder = write(shapes, target_parameters=[target], target_modules=["q_proj"])
-    if adapted:
-        assert read_adapter(folder).modules[module].rank == 16
-    else:
-        with pytest.raises(InvalidAdapterError, match=r"rank 16 at .*q_proj, and 2 by"):
-            read_adapter(folder)
+    folder = write(lora(module, rank=16), target_parameters=[target], target_modules=["q_proj"])
+    assert read_adapter(folder).modules[module].rank == 16
 
 
 def test_shapes_of_a_model() -> None:
@@ -302,7 +281,7 @@ def test_expressions_of_the_configuration_end(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the file holds is in every layer: which modules they mean does not matter then."""
-    monkeypatch.setattr(names, "EXPRESSION_SECONDS", 0.5)
+    monkeypatch.setattr(names, "EXPRESSION_SECONDS", 0.1)
     started = time.process_time()
     endless = "(.|.)*(.|.)*(.|.)*(.|.)*[YZ]"
     adapter = read_adapter(write(target_modules=endless, exclude_modules=endless))
@@ -311,37 +290,43 @@ def test_expressions_of_the_configuration_end(
 
 
 @pytest.mark.parametrize(
-    ("shapes", "message"),
+    ("shapes", "settings", "message"),
     [
-        ({}, "has no tensors"),
-        ({f"base_model.model.{Q}.lora_A.weight": [2, 8]}, "only one of the two matrices"),
-        ({name[17:]: shape for name, shape in lora(Q).items()}, "must begin with 'base_model"),
-        ({"base_model.model.lm_head.weight": [8, 8]}, "has no LoRA matrices"),
-        (lora(Q, rank=0), r"shapes \[0, 8\] and \[8, 0\]"),
+        ({}, {}, "has no tensors"),
+        ({f"{PREFIX}{Q}.lora_A.weight": [2, 8]}, {}, "only one of the two matrices"),
+        ({name[17:]: shape for name, shape in lora(Q).items()}, {}, "must begin with 'base_model"),
+        ({f"{PREFIX}lm_head.weight": [8, 8]}, {}, "has no LoRA matrices"),
+        (lora(Q, rank=0), {}, r"shapes \[0, 8\] and \[8, 0\]"),
+        ({**lora(Q), f"{PREFIX}{Q}.lora_B.weight": [8, 3]}, {}, r"shapes \[2, 8\] and \[8, 3\]"),
+        ({**lora(Q), f"{PREFIX}{Q}.lora_A.weight": [2]}, {}, r"shapes \[2\] and \[8, 2\]"),
+        ({**lora(Q), f"{PREFIX}{Q}.lora_B.weight": [2]}, {}, r"shapes \[2, 8\] and \[2\]"),
         (
-            {**lora(Q), f"base_model.model.{Q}.lora_B.weight": [8, 3]},
-            r"shapes \[2, 8\] and \[8, 3\]",
+            {**lora(Q), TOKENS: [2, 8]},
+            {"trainable_token_indices": [3]},
+            "1 indices .* other rows",
         ),
         (
-            {**lora(Q), f"base_model.model.{Q}.lora_A.weight": [2]},
-            r"shapes \[2\] and \[8, 2\]",
+            lora(Q, rank=16),
+            {"target_parameters": ["experts.down_proj"]},
+            "rank 16 at .*q_proj, and 2 by",
         ),
         (
-            {**lora(Q), f"base_model.model.{Q}.lora_B.weight": [2]},
-            r"shapes \[2, 8\] and \[2\]",
+            lora(Q, rank=16),  # a target itself
+            {"target_parameters": ["down_proj"], "target_modules": ["q_proj"]},
+            "rank 16 at .*q_proj, and 2 by",
         ),
     ],
 )
-def test_tensors_that_are_not_lora(
-    write: Write, shapes: dict[str, list[int]], message: str
+def test_tensors_that_do_not_fit(
+    write: Write, shapes: dict[str, list[int]], settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidAdapterError, match=message):
-        read_adapter(write(shapes))
+        read_adapter(write(shapes, **settings))
 
 
 def header(**changes: Any) -> bytes:
     tensor = {"shape": [2, 2], "dtype": "F32", "data_offsets": [0, 16], **changes}
-    return json.dumps({"base_model.model.q.lora_A.weight": tensor}).encode()
+    return json.dumps({f"{PREFIX}q.lora_A.weight": tensor}).encode()
 
 
 @pytest.mark.parametrize(
@@ -350,10 +335,10 @@ def header(**changes: Any) -> bytes:
         (b"", "sound safetensors"),
         (b"\x80\x04pickle", "sound safetensors"),
         (b"[" * 100_000, "sound safetensors"),
-        (b"[]", "sound safetensors"),
-        (header(shape=[-2, -2]), "sound safetensors"),
         (header(shape=[2, 3]), "sound safetensors"),
         (header(data_offsets=[0, 1 << 60]), "sound safetensors"),
+        (header(shape=[10**4000] * 249), "sound safetensors"),  # their product takes 5 s and more
+        (header(shape=[1 << 62] * 50_000), "sound safetensors"),
         (header(shape=[16], dtype="I8"), 'of type "I8"'),
         (header(shape=[1] * 9 + [4]), "of 10 dimensions"),
         (header().replace(b"q.lora", b"q" * 600 + b".lora"), "characters"),
@@ -363,22 +348,13 @@ def header(**changes: Any) -> bytes:
 def test_a_file_that_is_not_sound(write: Write, content: bytes, message: str) -> None:
     folder = write()
     write_safetensors(folder, content, bytes(16))
+    started = time.process_time()
     with pytest.raises(InvalidAdapterError, match=message):
         read_adapter(folder)
+    assert time.process_time() - started < 2
 
 
-@pytest.mark.parametrize("number", [10**4000, 1 << 62], ids=["digits", "dimensions"])
-def test_no_arithmetic_with_numbers_beyond_all_sizes(write: Write, number: int) -> None:
-    folder = write()
-    count = 1_000_000 // len(str(number))
-    write_safetensors(folder, header(shape=[number] * count), bytes(16))
-    started = time.process_time()
-    with pytest.raises(InvalidAdapterError, match="sound safetensors"):
-        read_adapter(folder)
-    assert time.process_time() - started < 2  # the product of these takes 5 s and more
-
-
-def test_a_header_beyond_the_limit_is_not_read(write: Write) -> None:
+def test_what_is_beyond_the_limit_is_not_read(write: Write) -> None:
     folder = write()
     for length in (1 << 62, files.MOST_HEADER + 1):
         with (folder / files.WEIGHTS).open("r+b") as file:
@@ -386,10 +362,6 @@ def test_a_header_beyond_the_limit_is_not_read(write: Write) -> None:
             file.truncate(2 * files.MOST_HEADER)  # a hole, which takes no room
         with pytest.raises(InvalidAdapterError, match=f"its header has {length} bytes"):
             read_adapter(folder)
-
-
-def test_a_configuration_beyond_the_limit_is_not_read(write: Write) -> None:
-    folder = write()
     with (folder / files.CONFIG).open("r+b") as file:
         file.truncate(files.MOST_CONFIG + 1)
     with pytest.raises(InvalidAdapterError, match=f"at most {files.MOST_CONFIG} are read"):
@@ -408,9 +380,11 @@ def test_a_pickle_is_never_opened(write: Write, name: str) -> None:
         read_adapter(folder)
 
 
-def test_a_folder_that_is_not_there() -> None:
+def test_what_is_no_folder(write: Write) -> None:
     with pytest.raises(InvalidAdapterError, match=r"nowhere/adapter_config\.json does not exist"):
         read_adapter("/nowhere")
+    with pytest.raises(InvalidAdapterError, match="is one file of a LoRA adapter; give its folder"):
+        read_adapter(write() / files.WEIGHTS)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e300])
@@ -427,6 +401,10 @@ def test_weights_that_are_not_finite(write: Write, number: float) -> None:
 
 
 OTHER = "model.layers.1.self_attn.q_proj"
+
+
+def refused_if(lacks: bool, message: str) -> AbstractContextManager[object]:
+    return pytest.raises(InvalidAdapterError, match=message) if lacks else nullcontext()
 
 
 @pytest.mark.parametrize(
@@ -455,16 +433,10 @@ OTHER = "model.layers.1.self_attn.q_proj"
 def test_a_file_that_lacks_a_layer(
     write: Write, settings: dict[str, Any], lacks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(names, "EXPRESSION_SECONDS", 0.5)
+    monkeypatch.setattr(names, "EXPRESSION_SECONDS", 0.1)
     adapter = read_adapter(write(**settings))
     model = {Q: (8, 8), OTHER: (8, 8), "model.layers.0.self_attn.my_q_proj": (8, 8)}
-    with (
-        pytest.raises(
-            InvalidAdapterError, match=f"lacks the matrices of {OTHER}.*layers_to_transform"
-        )
-        if lacks
-        else nullcontext()
-    ):
+    with refused_if(lacks, f"lacks the matrices of {OTHER}.*layers_to_transform"):
         adapter.require_modules(model)
 
 
@@ -485,10 +457,6 @@ def test_a_model_of_which_only_the_depth_is_known(
     shapes = {at: size for name in adapted for at, size in lora(name).items()}
     adapter = read_adapter(write(shapes, target_modules=r".*_proj"))
     missing = "model.layers.2" if OTHER in adapted else "model.layers.1"
-    with (
-        pytest.raises(InvalidAdapterError, match=f"lacks the matrices of {missing}")
-        if lacks
-        else nullcontext()
-    ):
-        config = SimpleNamespace(num_hidden_layers=4)
+    config = SimpleNamespace(num_hidden_layers=4)
+    with refused_if(lacks, f"lacks the matrices of {missing}"):
         adapter.require_modules(presumed_shapes(adapter, config))

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -48,11 +47,40 @@ def genlm(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return run
 
 
-def test_a_command_that_does_not_exist(capsys):
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["backend"], "backends"),
+        (["top", "hi", "--model", "mock"], "comes first, without --model: genlm top MODEL"),
+    ],
+)
+def test_what_is_no_command(arguments, said, capsys):
     with pytest.raises(SystemExit) as stopped:
-        main(["backend"])
+        main(arguments)
     assert stopped.value.code == 2
-    assert "backends" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "said"),
+    [
+        ("sample", ["-n", "0"], "-n must be an integer of at least 1; got 0"),
+        ("sample", ["--temperature", "-1"], "temperature must be"),
+        ("sample", ["--max-tokens", "-2"], "max_tokens must be"),
+        ("sample", ["--option", "delay"], "--option 'delay': give --option NAME=VALUE"),
+        ("sample", ["--option", "dealy=1"], "dealy"),
+        ("sample", ["--chat"], "no chat template"),
+        ("bench", ["--particles", "1,0"], "--particles must be integers of at least 1"),
+        ("bench", ["--seconds", "0"], "--seconds must be"),
+    ],
+)
+def test_what_is_refused(command, arguments, said, capsys):
+    given = ON_MOCK if command == "sample" else ["mock", "--backend", "mock"]
+    assert main([command, *given, *arguments]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("genlm: ")
+    assert said in err
 
 
 def test_the_version_is_that_of_the_core_and_of_every_plugin(install, capsys):
@@ -114,22 +142,19 @@ def test_a_reader_that_has_seen_enough_is_told_nothing():
 # --- sample ---------------------------------------------------------------------------------------
 
 
-def texts(lm: MockAsyncLM, drawn: list[list[int]]) -> list[str]:
-    """What continuations look like: special tokens are not text."""
-    tokens = [[lm.byte_vocab[i] for i in ids] for ids in drawn]
-    return [
-        b"".join(t.byte_string for t in line if not t.is_special).decode(errors="replace")
-        for line in tokens
-    ]
-
-
 def test_sample_prints_what_batch_sample_draws(genlm):
     shown = genlm("sample", *ON_MOCK, "-n", "2", "--seed", "1", "--max-tokens", "30", "--top-k=90")
     with MockAsyncLM() as lm:
         prompts = [lm.encode("Hello")] * 2
-        expected = texts(lm, lm.batch_sample_sync(prompts, 30, seed=1, top_k=90))
-    assert len(set(expected)) == 2
-    headed = [f"--- {i} of 2 ---\n{text}\n" for i, text in enumerate(expected, 1)]
+        drawn = lm.batch_sample_sync(prompts, 30, seed=1, top_k=90)
+        tokens = [[lm.byte_vocab[i] for i in ids] for ids in drawn]
+    expected = [
+        b"".join(token.byte_string for token in each if not token.is_special) for each in tokens
+    ]
+    assert expected[0] != expected[1]
+    headed = [
+        f"--- {i} of 2 ---\n{text.decode(errors='replace')}\n" for i, text in enumerate(expected, 1)
+    ]
     assert shown == "".join(headed)
 
 
@@ -178,31 +203,6 @@ def test_text_is_printed_while_later_tokens_are_not_drawn_yet(tmp_path: Path):
         process.stdin.flush()
         assert process.stdout.read() == "ef\n"
     assert process.returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["-n", "0"], "-n must be an integer of at least 1; got 0"),
-        (["--temperature", "-1"], "temperature must be"),
-        (["--max-tokens", "-2"], "max_tokens must be"),
-        (["--option", "delay"], "--option 'delay': give --option NAME=VALUE"),
-        (["--option", "dealy=1"], "dealy"),
-        (["--chat"], "no chat template"),
-    ],
-)
-def test_what_sample_refuses(arguments, said, capsys):
-    assert main(["sample", *ON_MOCK, *arguments]) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("genlm: ")
-    assert said in err
-
-
-def test_the_model_comes_first(capsys):
-    with pytest.raises(SystemExit):
-        main(["top", "hi", "--model", "mock"])
-    assert "the model comes first, without --model: genlm top MODEL" in capsys.readouterr().err
 
 
 # --- top ------------------------------------------------------------------------------------------
@@ -317,6 +317,16 @@ def test_backends_lists_what_is_installed_and_what_could_be(install, genlm):
 # --- bench ----------------------------------------------------------------------------------------
 
 
+DIES = """
+import os
+from genlm.core.mock import genlm_backend_info, hookimpl
+
+@hookimpl
+def genlm_load(model, options):
+    os._exit(options["max_context"])
+"""
+
+
 @pytest.mark.skipif(bool(accelerators()), reason="there is an accelerator: no processor is timed")
 def test_bench_prints_a_table_a_plot_and_what_the_processor_is_fast_at(genlm):
     shown = genlm("bench", "mock", "--backend", "mock", "--seconds", "0.4", "--particles", "1,4,16")
@@ -333,10 +343,7 @@ def test_bench_prints_a_table_a_plot_and_what_the_processor_is_fast_at(genlm):
 
 
 def test_bench_measures_every_backend_and_says_why_one_cannot(genlm, monkeypatch, tmp_path: Path):
-    dies = WAITS.replace(
-        "return mock.MockEngine", "import os; os._exit(options['max_context'])\n    return None"
-    )
-    pretend_installed(tmp_path, "dies", "genlm_dies", dies)
+    pretend_installed(tmp_path, "dies", "genlm_dies", DIES)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     how = ["--backend=mock", "--backend=dies", "--option=max_context=64"]
     shown = genlm("bench", "mock", *how, "--seconds=0.2", "--particles=2")
@@ -368,54 +375,47 @@ def test_bench_fails_where_nothing_was_measured(capsys):
     assert "no option dealy" in measured["error"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--particles", "1,0"], "--particles must be integers of at least 1"),
-        (["--seconds", "0"], "--seconds must be"),
-    ],
-)
-def test_what_bench_refuses(arguments, said, capsys):
-    assert main(["bench", "mock", "--backend", "mock", *arguments]) == 1
-    assert said in capsys.readouterr().err
-
-
 # --- completion, progress -------------------------------------------------------------------------
 
 
-@pytest.fixture
-def completing(tmp_path: Path):
-    """What a shell says after it has read the script that completes the command."""
-    pytest.importorskip("shtab", reason="shtab is missing: install genlm-core[completion]")
-
-    def completes(shell: str, asked: str) -> list[str]:
-        if shutil.which(shell) is None:
-            pytest.skip(f"{shell} is missing")
-        shtab = [sys.executable, "-m", "shtab", "genlm.core.cli.parser", "-s", shell]
-        run = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=300)
-        (tmp_path / "script").write_text(run(shtab).stdout)
-        return run([shell, "-c", f"source ./script\n{asked}"], cwd=tmp_path).stdout.split()
-
-    return completes
-
-
-def test_fish_completes_subcommands_and_options(completing):
-    for line, expected in (("genlm do", "doctor"), ("genlm top --ba", "--backend")):
-        assert completing("fish", f"complete -C '{line}'")[:1] == [expected]
-
-
-def test_bash_completes_subcommands_and_options(completing):
-    for words, expected in ((["genlm", "do"], "doctor"), (["genlm", "top", "--ba"], "--backend")):
-        asked = f"""
-            COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}
-            _shtab_genlm; echo "${{COMPREPLY[@]}}"
-        """
-        assert completing("bash", asked) == [expected]
+@pytest.mark.parametrize(
+    ("shell", "asked"),
+    [
+        ("fish", "complete -C 'genlm {words}'"),
+        ("bash", "COMP_WORDS=(genlm {words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))\n"
+         "_shtab_genlm; echo ${{COMPREPLY[@]}}"),
+    ],
+)  # fmt: skip
+def test_a_shell_completes_subcommands_and_options(shell: str, asked: str, tmp_path: Path, capsys):
+    shtab = pytest.importorskip("shtab.main", reason="install genlm-core[completion]")
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is missing")
+    shtab.main(["genlm.core.cli.parser", "-s", shell])
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    for words, expected in (("do", "doctor"), ("top --ba", "--backend")):
+        said = subprocess.run(
+            [shell, "-c", "source ./script\n" + asked.format(words=words)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=300,
+        )
+        assert said.stdout.split()[:1] == [expected]
 
 
 class Terminal(io.StringIO):
+    """Is interrupted where it would show ``last``."""
+
+    last = "6 of "
+
     def isatty(self) -> bool:
         return True
+
+    def write(self, text: str) -> int:
+        if text.startswith(self.last):
+            raise KeyboardInterrupt
+        return super().write(text)
 
 
 @pytest.mark.parametrize(

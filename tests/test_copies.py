@@ -89,11 +89,11 @@ def test_without_memory_for_the_cache_callers_get_their_rows(monkeypatch, capsys
         raise RuntimeError("can't allocate memory")
 
     with AsyncLM(lambda: Engine(WIDTH), backend="mine") as lm:
-        monkeypatch.setattr(cache, "copies_of", no_memory)
-        rows, _ = rows_of(lm, 3, [7])
+        with monkeypatch.context() as patched:
+            patched.setattr(cache, "copies_of", no_memory)
+            rows, _ = rows_of(lm, 3, [7])
         assert [int(row.argmax()) for row in rows] == [0, 1, 2]
         assert "rows_not_kept" in capsys.readouterr().out
-        monkeypatch.undo()
         for hits in (0, 3):
             rows_of(lm, 3, [7])
             assert lm.stats.cache_hits == hits

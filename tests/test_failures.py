@@ -27,7 +27,11 @@ def test_who_has_gone_is_counted_and_reaches_no_engine(mock, gate, continuous):
 
     async def ask():
         blocker = await busy(lm, gate, [0])
-        *gone, left = await started(*map(lm.next_token_logprobs, [[9], [9], [1, 2], [1, 2]]))
+        *gone, left = await started(
+            *map(lm.next_token_logprobs, [[9], [9], [1, 2]]),
+            lm.batch_next_token_logprobs([[9, i] for i in range(3)]),
+            lm.next_token_logprobs([1, 2]),
+        )
         for task in gone:
             task.cancel()
         await submitted()
@@ -36,20 +40,57 @@ def test_who_has_gone_is_counted_and_reaches_no_engine(mock, gate, continuous):
 
     asyncio.run(ask())
     lm.clear_kv_cache()  # waits until what was asked before it has been looked at
-    assert all((9,) not in batch for batch in gate.batches)
-    assert lm.stats.cancelled == 3
+    assert not any(ids[0] == 9 for batch in gate.batches for ids in batch)
+    assert lm.stats.cancelled == 6
+
+
+class Unshowable(Exception):
+    def __str__(self):
+        raise RuntimeError("cannot be shown")
+
+    __repr__ = __str__
+
+
+class Fatal(BaseException):
+    __str__ = __repr__ = Unshowable.__str__
 
 
 @both
-def test_an_error_says_which_context_met_it_and_why(mock, continuous):
-    lm = mock(fail_on=lambda query: query.token_ids == (3, 1), continuous=continuous)
-    answers = gathered(*(lm.next_token_logprobs([i, 1]) for i in range(8)))
-    error = answers.pop(3)
-    assert isinstance(error, EngineError)
-    assert "[3, 1]" in str(error)
-    assert "told to fail" in str(error.__cause__)
-    assert all(isinstance(answer, torch.Tensor) for answer in answers)
-    assert lm.stats.failed == 1
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError("lost"), "OSError: lost"),
+        (Unshowable, "Unshowable: <its text cannot be shown: RuntimeError>"),
+        (NotImplementedError, r"NotImplementedError: raised in \S+\.on_batch"),
+    ],
+)
+def test_an_error_fails_its_own_request_and_says_which_and_why(mock, continuous, error, said):
+    def on_batch(queries):
+        if any(query.token_ids == (3, 1) for query in queries):
+            raise error
+
+    lm = mock(on_batch=on_batch, continuous=continuous)
+    row, *failed = gathered(*map(lm.next_token_logprobs, [[1], [3, 1], [3, 1]]))
+    assert isinstance(row, torch.Tensor)
+    for each in failed:
+        assert isinstance(each, EngineError)
+        assert "[3, 1]" in str(each)
+        assert re.search(said, str(each))
+    assert lm.stats.failed == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(KeyboardInterrupt, "KeyboardInterrupt"), (Fatal, "whose repr raised RuntimeError")],
+)
+def test_what_is_no_ordinary_error_is_the_end_of_the_engine(mock, error, said):
+    def on_batch(queries):
+        raise error
+
+    lm = mock(on_batch=on_batch)
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match=said):
+            lm.next_token_logprobs_sync([1])
 
 
 @both
@@ -83,20 +124,6 @@ def test_callers_of_one_request_get_errors_of_their_own_with_one_cause(mock, fai
     assert len({str(error) for error in errors}) == 1
     assert len({id(error.__cause__) for error in errors}) == 1
     assert "told to" in str(errors[2].__cause__)
-
-
-def test_an_adapter_call_that_raises_reaches_its_caller_alone(mock, monkeypatch):
-    @hookimpl
-    def fail(self, adapter):
-        raise OSError(f"no file {adapter.path}")
-
-    monkeypatch.setattr(MockEngine, "genlm_add_lora", fail)
-    lm = mock()
-    with pytest.raises(OSError, match="nowhere"):
-        lm.add_new_lora("nowhere", "a")
-    with pytest.raises(ValueError, match="no LoRA adapter 'a'"):
-        lm.set_lora("a")
-    assert lm.next_token_logprobs_sync([1]).shape == (258,)
 
 
 def test_a_hook_that_asks_its_own_model_gets_an_error_instead_of_a_deadlock(mock):
@@ -307,54 +334,6 @@ def test_a_draw_that_is_interrupted_before_it_begins_asks_nothing(mock, gate, mo
     assert gate.batches == []
 
 
-class Unshowable(Exception):
-    def __str__(self):
-        raise RuntimeError("cannot be shown")
-
-    __repr__ = __str__
-
-
-@both
-def test_an_error_that_cannot_be_shown_fails_its_own_request(mock, continuous):
-    def on_batch(queries):
-        if any(query.token_ids == (13,) for query in queries):
-            raise Unshowable
-
-    lm = mock(on_batch=on_batch, continuous=continuous)
-
-    row, *failed = gathered(*map(lm.next_token_logprobs, [[1], [13], [13]]))
-    assert row.shape == (258,)
-    for error in failed:
-        assert isinstance(error, EngineError)
-        assert "Unshowable: <its text cannot be shown: RuntimeError>" in str(error)
-
-
-def test_an_error_that_says_nothing_names_where_it_was_raised(mock):
-    def on_batch(queries):
-        raise NotImplementedError
-
-    (failed,) = gathered(mock(on_batch=on_batch).next_token_logprobs([1]))
-    assert re.search(r"NotImplementedError: raised in \S+\.on_batch", str(failed))
-
-
-class Fatal(BaseException):
-    __str__ = __repr__ = Unshowable.__str__
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [(KeyboardInterrupt, "KeyboardInterrupt"), (Fatal, "whose repr raised RuntimeError")],
-)
-def test_what_is_no_ordinary_error_is_the_end_of_the_engine(mock, error, said):
-    def on_batch(queries):
-        raise error
-
-    lm = mock(on_batch=on_batch)
-    for _ in range(2):
-        with pytest.raises(EngineDeadError, match=said):
-            lm.next_token_logprobs_sync([1])
-
-
 @both
 def test_where_several_rows_of_a_call_fail_one_error_is_raised_and_nobody_hears_of_the_others(
     mock, continuous
@@ -372,23 +351,3 @@ def test_where_several_rows_of_a_call_fail_one_error_is_raised_and_nobody_hears_
     asyncio.run(ask())
     gc.collect()
     assert complaints == []
-
-
-@both
-def test_a_call_with_several_contexts_that_is_cancelled_takes_all_of_them_with_it(
-    mock, gate, continuous
-):
-    lm = mock(continuous=continuous)
-
-    async def ask():
-        blocker = await busy(lm, gate, [0])
-        (call,) = await started(lm.batch_next_token_logprobs([[9, i] for i in range(3)]))
-        call.cancel()
-        await submitted()
-        gate.open()
-        await blocker
-
-    asyncio.run(ask())
-    lm.clear_kv_cache()  # waits until what was asked before it has been looked at
-    assert not any(ids[0] == 9 for batch in gate.batches for ids in batch)
-    assert lm.stats.cancelled == 3

@@ -30,10 +30,8 @@ from genlm.core.options import CORE
     ],
 )
 def test_a_former_attribute_of_a_model(name: str, instead: str) -> None:
-    with MockAsyncLM() as lm:
-        assert not hasattr(lm, name)
-        with pytest.raises(AttributeError, match=instead):
-            getattr(lm, name)
+    with MockAsyncLM() as lm, pytest.raises(AttributeError, match=instead):
+        getattr(lm, name)
 
 
 def test_a_former_attribute_of_a_trie() -> None:
@@ -53,13 +51,16 @@ def test_what_is_chosen_when_loading_cannot_be_set_afterwards(name: str) -> None
             getattr(lm, name)
 
 
-def test_a_subclass_may_have_an_attribute_of_the_name_of_an_option() -> None:
+def test_other_attributes_are_ordinary() -> None:
     class Own(MockAsyncLM):
-        check = None
+        check = None  # the name of an option
 
     with Own() as lm:
         lm.check = "mine"
-        assert lm.check == "mine"
+        lm.mine = 1
+        assert (lm.check, lm.mine) == ("mine", 1)
+        with pytest.raises(AttributeError, match=r"'Own' object has no attribute 'yours'$"):
+            _ = lm.yours
 
 
 def test_a_subclass_that_does_not_load() -> None:
@@ -71,14 +72,6 @@ def test_a_subclass_that_does_not_load() -> None:
     for use in (lambda: lm.next_token_logprobs_sync([1]), lambda: lm.byte_vocab, lm.close):
         with pytest.raises(AttributeError, match=r"Own must call super\(\)\.__init__\(\)"):
             use()
-
-
-def test_other_attributes_are_ordinary() -> None:
-    with MockAsyncLM() as lm:
-        lm.mine = 1
-        assert lm.mine == 1
-        with pytest.raises(AttributeError, match=r"'MockAsyncLM' object has no attribute 'yours'$"):
-            _ = lm.yours
 
 
 def test_methods_of_other_tools(mock) -> None:

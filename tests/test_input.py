@@ -56,25 +56,33 @@ BAD_CONTEXTS = [
 @pytest.mark.parametrize(("context", "message"), BAD_CONTEXTS)
 def test_bad_contexts(mock, gate, context, message):
     lm = mock(max_context=10)
-    ways = [
-        lambda: lm.next_token_logprobs_sync(context),
-        lambda: lm.batch_next_token_logprobs_sync([[1], context]),
-        lambda: lm.next_token_logprobs_uncached(context),
-        lambda: lm.cache_kv(context),
-        lambda: asyncio.run(lm.next_token_logprobs(context)),
-        lambda: asyncio.run(lm.batch_next_token_logprobs([[1], context])),
-        lambda: asyncio.run(lm.sample(context, 1, [])),
-        lambda: asyncio.run(lm.batch_sample([[1], context], 1, [])),
-        lambda: asyncio.run(lm.sequence_logprobs(context, [1])),
-    ]
-    for way in ways:
+    for way in (lambda: lm.next_token_logprobs_sync(context), lambda: lm.cache_kv(context)):
         with pytest.raises(InvalidQueryError) as caught:
             way()
         assert message in str(caught.value)
+    assert gate.batches == []
+    assert lm.next_token_logprobs_sync([1]).shape == (258,)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda lm, bad: lm.batch_next_token_logprobs_sync([[1], bad]),
+        lambda lm, bad: lm.next_token_logprobs_uncached(bad),
+        lambda lm, bad: asyncio.run(lm.next_token_logprobs(bad)),
+        lambda lm, bad: asyncio.run(lm.batch_next_token_logprobs([[1], bad])),
+        lambda lm, bad: asyncio.run(lm.sample(bad, 1, [])),
+        lambda lm, bad: asyncio.run(lm.batch_sample([[1], bad], 1, [])),
+        lambda lm, bad: asyncio.run(lm.sequence_logprobs(bad, [1])),
+    ],
+)
+def test_every_way_of_asking_looks_at_the_context(mock, gate, way):
+    for bad in ([], [258], [0] * 11):
+        with pytest.raises(InvalidQueryError, match="the context") as caught:
+            way(mock(max_context=10), bad)
         assert isinstance(caught.value, ValueError)
         assert isinstance(caught.value, GenlmError)
     assert gate.batches == []
-    assert lm.next_token_logprobs_sync([1]).shape == (258,)
 
 
 def test_an_error_of_the_callers_own_generator_is_not_hidden(mock):
@@ -105,17 +113,19 @@ def test_good_contexts(mock, context):
 def test_a_context_of_the_greatest_length(mock):
     lm = mock(max_context=10)
     assert lm.next_token_logprobs_sync([0] * 10).shape == (258,)
-    assert len(asyncio.run(lm.sample([0] * 8, 3, [], seed=0))) == 3
-    with pytest.raises(
-        InvalidQueryError,
-        match=r"a context of 8 tokens leaves room for 3 of the 4 tokens to follow, .* takes 10",
-    ):
-        asyncio.run(lm.sample([0] * 8, 4, []))
-    with pytest.raises(InvalidQueryError, match="a context of 10 tokens leaves room for 1 of the"):
-        asyncio.run(lm.sample([0] * 10, 2, []))
+    assert len(lm.sample_sync([0] * 8, 3, [], seed=0)) == 3
     assert len(lm.sequence_logprobs_sync([0] * 8, [1, 2, 3])) == 3
-    with pytest.raises(InvalidQueryError, match="a context of 8 tokens leaves room for 3 of the 4"):
-        lm.sequence_logprobs_sync([0] * 8, [1, 2, 3, 4])
+    for call in (
+        lambda: lm.sample_sync([0] * 8, 4, []),
+        lambda: lm.sequence_logprobs_sync([0] * 8, [1, 2, 3, 4]),
+    ):
+        with pytest.raises(
+            InvalidQueryError,
+            match=r"a context of 8 tokens leaves room for 3 of the 4 tokens to follow, .* takes 10",
+        ):
+            call()
+    with pytest.raises(InvalidQueryError, match="a context of 10 tokens leaves room for 1 of the"):
+        lm.sample_sync([0] * 10, 2, [])
 
 
 @pytest.mark.parametrize(
@@ -164,19 +174,14 @@ def test_sampling_options_at_the_edge_of_what_is_accepted(mock, arguments):
     assert len(asyncio.run(mock().sample([1], **arguments))) <= 1
 
 
-def test_what_has_no_end_is_read_no_further_than_the_limit(mock):
+def test_what_has_no_end_is_read_no_further_than_the_limit(mock, monkeypatch):
     lm = mock(max_context=10)
     read = itertools.count()
     with pytest.raises(InvalidQueryError, match="more than the 10 tokens that the model takes"):
         lm.next_token_logprobs_sync(0 for _ in read)
     assert next(read) == 11
     with pytest.raises(InvalidQueryError, match="the continuation has more than the 10 tokens"):
-        asyncio.run(lm.sequence_logprobs([1], itertools.repeat(1)))
-    with pytest.raises(InvalidQueryError, match="a batch may have at most 1048576 contexts"):
-        lm.batch_next_token_logprobs_sync(itertools.repeat([1]))
-
-
-def test_what_has_no_end_is_refused_by_a_model_without_a_limit(mock, monkeypatch):
+        lm.sequence_logprobs_sync([1], itertools.repeat(1))
     monkeypatch.setattr("genlm.core.context.MOST", 100)
     with pytest.raises(InvalidQueryError, match="more than the 100 tokens"):
         mock().next_token_logprobs_sync(itertools.repeat(1))
@@ -186,8 +191,9 @@ def test_a_batch_of_the_greatest_length(mock, monkeypatch):
     monkeypatch.setattr("genlm.core.context.MOST_CONTEXTS", 3)
     lm = mock()
     assert lm.batch_next_token_logprobs_sync([[1]] * 3).shape == (3, 258)
-    with pytest.raises(InvalidQueryError, match="a batch may have at most 3 contexts"):
-        lm.batch_next_token_logprobs_sync([[1]] * 4)
+    for many in ([[1]] * 4, itertools.repeat([1])):
+        with pytest.raises(InvalidQueryError, match="a batch may have at most 3 contexts"):
+            lm.batch_next_token_logprobs_sync(many)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +218,7 @@ def test_what_is_not_a_list_of_contexts(mock, contexts, message):
 
 def test_an_empty_continuation(mock):
     with pytest.raises(InvalidQueryError, match=r"the continuation is empty; .* one token id$"):
-        asyncio.run(mock().sequence_logprobs([1], []))
+        mock().sequence_logprobs_sync([1], [])
 
 
 def calls(lm):

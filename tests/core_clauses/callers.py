@@ -1,5 +1,4 @@
-"""Clauses on callers: many of them, in any loop and thread, leaving and failing without a trace on
-the others."""
+"""Clauses on callers: many of them, in any loop and thread."""
 
 from __future__ import annotations
 
@@ -10,97 +9,14 @@ import itertools
 from hypothesis import strategies as st
 
 from genlm.conformance.compare import answered, check
-from genlm.conformance.driver import Outcome, started, submitted
+from genlm.conformance.driver import Outcome, started
 from genlm.conformance.subject import Subject
-from genlm.core.errors import EngineError, QueriesResetError
+from genlm.core.errors import QueriesResetError
 from genlm.core.types import TokenIds
 
 
 class CallerClauses:
     """Callers do not disturb each other."""
-
-    def test_cancelled_caller_leaves_others_alone(self, live: Subject) -> None:
-        """Cancelling one caller, alone or beside another with the same request, leaves every other
-        answer as it is."""
-
-        @live.for_all(
-            contexts=live.contexts.several(),
-            cancelled=st.integers(0, 5),
-            while_running=st.booleans(),
-        )
-        def cancelled_caller_leaves_others_alone(
-            contexts: list[TokenIds], cancelled: int, while_running: bool
-        ) -> None:
-            cancelled %= len(contexts)
-
-            async def scenario() -> list[Outcome]:
-                with live.gate.held():
-                    blocker = [] if while_running else await self._blocked(live)
-                    tasks = await started(*map(live.lm.next_token_logprobs, contexts))
-                    if while_running:
-                        await live.engine_held()
-                    tasks[cancelled].cancel()
-                    await submitted()
-                for one in blocker:
-                    await live.soon(one)
-                return await live.soon(asyncio.gather(*tasks, return_exceptions=True))
-
-            outcomes = live.run(scenario())
-            left = outcomes.pop(cancelled)
-            gone = isinstance(left, asyncio.CancelledError)
-            check(gone, f"the cancelled caller got {left!r:.200}")
-            how = f"while the caller of {list(contexts[cancelled])} cancelled"
-            live.expect_all(outcomes, contexts[:cancelled] + contexts[cancelled + 1 :], how=how)
-
-    def test_abandoned_question_is_dropped(self, live: Subject) -> None:
-        """A request all of whose callers have gone does not reach the engine."""
-
-        @live.for_all(examples=5, context=live.contexts.any())
-        def abandoned_question_is_dropped(context: TokenIds) -> None:
-            async def scenario() -> None:
-                ask = live.lm.next_token_logprobs
-                with live.gate.held():
-                    (blocker,) = await self._blocked(live)
-                    for task in await started(ask(context), ask(context)):
-                        task.cancel()
-                    await submitted()
-                await live.soon(blocker)
-
-            live.run(scenario())
-            live.check_row(live.contexts.stem[:5], how="after an abandoned request")
-            seen = [query.token_ids for query in live.gate.seen]
-            check(
-                context not in seen,
-                f"both callers of {list(context)} had cancelled, and the engine evaluated it",
-            )
-
-    async def _blocked(self, live: Subject) -> list[asyncio.Future[Outcome]]:
-        """A request that the engine has in hand, so that all others wait."""
-        blocker = await started(live.lm.next_token_logprobs(live.contexts.stem[:2]))
-        await live.engine_held()
-        return blocker
-
-    def test_failing_question_fails_alone(self, live: Subject) -> None:
-        """If the engine fails on one request of a batch, its caller gets the error and the others
-        their rows."""
-
-        @live.for_all(contexts=live.contexts.distinct(), failing=st.integers(0, 3))
-        def failing_question_fails_alone(contexts: list[TokenIds], failing: int) -> None:
-            bad = contexts[failing % len(contexts)]
-            good = [context for context in contexts if context != bad]
-            for context in good:
-                live.cold(context)
-            live.suite.poison.token_ids = bad
-            for outcome, context in zip(live.gather(contexts), contexts, strict=True):
-                if context == bad:
-                    check(
-                        isinstance(outcome, EngineError),
-                        f"the engine failed on {list(bad)}; its caller got {outcome!r:.200}",
-                    )
-                else:
-                    live.expect(outcome, context, how=f"in a batch in which {list(bad)} failed")
-            live.suite.poison.token_ids = None
-            live.check_row(bad, how="after it had failed once")
 
     def test_reset_fails_what_is_pending(self, live: Subject) -> None:
         """``reset_async_queries`` answers every waiting caller with an error at once; the model
@@ -110,7 +26,9 @@ class CallerClauses:
         def reset_fails_what_is_pending(contexts: list[TokenIds]) -> None:
             async def scenario() -> tuple[Outcome, list[Outcome]]:
                 with live.gate.held():
-                    (blocker,) = await self._blocked(live)
+                    # The engine has this in hand, so that all others wait.
+                    (blocker,) = await started(live.lm.next_token_logprobs(live.contexts.stem[:2]))
+                    await live.engine_held()
                     tasks = await started(*map(live.lm.next_token_logprobs, contexts))
                     live.lm.reset_async_queries()
                     dropped = await live.soon(asyncio.gather(*tasks, return_exceptions=True))

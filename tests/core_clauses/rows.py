@@ -1,4 +1,4 @@
-"""Clauses on rows as the core hands them to callers: type, methods, memory."""
+"""Clauses on rows as the core hands them to callers: type, methods, whose they are."""
 
 from __future__ import annotations
 
@@ -25,24 +25,17 @@ class RowClauses:
         check(strings == len(vocab), f"{strings} strings for {len(vocab)} tokens")
         check(any(token.byte_string for token in vocab), "no token has bytes")
 
-    def test_row_has_shape_and_type(self, live: Subject) -> None:
-        """Every way of asking gives float32 of one number per token of ``byte_vocab``, without
-        autograd graph."""
+    def test_every_way_of_asking_agrees(self, live: Subject) -> None:
+        """Asynchronous, blocking, batched, uncached: all the same row, float32 of one number per
+        token of ``byte_vocab``, without autograd graph."""
 
         @live.for_all(context=live.contexts.any())
-        def row_has_shape_and_type(context: TokenIds) -> None:
+        def every_way_of_asking_agrees(context: TokenIds) -> None:
             for way, row in every_way(live, context).items():
                 shape = tuple(row.shape)
                 check(shape == (len(live.lm.byte_vocab),), f"{way}: shape {shape}")
                 check(str(row.dtype) == "torch.float32", f"{way}: {row.dtype}, not torch.float32")
                 check(not row.requires_grad, f"{way}: the row requires grad")
-
-    def test_every_way_of_asking_agrees(self, live: Subject) -> None:
-        """Asynchronous, blocking, batched, uncached: all the same row."""
-
-        @live.for_all(context=live.contexts.any())
-        def every_way_of_asking_agrees(context: TokenIds) -> None:
-            for way, row in every_way(live, context).items():
                 live.expect(row, context, how=f"by {way}")
 
     def test_equal_questions_share_one_slot(self, live: Subject) -> None:
@@ -69,15 +62,6 @@ class RowClauses:
                 live.expect(row, context, how="after another caller of it wrote into its row")
             live.ask(context).fill_(0.0)
             live.check_row(context, how="after an earlier caller wrote into its row")
-
-    def test_row_does_not_keep_its_batch(self, live: Subject) -> None:
-        """A row's memory holds that row and nothing else."""
-
-        @live.for_all(contexts=live.contexts.distinct())
-        def row_does_not_keep_its_batch(contexts: list[TokenIds]) -> None:
-            for row in live.gather(contexts):
-                held, needed = row.untyped_storage().nbytes(), row.numel() * row.element_size()
-                check(held == needed, f"a row of {needed} bytes keeps {held} bytes alive")
 
 
 def every_way(live: Subject, context: TokenIds) -> dict[str, torch.Tensor]:
