@@ -36,6 +36,19 @@ def test_what_others_have_cached_stays_when_an_adapter_goes(mock, gate):
     assert gate.batches == [[(1,)]]
 
 
+def test_what_was_asked_before_a_rebinding_is_answered_by_the_old_adapter(mock):
+    lm = mock()
+    lm.add_new_lora("path/old", "a")
+
+    async def ask():
+        asked = asyncio.ensure_future(lm.next_token_logprobs([1], lora_name="a"))
+        await asyncio.sleep(0)  # asked, but still gathering
+        lm.add_new_lora("path/new", "a")
+        return await asked
+
+    assert torch.equal(asyncio.run(ask()), expected([1], "path/old"))
+
+
 def test_versions_start_at_one_and_are_never_used_again():
     """Engines take 0 for the base model."""
     adapters = AdapterRegistry()

@@ -17,6 +17,10 @@ def ids_of(length):
     return tuple(i * 7 % 250 for i in range(length))
 
 
+def extended(ids, vocab_size):
+    return Context(ids[:1], vocab_size).extend(*ids[1:])
+
+
 @pytest.mark.parametrize("start", LENGTHS)
 @pytest.mark.parametrize("more", LENGTHS)
 def test_an_extended_context_asks_what_its_ids_ask(start, more):
@@ -30,8 +34,9 @@ def test_an_extended_context_asks_what_its_ids_ask(start, more):
     assert carried.token_ids == whole
     assert hash(carried) == hash(plain)
     one_by_one = functools.reduce(Context.extend, whole[start:], Context(whole[:start], 258))
-    assert one_by_one == context == Context(whole, 258)
-    assert hash(one_by_one) == hash(Context(whole, 258))
+    at_once = Context(whole, 258)
+    assert at_once == one_by_one == context == at_once
+    assert hash(one_by_one) == hash(at_once)
     assert list(one_by_one) == list(whole)
 
 
@@ -54,10 +59,11 @@ def test_a_query_made_from_another_is_one_of_its_own(ids):
     ids=["shorter", "another first token", "another end"],
 )
 def test_contexts_with_the_same_hash_are_compared(other):
-    one, two = Context(ids_of(3 * BLOCK + 5), 258), Context(other, 258)
-    two.hash_value = one.hash_value
-    assert one != two
-    assert two != one
+    for make in (Context, extended):
+        one, two = make(ids_of(3 * BLOCK + 5), 258), make(other, 258)
+        two.hash_value = one.hash_value
+        assert one != two
+        assert two != one
 
 
 @pytest.mark.parametrize("length", [1, 2, BLOCK, BLOCK + 3, 3 * BLOCK + 5])
