@@ -146,9 +146,10 @@ def test_extreme_temperatures_keep_the_most_likely_tokens(temperature):
     assert drawable(row, temperature=temperature, top_k=2).keys() == {2, 3}
 
 
-def test_min_p_is_drawn_by_the_core(mock, gate):
+def test_min_p_is_drawn_by_the_core(mock):
     lm = mock()
     row = lm.next_token_logprobs_sync([1])
     likely = (row >= row.max() + math.log(0.5)).nonzero().flatten().tolist()
     drawn = lm.batch_sample_sync([[1]] * 50, 1, [], seed=0, min_p=0.5)
     assert {ids[0] for ids in drawn} == set(likely)
+    assert lm.stats.draws == 0, "what the engine has drawn"

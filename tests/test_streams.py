@@ -43,19 +43,6 @@ def test_a_token_comes_before_the_next_one_is_asked_for(mock, gate: Gate) -> Non
     asyncio.run(two())
 
 
-def test_a_loop_that_is_left_asks_for_nothing_more(mock, gate: Gate) -> None:
-    lm = mock()
-
-    async def first() -> int:
-        async for token_id in lm.stream([1], 1000, eos_token_ids=[]):
-            return token_id
-        raise AssertionError
-
-    assert asyncio.run(first()) in range(258)
-    assert len(gate.batches) == 1
-    assert lm.next_token_logprobs_sync([2]).shape == (258,)
-
-
 def test_a_loop_that_is_cancelled_lets_go_of_what_it_has_asked(mock, gate: Gate) -> None:
     lm = mock(continuous=True, steps=3)
 
@@ -72,16 +59,6 @@ def test_a_loop_that_is_cancelled_lets_go_of_what_it_has_asked(mock, gate: Gate)
     asyncio.run(cancelled())
     assert lm.stats.cancelled == 1
     assert gate.batches == [[(1,)], [(3,)], [(3,)], [(3,)]]
-
-
-def test_streams_at_the_same_time_make_common_batches(mock, gate: Gate) -> None:
-    lm = mock()
-
-    async def together() -> None:
-        await asyncio.gather(*(collected(lm, [i], 3, eos_token_ids=[]) for i in range(8)))
-
-    asyncio.run(together())
-    assert list(map(len, gate.batches)) == [8, 8, 8]
 
 
 def test_a_stream_checks_before_it_is_read(mock) -> None:

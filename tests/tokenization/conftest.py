@@ -31,16 +31,6 @@ def byte_level(tok: Any) -> Any:
     return tokenizer
 
 
-def split_byte_level(tok: Any) -> Any:
-    """Llama 3, Qwen, GPT-4o: a pattern of its own before the byte level."""
-    tokenizer = byte_level(tok)
-    pattern = tok.Regex(r"\p{N}{1,3}|[^\r\n\p{L}\p{N}]?\p{L}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+")
-    split = tok.pre_tokenizers.Split(pattern, "isolated")
-    plain = tok.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = tok.pre_tokenizers.Sequence([split, plain])
-    return tokenizer
-
-
 def deepseek_coder(tok: Any) -> Any:
     """DeepSeek-Coder: the pieces of the 13 bytes that UTF-8 does not use are added tokens too."""
     tokenizer = byte_level(tok)
@@ -107,9 +97,7 @@ def unigram(tok: Any) -> Any:
     return tokenizer
 
 
-FAMILIES = {
-    f.__name__: f for f in (byte_level, split_byte_level, deepseek_coder, llama, gemma, unigram)
-}
+FAMILIES = {f.__name__: f for f in (byte_level, deepseek_coder, llama, gemma, unigram)}
 
 
 @pytest.fixture(scope="session", params=FAMILIES)

@@ -90,7 +90,7 @@ print(tracemalloc.get_traced_memory()[0])
     assert int(result.stdout) < 1.01 * bound * 260_000
 
 
-@pytest.mark.parametrize("token_id", [0, 255, 256, 65_537, -1, 1 << 40])
+@pytest.mark.parametrize("token_id", [0, 256, 65_537, -1, 1 << 40])
 def test_any_id(token_id: int) -> None:
     token = Token(token_id, b"a")
     assert token.token_id == token_id
