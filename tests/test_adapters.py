@@ -20,16 +20,22 @@ from genlm.core.adapters import AdapterRegistry
 from genlm.core.mock import ByteTokenizer, MockEngine, hashed_row
 from genlm.core.types import Adapter, Answer
 
-from .conftest import PATIENCE, busy
+from .conftest import PATIENCE
 
 
 def expected(context, path=None):
     return hashed_row(tuple(context), None if path is None else Adapter("", path, 1), 258)
 
 
-def test_what_others_have_cached_stays_when_an_adapter_goes(mock, gate):
+@pytest.fixture
+def lm(mock):
+    """A mock with one adapter."""
     lm = mock()
     lm.add_new_lora("path/a", "a")
+    return lm
+
+
+def test_what_others_have_cached_stays_when_an_adapter_goes(lm, gate):
     lm.next_token_logprobs_sync([1])
     lm.remove_lora("a")
     lm.next_token_logprobs_sync([1])
@@ -55,23 +61,7 @@ def test_versions_start_at_one_and_are_never_used_again():
     assert [adapters.new("a", "path/a").version for _ in range(3)] == [1, 2, 3]
 
 
-def test_an_old_row_that_comes_late_does_not_enter_the_cache(mock, gate):
-    lm = mock()
-    lm.add_new_lora("path/old", "a")
-
-    async def ask():
-        asked = await busy(lm, gate, [1], lora_name="a")
-        rebinding = asyncio.ensure_future(asyncio.to_thread(lm.add_new_lora, "path/new", "a"))
-        gate.open()
-        await asyncio.gather(asked, rebinding)
-        return await lm.next_token_logprobs([1], lora_name="a")
-
-    assert torch.equal(asyncio.run(ask()), expected([1], "path/new"))
-
-
-def test_a_removed_default_is_an_error_not_the_base_model(mock):
-    lm = mock()
-    lm.add_new_lora("path/a", "a")
+def test_a_removed_default_is_an_error_not_the_base_model(lm):
     lm.set_lora("a")
     assert torch.equal(lm.next_token_logprobs_sync([1]), expected([1], "path/a"))
     assert torch.equal(lm.next_token_logprobs_sync([1], lora_name=None), expected([1]))
@@ -129,9 +119,7 @@ def test_a_default_changed_and_removed_meanwhile_harms_no_call_that_names_none(
     assert name.meanwhile is None, "the name was never looked up"
 
 
-def test_unknown_adapters(mock, gate):
-    lm = mock()
-    lm.add_new_lora("path/a", "a")
+def test_unknown_adapters(lm, gate):
     for use in (
         lambda: lm.next_token_logprobs_sync([1], lora_name="b"),
         lambda: asyncio.run(lm.sample([1], 1, [], lora_name="b")),
@@ -146,9 +134,7 @@ def test_unknown_adapters(mock, gate):
     assert gate.batches == []
 
 
-def test_adapters_are_listed_and_not_added_there(mock):
-    lm = mock()
-    lm.add_new_lora("path/a", "a")
+def test_adapters_are_listed_and_not_added_there(lm):
     with pytest.raises(TypeError, match="does not support item"):
         lm.adapters["b"] = lm.adapters["a"]
     assert list(lm.adapters) == ["a"]
@@ -186,10 +172,7 @@ def test_no_prefix_of_an_adapter_removed_meanwhile_is_pinned():
     assert engine.asked_to_pin == []
 
 
-def test_a_draw_whose_adapter_is_removed_meanwhile_is_an_error(mock):
-    lm = mock()
-    lm.add_new_lora("path/a", "a")
-
+def test_a_draw_whose_adapter_is_removed_meanwhile_is_an_error(lm):
     async def draw():
         async for _ in lm.stream([1], 3, eos_token_ids=[], lora_name="a"):
             await asyncio.to_thread(lm.remove_lora, "a")

@@ -17,6 +17,7 @@ from genlm.core.mock import MockEngine
 from genlm.core.runtime.askers import ASKING, Asker
 
 from .conftest import PATIENCE, busy, gathered
+from .lines import in_time
 
 both = pytest.mark.parametrize("continuous", [False, True])
 
@@ -248,11 +249,7 @@ def test_close_ends_whatever_its_hook_raises(mock, monkeypatch, error):
         raise error
 
     monkeypatch.setattr(MockEngine, "genlm_close", fail)
-    lm = mock()
-    closing = threading.Thread(target=lm.close, daemon=True)
-    closing.start()
-    closing.join(PATIENCE)
-    assert not closing.is_alive()
+    in_time(mock().close)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

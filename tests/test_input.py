@@ -4,6 +4,7 @@ after it."""
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 
 import numpy as np
@@ -33,13 +34,10 @@ BAD_CONTEXTS = [
     ([[1, 2]], "position 0 of the context is [1, 2]"),
     ("text", "is text"),
     (b"text", "is text"),
-    (bytearray(b"text"), "is text"),
     ({1, 2}, "the context is a set; give a sequence of token ids, which has an order"),
     ({1: 2}, "the context is a dict; give a sequence"),
     ([10**5000], "an integer of 16610 bits at position 0 of the context is out of range"),
     (7, "the context must be a sequence of token ids; got 7"),
-    (None, "the context must be a sequence of token ids; got None"),
-    (np.array([1.5]), "position 0 of the context is 1.5"),
     (torch.tensor(3), "the context must be 1-dimensional; it is 0-dimensional"),
     ({"input_ids": [1]}, "the context is a dict; give its 'input_ids'"),
     (torch.tensor([1, 2]).to_sparse(), "the context cannot be read as a list; give integers"),
@@ -47,7 +45,6 @@ BAD_CONTEXTS = [
     (torch.tensor([[1, 2]]), "it is 2-dimensional; give x[0] for its first row"),
     (np.zeros((1, 1, 1), dtype=int), "it is 3-dimensional"),
     (range(10**9), "the context of 1000000000 tokens exceeds the 10 tokens that the model takes"),
-    (np.zeros(11, dtype=int), "the context of 11 tokens exceeds the 10 tokens"),
     (Unshowable(), "must be a sequence of token ids; got <Unshowable, whose repr raised"),
     ([0] * 11, "the context of 11 tokens exceeds the 10 tokens that the model takes"),
 ]
@@ -221,37 +218,24 @@ def test_an_empty_continuation(mock):
         mock().sequence_logprobs_sync([1], [])
 
 
-def calls(lm):
-    """Every method that takes contexts, and its arguments."""
-    return [
-        (lm.next_token_logprobs, [[1]]),
-        (lm.batch_next_token_logprobs, [[[1]]]),
-        (lm.next_token_logprobs_sync, [[1]]),
-        (lm.batch_next_token_logprobs_sync, [[[1]]]),
-        (lm.next_token_logprobs_uncached, [[1]]),
-        (lm.sample, [[1], 1]),
-        (lm.batch_sample, [[[1]], 1]),
-        (lm.stream, [[1], 1]),
-        (lm.sample_particles, [[1], 1, 1]),
-        (lm.sequence_logprobs, [[1], [2]]),
-        (lm.batch_sequence_logprobs, [[[1]], [[2]]]),
-        (lm.rolling_logprobs, [[1]]),
-        (lm.sample_sync, [[1], 1]),
-        (lm.batch_sample_sync, [[[1]], 1]),
-        (lm.sample_particles_sync, [[1], 1, 1]),
-        (lm.sequence_logprobs_sync, [[1], [2]]),
-        (lm.batch_sequence_logprobs_sync, [[[1]], [[2]]]),
-        (lm.rolling_logprobs_sync, [[1]]),
-        (lm.cache_kv, [[1]]),
-    ]
+#: Every method that takes contexts.
+METHODS = [
+    name
+    for name, method in inspect.getmembers(AsyncLM, inspect.isfunction)
+    if "lora_name" in inspect.signature(method).parameters
+    if name[0] != "_" and "_lora" not in name
+]
 
 
-def test_arguments_that_no_method_has(mock):
-    for method, given in calls(mock()):
-        for other in ("lora", "adapter"):
-            wanted = rf"{method.__name__} has no argument {other}: lora_name is .* add_new_lora"
-            with pytest.raises(InvalidOptionError, match=wanted):
-                method(*given, **{other: "poems"})
+@pytest.mark.parametrize("method", METHODS)
+def test_arguments_that_no_method_has(mock, method):
+    for other in ("lora", "adapter"):
+        wanted = rf"{method} has no argument {other}: lora_name is .* add_new_lora"
+        with pytest.raises(InvalidOptionError, match=wanted):
+            getattr(mock(), method)(**{other: "poems"})
+
+
+def test_an_argument_that_rows_do_not_have(mock):
     with pytest.raises(InvalidOptionError, match=r"temperature: .*\(row / t\).log_softmax"):
         mock().next_token_logprobs_sync([1], temperature=0.5)
 

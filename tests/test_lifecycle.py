@@ -15,10 +15,7 @@ import sys
 import textwrap
 import threading
 import weakref
-from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
@@ -36,8 +33,7 @@ from genlm.core.runtime import batcher as module
 from genlm.core.runtime.batcher import Batcher, Executor
 
 from .conftest import PATIENCE, busy
-
-T = TypeVar("T")
+from .lines import before_line, in_time
 
 #: The files of the core.
 CORE = str(Path(module.__file__).parents[1])
@@ -222,45 +218,6 @@ def test_an_exit_in_the_middle_of_a_batch_is_clean():
     assert (said[0], sorted(said[1:])) == ("closed", ["its finalizer", "the engine's hook"])
 
 
-def in_time(call: Callable[[], T]) -> T:
-    """What a call gives, in a thread of its own; a hang is a failure."""
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return answer.result(PATIENCE)
-
-
-def reaches(line: int, files: str, meanwhile: Callable[[], object], call: Callable[[], T]) -> T:
-    """Make a call, and do something else before the ``line``-th line that it runs of some files.
-
-    Raises:
-        EOFError: it has no such line.
-    """
-    lines = itertools.count(1)
-
-    def trace(frame, event, argument):
-        if not frame.f_code.co_filename.startswith(files):
-            return None
-        if event == "line" and next(lines) == line:
-            meanwhile()  # not traced: this is the tracer
-        return trace
-
-    sys.settrace(trace)
-    try:
-        result = call()
-    finally:
-        sys.settrace(None)
-    if next(lines) <= line:
-        raise EOFError
-    return result
-
-
 class Echo(Executor):
     def step(self, newcomers, dropped):
         return [(request, request) for request in newcomers]
@@ -302,7 +259,7 @@ def test_a_signal_handler_may_ask_reset_and_close_while_a_request_is_being_put(
             try:
                 meanwhile = functools.partial(handler, batcher)
                 call = functools.partial(way, batcher)
-                assert reaches(line, module.__file__, meanwhile, call) == [1]
+                assert before_line(line, module.__file__, meanwhile, call) == [1]
             except refusals:
                 pass
             except EOFError:
@@ -311,6 +268,10 @@ def test_a_signal_handler_may_ask_reset_and_close_while_a_request_is_being_put(
                 batcher.close()
 
     assert in_time(last_line) > 10
+
+
+def interrupt():
+    raise KeyboardInterrupt
 
 
 def test_an_interrupt_at_any_line_of_a_load_leaves_nothing():
@@ -326,14 +287,11 @@ def test_an_interrupt_at_any_line_of_a_load_leaves_nothing():
         made.append(Engine(ByteTokenizer()))
         return made[-1]
 
-    def interrupt():
-        raise KeyboardInterrupt
-
     def last_line():
         for line in itertools.count(1):
             try:
                 call = functools.partial(AsyncLM, load, backend="interrupted")
-                reaches(line, CORE, interrupt, call)
+                before_line(line, CORE, interrupt, call)
             except KeyboardInterrupt:
                 pass
             except EOFError:
@@ -363,13 +321,13 @@ def test_an_interrupt_ends_a_load_soon():
         finally:
             ended.set()
 
-    def interrupt():
+    def press_ctrl_c():
         loading.wait(PATIENCE)
         os.kill(os.getpid(), signal.SIGINT)
 
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        threading.Thread(target=interrupt).start()
+        threading.Thread(target=press_ctrl_c).start()
         with pytest.raises(KeyboardInterrupt):
             AsyncLM(load, backend="slow")
     finally:

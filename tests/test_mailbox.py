@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import queue
-import sys
 import threading
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 
+from genlm.kit import mailbox
 from genlm.kit.mailbox import Mailbox
 
 from .conftest import PATIENCE
+from .lines import before_line, in_time
 
 
 def test_messages_come_in_order():
@@ -51,43 +50,21 @@ def test_a_time_that_is_over_is_over():
             with contextlib.suppress(queue.Empty):
                 box.get(timeout=1e-9)
 
-    thread = threading.Thread(target=ask_often, daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
-    assert not thread.is_alive()
+    in_time(ask_often)
 
 
-def interrupted(line: int, call: Callable[[], object], box: Mailbox[str]) -> None:
-    """Call ``put`` or ``get`` of a box, with a message put before its ``line``-th line, as a signal
-    handler may do."""
-    lines = itertools.count()
-
-    def interrupt(frame: Any, event: str, argument: object) -> Any:
-        inside = frame.f_code in (Mailbox.put.__code__, Mailbox.get.__code__)
-        if inside and event == "line" and next(lines) == line:
-            box.put("interrupting")  # not traced: this is the tracer
-        return interrupt
-
-    def target() -> None:
-        sys.settrace(interrupt)
-        call()
-
-    thread = threading.Thread(target=target, daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
-    assert not thread.is_alive()
-
-
-@pytest.mark.parametrize("line", range(3))
+@pytest.mark.parametrize("line", range(1, 4))
 def test_a_message_may_interrupt_another(line):
     box = Mailbox[str]()
-    interrupted(line, lambda: box.put("first"), box)
+    interrupt = partial(box.put, "interrupting")
+    in_time(lambda: before_line(line, mailbox.__file__, interrupt, lambda: box.put("first")))
     assert {box.get(timeout=0.0), box.get(timeout=0.0)} == {"first", "interrupting"}
     assert not box
 
 
-@pytest.mark.parametrize("line", range(4))
+@pytest.mark.parametrize("line", range(1, 5))
 def test_a_message_that_comes_before_the_wait_ends_it(line):
-    box, found = Mailbox[str](), []
-    interrupted(line, lambda: found.append(box.get()), box)
-    assert found == ["interrupting"]
+    box = Mailbox[str]()
+    interrupt = partial(box.put, "interrupting")
+    said = in_time(lambda: before_line(line, mailbox.__file__, interrupt, box.get))
+    assert said == "interrupting"
