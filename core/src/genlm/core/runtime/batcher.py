@@ -202,7 +202,7 @@ class Batcher:
             combine: Makes the result of the answers: see :class:`Call`.
         """
         loop = asyncio.get_running_loop()
-        call: Call[T] = Call(requests, loop.create_future(), combine)
+        call: Call[T] = Call(requests, loop.create_future(), combine, loop)
         self._check_process()
         with self._lock:
             self._check_open()
@@ -525,16 +525,18 @@ class Batcher:
         ended: list[Call[Any]] = []
         for request, answer in answers:
             callers = self._lanes.in_flight.pop(request)
-            if isinstance(answer, TryAlone):
+            if not isinstance(answer, Exception):
+                for call, at in callers:
+                    if call.give(at, answer):
+                        ended.append(call)
+            elif isinstance(answer, TryAlone):
                 suspects[request] = callers
-            elif isinstance(answer, Exception):
+            else:
                 self.counters["failed"] += len(callers)
                 for call, _ in callers:
                     if call.fail(answer):
                         ended.append(call)
                         answer = another(answer)  # for the next one
-            else:
-                ended += [call for call, at in callers if call.give(at, answer)]
         if suspects:
             with self._lock:
                 self._lanes.suspect(suspects)
@@ -548,9 +550,7 @@ class Batcher:
         by_loop = collections.defaultdict(list)
         waiting = [call for call in calls if not call.future.done()]
         for call, result in zip(waiting, results_of(waiting), strict=True):
-            future = call.future
-            loop = None if isinstance(future, concurrent.futures.Future) else future.get_loop()
-            by_loop[loop].append((future, result))
+            by_loop[call.loop].append((call.future, result))
         for loop, outcomes in by_loop.items():
             if loop is None:
                 _resolve(outcomes, self._timeline, began)

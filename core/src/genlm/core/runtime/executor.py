@@ -204,12 +204,15 @@ class EngineExecutor:
 
     def _batch(self, requests: Sequence[Any]) -> Answers[Request]:
         """The result of each request, which are of one kind; ``None`` if the engine declines."""
-        hook, arguments = "genlm_next_token_logprobs", {"queries": tuple(map(query_of, requests))}
-        if isinstance(requests[0], SampleRequest):
-            hook, arguments["params"] = "genlm_sample", tuple(r.params for r in requests)
-        elif isinstance(requests[0], ScoreRequest):
-            hook = "genlm_sequence_logprobs"
-            arguments["continuations"] = tuple(r.continuation for r in requests)
+        if isinstance(requests[0], Query):
+            hook, arguments = "genlm_next_token_logprobs", {"queries": tuple(requests)}
+        else:
+            hook, arguments = "genlm_sample", {"queries": tuple(r.query for r in requests)}
+            if isinstance(requests[0], SampleRequest):
+                arguments["params"] = tuple(r.params for r in requests)
+            else:
+                hook = "genlm_sequence_logprobs"
+                arguments["continuations"] = tuple(r.continuation for r in requests)
         results, failed = self._called(hook, requests, **arguments)
         return [(r, failed.get(query_of(r), given)) for r, given in results] if failed else results
 

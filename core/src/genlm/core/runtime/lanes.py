@@ -29,16 +29,22 @@ class Call(Generic[T]):
         future: Gets what ``combine`` makes of the answers, or the first error.
         combine: Makes the result, on the engine thread. Answers are shared with other callers and
             with the cache, so it copies them.
+        loop: The event loop of the future; ``None`` for a plain thread.
     """
 
-    __slots__ = ("answers", "combine", "error", "future", "left", "requests")
+    __slots__ = ("answers", "combine", "error", "future", "left", "loop", "requests")
 
     def __init__(
-        self, requests: Sequence[Any], future: Future[T], combine: Callable[[Sequence[Any]], T]
+        self,
+        requests: Sequence[Any],
+        future: Future[T],
+        combine: Callable[[Sequence[Any]], T],
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self.requests = requests
         self.future = future
         self.combine = combine
+        self.loop = loop
         self.left = len(requests)
         self.answers: list[Any] = [None] * self.left
         self.error: Exception | None = None
@@ -115,6 +121,15 @@ Callers = list[tuple[Call[Any], int]]
 Pending = dict[Any, Callers]
 
 
+def first_of(pending: Pending, room: float) -> tuple[Pending, Pending]:
+    """As many of the requests as there is room for, and the others."""
+    if len(pending) <= room:
+        return pending, {}
+    # Its first is taken at the same cost for any number, which a plain one's is not.
+    others = pending if isinstance(pending, OrderedDict) else OrderedDict(pending)
+    return dict(others.popitem(last=False) for _ in range(int(room))), others
+
+
 @define(eq=False)
 class Lane:
     """Requests of one lane may be in flight together; those of different lanes may not.
@@ -166,7 +181,7 @@ class Lanes:
         # Not sorted yet. Sorting stops at the first task.
         self._arrived: deque[Call[Any] | Task[Any]] = deque()
         # Requests before that task. The lane whose turn it is comes first.
-        self._lanes: dict[Lane, OrderedDict[Any, Callers]] = {}
+        self._lanes: dict[Lane, Pending] = {}
         self._queued_since = 0.0  # by the timeline's clock; holds while requests wait
 
     def put(self, asked: Call[Any] | Task[Any]) -> None:
@@ -177,7 +192,7 @@ class Lanes:
 
     def suspect(self, requests: Pending) -> None:
         """Put back requests of which one has made a step fail."""
-        self._lanes = {SUSPECTS: OrderedDict(requests), **self._lanes}
+        self._lanes = {SUSPECTS: requests, **self._lanes}
 
     def full(self) -> bool:
         """Whether a batch that begins now would not grow by waiting: it is full, or something that
@@ -222,7 +237,7 @@ class Lanes:
                 if callers is None:
                     lane = self.lane_of(request)
                     if (waiting := self._lanes.get(lane)) is None:
-                        waiting = self._lanes[lane] = OrderedDict()
+                        waiting = self._lanes[lane] = {}
                     mine = [(arrived, at)]
                     if (callers := waiting.setdefault(request, mine)) is mine:
                         continue
@@ -236,12 +251,10 @@ class Lanes:
         pending = self._lanes.pop(lane)
         most = 1 if lane.alone else self.limit
         while pending and len(self.in_flight) < most:
-            request, asked = pending.popitem(last=False)
-            callers = [caller for caller in asked if not caller[0].future.done()]
-            self._counters["cancelled"] += len(asked) - len(callers)
-            if callers:
-                self.in_flight[request] = callers
-                newcomers.append(request)
+            joining, pending = first_of(pending, most - len(self.in_flight))
+            self._leave_out_cancelled(joining)
+            self.in_flight.update(joining)
+            newcomers += joining
         if pending:  # last: it is the other lanes' turn, but for suspects
             self._lanes[lane] = pending
             if lane is SUSPECTS:
@@ -251,6 +264,21 @@ class Lanes:
             self._timeline.add("queue", self._queued_since, requests=len(newcomers))
             self._queued_since = taken  # of the requests that still wait, if any
         return newcomers
+
+    def _leave_out_cancelled(self, joining: Pending) -> None:
+        """Forget callers who have gone, and requests that nobody waits for."""
+        cancelled = {
+            request
+            for request, callers in joining.items()
+            for call, _ in callers
+            if call.future.done()
+        }
+        for request in cancelled:
+            asked = joining.pop(request)
+            callers = [caller for caller in asked if not caller[0].future.done()]
+            self._counters["cancelled"] += len(asked) - len(callers)
+            if callers:
+                joining[request] = callers
 
     def drop(self) -> list[Any]:
         """Take the requests whose callers have all gone out of flight, and return them."""
