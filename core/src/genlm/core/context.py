@@ -114,6 +114,8 @@ class Context(Sequence[int]):
             return getattr(self, name)
 
     def _set(self, blocks: Block | None, tail: TokenIds, vocab_size: int) -> None:
+        if len(tail) >= BLOCK:
+            blocks, tail = blocks_of(blocks, tail)
         self._blocks, self._tail, self._ids, self.vocab_size = blocks, tail, None, vocab_size
         end, value = (0, 0) if blocks is None else (blocks.end, blocks.value)
         self._length, self.hash_value = end + len(tail), hash((value, tail))
@@ -130,7 +132,7 @@ class Context(Sequence[int]):
     def followed_by(self, token_ids: TokenIds) -> Context:
         """This context followed by tokens that have been checked."""
         longer = Context.__new__(Context)
-        longer._set(*blocks_of(self._blocks, self._tail + token_ids), self.vocab_size)
+        longer._set(self._blocks, self._tail + token_ids, self.vocab_size)
         longer.grown, longer.parent_hash = len(token_ids), self.hash_value
         return longer
 

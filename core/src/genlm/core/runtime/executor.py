@@ -3,6 +3,7 @@ rows."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -178,14 +179,15 @@ class EngineExecutor:
             return [(request, TryAlone() if len(lost) > 1 else error) for request in lost]
         self._in_flight.update((r, error) for r, error in failed.items() if r in self._in_flight)
         finished: Answers[Request] = []
-        kept: dict[int, Answers[Request]] = {}  # by the generation that they were admitted under
-        for request, result in results:
+        kept = defaultdict[int, Answers[Request]](list)  # by their generation when admitted
+        for answer in results:
+            request = answer[0]
             admitted = self._in_flight.pop(request, None)
-            if isinstance(admitted, Exception):
-                finished.append((request, admitted))
+            if isinstance(admitted, int):
+                finished.append(answer)
+                kept[admitted].append(answer)
             elif admitted is not None:
-                finished.append((request, result))
-                kept.setdefault(admitted, []).append((request, result))
+                finished.append((request, admitted))
             elif request not in dropped:
                 raise self._unasked(request) from self._failure
         for generation, answers in kept.items():
