@@ -18,7 +18,6 @@ from transformers.models.lfm2 import Lfm2Config
 from transformers.models.llama import LlamaConfig
 from transformers.models.mamba import MambaConfig
 from transformers.models.mistral import MistralConfig
-from transformers.models.phi3 import Phi3Config
 from transformers.models.qwen2 import Qwen2Config
 
 from tests.adapter_kinds import Kind, make_adapter
@@ -61,43 +60,24 @@ FALCON_H1 = {
     "ssm_multipliers": [0.9, 0.8, 1.1, 0.7, 1.2],
 }
 
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-
-
-def llama(rope_type: str, **rope: Any) -> LlamaConfig:
-    return LlamaConfig(
-        **SIZES, **HEADS, rope_parameters={"rope_type": rope_type, "rope_theta": 500.0, **rope}
-    )
-
+LLAMA = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
 
 #: One tiny model for each way of keeping state: plain, with absolute positions, rotating, with
-#: windows that mlx-lm has not, recurrent, and a hybrid. Then plain ones with other rotary
-#: embeddings.
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: llama("default"),
-    "gpt2": lambda: GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=4, n_positions=256),
-    "gemma3": lambda: Gemma3TextConfig(
+#: windows that mlx-lm has not, recurrent, and hybrids.
+CONFIGS: dict[str, Any] = {
+    "llama": LlamaConfig(**SIZES, **HEADS, **LLAMA),
+    "gpt2": GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=4, n_positions=256),
+    "gemma3": Gemma3TextConfig(
         **{**SIZES, "num_hidden_layers": 6}, **HEADS, sliding_window=12, query_pre_attn_scalar=8
     ),
-    "gemma2": lambda: Gemma2Config(**SIZES, **HEADS, query_pre_attn_scalar=8, sliding_window=12),
-    "mistral": lambda: MistralConfig(**SIZES, **HEADS, sliding_window=12),
-    "qwen2": lambda: Qwen2Config(
+    "gemma2": Gemma2Config(**SIZES, **HEADS, query_pre_attn_scalar=8, sliding_window=12),
+    "mistral": MistralConfig(**SIZES, **HEADS, sliding_window=12),
+    "qwen2": Qwen2Config(
         **SIZES, **HEADS, sliding_window=9, use_sliding_window=True, max_window_layers=1
     ),
-    "falcon_h1": lambda: FalconH1Config(**SIZES, **HEADS, **FALCON_H1),
-    "mamba": lambda: MambaConfig(**SIZES, state_size=8, intermediate_size=64, time_step_rank=4),
-    "lfm2": lambda: Lfm2Config(
-        **SIZES, **HEADS, **LFM2, layer_types=["conv", "full_attention", "conv"]
-    ),
-    "linear": lambda: llama("linear", factor=2.0),
-    "llama3": lambda: llama("llama3", factor=8.0, original_max_position_embeddings=32, **LLAMA3),
-    "yarn": lambda: llama("yarn", factor=4.0, original_max_position_embeddings=32),
-    "phi3": lambda: Phi3Config(
-        **SIZES,
-        **{name: size for name, size in HEADS.items() if name != "head_dim"},
-        pad_token_id=0,
-        rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
-    ),
+    "falcon_h1": FalconH1Config(**SIZES, **HEADS, **FALCON_H1),
+    "mamba": MambaConfig(**SIZES, state_size=8, intermediate_size=64, time_step_rank=4),
+    "lfm2": Lfm2Config(**SIZES, **HEADS, **LFM2, layer_types=["conv", "full_attention", "conv"]),
 }
 
 
@@ -126,7 +106,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def folder(family: str) -> Path:
         if family not in made:
-            made[family] = make_model(CONFIGS[family](), tmp_path_factory.mktemp(family))
+            made[family] = make_model(CONFIGS[family], tmp_path_factory.mktemp(family))
         return made[family]
 
     return folder

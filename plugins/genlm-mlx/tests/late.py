@@ -1,5 +1,6 @@
-"""Programs whose thread ends while the interpreter is taken down, when its thread-local destructors
-want the GIL. Python then refuses it by unwinding the thread, and a destructor must not be unwound.
+"""Programs whose threads end while the interpreter is taken down, when their thread-local
+destructors want the GIL. Python then refuses it by unwinding the thread, and a destructor must not
+be unwound.
 """
 
 from __future__ import annotations
@@ -7,21 +8,31 @@ from __future__ import annotations
 import subprocess
 import sys
 
-#: They name the lock that their thread waits for ``waiting``, and the thread ``thread``.
+#: They call ``wait`` at the end of their threads, and name these ``threads``.
 BEGIN = """
 import os, sys, threading
 import __main__  # held by itself, or its objects would not be deleted
-waiting = threading.Lock()
-waiting.acquire()
+ends = []  # of their waiting
+
+def wait():
+    lock = threading.Lock()
+    lock.acquire()
+    ends.append(lock.release)
+    lock.acquire()
 """
 END = """
 class Last:
     def __del__(
-        self, end=waiting.release, exists=os.access, thread=f"/proc/self/task/{thread.native_id}"
+        self,
+        ends=ends,
+        exists=os.access,
+        paths=[f"/proc/self/task/{thread.native_id}" for thread in threads],
     ):
-        end()
-        while exists(thread, 0):
-            pass
+        for end in ends:
+            end()
+        for path in paths:
+            while exists(path, 0):
+                pass
 
 last = Last()
 """

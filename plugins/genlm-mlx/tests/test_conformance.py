@@ -1,5 +1,5 @@
-"""What every backend must do, on a tiny model with adapters; what concerns state, on four other
-cache families; the rows of a small real model."""
+"""What every backend must do, on a tiny model with adapters; what concerns state, on models with
+windows and with recurrent layers; the rows of a small real model."""
 
 from __future__ import annotations
 
@@ -37,17 +37,9 @@ class Family(StateSuite):
         cls.model = folders(cls.family)
 
 
-class TestGpt2(Family):
-    family = "gpt2"
-
-
 class TestGemma3(Family):
     family = "gemma3"
     longest = 300  # mlx-lm makes room for 256 positions at a time
-
-
-class TestMamba(Family):
-    family = "mamba"
 
 
 class TestLfm2(Family):

@@ -1,12 +1,10 @@
-"""Every way of keeping state gives the rows that the same context has alone, and that transformers
-computes."""
+"""Models whose state is in blocks: their rows are those of the same contexts alone."""
 
 from __future__ import annotations
 
 import random
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,69 +21,57 @@ from genlm.mlx.runner import Runner
 from tests.hub_folders import HUB, loaded
 
 from . import costly_sweep
-
-FAMILIES = [
-    "llama", "gpt2", "mistral", "qwen2", "gemma2", "gemma3", "mamba", "lfm2", "falcon_h1"
-]  # fmt: skip
-Folders = Callable[[str], Path]
+from .watched import Folders, tokens_of
 
 
-def rows_of(engine, contexts, cold=False):
-    if cold:
-        return torch.cat([engine.logprobs([Query(tuple(c), cold=True)]) for c in contexts])
+def rows_of(engine: Any, contexts: list[list[int]]) -> torch.Tensor:
     return engine.logprobs([Query(tuple(c)) for c in contexts])
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "linear", "llama3", "yarn", "phi3"])
-def test_cold_rows_are_those_of_transformers(folders: Folders, family: str) -> None:
-    folder = folders(family)
-    engine = load(str(folder), {})
-    reference = AutoModelForCausalLM.from_pretrained(folder).eval()
-    context = [random.Random(1).randrange(256) for _ in range(40)]
-    with torch.no_grad():
-        expected = reference(torch.tensor([context])).logits[0, -1].log_softmax(-1)
-    assert torch.allclose(rows_of(engine, [context], cold=True)[0], expected, atol=1e-3)
+def cold_rows_of(engine: Any, contexts: list[list[int]]) -> torch.Tensor:
+    return torch.cat([engine.logprobs([Query(tuple(c), cold=True)]) for c in contexts])
 
 
-@pytest.mark.parametrize("ragged", [True, False], ids=["ragged", "equal"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_from_the_pool_are_those_of_cold_contexts(
+@pytest.mark.parametrize(
+    ("family", "ragged"),
+    [
+        *((family, True) for family in ("gemma2", "gemma3", "mamba", "lfm2", "falcon_h1")),
+        ("gemma3", False),
+        ("falcon_h1", False),
+    ],
+)
+def test_rows_from_blocks_are_those_of_cold_contexts(
     folders: Folders, family: str, ragged: bool
 ) -> None:
-    engine = load(str(folders(family)), {"prefill_step_size": 40})
-    assert engine.store is not None, "these families can all be batched"
+    """Of each row two or three tokens at a time, as 700 rows or more get by default."""
+    engine = load(str(folders(family)), {"prefill_step_size": 14})
     if not ragged:
-        engine.store = Blocks(Runner(engine.model, Adapters(engine.model), 40), None, ragged=False)
+        engine.store = Blocks(Runner(engine.model, Adapters(engine.model), 14), None, ragged=False)
     rng = random.Random(2)
 
     def tokens(n: int) -> list[int]:
         return [rng.randrange(256) for _ in range(n)]
 
     prompt = tokens(20)
-    contexts = [prompt + tokens(rng.randrange(1, 6)) for _ in range(4)] + [tokens(3)]
-    for _ in range(14):
+    contexts = [prompt + tokens(rng.randrange(1, 6)) for _ in range(4)] + [tokens(3), tokens(30)]
+    for _ in range(8):
         rows = rows_of(engine, contexts)
-        assert (rows - rows_of(engine, contexts, cold=True)).abs().max() < 1e-3
+        assert (rows - cold_rows_of(engine, contexts)).abs().max() < 1e-3
         kept = rng.sample(contexts, k=3)
-        grown = [c + tokens(rng.choice([1, 1, 1, 2, 9])) for c in kept]
+        grown = [c + tokens(rng.choice([1, 1, 1, 2, 9, 20])) for c in kept]
         forked = [kept[0] + tokens(1), kept[1][: rng.randrange(1, len(kept[1]) + 1)] + tokens(1)]
-        contexts = [
-            list(c)
-            for c in dict.fromkeys(map(tuple, [*grown, *forked, prompt + tokens(1), tokens(5)]))
-        ]
+        contexts = [*grown, *forked, prompt + tokens(1), tokens(5)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_many_unequal_rows_in_several_chunks(folders: Folders, family: str) -> None:
-    """Of each row two or three tokens at a time, as 700 rows or more get by default."""
-    engine = load(str(folders(family)), {"prefill_step_size": 60})
-    rng = random.Random(4)
-    contexts = [rng.choices(range(256), k=rng.randrange(2, 40)) for _ in range(25)]
-    contexts += [[at, 1, 2, 3] for at in range(5)]  # an odd number of tokens before the last
-    for _ in range(2):
-        rows = rows_of(engine, contexts)
-        assert (rows - rows_of(engine, contexts, cold=True)).abs().max() < 1e-3
-        contexts = [[*c, *rng.choices(range(256), k=rng.randrange(1, 20))] for c in contexts]
+def test_scores_behind_a_row_in_a_batch_of_unequal_lengths(folders: Folders) -> None:
+    engine = load(str(folders("gemma3")), {})
+    context, drawn = tokens_of(30, 0), tokens_of(20, 1)
+    for tokens in ((), (5,)):
+        rows_of(engine, [[*context, *tokens], [*context[:3], *tokens]])
+    (scores,) = engine.genlm_sequence_logprobs([Query((*context, 5))], [drawn])
+    rows = cold_rows_of(engine, [[*context, 5, *drawn[:at]] for at in range(len(drawn))])
+    expected = rows.gather(1, torch.tensor(drawn)[:, None])[:, 0]
+    torch.testing.assert_close(scores, expected, atol=1e-3, rtol=0)
 
 
 def test_the_probe_feeds_unequal_rows_more_than_once(
@@ -98,11 +84,10 @@ def test_the_probe_feeds_unequal_rows_more_than_once(
         prepare(cache, [max(length, 1) for length in lengths], **padding)
 
     monkeypatch.setattr(ArraysCache, "prepare", prepared)
-    engine = load(str(folders("falcon_h1")), {})
+    engine = load(str(folders("falcon_h1")), {"prefill_step_size": 80})
     rng = random.Random(5)
-    contexts = [rng.choices(range(256), k=rng.randrange(20, 60)) for _ in range(120)]
-    rows = rows_of(engine, contexts)
-    assert (rows[:20] - rows_of(engine, contexts[:20], cold=True)).abs().max() < 1e-3
+    contexts = [rng.choices(range(256), k=rng.randrange(20, 60)) for _ in range(20)]
+    assert (rows_of(engine, contexts) - cold_rows_of(engine, contexts)).abs().max() < 1e-3
 
 
 def test_a_batch_that_fits_by_accident_deceives_no_probe(
@@ -118,26 +103,21 @@ def test_a_batch_that_fits_by_accident_deceives_no_probe(
     monkeypatch.setattr("genlm.mlx.loading.repair", lambda model: None)
     engine = load(str(tmp_path / "coarse"), {})
     rng = random.Random(3)
-    contexts = [[rng.randrange(256) for _ in range(length)] for length in (40, 3)]
-    rows = rows_of(engine, contexts)
-    assert (rows - rows_of(engine, contexts, cold=True)).abs().max() < 0.05
+    contexts = [rng.choices(range(256), k=length) for length in (40, 3)]
+    assert (rows_of(engine, contexts) - cold_rows_of(engine, contexts)).abs().max() < 0.05
 
 
-def test_a_pinned_prefix_stays_and_is_dropped_by_clear(folders: Folders) -> None:
-    engine = load(str(folders("mamba")), {"kv_cache_bytes": 0})
+@pytest.mark.parametrize("family", ["llama", "mamba"])
+def test_a_pinned_prefix_stays_within_no_bytes_and_is_dropped_by_clear(
+    folders: Folders, family: str
+) -> None:
+    engine = load(str(folders(family)), {"kv_cache_bytes": 0})
     engine.genlm_cache_prefix(Query((1, 2, 3)))
     rows_of(engine, [[1, 2, 3, 4], [9, 9]])
     rows_of(engine, [[8, 8, 8]])
     assert len(engine.store) == 2  # the pinned row, and that of the last call
     engine.genlm_clear_kv_cache()
     assert len(engine.store) == 0
-
-
-def test_the_pool_stays_within_its_bytes(folders: Folders) -> None:
-    engine = load(str(folders("llama")), {"kv_cache_bytes": 0})
-    for i in range(5):
-        rows_of(engine, [[i, i + 1]])
-    assert len(engine.store) == 1
 
 
 #: What mlx-lm cannot do of a folder.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from .fuzz import CLOSE, FAR, RECURRENT, fuzz
+from .watched import Folders
 
 #: The ways of keeping state, and the longest contexts.
 FAMILIES = {
@@ -28,7 +28,7 @@ SECONDS = float(os.environ.get("GENLM_FUZZ_SECONDS", "16")) / len(FAMILIES)
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_programs(
-    folders: Callable[[str], Path],
+    folders: Folders,
     lora_folders: dict[str, str],
     family: str,
     fuzz_seed: int,
