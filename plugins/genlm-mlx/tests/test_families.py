@@ -63,13 +63,18 @@ def test_rows_from_blocks_are_those_of_cold_contexts(
         contexts = [*grown, *forked, prompt + tokens(1), tokens(5)]
 
 
-def test_scores_behind_a_row_in_a_batch_of_unequal_lengths(folders: Folders) -> None:
+def test_scores_behind_the_shorter_row_of_a_batch(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First two logits, then the others."""
+    monkeypatch.setattr("genlm.mlx.runner.FIRST_LOGITS", 2)
     engine = load(str(folders("gemma3")), {})
-    context, drawn = tokens_of(30, 0), tokens_of(20, 1)
+    whole, drawn = tokens_of(30, 0), tokens_of(20, 1)
     for tokens in ((), (5,)):
-        rows_of(engine, [[*context, *tokens], [*context[:3], *tokens]])
-    (scores,) = engine.genlm_sequence_logprobs([Query((*context, 5))], [drawn])
-    rows = cold_rows_of(engine, [[*context, 5, *drawn[:at]] for at in range(len(drawn))])
+        rows_of(engine, [[*whole, *tokens], [*whole[:3], *tokens]])
+    context = (*whole[:3], 5)
+    (scores,) = engine.genlm_sequence_logprobs([Query(context)], [drawn])
+    rows = cold_rows_of(engine, [[*context, *drawn[:at]] for at in range(len(drawn))])
     expected = rows.gather(1, torch.tensor(drawn)[:, None])[:, 0]
     torch.testing.assert_close(scores, expected, atol=1e-3, rtol=0)
 

@@ -107,13 +107,13 @@ def test_what_is_known_costs_its_last_token(llama: Tried) -> None:
 
 
 def test_contexts_that_wait_for_one_of_their_batch_take_the_place_of_no_other(
-    llama: Tried, monkeypatch: pytest.MonkeyPatch
+    folders: Folders,
 ) -> None:
-    monkeypatch.setattr("genlm.mlx.aside.LEAST_ASIDE", 0)
+    tried = Tried(folders("llama"), Store, 0)
     keys = keys_of(6, 20)
     keys.append((*keys[0][:18], 1, 2, 3))
-    llama.ask(*keys)
-    assert llama.ask(*[(*key, 7) for key in keys]) == [7]
+    tried.ask(*keys)
+    assert tried.ask(*[(*key, 7) for key in keys]) == [7]
 
 
 def test_some_rows_of_many_go_on(llama: Tried) -> None:
@@ -126,12 +126,12 @@ def test_some_rows_of_many_go_on(llama: Tried) -> None:
 
 @pytest.mark.parametrize(
     ("family", "length"),
-    [*(("llama", n) for n in (16, 31, 32, 33, 64, 65, 300)), ("gpt2", 33), ("qwen2", 65)],
+    [*(("llama", n) for n in (16, 31, 32, 33, 64, 65, 150)), ("gpt2", 33), ("qwen2", 65)],
 )
 def test_contexts_of_one_prompt_share_its_prefill(
     folders: Folders, family: str, length: int
 ) -> None:
-    tried = Tried(folders(family), Store, step_size=256)
+    tried = Tried(folders(family), Store, step_size=128)
     (prompt,) = keys_of(1, length)
     contexts = [(*prompt, token) for token in range(40)]
     assert sum(tried.ask(*contexts)) == length + 40
