@@ -3,52 +3,63 @@ without them, with live sessions and without; the rows of a small real one."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from genlm.conformance import ConformanceSuite
+from genlm.conformance.histories import GrowthClauses, HistoryClauses
+from genlm.conformance.state import StateClauses
+from genlm.conformance.suite import OneModel
 from genlm.core import load_model_by_name
 from genlm.vllm.internals import forgets_seeds  # noqa: F401, in a condition
 from tests.real_rows import check_rows
 from tests.state_suite import StateSuite
 from tools.tiny import write_adapter
 
+from .driven import failing_forward
+
 FLOAT32 = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 256 << 20}
 # The least rank: on a CPU vLLM computes as if all adapters had the greatest, in loops over tokens.
 LORA = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 8, "max_lora_rank": 8}
 
 
-class TestVllm(StateSuite):
+class OnATinyModel:
     backend = "vllm"
-    options = {"engine_opts": FLOAT32}  # noqa: RUF012
     effort = 0.1
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
-    def _given(cls, tiny_path):
+    def _model(cls, tiny_path):
         cls.model = tiny_path
 
 
-class TestVllmWithoutLiveSessions(TestVllm):
+class TestVllm(OnATinyModel, StateSuite):
+    options = {"engine_opts": FLOAT32}  # noqa: RUF012
+
+
+class TestVllmWithoutLiveSessions(
+    OnATinyModel, HistoryClauses, GrowthClauses, StateClauses, OneModel
+):
     options = {"engine_opts": FLOAT32, "live_sessions": False}  # noqa: RUF012
 
 
 @pytest.mark.quick
-class TestVllmWithAdapters(ConformanceSuite):
-    backend = "vllm"
-    effort = 0.1
+class TestVllmWithAdapters(OnATinyModel, ConformanceSuite):
     longest = 129  # slow with adapters on a CPU; beyond several blocks, and TestVllm goes further
     options = {"engine_opts": FLOAT32 | LORA}  # noqa: RUF012
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
-    def _given(cls, tiny_path, tmp_path_factory):
+    def _adapters(cls, tiny_path, tmp_path_factory):
         folder: Path = tmp_path_factory.mktemp("adapters")
-        cls.model = tiny_path
         cls.adapters = {
             name: write_adapter(tiny_path, folder / name, seed) for seed, name in enumerate("ab")
         }
+
+    def fail_inside(self, lm):
+        return partial(failing_forward, lm.underlying_model)
 
     @pytest.mark.xfail("forgets_seeds()", reason="then seeded draws take turns", strict=True)
     def test_row_during_a_draw(self, live):
