@@ -18,6 +18,8 @@ import torch
 from genlm.core import AsyncLM, EngineDeadError
 from genlm.vllm import AsyncVirtualLM
 
+from .driven import SMALL
+
 PROMPT = list(range(3000, 3040))
 ATOL = 5e-4
 
@@ -66,13 +68,11 @@ def dies_clearly(lm: AsyncLM, victim: int) -> None:
             lm.next_token_logprobs_sync(ids)
 
 
-def test_two_tensor_parallel_workers(tiny_path, small_opts, expected, monkeypatch):
+def test_two_tensor_parallel_workers(tiny_path, expected, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     before = {child.pid for child in multiprocessing.active_children()}
     copied = copies(monkeypatch)
-    with AsyncVirtualLM.from_name(
-        tiny_path, engine_opts=small_opts | {"tensor_parallel_size": 2}
-    ) as lm:
+    with AsyncVirtualLM.from_name(tiny_path, engine_opts=SMALL | {"tensor_parallel_size": 2}) as lm:
         workers = [
             child.pid for child in multiprocessing.active_children() if child.pid not in before
         ]
@@ -82,9 +82,9 @@ def test_two_tensor_parallel_workers(tiny_path, small_opts, expected, monkeypatc
         dies_clearly(lm, workers[1])
 
 
-def test_an_engine_core_in_a_process_of_its_own(tiny_path, small_opts, expected, monkeypatch):
+def test_an_engine_core_in_a_process_of_its_own(tiny_path, expected, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    with AsyncVirtualLM.from_name(tiny_path, engine_opts=small_opts) as lm:
+    with AsyncVirtualLM.from_name(tiny_path, engine_opts=SMALL) as lm:
         (core,) = [
             child.pid
             for child in psutil.Process().children()

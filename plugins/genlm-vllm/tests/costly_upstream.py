@@ -10,6 +10,8 @@ import sys
 import pytest
 from packaging.version import Version
 
+from .driven import SMALL
+
 ATOL = 5e-4
 IDS = tuple(range(3000, 3050))
 
@@ -32,9 +34,7 @@ print(json.dumps([alone, mixed]))
 """
 
 
-def test_vllm_itself_mixes_base_and_lora_rightly_on_cpu(
-    tiny_path, small_opts, write_adapter, request
-):
+def test_vllm_itself_mixes_base_and_lora_rightly_on_cpu(tiny_path, write_adapter, request):
     """Not ours, and expected to fail before 0.33: where it passes, neither a spare slot nor turns
     are needed.
 
@@ -49,7 +49,7 @@ def test_vllm_itself_mixes_base_and_lora_rightly_on_cpu(
             "if a request with one shares its batch"
         )
         request.applymarker(pytest.mark.xfail(reason=reason, raises=AssertionError, strict=True))
-    argument = json.dumps([tiny_path, write_adapter("a", 1), small_opts, IDS])
+    argument = json.dumps([tiny_path, write_adapter("a", 1), SMALL, IDS])
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run(
         [sys.executable, "-c", MIXED, argument], capture_output=True, text=True, env=environment

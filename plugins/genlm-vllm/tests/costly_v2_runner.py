@@ -12,14 +12,14 @@ PyTorch takes its place.
 
 from __future__ import annotations
 
-import random
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 from genlm.conformance import ConformanceSuite
-from genlm.core.types import Query
+
+from .driven import check_random_program
 
 
 # Of the session, or fixtures of the session that import transformers, and with it Triton, would
@@ -44,36 +44,13 @@ def _interpreted():
         yield
 
 
-@pytest.fixture(scope="module")
-def engine(load_engine):
-    return load_engine()
-
-
 def test_it_is_the_v2_runner(engine):
     assert "vllm.v1.worker.gpu.sample.sampler" in sys.modules
 
 
-def test_rows_of_sessions_forks_and_chunks_are_the_cold_ones(engine):
-    """Contexts longer than a step's 64 tokens, extended by one token and by several, forked, and
-    repeated."""
-    dice = random.Random(3)
-    known = [tuple(dice.choices(range(1000, 40000), k=length)) for length in (10, 70, 100)]
-    asked = dict.fromkeys(map(Query, known))
-    for _ in range(4):
-        batch = list(
-            dict.fromkeys(
-                Query(
-                    dice.choice(known)
-                    + tuple(dice.choices(range(1000, 1004), k=dice.choice([1, 1, 5])))
-                )
-                for _ in range(5)
-            )
-        )
-        asked |= dict(zip(batch, engine.ask(*batch), strict=True))
-        known += [query.token_ids for query in batch]
-    asked = {query: row for query, row in asked.items() if row is not None}
-    assert len(asked) > 8
-    engine.assert_cold_rows(asked)
+def test_a_random_program(engine):
+    """Contexts longer than a step's 64 tokens, extended by one token and by several, and forked."""
+    check_random_program(engine, 3, steps=4)
 
 
 class TestVllmV2(ConformanceSuite):

@@ -12,7 +12,7 @@ import torch
 from genlm.core.types import Adapter, Query, Request, SampleRequest, SamplingParams, ScoreRequest
 
 # Small enough that prompts are computed in chunks, sessions give way to each other (the cache of
-# the tiny model holds 864 tokens), and the length limit is near.
+# the small model holds 864 tokens), and the length limit is near.
 SMALL = {
     "dtype": "float32",
     "max_model_len": 256,
@@ -21,9 +21,11 @@ SMALL = {
     "kv_cache_memory_bytes": 28 * 32 * 1024,
 }
 
+VOCABULARY = 2048
+
 
 def text(seed: int, length: int) -> tuple[int, ...]:
-    return tuple(random.Random(seed).choices(range(1000, 40000), k=length))
+    return tuple(random.Random(seed).choices(range(100, VOCABULARY), k=length))
 
 
 @contextmanager

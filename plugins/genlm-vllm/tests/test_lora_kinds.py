@@ -9,11 +9,13 @@ from tests.adapter_kinds import KINDS
 from tests.adapter_outcomes import make_case, outcome
 from tests.adapter_table import check_refused, strangers, tabled
 
+from .driven import SMALL
+
 
 @pytest.fixture(scope="module")
-def lm(tiny_path, small_opts):
+def lm(tiny_path):
     # Two slots: vLLM's mistake on CPU shows where the last is taken.
-    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, **small_opts}
+    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, **SMALL}
     with AsyncVirtualLM.from_name(tiny_path, engine_opts=options, cache_size=0) as model:
         yield model
 

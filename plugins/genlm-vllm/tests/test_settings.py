@@ -3,75 +3,94 @@ model is refused by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from genlm.core import EngineError, InvalidOptionError, ModelNotFoundError, Query
 from genlm.vllm.settings import corrections
+from tests.adapter_outcomes import reference_rows
+
+from .driven import SMALL, text
 
 #: Where windows and scaling begin to matter, and the lengths that are tried.
 FAR = 20
-LENGTHS = (5, FAR, FAR + 1, FAR + 4, 2 * FAR + 1, 4 * FAR + 1)
+LENGTHS = (5, FAR - 1, FAR, FAR + 1, FAR + 4, 2 * FAR + 1, 4 * FAR + 1)
 
 SHAPE = {"head_dim": 32, "max_position_embeddings": 256, "sliding_window": FAR}
 MIXED = {**SHAPE, "layer_types": ["sliding_attention", "full_attention"]}
 QWEN = {**MIXED, "use_sliding_window": True, "max_window_layers": 1}
-SCALED = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "original_max_position_embeddings": FAR,
-    "llama_4_scaling_beta": 0.5,
-}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0} | {
     "original_max_position_embeddings": FAR
 }
+SCALED = {**YARN, "factor": 4.0, "llama_4_scaling_beta": 0.5}
 MINISTRAL = {"head_dim": 32, "max_position_embeddings": 4 * FAR, "rope_parameters": SCALED}
+DYNAMIC = {
+    "max_position_embeddings": FAR,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+}
+LONGROPE = {
+    "original_max_position_embeddings": FAR,
+    "max_position_embeddings": 256,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0 + 0.1 * i for i in range(16)],
+        "long_factor": [2.0 + 0.5 * i for i in range(16)],
+        "original_max_position_embeddings": FAR,
+    },
+}
 
 
 @pytest.mark.parametrize(
-    ("family", "config", "engine_opts", "longest"),
+    ("family", "config", "engine_opts", "longest", "said"),
     [
-        ("Cohere2", MIXED, {}, None),
-        ("Falcon", {"max_position_embeddings": 256}, {}, None),
-        ("Phi3", MIXED, {"max_model_len": FAR}, FAR - 1),
-        ("Qwen2", QWEN, {"max_model_len": FAR}, FAR - 1),
-        ("Llama", SHAPE, {}, None),  # it has no windows, whatever stands there
-        ("Llama", {"head_dim": 32, "rope_parameters": YARN}, {"max_model_len": 96}, 2 * FAR - 1),
-        ("Ministral3", MINISTRAL, {"max_model_len": None}, FAR - 1),
+        ("Mistral", {"sliding_window": FAR}, {}, 255, ["forks_off"]),
+        ("Gemma3Text", MIXED, {}, 255, ["forks_off"]),
+        ("Cohere2", MIXED, {}, 255, ["forks_off"]),
+        ("Falcon", {"max_position_embeddings": 256}, {}, 255, []),
+        ("Phi3", MIXED, {"max_model_len": FAR}, FAR - 1, []),
+        ("Qwen2", QWEN, {"max_model_len": FAR}, FAR - 1, []),
+        ("Llama", SHAPE, {}, 255, []),  # it has no windows, whatever stands there
+        (
+            "Llama",
+            {"head_dim": 32, "rope_parameters": YARN},
+            {"max_model_len": 96},
+            2 * FAR - 1,
+            ["context_ends"],
+        ),
+        ("Ministral3", MINISTRAL, {"max_model_len": None}, FAR - 1, ["context_ends"]),
+        ("Phi3", LONGROPE, {}, FAR - 1, ["context_ends"]),
+        # vLLM would take four times as many tokens, and read beyond the table of embeddings.
+        ("Llama", DYNAMIC, {"max_model_len": 4 * FAR}, FAR, ["context_limited"]),
     ],
 )
 def test_rows_are_those_of_transformers(
-    family: str,
-    config: dict[str, Any],
-    engine_opts: dict[str, Any],
-    longest: int | None,
-    make_tiny: Callable[..., str],
-    load_briefly: Callable[..., Any],
-) -> None:
+    family, config, engine_opts, longest, said, make_tiny, load_briefly
+):
+    """Cold, and of sessions that grow over a change; scores say the same."""
     folder = make_tiny(family, **config)
-    reference = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
     with capture_logs() as logs:
         engine = load_briefly(folder, **engine_opts)
-    assert longest is None or engine.max_context == longest
-    ends = [log for log in logs if log["event"] == "vllm.context_ends"]
-    assert len(ends) == ("rope_parameters" in config)
-    whole = tuple(torch.randint(1000, (LENGTHS[-1],), generator=torch.manual_seed(1)).tolist())
-    for length in LENGTHS:
-        if length <= engine.max_context:
-            with torch.no_grad():
-                logits = reference(torch.tensor([whole[:length]]), use_cache=False).logits[0, -1]
-            (row,) = engine.ask(Query(whole[:length], cold=True))
-            torch.testing.assert_close(row, logits.log_softmax(-1), atol=2e-3, rtol=0)
+    assert engine.max_context == longest
+    events = [log["event"].removeprefix("vllm.") for log in logs]
+    assert [event for event in events if event != "loaded"] == said
+    lengths = [length for length in LENGTHS if length <= longest]
+    ids = text(1, lengths[-1])
+    contexts = [ids[:length] for length in lengths]
+    expected = reference_rows(folder, None, contexts)
+    (scores,) = engine.score([Query(contexts[0])], [ids[lengths[0] :]])
+    for context, right in zip(contexts, expected, strict=True):
+        cold, warm = (engine.ask(Query(context, cold=cold))[0] for cold in (True, False))
+        torch.testing.assert_close(cold, right, atol=2e-3, rtol=0)
+        torch.testing.assert_close(warm, cold, atol=5e-4, rtol=0)
+        if context != ids:
+            score = scores[len(context) - lengths[0]]
+            torch.testing.assert_close(score, cold[ids[len(context)]], atol=5e-4, rtol=0)
 
 
 FLIPPED = ["full_attention", "sliding_attention"]
@@ -80,19 +99,17 @@ LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 PARTLY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 
-def test_what_the_user_overrides_is_the_configuration(make_tiny: Callable[..., str]) -> None:
+def test_what_the_user_overrides_is_the_configuration(make_tiny):
     """And a length that vLLM is to choose is none that was given."""
-    folder = make_tiny("Qwen2", **QWEN)
+    folder = make_tiny("Qwen2", weights=False, **QWEN)
     whole = {"use_sliding_window": False}
     assert corrections(folder, {"hf_overrides": whole}) == {}
     with pytest.raises(EngineError, match=f"have a window of {FAR} tokens"):
         corrections(folder, {"max_model_len": -1})
 
 
-def test_states_of_mamba_are_not_kept_between_blocks_on_a_cpu(
-    make_tiny: Callable[..., str],
-) -> None:
-    folder = make_tiny("Mamba2", num_heads=4, head_dim=16, hidden_size=32)
+def test_states_of_mamba_are_not_kept_between_blocks_on_a_cpu(make_tiny):
+    folder = make_tiny("Mamba2", weights=False, num_heads=4, head_dim=16, hidden_size=32)
     for given in ({}, {"enable_prefix_caching": False}, {"enable_prefix_caching": None}):
         assert corrections(folder, given) == {"enable_prefix_caching": False}
     with pytest.raises(
@@ -101,9 +118,7 @@ def test_states_of_mamba_are_not_kept_between_blocks_on_a_cpu(
         corrections(folder, {"enable_prefix_caching": True})
 
 
-def test_a_family_that_names_no_usual_activation_is_not_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_family_that_names_no_usual_activation_is_not_refused(monkeypatch):
     """As in transformers 4, where a class of settings has no attributes of its own."""
     settings = PreTrainedConfig(num_experts=4, hidden_act="silu", model_type="mixtral")
     monkeypatch.setattr("genlm.vllm.settings.settings_of", lambda *given: settings)
@@ -127,31 +142,35 @@ def test_a_family_that_names_no_usual_activation_is_not_refused(
         ("Gemma", SHAPE | {"hidden_act": "silu"}, "hidden_act='silu' of gemma"),
         ("Mixtral", EXPERTS | {"hidden_act": "relu"}, "hidden_act='relu' of mixtral"),
         ("Olmoe", {"num_experts": 4, "tie_word_embeddings": True}, "tie_word_embeddings=True"),
-        ("MiniMaxM2", EXPERTS, "vLLM cannot serve .*rotary_dim.*; load it with"),
         ("Falcon", {"ffn_hidden_size": 256}, "ffn_hidden_size=256 of falcon"),
         ("Qwen2", SHAPE | {"rope_parameters": PARTLY}, "partial_rotary_factor=0.5 of qwen2"),
         ("Exaone4", SHAPE | {"rope_parameters": PARTLY}, "partial_rotary_factor=0.5 of exaone4"),
         ("HrmText", {"head_dim": 32}, "lets its tokens attend to later ones"),
         ("Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2}, "e_score_correction_bias"),
         ("DeepseekV3", {}, "kv_lora_rank"),
-        ("Llama", {"head_dim": 4}, r"vLLM cannot serve .*head_dim=4.*; load it with"),
-        ("Bamba", {}, r"vLLM cannot serve .*Layer 0 \(linear_attention\).*; load it with"),
     ],
 )
-def test_what_vllm_computes_otherwise_is_refused(
-    family: str,
-    config: dict[str, Any],
-    said: str,
-    make_tiny: Callable[..., str],
-    load_briefly: Callable[..., Any],
-) -> None:
-    with pytest.raises(EngineError, match=said):
+def test_what_vllm_computes_otherwise_is_refused(family, config, said, make_tiny):
+    with pytest.raises(EngineError, match=f'{said}.*backend="hf"'):
+        corrections(make_tiny(family, weights=False, **config), SMALL)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "said"),
+    [
+        ("MiniMaxM2", EXPERTS, "rotary_dim"),
+        ("Llama", {"head_dim": 4}, "head_dim=4"),
+        ("Bamba", {}, r"Layer 0 \(linear_attention\)"),
+    ],
+)
+def test_what_vllm_cannot_make_is_refused_with_its_words(
+    family, config, said, make_tiny, load_briefly
+):
+    with pytest.raises(EngineError, match=f'vLLM cannot serve .*{said}.*; load it with backend="h'):
         load_briefly(make_tiny(family, **config))
 
 
-def test_a_checkpoint_that_lacks_weights_is_refused(
-    make_tiny: Callable[..., str], load_briefly: Callable[..., Any]
-) -> None:
+def test_a_checkpoint_that_lacks_weights_is_refused(make_tiny, load_briefly):
     """vLLM would serve what was in memory before, where it joins matrices."""
     folder = make_tiny("Llama")
     file = Path(folder) / "model.safetensors"
@@ -161,10 +180,8 @@ def test_a_checkpoint_that_lacks_weights_is_refused(
         load_briefly(folder)
 
 
-def test_what_vllm_says_of_an_option_stays(
-    make_tiny: Callable[..., str], load_briefly: Callable[..., Any]
-) -> None:
+def test_what_vllm_says_of_an_option_stays(load_briefly):
     """Another backend would be no remedy."""
     with pytest.raises(ValueError, match=r"max_model_len \(4096\) is greater") as refusal:
-        load_briefly(make_tiny("Llama"), max_model_len=4096)
+        load_briefly(max_model_len=4096)
     assert not isinstance(refusal.value, EngineError)

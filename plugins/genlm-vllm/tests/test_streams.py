@@ -8,6 +8,7 @@ import pytest
 
 from genlm.core.types import Query
 from genlm.vllm import streams
+from genlm.vllm.capture import RowCapture
 from genlm.vllm.streams import EngineStream, used_here
 
 
@@ -107,28 +108,23 @@ def test_memory_of_a_row_is_kept_for_the_stream_that_reads_it(cuda):
     assert readers == [cuda.default]
 
 
-def test_a_step_of_a_real_vllm_is_on_the_stream_that_it_made_when_it_loaded(cuda, load_briefly):
-    from genlm.vllm.internals import logits_processor_interfaces
+def test_a_step_of_a_real_vllm_is_on_the_stream_that_it_made_when_it_loaded(
+    cuda, load_briefly, monkeypatch
+):
+    made, usual = [], RowCapture.apply
 
-    class Processor:
-        """Of the user's, after ours."""
+    def load(self, *config):
+        self._wishes = {}
+        made.append(start(cuda))
 
-        def __init__(self, *config):
-            self.stream = start(cuda)
+    def step(self, *given):
+        assert [cuda.current] == made
+        cuda.current.done.append("row")
+        return usual(self, *given)
 
-        def is_argmax_invariant(self):
-            return False
-
-        def update_state(self, batch_update):
-            pass
-
-        def apply(self, logits, context=None):
-            assert cuda.current is self.stream
-            cuda.current.done.append("row")
-            return logits
-
-    mine = type("Mine", (Processor, *logits_processor_interfaces()), {})
-    engine = load_briefly(logits_processors=[mine])
+    monkeypatch.setattr(RowCapture, "__init__", load)
+    monkeypatch.setattr(RowCapture, "apply", step)
+    engine = load_briefly()
     assert cuda.current is cuda.default
     proven = cuda.default.done.count("row")  # a load computes some rows to compare them
     engine.ask(Query((1, 2, 3)))
