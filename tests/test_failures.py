@@ -7,6 +7,7 @@ import gc
 import re
 import signal
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -154,60 +155,55 @@ def test_what_a_hook_begins_elsewhere_may_ask_its_model(mock):
     assert asyncio.run(ask()).shape == (258,)
 
 
-class Mixed:
-    """Rows that are a mixture with those of another model."""
+class Meanwhile:
+    """Does something in a hook."""
 
-    other = None
+    does = staticmethod(lambda: None)
 
     @hookimpl
-    def genlm_process_logprobs(self, queries, rows):
-        others = self.other(query.token_ids for query in queries)
-        return torch.logaddexp(rows, others) - torch.log(torch.tensor(2.0))
+    def genlm_process_logprobs(self, rows):
+        self.does()
+        return rows
 
 
-@pytest.mark.parametrize("way", ["blocking", "in a loop", "a draw"])
-def test_two_models_whose_hooks_ask_each_other_get_an_error_that_names_both(mock, way):
-    def ask(lm, contexts):
-        if way == "blocking":
-            return lm.batch_next_token_logprobs_sync(contexts)
-        if way == "in a loop":
-            return asyncio.run(lm.batch_next_token_logprobs(contexts))
-        lm.batch_sample_sync(contexts, 1, [])
-        return torch.zeros(258).log_softmax(-1)
-
-    one, two = Mixed(), Mixed()
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda lm: lm.next_token_logprobs_sync([72]),
+        lambda lm: asyncio.run(lm.next_token_logprobs([72])),
+        lambda lm: lm.sample_sync([72], 1, []),
+    ],
+    ids=["blocking", "in a loop", "a draw"],
+)
+def test_two_models_whose_hooks_ask_each_other_get_an_error_that_names_both(mock, ask):
+    one, two = Meanwhile(), Meanwhile()
     first, second = mock(wrappers=[one]), mock(wrappers=[two])
-    one.other = lambda contexts: ask(second, [[72]])
-    two.other = lambda contexts: ask(first, [[72]])
+    one.does, two.does = partial(ask, second), partial(ask, first)
     for lm in (first, second):
         (error,) = gathered(lm.next_token_logprobs([1]))
         assert isinstance(error, PluginError)
         assert "only one may ask the other" in str(error)
-    two.other = lambda contexts: torch.zeros(1, 258).log_softmax(-1)
+    two.does = lambda: None
     assert first.next_token_logprobs_sync([2]).shape == (258,)
 
 
 @pytest.mark.parametrize("task", ["cache_kv", "clear_kv_cache", "close"])
 def test_two_models_whose_hooks_wait_for_tasks_of_each_other_do_not_hang(mock, task):
-    one, two = Mixed(), Mixed()
+    one, two = Meanwhile(), Meanwhile()
     first, second = mock(wrappers=[one]), mock(wrappers=[two])
     both_are_in_hooks = threading.Barrier(2)
 
-    def waiting_for(lm):
-        def others(contexts):
-            both_are_in_hooks.wait(PATIENCE)
-            getattr(lm, task)(*([[3]] if task == "cache_kv" else []))
-            return torch.zeros(1, 258).log_softmax(-1)
+    def wait_for(lm):
+        both_are_in_hooks.wait(PATIENCE)
+        getattr(lm, task)(*([[3]] if task == "cache_kv" else []))
 
-        return others
-
-    one.other, two.other = waiting_for(second), waiting_for(first)
+    one.does, two.does = partial(wait_for, second), partial(wait_for, first)
     errors = gathered(first.next_token_logprobs([1]), second.next_token_logprobs([1]))
     if task == "close":
         assert not any(isinstance(error, PluginError) for error in errors)
     else:
         assert "only one may ask the other" in str(errors)
-        one.other = two.other = lambda contexts: torch.zeros(1, 258).log_softmax(-1)
+        one.does = two.does = lambda: None
         assert first.next_token_logprobs_sync([2]).shape == (258,)
     first.close(), second.close()
 
