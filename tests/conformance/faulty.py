@@ -20,7 +20,8 @@ from genlm.core.types import TokenIds
 from .mutants.registry import Mutant, Trouble
 from .tiny import write_model
 
-#: How long what hangs is waited for, seconds.
+#: How long what hangs is waited for, seconds: what does not must not seem to where others use the
+#: machine.
 PATIENCE = 20.0
 
 
@@ -47,9 +48,12 @@ class OfTheMock(Faulty):
     model = "mock"
     adapters = {"a": "first-adapter", "b": "second-adapter"}  # noqa: RUF012
 
-    def __init__(self, engine: Callable[..., MockEngine], effort: float) -> None:
+    def __init__(
+        self, engine: Callable[..., MockEngine], effort: float, max_context: int = 1024
+    ) -> None:
         self.engine = engine
         self.effort = effort
+        self.max_context = max_context
         self.trouble = Trouble()
 
     def load(self, **core: Any) -> AsyncLM:
@@ -57,32 +61,21 @@ class OfTheMock(Faulty):
         return self.loaded(**core)
 
     def loaded(self, **core: Any) -> AsyncLM:
-        return AsyncLM(
-            lambda: self.engine(ByteTokenizer(), max_context=1024, fail_on=self.trouble),
-            backend="mock",
-            **core,
-        )
+        how = {"max_context": self.max_context, "fail_on": self.trouble}
+        return AsyncLM(lambda: self.engine(ByteTokenizer(), **how), backend="mock", **core)
 
     def fail_inside(self, lm: AsyncLM) -> Any:
         return self.trouble.during
 
-    def reference_rows(self, contexts: Sequence[TokenIds]) -> Sequence[torch.Tensor] | None:
-        if not getattr(self.engine, "reference", True):
-            return None
+    def reference_rows(self, contexts: Sequence[TokenIds]) -> Sequence[torch.Tensor]:
         return [hashed_row(ids, None, len(ByteTokenizer())) for ids in contexts]
 
 
-class OfAMutant(OfTheMock):
+def of_a_mutant(mutant: Mutant, effort: float) -> OfTheMock:
     """The suite on a mutant of the registry."""
-
-    def __init__(self, mutant: Mutant, effort: float) -> None:
-        super().__init__(MockEngine, effort)
-        self.mutant = mutant
-        # What does not hang must not seem to where others use the machine.
-        self.patience = 2.0 if mutant.hangs else PATIENCE
-
-    def loaded(self, **core: Any) -> AsyncLM:
-        return self.mutant.load(fail_on=self.trouble, **core)
+    suite = OfTheMock(mutant.engine, effort, mutant.max_context)
+    suite.patience = 2.0 if mutant.hangs else PATIENCE
+    return suite
 
 
 class OfARealModel(Faulty):

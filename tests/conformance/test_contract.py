@@ -51,6 +51,17 @@ WRONG = {
 }
 
 
+class Wrapper:
+    """Makes other rows of those of the engine."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.change = change
+
+    @hookimpl
+    def genlm_process_logprobs(self, rows):
+        return self.change(rows)
+
+
 @pytest.mark.parametrize("base", [MockEngine, ContinuousMockEngine])
 @pytest.mark.parametrize("what", WRONG)
 def test_a_wrong_row_is_named_and_fails_alone(load, what, base):
@@ -114,14 +125,15 @@ def test_a_wrong_draw(load, drawn, what, check):
         ([-1.0], "list, not a tensor"),
     ],
 )
-def test_a_wrong_score(load, score, what):
+@pytest.mark.parametrize("check", [True, None])  # the first ones are looked at without being asked
+def test_a_wrong_score(load, score, what, check):
     class Engine(MockEngine):
         @hookimpl
         def genlm_sequence_logprobs(self, queries, continuations):
             return [score]
 
     with pytest.raises(PluginError, match=f"genlm_sequence_logprobs returned {what}"):
-        asyncio.run(load(Engine, check=True).sequence_logprobs([1], [2]))
+        load(Engine, check=check).sequence_logprobs_sync([1], [2])
 
 
 def test_a_wrong_draw_or_score_of_a_step(load):
@@ -204,52 +216,23 @@ def test_after_some_right_rows_no_more_are_looked_at(load, base):
 
 @pytest.mark.parametrize("change", [lambda row: row / 0.5, torch.exp, lambda row: row * torch.nan])
 def test_the_first_rows_of_a_wrapper_are_looked_at(load, change):
-    class Wrapper:
-        @hookimpl
-        def genlm_process_logprobs(self, rows):
-            return change(rows)
-
-    lm = load(MockEngine, wrappers=[Wrapper()])
+    lm = load(MockEngine, wrappers=[Wrapper(change)])
     for i in range(2 * FIRST):
         with pytest.raises(PluginError, match="a wrapper's genlm_process_logprobs returned"):
             lm.next_token_logprobs_sync([i])
 
 
-@pytest.mark.parametrize("check", [None, True])
-def test_a_wrapper_may_be_as_coarse_as_half_precision(load, check):
-    class Wrapper:
-        @hookimpl
-        def genlm_process_logprobs(self, rows):
-            return rows + 2e-3
-
-    lm = load(MockEngine, wrappers=[Wrapper()], check=check)
-    if check:
-        with pytest.raises(PluginError, match=r"to 0 within 0\.0001"):
-            lm.next_token_logprobs_sync([1])
-    else:
-        lm.next_token_logprobs_sync([1])
+def test_a_wrapper_may_be_as_coarse_as_half_precision(load):
+    coarse = Wrapper(lambda rows: rows + 2e-3)
+    load(MockEngine, wrappers=[coarse]).next_token_logprobs_sync([1])
+    with pytest.raises(PluginError, match=r"to 0 within 0\.0001"):
+        load(MockEngine, wrappers=[coarse], check=True).next_token_logprobs_sync([1])
 
 
 def test_a_wrapper_may_leave_a_row_without_mass(load):
     """As one that knows no way on."""
-
-    class Wrapper:
-        @hookimpl
-        def genlm_process_logprobs(self, rows):
-            return torch.full_like(rows, -torch.inf)
-
-    lm = load(MockEngine, wrappers=[Wrapper()])
+    lm = load(MockEngine, wrappers=[Wrapper(lambda rows: torch.full_like(rows, -torch.inf))])
     assert lm.next_token_logprobs_sync([1]).isneginf().all()
-
-
-def test_the_first_scores_are_looked_at(load):
-    class Engine(MockEngine):
-        @hookimpl
-        def genlm_sequence_logprobs(self, queries, continuations):
-            return [torch.tensor([0.5])]
-
-    with pytest.raises(PluginError, match="a score that is nan or above 0"):
-        load(Engine).sequence_logprobs_sync([1], [2])
 
 
 def test_a_class_in_place_of_an_engine():

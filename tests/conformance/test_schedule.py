@@ -13,9 +13,9 @@ from genlm.conformance.report import Report, Verdict, run
 from genlm.core import AsyncLM
 from genlm.core.mock import ByteTokenizer
 
-from .blind.at_work import GeneratorsDoNotMoveUp
-from .blind.working_engine import WorkingEngine
 from .faulty import OfTheMock
+from .mutants.company import GeneratorsDoNotMoveUp
+from .mutants.working_engine import WorkingEngine
 
 
 def on_a_schedule(engine: Any) -> Verdict:

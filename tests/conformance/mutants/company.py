@@ -1,45 +1,36 @@
-"""Faults of continuous engines: somebody waits for somebody else's long work."""
+"""Faults where requests meet: somebody waits for somebody else's long work, or gets what is his."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
 import torch
 from attrs import evolve
 
-from genlm.core import Answer, Query, hookimpl
+from genlm.core import Query, hookimpl
 from genlm.core.mock import ContinuousMockEngine
-from genlm.core.types import Request, SampleRequest, ScoreRequest
+from genlm.core.sampling import TokenDrawer
+from genlm.core.types import SampleRequest, query_of
 
-from ..blind import at_work, fourth, of_the_mock
-from ..blind.common import Keeping
-from .registry import breaks
-
-breaks("wake_in_the_middle_of_a_step", hangs=True)(fourth.WakeTakesTheLock)
-breaks("nobody_is_passed_over")(of_the_mock.NewcomersAlwaysFirst)
+from .registry import Keeping, breaks
+from .rows import BLOCK
+from .working_engine import WorkingEngine
 
 
 class Continuous(ContinuousMockEngine):
     """Hands its steps to :meth:`step`."""
 
     @hookimpl
-    def genlm_step(
-        self,
-        queries: Sequence[Query],
-        samples: Sequence[SampleRequest],
-        scores: Sequence[ScoreRequest],
-        dropped: Sequence[Request],
-    ) -> list[Answer]:
+    def genlm_step(self, queries, samples, scores, dropped):
         return self.step([*queries, *samples, *scores], dropped)
 
-    def step(self, newcomers: list[Request], dropped: Sequence[Request]) -> list[Answer]:
-        raise NotImplementedError
+    def step(self, newcomers, dropped):
+        return self.advance(newcomers, dropped)
 
 
-@breaks("nobody_is_passed_over")
-class RowsBeforeDraws(Continuous):
-    """A row takes one step; while rows keep coming, a draw under way waits."""
+@breaks("nobody_is_passed_over", "https://github.com/sgl-project/sglang/issues/32549")
+class NewcomersFirst(Continuous):
+    """Newcomers are served before those in flight, who wait as long as newcomers come."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **{**options, "steps": 1})
@@ -53,6 +44,13 @@ class RowsBeforeDraws(Continuous):
         answers = self.advance(newcomers)
         self._in_flight = {**waiting, **self._in_flight}
         return answers
+
+
+@breaks("nobody_is_passed_over")
+class NewcomersFirstInThisProcess(NewcomersFirst):
+    """No step is cut short."""
+
+    genlm_wake = None
 
 
 @breaks("short_draw_returns_before_a_long_one")
@@ -115,7 +113,7 @@ class DroppedDrawKeepsItsAdapter(Keeping, Continuous, in_use=list):
 class StepsShareOneBuffer(Continuous):
     """The rows of every step are views of one buffer, which the next step writes."""
 
-    buffer: torch.Tensor | None = None
+    buffer = None
 
     def step(self, newcomers, dropped):
         answers = self.advance(newcomers, dropped)
@@ -128,12 +126,30 @@ class StepsShareOneBuffer(Continuous):
         ] + answers[64:]
 
 
+@breaks("contract_is_kept_throughout")
+class WakeRaises(Continuous):
+    """Wakes by a queue that another version had."""
+
+    @hookimpl
+    def genlm_wake(self):
+        self._wakes.put(None)
+
+
+@breaks("wake_in_the_middle_of_a_step", hangs=True)
+class WakeTakesTheLock(Keeping, Continuous, lock=threading.Lock):
+    @hookimpl
+    def genlm_wake(self):
+        with self.lock:
+            super().genlm_wake()
+
+    def step(self, newcomers, dropped):
+        with self.lock:
+            return self.advance(newcomers, dropped)
+
+
 @breaks("close_fails_what_is_pending", hangs=True)
 class CloseWaitsForWhatIsInFlight(Continuous):
     """Closing waits for what is in flight, and nobody steps any more."""
-
-    def step(self, newcomers, dropped):
-        return self.advance(newcomers, dropped)
 
     @hookimpl
     def genlm_close(self):
@@ -141,33 +157,197 @@ class CloseWaitsForWhatIsInFlight(Continuous):
             threading.Event().wait(100.0)  # longer than the suite has patience
 
 
-@breaks("contract_is_kept_throughout")
-class WakeRaises(Continuous):
-    """Wakes by a queue that another version had."""
+# --- of an engine with places and blocks ----------------------------------------------------------
 
-    def step(self, newcomers, dropped):
-        return self.advance(newcomers, dropped)
+
+@breaks("cancelled_requests_leave_nothing", "https://github.com/tenstorrent/tt-metal/issues/46350")
+class GeneratorsDoNotMoveUp(WorkingEngine):
+    """A draw that takes another one's place goes on with that one's random numbers."""
+
+    def move(self, source, target):
+        drawer = self.batch[target].drawer
+        super().move(source, target)
+        if drawer is not None and self.batch[target].drawer is not None:
+            self.batch[target].drawer = drawer
+
+
+@breaks("scores_together", "https://github.com/vllm-project/vllm/pull/51890", max_context=1024)
+class AdapterStaysWithThePlace(WorkingEngine):
+    """A draw that takes the place of another is drawn to its end with that one's adapter."""
+
+    def move(self, source, target):
+        adapter = self.batch[target].adapter
+        super().move(source, target)
+        self.batch[target].adapter = adapter
+
+
+@breaks(
+    "cancelled_requests_leave_nothing",
+    "https://github.com/raullenchai/Rapid-MLX/issues/1759",
+    hangs=True,
+)
+class PlaceLeaksWithADroppedDraw(WorkingEngine):
+    """A draw that has begun and is dropped keeps its place for ever."""
+
+    def drop(self, request):
+        if any(job.request == request and job.drawn for job in self.batch):
+            self.places -= 1
+        super().drop(request)
+
+
+@breaks("cancelled_requests_leave_nothing", "https://github.com/vllm-project/vllm/pull/29987")
+class LeavesTwice(WorkingEngine):
+    """A draw that is dropped in the step in which it ends leaves twice, the second time with the
+    one that has taken its place."""
+
+    def drop(self, request):
+        for at, job in enumerate(self.batch):
+            if job.request == request and job.drawer and len(job.drawn) + 1 == job.most:
+                super().drop(request)
+                if at < len(self.batch):
+                    self.leave(at)
+                return
+        super().drop(request)
+
+
+@breaks("cancelled_requests_leave_nothing", "https://github.com/vllm-project/vllm/issues/23697")
+class AbortMeetsTheSameRequestAgain(WorkingEngine):
+    """A request that is dropped takes an equal one with it that waits."""
+
+    def drop(self, request):
+        super().drop(request)
+        query = query_of(request)
+        self.waiting = [job for job in self.waiting if query_of(job.request) != query]
+
+
+@breaks("cancelled_requests_leave_nothing", "https://github.com/vllm-project/vllm/pull/14875")
+class ScoresOfADroppedPrompt(WorkingEngine):
+    """The scores of a continuation that is dropped half-way go to the next one."""
+
+    begun: list[float] = []  # noqa: RUF012  (never changed)
+
+    def drop(self, request):
+        for job in self.batch:
+            if job.request == request and job.scores:
+                self.begun = job.scores
+        super().drop(request)
+
+    def place(self, job):
+        super().place(job)
+        if job.scores is not None and self.begun:
+            job.scores, self.begun = self.begun[: len(job.tokens) - job.prompt], []
+
+    def ends(self, job, answers):
+        if job.scores is not None:
+            job.scores = job.scores[: len(job.tokens) - job.prompt + 1]
+        return super().ends(job, answers)
+
+
+@breaks("cancelled_requests_leave_nothing")
+class SetBackDrawsTheSameNumbers(WorkingEngine):
+    """Where memory runs out a draw is set back, and goes on with its first random numbers."""
+
+    room = 700
+
+    def set_back(self, job):
+        if job.drawer is not None:
+            job.drawer = TokenDrawer(job.request.params)
+        super().set_back(job)
+
+
+@breaks("nobody_waits_behind_a_crowd", "https://github.com/sgl-project/sglang/issues/32549")
+class EightShortestRun(WorkingEngine):
+    """In every step the eight shortest run."""
+
+    def order(self):
+        return sorted(super().order(), key=lambda at: len(self.batch[at].tokens))[:8]
+
+
+@breaks("nobody_waits_behind_a_crowd", "https://github.com/ggml-org/llama.cpp/issues/15008")
+class DeferredBehindNewcomers(WorkingEngine):
+    """Of eight places, one that is free goes to a newcomer before those who wait."""
+
+    places = 8
+
+    def enter(self, newcomers):
+        self.waiting = newcomers + self.waiting
+
+
+class Woken(Keeping, WorkingEngine, bell=threading.Event):
+    """A sound engine whose step ends when something is finished, or when it is woken."""
 
     @hookimpl
     def genlm_wake(self):
-        self._wakes.put(None)
+        self.bell.set()
+
+    def step(self):
+        while True:
+            answers = super().step()
+            if answers or not (self.batch or self.waiting) or self.woken():
+                return answers
+
+    def woken(self):
+        if self.bell.is_set():
+            self.bell.clear()
+            return True
+        return False
 
 
-breaks("cancelled_requests_leave_nothing", max_context=1024, hangs=True)(
-    at_work.PlaceLeaksWithADroppedDraw
+@breaks("row_during_a_draw", "https://github.com/vllm-project/vllm/issues/17972")
+class SecondWakeIsLost(Woken):
+    """Woken once, an engine is not woken again before something is finished."""
+
+    awake = False
+
+    def step(self):
+        answers = super().step()
+        if answers:
+            self.awake = False
+        return answers
+
+    def woken(self):
+        if self.awake:
+            self.bell.clear()
+        woken = super().woken()
+        self.awake |= woken
+        return woken
+
+
+@breaks("rows_at_every_length", "https://github.com/karpathy/nanochat/issues/187", max_context=1024)
+class TablesGrowByTheirFirstColumns(WorkingEngine):
+    """When a ninth, a 17th or a 33rd request runs, the tables grow, and 256 columns are copied."""
+
+    def place(self, job):
+        if len(self.batch) in (8, 16, 32):
+            for other in self.batch:
+                other.state[256:] = [0] * len(other.state[256:])
+        super().place(job)
+
+
+@breaks(
+    "pinned_contexts_are_moved_with_the_others",
+    "https://github.com/ggml-org/llama.cpp/issues/12253",
 )
+class PinnedAreNotMoved(WorkingEngine):
+    """When kept contexts make room, the others move up by a block; the pinned ones are
+    forgotten."""
 
-#: What shows where requests meet.
-for engine, clause in {
-    at_work.GeneratorsDoNotMoveUp: "requests_on_a_schedule",
-    at_work.ScoresOfADroppedPrompt: "cancelled_requests_leave_nothing",
-    at_work.EightShortestRun: "nobody_waits_behind_a_crowd",
-    at_work.DeferredBehindNewcomers: "nobody_waits_behind_a_crowd",
-    at_work.SecondWakeIsLost: "row_during_a_draw",
-    at_work.PinnedAreNotMoved: "pinned_contexts_are_moved_with_the_others",
-    at_work.PinsOfRemovedAdaptersStay: "adapters_are_bound_and_pinned_again_and_again",
-    at_work.ScoresFromAHundredOn: "long_continuations",
-    at_work.DrawsInARingOf128: "long_continuations",
-    at_work.PositionsEndAt512: "cold_rows_are_the_reference",
-}.items():
-    breaks(clause, max_context=1024)(engine)
+    def keep(self, job):
+        full = len(self.kept) == self.prefixes
+        super().keep(job)
+        if full:
+            for state in self.pinned_keys.values():
+                state[:] = state[BLOCK:] + state[:BLOCK]
+
+
+@breaks(
+    "adapters_are_bound_and_pinned_again_and_again",
+    "https://github.com/vllm-project/vllm/issues/54839",
+)
+class PinsOfRemovedAdaptersStay(WorkingEngine):
+    """Removing an adapter leaves its pinned contexts in their places."""
+
+    def forget(self, adapter):
+        pinned = dict(self.pinned_keys)
+        super().forget(adapter)
+        self.pinned_keys = pinned

@@ -1,54 +1,146 @@
-"""Faults of a tiny real model: of clauses that no mock can break."""
+"""Faults of a tiny real model behind ``genlm-hf``: of clauses that no mock can break, of rows that
+differ by rounding, and of state that the planner of genlm-kit moves."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from attrs import evolve
 
-from genlm.core import hookimpl
+from genlm.core import Query, hookimpl
 from genlm.hf.engine import HFEngine
+from genlm.kit.kv.commands import Copy, Fork, Shift
+from genlm.kit.segments import Trunk
+from tests.engines import rows_of
 
-from ..blind.common import Keeping
-from ..blind.of_a_real_model import Batched
+from .registry import Keeping, Registry
+
+MUTANTS = Registry()
+breaks = MUTANTS.breaks
 
 
-class WeightsKeptByPath(Keeping, Batched, by_path=dict):
-    """The weights of an adapter are kept by the path of its folder, whatever that holds now.
+class Hooked(HFEngine):
+    """Calls :meth:`hook` once the model stands."""
 
-    Breaks ``same_path_with_other_weights``.
-    """
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.hook(self.model)
+
+    def hook(self, model: Any) -> None:
+        raise NotImplementedError
+
+
+class Batched(HFEngine):
+    """Is asked for one batch after the other."""
+
+    genlm_step = None
+
+    @hookimpl
+    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
+        return rows_of(super(), queries)
+
+
+class Positions(Hooked):
+    """Computes with the positions that :meth:`changed` makes of those that it is given."""
+
+    def hook(self, model: Any) -> None:
+        def change(module: Any, arguments: Any, keywords: Any) -> Any:
+            positions = keywords.get("position_ids", arguments[-1])
+            return (arguments[0],), {"position_ids": self.changed(positions)}
+
+        rotary = next(part for name, part in model.named_modules() if name.endswith("rotary_emb"))
+        rotary.register_forward_pre_hook(change, with_kwargs=True)
+
+    def changed(self, positions: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+@breaks("extended_context", "https://github.com/tenstorrent/vllm/issues/415")
+class ResumedOneOff(Positions):
+    """Tokens that resume from cached state get positions one too high."""
+
+    def changed(self, positions):
+        return positions + 1 if int(positions.min()) > 16 else positions
+
+
+@breaks("batch_answers_in_order", "https://github.com/unslothai/unsloth/pull/3795")
+class PositionsOfTheFirstRow(Positions):
+    """All sequences of a batch share the positions of one."""
+
+    def changed(self, positions):
+        if positions.shape[0] > 1:
+            return positions[:1].expand_as(positions)
+        if positions.shape[-1] > 1 and (positions.diff() != 1).any():
+            return positions[..., :1] + torch.arange(positions.shape[-1])
+        return positions
+
+
+@breaks("batch_answers_in_order", "https://github.com/abetlen/llama-cpp-python/issues/1018")
+class ScaleOfTheWholeBatch(Hooked):
+    """Activations are quantised with one scale for all rows: a row depends on its companions."""
+
+    def hook(self, model):
+        def quantise(module, arguments):
+            scale = arguments[0].abs().amax() / 127
+            return ((arguments[0] / scale).round() * scale,)
+
+        down = next(part for name, part in model.named_modules() if name.endswith("down_proj"))
+        down.register_forward_pre_hook(quantise)
+
+
+@breaks("cold_row_is_repeatable", "https://github.com/huggingface/peft/issues/2438")
+class TrainingModeAfterLoading(Hooked):
+    """Loading an adapter leaves the model in training mode, with dropout."""
+
+    training_mode = False
+
+    def hook(self, model):
+        def drop(module, arguments):
+            return (torch.dropout(arguments[0], 0.02, self.training_mode),)
+
+        model.get_output_embeddings().register_forward_pre_hook(drop)
 
     @hookimpl
     def genlm_add_lora(self, adapter, contents):
-        if adapter.path not in self.by_path:
-            super().genlm_add_lora(adapter, contents)
-            self.by_path[adapter.path] = adapter
-        return True
+        self.training_mode = False  # or the engine would see the model change while it loads
+        added = super().genlm_add_lora(adapter, contents)
+        self.training_mode = True
+        return added
+
+
+@breaks("removed_adapter", "https://github.com/huggingface/peft/issues/1388")
+class MergedAndNotQuiteUnmerged(HFEngine):
+    """Merging and unmerging an adapter leaves a difference in the base weights."""
 
     @hookimpl
     def genlm_remove_lora(self, adapter):
-        return True
+        removed = super().genlm_remove_lora(adapter)
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(0)
+            weight = next(
+                p for n, p in self.model.named_parameters() if "q_proj" in n and "lora" not in n
+            )
+            weight.add_(torch.randn(weight.shape, generator=generator) * weight.std() * 0.1)
+        return removed
+
+
+@breaks("weights_changed_in_place", "https://github.com/vllm-project/vllm/issues/9744")
+class StateOutlivesTheWeights(HFEngine):
+    """Clearing key/value state is a stub, so state of older weights is used after an update."""
 
     @hookimpl
-    def genlm_next_token_logprobs(self, queries):
-        known = [
-            evolve(query, adapter=query.adapter and self.by_path[query.adapter.path])
-            for query in queries
-        ]
-        unique = list(dict.fromkeys(known))
-        rows = super().genlm_next_token_logprobs(unique)
-        return rows[torch.tensor([unique.index(query) for query in known])]
+    def genlm_clear_kv_cache(self):
+        return None
 
 
+@breaks("same_path_with_other_weights")
 class FolderReadOnce(Keeping, HFEngine, downloads=tempfile.mkdtemp, by_path=dict):
-    """The files of an adapter are downloaded once, and never looked at again.
-
-    Breaks ``same_path_with_other_weights``.
-    """
+    """The files of an adapter are downloaded once, and never looked at again."""
 
     @hookimpl
     def genlm_read_lora(self, adapter):
@@ -64,11 +156,9 @@ class FolderReadOnce(Keeping, HFEngine, downloads=tempfile.mkdtemp, by_path=dict
         shutil.rmtree(self.downloads)
 
 
+@breaks("adapter_of_another_model", "https://github.com/huggingface/peft/pull/2090")
 class WrongAdapterPassedOver(Keeping, Batched, passed_over=set):
-    """An adapter that does not fit is passed over, and its rows are the base model's.
-
-    Breaks ``adapter_of_another_model``.
-    """
+    """An adapter that does not fit is passed over, and its rows are the base model's."""
 
     @hookimpl
     def genlm_add_lora(self, adapter, contents):
@@ -96,9 +186,54 @@ class WrongAdapterPassedOver(Keeping, Batched, passed_over=set):
         )
 
 
-#: With the clause that each breaks.
-MUTANTS = {
-    WeightsKeptByPath: "same_path_with_other_weights",
-    FolderReadOnce: "same_path_with_other_weights",
-    WrongAdapterPassedOver: "adapter_of_another_model",
-}
+# --- of the planner's commands --------------------------------------------------------------------
+
+
+class Commands(HFEngine):
+    """Carries out what ``change`` makes of the planner's commands."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        table = self._strategy.planner._table
+        right = table.do
+        table.do = lambda command: right(self.change(command))
+
+
+def fork_of_three(engine, command):
+    """One row is forked into several in turn, and where there are more the last is left out."""
+    if isinstance(command, Fork) and len(command.targets) > 3:
+        command = evolve(command, sources=command.sources[:-1], targets=command.targets[:-1])
+    return command
+
+
+def fork_of_128_columns(engine, command):
+    """https://github.com/ml-explore/mlx-lm/pull/1000"""
+    return (
+        evolve(command, columns=min(command.columns, 128)) if isinstance(command, Fork) else command
+    )
+
+
+def trunk_without_its_last_column(engine, command):
+    """https://github.com/strands-rl/strands-sglang/issues/34"""
+    trunk = isinstance(command, Copy) and isinstance(command.target, Trunk)
+    return evolve(command, size=command.size - 1) if trunk and command.size >= 200 else command
+
+
+def shift_too_far(engine, command):
+    """https://github.com/waybarrios/vllm-mlx/pull/353"""
+    if isinstance(command, Shift) and command.columns > 1:
+        command = evolve(command, by=command.by + 1, columns=command.columns - 1)
+    return command
+
+
+MUTANTS.changes(
+    Commands,
+    ("ForksInTurn", "large_batch", fork_of_three),
+    ("ForksCopy128Columns", "contexts_that_differ_in_one_token", fork_of_128_columns),
+    (
+        "TrunkWithoutItsLastColumn",
+        "contexts_that_differ_in_one_token",
+        trunk_without_its_last_column,
+    ),
+    ("ShiftsTooFar", "rows_at_every_length", shift_too_far),
+)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
 
 from attrs import frozen
 
-from genlm.core import AsyncLM
-from genlm.core.mock import ByteTokenizer, MockEngine
+from genlm.core import hookimpl
+from genlm.core.mock import MockEngine
 
 
 @frozen
@@ -18,37 +17,41 @@ class Mutant:
     """A fault.
 
     Attributes:
+        engine: A mock that has it.
         breaks: The clause that is about this fault.
-        load: Loads the faulty model, given the mock's ``fail_on`` and options of the core.
+        max_context: The longest context of the engine.
         hangs: Whether something is never answered.
     """
 
+    engine: type[MockEngine]
     breaks: str
-    load: Callable[..., AsyncLM]
-    hangs: bool = False
+    max_context: int
+    hangs: bool
 
 
 class Registry(dict[str, Mutant]):
     """Mutants by name."""
 
     def breaks(
-        self,
-        clause: str,
-        thread: str = "",
-        *,
-        max_context: int = 64,
-        engine: type[MockEngine] = MockEngine,
-        hangs: bool = False,
+        self, clause: str, thread: str = "", *, max_context: int = 0, hangs: bool = False
     ) -> Callable[[type], type]:
-        """Register a faulty engine, or a faulty ``AsyncLM`` over a sound one. The thread reports
-        its bug, or one of its kind."""
+        """Add a faulty engine. The thread reports its bug, or one of its kind."""
 
-        def register(faulty: type) -> type:
-            load = functools.partial(_load, faulty, engine, max_context)
-            self[faulty.__name__] = Mutant(clause, load, hangs)
+        def add(faulty: type) -> type:
+            longest = max_context or getattr(faulty, "usual_context", 64)
+            self[faulty.__name__] = Mutant(faulty, clause, longest, hangs)
             return faulty
 
-        return register
+        return add
+
+    def changes(
+        self, base: type, *faults: tuple[str, str, Callable[..., Any]], max_context: int = 0
+    ) -> None:
+        """Add engines that differ in what their method ``change`` does: each by its name, its
+        clause and the method."""
+        for name, clause, change in faults:
+            faulty = type(name, (base,), {"change": change})
+            self.breaks(clause, max_context=max_context)(faulty)
 
 
 #: Those of the conformance suite.
@@ -56,22 +59,35 @@ MUTANTS = Registry()
 breaks = MUTANTS.breaks
 
 
-def _load(
-    faulty: type,
-    sound: type[MockEngine],
-    max_context: int,
-    fail_on: Callable[..., bool] | None = None,
-    **core: Any,
-) -> AsyncLM:
-    options: dict[str, Any] = {} if fail_on is None else {"fail_on": fail_on}
-    if issubclass(faulty, AsyncLM):
-        engine = functools.partial(sound, ByteTokenizer(), max_context=max_context, **options)
-        return faulty(engine, backend="mock", **core)
-    return AsyncLM(
-        lambda: faulty(ByteTokenizer(), max_context=max_context, **options),
-        backend="mock",
-        **core,
-    )
+class Keeping:
+    """An engine that keeps something.
+
+    Args:
+        keeps: What it keeps, by the attribute's name, and what makes it empty.
+    """
+
+    _keeps: ClassVar[Mapping[str, Callable[[], Any]]] = {}
+
+    def __init_subclass__(cls, **keeps: Callable[[], Any]) -> None:
+        super().__init_subclass__()
+        cls._keeps = {**cls._keeps, **keeps}
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._forget()
+
+    def _forget(self) -> None:
+        for name, empty in self._keeps.items():
+            setattr(self, name, empty())
+
+
+class Forgetting(Keeping):
+    """An engine that keeps something until its key/value state is dropped."""
+
+    @hookimpl
+    def genlm_clear_kv_cache(self) -> None:
+        super().genlm_clear_kv_cache()  # type: ignore[misc]
+        self._forget()
 
 
 class Trouble:

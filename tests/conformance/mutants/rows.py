@@ -1,65 +1,230 @@
-"""Faults in rows and whose memory they are."""
+"""Faults in single rows, and in those of a batch."""
 
 from __future__ import annotations
 
+import math
+
+import torch
 from attrs import evolve
 
 from genlm.core import hookimpl
-from genlm.core.mock import MockEngine
+from genlm.core.mock import ByteTokenizer, MockEngine
 
-from ..blind.common import Forgetting
-from .registry import breaks
+from .registry import MUTANTS
 
-
-@breaks("row_is_normalised")
-class UnnormalisedRows(MockEngine):
-    def row(self, query):
-        return super().row(query) + 0.01
+BEGIN, END = ByteTokenizer.bos_token_id, ByteTokenizer.eos_token_id
+BLOCK = 16
 
 
-@breaks("cold_row_is_repeatable")
-class ColdRowsThatReadState(Forgetting, MockEngine, known=set):
-    """A cold query reads the state that warm ones left, and that with a fault: the oracle itself is
-    wrong."""
+class OfAnother(MockEngine):
+    """Its rows are those of the query that ``change`` makes of each."""
 
     def row(self, query):
-        if query.cold and query.token_ids in self.known:
-            return super().row(evolve(query, token_ids=query.token_ids * 2))
-        if not query.cold:
-            self.known.add(query.token_ids)
-        return super().row(query)
+        return super().row(self.change(query))
 
 
-@breaks("engine_keeps_its_contract")
-class PrefixRefusedQuietly(MockEngine):
-    """A hook returns what its contract does not know."""
+class Changed(MockEngine):
+    """Its rows are what ``change`` makes of the right ones."""
+
+    def row(self, query):
+        return self.change(query, super().row(query))
+
+
+class BatchOfOthers(MockEngine):
+    """It answers a batch with the rows of the one that ``change`` makes of it."""
 
     @hookimpl
-    def genlm_cache_prefix(self, query):
-        return not super().genlm_cache_prefix(query)
+    def genlm_next_token_logprobs(self, queries):
+        return super().genlm_next_token_logprobs(self.change(queries))
 
 
-@breaks("engine_keeps_its_contract")
-class PrefixPinnedWithoutAWord(MockEngine):
-    """The hook returns nothing, as if the engine did not have it."""
+class BatchChanged(MockEngine):
+    """It answers a batch with what ``change`` makes of the right rows."""
 
     @hookimpl
-    def genlm_cache_prefix(self, query):
-        super().genlm_cache_prefix(query)
+    def genlm_next_token_logprobs(self, queries):
+        return self.change(queries, super().genlm_next_token_logprobs(queries))
 
 
-@breaks("longest_context")
-class LastPositionMissing(MockEngine):
-    """The longest context is cut by one token."""
-
-    def row(self, query):
-        full = len(query.token_ids) == self.max_context and not query.cold
-        return super().row(evolve(query, token_ids=query.token_ids[1:]) if full else query)
+def of(query, *token_ids):
+    """The query with other tokens."""
+    return evolve(query, token_ids=token_ids)
 
 
-@breaks("row_is_normalised")
-class NormalisedRoughly(MockEngine):
-    """The sum of a row is computed in a shorter type."""
+def without_padding(engine, query):
+    ids = query.token_ids
+    while len(ids) > 1 and ids[-1] == END:
+        ids = ids[:-1]
+    return of(query, *ids)
 
-    def row(self, query):
-        return super().row(query) + 1.5e-4
+
+def with_a_flat_tail(engine, query, row):
+    few = row < -11.5
+    if few.any() and not query.cold:
+        row[few] = row[few].logsumexp(0) - math.log(int(few.sum()))
+    return row
+
+
+MUTANTS.changes(
+    Changed,
+    ("UnnormalisedRows", "row_is_normalised", lambda e, q, row: row + 0.01),
+    # The sum of a row is computed in a shorter type.
+    ("NormalisedRoughly", "row_is_normalised", lambda e, q, row: row + 1.5e-4),
+    # Tokens less likely than 1e-5 have an even share of what they have together.
+    ("TailIsFlat", "warm_row_equals_cold_row", with_a_flat_tail),
+)
+MUTANTS.changes(
+    Changed,
+    # Long contexts go another way, whose output is in half precision.
+    (
+        "LongRowsInHalf",
+        "rows_at_every_length",
+        lambda e, q, row: row if q.length < 200 else row.half().float().log_softmax(-1),
+    ),
+    max_context=1024,
+)
+MUTANTS.changes(
+    Changed,
+    # Warm rows of more than 1,500 tokens are computed more coarsely.
+    (
+        "CoarseBeyondFifteenHundred",
+        "longest_context",
+        lambda e, q, row: row.half().float() if q.length > 1500 and not q.cold else row,
+    ),
+    max_context=3000,
+)
+MUTANTS.changes(
+    OfAnother,
+    # A text begins with its first token, so a context without it gets one.
+    (
+        "AddsTheBeginning",
+        "row_depends_on_every_token",
+        lambda e, q: q if q.token_ids[0] == BEGIN else of(q, BEGIN, *q.token_ids),
+    ),
+    # The end token is the padding token, and padding is found by value.
+    ("TrimsPadding", "row_depends_on_every_token", without_padding),
+    # A long context loses a part of its state: https://github.com/jundot/omlx/issues/3777
+    (
+        "FirstTokenForgotten",
+        "row_depends_on_every_token",
+        lambda e, q: of(q, 0, *q.token_ids[1:]) if q.length > 48 else q,
+    ),
+    # Tokens at the end of the vocabulary have one embedding:
+    # https://github.com/huggingface/trl/issues/3425
+    (
+        "AddedTokensUnknown",
+        "row_depends_on_every_token",
+        lambda e, q: of(q, *(min(i, e.vocab_size - 8) for i in q.token_ids)),
+    ),
+    # One token less than ``max_context`` fits: the first one goes, in cold rows too.
+    (
+        "LimitOneTooLong",
+        "longest_context",
+        lambda e, q: of(q, *q.token_ids[1:]) if q.length == e.max_context else q,
+    ),
+    ("AdaptersIgnored", "adapter_changes_the_rows", lambda e, q: evolve(q, adapter=None)),
+)
+MUTANTS.changes(
+    OfAnother,
+    # Positions are clamped to 511, in cold rows too: beyond it the order of tokens is lost.
+    # https://github.com/kvcache-ai/ktransformers/issues/73
+    (
+        "PositionsEndAt512",
+        "cold_rows_are_the_reference",
+        lambda e, q: of(q, *q.token_ids[:511], *sorted(q.token_ids[511:])),
+    ),
+    max_context=1024,
+)
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+def shared_by(key):
+    """Queries of a batch that have the same key share a row."""
+
+    def change(engine, queries):
+        known = {}
+        return [known.setdefault(key(engine, query), query) for query in queries]
+
+    return change
+
+
+def behind_pinned_prefixes(engine, query):
+    for pinned in engine.pinned:
+        length = len(pinned.token_ids)
+        of_it = pinned.adapter == query.adapter and pinned.token_ids == query.token_ids[:length]
+        if BLOCK < length < len(query.token_ids) and of_it:
+            return query.token_ids[length:]
+    return query
+
+
+def without_last_token_of_the_vocabulary(engine, queries):
+    if len(queries) == 1:
+        return queries
+    last = engine.vocab_size - 1
+    return [of(query, *(i if i != last else 0 for i in query.token_ids)) for query in queries]
+
+
+MUTANTS.changes(
+    BatchOfOthers,
+    # A large batch is sorted by length for padding, and its rows are not put back.
+    (
+        "SortedAndNotPutBack",
+        "batch_answers_in_order",
+        lambda e, qs: sorted(qs, key=lambda q: -q.length) if len(qs) > 4 else qs,
+    ),
+    (
+        "DeduplicationBySuffix",
+        "same_tail_under_different_prefixes",
+        shared_by(lambda e, q: q.token_ids[-1]),
+    ),
+    # Of contexts behind pinned prefixes only what follows the prefix is compared.
+    (
+        "DeduplicationBehindPinnedPrefixes",
+        "same_tail_under_different_prefixes",
+        shared_by(behind_pinned_prefixes),
+    ),
+    ("OncePerTokens", "adapters_changed_in_flight", shared_by(lambda e, q: q.token_ids)),
+    # The adapter of the first query is applied to the whole batch.
+    (
+        "AdapterBleedsIntoTheBatch",
+        "adapters_in_one_batch",
+        lambda e, qs: [evolve(q, adapter=qs[0].adapter) for q in qs],
+    ),
+    # The last token of the vocabulary has no place in the table of a batch.
+    (
+        "LastTokenOutOfTheTable",
+        "tokens_from_all_over_the_vocabulary",
+        without_last_token_of_the_vocabulary,
+    ),
+)
+
+
+def third_sibling_as_the_first(engine, queries, rows):
+    """Of contexts in a batch of more than six that fork from one long parent."""
+    children = {}
+    for i, query in enumerate(queries):
+        siblings = children.setdefault(query.token_ids[:-1], [])
+        siblings.append(i)
+        if query.length > 22 and len(siblings) == 3 and len(queries) > 6:
+            rows[i] = rows[siblings[0]]
+    return rows
+
+
+MUTANTS.changes(
+    BatchChanged,
+    (
+        "BatchesInHalf",
+        "batch_answers_in_order",
+        lambda e, qs, rows: rows.bfloat16().float().log_softmax(-1) if len(qs) > 2 else rows,
+    ),
+    # What is beyond the first 128 rows comes back in the opposite order:
+    # https://github.com/ggml-org/llama.cpp/pull/14853
+    (
+        "SecondMicroBatchReversed",
+        "large_batch",
+        lambda e, qs, rows: torch.cat([rows[:128], rows[128:].flip(0)]),
+    ),
+    ("ThirdSiblingGetsTheFirst", "growing_particles", third_sibling_as_the_first),
+)

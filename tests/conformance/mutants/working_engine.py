@@ -1,15 +1,14 @@
-"""A sound continuous engine, made as real ones are: places in a batch, prompts in chunks, key/value
-state in blocks, one token of each draw in a step.
+"""A sound continuous engine, made as real ones are: places in a batch, prompts in chunks, state for
+each position, one token of each draw in a step.
 
-What a row is comes from the hash of the mock, but of what the blocks hold, not of what was asked.
-So
-whatever is lost, mixed up or left behind on the way shows in the row.
+What a row is comes from the hash of the mock, but of what the state holds, not of what was asked.
+So whatever is lost, mixed up or left behind on the way shows in the row.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,10 +17,8 @@ from attrs import define, evolve
 from genlm.core import Adapter, Answer, Query, hookimpl
 from genlm.core.mock import MockEngine
 from genlm.core.sampling import TokenDrawer
-from genlm.core.types import Request, SampleRequest, SamplingParams, ScoreRequest, query_of
+from genlm.core.types import Request, SampleRequest, ScoreRequest, query_of
 from genlm.kit.prefixes import key_of, shared_length
-
-BLOCK = 16
 
 
 @define(eq=False)
@@ -32,13 +29,11 @@ class Job:
     tokens: list[int]  # of the prompt, then of what is scored or was drawn
     prompt: int  # how many of them are the prompt
     adapter: Adapter | None
-    params: SamplingParams | None = None
     drawer: TokenDrawer | None = None
     stops: frozenset[int] = frozenset()
     most: int = 0
     scores: list[float] | None = None
-    table: list[int] = []  # noqa: RUF008  (always given: the blocks, in order)
-    computed: int = 0
+    state: list[int] = []  # noqa: RUF008  (always given: of the tokens that have been computed)
 
     @property
     def drawn(self) -> list[int]:
@@ -51,15 +46,16 @@ class WorkingEngine(MockEngine):
     Attributes:
         places: How many requests run at once; the others wait in the order asked.
         chunk: How many tokens one step computes.
-        blocks: How many blocks there are. Where they run out, the job that was admitted last is set
-            back.
+        room: How many positions there are. Where they run out, the job that was admitted last is
+            set back.
         prefixes: How many contexts are kept for those that extend them.
         pins: How many may be pinned.
     """
 
+    usual_context = 1024
     places = 64
     chunk = 256
-    blocks = 512
+    room = 8192
     prefixes = 32
     pins = 256
 
@@ -67,12 +63,8 @@ class WorkingEngine(MockEngine):
         super().__init__(*arguments, **options)
         self.waiting: list[Job] = []
         self.batch: list[Job] = []
-        self.store: list[list[int]] = [[0] * BLOCK for _ in range(self.blocks)]
-        self.free = list(range(self.blocks - 1, -1, -1))
         self.kept: OrderedDict[bytes, list[int]] = OrderedDict()
         self.pinned_keys: dict[bytes, list[int]] = {}
-
-    # --- a step -----------------------------------------------------------------------------------
 
     @hookimpl
     def genlm_step(
@@ -84,7 +76,7 @@ class WorkingEngine(MockEngine):
     ) -> list[Answer]:
         if queries and queries[0].cold:
             self._obey(queries)
-            return [Answer(queries[0], self.cold_row(queries[0]))]
+            return [Answer(queries[0], self.row(queries[0]))]
         for request in dropped:
             self.drop(request)
         self.enter([self.job_of(request) for request in [*queries, *samples, *scores]])
@@ -98,15 +90,14 @@ class WorkingEngine(MockEngine):
         try:
             self._obey([query_of(job.request) for job in self.batch])
         except Exception:
-            self.lose_all()
+            self.batch, self.waiting = [], []
             raise
         return self.compute()
 
     def job_of(self, request: Request) -> Job:
         query = query_of(request)
-        job = Job(request, list(query.token_ids), len(query.token_ids), query.adapter, table=[])
+        job = Job(request, list(query.token_ids), query.length, query.adapter, state=[])
         if isinstance(request, SampleRequest):
-            job.params = request.params
             job.drawer = TokenDrawer(request.params)
             job.stops, job.most = request.params.stop_token_ids, request.params.max_tokens
         elif isinstance(request, ScoreRequest):
@@ -114,33 +105,19 @@ class WorkingEngine(MockEngine):
             job.scores = []
         return job
 
-    def cold_row(self, query: Query) -> torch.Tensor:
-        return self.row(query)
-
-    def lose_all(self) -> None:
-        for job in self.batch:
-            self.give_back(job)
-        self.batch, self.waiting = [], []
-
     # --- who runs ---------------------------------------------------------------------------------
 
     def admit(self) -> None:
         while self.waiting and len(self.batch) < self.places:
-            job = self.waiting[0]
-            if self.needed(job) > len(self.free):
+            if self.batch and self.used() + len(self.waiting[0].tokens) > self.room:
                 break
-            del self.waiting[0]
-            self.place(job)
+            self.place(self.waiting.pop(0))
 
-    def needed(self, job: Job) -> int:
-        return -(-(len(job.tokens) + 1) // BLOCK) - len(job.table)
+    def used(self) -> int:
+        return sum(len(job.tokens) for job in self.batch)
 
     def place(self, job: Job) -> None:
-        job.table += [self.free.pop() for _ in range(self.needed(job))]
-        self.batch.append(job)
-        self.start_from_what_is_known(job)
-
-    def start_from_what_is_known(self, job: Job) -> None:
+        """A job starts from the longest beginning of it that is known."""
         key = self.key(job.adapter, job.tokens)
         found = {**self.kept, **self.pinned_keys}
         known, state = max(
@@ -149,22 +126,18 @@ class WorkingEngine(MockEngine):
             default=(0, []),
         )
         # At least the last token is computed, and whatever is scored.
-        known = min(known, len(job.tokens) - 1, job.prompt - 1)
-        self.write(job, 0, state[:known])
-        job.computed = known
+        job.state = state[: min(known, len(job.tokens) - 1, job.prompt - 1)]
+        self.batch.append(job)
 
     def drop(self, request: Request) -> None:
-        for job in list(self.waiting):
-            if job.request is request or job.request == request:
-                self.waiting.remove(job)
+        self.waiting = [job for job in self.waiting if job.request != request]
         for at, job in enumerate(self.batch):
-            if job.request is request or job.request == request:
+            if job.request == request:
                 self.leave(at)
                 return
 
     def leave(self, at: int) -> None:
         """A job leaves the batch: the last one takes its place."""
-        self.give_back(self.batch[at])
         last = len(self.batch) - 1
         if at < last:
             self.move(last, at)
@@ -173,15 +146,9 @@ class WorkingEngine(MockEngine):
     def move(self, source: int, target: int) -> None:
         self.batch[target] = evolve(self.batch[source])
 
-    def give_back(self, job: Job) -> None:
-        self.free += job.table
-        job.table = []
-
-    def set_back(self, at: int) -> None:
-        """A job gives its blocks to others, and begins again when there are some."""
-        job = self.batch[at]
-        again = evolve(job, table=[], computed=0, scores=None if job.scores is None else [])
-        self.leave(at)
+    def set_back(self, job: Job) -> None:
+        """A job gives its room to others, and begins again when there is some."""
+        again = evolve(job, state=[], scores=None if job.scores is None else [])
         self.waiting.insert(0, again)
 
     # --- what is computed -------------------------------------------------------------------------
@@ -192,33 +159,33 @@ class WorkingEngine(MockEngine):
         finished: list[int] = []
         for at in self.order():
             job = self.batch[at]
-            size = min(room, len(job.tokens) - job.computed)
+            size = min(room, len(job.tokens) - len(job.state))
             if size <= 0:
                 continue
             room -= size
-            self.advance(job, job.computed + size)
-            if job.computed == len(job.tokens) and self.ends(at, job, answers):
+            self.advance(job, size)
+            if len(job.state) == len(job.tokens) and self.ends(job, answers):
                 finished.append(at)
-        self.finish(finished)
-        self.make_room()
+        for at in sorted(finished, reverse=True):
+            self.keep(self.batch[at])
+            self.leave(at)
+        while len(self.batch) > 1 and self.used() > self.room:
+            self.set_back(self.batch.pop())
         return answers
 
     def order(self) -> list[int]:
         return list(range(len(self.batch)))
 
-    def advance(self, job: Job, stop: int) -> None:
-        begin, job.computed = job.computed, stop
-        self.write(job, begin, job.tokens[begin:stop])
+    def advance(self, job: Job, size: int) -> None:
+        begin = len(job.state)
+        job.state += job.tokens[begin : begin + size]
         if job.scores is not None:
             assert isinstance(job.request, ScoreRequest)
-            for position in range(max(begin, job.prompt - 1), stop):
-                target = job.request.continuation[self.target(position - job.prompt + 1)]
+            for position in range(max(begin, job.prompt - 1), len(job.state)):
+                target = job.request.continuation[position - job.prompt + 1]
                 job.scores.append(float(self.row_at(job, position + 1)[target]))
 
-    def target(self, number: int) -> int:
-        return number
-
-    def ends(self, at: int, job: Job, answers: list[Answer]) -> bool:
+    def ends(self, job: Job, answers: list[Answer]) -> bool:
         """Use the row after a job's tokens; whether it is finished."""
         if job.scores is not None:
             answers.append(Answer(job.request, torch.tensor(job.scores)))
@@ -227,71 +194,27 @@ class WorkingEngine(MockEngine):
         if job.drawer is None:
             answers.append(Answer(job.request, row))
             return True
-        if self.declines(job):
-            answers.append(Answer(job.request, None))
-            return True
-        token = self.draw(job, row)
+        token = job.drawer.draw(row)
         if token not in job.stops:
             job.tokens.append(token)
             if len(job.drawn) < job.most:
                 return False
-        answers.append(Answer(job.request, self.output(job)))
+        answers.append(Answer(job.request, job.drawn))
         return True
 
-    def draw(self, job: Job, row: torch.Tensor) -> int:
-        assert job.drawer is not None
-        return job.drawer.draw(row)
+    def row_at(self, job: Job, length: int) -> torch.Tensor:
+        return self.row(Query(tuple(job.state[:length]), job.adapter))
 
-    def output(self, job: Job) -> list[int]:
-        return job.drawn
-
-    def declines(self, job: Job) -> bool:
-        return False
-
-    def finish(self, finished: list[int]) -> None:
-        for at in sorted(finished, reverse=True):
-            self.keep(self.batch[at])
-            self.leave(at)
+    # --- what is kept -----------------------------------------------------------------------------
 
     def keep(self, job: Job) -> None:
         """What a finished job has computed serves those that extend it."""
-        self.kept[self.key(job.adapter, job.tokens[: job.computed])] = self.read(job, job.computed)
+        self.kept[self.key(job.adapter, job.tokens[: len(job.state)])] = job.state
         while len(self.kept) > self.prefixes:
             self.kept.popitem(last=False)
 
-    def make_room(self) -> None:
-        at = 0
-        while at < len(self.batch):
-            job = self.batch[at]
-            if self.needed(job) <= 0:
-                at += 1
-            elif self.free:
-                job.table.append(self.free.pop())
-                at += 1
-            else:
-                self.set_back(len(self.batch) - 1)
-
-    # --- state ------------------------------------------------------------------------------------
-
     def key(self, adapter: Adapter | None, tokens: Sequence[int]) -> bytes:
         return key_of(0 if adapter is None else adapter.version, tokens)
-
-    def places_of(self, job: Job, begin: int, stop: int) -> Iterator[tuple[int, int]]:
-        for position in range(begin, stop):
-            yield job.table[position // BLOCK], position % BLOCK
-
-    def write(self, job: Job, begin: int, tokens: Sequence[int]) -> None:
-        for token, (block, at) in zip(
-            tokens, self.places_of(job, begin, begin + len(tokens)), strict=True
-        ):
-            self.store[block][at] = token
-
-    def read(self, job: Job, stop: int) -> list[int]:
-        whole = [token for block in job.table[: -(-stop // BLOCK)] for token in self.store[block]]
-        return whole[:stop]
-
-    def row_at(self, job: Job, length: int) -> torch.Tensor:
-        return self.row(Query(tuple(self.read(job, length)), job.adapter))
 
     @hookimpl
     def genlm_cache_prefix(self, query: Query) -> bool:
