@@ -412,7 +412,7 @@ def soak(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def mutants(session: nox.Session) -> None:
-    """How much the conformance suite bites: nox -s mutants -- --effort quick --first blind.
+    """How much the conformance suite bites: nox -s mutants -- --effort quick --first mock.
 
     Prints, for each mutant, the clauses that caught it, and how many were caught at each effort.
     """

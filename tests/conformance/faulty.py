@@ -16,9 +16,9 @@ from genlm.core import AsyncLM
 from genlm.core.mock import ByteTokenizer, MockEngine, hashed_row
 from genlm.core.options import refuse_unknown
 from genlm.core.types import TokenIds
+from tools.tiny import write_adapter, write_tokenizer
 
 from .mutants.registry import Mutant, Trouble
-from .tiny import write_model
 
 #: How long what hangs is waited for, seconds: what does not must not seem to where others use the
 #: machine.
@@ -107,4 +107,28 @@ class OfARealModel(Faulty):
 
 @functools.cache
 def tiny() -> tuple[str, dict[str, str]]:
-    return write_model(Path(tempfile.mkdtemp()))
+    """The folder of a tiny random Llama with a byte tokenizer, and those of two adapters of it."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    folder = Path(tempfile.mkdtemp())
+    model = folder / "model"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=write_tokenizer(model, "<end>"),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=640,
+        initializer_range=0.15,  # rows far from uniform, so that a mix-up shows
+        bos_token_id=256,
+        eos_token_id=256,
+        pad_token_id=256,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    adapters = {
+        name: write_adapter(str(model), folder / name, seed=rank, rank=rank)
+        for name, rank in (("a", 4), ("b", 8))
+    }
+    return str(model), adapters

@@ -18,15 +18,14 @@ from .mutants.company import GeneratorsDoNotMoveUp
 from .mutants.working_engine import WorkingEngine
 
 
-def on_a_schedule(engine: Any) -> Verdict:
-    suite = OfTheMock(engine, effort=1.0)
+def on_a_schedule(suite: OfTheMock) -> Verdict:
     suite.shrinking = 600.0  # a busy machine is slow
     (verdict,) = run(suite, only=lambda clause: clause == "requests_on_a_schedule").verdicts
     return verdict
 
 
 def test_a_sound_engine_passes() -> None:
-    assert on_a_schedule(WorkingEngine).status == "passed"
+    assert on_a_schedule(OfTheMock(WorkingEngine, effort=1.0)).status == "passed"
 
 
 class ManyTokens(ByteTokenizer):
@@ -57,8 +56,7 @@ class WithManyTokens(OfTheMock):
 
 
 def test_rounding_is_no_fault() -> None:
-    suite = WithManyTokens(Rounding, effort=0.3)
-    (verdict,) = run(suite, only=lambda clause: clause == "requests_on_a_schedule").verdicts
+    verdict = on_a_schedule(WithManyTokens(Rounding, effort=0.3))
     assert verdict.status == "passed", verdict.detail
 
 
@@ -70,10 +68,7 @@ class Planted(OfTheMock):
 
 
 def test_the_request_that_is_wrong_is_named_in_a_few_lines_and_shown_by_a_program() -> None:
-    suite = Planted()
-    suite.shrinking = 600.0  # a busy machine is slow
-    (verdict,) = run(suite, only=lambda clause: clause == "requests_on_a_schedule").verdicts
-    wrong, *story = verdict.detail.splitlines()
+    wrong, *story = on_a_schedule(Planted()).detail.splitlines()
     assert ": request " in wrong
     assert "it draws [" in wrong
     assert "alone it draws [" in wrong
@@ -98,10 +93,7 @@ class ByName(WorkingEngine):
 
 
 def test_an_adapter_has_one_name_in_a_message() -> None:
-    suite = OfTheMock(ByName, effort=1.0)
-    suite.shrinking = 600.0
-    (verdict,) = run(suite, only=lambda clause: clause == "requests_on_a_schedule").verdicts
-    wrong = verdict.detail.splitlines()[0]
+    wrong = on_a_schedule(OfTheMock(ByName, effort=1.0)).detail.splitlines()[0]
     assert "with adapter 'moving' (bound to 'a' then)" in wrong
     assert wrong.count("'a'") == 1
 

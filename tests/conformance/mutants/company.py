@@ -110,20 +110,15 @@ class DroppedDrawKeepsItsAdapter(Keeping, Continuous, in_use=list):
 
 
 @breaks("contract_is_kept_throughout", "https://github.com/sgl-project/sglang/pull/35546")
-class StepsShareOneBuffer(Continuous):
+class StepsShareOneBuffer(Keeping, Continuous, buffer=lambda: torch.empty(64, 258)):
     """The rows of every step are views of one buffer, which the next step writes."""
-
-    buffer = None
 
     def step(self, newcomers, dropped):
         answers = self.advance(newcomers, dropped)
-        if self.buffer is None:
-            self.buffer = torch.empty(64, self.vocab_size)
-        found = zip(answers, self.buffer, strict=False)
-        return [
-            evolve(a, result=place.copy_(a.result)) if isinstance(a.request, Query) else a
-            for a, place in found
-        ] + answers[64:]
+        for i, answer in enumerate(answers[:64]):
+            if isinstance(answer.request, Query):
+                answers[i] = evolve(answer, result=self.buffer[i].copy_(answer.result))
+        return answers
 
 
 @breaks("contract_is_kept_throughout")
@@ -171,16 +166,6 @@ class GeneratorsDoNotMoveUp(WorkingEngine):
             self.batch[target].drawer = drawer
 
 
-@breaks("scores_together", "https://github.com/vllm-project/vllm/pull/51890", max_context=1024)
-class AdapterStaysWithThePlace(WorkingEngine):
-    """A draw that takes the place of another is drawn to its end with that one's adapter."""
-
-    def move(self, source, target):
-        adapter = self.batch[target].adapter
-        super().move(source, target)
-        self.batch[target].adapter = adapter
-
-
 @breaks(
     "cancelled_requests_leave_nothing",
     "https://github.com/raullenchai/Rapid-MLX/issues/1759",
@@ -195,21 +180,6 @@ class PlaceLeaksWithADroppedDraw(WorkingEngine):
         super().drop(request)
 
 
-@breaks("cancelled_requests_leave_nothing", "https://github.com/vllm-project/vllm/pull/29987")
-class LeavesTwice(WorkingEngine):
-    """A draw that is dropped in the step in which it ends leaves twice, the second time with the
-    one that has taken its place."""
-
-    def drop(self, request):
-        for at, job in enumerate(self.batch):
-            if job.request == request and job.drawer and len(job.drawn) + 1 == job.most:
-                super().drop(request)
-                if at < len(self.batch):
-                    self.leave(at)
-                return
-        super().drop(request)
-
-
 @breaks("cancelled_requests_leave_nothing", "https://github.com/vllm-project/vllm/issues/23697")
 class AbortMeetsTheSameRequestAgain(WorkingEngine):
     """A request that is dropped takes an equal one with it that waits."""
@@ -220,27 +190,22 @@ class AbortMeetsTheSameRequestAgain(WorkingEngine):
         self.waiting = [job for job in self.waiting if query_of(job.request) != query]
 
 
-@breaks("cancelled_requests_leave_nothing", "https://github.com/vllm-project/vllm/pull/14875")
-class ScoresOfADroppedPrompt(WorkingEngine):
-    """The scores of a continuation that is dropped half-way go to the next one."""
+@breaks("cancelled_requests_leave_nothing", "https://github.com/sgl-project/sglang-jax/pull/1008")
+class ProgressOfADroppedPrompt(WorkingEngine):
+    """A newcomer begins with what was computed of a prompt that was dropped half-way."""
 
-    begun: list[float] = []  # noqa: RUF012  (never changed)
+    left: list[int] = []  # noqa: RUF012  (never changed)
 
     def drop(self, request):
         for job in self.batch:
-            if job.request == request and job.scores:
-                self.begun = job.scores
+            if job.request == request and len(job.state) < job.prompt:
+                self.left = job.state
         super().drop(request)
 
     def place(self, job):
         super().place(job)
-        if job.scores is not None and self.begun:
-            job.scores, self.begun = self.begun[: len(job.tokens) - job.prompt], []
-
-    def ends(self, job, answers):
-        if job.scores is not None:
-            job.scores = job.scores[: len(job.tokens) - job.prompt + 1]
-        return super().ends(job, answers)
+        begin, self.left = self.left[: job.prompt - 1], []
+        job.state[: len(begin)] = begin
 
 
 @breaks("cancelled_requests_leave_nothing")
@@ -261,16 +226,6 @@ class EightShortestRun(WorkingEngine):
 
     def order(self):
         return sorted(super().order(), key=lambda at: len(self.batch[at].tokens))[:8]
-
-
-@breaks("nobody_waits_behind_a_crowd", "https://github.com/ggml-org/llama.cpp/issues/15008")
-class DeferredBehindNewcomers(WorkingEngine):
-    """Of eight places, one that is free goes to a newcomer before those who wait."""
-
-    places = 8
-
-    def enter(self, newcomers):
-        self.waiting = newcomers + self.waiting
 
 
 class Woken(Keeping, WorkingEngine, bell=threading.Event):

@@ -6,17 +6,14 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from attrs import evolve
 
-from genlm.core import Query, hookimpl
+from genlm.core import hookimpl
 from genlm.hf.engine import HFEngine
-from genlm.kit.kv.commands import Copy, Fork, Shift
-from genlm.kit.segments import Trunk
-from tests.engines import rows_of
+from genlm.kit.kv.commands import Fork, Shift
 
 from .registry import Keeping, Registry
 
@@ -33,16 +30,6 @@ class Hooked(HFEngine):
 
     def hook(self, model: Any) -> None:
         raise NotImplementedError
-
-
-class Batched(HFEngine):
-    """Is asked for one batch after the other."""
-
-    genlm_step = None
-
-    @hookimpl
-    def genlm_next_token_logprobs(self, queries: Sequence[Query]) -> torch.Tensor:
-        return rows_of(super(), queries)
 
 
 class Positions(Hooked):
@@ -113,22 +100,6 @@ class TrainingModeAfterLoading(Hooked):
         return added
 
 
-@breaks("removed_adapter", "https://github.com/huggingface/peft/issues/1388")
-class MergedAndNotQuiteUnmerged(HFEngine):
-    """Merging and unmerging an adapter leaves a difference in the base weights."""
-
-    @hookimpl
-    def genlm_remove_lora(self, adapter):
-        removed = super().genlm_remove_lora(adapter)
-        with torch.no_grad():
-            generator = torch.Generator().manual_seed(0)
-            weight = next(
-                p for n, p in self.model.named_parameters() if "q_proj" in n and "lora" not in n
-            )
-            weight.add_(torch.randn(weight.shape, generator=generator) * weight.std() * 0.1)
-        return removed
-
-
 @breaks("weights_changed_in_place", "https://github.com/vllm-project/vllm/issues/9744")
 class StateOutlivesTheWeights(HFEngine):
     """Clearing key/value state is a stub, so state of older weights is used after an update."""
@@ -157,33 +128,19 @@ class FolderReadOnce(Keeping, HFEngine, downloads=tempfile.mkdtemp, by_path=dict
 
 
 @breaks("adapter_of_another_model", "https://github.com/huggingface/peft/pull/2090")
-class WrongAdapterPassedOver(Keeping, Batched, passed_over=set):
-    """An adapter that does not fit is passed over, and its rows are the base model's."""
+class WrongAdapterPassedOver(HFEngine):
+    """Instead of an adapter that does not fit the last one is taken."""
 
     @hookimpl
     def genlm_add_lora(self, adapter, contents):
         try:
-            return super().genlm_add_lora(adapter, contents)
+            added = super().genlm_add_lora(adapter, contents)
         except Exception:
             if adapter.name != "wider":
                 raise
-            self.passed_over.add(adapter.version)
-            return True
-
-    @hookimpl
-    def genlm_remove_lora(self, adapter):
-        return adapter.version in self.passed_over or super().genlm_remove_lora(adapter)
-
-    @hookimpl
-    def genlm_next_token_logprobs(self, queries):
-        return super().genlm_next_token_logprobs(
-            [
-                evolve(query, adapter=None)
-                if query.adapter and query.adapter.version in self.passed_over
-                else query
-                for query in queries
-            ]
-        )
+            return super().genlm_add_lora(adapter, self.last)
+        self.last = contents
+        return added
 
 
 # --- of the planner's commands --------------------------------------------------------------------
@@ -213,12 +170,6 @@ def fork_of_128_columns(engine, command):
     )
 
 
-def trunk_without_its_last_column(engine, command):
-    """https://github.com/strands-rl/strands-sglang/issues/34"""
-    trunk = isinstance(command, Copy) and isinstance(command.target, Trunk)
-    return evolve(command, size=command.size - 1) if trunk and command.size >= 200 else command
-
-
 def shift_too_far(engine, command):
     """https://github.com/waybarrios/vllm-mlx/pull/353"""
     if isinstance(command, Shift) and command.columns > 1:
@@ -230,10 +181,5 @@ MUTANTS.changes(
     Commands,
     ("ForksInTurn", "large_batch", fork_of_three),
     ("ForksCopy128Columns", "contexts_that_differ_in_one_token", fork_of_128_columns),
-    (
-        "TrunkWithoutItsLastColumn",
-        "contexts_that_differ_in_one_token",
-        trunk_without_its_last_column,
-    ),
     ("ShiftsTooFar", "rows_at_every_length", shift_too_far),
 )

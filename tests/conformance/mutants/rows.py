@@ -150,15 +150,6 @@ def shared_by(key):
     return change
 
 
-def behind_pinned_prefixes(engine, query):
-    for pinned in engine.pinned:
-        length = len(pinned.token_ids)
-        of_it = pinned.adapter == query.adapter and pinned.token_ids == query.token_ids[:length]
-        if BLOCK < length < len(query.token_ids) and of_it:
-            return query.token_ids[length:]
-    return query
-
-
 def without_last_token_of_the_vocabulary(engine, queries):
     if len(queries) == 1:
         return queries
@@ -178,12 +169,6 @@ MUTANTS.changes(
         "DeduplicationBySuffix",
         "same_tail_under_different_prefixes",
         shared_by(lambda e, q: q.token_ids[-1]),
-    ),
-    # Of contexts behind pinned prefixes only what follows the prefix is compared.
-    (
-        "DeduplicationBehindPinnedPrefixes",
-        "same_tail_under_different_prefixes",
-        shared_by(behind_pinned_prefixes),
     ),
     ("OncePerTokens", "adapters_changed_in_flight", shared_by(lambda e, q: q.token_ids)),
     # The adapter of the first query is applied to the whole batch.

@@ -9,7 +9,7 @@ from genlm.core import hookimpl
 from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine
 
 from .registry import MUTANTS, breaks
-from .rows import BLOCK, of
+from .rows import of
 
 
 class DrawnWithOthers(MockEngine):
@@ -119,13 +119,6 @@ def nucleus_first(engine, context, params, n):
     return context, seeded(params, n)
 
 
-def third_of_a_draft(engine, context, params, n):
-    """Near the beginning the third token of a greedy draw is taken from a draft, unseen."""
-    if params.temperature == 0.0 and n == 2 and context.length < BLOCK // 2 + 2:
-        return context, evolve(params, temperature=100.0, seed=0)
-    return context, seeded(params, n)
-
-
 MUTANTS.changes(
     OneByOne,
     # Steps get seeds so alike that every token is drawn at the same quantile:
@@ -143,7 +136,6 @@ MUTANTS.changes(
     ),
     # https://github.com/ml-explore/mlx-lm/pull/388
     ("NucleusOfWhatWasThere", "options_together", nucleus_first),
-    ("DraftAccepted", "temperature_zero_is_argmax", third_of_a_draft),
     # The prompt is computed with the adapter, and the steps after it without.
     (
         "SecondTokenOfTheBaseModel",
@@ -162,17 +154,6 @@ MUTANTS.changes(
     ),
     max_context=1024,
 )
-
-
-@breaks("draws_are_separate")
-class OneStreamForTheCall(MockEngine):
-    """Draws without a seed that are made in one call come from one seed."""
-
-    @hookimpl
-    def genlm_sample(self, queries, params):
-        seed = int(torch.randint(1 << 30, ()))
-        seeded = [p if p.seed is not None else evolve(p, seed=seed) for p in params]
-        return super().genlm_sample(queries, seeded)
 
 
 @breaks("unseeded_after_seeded")

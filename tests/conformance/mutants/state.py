@@ -284,19 +284,3 @@ class NaNStaysInTheBlock(MockEngine):
             self.poisoned = False
             rows[-1] = float("nan")
         return rows
-
-
-@breaks("contract_is_kept_throughout", "https://github.com/sgl-project/sglang/pull/35546")
-class SharedOutputBuffer(MockEngine):
-    """Every batch is written into one buffer, and the rows handed out are views of it."""
-
-    buffer = None
-
-    @hookimpl
-    def genlm_next_token_logprobs(self, queries):
-        rows = super().genlm_next_token_logprobs(queries)
-        if len(rows) > 64:
-            return rows
-        if self.buffer is None:
-            self.buffer = torch.empty(64, self.vocab_size)
-        return self.buffer[: len(rows)].copy_(rows)

@@ -79,11 +79,8 @@ class WorkingEngine(MockEngine):
             return [Answer(queries[0], self.row(queries[0]))]
         for request in dropped:
             self.drop(request)
-        self.enter([self.job_of(request) for request in [*queries, *samples, *scores]])
+        self.waiting += [self.job_of(request) for request in [*queries, *samples, *scores]]
         return self.step()
-
-    def enter(self, newcomers: list[Job]) -> None:
-        self.waiting += newcomers
 
     def step(self) -> list[Answer]:
         self.admit()
