@@ -32,39 +32,19 @@ class Hooked(HFEngine):
         raise NotImplementedError
 
 
-class Positions(Hooked):
-    """Computes with the positions that :meth:`changed` makes of those that it is given."""
+@breaks("extended_context", "https://github.com/tenstorrent/vllm/issues/415")
+class ResumedOneOff(Hooked):
+    """Tokens that resume from cached state get positions one too high."""
 
-    def hook(self, model: Any) -> None:
-        def change(module: Any, arguments: Any, keywords: Any) -> Any:
+    def hook(self, model):
+        def change(module, arguments, keywords):
             positions = keywords.get("position_ids", arguments[-1])
-            return (arguments[0],), {"position_ids": self.changed(positions)}
+            if int(positions.min()) > 16:
+                positions = positions + 1
+            return (arguments[0],), {"position_ids": positions}
 
         rotary = next(part for name, part in model.named_modules() if name.endswith("rotary_emb"))
         rotary.register_forward_pre_hook(change, with_kwargs=True)
-
-    def changed(self, positions: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-
-@breaks("extended_context", "https://github.com/tenstorrent/vllm/issues/415")
-class ResumedOneOff(Positions):
-    """Tokens that resume from cached state get positions one too high."""
-
-    def changed(self, positions):
-        return positions + 1 if int(positions.min()) > 16 else positions
-
-
-@breaks("batch_answers_in_order", "https://github.com/unslothai/unsloth/pull/3795")
-class PositionsOfTheFirstRow(Positions):
-    """All sequences of a batch share the positions of one."""
-
-    def changed(self, positions):
-        if positions.shape[0] > 1:
-            return positions[:1].expand_as(positions)
-        if positions.shape[-1] > 1 and (positions.diff() != 1).any():
-            return positions[..., :1] + torch.arange(positions.shape[-1])
-        return positions
 
 
 @breaks("batch_answers_in_order", "https://github.com/abetlen/llama-cpp-python/issues/1018")
@@ -163,13 +143,6 @@ def fork_of_three(engine, command):
     return command
 
 
-def fork_of_128_columns(engine, command):
-    """https://github.com/ml-explore/mlx-lm/pull/1000"""
-    return (
-        evolve(command, columns=min(command.columns, 128)) if isinstance(command, Fork) else command
-    )
-
-
 def shift_too_far(engine, command):
     """https://github.com/waybarrios/vllm-mlx/pull/353"""
     if isinstance(command, Shift) and command.columns > 1:
@@ -180,6 +153,5 @@ def shift_too_far(engine, command):
 MUTANTS.changes(
     Commands,
     ("ForksInTurn", "large_batch", fork_of_three),
-    ("ForksCopy128Columns", "contexts_that_differ_in_one_token", fork_of_128_columns),
     ("ShiftsTooFar", "rows_at_every_length", shift_too_far),
 )
