@@ -122,6 +122,11 @@ MUTANTS.changes(
         "longest_context",
         lambda e, q: of(q, *q.token_ids[1:]) if q.length == e.max_context else q,
     ),
+    (
+        "LastPositionMissing",
+        "longest_context",
+        lambda e, q: of(q, *q.token_ids[1:]) if q.length == e.max_context and not q.cold else q,
+    ),
     ("AdaptersIgnored", "adapter_changes_the_rows", lambda e, q: evolve(q, adapter=None)),
 )
 MUTANTS.changes(
@@ -150,6 +155,16 @@ def shared_by(key):
     return change
 
 
+def behind_pinned_prefixes(engine, query):
+    """What follows a pinned prefix."""
+    for pinned in engine.pinned:
+        length = pinned.length
+        begins = pinned.adapter == query.adapter and query.token_ids[:length] == pinned.token_ids
+        if begins and BLOCK < length < query.length:
+            return query.token_ids[length:]
+    return query
+
+
 def without_last_token_of_the_vocabulary(engine, queries):
     if len(queries) == 1:
         return queries
@@ -169,6 +184,11 @@ MUTANTS.changes(
         "DeduplicationBySuffix",
         "same_tail_under_different_prefixes",
         shared_by(lambda e, q: q.token_ids[-1]),
+    ),
+    (
+        "DeduplicationBehindPinnedPrefixes",
+        "same_tail_under_different_prefixes",
+        shared_by(behind_pinned_prefixes),
     ),
     ("OncePerTokens", "adapters_changed_in_flight", shared_by(lambda e, q: q.token_ids)),
     # The adapter of the first query is applied to the whole batch.
@@ -197,8 +217,15 @@ def third_sibling_as_the_first(engine, queries, rows):
     return rows
 
 
+def in_one_buffer(engine, queries, rows):
+    """https://github.com/sgl-project/sglang/pull/35546"""
+    buffer = engine.__dict__.setdefault("buffer", torch.empty(512, rows.shape[1]))
+    return buffer[: len(rows)].copy_(rows)
+
+
 MUTANTS.changes(
     BatchChanged,
+    ("SharedOutputBuffer", "contract_is_kept_throughout", in_one_buffer),
     (
         "BatchesInHalf",
         "batch_answers_in_order",

@@ -119,6 +119,13 @@ def nucleus_first(engine, context, params, n):
     return context, seeded(params, n)
 
 
+def third_of_a_draft(engine, context, params, n):
+    """The third token of a greedy draw is taken from a draft, unseen."""
+    if params.temperature == 0.0 and n == 2:
+        params = evolve(params, temperature=100.0, seed=0)
+    return context, seeded(params, n)
+
+
 MUTANTS.changes(
     OneByOne,
     # Steps get seeds so alike that every token is drawn at the same quantile:
@@ -136,6 +143,7 @@ MUTANTS.changes(
     ),
     # https://github.com/ml-explore/mlx-lm/pull/388
     ("NucleusOfWhatWasThere", "options_together", nucleus_first),
+    ("DraftAccepted", "temperature_zero_is_argmax", third_of_a_draft),
     # The prompt is computed with the adapter, and the steps after it without.
     (
         "SecondTokenOfTheBaseModel",
