@@ -8,12 +8,14 @@ import random
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from structlog.testing import capture_logs
 
 from genlm.core import Query
-from genlm.kit.kv import Worth
+from genlm.kit.kv import Blank, Command, Worth
 from genlm.mlx.blocks import Blocks
 from genlm.mlx.loading import load
 from genlm.mlx.store import Store
+from genlm.mlx.table import Table
 
 from .watched import Folders, Key, Tried, Watched, engine_of, keys_of, tokens_of
 
@@ -209,6 +211,30 @@ def test_a_failed_forward_pass_leaves_the_rest_sound(either: Tried) -> None:
     either.ask(*[(*key, 1) for key in keys], (0, 1, 2, 3))
     assert either.ask(*[(*key, 1, 2) for key in keys]) == [6]
     either.ask(*behind)
+
+
+def test_state_that_cannot_be_made_sound_is_dropped_and_logged(
+    llama: Tried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carry_out = Table.do
+
+    def refuse(table: Table, command: Command) -> None:
+        if isinstance(command, Blank):
+            raise RuntimeError("out of memory")
+        carry_out(table, command)
+
+    keys = keys_of(6, 20)
+    llama.ask(*keys)
+    llama.pin(keys[0])
+    llama.model.failing = True
+    with monkeypatch.context() as patch, capture_logs() as events:
+        patch.setattr(Table, "do", refuse)
+        with pytest.raises(RuntimeError, match="failed"):
+            llama.compute([(*key, 1) for key in keys])
+    llama.model.failing = False
+    lost = {"rows": 6, "pinned": 1, "reason": "RuntimeError: out of memory"}
+    assert {"event": "kv.lost", "log_level": "warning", **lost} in events
+    assert llama.ask(*keys) == [6 * 19, 6]
 
 
 def test_a_score_is_one_pass_over_what_is_new(folders: Folders) -> None:
