@@ -185,11 +185,12 @@ class Replica:
         """End a program's session.
 
         Returns:
-            Whether the process ends, too: it is to ``end``, and no other program uses it. It does
-            so by itself, for the one that asked may be gone.
+            Whether the process ends, too: it is to ``end``, no other program uses it, and it has
+            not refused this one. It does so by itself, for the one that asked may be gone.
         """
+        refused = self._serves and token[0] not in self._sessions
         await self._finish(token[0])
-        if not end or self._sessions:
+        if not end or self._sessions or refused:
             return False
         self._over = self._over or Gone("the replica is being ended", computing=False)
         if self._serves:
