@@ -9,28 +9,23 @@ from typing import Any
 import hypothesis.strategies as st
 from attrs import define, field
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from genlm.core import Adapter, Query, SamplingParams
-from genlm.core.mock import ByteTokenizer
 from genlm.core.types import Request, SampleRequest, ScoreRequest, query_of
 from genlm.ray.fleet import CANCELLED, Fleet
 from genlm.ray.log import Entry
 from genlm.ray.member import Call
 from genlm.ray.placing import DEATHS
 from genlm.ray.watch import PULSE
-from genlm.ray.wire import Ask, Busy, Description, Gone, adapter_key
+from genlm.ray.wire import Ask, Busy, Gone, adapter_key
 
-DESCRIPTION = Description(frozenset(), ByteTokenizer(), 258, None)
+from .test_fleet import DESCRIPTION
 
-#: A token whose request, a path whose adapter ends the process; a path that is refused.
+#: A token whose request, a path whose adapter ends the process; a path that the last one refuses.
 POISON, KILLS, REFUSED = 66, "kills", "refused"
 
-LIFETIMES = itertools.count()
-
-
-class Gentle(Exception):
-    """What a replica raises for an adapter that it refuses."""
+FRESH = itertools.count()
 
 
 @define(eq=False)
@@ -45,9 +40,9 @@ class Asked:
 
     @property
     def on_trial(self) -> bool:
-        return self.method in ("add_adapter", "pin") or (
-            self.method == "answer" and self.arguments[1]
-        )
+        if self.method == "answer":
+            return bool(self.arguments[1])
+        return self.method in ("add_adapter", "pin")
 
     def kills(self) -> bool:
         if self.method == "answer":
@@ -56,9 +51,7 @@ class Asked:
 
     def subject(self) -> object:
         """What would be blamed for a death: a single request, or an entry."""
-        if self.method == "answer":
-            return self.call.jobs[0].request
-        return self.call.entry
+        return self.call.entry or self.call.jobs[0].request
 
 
 @define(eq=False)
@@ -67,7 +60,6 @@ class Process:
 
     alive: bool = True
     hangs: bool = False
-    loaded: bool = False
     sessions: dict[str, int] = field(factory=dict)
     have: dict[str, set[Any]] = field(factory=dict)
     asked: list[Asked] = field(factory=list)
@@ -80,76 +72,56 @@ class World:
         self.now = 0.0
         self.processes = [Process(alive=False) for _ in range(replicas)]
         self.arriving: list[tuple[Asked, Any]] = []
-        self.gone_paths = {REFUSED}  # adapters whose folders are gone; this one, on the last node
+        self.gone_paths = {REFUSED}  # adapters whose folders are gone
         self.harmed: dict[object, int] = {}  # deaths that something on trial was not to blame for
 
-    def reply(self, asked: Asked, outcome: Any) -> None:
+    def reply(self, process: Process, asked: Asked, outcome: Any) -> None:
+        process.asked.remove(asked)
         self.arriving.append((asked, outcome))
 
     def die(self, process: Process, *, by: Asked | None = None) -> None:
         process.alive = False
-        for asked in process.asked:
-            self.reply(asked, Gone("it has died"))
+        for asked in [*process.asked]:
+            self.reply(process, asked, Gone("it has died"))
             if asked.on_trial and asked is not by:
-                self.harm(asked)
-        process.asked.clear()
+                self.harmed[asked.subject()] = self.harmed.get(asked.subject(), 0) + 1
 
     def receive(self, process: Process, asked: Asked) -> None:
+        mine = [each for each in process.asked if each.program is asked.program]
         if asked.method == "answer":
-            beside = [a for a in process.asked if a.method == "answer"]
-            assert all(
-                a.on_trial == asked.on_trial for a in beside if a.program is asked.program
-            ), "suspects beside others"
-        if process.alive and not process.hangs and self.busy(process, asked):
-            self.reply(asked, Busy())
-        elif process.alive:
-            process.asked.append(asked)
-        else:
-            self.reply(asked, Gone("it was dead"))
-            if asked.on_trial:
-                self.harm(asked)
-
-    def harm(self, asked: Asked) -> None:
-        self.harmed[asked.subject()] = self.harmed.get(asked.subject(), 0) + 1
-
-    def busy(self, process: Process, asked: Asked) -> bool:
-        others = (each for each in process.asked if each.program is not asked.program)
-        return asked.on_trial and any(each.on_trial for each in others)
+            beside = {each.on_trial for each in mine if each.method == "answer"}
+            assert beside <= {asked.on_trial}, "suspects beside others"
+        process.asked.append(asked)
+        if not process.alive:
+            self.die(process)
 
     def work(self, process: Process, asked: Asked) -> None:
         """A process finishes a call, or dies of it."""
-        if not process.alive or process.hangs or asked.method == "beat":
+        if process.hangs or asked.method == "beat" or asked not in process.asked:
             return
-        if asked not in process.asked:
-            return
-        if self.busy(process, asked):  # they came while it was stopped
-            process.asked.remove(asked)
-            return self.reply(asked, Busy())
         name = asked.program.name
-        if asked.method != "open" and process.sessions.get(name) != asked.life:
-            process.asked.remove(asked)
-            self.reply(asked, Gone("it does not know the program", computing=False))
+        beside = [each for each in process.asked if each.program is not asked.program]
+        if asked.on_trial and any(each.on_trial for each in beside):
+            self.reply(process, asked, Busy())
+        elif asked.method != "open" and process.sessions.get(name) != asked.life:
+            self.reply(process, asked, Gone("it does not know the program", computing=False))
         elif asked.kills():
             self.die(process, by=asked)
+        elif asked.method == "open":
+            self.forget(process, asked.program, but=asked)
+            process.sessions[name], process.have[name] = asked.life, set()
+            self.reply(process, asked, DESCRIPTION)
         else:
-            process.asked.remove(asked)
-            self.reply(asked, self.result(process, asked))
+            self.reply(process, asked, self.result(process, asked))
 
     def result(self, process: Process, asked: Asked) -> Any:
-        name, arguments = asked.program.name, asked.arguments
-        have = process.have.setdefault(name, set())
-        if asked.method == "open":
-            for other in [a for a in process.asked if a.program is asked.program]:
-                process.asked.remove(other)
-                self.reply(other, Gone("the session is over", computing=False))
-            process.sessions[name], process.have[name] = asked.life, set()
-            return DESCRIPTION
+        have, arguments = process.have[asked.program.name], asked.arguments
         if asked.method == "answer":
             return [self.answer(ask, have) for ask in arguments[0]]
         if asked.method == "add_adapter":
-            there = arguments[1] == REFUSED and process is not self.processes[-1]
-            if arguments[1] in self.gone_paths and not there:
-                return Gentle(arguments[1])
+            has_it = arguments[1] == REFUSED and process is not self.processes[-1]
+            if arguments[1] in self.gone_paths and not has_it:
+                return OSError(arguments[1])
             have.add(arguments[0])
         elif asked.method == "pin":
             have.add(arguments[0])
@@ -158,8 +130,8 @@ class World:
         else:
             assert asked.method in ("remove_adapter", "unpin")
             assert arguments[0] in have, "it has not got that"
-            dropped = {a for a in have if isinstance(a, tuple) and a[1] == arguments[0]}
-            have -= {arguments[0], *dropped}
+            pinned = {each for each in have if isinstance(each, tuple) and each[1] == arguments[0]}
+            have -= {arguments[0], *pinned}
         return None
 
     def answer(self, ask: Ask, have: set[Any]) -> Any:
@@ -167,22 +139,19 @@ class World:
             return LookupError("the replica has no such adapter")
         return ("answer", ask[0])
 
-    def forget(self, process: Process, program: Program) -> None:
-        """As when it has not heard of a program for too long."""
-        if process.alive and not process.hangs and process.sessions.pop(program.name, None):
-            process.have.pop(program.name)
-            for asked in [a for a in process.asked if a.program is program]:
-                process.asked.remove(asked)
-                self.reply(asked, Gone("not heard of", computing=False))
+    def forget(self, process: Process, program: Program, but: Asked | None = None) -> None:
+        """The session of a program ends."""
+        process.sessions.pop(program.name, None)
+        process.have.pop(program.name, None)
+        for asked in [a for a in process.asked if a.program is program and a is not but]:
+            self.reply(process, asked, Gone("the session is over", computing=False))
 
     def beat(self) -> None:
         """Time passes: the calls of the watch come back."""
         for process in self.processes:
-            for asked in [a for a in process.asked if a.method == "beat"]:
-                if process.alive and not process.hangs:
-                    process.asked.remove(asked)
-                    known = process.sessions.get(asked.program.name) == asked.life
-                    self.reply(asked, None if known else Gone("unknown", computing=False))
+            for asked in [a for a in process.asked if a.method == "beat" and not process.hangs]:
+                known = process.sessions.get(asked.program.name) == asked.life
+                self.reply(process, asked, None if known else Gone("unknown", computing=False))
 
     def deliver(self, index: int) -> None:
         asked, outcome = self.arriving.pop(index)
@@ -212,24 +181,26 @@ class Line:
 
     def cancel(self, call: Call) -> None:
         assert self.process is not None
-        for asked in [a for a in self.process.asked if a.call is call]:
-            self.process.asked.remove(asked)
-            self.world.reply(asked, CANCELLED)
+        for asked in [each for each in self.process.asked if each.call is call]:
+            self.world.reply(self.process, asked, CANCELLED)
 
 
 class Program:
     """One program: what it has asked, and what must become of it."""
 
     def __init__(self, name: str, world: World, *, shared: bool) -> None:
-        self.name = name
+        self.name, self.world = name, world
         self.flying: list[Request] = []
         self.versions = itertools.count(1)
         self.adapters: list[Adapter] = []
         self.pins: list[Entry] = []
         self.changing: tuple[Entry | None, Adapter | None] | None = None
         lines = [Line(world, self, index, shared) for index in range(len(world.processes))]
-        self.world = world
         self.fleet = Fleet(name, lines, (None, "mock", "mock", {}), 1e9, world.now, shared=shared)
+
+    @property
+    def idle(self) -> bool:
+        return self.changing is None and self.fleet.started
 
     def check_answers(self) -> None:
         answers, self.fleet.answers = self.fleet.answers, []
@@ -241,7 +212,7 @@ class Program:
             if lost and "add it again" in str(result):
                 continue
             if POISON in query.token_ids:
-                assert "3 replicas died" in str(result), result
+                assert f"{DEATHS} replicas died" in str(result), result
             else:
                 assert result == ("answer", tuple(query.token_ids)), result
 
@@ -253,18 +224,26 @@ class Program:
     def changed(self, error: Exception | None) -> None:
         assert self.changing is not None
         (entry, adapter), self.changing = self.changing, None
-        if adapter is not None and adapter.path == REFUSED and error is None:
-            self.adapters.append(adapter)  # who refuses it was away, and it will be lost
-        elif adapter is not None and adapter.path in (KILLS, *self.world.gone_paths):
-            assert error is not None
-            if adapter.path == KILLS:
-                assert f"{DEATHS} replicas died" in str(error)
-        else:
-            assert error is None, error
-            if adapter is not None:
-                self.adapters.append(adapter)
-            elif entry is not None and entry.pinned:
-                self.pins.append(entry)
+        path = adapter and adapter.path
+        if path == KILLS:
+            assert f"{DEATHS} replicas died" in str(error)
+        elif path != REFUSED:  # who refuses that may be away
+            assert (error is not None) == (path in self.world.gone_paths), error
+        if error is None and adapter is not None:
+            self.adapters.append(adapter)
+        elif error is None and entry is not None:
+            self.pins.append(entry)
+
+    def check_state(self) -> None:
+        """Every replica has what was added, less what was lost with its folder."""
+        kept = {a.version for a in self.adapters if a.path not in self.world.gone_paths}
+        must = {adapter_key(version, self.name) for version in kept}
+        must |= {p.apply[1] for p in self.pins if p.version is None or p.version in kept}
+        may = {adapter_key(a.version, self.name) for a in self.adapters}
+        may |= {pin.apply[1] for pin in self.pins}
+        haves = [process.have[self.name] for process in self.world.processes]
+        assert must <= haves[0] <= may, (must, haves)
+        assert all(have == haves[0] for have in haves), haves
 
 
 REPLICA = st.integers(0, 2)
@@ -272,39 +251,37 @@ PROGRAM = st.integers(0, 1)
 
 
 class Machine(RuleBasedStateMachine):
-    requests = Bundle("requests")
-
     @initialize(replicas=st.integers(1, 3), programs=st.integers(1, 2))
     def start(self, replicas: int, programs: int) -> None:
         self.world = World(replicas)
         self.fresh_poisons = 0
         self.programs = [Program(f"p{i}", self.world, shared=programs > 1) for i in range(programs)]
 
-    # --- what programs do -------------------------------------------------------------------------
-
     def program(self, index: int) -> Program:
         return self.programs[index % len(self.programs)]
 
-    def idle(self, program: Program) -> bool:
-        return program.changing is None and program.fleet.started
+    def process(self, index: int) -> Process:
+        return self.world.processes[index % len(self.world.processes)]
+
+    # --- what programs do -------------------------------------------------------------------------
 
     @rule(program=PROGRAM, kinds=st.lists(st.integers(0, 3), min_size=1, max_size=12))
     def ask(self, program: int, kinds: list[int]) -> None:
         asking = self.program(program)
-        if self.idle(asking):
+        if asking.idle:
             asking.step([self.request(asking, kind) for kind in kinds], [])
 
     @precondition(lambda self: self.fresh_poisons < DEATHS - 1)
     @rule(program=PROGRAM, kind=st.integers(0, 3))
     def ask_poison(self, program: int, kind: int) -> None:
         asking = self.program(program)
-        if self.idle(asking):
+        if asking.idle:
             self.fresh_poisons += 1
             asking.step([self.request(asking, kind, POISON)], [])
 
     def request(self, program: Program, kind: int, *poison: int) -> Request:
         adapter = program.adapters[-1] if kind == 3 and program.adapters else None
-        query = Query((next(LIFETIMES) % 50, next(LIFETIMES), *poison), adapter)
+        query = Query((next(FRESH) % 50, next(FRESH), *poison), adapter)
         params = SamplingParams(max_tokens=3)
         return (query, SampleRequest(query, params), ScoreRequest(query, (1,)), query)[kind]
 
@@ -314,47 +291,49 @@ class Machine(RuleBasedStateMachine):
         if dropping.flying:
             dropping.step([], [dropping.flying[which % len(dropping.flying)]])
 
-    @rule(program=PROGRAM, path=st.sampled_from(["a", "b", "c", REFUSED, KILLS]), pin=st.booleans())
-    def add(self, program: int, path: str, pin: bool) -> None:
-        adding = self.program(program)
-        if not self.idle(adding) or adding.flying:  # as the core does it
-            return
-        if pin:
-            adapter = adding.adapters[-1] if adding.adapters and path == "a" else None
-            key = adapter and adapter_key(adapter.version, adding.name)
-            asked: Ask = ((0,), key, False, None, None)
-            version = adapter and adapter.version
-            entry = Entry(("pin", asked), ("unpin", asked), version)
-            if adapter and adapter.path in self.world.gone_paths:
-                return
-            adding.changing = (entry, None)
-        else:
+    def changing(self, program: int) -> Program | None:
+        """A program that may change its state: nothing is in flight, as the core sees to."""
+        found = self.program(program)
+        return found if found.idle and not found.flying else None
+
+    @rule(program=PROGRAM, path=st.sampled_from(["a", "b", "c", REFUSED, KILLS]))
+    def add(self, program: int, path: str) -> None:
+        if adding := self.changing(program):
             adapter = Adapter(path, path, next(adding.versions))
             key = adapter_key(adapter.version, adding.name)
             entry = Entry(("add_adapter", key, path), ("remove_adapter", key), adapter.version)
             adding.changing = (entry, adapter)
-        adding.fleet.add(entry, adding.changed)
+            adding.fleet.add(entry, adding.changed)
 
-    @rule(program=PROGRAM, clear=st.booleans())
-    def remove(self, program: int, clear: bool) -> None:
-        removing = self.program(program)
-        if not self.idle(removing) or removing.flying:
-            return
-        removing.changing = (None, None)
-        if clear:
-            removing.pins.clear()
-            removing.fleet.clear(Entry(("clear",)), removing.changed)
-        elif removing.adapters:
+    @rule(program=PROGRAM, adapted=st.booleans())
+    def pin(self, program: int, adapted: bool) -> None:
+        if pinning := self.changing(program):
+            adapter = pinning.adapters[-1] if adapted and pinning.adapters else None
+            if adapter is None or adapter.path not in self.world.gone_paths:
+                version = adapter and adapter.version
+                key = adapter and adapter_key(adapter.version, pinning.name)
+                asked: Ask = ((0,), key, False, None, None)
+                entry = Entry(("pin", asked), ("unpin", asked), version)
+                pinning.changing = (entry, None)
+                pinning.fleet.add(entry, pinning.changed)
+
+    @rule(program=PROGRAM)
+    def clear(self, program: int) -> None:
+        if clearing := self.changing(program):
+            clearing.pins.clear()
+            clearing.changing = (None, None)
+            clearing.fleet.clear(Entry(("clear",)), clearing.changed)
+
+    @rule(program=PROGRAM)
+    def remove(self, program: int) -> None:
+        removing = self.changing(program)
+        if removing and removing.adapters:
             version = removing.adapters.pop().version
             removing.pins = [pin for pin in removing.pins if pin.version != version]
+            removing.changing = (None, None)
             removing.fleet.remove_adapter(version, removing.changed)
-        else:
-            removing.changing = None
 
     # --- what replicas do -------------------------------------------------------------------------
-
-    def process(self, index: int) -> Process:
-        return self.world.processes[index % len(self.world.processes)]
 
     @rule(replica=REPLICA, which=st.integers(0, 100))
     def work(self, replica: int, which: int) -> None:
@@ -371,7 +350,7 @@ class Machine(RuleBasedStateMachine):
     def go_on(self) -> None:
         """Everything that can be done is done, once."""
         for process in self.world.processes:
-            for asked in list(process.asked):
+            for asked in [*process.asked]:
                 self.world.work(process, asked)
         while self.world.arriving:
             self.world.deliver(0)
@@ -395,16 +374,13 @@ class Machine(RuleBasedStateMachine):
         subjects = {request for program in self.programs for request in program.flying}
         subjects |= {program.changing[0] for program in self.programs if program.changing}
         harm = max((self.world.harmed.get(each, 0) for each in subjects), default=0)
-        return harm + self.fresh_poisons + self.unnoticed() < DEATHS - 1
-
-    def unnoticed(self) -> int:
-        """Processes that are dead, and a program does not know it."""
-        return sum(not process.alive for process in self.world.processes)
+        unnoticed = sum(not process.alive for process in self.world.processes)
+        return process.alive and harm + self.fresh_poisons + unnoticed < DEATHS - 1
 
     @rule(replica=REPLICA)
     def kill(self, replica: int) -> None:
         process = self.process(replica)
-        if process.alive and self.may_kill(process):
+        if self.may_kill(process):
             self.world.die(process)
 
     @rule()
@@ -420,9 +396,9 @@ class Machine(RuleBasedStateMachine):
     @rule(replica=REPLICA, program=PROGRAM)
     def forget(self, replica: int, program: int) -> None:
         """A session ends, such as after the program was stopped for long."""
-        started = self.program(program).fleet.started
-        if started and self.may_kill(self.process(replica)):
-            self.world.forget(self.process(replica), self.program(program))
+        process, forgotten = self.process(replica), self.program(program)
+        if forgotten.fleet.started and self.may_kill(process) and not process.hangs:
+            self.world.forget(process, forgotten)
 
     @rule(path=st.sampled_from(["a", "b"]))
     def folder_gone(self, path: str) -> None:
@@ -439,34 +415,26 @@ class Machine(RuleBasedStateMachine):
             if not (alone and self.programs[0].fleet.members[index].loaded):
                 process.hangs = False
         for _ in range(400):
-            self.go_on()
             self.wait(2.0)
             self.wait(PULSE)
+            self.go_on()
             if self.at_rest():
                 break
         for program in self.programs:
             assert not program.flying, "a request was never answered"
             assert program.changing is None, "a change never ended"
             assert program.fleet.started
-            self.check_state(program)
+            program.check_state()
 
     def at_rest(self) -> bool:
-        return not self.world.arriving and all(
-            not program.flying and not program.changing and m.ready
-            for program in self.programs
-            for m in program.fleet.members
+        under_way = [asked.method for process in self.world.processes for asked in process.asked]
+        members = [member for program in self.programs for member in program.fleet.members]
+        return (
+            {*under_way} == {"beat"}
+            and all(member.ready for member in members)
+            and not any(process.hangs for process in self.world.processes)
+            and not any(program.flying or program.changing for program in self.programs)
         )
-
-    def check_state(self, program: Program) -> None:
-        """Every replica has what was added, less what was lost with its folder."""
-        kept = {a.version for a in program.adapters if a.path not in self.world.gone_paths}
-        must = {adapter_key(version, program.name) for version in kept}
-        must |= {p.apply[1] for p in program.pins if p.version is None or p.version in kept}
-        may = must | {adapter_key(a.version, program.name) for a in program.adapters}
-        may |= {pin.apply[1] for pin in program.pins}
-        haves = [process.have[program.name] for process in self.world.processes]
-        assert all(must <= have <= may for have in haves), (must, haves)
-        assert all(have == haves[0] for have in haves), haves
 
 
 Machine.TestCase.settings = settings(
