@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import ray
 import torch
 
 from genlm.core import Adapter, AsyncLM, EngineError, Query, hookimpl
+from genlm.core.errors import InvalidOptionError
 from genlm.core.mock import ByteTokenizer
 from genlm.ray.cluster import Cluster
 from genlm.ray.engine import RayEngine
@@ -21,9 +23,6 @@ from genlm.ray.log import Entry
 from genlm.ray.options import RayOptions
 from genlm.ray.replica import ProgramSession, Replica
 from genlm.ray.wire import HOOKS, Ask, Busy, Description, Gone, Token, received
-
-#: How long a test waits for what must happen before it says that it did not, seconds.
-PATIENCE = 120.0
 
 
 def engine_whose_replicas_have(monkeypatch: pytest.MonkeyPatch, *hooks: str) -> RayEngine:
@@ -46,15 +45,18 @@ def test_it_has_the_hooks_of_the_inner_engine(
         assert [hook for hook in HOOKS if lm.supports(hook)] == [*hooks]
 
 
-def test_a_step_gives_all_that_has_come_but_what_was_dropped(
+def test_a_step_waits_for_answers_and_gives_all_but_what_was_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = engine_whose_replicas_have(monkeypatch, *HOOKS)
     row = torch.zeros(258)
     first, second, third = asked = [Query((token,)) for token in (1, 2, 3)]
-    for query in asked:
-        engine._answers.put([(query, row)])
-    assert [answer.request for answer in engine.genlm_step(asked, [], [], [])] == asked
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        step = pool.submit(engine.genlm_step, asked, [], [], [])
+        with pytest.raises(TimeoutError):
+            step.result(timeout=0.1)
+        engine._answers.put([(query, row) for query in asked])
+        assert [answer.request for answer in step.result()] == asked
     engine.genlm_wake()
     assert engine.genlm_step([first, second], [], [], []) == []
     engine._answers.put([(first, row)])
@@ -206,23 +208,6 @@ def test_requests_end_with_their_programs_session_and_with_no_other() -> None:
     asyncio.run(one_leaves())
 
 
-def test_a_fleet_that_is_ended_says_so_to_those_who_listen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("genlm.ray.replica.exit_soon", lambda: None)
-    monkeypatch.setattr("genlm.ray.replica.FAREWELL", 0.0)
-    replica, _, (mine,) = replica_with("mine")
-
-    async def listens() -> None:
-        beat = asyncio.create_task(replica.beat(mine, PATIENCE))
-        await asyncio.sleep(0)  # so that it has begun
-        await replica.end()
-        done, _ = await asyncio.wait([beat], timeout=PATIENCE / 2)
-        assert beat in done, "not only when the beat is over"
-        with pytest.raises(Gone, match="the fleet has been ended"):
-            await beat
-
-    asyncio.run(listens())
-
-
 @pytest.mark.parametrize("there", [True, False])
 def test_a_replica_that_does_not_answer_is_ended_by_the_program_that_made_it(
     monkeypatch: pytest.MonkeyPatch, there: bool
@@ -257,6 +242,8 @@ def test_the_connection_ends_with_the_last_model_that_uses_it(
     monkeypatch.setattr(ray, "is_initialized", lambda: Cluster._joined is not None)
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append("the connection"))
     models = [Cluster("somewhere"), Cluster("somewhere")]
+    with pytest.raises(InvalidOptionError, match=r"connected to the cluster 'somewhere'.*one at a"):
+        Cluster("elsewhere")
     models[0].leave()
     models[0].leave()
     assert (ended, Cluster._users) == ([], 1)
