@@ -17,58 +17,37 @@ from .conftest import PATIENCE
 
 pytest.importorskip("grpc", reason="Ray's client needs grpcio: pip install 'ray[client]'")
 
+#: Asks a fleet what it asks a model of its own: the address, the backend, the model, an adapter.
 PROGRAM = """
 import asyncio, ray, sys, torch
-from genlm.core import InvalidQueryError, MockAsyncLM, load_model_by_name
+from genlm.core import load_model_by_name
 
-options = {"backend": "mock", "replicas": 2, "address": sys.argv[1]}
-lm = load_model_by_name("mock", "ray", options)
-mock = MockAsyncLM()
+address, backend, model, adapter = sys.argv[1:]
+lm = load_model_by_name(model, "ray", {"backend": backend, "replicas": 2, "address": address})
+own = load_model_by_name(model, backend)
 
-async def rows(first):
-    asked = [[first, i] for i in range(50)]
-    for ids, row in zip(asked, await asyncio.gather(*map(lm.next_token_logprobs, asked))):
-        assert row.equal(mock.next_token_logprobs_sync(ids)), ids
+def compare(first, lora_name=None):
+    asked, how = [[first, i] for i in range(50)], {"lora_name": lora_name}
+    rows = [each.batch_next_token_logprobs_sync(asked, **how) for each in (lm, own)]
+    torch.testing.assert_close(*rows, atol=1e-5, rtol=0)
 
-async def cancelled():
-    draw = asyncio.ensure_future(lm.sample([1, 2], 10_000_000, []))
-    await asyncio.sleep(0.1)
+async def cancel():
+    draw = asyncio.ensure_future(lm.sample([1, 2], 400, []))
+    await lm.next_token_logprobs([8])
     draw.cancel()
     await lm.next_token_logprobs([9])
 
-asyncio.run(rows(1))
-for model in (lm, mock):
-    model.add_new_lora("first-adapter", "a")
-ids = [1, 2, 3]
-adapted = [model.next_token_logprobs_sync(ids, lora_name="a") for model in (lm, mock)]
-assert adapted[0].equal(adapted[1])
-drawn = [model.sample_sync(ids, 9, [], seed=1) for model in (lm, mock)]
+compare(1)
+for each in (lm, own):
+    each.add_new_lora(adapter, "a")
+compare(1, "a")
+drawn = [each.sample_sync([1, 2, 3], 9, [], seed=1) for each in (lm, own)]
 assert drawn[0] == drawn[1]
-asyncio.run(cancelled())
+asyncio.run(cancel())
 ray.kill(lm.underlying_model[0])
-asyncio.run(rows(2))
+compare(2, "a")
 lm.close()
 assert not ray.is_initialized()
-print("the same")
-"""
-
-REAL = """
-import sys, torch
-from genlm.core import load_model_by_name
-
-address, model, adapter = sys.argv[1:]
-asked = [[1, 2], [1, 2, 3], [7, 8, 9, 10]]
-rows = []
-for name, options in (("hf", {}), ("ray", {"backend": "hf", "replicas": 1, "address": address})):
-    with load_model_by_name(model, name, options) as lm:
-        lm.add_new_lora(adapter, "a")
-        rows.append([
-            lm.batch_next_token_logprobs_sync(asked),
-            lm.batch_next_token_logprobs_sync(asked, lora_name="a"),
-        ])
-for here, there in zip(*rows):
-    torch.testing.assert_close(here, there, atol=1e-5, rtol=0)
-assert (rows[0][0] - rows[0][1]).abs().max() > 0.01
 print("the same")
 """
 
@@ -86,17 +65,11 @@ def folder() -> Iterator[str]:
         yield short
 
 
-@pytest.fixture(params=["mock", "hf"])
-def program(request: pytest.FixtureRequest) -> list[str]:
-    """A program, and what it gets after the cluster's address."""
-    if request.param == "mock":
-        return [PROGRAM]
-    pytest.importorskip("peft", reason="LoRA needs peft")
-    adapters = request.getfixturevalue("lora_folders")
-    return [REAL, request.getfixturevalue("tiny"), str(adapters["a"])]
-
-
-def test_a_program_outside_the_cluster(folder: str, program: list[str]) -> None:
+@pytest.mark.parametrize("backend", ["mock", "hf"])
+def test_a_program_outside_the_cluster(
+    folder: str, backend: str, tiny: str, lora_folders: dict[str, str]
+) -> None:
+    model = tiny if backend == "hf" else "mock"
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(sys.path),
@@ -117,7 +90,10 @@ def test_a_program_outside_the_cluster(folder: str, program: list[str]) -> None:
         assert any("Ray runtime started" in line for line in head.stdout or ())
         for _ in range(3):  # Ray gives its server half a minute to start, whatever the machine
             ended = subprocess.run(
-                [sys.executable, "-c", program[0], f"ray://127.0.0.1:{client}", *program[1:]],
+                [
+                    sys.executable, "-c", PROGRAM, f"ray://127.0.0.1:{client}", backend, model,
+                    lora_folders["a"],
+                ],
                 env=environment, capture_output=True, text=True, timeout=3 * PATIENCE,
             )  # fmt: skip
             if "no Ray cluster answers" not in ended.stderr:

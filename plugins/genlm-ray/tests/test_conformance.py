@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -12,6 +11,7 @@ from genlm.conformance import ConformanceSuite
 from genlm.core import AsyncLM, load_model_by_name
 
 
+@pytest.mark.usefixtures("cluster")
 class OverRay(ConformanceSuite):
     backend = "ray"
 
@@ -39,9 +39,10 @@ class TestOverMock(OverRay):
 class TestOverHf(OverRay):
     options: ClassVar[dict[str, Any]] = {"backend": "hf"}
     effort = 0.1
+    longest = 100
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
-    def _given(cls, tiny: str, lora_folders: dict[str, Path]) -> None:
+    def _given(cls, tiny: str, lora_folders: dict[str, str]) -> None:
         cls.model = tiny
         cls.adapters = lora_folders

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import select
+import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +15,10 @@ from typing import Any
 import pytest
 
 from genlm.core import AsyncLM, EngineDeadError, InvalidOptionError
-from genlm.core.errors import ModelNotFoundError
 from genlm.ray import end_fleet
-from tests.left_behind import left_behind
+from tools.tiny import write_tokenizer
 
-from .conftest import PATIENCE, save_tokenizer
+from .conftest import PATIENCE
 
 Fleet = Callable[..., AsyncLM]
 
@@ -28,16 +26,17 @@ START = """
 import os, ray
 from genlm.core import load_model_by_name
 lm = load_model_by_name("mock", "ray", {"backend": "mock", "replicas": 1})
-lm.next_token_logprobs_sync([1, 2, 3])
+row = lm.next_token_logprobs_sync([1, 2, 3])
 from ray._private.worker import _global_node as node
 parts = {name: [p.process.pid for p in ps] for name, ps in node.all_processes.items()}
 pids = [os.getpid(), *(pid for part in parts.values() for pid in part)]
 print(*pids, flush=True)
 """
 
+INTERRUPTED = "os.kill(os.getpid(), 2)"
+
 #: The head's control process dies: rows are answered until Ray ends the program.
 HEADLESS = """
-row = lm.next_token_logprobs_sync([1, 2, 3])
 lm.clear_cache()
 os.kill(parts["gcs_server"][0], 9)
 assert row.equal(lm.next_token_logprobs_sync([1, 2, 3]))
@@ -48,7 +47,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("ending", ["lm.close()", "os.kill(os.getpid(), 2)", HEADLESS])
+@pytest.mark.parametrize("ending", [INTERRUPTED, HEADLESS])
 def test_a_program_that_ends_leaves_no_process_behind(ending: str) -> None:
     program = subprocess.Popen(
         [sys.executable, "-c", START + ending],
@@ -79,40 +78,61 @@ def end_of(pid: int) -> int | None:
         return None
 
 
-JOIN = """
-import sys
+#: Joins a fleet, binds an adapter, begins a long draw, and stays.
+NEIGHBOUR = """
+import asyncio, sys, ray
+import genlm.ray.watch
+genlm.ray.watch.PULSE = 0.5
 from genlm.core import load_model_by_name
-import ray
 ray.init(sys.argv[1], logging_level="ERROR", log_to_driver=False)
-options = {"backend": "mock", "replicas": 2, "name": "shared"}
+opts = {"continuous": True, "steps": 1}
+options = {"backend": "mock", "replicas": 1, "name": "shared", "backend_opts": opts}
 lm = load_model_by_name("mock", "ray", options)
 lm.add_new_lora("first-adapter", "mine")
-print(float(lm.next_token_logprobs_sync([1, 2, 3], lora_name="mine")[7]))
-print(sorted(actor._actor_id.hex() for actor in lm.underlying_model))
-lm.close()
+
+async def main():
+    draw = asyncio.ensure_future(lm.sample([1, 2, 3], 10_000_000, [], lora_name="mine"))
+    row = await lm.next_token_logprobs([1, 2, 3], lora_name="mine")
+    print(lm.underlying_model[0]._actor_id.hex(), float(row[7]), flush=True)
+    await draw
+
+asyncio.run(main())
 """
 
 
-def test_programs_share_a_fleet_by_its_name(fleet: Fleet, cluster: Any, address: str) -> None:
-    """A second process joins it, with adapters of its own; the fleet outlives both."""
-    lm = fleet(name="shared")
-    mine = sorted(actor._actor_id.hex() for actor in lm.underlying_model)
+def test_programs_share_a_fleet_and_a_killed_one_leaves_nothing_there(
+    fleet: Fleet, cluster: Any, address: str
+) -> None:
+    """Neither its adapter nor its draw: until that ends, an engine takes no new adapter."""
+    lm = fleet(replicas=1, name="shared", backend_opts={"continuous": True, "steps": 1})
+    (actor,) = lm.underlying_model
     lm.add_new_lora("another-adapter", "mine")
-    before = lm.next_token_logprobs_sync([1, 2, 3], lora_name="mine")
-    joined = subprocess.run(
-        [sys.executable, "-c", JOIN, address], capture_output=True, text=True, timeout=PATIENCE
+    mine = lm.next_token_logprobs_sync([1, 2, 3], lora_name="mine")
+    before = adapters_of(cluster, actor)
+    neighbour = subprocess.Popen(
+        [sys.executable, "-c", NEIGHBOUR, address], stdout=subprocess.PIPE, text=True
     )
-    theirs, replicas = joined.stdout.splitlines() or [joined.stderr] * 2
-    assert replicas == str(mine), "it loaded the model again"
-    assert float(theirs) != float(before[7])  # the same version, of another program
+    assert neighbour.stdout is not None
+    replica, theirs = neighbour.stdout.readline().split()
+    assert replica == actor._actor_id.hex(), "it loaded the model again"
+    assert float(theirs) != float(mine[7])  # the same version, of another program
     lm.clear_cache()
-    again = lm.next_token_logprobs_sync([1, 2, 3], lora_name="mine")
-    assert again.equal(before)
-    with pytest.raises(InvalidOptionError, match=r"the fleet serves 'mock'.*give it another name"):
-        fleet(name="shared", backend_opts={"max_context": 5})
-    lm.close()
-    assert cluster.is_initialized()  # the program joined it itself, before there was a model
-    assert end_fleet("shared") == 2
+    assert lm.next_token_logprobs_sync([1, 2, 3], lora_name="mine").equal(mine)
+    (held,) = adapters_of(cluster, actor) - before
+    neighbour.send_signal(signal.SIGKILL)
+    neighbour.wait()
+    lm.add_new_lora("second-adapter", "another")  # behind the draw
+    deadline = time.monotonic() + PATIENCE
+    while held in adapters_of(cluster, actor):
+        assert time.monotonic() < deadline, "its adapter is there"
+    assert lm.underlying_model[0] is actor
+
+
+def adapters_of(cluster: Any, actor: Any) -> set[str]:
+    """The adapters that the replica's model has."""
+    found = actor.__ray_call__.remote(lambda replica: {*replica.lm.adapters})
+    names: set[str] = cluster.get(found, timeout=PATIENCE)
+    return names
 
 
 def names(cluster: Any, fleet: str) -> list[str]:
@@ -120,81 +140,38 @@ def names(cluster: Any, fleet: str) -> list[str]:
     return [each["name"] for each in named if each["name"].startswith(f"genlm-{fleet}-")]
 
 
-def test_a_fleet_that_is_ended_is_not_started_again_by_those_that_use_it(
-    fleet: Fleet, cluster: Any
-) -> None:
-    lm = fleet(name="ended")
-    assert len(names(cluster, "ended")) == 2
-    assert end_fleet("ended") == 2
+def test_a_named_fleet_outlives_its_programs_until_it_is_ended(fleet: Fleet, cluster: Any) -> None:
+    fleet(name="kept").close()
+    before = [cluster.get_actor(f"genlm-kept-{i}", namespace="genlm") for i in range(2)]
+    with pytest.raises(InvalidOptionError, match=r"the fleet serves 'mock'.*give it another name"):
+        fleet(name="kept", backend_opts={"max_context": 5})
+    lm = fleet(name="kept")
+    there = [actor._actor_id for actor in lm.underlying_model]
+    assert there == [actor._actor_id for actor in before]
+    # A replica ends even if who ends it is gone: it could not be used, nor started again.
+    cluster.wait([before[0].end.remote()], timeout=PATIENCE)
+    deadline = time.monotonic() + PATIENCE
+    while names(cluster, "kept") != ["genlm-kept-1"]:
+        assert time.monotonic() < deadline, "a replica that has ended is there"
+    assert end_fleet("kept") == 1
     with pytest.raises(EngineDeadError, match="the fleet has been ended; load the model again"):
         lm.next_token_logprobs_sync([1, 2, 3])
-    assert names(cluster, "ended") == []
-    assert end_fleet("ended") == 0
+    assert names(cluster, "kept") == []
+    assert end_fleet("kept") == 0
+    lm.close()
+    assert cluster.is_initialized()  # the program joined it itself, before there was a model
 
 
-def test_a_fleet_ends_even_if_who_ended_it_is_gone(fleet: Fleet, cluster: Any) -> None:
-    """Replicas that would not end could not be used, nor started again."""
-    fleet(name="alone", replicas=1).close()
-    actor = cluster.get_actor("genlm-alone-0", namespace="genlm")
-    cluster.wait([actor.end.remote()], timeout=PATIENCE)
-    deadline = time.monotonic() + PATIENCE
-    while names(cluster, "alone"):
-        assert time.monotonic() < deadline, "a replica that has ended is there"
-
-
-def test_a_named_fleet_whose_model_does_not_load_leaves_nothing_behind(
+def test_a_fleet_whose_model_does_not_load_says_why_and_leaves_nothing_behind(
     fleet: Fleet, cluster: Any
 ) -> None:
-    with pytest.raises(ModelNotFoundError):
-        fleet("misspelt", replicas=1, name="misspelt")
+    with pytest.raises(InvalidOptionError, match="backend 'mock' has no option maximum"):
+        fleet(replicas=1, name="misspelt", backend_opts={"maximum": 3})
     assert names(cluster, "misspelt") == []
 
 
-def test_a_closed_fleet_leaves_nothing_in_the_program(
-    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Processes of replicas belong to the cluster, which keeps idle ones for the next."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-    def use() -> dict[str, object]:
-        with fleet(replicas=1) as lm:
-            lm.next_token_logprobs_sync([1, 2, 3])
-        left = left_behind()
-        del left["processes"], left["open files and sockets"]  # Ray's own come and go
-        return left
-
-    use()  # what imports leave
-    assert use() == use()
-
-
-NOWHERE = """
-import sys
-from genlm.core import GenlmError, load_model_by_name
-sys.modules["grpc"] = None  # is not installed
-for address in ("127.0.0.1:1", "somewhere", "ray://127.0.0.1:1"):
-    try:
-        load_model_by_name("mock", "ray", {"backend": "mock", "address": address})
-    except GenlmError as error:
-        print(error)
-from genlm.ray import end_fleet
-try:
-    end_fleet("big")
-except GenlmError as error:
-    print(error)
-"""
-
-
-def test_an_address_without_a_cluster_is_a_clear_error_at_once() -> None:
-    ended = subprocess.run([sys.executable, "-c", NOWHERE], capture_output=True, text=True)
-    refused, malformed, client, unnamed = ended.stdout.splitlines() or [ended.stderr] * 4
-    assert re.search("no Ray cluster answers at '127.0.0.1:1'.*ray start --head", refused)
-    assert malformed == "address must be host:port, or ray://host:port; got 'somewhere'"
-    assert "is Ray's client, which needs grpcio; pip install 'ray[client]'" in client
-    assert unnamed == "address must be that of a running cluster; got None"
-
-
 NODES = """
-import asyncio, os, signal
+import asyncio, os, ray, signal
 from pathlib import Path
 from ray.cluster_utils import Cluster
 import genlm.ray.watch
@@ -234,6 +211,7 @@ with MockAsyncLM() as mock:
     asyncio.run(ask_while(stop, second, [[i, i + 2] for i in range(40)]))
 os.kill(raylet(second), signal.SIGCONT)
 lm.close()
+assert not ray.is_initialized()
 cluster.shutdown()
 print("nothing lost")
 """
@@ -285,7 +263,8 @@ print("works again")
 
 
 def test_an_object_store_without_room_is_a_clear_error_until_there_is_room(tmp_path: Path) -> None:
-    save_tokenizer(str(tmp_path), more=40_000)  # rows of 160 KB: Ray keeps less in the messages
+    more = (f"more{i}" for i in range(26_000))
+    write_tokenizer(tmp_path, *more)  # rows of 105 KB: Ray keeps less than 100 in the messages
     ended = subprocess.run(
         [sys.executable, "-c", FULL, str(tmp_path)],
         capture_output=True,

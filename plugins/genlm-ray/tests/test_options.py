@@ -8,9 +8,11 @@ import sys
 from typing import Any
 
 import pytest
+import ray
 
 from genlm.core import BackendUnavailableError, InvalidOptionError, load_model_by_name
 from genlm.core.errors import BackendNotFoundError
+from genlm.ray import end_fleet
 from genlm.ray.options import RayOptions
 
 
@@ -44,14 +46,37 @@ def test_a_backend_that_is_not_installed_is_said_at_once() -> None:
         load_model_by_name("mock", "ray", {"backend": "moc"})
 
 
-def test_the_inner_backends_error_reaches_the_user(fleet: Any) -> None:
-    with pytest.raises(InvalidOptionError, match="backend 'mock' has no option maximum"):
-        fleet(replicas=1, backend_opts={"maximum": 3})
-
-
 def test_resources_that_the_cluster_lacks_are_named(fleet: Any) -> None:
     with pytest.raises(BackendUnavailableError, match=r"0 of 2 replicas .*'num_gpus': 64"):
         fleet(resources={"num_gpus": 64}, start_timeout=0.5)
+
+
+@pytest.fixture
+def outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that is in no cluster, and has no Ray client."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setitem(sys.modules, "grpc", None)
+
+
+@pytest.mark.parametrize(
+    ("address", "error", "said"),
+    [
+        ("127.0.0.1:1", BackendUnavailableError, "no Ray cluster answers at .*ray start --head"),
+        ("somewhere", InvalidOptionError, "must be host:port, or ray://host:port; got 'somewhere'"),
+        ("ray://127.0.0.1:1", BackendUnavailableError, "needs grpcio; pip install 'ray.client.'"),
+    ],
+)
+def test_an_address_without_a_cluster_is_a_clear_error_at_once(
+    outside: None, address: str, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        load_model_by_name("mock", "ray", {"backend": "mock", "address": address})
+
+
+def test_a_fleet_is_ended_in_a_cluster_that_is_there(outside: None) -> None:
+    with pytest.raises(InvalidOptionError, match="must be that of a running cluster; got None"):
+        end_fleet("big")
 
 
 def test_listing_the_backend_imports_neither_ray_nor_torch() -> None:
