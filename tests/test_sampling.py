@@ -99,7 +99,7 @@ def drawable(row, **options):
     """The ids that are drawn, each with the probability that the drawer says it had."""
     drawer = TokenDrawer(SamplingParams(max_tokens=1, seed=0, **options))
     found = {}
-    for _ in range(1000):
+    for _ in range(500):
         before, token_id = drawer.proposal_logprob, drawer.draw(row)
         found[token_id] = math.exp(drawer.proposal_logprob - before)
     return found

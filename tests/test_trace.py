@@ -46,6 +46,7 @@ def test_requests_batches_stages_and_hits(mock, path):
     assert len(named(events, "cache hit", "i")) == 1
 
     (batch,) = named(events, "batch", "X")
+    assert batch["tid"] != requests[min(requests)]["tid"]
     assert batch["args"] == {"requests": 5}
     assert [span["args"] for span in named(events, "engine", "X")] == [{"requests": 5}]
     stages = [
