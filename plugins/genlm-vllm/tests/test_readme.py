@@ -7,5 +7,5 @@ from pathlib import Path
 from tests.pages import run_readme
 
 
-def test_the_blocks_of_the_readme_run(tiny_path: str) -> None:
-    run_readme(Path(__file__).parents[1], tiny_path)
+def test_the_blocks_of_the_readme_run(small_path: str) -> None:
+    run_readme(Path(__file__).parents[1], small_path)
