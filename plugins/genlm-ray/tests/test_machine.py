@@ -94,14 +94,20 @@ class World:
         process.asked.append(asked)
         if not process.alive:
             self.die(process)
+        elif not process.hangs and self.busy(process, asked):
+            self.reply(process, asked, Busy())
+
+    def busy(self, process: Process, asked: Asked) -> bool:
+        """Whether another program tries something there."""
+        beside = (each for each in process.asked if each.program is not asked.program)
+        return asked.on_trial and any(each.on_trial for each in beside)
 
     def work(self, process: Process, asked: Asked) -> None:
         """A process finishes a call, or dies of it."""
         if process.hangs or asked.method == "beat" or asked not in process.asked:
             return
         name = asked.program.name
-        beside = [each for each in process.asked if each.program is not asked.program]
-        if asked.on_trial and any(each.on_trial for each in beside):
+        if self.busy(process, asked):  # they came while it was stopped
             self.reply(process, asked, Busy())
         elif asked.method != "open" and process.sessions.get(name) != asked.life:
             self.reply(process, asked, Gone("it does not know the program", computing=False))
@@ -154,6 +160,11 @@ class World:
                 self.reply(process, asked, None if known else Gone("unknown", computing=False))
 
     def deliver(self, index: int) -> None:
+        """In any order, but that of a death comes after what the replica said before it."""
+        asked, outcome = self.arriving[index]
+        if isinstance(outcome, Gone):
+            members = [(each.program, each.call.member.index) for each, _ in self.arriving]
+            index = members.index((asked.program, asked.call.member.index))
         asked, outcome = self.arriving.pop(index)
         asked.program.fleet.take(asked.call, outcome)
         asked.program.check_answers()
@@ -397,7 +408,8 @@ class Machine(RuleBasedStateMachine):
     def forget(self, replica: int, program: int) -> None:
         """A session ends, such as after the program was stopped for long."""
         process, forgotten = self.process(replica), self.program(program)
-        if forgotten.fleet.started and self.may_kill(process) and not process.hangs:
+        known = forgotten.name in process.sessions and not process.hangs
+        if known and forgotten.fleet.started and self.may_kill(process):
             self.world.forget(process, forgotten)
 
     @rule(path=st.sampled_from(["a", "b"]))
