@@ -6,6 +6,7 @@ Needs PEFT and transformers, whose rows are the right ones.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,20 +63,25 @@ CONTEXTS = [(5, 6, 7, 8, 9, 10 + n) for n in range(7)]
 
 def make_case(kind: Kind, model: str, folder: Path) -> Case:
     """Save an adapter of a kind and a plain one, and compute their rows."""
-    paths = {
-        None: None,
-        "other": make_adapter(KINDS[0], model, folder / "other", seed=2),
-        "this": make_adapter(kind, model, folder / "adapter"),
+    path = make_adapter(kind, model, folder / "adapter")
+    try:
+        rows = reference_rows(model, path, CONTEXTS)
+    except Exception:
+        rows = None  # the backend should refuse it
+    plain, others = _without(model)
+    paths = {None: None, "other": plain, "this": path}
+    return Case(kind, paths, {**others, "this": rows})
+
+
+@functools.cache
+def _without(model: str) -> tuple[str, dict[str | None, list[torch.Tensor]]]:
+    """A plain adapter for a model, saved beside it, and the rows of both."""
+    path = make_adapter(KINDS[0], model, Path(f"{model}-other"), seed=2)
+    rows: dict[str | None, list[torch.Tensor]] = {
+        None: reference_rows(model, None, CONTEXTS),
+        "other": reference_rows(model, path, CONTEXTS),
     }
-    rows: dict[str | None, list[torch.Tensor] | None] = {}
-    for name, path in paths.items():
-        try:
-            rows[name] = reference_rows(model, path, CONTEXTS)
-        except Exception:
-            if name != "this":
-                raise
-            rows[name] = None  # the backend should refuse it
-    return Case(kind, paths, rows)
+    return path, rows
 
 
 def outcome(lm: AsyncLM, case: Case, atol: float, forwards: Sequence[int] = ()) -> str:
