@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from typing import Any
 
 import pytest
 
 from .test_precision import check_compiled
 
 
-def test_by_inductor(tiny: str, beside: Any, interleave: Any) -> None:
+def test_by_inductor(tiny: str) -> None:
     if not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
         pytest.skip("torch.compile needs a C++ compiler, and none is installed")
-    check_compiled(tiny, beside, interleave, backend="inductor")
+    check_compiled(tiny, backend="inductor")

@@ -4,11 +4,13 @@ kept state are those of cold forwards, around every threshold."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from .models import sweep
 
 FAMILIES = sorted({kind.model_type for kind in MODEL_FOR_CAUSAL_LM_MAPPING})
 
@@ -30,7 +32,7 @@ def table(pytestconfig: pytest.Config) -> Iterator[list[Any]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family(family: str, sweep: Callable[[str], Any], table: list[Any]) -> None:
+def test_a_family(family: str, table: list[Any]) -> None:
     found = sweep(family)
     table.append(found)
     assert found.outcome != "wrong", found.why

@@ -27,7 +27,10 @@ class TestTiny(Tiny):
 
 
 class TestTinyThoroughly(Tiny):
-    pass
+    """And in chunks, between which others are answered."""
+
+    effort = 0.5
+    options = {"max_batch_tokens": 32}  # noqa: RUF012
 
 
 class TestRecurrent(StateSuite):

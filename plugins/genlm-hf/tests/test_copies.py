@@ -27,16 +27,14 @@ from transformers import (
 
 from genlm.core import Query
 from genlm.hf import engine as engine_module
-from genlm.hf import pool as pool_module
 from genlm.hf.attention import ROW_ATTENTION
 from genlm.hf.engine import HFEngine
 from genlm.hf.evaluator import Evaluator
 from genlm.hf.options import HFOptions
-from genlm.hf.pool import RowPool
 from genlm.hf.probe import Choice
 from genlm.hf.reuse import Reuse
 from genlm.hf.strategies import Computed
-from genlm.hf.upload import Places, Upload
+from genlm.hf.upload import Upload
 
 from .shapes import MAMBA, SHAPE, TOKENS
 
@@ -166,8 +164,9 @@ GEMMA = Gemma2Config(
 )
 
 
-@pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=["llama", "gemma2"])
-@pytest.mark.parametrize("reuse", [Reuse.SHARED, Reuse.PACKED])
+@pytest.mark.parametrize(
+    ("config", "reuse"), [(LLAMA, Reuse.PACKED), (GEMMA, Reuse.SHARED)], ids=["llama", "gemma2"]
+)
 def test_a_step_in_rows_copies_once(config: PretrainedConfig, reuse: Reuse, there: Make) -> None:
     engine = there(config, reuse)
     new = contexts_of(20)
@@ -208,6 +207,12 @@ def test_every_forward_of_a_step_copies_once(there: Make) -> None:
     assert ask(engine, [1, 2, 3], [4, 5], [6, 7], [8]) == Counts(up=3)
 
 
+def test_state_in_uniform_rows_copies_once(there: Make) -> None:
+    engine = there(LLAMA, Reuse.UNIFORM)
+    assert ask(engine, *contexts_of(20)) == ONE
+    assert ask(engine, *[[*one, 5] for one in contexts_of(20)[::2]]) == ONE
+
+
 def test_a_score_copies_its_targets_besides(there: Make) -> None:
     engine = there(LLAMA)
     with counted() as counts:
@@ -222,18 +227,16 @@ def test_a_fork_copies_its_rows_besides(there: Make) -> None:
     assert ask(engine, *forks) == Counts(up=2)  # whatever the number of layers
 
 
-def test_state_in_uniform_rows_and_none_copies_once(there: Make) -> None:
-    engine = there(LLAMA, Reuse.UNIFORM)
-    assert ask(engine, *contexts_of(20)) == ONE
-    assert ask(engine, *[[*one, 5] for one in contexts_of(20)[::2]]) == ONE
-
-
 def test_snapshots_copy_once_where_contexts_stay_together(there: Make) -> None:
     engine = there(MAMBA, Reuse.SNAPSHOTS)
     assert ask(engine, *contexts_of(20)) == ONE
     grown = [[*one, 5] for one in contexts_of(20)]
     assert ask(engine, *grown) == ONE
     assert ask(engine, *[[*one, 6] for one in grown[::-1]]) == Counts(up=2)
+
+
+def test_the_whole_contexts_of_a_cold_row_are_copied_once(there: Make) -> None:
+    assert ask(there(MAMBA, Reuse.NONE), *contexts_of(20), [1, 2]) == Counts(up=2)
 
 
 def launched(engine: HFEngine, contexts: Sequence[Sequence[int]]) -> int:
@@ -249,50 +252,24 @@ def launched(engine: HFEngine, contexts: Sequence[Sequence[int]]) -> int:
     return ours.count - raw.count
 
 
-@pytest.mark.parametrize("n", [1, 3, 64])
+@pytest.mark.parametrize("n", [1, 64])
 def test_a_step_launches_ten_kernels_more_than_transformers(n: int, there: Make) -> None:
     engine = there(LLAMA)
     contexts = contexts_of(20, n)
-    launched(engine, contexts)
-    contexts = [[*one, 5] for one in contexts]
-    launched(engine, contexts)  # the table has grown
-    assert launched(engine, [[*one, 5] for one in contexts]) <= 10
+    for token in range(2):  # the table is large enough then
+        launched(engine, contexts)
+        contexts = [[*one, token] for one in contexts]
+    assert launched(engine, contexts) <= 10
 
 
 @pytest.mark.parametrize("n", [2, 64])
 def test_a_fork_launches_four_kernels_a_layer_besides(n: int, there: Make) -> None:
     engine = there(LLAMA)
     contexts = contexts_of(20, n)
-    for _ in range(3):  # the table is large enough then
+    for _ in range(3):
         launched(engine, contexts)
         contexts = [[*one, at] for one in contexts[: n // 2] for at in (5, 6)]
     assert launched(engine, contexts) <= 10 + 4 * LLAMA.num_hidden_layers
-
-
-@pytest.mark.parametrize("row_by_row", [{"cpu"}, set[str]()])
-def test_a_fork_copies_the_same_in_either_way(
-    row_by_row: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool_module, "ROW_BY_ROW", row_by_row)
-    pool = RowPool()
-    pool.resize(6, 8)
-    states = [pool_module.PoolLayer(pool, at) for at in range(2)]
-    pool.layers.extend(states)
-    for at, layer in enumerate(states):
-        layer.lazy_initialization(torch.empty(6, 3, 1, 4), torch.empty(6, 3, 1, 5))
-        layer.keys.copy_(torch.arange(6)[:, None, None, None] + 10 * at)
-        layer.values.copy_(layer.keys[..., :1] + 100)
-    pool.fork([4, 1, 4], [0, 3, 5], 6)
-    for at, layer in enumerate(states):
-        for number, kept in ((10 * at, layer.keys), (10 * at + 100, layer.values)):
-            assert (
-                kept[:, :, :6, :] == torch.tensor([4, 1, 2, 1, 4, 4])[:, None, None, None] + number
-            ).all()
-            assert (kept[:, :, 6:, :] == torch.arange(6)[:, None, None, None] + number).all()
-
-
-def test_the_whole_contexts_of_a_cold_row_are_copied_once(there: Make) -> None:
-    assert ask(there(MAMBA, Reuse.NONE), *contexts_of(20), [1, 2]) == Counts(up=2)
 
 
 def test_what_is_added_after_the_copy_is_refused() -> None:
@@ -303,28 +280,15 @@ def test_what_is_added_after_the_copy_is_refused() -> None:
         upload.add([4])
 
 
-@pytest.mark.parametrize("places", [[], [3], [3, 4, 5], [0, 2], [0, 0, 2], [2, 1, 0], [0, 2, 1]])
-def test_places_choose_what_they_name(places: list[int]) -> None:
-    there = Places(places, Upload()).on(torch.device("cpu"))
-    assert torch.arange(6)[there].tolist() == places
-    assert isinstance(there, slice) == (places in ([], [3], [3, 4, 5]))
-
-
-@pytest.mark.parametrize(
-    ("what", "expected"),
-    [
-        (lambda there: torch.tensor([1], device=META), Counts(up=1)),
-        (lambda there: torch.tensor([1]).to(META), Counts(up=1)),
-        (lambda there: there[torch.tensor([1])], Counts(up=1)),
-        (lambda there: there[[0, 1]], Counts(up=1)),
-        (lambda there: there + 1, Counts()),
-    ],
-)
-def test_what_counts_as_a_copy(what: Callable[[torch.Tensor], object], expected: Counts) -> None:
+def test_what_is_counted() -> None:
     there = torch.empty(3, device=META)
     with counted() as counts:
-        what(there)
-    assert counts == expected
+        torch.add(there, 1)  # no copy
+        torch.tensor([1], device=META)
+        torch.tensor([1]).to(META)
+        there[torch.tensor([1])]
+        there[[0, 1]]
+    assert counts == Counts(up=4)
 
 
 @pytest.mark.parametrize(
@@ -332,10 +296,8 @@ def test_what_counts_as_a_copy(what: Callable[[torch.Tensor], object], expected:
     [
         lambda there: there.tolist(),
         lambda there: there[0].item(),
-        lambda there: there.cpu(),
         lambda there: there.nonzero(),
         lambda there: there[there > 0],
-        lambda there: bool((there > 0).all()),
     ],
 )
 def test_what_waits_for_the_device_raises(what: Callable[[torch.Tensor], object]) -> None:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 FOLDER = Path(__file__).parents[3] / "examples"
 
 
-def test_an_adapter_made_on_the_spot_and_the_base_model_in_one_gather(tiny):
+def test_an_adapter_made_on_the_spot_and_the_base_model_in_one_gather(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("peft", reason="the example makes an adapter with the package peft")
-    command = [sys.executable, FOLDER / "lora.py", "--model", tiny, "--prompt", "ab"]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    base, adapter, counts = ran.stdout.splitlines()
+    monkeypatch.setattr("sys.argv", ["lora.py", "--model", tiny, "--prompt", "ab"])
+    with capture_logs():
+        runpy.run_path(str(FOLDER / "lora.py"), run_name="__main__")
+    base, adapter, counts = capsys.readouterr().out.splitlines()
     assert base.startswith("base model")
     assert adapter.startswith("adapter")
     assert base.split(maxsplit=2)[2] != adapter.split(maxsplit=1)[1]
-    assert re.fullmatch(r"2 rows in 1 batches", counts)
+    assert counts == "2 rows in 1 batches"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +11,6 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM
 
 from genlm.hf import AsyncTransformer
-from genlm.hf.loading import load_pretrained
-from genlm.hf.options import HFOptions
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
 
@@ -77,11 +73,3 @@ def test_a_folder_with_a_gguf_file(folder: Path) -> None:
     # transformers gives the tokenizer a token of its own, for which the model has no row.
     assert torch.allclose(row[: len(expected)], expected, atol=1e-4)
     assert (row[len(expected) :] == -float("inf")).all()
-
-
-def test_forks_of_a_gguf_folder(
-    folder: Path, beside: Callable[..., Any], interleave: Callable[..., None]
-) -> None:
-    plain = AutoModelForCausalLM.from_pretrained(folder, gguf_file="tiny.gguf")
-    model, _ = load_pretrained(str(folder), HFOptions())
-    interleave(beside(model, plain), seed=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from tools.gpu import __main__ as command
 from tools.gpu.steps import ATOL, step_figures
 from tools.gpu.tries import trie_figures
 from tools.shapes import model_of
+
+from .models import llama_config, proven
 
 # --- which kernels attention may use --------------------------------------------------------------
 
@@ -45,9 +46,7 @@ def test_cudnn_stays_off_where_the_user_turned_it_off() -> None:
         torch.backends.cuda.enable_cudnn_sdp(True)
 
 
-def test_every_forward_says_where_it_runs(
-    pair: Callable[..., Any], llama_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_forward_says_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = []
 
     @contextmanager
@@ -57,7 +56,7 @@ def test_every_forward_says_where_it_runs(
             yield
 
     monkeypatch.setattr(runner, "attention_kernels", recorded)
-    model = pair(llama_config())
+    model = proven(llama_config())
     probed = len(devices)
     model.ask((1, 2, 3))
     assert set(devices) == {"cpu"}

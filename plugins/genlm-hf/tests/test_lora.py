@@ -1,10 +1,11 @@
-"""LoRA adapters: mixed in one forward, never in state."""
+"""LoRA adapters: mixed in one forward, never in state; the base model stays itself."""
 
 from __future__ import annotations
 
-import subprocess
+import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,24 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from genlm.core import Adapter, Query, UnsupportedError
 from genlm.core.errors import InvalidAdapterError
+from genlm.hf import AsyncTransformer
 from genlm.hf.engine import HFEngine
+from tests.adapter_kinds import KINDS, make_adapter
 from tests.adapter_outcomes import reference_rows
 from tests.engines import add_lora, rows_of
 
-Contexts = Callable[..., list[tuple[int, ...]]]
+pytest.importorskip("peft", reason="LoRA needs peft")
 
-
-@pytest.fixture
-def engine(tiny: str) -> HFEngine:
-    return HFEngine(AutoModelForCausalLM.from_pretrained(tiny), None)
-
-
-def check(engine: HFEngine, tiny: str, queries: Sequence[Query]) -> None:
-    """Rows that are asked together are those of transformers and PEFT."""
-    for query, row in zip(queries, rows_of(engine, queries), strict=True):
-        adapter = query.adapter and query.adapter.path
-        (expected,) = reference_rows(tiny, adapter, [query.token_ids])
-        torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
+CONTEXT = [2, 8, 14, 36]
 
 
 def test_adapters_that_the_model_had_before_are_left_alone(
@@ -42,109 +34,122 @@ def test_adapters_that_the_model_had_before_are_left_alone(
     PeftModel.from_pretrained(model, lora_folders["a"]).eval()  # puts its layers into the model
     before = model(torch.tensor([[1, 2, 3]])).logits
     engine = HFEngine(model, None)
-    adapter = Adapter("b", lora_folders["b"], 1)
     with pytest.raises(UnsupportedError, match="merge_and_unload"):
-        add_lora(engine, adapter)
+        add_lora(engine, Adapter("b", lora_folders["b"], 1))
     engine.genlm_close()
     assert torch.equal(model(torch.tensor([[1, 2, 3]])).logits, before)
 
 
-def test_a_mixed_batch_is_one_forward(
-    engine: HFEngine, tiny: str, lora_folders: dict[str, str], contexts: Contexts
-) -> None:
-    adapters = [None, Adapter("a", lora_folders["a"], 1), Adapter("b", lora_folders["b"], 2)]
-    for adapter in adapters[1:]:
-        assert add_lora(engine, adapter)
-    forwards: list[int] = []
-    engine.model.register_forward_pre_hook(
-        lambda module, args, kwargs: forwards.append(kwargs["input_ids"].numel()), with_kwargs=True
-    )
-    prompts = contexts(2, 12)
-    for grown in range(3):
-        queries = [
-            Query(prompt + (7,) * grown, adapter) for prompt in prompts for adapter in adapters
-        ]
-        check(engine, tiny, queries)
-    assert forwards == [6 * 12, 6, 6]
-    for adapter in adapters:  # and each alone
-        check(engine, tiny, [Query((1, 2, 3), adapter)])
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError, KeyboardInterrupt])
 def test_an_error_inside_a_mixed_batch_leaves_nothing(
-    engine: HFEngine, tiny: str, lora_folders: dict[str, str], error: type[BaseException]
+    tiny: str, lora_folders: dict[str, str]
 ) -> None:
     """The next batches have as many rows as the failed one: what it left would go unnoticed."""
+    engine = HFEngine(AutoModelForCausalLM.from_pretrained(tiny), None)
     a, b = Adapter("a", lora_folders["a"], 1), Adapter("b", lora_folders["b"], 2)
     for adapter in (a, b):
         add_lora(engine, adapter)
-    context = (1, 2, 3)
+    contexts = [(1, 2, 3, at) for at in range(2)]
+    expected = {each: reference_rows(tiny, each and each.path, contexts) for each in (None, a, b)}
 
     def fail(*_: Any) -> None:
-        raise error("in the middle of the forward")
+        raise KeyboardInterrupt
 
     hook = engine.model.model.layers[1].register_forward_pre_hook(fail)
-    with pytest.raises(BaseException, match=r"middle|memory"):
-        rows_of(engine, [Query(context), Query(context, a)])
+    with pytest.raises(KeyboardInterrupt):
+        rows_of(engine, [Query((1, 2, 3)), Query((1, 2, 3), a)])
     hook.remove()
     for pair in ([None, None], [b, b], [a, None], [b, a], [a, a]):
-        contexts = [(*context, at) for at in range(2)]
-        queries = [Query(ids, each) for ids, each in zip(contexts, pair, strict=True)]
         engine.genlm_clear_kv_cache()
-        check(engine, tiny, queries)
+        given = rows_of(engine, [Query(*one) for one in zip(contexts, pair, strict=True)])
+        for at, (row, each) in enumerate(zip(given, pair, strict=True)):
+            torch.testing.assert_close(row, expected[each][at], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("others", [0, 1])
-def test_an_adapter_that_fails_while_it_is_loaded_leaves_nothing(
-    engine: HFEngine,
-    tiny: str,
-    lora_folders: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    others: int,
+def test_a_folder_that_is_not_there_is_said_before_peft_is_imported(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from peft import PeftModel
-
-    adapters = [Adapter("a", lora_folders["a"], 1)][:others]
-    for adapter in adapters:
-        add_lora(engine, adapter)
-
-    def parameters() -> set[str]:  # PEFT moves some, and leaves them there
-        names = {name for name, _ in engine.model.named_parameters()}
-        return {name.replace(".base_layer", "") for name in names}
-
-    load = PeftModel.load_adapter
-
-    def load_a_part(*given: Any, **options: Any) -> Any:
-        result = load(*given, **options)
-        result.unexpected_keys.append("elsewhere")
-        return result
-
-    before, failing = parameters(), Adapter("b", lora_folders["b"], 2)
-    with monkeypatch.context() as patch:
-        patch.setattr(PeftModel, "load_adapter", load_a_part)
-        with pytest.raises(InvalidAdapterError, match="has elsewhere, which this model"):
-            add_lora(engine, failing)
-    assert parameters() == before
-    add_lora(engine, failing)
-    check(engine, tiny, [Query((1, 2, 3), each) for each in (None, failing, *adapters)])
-
-
-def test_a_folder_that_is_not_there_is_said_before_peft_is_imported(tiny: str) -> None:
     """To import PEFT takes seconds."""
-    program = """
-import sys
-from genlm.core import load_model_by_name
-from genlm.core.errors import InvalidAdapterError
+    with AsyncTransformer.from_name(tiny) as lm:
+        monkeypatch.setitem(sys.modules, "peft", None)  # to import it is an error now
+        with pytest.raises(
+            InvalidAdapterError, match=r"no/such/folder/adapter_config\.json does not exist"
+        ):
+            lm.add_new_lora("no/such/folder", "a")
 
-lm = load_model_by_name(sys.argv[1], "hf")
-try:
-    lm.add_new_lora("no/such/folder", "a")
-except InvalidAdapterError as error:
-    assert "no/such/folder/adapter_config.json does not exist" in str(error)
-    assert "peft" not in sys.modules
-    print("refused")
-"""
-    ran = subprocess.run(
-        [sys.executable, "-c", program, tiny], capture_output=True, text=True, timeout=300
-    )
-    assert ran.stdout == "refused\n", ran.stderr
+
+# PEFT says so of every module where the active one is removed.
+@pytest.mark.filterwarnings("error:Adapter .* was active")
+def test_the_base_model_stays_itself_in_whatever_order_adapters_come_and_go(
+    tiny: str, lora_folders: dict[str, str]
+) -> None:
+    orders = itertools.permutations("ab")  # they adapt different modules: PEFT wraps some later
+    with AsyncTransformer.from_name(tiny, cache_size=0) as lm:
+        base = lm.next_token_logprobs_uncached(CONTEXT)
+
+        def check() -> None:
+            row = lm.next_token_logprobs_uncached(CONTEXT)
+            torch.testing.assert_close(row, base, atol=1e-4, rtol=0)
+
+        for order, asked in itertools.product(orders, (None, "a", "b")):
+            for name in order:
+                lm.add_new_lora(lora_folders[name], name)
+                check()
+            if asked is not None:
+                row = lm.next_token_logprobs_uncached(CONTEXT, lora_name=asked)
+                assert not torch.allclose(row, base, atol=1e-2)
+                check()
+            for name in order:
+                lm.remove_lora(name)
+                check()
+
+
+#: Kinds that change one layer in different ways.
+PAIRS = [
+    ("LoRA on the embedding", "`trainable_token_indices`"),
+    ("LoRA on the embedding", "`modules_to_save`: the embedding"),
+    ("`modules_to_save`: the embedding", "`trainable_token_indices`"),
+    ("LoRA on the output layer", "`modules_to_save`: the output layer"),
+    ("every linear layer", "`target_parameters`"),
+]
+
+
+@pytest.mark.parametrize("kinds", PAIRS)
+def test_a_layer_is_changed_in_one_way_at_a_time(
+    tiny: str, tmp_path: Path, kinds: tuple[str, str]
+) -> None:
+    by_name = {kind.name: kind for kind in KINDS}
+    folders = {
+        name: make_adapter(by_name[kind], tiny, tmp_path / name)
+        for name, kind in (("first", kinds[0]), ("plain", "plain"), ("second", kinds[1]))
+    }
+    expected = {
+        name: reference_rows(tiny, folders.get(name), [CONTEXT])[0] for name in (None, *folders)
+    }
+    with AsyncTransformer.from_name(tiny, cache_size=0) as lm:
+
+        def check(names: Sequence[str | None]) -> None:
+            for name in names:
+                row = lm.next_token_logprobs_sync(CONTEXT, lora_name=name)
+                torch.testing.assert_close(row, expected[name], atol=1e-4, rtol=0)
+
+        lm.add_new_lora(folders["plain"], "plain")
+        for one, other in (("first", "second"), ("second", "first")):
+            lm.add_new_lora(folders[one], one)
+            names = [name for name, _ in lm.underlying_model.named_parameters()]
+            with pytest.raises(InvalidAdapterError, match=f"adapter '{one}' does so by .*, and PE"):
+                lm.add_new_lora(folders[other], other)
+            assert [name for name, _ in lm.underlying_model.named_parameters()] == names
+            check([None, one, "plain"])
+            lm.remove_lora(one)
+
+
+def test_two_adapters_change_the_same_parameters(tiny: str, tmp_path: Path) -> None:
+    (kind,) = (each for each in KINDS if each.name == "`target_parameters`")
+    folders = [make_adapter(kind, tiny, tmp_path / str(seed), seed) for seed in (1, 2)]
+    with AsyncTransformer.from_name(tiny, cache_size=0) as lm:
+        for folder in folders:
+            lm.add_new_lora(folder, folder)
+        for folder in folders:
+            (expected,) = reference_rows(tiny, folder, [CONTEXT])
+            row = lm.next_token_logprobs_sync(CONTEXT, lora_name=folder)
+            torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -56,30 +54,40 @@ def tensor_bytes() -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
 
-TAKES_MEMORY = ("plain", "LoRA on the output layer", "`modules_to_save`: the embedding")
+TAKES_MEMORY = (
+    "plain",
+    "LoRA on the output layer",
+    "`modules_to_save`: the embedding",
+    "`trainable_token_indices`",
+)
 
 
-@pytest.mark.parametrize("name", [*TAKES_MEMORY, "`trainable_token_indices`", "`use_dora`"])
-def test_an_adapter_that_is_removed_takes_its_memory_along(
-    tiny: str, tmp_path: Path, name: str
-) -> None:
-    (kind,) = (kind for kind in KINDS if kind.name == name)
-    folder = make_adapter(kind, tiny, tmp_path / "adapter")
+def test_an_adapter_that_is_removed_takes_its_memory_along(tiny: str, tmp_path: Path) -> None:
+    folders = [
+        make_adapter(kind, tiny, tmp_path / str(at))
+        for at, kind in enumerate(KINDS)
+        if kind.name in TAKES_MEMORY
+    ]
+    assert len(folders) == len(TAKES_MEMORY)
     with AsyncTransformer.from_name(tiny, cache_size=0) as lm:
 
-        def use() -> int:
+        def use(folder: str) -> None:
             lm.add_new_lora(folder, "a")
             lm.batch_next_token_logprobs_sync([[1, 2, 3], [4, 5]], lora_name="a")
             lm.next_token_logprobs_sync([1, 2, 3])
-            most = tensor_bytes()
+
+        def remove() -> None:
             lm.remove_lora("a")
             lm.clear_kv_cache()
-            return most
 
-        use()  # the first adapter also brings what is kept for all
+        use(folders[0])  # the first adapter also brings what is kept for all
+        remove()
         before = tensor_bytes()
-        assert use() > before
-        assert tensor_bytes() == before
+        for folder in folders:
+            use(folder)
+            assert tensor_bytes() > before
+            remove()
+            assert tensor_bytes() == before
 
 
 def test_the_output_layer_in_scores_and_large_batches(tiny: str, tmp_path: Path) -> None:
@@ -118,29 +126,27 @@ def test_the_output_layer_in_scores_and_large_batches(tiny: str, tmp_path: Path)
             assert float(score[at]) == pytest.approx(float(row[token]), abs=1e-4)
 
 
-def test_what_an_adapter_names_is_not_imported_or_run(tiny: str, tmp_path: Path) -> None:
+def test_what_an_adapter_names_is_not_imported_or_run(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``megatron_core`` and ``auto_mapping`` name modules; PEFT has imported them."""
     canary = tmp_path / "genlm_adapter_canary.py"
     canary.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
     path = make_adapter(KINDS[0], tiny, tmp_path / "adapter")
-    for name in ("megatron_config", "auto_mapping", "custom_modules"):
-        config = json.loads(Path(path, "adapter_config.json").read_text())
-        mapping = {"base_model_class": "X", "parent_library": canary.stem}
-        config |= {"megatron_core": canary.stem, name: mapping, "target_modules": "(.*)*(.*)*Z"}
-        Path(path, "adapter_config.json").write_text(json.dumps(config))
-        sys.path.insert(0, str(tmp_path))
-        try:
-            with AsyncTransformer.from_name(tiny) as lm:
-                if name == "auto_mapping":
-                    lm.add_new_lora(path, "a")
-                    lm.next_token_logprobs_sync([1, 2], lora_name="a")
-                else:
-                    with pytest.raises(InvalidAdapterError, match=name):
-                        lm.add_new_lora(path, "a")
-        finally:
-            sys.path.remove(str(tmp_path))
-        assert not (tmp_path / "ran").exists()
-        make_adapter(KINDS[0], tiny, tmp_path / "adapter")
+    file = Path(path, "adapter_config.json")
+    plain = json.loads(file.read_text())
+    mapping = {"base_model_class": "X", "parent_library": canary.stem}
+    own = {"megatron_core": canary.stem, "target_modules": "(.*)*(.*)*Z"}
+    with AsyncTransformer.from_name(tiny) as lm:
+        for name in ("megatron_config", "custom_modules"):
+            file.write_text(json.dumps({**plain, **own, name: mapping}))
+            with pytest.raises(InvalidAdapterError, match=name):
+                lm.add_new_lora(path, "a")
+        file.write_text(json.dumps({**plain, **own, "auto_mapping": mapping}))
+        lm.add_new_lora(path, "a")
+        lm.next_token_logprobs_sync([1, 2], lora_name="a")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_adapters_of_other_models(tiny: str, tmp_path: Path) -> None:
@@ -148,72 +154,31 @@ def test_adapters_of_other_models(tiny: str, tmp_path: Path) -> None:
         check_refused(lm, strangers(tiny, tmp_path))
 
 
-EXPERTS = (
-    Kind(
-        "experts' parameters",
-        {
-            "target_modules": ["q_proj"],
-            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        },
-    ),
-    Kind(
-        "experts' parameters with a pattern",
-        {
-            "target_modules": ["q_proj"],
-            "target_parameters": ["mlp.experts.down_proj"],
-            "alpha_pattern": {"experts.down_proj": 20},
-        },
-    ),
-    Kind("every linear layer", {"target_modules": "all-linear"}),
+PARAMETERS = {
+    "target_modules": ["q_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
+WITH_A_PATTERN = {
+    "target_modules": ["q_proj"],
+    "target_parameters": ["mlp.experts.down_proj"],
+    "alpha_pattern": {"experts.down_proj": 20},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        (Qwen3MoeConfig, PARAMETERS),
+        (Qwen3MoeConfig, WITH_A_PATTERN),
+        (Qwen3NextConfig, {"target_modules": "all-linear"}),
+    ],
 )
-
-
-@pytest.mark.parametrize("kind", EXPERTS, ids=lambda kind: kind.name)
-@pytest.mark.parametrize("family", [Qwen3MoeConfig, Qwen3NextConfig])
-def test_experts(tiny: str, tmp_path: Path, family: Any, kind: Kind) -> None:
+def test_experts(tiny: str, tmp_path: Path, family: Any, settings: dict[str, Any]) -> None:
     torch.manual_seed(0)
     config = family(**QWEN3_NEXT, initializer_range=0.2)
     folder = tmp_path / "model"
     AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    case = make_case(kind, str(folder), tmp_path)
+    case = make_case(Kind("experts", settings), str(folder), tmp_path)
     with AsyncTransformer.from_name(str(folder), cache_size=0) as lm:
         assert outcome(lm, case, 1e-4) == "right"
-
-
-@pytest.mark.xfail(
-    reason="PEFT leaves the hooks of a mixed batch on its layers when the batch raises",
-    raises=AssertionError,
-    strict=True,
-)
-def test_peft_itself_clears_the_hooks_of_a_batch_that_raises(
-    tiny: str, lora_folders: dict[str, str]
-) -> None:
-    """Not ours, and expected to fail: when it passes, PEFT's own mixed batches will do."""
-    model: Any = AutoModelForCausalLM.from_pretrained(tiny)
-    adapted = PeftModel.from_pretrained(model, lora_folders["a"], adapter_name="a").eval()
-    layer = adapted.base_model.model.model.layers[0].self_attn.q_proj
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("in the middle")
-
-    hook = model.lm_head.register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="in the middle"):
-        adapted(torch.tensor([[1, 2], [1, 2]]), adapter_names=["__base__", "a"])
-    hook.remove()
-    assert not layer._forward_pre_hooks
-
-
-@pytest.mark.xfail(
-    reason="PEFT puts the trained copy of a module in its place when adapters are unloaded",
-    raises=AssertionError,
-    strict=True,
-)
-def test_peft_itself_puts_whole_modules_back(tiny: str, tmp_path: Path) -> None:
-    """Not ours, and expected to fail: when it passes, AdapterSet need not put them back."""
-    kind = Kind("the output layer", {"modules_to_save": ["lm_head"]})
-    path = make_adapter(kind, tiny, tmp_path / "adapter")
-    model: Any = AutoModelForCausalLM.from_pretrained(tiny)
-    before = model.lm_head.weight.clone()
-    PeftModel.from_pretrained(model, path).unload()
-    assert torch.equal(model.lm_head.weight, before)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from genlm.core import Adapter, EngineDeadError, InvalidAdapterError, Query, Uns
 from genlm.hf.engine import HFEngine
 from genlm.hf.loading import load_pretrained
 from genlm.hf.options import HFOptions
+from tests.adapter_kinds import Kind, make_adapter
 from tests.engines import add_lora, rows_of
 
 peft = pytest.importorskip("peft", reason="LoRA needs peft")
@@ -32,11 +32,10 @@ def row(engine: HFEngine, adapter: Adapter | None = None) -> torch.Tensor:
     return rows_of(engine, [Query(CONTEXT, adapter, cold=True)])[0]
 
 
-@pytest.fixture(params=QUANTISED)
-def quantised(request: pytest.FixtureRequest, tiny: str) -> Any:
+def quantised(folder: str, how: str) -> Any:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    options = HFOptions.parse({"bitsandbytes_opts": QUANTISED[request.param]})
-    return load_pretrained(tiny, options)[0]
+    options = HFOptions.parse({"bitsandbytes_opts": QUANTISED[how]})
+    return load_pretrained(folder, options)[0]
 
 
 def dequantised(model: Any, folder: str) -> Any:
@@ -57,11 +56,11 @@ def dequantised(model: Any, folder: str) -> Any:
     return plain
 
 
-def test_rows_with_adapters_and_without(
-    quantised: Any, tiny: str, lora_folders: dict[str, str]
-) -> None:
-    plain = dequantised(quantised, tiny)
-    engine = HFEngine(quantised, None)
+@pytest.mark.parametrize("how", QUANTISED)
+def test_rows_with_adapters_and_without(how: str, tiny: str, lora_folders: dict[str, str]) -> None:
+    model = quantised(tiny, how)
+    plain = dequantised(model, tiny)
+    engine = HFEngine(model, None)
     base = row(engine)
     adapters = [Adapter(name, folder, at) for at, (name, folder) in enumerate(lora_folders.items())]
     for _ in range(2):
@@ -83,37 +82,36 @@ def test_rows_with_adapters_and_without(
 
 
 @pytest.mark.parametrize(
-    ("kind", "why"),
+    ("how", "settings", "why"),
     [
-        ({"use_dora": True}, "DoRA"),
-        ({"modules_to_save": ["down_proj"]}, "trained whole"),
-        ({"modules_to_save": ["n_proj"]}, "trained whole"),  # the end of the same name
+        ("8 bits", {"use_dora": True}, "DoRA.*quantised"),
+        ("4 bits", {"modules_to_save": ["down_proj"]}, "trained whole.*quantised"),
+        ("8 bits", {"modules_to_save": ["n_proj"]}, "trained whole.*quantised"),  # ends so
     ],
 )
 def test_what_peft_cannot_apply_to_quantised_weights_is_refused(
-    quantised: Any, tiny: str, kind: dict[str, Any], why: str, tmp_path: Path
+    how: str, settings: dict[str, Any], why: str, tiny: str, tmp_path: Path
 ) -> None:
-    config = peft.LoraConfig(r=4, target_modules=["q_proj"], **kind)
-    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny), config).save_pretrained(
-        tmp_path
-    )
-    engine = HFEngine(quantised, None)
-    base = row(engine)
-    with pytest.raises(UnsupportedError, match=f"{why}.*quantised"):
-        add_lora(engine, Adapter("a", str(tmp_path), 1))
-    assert torch.equal(row(engine), base)
+    folder = make_adapter(Kind("", settings), tiny, tmp_path)
+    check_refused(quantised(tiny, how), folder, UnsupportedError, why)
 
 
 def test_a_module_that_was_not_saved_is_missed_before_its_weights_are_looked_at(
-    quantised: Any, lora_folders: dict[str, str], tmp_path: Path
+    tiny: str, lora_folders: dict[str, str], tmp_path: Path
 ) -> None:
     shutil.copytree(lora_folders["a"], tmp_path, dirs_exist_ok=True)
     config = tmp_path / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"modules_to_save": ["up_proj"]}))
-    engine = HFEngine(quantised, None)
+    said = "lacks the weights of up_proj, which modules_to"
+    check_refused(quantised(tiny, "4 bits"), str(tmp_path), InvalidAdapterError, said)
+
+
+def check_refused(model: Any, folder: str, error: type[Exception], said: str) -> None:
+    """An adapter is refused, and the base model stays as it is."""
+    engine = HFEngine(model, None)
     base = row(engine)
-    with pytest.raises(InvalidAdapterError, match="lacks the weights of up_proj, which modules_to"):
-        add_lora(engine, Adapter("a", str(tmp_path), 1))
+    with pytest.raises(error, match=said):
+        add_lora(engine, Adapter("a", folder, 1))
     assert torch.equal(row(engine), base)
 
 
@@ -139,25 +137,15 @@ def spoiled(module: Any, *_: Any) -> None:
         module.weight.mul_(1.1)
 
 
-@pytest.fixture
-def with_layer(tiny: str) -> Callable[..., HFEngine]:
-    """Makes an engine whose model has one layer of another class."""
-
-    def make(kind: type[torch.nn.Linear], hook: Callable[..., None] | None = None) -> HFEngine:
-        model: Any = AutoModelForCausalLM.from_pretrained(tiny)
-        layer = model.model.layers[0].mlp.up_proj
-        layer.__class__ = kind
-        if hook is not None:
-            layer.register_load_state_dict_pre_hook(hook)
-        return HFEngine(model, None)
-
-    return make
+def with_layer(folder: str, kind: type[torch.nn.Linear]) -> Any:
+    """A model with one layer of another class."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    model.model.layers[0].mlp.up_proj.__class__ = kind
+    return model
 
 
-def test_a_layer_that_a_state_dict_would_change(
-    with_layer: Callable[..., HFEngine], lora_folders: dict[str, str]
-) -> None:
-    engine = with_layer(Unpacks)
+def test_a_layer_that_a_state_dict_would_change(tiny: str, lora_folders: dict[str, str]) -> None:
+    engine = HFEngine(with_layer(tiny, Unpacks), None)
     base = row(engine)
     adapter = Adapter("a", lora_folders["a"], 1)
     add_lora(engine, adapter)
@@ -166,19 +154,14 @@ def test_a_layer_that_a_state_dict_would_change(
     assert torch.equal(row(engine), base)
 
 
-def test_a_layer_that_is_another_beside_an_adapter(
-    with_layer: Callable[..., HFEngine], lora_folders: dict[str, str]
-) -> None:
-    engine = with_layer(ChangesWhileFrozen)
-    base = row(engine)
-    with pytest.raises(UnsupportedError, match="changes the rows of this base model"):
-        add_lora(engine, Adapter("a", lora_folders["a"], 1))
-    assert torch.equal(row(engine), base)
+def test_a_layer_that_is_another_beside_an_adapter(tiny: str, lora_folders: dict[str, str]) -> None:
+    said = "changes the rows of this base model"
+    check_refused(with_layer(tiny, ChangesWhileFrozen), lora_folders["a"], UnsupportedError, said)
 
 
-def test_a_layer_that_stays_changed_is_the_end(
-    with_layer: Callable[..., HFEngine], lora_folders: dict[str, str]
-) -> None:
-    engine = with_layer(torch.nn.Linear, hook=spoiled)
+def test_a_layer_that_stays_changed_is_the_end(tiny: str, lora_folders: dict[str, str]) -> None:
+    model = with_layer(tiny, torch.nn.Linear)
+    model.model.layers[0].mlp.up_proj.register_load_state_dict_pre_hook(spoiled)
+    engine = HFEngine(model, None)
     with pytest.raises(EngineDeadError, match="load the model again"):
         add_lora(engine, Adapter("a", lora_folders["a"], 1))

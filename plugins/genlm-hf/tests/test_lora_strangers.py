@@ -53,18 +53,6 @@ def test_peft_compares_no_names_that_the_file_has_no_tensors_for(tiny: str, tmp_
             assert {**given.rank_pattern, **given.alpha_pattern} == {}
 
 
-def test_a_weight_that_the_model_lacks(tiny: str, tmp_path: Path) -> None:
-    def add(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {**tensors, "base_model.model.model.nothing.weight": torch.zeros(4, 4)}
-
-    folder = make_adapter(Kind("", change=add), tiny, tmp_path / "adapter")
-    with (
-        AsyncTransformer.from_name(tiny) as lm,
-        pytest.raises(InvalidAdapterError, match=r"model\.nothing\.weight .* has nothing"),
-    ):
-        lm.add_new_lora(folder, "a")
-
-
 def test_ranks_of_parameters_are_those_of_the_file(tiny: str, tmp_path: Path) -> None:
     """PEFT would allocate by the configuration's, and only then compare."""
     config = Qwen3MoeConfig(**QWEN3_NEXT)
@@ -98,15 +86,22 @@ def test_retrained_embeddings_of_more_tokens(tiny: str, tmp_path: Path) -> None:
         torch.testing.assert_close(lm.next_token_logprobs_uncached([1, 2, 3]), before)
 
 
+@pytest.mark.parametrize(
+    ("load", "said"),
+    [
+        (Mock(side_effect=KeyError("a\n  b")), r"\(KeyError: .*\); give an"),
+        (Mock(return_value=Mock(unexpected_keys=["elsewhere"])), "has elsewhere, which this model"),
+    ],
+)
 def test_whatever_peft_says_is_one_line(
-    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Mock, said: str
 ) -> None:
     folder = make_adapter(KINDS[0], tiny, tmp_path / "adapter")
     with AsyncTransformer.from_name(tiny) as lm:
         before = lm.next_token_logprobs_sync([1, 2, 3])
         with monkeypatch.context() as patch:
-            patch.setattr("peft.PeftModel.load_adapter", Mock(side_effect=KeyError("a\n  b")))
-            with pytest.raises(InvalidAdapterError, match=r"\(KeyError: .*\); give an") as raised:
+            patch.setattr("peft.PeftModel.load_adapter", load)
+            with pytest.raises(InvalidAdapterError, match=said) as raised:
                 lm.add_new_lora(folder, "a")
         assert "\n" not in str(raised.value)
         torch.testing.assert_close(lm.next_token_logprobs_uncached([1, 2, 3]), before)
@@ -152,33 +147,43 @@ def test_what_peft_has_wrapped_before_it_fails_is_unwrapped(
         torch.testing.assert_close(row_with(lm, good), expected)
 
 
+Tensors = dict[str, torch.Tensor]
+
+
 def without(part: str) -> Any:
     return lambda tensors: {name: one for name, one in tensors.items() if part not in name}
 
 
-def huge(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def huge(tensors: Tensors) -> Tensors:
     return {name: tensor.float() * 1e30 for name, tensor in tensors.items()}
 
 
+def with_one_more(tensors: Tensors) -> Tensors:
+    return {**tensors, "base_model.model.model.nothing.weight": torch.zeros(4, 4)}
+
+
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("settings", "change", "said"),
     [
         (
-            Kind("", {"modules_to_save": ["lm_head"]}, change=without("lm_head")),
+            {"modules_to_save": ["lm_head"]},
+            without("lm_head"),
             "lacks the weights of lm_head, which modules_to_save",
         ),
         (
-            Kind("", {"use_dora": True}, change=without("layers.1.self_attn.q_proj.lora_magn")),
+            {"use_dora": True},
+            without("layers.1.self_attn.q_proj.lora_magn"),
             r"lacks .*layers\.1\.self_attn\.q_proj\.lora_magnitude_vector\.weight, which",
         ),
-        (Kind("", {"lora_bias": True}, change=without("lora_B.bias")), r"lacks .*lora_B\.bias,"),
-        (Kind("", change=huge), "its rows are NaN, as where weights are beyond"),
+        ({"lora_bias": True}, without("lora_B.bias"), r"lacks .*lora_B\.bias,"),
+        ({}, huge, "its rows are NaN, as where weights are beyond"),
+        ({}, with_one_more, r"model\.nothing\.weight .* has nothing"),
     ],
 )
-def test_an_adapter_that_is_not_whole_is_refused(
-    tiny: str, tmp_path: Path, kind: Kind, said: str
+def test_weights_that_do_not_go_with_the_rest_are_refused(
+    tiny: str, tmp_path: Path, settings: dict[str, Any], change: Any, said: str
 ) -> None:
-    folder = make_adapter(kind, tiny, tmp_path / "adapter")
+    folder = make_adapter(Kind("", settings, change=change), tiny, tmp_path / "adapter")
     with AsyncTransformer.from_name(tiny) as lm:
         before = lm.next_token_logprobs_sync([1, 2, 3])
         with pytest.raises(InvalidAdapterError, match=said):

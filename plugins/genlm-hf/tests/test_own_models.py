@@ -14,7 +14,7 @@ from genlm.core import EngineError, InvalidOptionError
 from genlm.core.mock import ByteTokenizer
 from genlm.hf import AsyncTransformer
 
-from .conftest import build
+from .models import build
 
 CONTEXTS = [[72, 105], [72, 105, 33], [40] * 20]
 
@@ -46,19 +46,9 @@ class OwnModel(PreTrainedModel):
         return CausalLMOutput(logits=self.head(self.body(self.embedding(input_ids))[0]))
 
 
-class IdsOnly(OwnModel):
-    def forward(self, input_ids: torch.Tensor) -> Any:
-        return super().forward(input_ids)
-
-
 class Tuples(OwnModel):
     def forward(self, input_ids: torch.Tensor, **others: Any) -> Any:
         return (super().forward(input_ids).logits, "state")
-
-
-class Tensors(OwnModel):
-    def forward(self, input_ids: torch.Tensor) -> Any:
-        return super().forward(input_ids).logits
 
 
 class OtherName(OwnModel):
@@ -68,11 +58,6 @@ class OtherName(OwnModel):
 
 class ByPosition(OwnModel):
     def forward(self, input_ids: torch.Tensor, /) -> Any:
-        return super().forward(input_ids).logits
-
-
-class Dicts(OwnModel):
-    def forward(self, input_ids: torch.Tensor) -> Any:
         return {"loss": None, "logits": super().forward(input_ids).logits}
 
 
@@ -90,9 +75,7 @@ class Excluding(OwnModel):
         return outputs
 
 
-KINDS = [
-    OwnModel, IdsOnly, Tuples, Tensors, OtherName, ByPosition, Dicts, LossFirst, Excluding,
-]  # fmt: skip
+KINDS = [OwnModel, Tuples, OtherName, ByPosition, LossFirst, Excluding]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,10 +11,10 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoTokenizer
 
 from genlm.core import InvalidQueryError
 from genlm.hf import AsyncTransformer
+from genlm.hf.engine import HFEngine
 
 from .shapes import SHAPE, TOKENS
 
-BERT = {**SHAPE, "max_position_embeddings": 40, "is_decoder": True, "pad_token_id": 1}
 WHISPER = {
     "vocab_size": TOKENS,
     "d_model": 32,
@@ -29,24 +29,20 @@ WHISPER = {
     "bos_token_id": 256,
     "eos_token_id": 256,
 }
-#: Their tables have 38 places, also those whose configuration says 40.
+MPT = {"vocab_size": TOKENS, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 38}
+GPT2 = {"vocab_size": TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 38}
+OPT = {**SHAPE, "ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 38}
+#: Its configuration counts the places of its table that come before the first position.
+ROBERTA = {**SHAPE, "max_position_embeddings": 40, "is_decoder": True, "pad_token_id": 1}
+#: Their tables have 38 places.
 TABLES: dict[str, dict[str, Any]] = {
     "Whisper": WHISPER,
-    "Mpt": {"vocab_size": TOKENS, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 38},
-    "Roberta": BERT,
-    "RobertaPreLayerNorm": BERT,
-    "XLMRoberta": BERT,
-    "XLMRobertaXL": BERT,
-    "Camembert": BERT,
-    "Data2VecText": BERT,
-    "Xmod": {**BERT, "default_language": "en_XX"},
-    "GPT2": {"vocab_size": TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 38},
-    "OPT": {
-        **SHAPE,
-        "ffn_dim": 48,
-        "word_embed_proj_dim": 32,
-        "max_position_embeddings": 38,
-    },
+    "Mpt": MPT,
+    "GPT2": GPT2,
+    "OPT": OPT,
+    "Roberta": ROBERTA,
+    "Data2VecText": ROBERTA,
+    "Xmod": {**ROBERTA, "default_language": "en_XX"},
 }
 
 
@@ -76,6 +72,4 @@ def test_a_rotary_embedding_that_stretches_takes_more() -> None:
         **{**SHAPE, "max_position_embeddings": 20},
         rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
     )
-    from genlm.hf.engine import HFEngine
-
     assert HFEngine(transformers.LlamaForCausalLM(config), None).max_context == 80

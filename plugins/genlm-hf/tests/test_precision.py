@@ -3,7 +3,7 @@ the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from transformers import (
     BertConfig,
     Gemma2Config,
     GptOssConfig,
-    LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     RwkvConfig,
@@ -28,9 +27,8 @@ from genlm.hf.reuse import Reuse
 from genlm.hf.runner import Runner
 from tests.engines import rows_of
 
+from .models import beside, interleave, llama_config, proven, unproven
 from .shapes import SHAPE
-
-Make = Callable[..., Any]
 
 
 def load(folder: str, **options: Any) -> Any:
@@ -38,8 +36,8 @@ def load(folder: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision(dtype: str, pair: Make, llama_config: Make, interleave: Make) -> None:
-    model = pair(llama_config(dtype=dtype), max_batch_tokens=48)
+def test_half_precision(dtype: str) -> None:
+    model = proven(llama_config(dtype=dtype), max_batch_tokens=48)
     assert model.engine.model.dtype == getattr(torch, dtype)
     assert model.engine.reuse is Reuse.SHARED
     rows = model.ask((1, 2, 3), (1, 2, 3, 4))
@@ -56,7 +54,7 @@ def test_half_precision_of_a_real_model(real_model: str) -> None:
 
 @pytest.mark.parametrize(("noise", "served"), [(1e-3, True), (0.2, False)])
 def test_a_model_whose_own_forwards_differ_by_more_than_rounding_usually_does(
-    noise: float, served: bool, llama_config: Make
+    noise: float, served: bool
 ) -> None:
     """Kernels that are chosen by the size of a batch round differently, on a GPU most of all."""
 
@@ -76,7 +74,7 @@ def test_a_model_whose_own_forwards_differ_by_more_than_rounding_usually_does(
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_a_wrong_way_is_rejected_where_rows_are_nearly_uniform(
-    family: str, llama_config: Make, monkeypatch: pytest.MonkeyPatch
+    family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of wrong contexts are nearer to the right ones there than rounding may be elsewhere."""
     config = llama_config(dtype="bfloat16")
@@ -112,27 +110,20 @@ def another_default(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("another_default")
-@pytest.mark.parametrize(
-    "config", [LlamaConfig, Gemma2Config, GptOssConfig, MambaConfig, RwkvConfig]
-)
-def test_another_default_type(config: Any, unproven: Make, interleave: Make) -> None:
+@pytest.mark.parametrize("config", [Gemma2Config, GptOssConfig, MambaConfig, RwkvConfig])
+def test_another_default_type(config: Any) -> None:
     shape = {**SHAPE, "head_dim": 8, "num_local_experts": 4, "attention_hidden_size": 32}
     model = unproven(config(**shape, dtype=torch.float32), max_batch_tokens=48)
     assert model.engine.model.dtype == torch.float32
     interleave(model, seed=config.__name__, atol=5e-4)
-    queries = [Query((1, 2, 3)), Query((4,))]
-    for score, query in zip(
-        model.engine.genlm_sequence_logprobs(queries, [(5, 6), (7,)]), queries, strict=True
-    ):
-        assert score.dtype == torch.float32
-        first = model.expected(query.token_ids)[0, 5 if len(score) == 2 else 7]
-        torch.testing.assert_close(score[0], first, atol=5e-4, rtol=0)
+    (scores,) = model.engine.genlm_sequence_logprobs([Query((1, 2, 3))], [(5, 6)])
+    assert scores.dtype == torch.float32
+    expected = model.expected((1, 2, 3))[0, 5]
+    torch.testing.assert_close(scores[0], expected, atol=5e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("bits", "stored"), [(8, torch.int8), (4, torch.uint8)])
-def test_quantised(
-    bits: int, stored: torch.dtype, tiny: str, beside: Make, interleave: Make
-) -> None:
+def test_quantised(bits: int, stored: torch.dtype, tiny: str) -> None:
     pytest.importorskip(
         "bitsandbytes", reason="bitsandbytes is not installed: pip install 'genlm-hf[bitsandbytes]'"
     )
@@ -140,7 +131,10 @@ def test_quantised(
     model = beside(load(tiny, bitsandbytes_opts=options), load(tiny, bitsandbytes_opts=options))
     assert stored in {weight.dtype for weight in model.engine.model.parameters()}
     assert model.engine.reuse is Reuse.SHARED
-    assert model.ask((1, 2, 3)).dtype == torch.float32
+    rows = model.ask((1, 2, 3))
+    assert rows.dtype == torch.float32
+    plain = beside(load(tiny), None).ask((1, 2, 3))
+    assert (rows - plain).abs().max() > 0.01, "the options are lost"
     interleave(model, seed=0, atol=0.1)
 
 
@@ -151,25 +145,17 @@ def test_four_bits_of_a_real_model(real_model: str) -> None:
     assert engine.reuse is Reuse.SHARED
 
 
-def test_quantised_rows_are_other_than_plain_ones(tiny: str, beside: Make) -> None:
-    """Or the test above would not see that the options are lost."""
-    pytest.importorskip(
-        "bitsandbytes", reason="bitsandbytes is not installed: pip install 'genlm-hf[bitsandbytes]'"
-    )
-    model = beside(load(tiny, bitsandbytes_opts={"load_in_4bit": True}), load(tiny))
-    assert (model.ask((1, 2, 3)) - model.expected((1, 2, 3))).abs().max() > 0.1
-
-
-def test_compiled(tiny: str, beside: Make, interleave: Make) -> None:
+def test_compiled(tiny: str) -> None:
     """Traced, and traced again where shapes are new; `costly_compiled.py` has it compiled, too."""
-    check_compiled(tiny, beside, interleave, backend="eager")
+    check_compiled(tiny, backend="eager")
 
 
-def check_compiled(tiny: str, beside: Make, interleave: Make, backend: str) -> None:
+def check_compiled(tiny: str, backend: str) -> None:
     graphs = counters["stats"]["unique_graphs"]
     options = {"dynamic": True, "backend": backend}
     model = beside(load(tiny, compile_opts=options), load(tiny))
     assert counters["stats"]["unique_graphs"] > graphs
     assert model.engine.reuse is Reuse.SHARED
-    interleave(model, seed=0)
+    model.check((1, 2, 3), (4, 5, 6, 7, 8))
     model.check((1, 2, 3, 4, 7), (1, 2, 3, 4, 8), (5, 6, 9, 10))
+    model.check((1, 2, 3, 4, 7, 5), (1, 2, 3, 4, 8, 6), (5, 6))

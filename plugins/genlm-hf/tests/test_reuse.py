@@ -7,83 +7,60 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from genlm.core import EngineError, Query
-from tests.engines import rows_of
+from genlm.core import Adapter, EngineError, Query
+from genlm.hf import pool, strategies
+from genlm.kit.kv.sharing import Worth
+from tests.engines import add_lora, rows_of
 
-from .conftest import build
+from .models import beside, build, draw, llama_config, proven
 from .shapes import LFM2, MAMBA, MAMBA_BYTES, SHAPE
 
-Contexts = Callable[..., list[tuple[int, ...]]]
-Make = Callable[..., Any]
 
-
-def test_a_step_costs_one_token_per_context(llama: Any, contexts: Contexts) -> None:
-    prompts = contexts(6, 20)
+@pytest.mark.parametrize("row_by_row", [{"cpu"}, set()], ids=["on a CPU", "elsewhere"])
+def test_a_step_costs_one_token_per_context(
+    row_by_row: set[str], llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forks are copied in two ways."""
+    monkeypatch.setattr(pool, "ROW_BY_ROW", row_by_row)
+    prompts = draw(6, 20)
     llama.ask(*prompts)
     llama.forwards.clear()
-    for token in range(5):
+    for token in range(3):
         prompts = [(*prompt, token) for prompt in prompts]
         llama.check(*prompts)
+    forks = [(*prompt, token) for prompt in prompts[:2] for token in range(3)]
+    llama.check(*forks)
+    llama.check(*[(*fork, 5) for fork in forks])
     assert llama.forwards == [6] * 5
 
 
-def test_forks_continue_from_their_parent(llama: Any, contexts: Contexts) -> None:
-    first, second = contexts(2, 20)
-    llama.ask(first, second)
-    llama.forwards.clear()
-    llama.check((*first, 1), (*first, 2), (*first, 3), (*second, 1))
-    assert llama.forwards == [4]
-
-
-def test_a_model_that_does_not_name_its_output_layer(
-    beside: Make, llama_config: Make, contexts: Contexts
-) -> None:
+def test_a_model_that_does_not_name_its_output_layer() -> None:
     model, reference = build(llama_config()), build(llama_config())
     model.get_output_embeddings = lambda: None
     pair = beside(model, reference)
-    first, second = contexts(2, 6)
+    first, second = draw(2, 6)
     pair.check(first, second)
     pair.check((*second, 1), (*first, 1))  # as many rows as tokens, in another order
 
 
-def test_ragged_growth_is_not_padded(llama: Any, contexts: Contexts) -> None:
-    prompts = contexts(5, 20)
+def test_ragged_growth_and_a_newcomer_are_one_forward_without_padding(llama: Any) -> None:
+    *prompts, newcomer = draw(6, 20)
     llama.ask(*prompts)
     llama.forwards.clear()
-    llama.check(*[prompt + tuple(range(n + 1)) for n, prompt in enumerate(prompts)])
-    assert llama.forwards == [1 + 2 + 3 + 4 + 5]
+    llama.check(*[prompt + tuple(range(n + 1)) for n, prompt in enumerate(prompts)], newcomer)
+    assert llama.forwards == [1 + 2 + 3 + 4 + 5 + 20]
 
 
-def test_a_newcomer_goes_with_the_others(llama: Any, contexts: Contexts) -> None:
-    *prompts, newcomer = contexts(5, 20)
-    llama.ask(*prompts)
-    llama.forwards.clear()
-    llama.check(*[(*prompt, 1) for prompt in prompts], newcomer)
-    assert llama.forwards == [4 + 20]
-
-
-def test_alternating_groups_keep_their_state(llama: Any, contexts: Contexts) -> None:
-    groups = [contexts(4, 20, seed) for seed in (1, 2)]
-    for group in groups:
-        llama.ask(*group)
-    llama.forwards.clear()
-    for token in range(3):
-        groups = [[(*prompt, token) for prompt in group] for group in groups]
-        for group in groups:
-            llama.check(*group)
-    assert llama.forwards == [4] * 6
-
-
-def test_newcomers_that_share_a_prompt_compute_it_once(llama: Any, contexts: Contexts) -> None:
-    prompt = contexts(1, 40)[0]
+def test_newcomers_that_share_a_prompt_compute_it_once(llama: Any) -> None:
+    prompt = draw(1, 40)[0]
     llama.check(*[(*prompt, token) for token in range(8)])
     assert llama.forwards == [41, 7]
 
 
-def test_a_shorter_context_is_found_within_a_longer_one(llama: Any, contexts: Contexts) -> None:
-    prompt = contexts(1, 40)[0]
+def test_a_shorter_context_is_found_within_a_longer_one(llama: Any) -> None:
+    prompt = draw(1, 40)[0]
     llama.ask(prompt)
     llama.forwards.clear()
     llama.check(prompt[:25])
@@ -91,40 +68,16 @@ def test_a_shorter_context_is_found_within_a_longer_one(llama: Any, contexts: Co
     assert llama.forwards == [1, 1]
 
 
-def test_long_prompts_are_computed_in_chunks(
-    pair: Make, llama_config: Make, contexts: Contexts
-) -> None:
-    model = pair(llama_config(), max_batch_tokens=32)
-    model.check(*contexts(3, 50))
-    assert model.forwards == [32, 18] * 3
-
-
-def test_a_failed_forward_leaves_the_state_sound(llama: Any, contexts: Contexts) -> None:
-    prompts = contexts(4, 20)
-    llama.ask(*prompts)
-
-    def fail(module: torch.nn.Module, args: object) -> None:
-        raise RuntimeError("a layer failed")
-
-    hook = llama.engine.model.model.layers[1].register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="a layer failed"):
-        llama.ask(*[(*prompt, 1) for prompt in prompts], (1, 2, 3))
-    hook.remove()
-    llama.forwards.clear()
-    llama.check(*[(*prompt, 2) for prompt in prompts], (1, 2, 3))
-    assert llama.forwards == [4 + 3]
-
-
 @pytest.fixture(params=[(LlamaConfig(**SHAPE), 32 * 256), (MAMBA, MAMBA_BYTES)])
-def limited(request: pytest.FixtureRequest, pair: Make) -> Make:
+def limited(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """Makes an engine with room for so many short contexts: in rows, and in snapshots."""
     config, size = request.param
-    return lambda contexts: pair(config, kv_cache_bytes=contexts * size)
+    return lambda contexts: proven(config, kv_cache_bytes=contexts * size)
 
 
-def test_a_pinned_prompt_outlives_pressure(limited: Make, contexts: Contexts) -> None:
+def test_a_pinned_prompt_outlives_pressure(limited: Callable[..., Any]) -> None:
     model = limited(3)
-    prompt, *others = contexts(9, 30)
+    prompt, *others = draw(9, 30)
     model.engine.genlm_cache_prefix(Query(prompt))
     model.check(prompt)  # computed again, for its row
     for other in others:
@@ -137,29 +90,106 @@ def test_a_pinned_prompt_outlives_pressure(limited: Make, contexts: Contexts) ->
     assert model.forwards == [1, 31]
 
 
-def test_a_prompt_that_cannot_be_pinned_is_refused(limited: Make, contexts: Contexts) -> None:
+def test_a_prompt_that_cannot_be_pinned_is_refused(limited: Callable[..., Any]) -> None:
     model = limited(1)
-    first, second = contexts(2, 30)
+    first, second = draw(2, 30)
     model.engine.genlm_cache_prefix(Query(first))
     with pytest.raises(EngineError, match="kv_cache_bytes"):
         model.engine.genlm_cache_prefix(Query(second))
     model.check((*first, 1), second)
 
 
-@pytest.mark.parametrize("room", [0, 1, 2, 4, 5, 10])
-def test_rows_are_right_under_any_budget(room: int, limited: Make, contexts: Contexts) -> None:
+@pytest.mark.parametrize("room", [0, 2, 5])
+def test_rows_are_right_under_any_budget(room: int, limited: Callable[..., Any]) -> None:
     model = limited(room)
-    prompts = contexts(6, 20)
+    prompts = draw(6, 20)
     for token in range(4):
-        model.check(*prompts, contexts(1, 100 + token)[0])
+        model.check(*prompts, draw(1, 100 + token)[0])
         prompts = [(*prompts[token], token), *[(*prompt, token) for prompt in prompts[:-1]]]
 
 
 @pytest.mark.parametrize("config", [LlamaConfig(**SHAPE), MAMBA, LFM2])
-def test_a_cold_query_reads_no_state(config: Any, pair: Make, contexts: Contexts) -> None:
-    model, (prompt,) = pair(config), contexts(1, 20)
+def test_a_cold_query_reads_no_state(config: Any) -> None:
+    model, (prompt,) = proven(config), draw(1, 20)
     model.ask(prompt)
     model.forwards.clear()
     row = rows_of(model.engine, [Query((*prompt, 1), cold=True)])
     assert model.forwards == [21]
     torch.testing.assert_close(row, model.expected((*prompt, 1)), atol=1e-4, rtol=0)
+
+
+# --- prompts that many contexts share -------------------------------------------------------------
+
+
+def test_a_prompt_is_kept_once() -> None:
+    """32 contexts behind a prompt that fits twice, but not 32 times."""
+    config = llama_config(max_position_embeddings=1100)
+    model = proven(config, kv_cache_bytes=(2000 + 40 * 64) * 256)
+    (prompt,) = draw(1, 1000)
+    live = [(*prompt, token) for token in range(32)]
+    model.check(*live)
+    model.forwards.clear()
+    for token in range(3):
+        live = [(*context, token) for context in live]
+        model.check(*live)
+    assert model.forwards == [32] * 3
+
+
+def test_a_prompt_waits_for_the_next_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another context fills the first forward; nothing of the shared prompt is in it."""
+    monkeypatch.setattr(strategies, "WORTH", Worth(waiting=2, sharing=1, trunk=2))
+    model = proven(llama_config(), max_batch_tokens=50)
+    other, prompt = draw(2, 100)
+    model.check_scores((other, (1,)), *(((*prompt, token), (5,)) for token in range(4)))
+
+
+def test_a_pinned_prompt_is_read_by_all(llama: Any) -> None:
+    prompt, *others = draw(5, 100)
+    llama.engine.genlm_cache_prefix(Query(prompt))
+    llama.forwards.clear()
+    llama.check(*[(*prompt, token) for token in range(5)], *others)
+    assert llama.forwards == [5 + 400]
+
+
+@pytest.mark.parametrize("worth", [Worth(), Worth(sharing=16, trunk=32)], ids=["rows", "trunks"])
+def test_state_belongs_to_an_adapter(
+    worth: Worth, tiny: str, lora_folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a prompt is computed in chunks."""
+    peft = pytest.importorskip("peft", reason="LoRA needs peft")
+    monkeypatch.setattr(strategies, "WORTH", worth)
+    base = [AutoModelForCausalLM.from_pretrained(tiny) for _ in range(2)]
+    adapted = peft.PeftModel.from_pretrained(base[1], lora_folders["a"]).eval()
+    model = beside(base[0], adapted, max_batch_tokens=32)
+    adapter = Adapter("a", lora_folders["a"], 1)
+    add_lora(model.engine, adapter)
+    (prompt,) = draw(1, 100)
+    for _ in range(2):
+        live = [(*prompt, token) for token in range(3)]
+        given = rows_of(
+            model.engine, [Query(context, which) for context in live for which in (adapter, None)]
+        )
+        torch.testing.assert_close(given[::2], model.expected(*live), atol=1e-4, rtol=0)
+        with adapted.disable_adapter():
+            torch.testing.assert_close(given[1::2], model.expected(*live), atol=1e-4, rtol=0)
+        prompt = (*prompt, 7)
+
+
+# --- scores ---------------------------------------------------------------------------------------
+
+
+def test_a_score_computes_what_is_not_known(llama: Any) -> None:
+    (context,) = draw(1, 20)
+    llama.ask(context)
+    llama.forwards.clear()
+    llama.check_scores((context, (1, 2, 3, 4)))
+    # The context's last token, and all but the last of the continuation.
+    assert llama.forwards == [4]
+
+
+@pytest.mark.parametrize("length", [40, 70])
+def test_scores_behind_a_context_of_several_chunks(length: int) -> None:
+    """The first forwards want no row."""
+    model = proven(llama_config(), max_batch_tokens=32)
+    for context in draw(2, length):
+        model.check_scores((context, (1, 2, 3)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,17 @@ import torch
 from genlm.core import Adapter, Query
 from tests.engines import add_lora, rows_of
 
+from .models import draw, proven, sweep
 from .shapes import LFM2, MAMBA, MAMBA_BYTES
-
-Contexts = Callable[..., list[tuple[int, ...]]]
-Make = Callable[..., Any]
 
 
 @pytest.fixture(params=[MAMBA, LFM2], ids=["mamba", "lfm2"])
-def model(request: pytest.FixtureRequest, pair: Make) -> Any:
-    return pair(request.param)
+def model(request: pytest.FixtureRequest) -> Any:
+    return proven(request.param)
 
 
-def test_an_extension_costs_its_tokens(model: Any, contexts: Contexts) -> None:
-    prompts = contexts(3, 40)
+def test_an_extension_costs_its_tokens(model: Any) -> None:
+    prompts = draw(3, 40)
     model.ask(*prompts)
     model.forwards.clear()
     for token in range(3):
@@ -37,8 +34,8 @@ def test_an_extension_costs_its_tokens(model: Any, contexts: Contexts) -> None:
     assert model.forwards[5:] == [63]  # not worth it
 
 
-def test_a_fork_leaves_its_parent_as_it_was(model: Any, contexts: Contexts) -> None:
-    parent, other = contexts(2, 20)
+def test_a_fork_leaves_its_parent_as_it_was(model: Any) -> None:
+    parent, other = draw(2, 20)
     model.ask(parent, other)
     model.forwards.clear()
     for token in range(0, 9, 3):
@@ -46,13 +43,13 @@ def test_a_fork_leaves_its_parent_as_it_was(model: Any, contexts: Contexts) -> N
     assert model.forwards == [4] * 3
 
 
-def test_windows_between_convolutions(sweep: Callable[[str], Any]) -> None:
+def test_windows_between_convolutions() -> None:
     found = sweep("inkling_text")  # each window's cache holds its length, which has no rows
     assert (found.outcome, found.reuse, found.why) == ("right", "snapshots", "")
 
 
-def test_rows_of_different_forwards_go_together(model: Any, contexts: Contexts) -> None:
-    first, second, third = contexts(3, 20)
+def test_rows_of_different_forwards_go_together(model: Any) -> None:
+    first, second, third = draw(3, 20)
     model.ask(first)
     model.ask(second[:19])
     model.ask(second, third)
@@ -61,24 +58,17 @@ def test_rows_of_different_forwards_go_together(model: Any, contexts: Contexts) 
     assert model.forwards == [3]
 
 
-def test_scores_of_continuations(model: Any, contexts: Contexts) -> None:
-    context = contexts(1, 40)[0]
+def test_scores_of_continuations(model: Any) -> None:
+    (context,) = draw(1, 40)
     model.ask(context[:-1])
     model.forwards.clear()
-    continuations = [(1, 2), (1, 3), (4,), tuple(range(9))]
-    given = model.engine.genlm_sequence_logprobs(
-        [Query(context)] * len(continuations), continuations
-    )
+    model.check_scores(*((context, tail) for tail in ((1, 2), (1, 3), (4,), range(9))))
     assert model.forwards == [2, 2, 1, 48]  # two tokens each one at a time, together; one; a whole
-    for score, continuation in zip(given, continuations, strict=True):
-        rows = model.expected(*[context + continuation[:n] for n in range(len(continuation))])
-        wanted = rows.gather(1, torch.tensor(continuation)[:, None])[:, 0]
-        torch.testing.assert_close(score, wanted, atol=1e-4, rtol=0)
 
 
-def test_the_least_recently_used_goes_first(pair: Make, contexts: Contexts) -> None:
-    model = pair(MAMBA, kv_cache_bytes=3 * MAMBA_BYTES)
-    first, second, third = contexts(3, 20)
+def test_the_least_recently_used_goes_first() -> None:
+    model = proven(MAMBA, kv_cache_bytes=3 * MAMBA_BYTES)
+    first, second, third = draw(3, 20)
     for prompt in (first, second, third):
         model.ask(prompt)
     model.ask((*first, 1))  # the second goes
@@ -88,8 +78,8 @@ def test_the_least_recently_used_goes_first(pair: Make, contexts: Contexts) -> N
     assert model.forwards == [1, 21]
 
 
-def test_memory_that_runs_out(model: Any, contexts: Contexts) -> None:
-    pinned, *prompts = contexts(5, 20)
+def test_memory_that_runs_out(model: Any) -> None:
+    pinned, *prompts = draw(5, 20)
     model.engine.genlm_cache_prefix(Query(pinned))
     model.ask(*prompts)
 
@@ -107,9 +97,9 @@ def test_memory_that_runs_out(model: Any, contexts: Contexts) -> None:
     assert sorted(model.forwards) == [1, 4]
 
 
-def test_adapters_do_not_share_snapshots(model: Any, contexts: Contexts, tmp_path: Path) -> None:
+def test_adapters_do_not_share_snapshots(model: Any, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="LoRA needs peft")
-    prompt = contexts(1, 20)[0]
+    prompt = draw(1, 20)[0]
     adapted = peft.get_peft_model(model.reference, peft.LoraConfig(r=4, target_modules=["in_proj"]))
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:

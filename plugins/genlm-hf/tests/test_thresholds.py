@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import transformers
+import transformers as configs
 from structlog.testing import capture_logs
 
 from genlm.core import EngineError, Query
 from genlm.hf.engine import HFEngine
 from tests.engines import rows_of
 
-from .shapes import LATENT, SHAPE
-from .test_sequence import scores_of_rows
+from .models import build, draw, unproven
+from .shapes import LATENT, SHAPE, TOKENS
 
-Contexts = Callable[..., list[tuple[int, ...]]]
-Make = Callable[..., Any]
-
-SPARSE = {**LATENT, "index_topk": 20, "index_n_heads": 2, "index_head_dim": 16}
+#: Where attention changes.
+LENGTH = 20
+SPARSE = {**LATENT, "index_topk": LENGTH, "index_n_heads": 2, "index_head_dim": 16}
 TUNED = {
     **SHAPE,
     "head_dim": 8,
@@ -29,122 +27,68 @@ TUNED = {
     "attention_chunk_size": 256,
     "no_rope_layers": [1, 0],
     "attn_temperature_tuning": True,
-    "floor_scale": 20,
+    "floor_scale": LENGTH,
     "attn_scale": 2.0,
 }
-LONG = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [4.0, 3.0, 2.0, 5.0]}
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, **LONG}
-#: The configuration, and the length beyond which attention changes.
+ROPE = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": LENGTH}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [4.0, 3.0, 2.0, 5.0],
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}
+YARN = {**ROPE, "rope_type": "yarn", "llama_4_scaling_beta": 0.5}
 THRESHOLDS = {
-    "phi 3, long factors": (
-        "Phi3",
-        {**SHAPE, "original_max_position_embeddings": 20, "rope_parameters": LONGROPE},
-        20,
+    "phi 3, long factors": configs.Phi3Config(
+        **SHAPE, original_max_position_embeddings=LENGTH, rope_parameters=LONG
     ),
-    "llama, long factors": (
-        "Llama",
-        {**SHAPE, "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 20}},
-        20,
+    "llama, long factors": configs.LlamaConfig(
+        **SHAPE, rope_parameters={**LONG, "original_max_position_embeddings": LENGTH}
     ),
-    "phi 3.5 moe, long factors and scales": (
-        "Phimoe",
-        {
-            **SHAPE,
-            "num_local_experts": 2,
-            "rope_parameters": {
-                **LONGROPE,
-                "original_max_position_embeddings": 20,
-                "short_mscale": 1.2,
-                "long_mscale": 1.6,
-            },
-        },
-        20,
+    "llama, frequencies of its own for every length": configs.LlamaConfig(
+        **{**SHAPE, "max_position_embeddings": LENGTH}, rope_parameters=DYNAMIC
     ),
-    "llama, frequencies of its own for every length": (
-        "Llama",
-        {
-            **SHAPE,
-            "max_position_embeddings": 20,
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0},
-        },
-        20,
+    "doge, best positions": configs.DogeConfig(**SHAPE, keep_window_size=LENGTH),
+    "llama4, temperature": configs.Llama4TextConfig(**TUNED),
+    "deepseek 3.2, best positions": configs.DeepseekV32Config(**SPARSE),
+    "qwen2, a window that is switched off": configs.Qwen2Config(
+        **SHAPE, sliding_window=LENGTH, use_sliding_window=False
     ),
-    "doge, best positions": (
-        "Doge",
-        {**SHAPE, "keep_window_size": 20},
-        20,
-    ),
-    "llama4, temperature": ("Llama4Text", TUNED, 20),
-    "deepseek 3.2, best positions": ("DeepseekV32", SPARSE, 20),
-    "glm-moe-dsa, best positions": ("GlmMoeDsa", SPARSE, 20),
-    "mistral, window": ("Mistral", {**SHAPE, "sliding_window": 20}, 20),
-    "qwen2, a window that is switched off": (
-        "Qwen2",
-        {**SHAPE, "sliding_window": 20, "use_sliding_window": False},
-        20,
-    ),
-    "ministral 3, temperature": (
-        "Ministral3",
-        {
-            **SHAPE,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 20,
-                "llama_4_scaling_beta": 0.5,
-            },
-        },
-        20,
-    ),
+    "ministral 3, temperature": configs.Ministral3Config(**SHAPE, rope_parameters=YARN),
 }
 
 
 @pytest.mark.parametrize("family", THRESHOLDS)
-def test_rows_on_both_sides_of_a_threshold(family: str, unproven: Make, contexts: Contexts) -> None:
-    name, arguments, length = THRESHOLDS[family]
-    model = unproven(getattr(transformers, f"{name}Config")(**arguments))
-    (whole,) = contexts(1, 6 * length)
-    other = contexts(1, 6 * length, seed=1)[0]
-    for around in (length, 2 * length, 4 * length):
-        for stop in range(around - 3, around + 4):
+def test_rows_and_scores_on_both_sides_of_a_threshold(family: str) -> None:
+    model = unproven(THRESHOLDS[family])
+    whole, other = draw(2, 6 * LENGTH)
+    for around in (LENGTH, 2 * LENGTH, 4 * LENGTH):
+        for stop in range(around - 2, around + 3):
             model.check(whole[:stop], (*whole[: stop - 1], 3), other[: stop // 2])
         model.check((*whole[: around // 2], 5), (*whole[: around + 2], 5, 6), other[: around + 7])
     model.check(whole)
-
-
-@pytest.mark.parametrize("family", THRESHOLDS)
-def test_scores_on_both_sides_of_a_threshold(
-    family: str, unproven: Make, contexts: Contexts
-) -> None:
-    name, arguments, length = THRESHOLDS[family]
-    model = unproven(getattr(transformers, f"{name}Config")(**arguments))
-    whole, other = contexts(2, 3 * length)
-    asked = [
-        (whole[:start], whole[start:stop])
-        for start, stop in (
-            (1, length),
-            (3, 3 * length),
-            (length - 1, length + 2),
-            (length, length + 4),
-            (length + 1, length + 7),
-            (2 * length - 9, 2 * length + 9),
-        )
-    ] + [(other[:7], other[7 : length + 9]), (whole[: length - 3], other[:6])]
-    queries = [Query(context) for context, _ in asked]
-    expected = [scores_of_rows(model, *pair) for pair in asked]
-    for known in ((), (whole[: length - 5],), (whole[: length + 5], whole[: 2 * length], other)):
+    spans = (
+        (1, LENGTH),
+        (3, 3 * LENGTH),
+        (LENGTH - 1, LENGTH + 2),
+        (LENGTH, LENGTH + 4),
+        (LENGTH + 1, LENGTH + 7),
+    )
+    asked = [(whole[:start], whole[start:stop]) for start, stop in spans]
+    asked += [(other[:7], other[7 : LENGTH + 9]), (whole[: LENGTH - 3], other[:6])]
+    expected = model.expected_scores(asked)
+    for known in (None, whole[: LENGTH - 5], whole):
         model.engine.genlm_clear_kv_cache()
-        if known:
-            model.ask(*known)
-        given = model.engine.genlm_sequence_logprobs(queries, [tail for _, tail in asked])
-        torch.testing.assert_close([*given], expected, atol=1e-4, rtol=0)
+        if known is not None:
+            model.ask(known)
+        torch.testing.assert_close([*model.scores(asked)], expected, atol=1e-4, rtol=0)
 
 
 @pytest.fixture
-def wrong_beyond_100(unproven: Make) -> Any:
+def wrong_beyond_100() -> Any:
     """A model whose rows are others, wherever it goes on from state beyond 100 tokens."""
-    model = unproven(transformers.LlamaConfig(**SHAPE))
+    model = unproven(configs.LlamaConfig(**SHAPE))
 
     def disturb(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         positions = kwargs.get("position_ids")
@@ -155,8 +99,8 @@ def wrong_beyond_100(unproven: Make) -> Any:
     return model
 
 
-def test_a_threshold_that_nothing_tells(wrong_beyond_100: Any, contexts: Contexts) -> None:
-    model, (whole,) = wrong_beyond_100, contexts(1, 200)
+def test_a_threshold_that_nothing_tells(wrong_beyond_100: Any) -> None:
+    model, (whole,) = wrong_beyond_100, draw(1, 200)
     model.check(whole[:40])
     model.forwards.clear()
     model.check((*whole[:40], 1))
@@ -173,11 +117,9 @@ def test_a_threshold_that_nothing_tells(wrong_beyond_100: Any, contexts: Context
     assert model.forwards == [1]
 
 
-def test_rounding_that_grows_with_the_length_is_no_threshold(
-    unproven: Make, contexts: Contexts
-) -> None:
+def test_rounding_that_grows_with_the_length_is_no_threshold() -> None:
     """A cold row of a long context is as far from itself in a batch of two as from a warm one."""
-    model, (whole,) = unproven(transformers.LlamaConfig(**SHAPE)), contexts(1, 80)
+    model, (whole,) = unproven(configs.LlamaConfig(**SHAPE)), draw(1, 80)
 
     def disturb(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         rows, width = kwargs["input_ids"].shape
@@ -195,48 +137,34 @@ def test_rounding_that_grows_with_the_length_is_no_threshold(
     assert "kv.reuse_wrong" not in {event["event"] for event in events}
 
 
-def test_scores_beyond_such_a_threshold(wrong_beyond_100: Any, contexts: Contexts) -> None:
-    model, (whole,) = wrong_beyond_100, contexts(1, 120)
-    (scores,) = model.engine.genlm_sequence_logprobs([Query(whole[:110])], [whole[110:]])
-    wanted = scores_of_rows(model, whole[:110], whole[110:])
-    torch.testing.assert_close(scores, wanted, atol=1e-4, rtol=0)
+def test_scores_beyond_such_a_threshold(wrong_beyond_100: Any) -> None:
+    (whole,) = draw(1, 120)
+    wrong_beyond_100.check_scores((whole[:110], whole[110:]))
 
 
-def small(name: str, **arguments: Any) -> Any:
-    kind = getattr(transformers, name)
-    shape = {"vocab_size": 257, "num_labels": 3, **arguments}
-    model = kind(kind.config_class(**shape))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.3)
-    return model
+BERT = configs.BertConfig(
+    vocab_size=TOKENS,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=16,
+)
+T5 = configs.T5Config(vocab_size=TOKENS, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "why"),
+    ("kind", "config", "why"),
     [
-        (
-            "T5ForConditionalGeneration",
-            {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2},
-            "encoder-decoder",
-        ),
-        ("LlamaForSequenceClassification", {k: SHAPE[k] for k in list(SHAPE)[1:6]}, "output layer"),
-        (
-            "BertForMaskedLM",
-            {
-                "hidden_size": 16,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "intermediate_size": 16,
-            },
-            "causal language model",
-        ),
+        (configs.T5ForConditionalGeneration, T5, "encoder-decoder"),
+        (configs.LlamaForSequenceClassification, configs.LlamaConfig(**SHAPE), "output layer"),
+        (configs.BertForMaskedLM, BERT, "causal language model"),
     ],
 )
-def test_other_models_are_refused_and_left_as_they_were(
-    name: str, arguments: dict[str, Any], why: str
-) -> None:
-    model = small(name, **arguments).train()
+def test_other_models_are_refused_and_left_as_they_were(kind: Any, config: Any, why: str) -> None:
+    model = kind(config).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3)
     hooks = [len(module._forward_pre_hooks) for module in model.modules()]
     attention = model.config._attn_implementation
     with pytest.raises(EngineError, match=why):
@@ -248,7 +176,7 @@ def test_other_models_are_refused_and_left_as_they_were(
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_closed_model_is_in_the_mode_that_it_was_in(training: bool) -> None:
-    model = small("LlamaForCausalLM", **SHAPE).train(training)
+    model = build(configs.LlamaConfig(**SHAPE)).train(training)
     model.lm_head.train(not training)  # a part of its own mode, as a frozen one has
     engine = HFEngine(model, None)
     assert not any(module.training for module in model.modules())
@@ -257,8 +185,8 @@ def test_a_closed_model_is_in_the_mode_that_it_was_in(training: bool) -> None:
     assert model.lm_head.training is not training
 
 
-def test_two_engines_over_one_model(unproven: Make) -> None:
-    pair = unproven(transformers.LlamaConfig(**SHAPE))
+def test_two_engines_over_one_model() -> None:
+    pair = unproven(configs.LlamaConfig(**SHAPE))
     with pytest.raises(EngineError, match="close it first"):
         HFEngine(pair.engine.model, None)
     pair.check((1, 2, 3))

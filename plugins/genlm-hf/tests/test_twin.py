@@ -18,9 +18,7 @@ from genlm.hf.runner import Runner
 from genlm.kit.twin import Threshold, small_config, small_model, thresholds
 
 from . import shapes
-
-Make = Callable[..., Any]
-Contexts = Callable[..., list[tuple[int, ...]]]
+from .models import draw, sweep, unproven
 
 #: Others are in test_thresholds.py; all of them are in costly_sweep.py.
 FAMILIES = ["gemma3_text", "gpt_neo", "roberta", "moshi"]
@@ -40,12 +38,12 @@ def windowed(**changes: Any) -> transformers.MistralConfig:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_around_every_threshold_of_a_family(family: str, sweep: Callable[[str], Any]) -> None:
+def test_rows_around_every_threshold_of_a_family(family: str) -> None:
     found = sweep(family)
     assert (found.outcome, found.why) == ("right", "")
 
 
-def test_rows_that_are_random_are_refused(sweep: Callable[[str], Any]) -> None:
+def test_rows_that_are_random_are_refused() -> None:
     found = sweep("reformer")
     assert found.outcome == "refused"
     assert "from forward to forward" in found.why
@@ -72,14 +70,6 @@ def test_a_twin_has_a_layer_of_every_kind() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_layers_that_are_numbered_are_of_a_kind() -> None:
-    shape = {**SHAPE, "num_hidden_layers": 5, "mamba_n_heads": 4, "mamba_d_state": 8}
-    config = transformers.BambaConfig(**shape, attn_layer_indices=[2, 4])
-    twin = small_model(transformers.BambaForCausalLM, config, torch.device("cpu"), {})
-    assert twin.config.attn_layer_indices == [1]
-    assert twin.config.layers_block_type == ["linear_attention", "full_attention"]
-
-
 class Settings(dict[str, Any]):
     """A configuration of any class."""
 
@@ -90,25 +80,33 @@ class Settings(dict[str, Any]):
         return cls(settings)
 
 
+@pytest.mark.parametrize(
+    ("given", "small"),
+    [
+        (  # two kinds of layers
+            {"num_layers": 4, "layer_types": ["full", "sliding", "sliding", "full"]},
+            {"num_layers": 2, "layer_types": ["full", "sliding"]},
+        ),
+        (  # a kind whose layers are numbered
+            {"num_layers": 5, "attn_layer_indices": [2, 4]},
+            {"num_layers": 2, "attn_layer_indices": [1]},
+        ),
+        (  # what is said of single layers
+            {"num_layers": 4, "per_layer_config": {"2": {"heads": 3}, "3": {"heads": 3}}},
+            {"num_layers": 2, "per_layer_config": {1: {"heads": 3}}},
+        ),
+    ],
+)
+def test_a_layer_of_every_kind_is_kept(given: dict[str, Any], small: dict[str, Any]) -> None:
+    assert small_config(Settings(given), 1, {}) == small
+
+
 def test_a_threshold_is_changed_where_it_stands() -> None:
     settings = Settings(num_layers=2, rope={"max_distance": 1024, "0": {"window": 7}})
     changed = {("rope", "max_distance"): 8, ("rope", "0", "window"): 9}
     assert small_config(settings, 1, changed) == {
         "num_layers": 2,
         "rope": {"max_distance": 8, "0": {"window": 9}},
-    }
-
-
-def test_two_kinds_of_layers_are_both_kept() -> None:
-    settings = Settings(num_layers=4, layer_types=["full", "sliding", "sliding", "full"])
-    assert small_config(settings, 1, {}) == {"num_layers": 2, "layer_types": ["full", "sliding"]}
-
-
-def test_what_is_said_of_single_layers_is_numbered_anew() -> None:
-    settings = Settings(num_layers=4, per_layer_config={"2": {"heads": 3}, "3": {"heads": 3}})
-    assert small_config(settings, 1, {}) == {
-        "num_layers": 2,
-        "per_layer_config": {1: {"heads": 3}},
     }
 
 
@@ -141,7 +139,7 @@ def wrong_beyond(
 
 
 def test_a_way_that_is_wrong_beyond_a_far_threshold_is_used_below_it(
-    unproven: Make, monkeypatch: pytest.MonkeyPatch, contexts: Contexts
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wrong_beyond(8, monkeypatch, ("packed",))
     with capture_logs() as events:
@@ -150,7 +148,7 @@ def test_a_way_that_is_wrong_beyond_a_far_threshold_is_used_below_it(
     assert event["limit"] == 1023
     assert "sliding_window: rows differ by" in event["why"]
     assert model.engine.reuse is Reuse.SHARED
-    (whole,) = contexts(1, 1100)
+    (whole,) = draw(1, 1100)
     for length, computed in ((1000, 1), (1030, 1031)):
         model.check(whole[:length])
         model.forwards.clear()
@@ -159,7 +157,7 @@ def test_a_way_that_is_wrong_beyond_a_far_threshold_is_used_below_it(
 
 
 def test_a_way_that_is_less_wrong_than_rows_of_half_precision_are_is_found(
-    unproven: Make, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wrong_beyond(8, monkeypatch, ("packed",), disturb=lambda logits: logits * 1.01)
     with capture_logs() as events:
@@ -169,7 +167,7 @@ def test_a_way_that_is_less_wrong_than_rows_of_half_precision_are_is_found(
 
 
 def test_a_way_that_is_wrong_beyond_a_near_threshold_is_not_used(
-    unproven: Make, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wrong_beyond(8, monkeypatch, ("packed",))
     monkeypatch.setattr(probe, "WORTH_KEEPING", 2048)
@@ -181,9 +179,7 @@ def test_a_way_that_is_wrong_beyond_a_near_threshold_is_not_used(
     model.check((1, 2, 3), (1, 2, 3, 4))
 
 
-def test_a_twin_that_cannot_be_built_is_said_and_no_error(
-    unproven: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_twin_that_cannot_be_built_is_said_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise ValueError("sizes do not fit")
 
@@ -194,18 +190,14 @@ def test_a_twin_that_cannot_be_built_is_said_and_no_error(
     assert model.engine.reuse is Reuse.SHARED
 
 
-def test_no_twin_is_built_where_nothing_is_a_threshold(
-    unproven: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_twin_is_built_where_nothing_is_a_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[Threshold] = []
     monkeypatch.setattr(probe, "small_model", lambda *args: built.append(args))
     unproven(transformers.LlamaConfig(**SHAPE))
     assert not built
 
 
-def test_a_twin_is_gone_before_the_next_garbage_collection(
-    unproven: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_twin_is_gone_before_the_next_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     twins: list[weakref.ref[Any]] = []
 
     def noted(*args: Any) -> Any:

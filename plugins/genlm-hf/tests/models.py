@@ -1,0 +1,224 @@
+"""Engines beside the models that their rows are compared with."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attrs import define, field
+from structlog.testing import capture_logs
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+
+from genlm.core import EngineError, Query
+from genlm.hf.engine import HFEngine
+from genlm.hf.options import HFOptions
+from genlm.hf.positions import rope_scalings
+from genlm.kit.twin import TOKENS as SMALL_TOKENS
+from genlm.kit.twin import thresholds
+from tests.engines import rows_of
+
+from .families import small_family
+from .shapes import SHAPE, TOKENS
+
+#: A context, and a continuation of it that is scored.
+Scored = tuple[Sequence[int], Sequence[int]]
+
+
+def draw(n: int, length: int, seed: int = 0) -> list[tuple[int, ...]]:
+    """Random contexts."""
+    source = random.Random(seed)
+    return [tuple(source.choices(range(TOKENS), k=length)) for _ in range(n)]
+
+
+def llama_config(**changes: Any) -> LlamaConfig:
+    return LlamaConfig(**{**SHAPE, **changes})
+
+
+@define
+class Pair:
+    """An engine, and the same model beside it as transformers has it.
+
+    ``forwards`` gets the number of input tokens of every forward of the engine's model.
+    """
+
+    engine: HFEngine
+    reference: Any
+    forwards: list[int] = field(factory=list, init=False)
+
+    def ask(self, *contexts: Sequence[int]) -> torch.Tensor:
+        return rows_of(self.engine, [Query(tuple(context)) for context in contexts])
+
+    def step(
+        self,
+        *contexts: Sequence[int],
+        dropped: Sequence[Sequence[int]] = (),
+        atol: float = 1e-4,
+    ) -> set[tuple[int, ...]]:
+        """One step; the contexts that it answers, whose rows are compared."""
+        answers = self.engine.genlm_step(
+            [Query(tuple(one)) for one in contexts], [Query(tuple(one)) for one in dropped]
+        )
+        answered = [answer.request.token_ids for answer in answers]
+        if answered:
+            rows = torch.stack([answer.result for answer in answers])
+            torch.testing.assert_close(rows, self.expected(*answered), atol=atol, rtol=0)
+        return set(answered)
+
+    def scores(self, asked: Sequence[Scored]) -> Sequence[torch.Tensor]:
+        return self.engine.genlm_sequence_logprobs(
+            [Query(tuple(context)) for context, _ in asked], [tail for _, tail in asked]
+        )
+
+    def expected_scores(self, asked: Sequence[Scored]) -> list[torch.Tensor]:
+        scores = []
+        for context, tail in asked:
+            rows = self.expected(*[(*context, *tail[:n]) for n in range(len(tail))])
+            scores.append(rows.gather(1, torch.tensor(tail)[:, None])[:, 0])
+        return scores
+
+    def check_scores(self, *asked: Scored) -> None:
+        given, expected = list(self.scores(asked)), self.expected_scores(asked)
+        torch.testing.assert_close(given, expected, atol=1e-4, rtol=0)
+
+    @torch.no_grad()
+    def expected(self, *contexts: Sequence[int]) -> torch.Tensor:
+        # Copied only where it would remember the longest context: a copy takes longer than a row.
+        config = self.reference.config.get_text_config(decoder=True)
+        remembers = rope_scalings(config, "dynamic", "longrope")
+        rows = []
+        for context in contexts:
+            model = copy.deepcopy(self.reference) if remembers else self.reference
+            logits = model(torch.tensor([list(context)]), use_cache=False).logits
+            rows.append(logits[0, -1].float())
+        return torch.stack(rows).log_softmax(-1)
+
+    def check(self, *contexts: Sequence[int]) -> None:
+        torch.testing.assert_close(self.ask(*contexts), self.expected(*contexts), atol=1e-4, rtol=0)
+
+
+def build(config: PretrainedConfig) -> Any:
+    """A random model whose rows are far from uniform, so that a mix-up shows."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.15)
+    return model.eval()
+
+
+def beside(model: Any, reference: Any, **options: Any) -> Pair:
+    """An engine over a model, beside another one; its ``forwards`` stay empty."""
+    return Pair(HFEngine(model, None, HFOptions.parse(options)), reference)
+
+
+def unproven(model: Any, **options: Any) -> Pair:
+    """An engine over a model, or over a new one of a configuration, beside a copy of it."""
+    if isinstance(model, PretrainedConfig):
+        model = build(model)
+    pair = beside(model, copy.deepcopy(model), **options)
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: pair.forwards.append(kwargs["input_ids"].numel()),
+        with_kwargs=True,
+    )
+    return pair
+
+
+def proven(model: Any, **options: Any) -> Pair:
+    """The same engine, which has compared contexts of many lengths with cold ones: then the
+    forwards that it runs are those that are asked for."""
+    pair = unproven(model, **options)
+    with capture_logs() as events:
+        pair.ask(range(250))
+    assert "kv.reuse_wrong" not in {event["event"] for event in events}
+    pair.engine.genlm_clear_kv_cache()
+    pair.forwards.clear()
+    return pair
+
+
+def interleave(model: Pair, seed: object, atol: float = 1e-4) -> None:
+    """A random program: contexts come, known ones, cut, grown and forked, and some are dropped
+    again, in any step; every row is compared."""
+    source = random.Random(str(seed))
+    tokens = range(model.engine.vocab_size - 1)
+    known: list[tuple[int, ...]] = [(5, 6, 7)]
+    waiting: set[tuple[int, ...]] = set()
+    for _ in range(18):
+        new = set()
+        for _ in range(source.randint(0, 4)):
+            context = source.choice(known)
+            cut = source.choice([len(context), len(context), source.randint(1, len(context))])
+            grown = source.choices(tokens, k=source.choice([0, 1, 1, 1, 3, 20, 60]))
+            new.add((*context[:cut], *grown)[:90])
+        new -= waiting
+        dropped = {one for one in waiting if source.random() < 0.1}
+        answered = model.step(*sorted(new), dropped=sorted(dropped), atol=atol)
+        waiting = (waiting | new) - dropped - answered
+        known.extend(sorted(new))
+    for _ in range(sum(map(len, waiting)) + 1):
+        waiting -= model.step(atol=atol)
+    assert not waiting
+
+
+@define
+class Sweep:
+    """What became of one family of models.
+
+    ``outcome`` is "right", "wrong", "refused" (by an error that says why), "not built", or "fails
+    by itself", where transformers alone cannot compute the rows; ``why`` says more.
+    """
+
+    family: str
+    outcome: str
+    why: str = ""
+    reuse: str = "-"
+    crossed: int = 0
+
+
+#: Where the sweep puts every threshold of a family.
+FAR = 20
+
+
+def sweep(family: str) -> Sweep:
+    """Build a small model of a family, its thresholds at ``FAR`` tokens, and compare rows from kept
+    state, and scores, with cold ones on both sides of them."""
+    try:
+        model = small_family(family, FAR)
+    except Exception as error:
+        return Sweep(
+            family, "not built", " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        )
+    reference = copy.deepcopy(model)
+    try:
+        pair = beside(model, reference)
+    except EngineError as error:
+        return Sweep(family, "refused", str(error)[:300])
+    found = thresholds(model.config.to_dict())
+    done = Sweep(family, "right", "", pair.engine.reuse.value, len(found))
+    source = random.Random(family)
+    longest = min(4 * FAR + 3, pair.engine.max_context or 4 * FAR + 3)
+    whole, other = (tuple(source.choices(range(SMALL_TOKENS - 4), k=longest)) for _ in range(2))
+    worst = 0.0
+    with capture_logs() as events:
+        for around in (FAR, 2 * FAR, 4 * FAR) if found else (FAR, 4 * FAR):
+            for stop in range(around - 2, min(around + 3, longest)):
+                batch = (whole[:stop], (*whole[: stop - 1], 3), other[: stop // 2])
+                try:
+                    cold = pair.expected(*batch)
+                except Exception as error:
+                    return Sweep(family, "fails by itself", f"{error}"[:200], done.reuse)
+                distance = (pair.ask(*batch) - cold).abs().nan_to_num(0.0)
+                worst = max(worst, float(distance.max()))
+            tokens = torch.tensor(other[around // 2 : min(around + 3, longest)])
+            prefixes = [other[: around // 2 + at] for at in range(len(tokens))]
+            cold = pair.expected(*prefixes).gather(1, tokens[:, None])[:, 0]
+            (scores,) = pair.engine.genlm_sequence_logprobs([Query(prefixes[0])], [tokens.tolist()])
+            worst = max(worst, float((scores - cold).abs().nan_to_num(0.0).max()))
+    if any(event["event"] == "kv.reuse_wrong" for event in events):
+        done.why = "found out while it ran"
+    if worst > 5e-3:  # recurrent state in float32 is off by less
+        done.outcome, done.why = "wrong", f"rows are {worst:.3g} off"
+    return done
