@@ -10,6 +10,8 @@ import torch
 
 from genlm.core import Query
 from genlm.core.types import Request, SampleRequest
+from tests.adapter_kinds import Kind
+from tests.adapter_kinds import make_adapter as make_kind
 from tests.adapter_outcomes import reference_rows
 from tests.fixtures import *  # noqa: F403
 from tools.tiny import write_tokenizer
@@ -72,16 +74,8 @@ def make_adapter(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     changes."""
 
     def make(seed: int, layers: str, rank: int = 4) -> str:
-        from peft import LoraConfig, get_peft_model
-        from transformers import AutoModelForCausalLM
-
-        torch.manual_seed(seed)
-        settings = LoraConfig(
-            r=rank, lora_alpha=16, target_modules=layers.split(), init_lora_weights=False
-        )
-        folder = str(tmp_path_factory.mktemp(f"adapter{seed}"))
-        get_peft_model(AutoModelForCausalLM.from_pretrained(tiny), settings).save_pretrained(folder)
-        return folder
+        kind = Kind("", {"r": rank, "target_modules": layers.split()})
+        return make_kind(kind, tiny, tmp_path_factory.mktemp(f"adapter{seed}"), seed)
 
     return make
 
@@ -122,11 +116,6 @@ class Hooks:
         with patch.object(self.engine.model, "forward", wraps=self.engine.model.forward) as forward:
             self.rows(contexts, **query)
         return sum(len(call.args[0]) for call in forward.call_args_list)
-
-
-@pytest.fixture(scope="session")
-def driven() -> type[Hooks]:
-    return Hooks
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
-"""What every backend must do, on the real engine: a tiny model with adapters in mixed batches; what
-concerns state, without them; the rows of a small real one."""
+"""What every backend must do, on the real engine: a tiny model with adapters, of which SGLang draws
+itself; what concerns state, without adapters, on one whose rows are wider than its vocabulary; the
+rows of a small real one."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ class TestSglLora(ConformanceSuite):
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
-    def given(cls, tiny, make_adapter):
-        cls.model = tiny
+    def given(cls, tiny_without_padding, make_adapter):
+        cls.model = tiny_without_padding
         cls.adapters = {
             "a": make_adapter(1, "q_proj v_proj"),
             "b": make_adapter(2, "o_proj gate_proj up_proj"),

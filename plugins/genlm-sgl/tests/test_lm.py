@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from genlm.core import EngineError
+from genlm.core import EngineError, UnsupportedError
 from genlm.sgl import AsyncSGLTransformer
 
 
@@ -56,8 +56,5 @@ def test_a_prompt_that_fails_in_the_middle_can_be_asked_again(tiny, contexts, mo
 
 
 def test_what_is_loaded_already_cannot_be_wrapped() -> None:
-    from genlm.core import UnsupportedError
-    from genlm.sgl import AsyncSGLTransformer
-
     with pytest.raises(UnsupportedError, match=r"AsyncSGLTransformer\.from_name\(name\)"):
         AsyncSGLTransformer(object(), object())

@@ -17,11 +17,6 @@ def cold(hooks):
     hooks.engine.genlm_clear_kv_cache()
 
 
-def test_rows_are_those_of_transformers(hooks, contexts, reference):
-    asked = contexts(12, 1, 59)
-    torch.testing.assert_close(hooks.rows(asked), reference(asked), atol=1e-4, rtol=0)
-
-
 def test_more_than_the_pool_holds(hooks, contexts, reference):
     asked = contexts(100, 80, 119)
     assert sum(map(len, asked)) > 2 * hooks.engine.scheduler.pool_tokens
@@ -51,18 +46,6 @@ def test_a_cold_query_reads_nothing_kept(hooks, contexts):
     assert counts == [40, 40, 40, 1]
 
 
-def test_newcomers_join_between_steps(hooks, contexts, reference):
-    asked = contexts(20, 10, 19)
-    answers = hooks.step(*map(Query, asked[:18]))
-    assert 0 < len(answers) < 18  # 16 run at once
-    answers |= hooks.step(*map(Query, asked[18:]))
-    assert set(answers) == set(map(Query, asked))
-    rows = torch.stack(list(answers.values()))
-    torch.testing.assert_close(
-        rows, reference([query.token_ids for query in answers]), atol=1e-4, rtol=0
-    )
-
-
 def test_a_pinned_prefix_outlives_pressure(hooks, contexts):
     (prefix,) = contexts(1, 100, 100)
     assert hooks.engine.genlm_cache_prefix(Query(prefix)) is True
@@ -71,9 +54,6 @@ def test_a_pinned_prefix_outlives_pressure(hooks, contexts):
     assert hooks.tokens([(*prefix, 1)]) == 1
     hooks.engine.genlm_clear_kv_cache()
     assert hooks.tokens([(*prefix, 1)]) == 101
-    hooks.engine.genlm_cache_prefix(Query(prefix))  # it is pinned no more, and can be again
-    hooks.rows(contexts(100, 80, 119, seed=1))
-    assert hooks.tokens([(*prefix, 1)]) == 1
 
 
 def test_rows_are_read_before_anything_can_change_them(hooks, contexts, reference, monkeypatch):

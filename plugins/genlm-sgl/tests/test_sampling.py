@@ -14,6 +14,8 @@ from genlm.core import Adapter, EngineError, Query, SamplingParams
 from genlm.core.types import SampleRequest
 from genlm.sgl.loading import load
 
+from .conftest import Hooks
+
 END = 256
 
 
@@ -23,10 +25,10 @@ def folders(make_adapter):
 
 
 @pytest.fixture(scope="module")
-def hooks(tiny_without_padding, folders, driven):
+def hooks(tiny_without_padding, folders):
     options = {"max_total_tokens": 600, "max_running_requests": 16, "enable_lora": True}
     with without_pinned_memory():
-        hooks = driven(load(tiny_without_padding, {"engine_opts": options}))
+        hooks = Hooks(load(tiny_without_padding, {"engine_opts": options}))
         yield hooks
         hooks.engine.genlm_close()
 

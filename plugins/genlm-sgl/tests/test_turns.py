@@ -11,12 +11,14 @@ from genlm.core import Query, SamplingParams
 from genlm.core.types import Request, SampleRequest
 from genlm.sgl.loading import load
 
+from .conftest import Hooks
+
 
 @pytest.fixture(scope="module")
-def hooks(tiny_without_padding, driven):
+def hooks(tiny_without_padding):
     engine_opts = {"max_total_tokens": 4096, "chunked_prefill_size": 32}
     engine = load(tiny_without_padding, {"engine_opts": engine_opts})
-    yield driven(engine)
+    yield Hooks(engine)
     engine.genlm_close()
 
 
