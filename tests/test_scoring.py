@@ -133,6 +133,7 @@ def test_the_whole_text_where_it_fits(mock):
     lm = mock()
     ids = list(range(20))
     whole = lm.sequence_logprobs_sync(ids[:1], ids[1:])
+    assert torch.equal(lm.rolling_logprobs_sync(ids), whole)
     assert torch.equal(lm.rolling_logprobs_sync(ids, context_len=1000), whole)
     assert lm.rolling_logprobs_sync([1]).shape == (0,)
 
