@@ -221,6 +221,16 @@ def test_a_task_wakes_the_engine_and_waits_until_nothing_is_in_flight():
         asked.result(PATIENCE)
 
 
+def test_closing_wakes_the_engine():
+    engine = Elsewhere()
+    with opened(engine) as (lm, submit):
+        asked = submit(lm.next_token_logprobs_sync, [1])
+        engine.next_step()
+        submit(lm.close).result(PATIENCE)
+        with pytest.raises(ModelClosedError):
+            asked.result(PATIENCE)
+
+
 def test_a_wake_up_that_raises_harms_nobody_and_is_logged_once():
     class Broken(Elsewhere):
         @hookimpl
