@@ -475,12 +475,14 @@ def test_room_beside_a_trunk_is_used() -> None:
     assert [kept.known(Wanted([first] * 4)) for first in (2, 3)] == [3, 3]
 
 
-def test_what_has_been_given_up_cannot_be_committed() -> None:
+@pytest.mark.parametrize("call", ["place", "pin"])
+def test_what_a_later_call_has_given_up_cannot_be_committed(call: str) -> None:
     kept = Kept(budget=1000)
-    batch = kept.place([Wanted([2] * 3)])
-    kept.place([Wanted([3] * 3)])
+    given = Wanted([2] * 3)
+    batch = kept.place([given])
+    kept.place([Wanted([3] * 3)]) if call == "place" else kept.pin(given)
     kept.commit(batch)
-    assert kept.known(Wanted([2] * 3)) == 0
+    assert kept.known(given) == 0
     kept.tree.check_integrity()
 
 
