@@ -17,7 +17,7 @@ from genlm.core import Query
 from genlm.core.errors import EngineError, InvalidOptionError
 from genlm.mlx.loading import amended, load
 
-from .watched import Folders
+from .watched import Folders, engine_of
 
 CACHES = {"ChunkedKVCache": lambda: ChunkedKVCache(64), "ConcatenateKVCache": ConcatenateKVCache}
 
@@ -65,6 +65,16 @@ def test_what_mlx_lm_cannot_load_is_refused_by_name(tmp_path: Path, family: str)
     save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(EngineError, match=f"of family '{family}' .*; load it with backend='hf'"):
         load(str(tmp_path), {})
+
+
+def test_learned_positions_are_the_longest_context(folders: Folders) -> None:
+    assert engine_of(folders("gpt2")).max_context == 256
+
+
+def test_settings_that_a_checkpoint_has_are_left_alone() -> None:
+    rope = {"rope_type": "default", "rope_theta": 5.0}
+    assert amended({"rope_parameters": rope}) == {"rope_theta": 5.0}
+    assert amended({"rope_parameters": rope, "rope_theta": 7.0}) == {}
 
 
 def test_rotary_settings_by_kind_of_layer_and_within_a_text_model() -> None:
