@@ -15,6 +15,7 @@ from vllm.v1.engine.exceptions import EngineDeadError as DeadEngine
 from genlm.core.errors import EngineDeadError, EngineError, UnsupportedError
 from genlm.core.types import Query, SampleRequest, SamplingParams, ScoreRequest
 from genlm.vllm import in_flight
+from genlm.vllm.internals import logits_processor_interfaces
 from genlm.vllm.scoring import worth_scoring
 from tests.adapter_outcomes import reference_rows
 
@@ -276,6 +277,28 @@ def test_without_live_sessions_and_prefix_caching(load_briefly):
     assert sum(engine.computes((*text(0, 50), 5))) == 51
     with pytest.raises(UnsupportedError, match="prefix caching"):
         engine.genlm_cache_prefix(Query(text(0, 50)))
+
+
+def test_processors_of_the_users_own_change_draws_and_no_rows(engine, load_briefly):
+    class AlwaysSeven:
+        def __init__(self, *config):
+            pass
+
+        def is_argmax_invariant(self):
+            return False
+
+        def update_state(self, batch_update):
+            pass
+
+        def apply(self, logits, context=None):
+            logits[:, 7] = 1e4
+            return logits
+
+    own = type("Own", (AlwaysSeven, *logits_processor_interfaces()), {})
+    query, changed = Query(text(0, 5)), load_briefly(logits_processors=[own])
+    torch.testing.assert_close(changed.ask(query), engine.ask(query), atol=ATOL, rtol=0)
+    params = SamplingParams(max_tokens=2, temperature=0.0)
+    assert changed.draw([query], [params]) == [[7, 7]]
 
 
 def test_a_step_that_computes_less_of_prompts_and_a_scheduler_of_the_users_own(load_briefly):
