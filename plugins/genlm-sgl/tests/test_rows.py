@@ -54,6 +54,9 @@ def test_a_pinned_prefix_outlives_pressure(hooks, contexts):
     assert hooks.tokens([(*prefix, 1)]) == 1
     hooks.engine.genlm_clear_kv_cache()
     assert hooks.tokens([(*prefix, 1)]) == 101
+    hooks.engine.genlm_cache_prefix(Query(prefix))  # it is pinned no more, and can be again
+    hooks.rows(contexts(100, 80, 119, seed=1))
+    assert hooks.tokens([(*prefix, 1)]) == 1
 
 
 def test_rows_are_read_before_anything_can_change_them(hooks, contexts, reference, monkeypatch):
