@@ -46,14 +46,15 @@ class AdapterClauses:
                 )
 
     def test_adapters_in_one_batch(self, live: Subject) -> None:
-        """Requests with different adapters and none, asked together, each get the row of
-        theirs."""
+        """Requests with different adapters and none, asked together, each get the row of theirs,
+        also for one context."""
         names = [None, *live.needs_adapters()]
 
         queries = st.tuples(live.contexts.any(), st.sampled_from(names))
 
         @live.for_all(least=6, asked=st.lists(queries, min_size=2, max_size=5))
         def adapters_in_one_batch(asked: list[tuple[TokenIds, str | None]]) -> None:
+            asked = [*asked, *((asked[0][0], name) for name in names)]
             how = f"in a batch with {', '.join(_named(name) for _, name in asked)}"
             live.check_rows(*zip(*asked, strict=True), how=how)
 
