@@ -27,10 +27,12 @@ from transformers import (
 
 from genlm.core import Query
 from genlm.hf import engine as engine_module
+from genlm.hf import pool as pool_module
 from genlm.hf.attention import ROW_ATTENTION
 from genlm.hf.engine import HFEngine
 from genlm.hf.evaluator import Evaluator
 from genlm.hf.options import HFOptions
+from genlm.hf.pool import RowPool
 from genlm.hf.probe import Choice
 from genlm.hf.reuse import Reuse
 from genlm.hf.strategies import Computed
@@ -270,6 +272,28 @@ def test_a_fork_launches_four_kernels_a_layer_besides(n: int, there: Make) -> No
         launched(engine, contexts)
         contexts = [[*one, at] for one in contexts[: n // 2] for at in (5, 6)]
     assert launched(engine, contexts) <= 10 + 4 * LLAMA.num_hidden_layers
+
+
+@pytest.mark.parametrize("row_by_row", [{"cpu"}, set[str]()])
+def test_a_fork_copies_the_same_in_either_way(
+    row_by_row: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "ROW_BY_ROW", row_by_row)
+    pool = RowPool()
+    pool.resize(6, 8)
+    states = [pool_module.PoolLayer(pool, at) for at in range(2)]
+    pool.layers.extend(states)
+    for at, layer in enumerate(states):
+        layer.lazy_initialization(torch.empty(6, 3, 1, 4), torch.empty(6, 3, 1, 5))
+        layer.keys.copy_(torch.arange(6)[:, None, None, None] + 10 * at)
+        layer.values.copy_(layer.keys[..., :1] + 100)
+    pool.fork([4, 1, 4], [0, 3, 5], 6)
+    for at, layer in enumerate(states):
+        for number, kept in ((10 * at, layer.keys), (10 * at + 100, layer.values)):
+            assert (
+                kept[:, :, :6, :] == torch.tensor([4, 1, 2, 1, 4, 4])[:, None, None, None] + number
+            ).all()
+            assert (kept[:, :, 6:, :] == torch.arange(6)[:, None, None, None] + number).all()
 
 
 def test_what_is_added_after_the_copy_is_refused() -> None:
