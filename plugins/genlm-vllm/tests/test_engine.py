@@ -218,6 +218,22 @@ def test_seeded_draws_wait_for_room_and_are_what_they_are_alone(engine):
     assert engine.draw(queries[3:], params[3:]) == drawn[3:]
 
 
+def test_rows_that_join_behind_a_seeded_draw_leave_its_prompt_whole(engine):
+    """vLLM computes what live sessions append before the prompts of new requests: 3 x 10 and 50
+    tokens would not fit a step of 64. All wait for a prompt that takes two steps."""
+    parents = [Query(text(seed, 20)) for seed in range(3)]
+    engine.ask(*parents)
+    long = Query(text(7, 100))
+    draw = SampleRequest(Query(text(9, 50)), SamplingParams(max_tokens=8, seed=1))
+    longer = [Query(parent.token_ids + text(8, 10)) for parent in parents]
+    assert engine.step(long, draw) == {}
+    answers = engine.step(*longer)
+    while len(answers) < 5:
+        answers |= engine.step()
+    engine.assert_cold_rows({query: answers[query] for query in (long, *longer)})
+    assert engine.draw([draw.query], [draw.params]) == [answers[draw]]
+
+
 # --- scoring --------------------------------------------------------------------------------------
 
 
