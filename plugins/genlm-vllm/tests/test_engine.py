@@ -237,6 +237,15 @@ def test_rows_that_join_behind_a_seeded_draw_leave_its_prompt_whole(engine):
 # --- scoring --------------------------------------------------------------------------------------
 
 
+def test_scores_over_several_steps_are_the_entries_of_rows(engine):
+    (ids, other), drawn = (text(seed, 100) for seed in (0, 1)), text(2, 156)
+    scores = engine.score([Query(ids), Query(other)], [drawn, drawn[:-1]])
+    assert [len(score) for score in scores] == [156, 155]
+    for score, begun, at in (*((scores[0], ids, at) for at in (0, 78, 155)), (scores[1], other, 0)):
+        (row,) = engine.ask(Query(begun + drawn[:at], cold=True))
+        assert float(score[at]) == pytest.approx(float(row[drawn[at]]), abs=ATOL)
+
+
 def test_scores_read_no_state_that_vllm_leaves_out_of_them(engine):
     """vLLM gives nothing for tokens whose key/value state it finds: here that of all of them, in a
     full block and in a live request's."""
