@@ -274,11 +274,12 @@ class Lanes:
             if call.future.done()
         }
         for request in cancelled:
-            asked = joining.pop(request)
+            asked = joining[request]
             callers = [caller for caller in asked if not caller[0].future.done()]
             self._counters["cancelled"] += len(asked) - len(callers)
-            if callers:
-                joining[request] = callers
+            joining[request] = callers
+            if not callers:
+                del joining[request]
 
     def drop(self) -> list[Any]:
         """Take the requests whose callers have all gone out of flight, and return them."""
