@@ -118,7 +118,7 @@ def beside(model: Any, reference: Any, **options: Any) -> Pair:
 def unproven(model: Any, **options: Any) -> Pair:
     """An engine over a model, or over a new one of a configuration, beside a copy of it."""
     if isinstance(model, PretrainedConfig):
-        model = build(model)
+        model = build(copy.deepcopy(model))  # the engine sets the attention of its model's
     pair = beside(model, copy.deepcopy(model), **options)
     model.register_forward_pre_hook(
         lambda module, args, kwargs: pair.forwards.append(kwargs["input_ids"].numel()),
