@@ -29,7 +29,7 @@ own = load_model_by_name(model, backend)
 def compare(first, lora_name=None):
     asked, how = [[first, i] for i in range(50)], {"lora_name": lora_name}
     rows = [each.batch_next_token_logprobs_sync(asked, **how) for each in (lm, own)]
-    torch.testing.assert_close(*rows, atol=1e-5, rtol=0)
+    torch.testing.assert_close(*rows, atol=1e-4, rtol=0)  # other batches: rounding
 
 async def cancel():
     draw = asyncio.ensure_future(lm.sample([1, 2], 400, []))

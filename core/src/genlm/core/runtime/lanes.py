@@ -277,8 +277,9 @@ class Lanes:
             asked = joining[request]
             callers = [caller for caller in asked if not caller[0].future.done()]
             self._counters["cancelled"] += len(asked) - len(callers)
-            joining[request] = callers
-            if not callers:
+            if callers:
+                joining[request] = callers
+            else:
                 del joining[request]
 
     def drop(self) -> list[Any]:
