@@ -51,6 +51,15 @@ QWEN3_NEXT = {
     "shared_expert_intermediate_size": 16,
 }
 
+#: Experts, and a layer that turns nothing by its position.
+LLAMA4 = {
+    **SHAPE,
+    "head_dim": 8,
+    "num_local_experts": 2,
+    "intermediate_size_mlp": 48,
+    "no_rope_layers": [1, 0],
+}
+
 #: Recurrent, and a hybrid: of state that cannot be cut.
 MAMBA = MambaConfig(vocab_size=TOKENS, hidden_size=32, num_hidden_layers=2, state_size=4)
 LFM2 = Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"])

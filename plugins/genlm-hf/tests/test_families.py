@@ -14,7 +14,7 @@ from genlm.hf.reuse import Reuse
 from genlm.kit.kv.sharing import Worth
 
 from .models import draw, interleave, proven, unproven
-from .shapes import LATENT, LFM2, MAMBA, QWEN3_NEXT, SHAPE, TOKENS
+from .shapes import LATENT, LFM2, LLAMA4, MAMBA, QWEN3_NEXT, SHAPE, TOKENS
 
 MIXED = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8}
 OLD = {"vocab_size": TOKENS, "n_layer": 2, "n_head": 4, "eos_token_id": 256}
@@ -27,14 +27,6 @@ GPT_NEO = {
     "window_size": 8,
     "max_position_embeddings": 256,
     "eos_token_id": 256,
-}
-LLAMA4 = {
-    **SHAPE,
-    "head_dim": 8,
-    "attention_chunk_size": 6,
-    "num_local_experts": 2,
-    "intermediate_size_mlp": 48,
-    "no_rope_layers": [1, 0],
 }
 BAMBA = {
     **SHAPE,
@@ -50,7 +42,7 @@ SHARED = {
     "gemma2, a window in some layers, capped": configs.Gemma2Config(**SHAPE, **MIXED),
     "gemma3": configs.Gemma3TextConfig(**SHAPE, **MIXED),
     "gpt-oss, sinks": configs.GptOssConfig(**SHAPE, **MIXED, num_local_experts=4),
-    "llama4, chunks": configs.Llama4TextConfig(**LLAMA4),
+    "llama4, chunks": configs.Llama4TextConfig(**LLAMA4, attention_chunk_size=6),
 }
 UNIFORM = {
     "bloom, alibi": configs.BloomConfig(**OLD, hidden_size=32),

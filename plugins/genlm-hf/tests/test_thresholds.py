@@ -14,18 +14,14 @@ from genlm.hf.engine import HFEngine
 from tests.engines import rows_of
 
 from .models import build, draw, unproven
-from .shapes import LATENT, SHAPE, TOKENS
+from .shapes import LATENT, LLAMA4, SHAPE, TOKENS
 
 #: Where attention changes.
 LENGTH = 20
 SPARSE = {**LATENT, "index_topk": LENGTH, "index_n_heads": 2, "index_head_dim": 16}
 TUNED = {
-    **SHAPE,
-    "head_dim": 8,
-    "num_local_experts": 2,
-    "intermediate_size_mlp": 48,
+    **LLAMA4,
     "attention_chunk_size": 256,
-    "no_rope_layers": [1, 0],
     "attn_temperature_tuning": True,
     "floor_scale": LENGTH,
     "attn_scale": 2.0,
