@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+from itertools import pairwise
 
 import psutil
 
@@ -24,5 +25,5 @@ def test_thousands_of_requests_leave_memory_where_it_was(load_tiny, contexts):
     starts = range(WARM_UP, WARM_UP + ROUNDS * REQUESTS, REQUESTS)
     resident = [resident_after(range(WARM_UP))]
     resident += [resident_after(range(start, start + REQUESTS)) for start in starts]
-    grown = [after - before for before, after in zip(resident, resident[1:])]
+    grown = [after - before for before, after in pairwise(resident)]
     assert min(grown) < BOUND, grown
