@@ -29,7 +29,7 @@ class TestTiny(Tiny):
 class TestTinyThoroughly(Tiny):
     """And in chunks, between which others are answered."""
 
-    effort = 0.5
+    effort = 0.2
     options = {"max_batch_tokens": 32}  # noqa: RUF012
 
 
@@ -37,7 +37,7 @@ class TestRecurrent(StateSuite):
     """State in snapshots."""
 
     backend = "hf"
-    effort = 0.3
+    effort = 0.1
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod

@@ -60,7 +60,10 @@ FALCON_H1 = {
     "ssm_multipliers": [0.9, 0.8, 1.1, 0.7, 1.2],
 }
 
-LLAMA = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+LLAMA = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    "max_position_embeddings": 1100,  # beyond 1,024: then a context is computed in two chunks
+}
 
 #: One tiny model for each way of keeping state: plain, with absolute positions, rotating, with
 #: windows that mlx-lm has not, recurrent, and hybrids.

@@ -60,6 +60,12 @@ def small_path(make_tiny):
 
 
 @pytest.fixture(scope="session")
+def bytes_path(make_tiny):
+    """The small model, with rows as wide as the vocabulary of its tokenizer."""
+    return make_tiny("Llama", vocab_size=256)
+
+
+@pytest.fixture(scope="session")
 def tiny_path(make_tiny, real_model):
     """The same with a real tokenizer."""
     from transformers import AutoTokenizer

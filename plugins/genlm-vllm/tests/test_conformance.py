@@ -1,5 +1,6 @@
 """What every backend must do, on a real vLLM: a tiny model with adapters; what concerns state,
-without them, with live sessions and without; the rows of a small real one."""
+without them, with live sessions and without, on one with a real vocabulary; the rows of a small
+real one."""
 
 from __future__ import annotations
 
@@ -46,16 +47,19 @@ class TestVllmWithoutLiveSessions(
 
 
 @pytest.mark.quick
-class TestVllmWithAdapters(OnATinyModel, ConformanceSuite):
+class TestVllmWithAdapters(ConformanceSuite):
+    backend = "vllm"
+    effort = 0.1
     longest = 129  # slow with adapters on a CPU; beyond several blocks, and TestVllm goes further
     options = {"engine_opts": FLOAT32 | LORA}  # noqa: RUF012
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
-    def _adapters(cls, tiny_path, tmp_path_factory):
+    def _given(cls, bytes_path, tmp_path_factory):
         folder: Path = tmp_path_factory.mktemp("adapters")
+        cls.model = bytes_path
         cls.adapters = {
-            name: write_adapter(tiny_path, folder / name, seed) for seed, name in enumerate("ab")
+            name: write_adapter(bytes_path, folder / name, seed) for seed, name in enumerate("ab")
         }
 
     def fail_inside(self, lm):

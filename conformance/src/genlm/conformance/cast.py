@@ -20,7 +20,7 @@ MOVING = "moving"
 #: Lengths of prompts, tokens of draws and scores, and options of draws. The numbers of them have no
 #: common divisor, so that all combinations come up.
 PROMPTS = (3, 40, 15, 130, 31, 300, 8)
-TOKENS = (5, 2, 3, 4, 12, 1, 30, 17, 8)
+TOKENS = (5, 2, 3, 4, 12, 1, 20, 17, 8)
 OPTIONS: tuple[Mapping[str, Any], ...] = (
     {},
     {"temperature": 0.6},
@@ -29,8 +29,11 @@ OPTIONS: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0.0},
 )
 
+#: The most tokens of long rows at a low effort: a crowd of them is more than a chunk of a prompt.
+FEWER = 513
+
 #: How many different ones there are of each kind.
-DIFFERENT = {"rows": 120, "long rows": 18, "draws": 27, "growing draws": 8, "scores": 12}
+DIFFERENT = {"rows": 120, "long rows": 18, "draws": 27, "growing draws": 5, "scores": 12}
 
 
 @frozen
@@ -173,7 +176,8 @@ def _make(live: Subject, kind: str, i: int, adapter: str | None, salt: int) -> R
         many = contexts.many(DIFFERENT["rows"])
         return Row(many[i % len(many)], adapter if i % 3 == 0 else None)
     if kind == "long rows":
-        length = max(1, longest - (0, 1, longest // 3, longest // 2)[i // 3 % 4])
+        most = longest if live.effort >= 1 else min(longest, FEWER)
+        length = max(1, most - (0, 1, most // 3, most // 2)[i // 3 % 4])
         return Row(contexts.long(length, i % 15), adapter)  # the last ones begin the first ones
     if kind == "growing draws":
         most = min(growing_tokens(i), limit - 8)

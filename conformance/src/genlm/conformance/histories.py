@@ -3,6 +3,7 @@ shows."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -143,7 +144,8 @@ class GrowthClauses:
         names = live.needs_adapters(2)[:2]
         contexts = live.contexts
         longest = min(60, contexts.limit - 1)
-        times, each = live.scaled(260, 90), 1 if live.effort >= 1 else 3  # 260 pins at least
+        times = live.scaled(260, 44)
+        each = math.ceil(260 / times)  # 260 pins at least
         for turn in range(times):
             name = names[turn % 2]
             live.bind(MOVING, live.adapters[name])

@@ -88,9 +88,9 @@ CROWDS: tuple[Sequence[Event], ...] = (
     # The first three begin others that wait.
     [Arrival(0, "long rows", 18, 15), Leaving(1, 0), Leaving(0, 1), Leaving(0, 2)],
     [
-        Arrival(0, "rows", 80, 0),
+        Arrival(0, "rows", 66, 0),
         Leaving(1, 0, all=True),
-        Arrival(0, "rows", 9, 80),
+        Arrival(0, "rows", 9, 66),
     ],
     [
         Arrival(0, "growing draws", 80, 0),
@@ -284,6 +284,7 @@ class Performance:
         self._ready: dict[tuple[Request, str | None], Request] = {}
         self._happening = asyncio.Lock()
         at, moves = 0, False
+        bound = {0, *(event.to for event in schedule if isinstance(event, Rebinding))}
         for event in schedule:
             at += event.after
             self._events.append((at, event))
@@ -291,7 +292,8 @@ class Performance:
             for request in self._arriving(event) if isinstance(event, Arrival) else ():
                 moved = request.adapter == MOVING
                 moves |= moved
-                for owner in self._names if moved else [request.adapter]:
+                owners = [self._names[to] for to in bound] if moved else [request.adapter]
+                for owner in owners:
                     self._ready[request, owner] = request.alone(live, owner)
         if moves:
             self._moving = self._names[0]
