@@ -157,8 +157,9 @@ class SamplingClauses:
         """The random numbers of one draw are independent: where every token is about as likely as
         any other, those at a distance are not the same, at any distance."""
         prompt = live.contexts.stem[:4]
-        length = min(150, live.longest, live.contexts.limit - len(prompt))
-        for seed in (None, 5):
+        room = min(live.longest, live.contexts.limit - len(prompt))
+        for seed, most in ((None, live.scaled(150, 75)), (5, 150)):
+            length = min(most, room)
             drawn = live.samples([prompt] * 4, length, temperature=1000.0, seed=seed)
             for lag in range(1, length - 7):
                 pairs = [pair for ids in drawn for pair in zip(ids, ids[lag:], strict=False)]
