@@ -28,23 +28,6 @@ def text(seed: int, length: int) -> tuple[int, ...]:
     return tuple(random.Random(seed).choices(range(100, VOCABULARY), k=length))
 
 
-@contextmanager
-def failing_forward(model: torch.nn.Module, times: int) -> Iterator[None]:
-    """The model raises in the middle of its next forward passes."""
-    left = [times]
-
-    def fail(*_: object) -> None:
-        if left[0]:
-            left[0] -= 1
-            raise RuntimeError("the forward pass broke")
-
-    hook = model.model.layers[1].register_forward_pre_hook(fail)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
 class Driven:
     """An engine, and ways to drive it through its one step, as the core does."""
 

@@ -4,7 +4,6 @@ real one."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,6 @@ from genlm.vllm.internals import forgets_seeds  # noqa: F401, in a condition
 from tests.real_rows import check_rows
 from tests.state_suite import StateSuite
 from tools.tiny import write_adapter
-
-from .driven import failing_forward
 
 FLOAT32 = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 256 << 20}
 # The least rank: on a CPU vLLM computes as if all adapters had the greatest, in loops over tokens.
@@ -61,9 +58,6 @@ class TestVllmWithAdapters(ConformanceSuite):
         cls.adapters = {
             name: write_adapter(bytes_path, folder / name, seed) for seed, name in enumerate("ab")
         }
-
-    def fail_inside(self, lm):
-        return partial(failing_forward, lm.underlying_model)
 
     @pytest.mark.xfail("forgets_seeds()", reason="then seeded draws take turns", strict=True)
     def test_row_during_a_draw(self, live):

@@ -12,6 +12,7 @@ import torch
 from attrs import evolve
 from vllm.v1.engine.exceptions import EngineDeadError as DeadEngine
 
+from genlm.conformance.declaration import failing_forward
 from genlm.core.errors import EngineDeadError, EngineError, UnsupportedError
 from genlm.core.types import Query, SampleRequest, SamplingParams, ScoreRequest
 from genlm.vllm import in_flight
@@ -19,7 +20,7 @@ from genlm.vllm.internals import logits_processor_interfaces
 from genlm.vllm.scoring import worth_scoring
 from tests.adapter_outcomes import reference_rows
 
-from .driven import failing_forward, text
+from .driven import text
 
 ATOL = 5e-4  # float32, on prompts computed in other chunks
 
@@ -91,8 +92,8 @@ def test_pins_that_would_fill_the_cache_are_refused(engine):
 
 def fail_a_step(engine, times=1):
     """The model raises in the middle of a step, and where pins are restored."""
-    with failing_forward(engine.model, times):
-        with pytest.raises(RuntimeError, match="broke"):
+    with failing_forward(engine.model)(times):
+        with pytest.raises(RuntimeError, match="planted"):
             engine.step(Query(text(1, 20)))
         engine.computes(text(1, 20))
 
@@ -113,7 +114,7 @@ def test_after_a_failed_score_the_next_one_is_right(engine):
     """vLLM enters blocks in its prefix cache before it computes them: those of a failed step must
     not be found again."""
     ids, drawn = text(0, 50), text(1, 20)
-    with failing_forward(engine.model, 1), pytest.raises(RuntimeError, match="broke"):
+    with failing_forward(engine.model)(1), pytest.raises(RuntimeError, match="planted"):
         engine.score([Query(ids)], [drawn])
     (scores,) = engine.score([Query(ids)], [drawn])
     assert scores.shape == (20,)

@@ -92,10 +92,13 @@ def failing_forward(model: Any) -> Callable[[int], AbstractContextManager[None]]
 
     if not isinstance(model, nn.Module):
         return None
-    leaves = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    if not leaves:
+    parts: list[nn.Module] = [each for each in model.modules() if isinstance(each, nn.Linear)]
+    if not parts:  # an engine with linear layers of its own: fail between its blocks
+        lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
+        parts = [*max(lists, key=len, default=())]
+    if not parts:
         return None
-    middle = leaves[len(leaves) // 2]
+    middle = parts[len(parts) // 2]
 
     @contextmanager
     def failing(times: int) -> Iterator[None]:
