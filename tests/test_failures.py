@@ -13,8 +13,15 @@ import pytest
 import torch
 
 from genlm.conformance.driver import started, submitted
-from genlm.core import EngineDeadError, EngineError, PluginError, ReentrancyError, hookimpl
-from genlm.core.mock import MockEngine
+from genlm.core import (
+    AsyncLM,
+    EngineDeadError,
+    EngineError,
+    PluginError,
+    ReentrancyError,
+    hookimpl,
+)
+from genlm.core.mock import ByteTokenizer, MockEngine
 from genlm.core.runtime.askers import ASKING, Asker
 
 from .conftest import PATIENCE, busy, gathered
@@ -344,3 +351,63 @@ def test_where_several_rows_of_a_call_fail_one_error_is_raised_and_nobody_hears_
     asyncio.run(ask())
     gc.collect()
     assert complaints == []
+
+
+class Forgetful(MockEngine):
+    """Forgets what is pinned when a call fails, as engines do whose failed step may have damaged
+    all state. It can be short of memory for one prompt, or for all."""
+
+    no_room_for = frozenset()
+
+    @hookimpl
+    def genlm_next_token_logprobs(self, queries):
+        if any(query.token_ids == (9,) for query in queries):
+            self.pinned.clear()
+            raise RuntimeError("a step failed")
+        return super().genlm_next_token_logprobs(queries)
+
+    @hookimpl
+    def genlm_cache_prefix(self, query):
+        if query.token_ids in self.no_room_for:
+            self.pinned.clear()
+            raise RuntimeError("no room")
+        return super().genlm_cache_prefix(query)
+
+
+@pytest.fixture
+def forgetful():
+    """An engine with three pinned prompts, one of them with an adapter, and its model."""
+    engine = Forgetful(ByteTokenizer())
+    with AsyncLM(lambda: engine, backend="mock") as lm:
+        lm.add_new_lora("path/a", "a")
+        for prompt, adapter in (([1], None), ([2], None), ([3], "a")):
+            lm.cache_kv(prompt, lora_name=adapter)
+        yield engine, lm
+
+
+def pinned_after_a_failure(engine, lm):
+    with pytest.raises(EngineError, match="a step failed"):
+        lm.next_token_logprobs_sync([9])
+    lm.next_token_logprobs_uncached([1, 1])
+    return {query.token_ids for query in engine.pinned}
+
+
+def test_what_an_engine_forgets_at_a_failure_is_pinned_again(forgetful):
+    engine, lm = forgetful
+    assert pinned_after_a_failure(engine, lm) == {(1,), (2,), (3,)}
+    lm.remove_lora("a")
+    assert pinned_after_a_failure(engine, lm) == {(1,), (2,)}
+    lm.clear_kv_cache()
+    lm.cache_kv([4])
+    assert pinned_after_a_failure(engine, lm) == {(4,)}
+
+
+def test_a_prompt_that_cannot_be_pinned_again_is_given_up_and_takes_no_other_along(forgetful):
+    engine, lm = forgetful
+    engine.no_room_for = {(2,)}
+    assert pinned_after_a_failure(engine, lm) == {(1,), (3,)}
+    engine.no_room_for = {(5,)}
+    with pytest.raises(EngineError, match="no room"):
+        lm.cache_kv([5])
+    lm.cache_kv([6])
+    assert {query.token_ids for query in engine.pinned} == {(1,), (3,), (6,)}

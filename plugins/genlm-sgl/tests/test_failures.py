@@ -56,11 +56,12 @@ def test_failing_steps_leave_the_pool_whole(hooks, contexts):
     assert hooks.tokens(contexts(1, 400, 400)) == 400
 
 
-def test_pinned_prefixes_outlive_a_failing_step(hooks, contexts):
+def test_a_prefix_is_pinned_again_after_a_failing_step(hooks, contexts):
     (prefix,) = contexts(1, 100, 100)
     hooks.engine.genlm_cache_prefix(Query(prefix))
     with pytest.raises(IndexError):
         hooks.step(Query((UNKNOWN_TOKEN,)))
+    hooks.engine.genlm_cache_prefix(Query(prefix))  # the core asks for it
     hooks.rows(contexts(20, 80, 100, seed=1))
     assert hooks.tokens([(*prefix, 1)]) == 1
 
@@ -83,14 +84,14 @@ def test_a_full_pool_refuses_what_does_not_fit_and_only_that(hooks, contexts, re
     torch.testing.assert_close(hooks.rows([long]), reference([long]), atol=1e-4, rtol=0)
 
 
-def test_a_model_that_always_fails_is_declared_dead(hooks, monkeypatch):
-    def fail(*args, **kwargs):
-        raise RuntimeError("out of order")
+def test_a_scheduler_that_drops_nothing_is_declared_dead(hooks, monkeypatch):
+    def refuse(**options):
+        return False
 
     with monkeypatch.context() as patch:
-        patch.setattr(hooks.engine.model, "forward", fail)
-        with pytest.raises(EngineDeadError, match="out of order"):
-            hooks.step(Query((1, 2, 3)))
+        patch.setattr(hooks.engine.scheduler._scheduler, "flush_cache", refuse)
+        with pytest.raises(EngineDeadError, match=r"cannot drop its requests .* reload the model"):
+            hooks.step(Query((UNKNOWN_TOKEN,)))
 
 
 #: A model whose steps fail, and that is not closed.

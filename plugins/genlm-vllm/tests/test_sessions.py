@@ -102,4 +102,5 @@ def test_every_session_is_either_held_or_given_up_once(deeds, limit):
             given_up(sessions.clear())
             assert not held
         assert len(sessions) == len(held)
-        assert len(sessions.pinned) == len(held) - len(idle())
+        pins = [each.tokens for each in held.values() if each.request_id in pinned]
+        assert sessions.pinned_tokens == sum(pins)

@@ -325,8 +325,8 @@ def genlm_cache_prefix(query: Query) -> bool | None:
     """Compute and pin the key/value state of ``query`` so that contexts which extend it start from
     there.
 
-    A pinned prefix stays until ``genlm_clear_kv_cache``, or until its adapter is removed. Return
-    ``True``.
+    A pinned prefix stays until ``genlm_clear_kv_cache``, or until its adapter is removed; and a
+    call that raises may lose it: then the core asks for all of them again. Return ``True``.
     """
 
 

@@ -255,8 +255,7 @@ class AsyncLM(GenerationMixin):
 
     def clear_kv_cache(self) -> None:
         """Drop all key/value state, pinned prompts included. Waits for what was asked before."""
-        calls = self._engine.calls
-        self._batcher.run(lambda: calls.call("genlm_clear_kv_cache"))
+        self._batcher.run(self._executor.clear)
 
     def reset_async_queries(self) -> None:
         """Drop the requests that the engine has not taken yet; their callers get

@@ -52,6 +52,9 @@ class EngineExecutor:
     _in_flight: dict[Request, int | Exception] = field(init=False, factory=dict)
     _failure: Exception | None = field(init=False, default=None)  # the last one of a step
     _wake_failed: bool = field(init=False, default=False)
+    # The prompts that are pinned, and whether a failed call may have made the engine forget them.
+    _pinned: dict[Query, None] = field(init=False, factory=dict)
+    _pins_lost: bool = field(init=False, default=False)
 
     @property
     def drops(self) -> bool:
@@ -75,6 +78,7 @@ class EngineExecutor:
         began = self.timeline.clock()
         # Read first: what is dropped after this line must not be kept.
         generation = self.cache.generation
+        self._pin_again()
         answers, asked = self._known(newcomers)
         self.timeline.add("caching", began)
         if self.engine.continuous and not (asked and self.lane(asked[0]) in (DRAWS, SCORES)):
@@ -239,6 +243,7 @@ class EngineExecutor:
                 what = describe_error(error)
                 log.warning("engine.call_failed", backend=self.engine.backend, error=what)
             self.counters["failed_calls"] += 1
+            self._pins_lost = True
             raise
         self._count(answers, max(len(self._in_flight), len(requests)))
         return answers, failed
@@ -277,10 +282,40 @@ class EngineExecutor:
 
     def _discard(self, adapter: Adapter) -> None:
         self.cache.drop(lambda query: cast(Query, query).adapter == adapter)
+        self._pinned = {query: None for query in self._pinned if query.adapter != adapter}
         self.engine.change("genlm_remove_lora", adapter=adapter)
 
     def pin(self, query: Query) -> None:
         """Compute and pin the state of a prompt."""
         if (error := self.adapters.outdated(query.adapter)) is not None:
             raise error  # it was removed while this call waited
-        self.engine.change("genlm_cache_prefix", query=query)
+        self._pin_again()
+        self._pins_lost = True  # until it has succeeded
+        try:
+            self.engine.change("genlm_cache_prefix", query=query)
+        except GenlmError:
+            raise
+        except Exception as error:
+            raise self._explained(query, error) from error
+        self._pins_lost = False
+        self._pinned[query] = None
+
+    def _pin_again(self) -> None:
+        """Pin what a failed call may have made the engine forget. What fails now is given up."""
+        while self._pins_lost:
+            self._pins_lost = False
+            for query in list(self._pinned):
+                try:
+                    self.engine.change("genlm_cache_prefix", query=query)
+                except EngineDeadError:
+                    raise
+                except Exception as error:
+                    del self._pinned[query]
+                    self._pins_lost = True
+                    lost = describe_error(error)
+                    log.warning("prefix.lost", tokens=query.length, error=lost)
+
+    def clear(self) -> None:
+        """Drop all key/value state, pinned prompts included."""
+        self._pinned.clear()
+        self.engine.calls.call("genlm_clear_kv_cache")

@@ -148,33 +148,17 @@ class SglEngine:
     # --- after a failure --------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        """Drop everything in flight, then check that the scheduler still works by computing the
-        pinned prefixes again."""
-        pinned = list(self._pinned)
+        """Drop everything in flight, and all state; the core pins again what was pinned."""
+        log.warning("engine.recovering", backend="sgl", dropped=len(self._in_flight))
+        self._in_flight.clear()
         self._pinned.clear()
-        log.warning(
-            "engine.recovering", backend="sgl", dropped=len(self._in_flight), pinned=len(pinned)
-        )
         try:
-            self._in_flight.clear()
             self.scheduler.drop_everything()
-            self._probe(PROBE)
-            for query in pinned:
-                self._probe(query)
-                self._pin(query)
         except Exception as error:
             raise EngineDeadError(
-                f"SGLang's scheduler does not work after a failed step ({describe_error(error)}); "
+                f"SGLang's scheduler cannot drop its requests ({describe_error(error)}); "
                 "reload the model"
             ) from error
-
-    def _probe(self, query: Query) -> None:
-        self._submit(query)
-        ended: list[tuple[Request, Finished | EngineError]] = []
-        while not ended:
-            ended = self._advance()
-        if isinstance(end := ended[0][1], Exception):
-            raise end
 
     # --- the end ----------------------------------------------------------------------------------
 

@@ -54,7 +54,6 @@ class VllmEngine:
         self._core, self._rows, self._sessions = core, rows, sessions
         self._in_flight = RequestsInFlight(core)
         self._waiting: list[InFlightRequest] = []
-        self._lost_pins: list[Query] = []
         self._numbers = itertools.count(1)
 
     # --- rows, draws and scores -------------------------------------------------------------------
@@ -68,7 +67,6 @@ class VllmEngine:
         dropped: Sequence[Request],
     ) -> list[Answer]:
         with lower("max_num_batched_tokens or max_num_seqs"), self._all_or_nothing():
-            self._restore_pins()
             self._drop(dropped)
             answers = self._receive([*queries, *samples, *scores])
             self._admit()
@@ -202,7 +200,6 @@ class VllmEngine:
 
     @hookimpl
     def genlm_clear_kv_cache(self) -> None:
-        self._lost_pins = []
         self._forget()
 
     def prove(self) -> None:
@@ -249,20 +246,6 @@ class VllmEngine:
             raise answer.result
         self._sessions.pin(_session(request))
 
-    def _restore_pins(self) -> None:
-        """Compute the pinned prompts again after a failure made vLLM forget everything; prompts
-        that fail now are given up."""
-        while self._lost_pins:
-            query = self._lost_pins.pop(0)
-            try:
-                with self._all_or_nothing():
-                    self._pin(query)
-            except EngineDeadError:
-                raise
-            except Exception as error:
-                lost = describe_error(error)
-                log.warning("prefix.lost", tokens=query.length, error=lost)
-
     # --- failure and the end ----------------------------------------------------------------------
 
     @contextmanager
@@ -277,7 +260,6 @@ class VllmEngine:
         except Exception as error:
             said = describe_error(error)
             log.warning("vllm.failed", error=said, in_flight=len(self._in_flight))
-            self._lost_pins += self._sessions.pinned
             if self._core.is_dead(error):
                 raise EngineDeadError(f"vLLM has died: {said}; load the model again") from error
             self._forget()

@@ -73,11 +73,6 @@ class Sessions:
         """Tokens of the key/value cache that pinned sessions hold."""
         return sum(session.tokens for session in self._pinned.values())
 
-    @property
-    def pinned(self) -> list[Query]:
-        """What is pinned, oldest first."""
-        return [*self._pinned]
-
     def find(self, query: Query) -> Session | None:
         """The idle session with the longest context that ``query`` extends; ``None`` if none is
         within reach."""
