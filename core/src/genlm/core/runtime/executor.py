@@ -287,8 +287,8 @@ class EngineExecutor:
 
     def pin(self, query: Query) -> None:
         """Compute and pin the state of a prompt."""
-        if (error := self.adapters.outdated(query.adapter)) is not None:
-            raise error  # it was removed while this call waited
+        if (outdated := self.adapters.outdated(query.adapter)) is not None:
+            raise outdated  # it was removed while this call waited
         self._pin_again()
         self._pins_lost = True  # until it has succeeded
         try:

@@ -95,7 +95,6 @@ class LoraEngine(VllmEngine):
     @hookimpl
     def genlm_remove_lora(self, adapter: Adapter) -> bool:
         self._release(self._sessions.drop(adapter))
-        self._lost_pins = [query for query in self._lost_pins if query.adapter != adapter]
         self._core.remove_lora(adapter)
         self._folders.pop(adapter.version).cleanup()
         return True
