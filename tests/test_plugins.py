@@ -160,6 +160,24 @@ def test_a_backend_that_needs_what_is_missing_says_so(needs, install, said):
     assert BackendInfo("", engine="any", needs=needs, install=install).unavailable == said
 
 
+@pytest.mark.parametrize(
+    ("versions", "said"),
+    [
+        (">=1.1,<1.3", None),
+        (None, None),
+        (
+            ">=1.3,<2",
+            "mine 1.2 is installed, and this version of the plugin is for mine>=1.3,<2; pip "
+            "install 'mine>=1.3,<2', or take another version of the plugin",
+        ),
+    ],
+)
+def test_a_backend_for_other_versions_of_its_engine_says_so(install, versions, said):
+    install("mine")
+    assert BackendInfo("", engine="mine", versions=versions).unavailable == said
+    assert BackendInfo("", engine="no-such", versions=versions).available
+
+
 def test_an_unavailable_backend_says_why(install, capsys):
     install("elsewhere", unavailable="needs an abacus; buy one")
     with pytest.raises(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, Protocol, runtime_checkable
 
@@ -143,13 +144,27 @@ def query_of(request: Request) -> Query:
     return request if isinstance(request, Query) else request.query
 
 
-def missing_modules(needs: Sequence[str], install: str | None) -> str | None:
-    """Which of the modules are not installed, with the remedy; ``None`` if all are."""
-    missing = [name for name in needs if find_spec(name) is None]
-    if not missing:
+def why_unavailable(info: BackendInfo) -> str | None:
+    """Which modules are not installed, or that the engine is of another version, with the remedy;
+    ``None`` if all is there."""
+    if missing := [name for name in info.needs if find_spec(name) is None]:
+        remedy = info.install or f"pip install {' '.join(missing)}"
+        return f"{' and '.join(missing)} not installed; {remedy}"
+    if info.versions is None:
         return None
-    remedy = install or f"pip install {' '.join(missing)}"
-    return f"{' and '.join(missing)} not installed; {remedy}"
+    from packaging.specifiers import SpecifierSet
+
+    try:
+        installed = version(info.engine)
+    except PackageNotFoundError:  # a module without a distribution: only loading can tell
+        return None
+    if SpecifierSet(info.versions).contains(installed, prereleases=True):
+        return None
+    wanted = f"{info.engine}{info.versions}"
+    return (
+        f"{info.engine} {installed} is installed, and this version of the plugin is for {wanted}; "
+        f"pip install '{wanted}', or take another version of the plugin"
+    )
 
 
 @frozen
@@ -162,8 +177,11 @@ class BackendInfo:
         needs: Modules that must be installed, such as ``("torch", "transformers")``. They are
             looked for and not imported.
         install: How to install them, if ``pip install`` with their names is not the way.
+        versions: The versions of ``engine`` that the plugin was tested with, such as
+            ``">=0.28,<0.34"``, for a plugin that must refuse others. It then depends on
+            ``packaging``.
         unavailable: Why the backend cannot run on this machine, with the remedy; ``None`` if it
-            can. By default it is made from ``needs``.
+            can. By default it is made from ``needs`` and ``versions``.
         preference: If no backend is named, the available one with the highest preference is chosen.
             A backend with a negative preference is used only when it is named.
     """
@@ -172,9 +190,8 @@ class BackendInfo:
     engine: str
     needs: Sequence[str] = ()
     install: str | None = None
-    unavailable: str | None = field(
-        default=Factory(lambda info: missing_modules(info.needs, info.install), takes_self=True)
-    )
+    versions: str | None = None
+    unavailable: str | None = field(default=Factory(why_unavailable, takes_self=True))
     preference: int = field(default=-1, validator=instance_of(int))
 
     @property

@@ -2,7 +2,7 @@
 
 SGLang has no public way to drive its scheduler in this process. This file uses what
 ``run_scheduler_process`` and ``Scheduler.event_loop_normal`` use, in the releases that
-:data:`genlm.sgl.versions.SUPPORTED` names. Comments say where these differ. Besides this file only
+:data:`genlm.sgl.plugin.VERSIONS` names. Comments say where these differ. Besides this file only
 ``construction.py``, ``attention.py``, ``repairs.py`` and ``weights.py`` may import ``sglang``.
 """
 

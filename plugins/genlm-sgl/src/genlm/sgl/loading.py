@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from genlm.core.checks import describe_error
-from genlm.core.errors import BackendUnavailableError, EngineDeadError, EngineError, GenlmError
+from genlm.core.errors import EngineDeadError, EngineError, GenlmError
 from genlm.core.logs import get_logger
 from genlm.core.options import refuse_unknown
 from genlm.kit.model_files import eos_token_ids, require_model, require_tokenizer
@@ -18,7 +18,6 @@ from genlm.sgl.internals import Scheduler
 from genlm.sgl.lora import SglLoraEngine
 from genlm.sgl.options import OPTIONS, gpu_index, server_options
 from genlm.sgl.trust import refuse_code
-from genlm.sgl.versions import why_unavailable
 
 log = get_logger()
 
@@ -31,15 +30,12 @@ def load(model: str, options: Mapping[str, Any]) -> SglEngine:
         options: ``engine_opts`` (SGLang's server arguments) and ``gpu_id``.
 
     Raises:
-        BackendUnavailableError: SGLang is not installed in a supported version, or this process
-            holds an SGLang model.
+        BackendUnavailableError: this process holds an SGLang model.
         InvalidOptionError: an option is not accepted, there is no such folder, or the model brings
             code that is not trusted.
         EngineError: SGLang cannot serve the model, or would compute other rows than its
             configuration says.
     """
-    if reason := why_unavailable():
-        raise BackendUnavailableError(reason)
     elsewhere = {"hf_opts": "it is an option of hf; for sgl, give engine_opts"}
     refuse_unknown("sgl", options, OPTIONS, elsewhere, "one of SGLang's goes in engine_opts")
     require_model(model)

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 
 from genlm.core import BackendInfo, hookimpl
 from genlm.core.types import Engine
-from genlm.sgl.versions import why_unavailable
+
+#: SGLang's scheduler may change with any release: the first and the last of these are tested, and
+#: others are refused.
+VERSIONS = ">=0.5.17,<0.5.24"
 
 
 @hookimpl
@@ -14,7 +17,9 @@ def genlm_backend_info() -> BackendInfo:
     return BackendInfo(
         summary="SGLang's scheduler and radix cache, in process",
         engine="sglang",
-        unavailable=why_unavailable(),
+        needs=("sglang",),
+        install="pip install genlm-sgl",
+        versions=VERSIONS,
         preference=-1,  # never chosen automatically: vllm serves the same machines
     )
 

@@ -30,9 +30,6 @@ from genlm.vllm.streams import EngineStream
 
 TokenIds = tuple[int, ...]
 
-OLDEST, NEWEST = (0, 28), (0, 33)
-SUPPORTED = f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
-
 PROCESS_SWITCH = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 CLIENT_METHODS = (
@@ -75,25 +72,12 @@ class Output:
     prompt_logprobs: torch.Tensor | None = None
 
 
-def check_version() -> None:
-    """Refuse versions that the plugin was not tested with.
-
-    Raises:
-        BackendUnavailableError: this vLLM is outside that range.
-    """
-    import vllm
-
-    release = tuple(int(part) for part in vllm.__version__.split(".")[:2] if part.isdigit())
-    if not OLDEST <= release <= NEWEST:
-        raise _unsupported(f"version {vllm.__version__} is outside that range")
-
-
 def _unsupported(reason: str) -> BackendUnavailableError:
     import vllm
 
     return BackendUnavailableError(
-        f"genlm-vllm works with vLLM {SUPPORTED}; vLLM {vllm.__version__} is installed: {reason}. "
-        f"Install a supported one (pip install 'vllm{SUPPORTED}') or a newer genlm-vllm"
+        f"vLLM {vllm.__version__} is installed, and {reason}; install another version of vLLM that "
+        "this genlm-vllm is for (its README names them), or a newer genlm-vllm"
     )
 
 

@@ -17,7 +17,7 @@ from genlm.kit.model_files import eos_token_ids, require_model, require_tokenize
 from genlm.kit.settings import require_weights, settings_of
 from genlm.vllm.capture import RowStore, capture_into
 from genlm.vllm.engine import VllmEngine
-from genlm.vllm.internals import EngineCore, check_version, engine_core_here, process_groups
+from genlm.vllm.internals import EngineCore, engine_core_here, process_groups
 from genlm.vllm.lora import LoraEngine
 from genlm.vllm.options import Options, check_engine_opts
 from genlm.vllm.rows import LocalRows, Rows, WorkerRows
@@ -45,12 +45,11 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
     Raises:
         InvalidOptionError: an option is unknown, or does not work with full rows; or there is no
             such folder.
-        BackendUnavailableError: the installed vLLM is outside the supported range.
+        BackendUnavailableError: the installed vLLM lacks what the plugin uses.
         EngineError: vLLM cannot serve the model, or would compute other rows than its configuration
             says.
     """
     chosen = Options.read(options)
-    check_version()
     check_engine_opts(chosen.engine_opts)
     require_model(model, ("config.json", "params.json", "*.gguf"))
     if chosen.engine_opts.get("load_format") != "dummy":

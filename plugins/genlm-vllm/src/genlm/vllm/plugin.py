@@ -10,6 +10,9 @@ from pathlib import Path
 from genlm.core.hookspecs import hookimpl
 from genlm.core.types import BackendInfo, Engine
 
+#: What is used of vLLM may change with any release: others are refused.
+VERSIONS = ">=0.28,<0.34"
+
 PREFERENCE_ON_CUDA = 100
 PREFERENCE_ON_CPU = -1  # below transformers, which starts at once
 
@@ -22,6 +25,7 @@ def genlm_backend_info() -> BackendInfo:
         engine=engine,
         needs=("vllm",),
         install="pip install vllm on a CUDA machine; on a CPU see the README of genlm-vllm",
+        versions=VERSIONS,
         preference=PREFERENCE_ON_CUDA if engine == "vllm" and _has_cuda() else PREFERENCE_ON_CPU,
     )
 
