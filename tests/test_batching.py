@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from genlm.conformance.driver import started, submitted
-from genlm.core import QueriesResetError
+from genlm.core import AsyncLM, QueriesResetError
+from genlm.core.mock import ByteTokenizer, MockEngine
 
 from .conftest import busy, gathered
 
@@ -174,6 +175,15 @@ def test_a_loop_whose_requests_were_withdrawn_has_nothing_left_to_do(mock):
 
     with asyncio.Runner(loop_factory=CountingLoop) as runner:
         runner.run(ask())
+
+
+class Elsewhere(MockEngine):
+    device = "meta"
+
+
+def test_an_empty_batch_is_on_the_device_of_the_engine():
+    with AsyncLM(lambda: Elsewhere(ByteTokenizer()), backend="mock") as lm:
+        assert lm.batch_next_token_logprobs_sync([]).device.type == "meta"
 
 
 def test_an_empty_batch(mock):

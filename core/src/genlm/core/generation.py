@@ -13,7 +13,6 @@ from genlm.core.errors import InvalidOptionError, InvalidQueryError, Unsupported
 from genlm.core.hints import ARGUMENTS, known_keywords
 from genlm.core.rows import RowsMixin
 from genlm.core.runtime.askers import all_of, blocking
-from genlm.core.runtime.lanes import the_copy
 from genlm.core.sampling import Particle, SamplingOptions, TokenDrawer, checked_params, seeded
 from genlm.core.scoring import LIKELIEST, Score, rolling_windows
 from genlm.core.types import Query, SampleRequest, SamplingParams, ScoreRequest, TokenIds
@@ -27,6 +26,9 @@ T = TypeVar("T")
 #: How many contexts of one continuation are asked at a time, if the engine does not score itself.
 #: Each may take as much key/value state as the whole context.
 PREFIXES = 32
+
+#: Queries, and a continuation of each.
+Continuations = Sequence[tuple[Query, TokenIds]]
 
 #: Queries, and how to draw after each.
 Draws = Sequence[tuple[Query, SamplingParams]]
@@ -232,10 +234,9 @@ class GenerationMixin(RowsMixin):
         Raises:
             InvalidQueryError: the continuation is empty or has an invalid token id.
         """
-        query, continuation = self._checked_score(
-            prompt_token_ids, continuation_token_ids, lora_name
-        )
-        return await self._score(query, continuation)
+        pair = self._checked_score(prompt_token_ids, continuation_token_ids, lora_name)
+        (scores,) = await self._scores([pair])
+        return scores.clone()
 
     @known_keywords
     async def batch_sequence_logprobs(
@@ -276,7 +277,10 @@ class GenerationMixin(RowsMixin):
             self._checked_score(prompt, continuation, lora_name)
             for prompt, continuation in zip(prompts, continuations, strict=True)
         ]
-        return await all_of(self._judge(query, continuation) for query, continuation in pairs)
+        scores = await self._native_scores(pairs)
+        return await all_of(
+            self._judge(*pair, own) for pair, own in zip(pairs, scores, strict=True)
+        )
 
     @known_keywords
     async def rolling_logprobs(
@@ -331,9 +335,11 @@ class GenerationMixin(RowsMixin):
                 f"context_len={least} exceeds the {given} tokens of a window; give at most these"
             )
         windows = rolling_windows(len(ids), given or max(len(ids), least), least)
-        scores = await all_of(
-            self._score(self._query(ids[begin:first], lora_name, end - first), ids[first:end])
-            for begin, first, end in windows
+        scores = await self._scores(
+            [
+                (self._query(ids[begin:first], lora_name, end - first), ids[first:end])
+                for begin, first, end in windows
+            ]
         )
         return torch.cat(scores) if scores else torch.empty(0, device=self._engine.device)
 
@@ -410,13 +416,27 @@ class GenerationMixin(RowsMixin):
 
     # --- scoring ----------------------------------------------------------------------------------
 
-    async def _score(self, query: Query, continuation: TokenIds) -> torch.Tensor:
-        scores = await self._native_scores(query, continuation)
-        return (await self._scores_from_rows(query, continuation))[0] if scores is None else scores
+    async def _scores(self, asked: Continuations) -> list[torch.Tensor]:
+        """The log-probabilities of each continuation's tokens; they are not the caller's own."""
+        native = await self._native_scores(asked)
+        declined = [pair for pair, own in zip(asked, native, strict=True) if own is None]
+        computed = iter(await all_of(self._scores_from_rows(*pair) for pair in declined))
+        return [next(computed)[0] if own is None else own for own in native]
 
-    async def _judge(self, query: Query, continuation: TokenIds) -> Score:
-        """A continuation's log-probability, and whether it is the greedy one."""
-        scores = await self._native_scores(query, continuation)
+    async def _native_scores(self, asked: Continuations) -> list[torch.Tensor | None]:
+        """What the engine scores itself; ``None`` for what it does not."""
+        # A native score is normalised over the engine's rows. That is right unless they have
+        # padding to drop.
+        padded = self._engine.vocab_size > self._engine.width
+        if not asked or padded or "scores" not in self._engine.native:
+            return [None] * len(asked)
+        return await self._batcher.submit([ScoreRequest(*pair) for pair in asked], list)
+
+    async def _judge(
+        self, query: Query, continuation: TokenIds, scores: torch.Tensor | None
+    ) -> Score:
+        """A continuation's log-probability, and whether it is the greedy one, given what the engine
+        has scored."""
         if scores is None:
             scores, likeliest = await self._scores_from_rows(query, continuation)
             return Score(float(scores.double().sum()), likeliest == list(continuation))
@@ -428,17 +448,6 @@ class GenerationMixin(RowsMixin):
                     is_greedy = False
                     break
         return Score(float(scores.double().sum()), is_greedy)
-
-    async def _native_scores(self, query: Query, continuation: TokenIds) -> torch.Tensor | None:
-        """What the engine scores itself; ``None`` if it does not."""
-        # A native score is normalised over the engine's rows. That is right unless they have
-        # padding to drop.
-        if "scores" not in self._engine.native or self._engine.vocab_size > self._engine.width:
-            return None
-        scores: torch.Tensor | None = await self._batcher.submit(
-            [ScoreRequest(query, continuation)], the_copy
-        )
-        return scores
 
     async def _scores_from_rows(
         self, query: Query, continuation: TokenIds

@@ -93,12 +93,14 @@ class RowsMixin(TextMixin):
         import torch
 
         kept = [self._kept(query) for query in queries]
-        width = self._engine.width
+        width, device = self._engine.width, self._engine.device
 
         def combine(rows: Sequence[torch.Tensor]) -> torch.Tensor:
             asked = iter(rows)
             own = [next(asked) if row is None else row for row in kept]
-            return torch.stack(own) if own else torch.empty(0, width, dtype=torch.float32)
+            if not own:
+                return torch.empty(0, width, dtype=torch.float32, device=device)
+            return torch.stack(own)
 
         return [query for query, row in zip(queries, kept, strict=True) if row is None], combine
 

@@ -92,10 +92,9 @@ class Task(Generic[T]):
 
 
 def the_copy(answers: Sequence[Any]) -> Any:
-    """The caller's own copy of the one answer that was asked: a row or scores, or ``None`` for no
-    native scores."""
-    (answer,) = answers
-    return None if answer is None else answer.clone()
+    """The caller's own copy of the one row that was asked."""
+    (row,) = answers
+    return row.clone()
 
 
 def results_of(calls: Sequence[Call[Any]]) -> list[Any]:
