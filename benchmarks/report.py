@@ -43,8 +43,8 @@ def introduction(machine: str) -> list[str]:
         "times and sizes, ours over theirs for rates; *above the floor* is what ours takes beyond "
         "the raw engine.",
         "",
-        "The machine was shared: trust ratios before times. What was measured on a GPU is on "
-        "[its page](../docs/gpu.md).",
+        "The machine was shared: trust ratios before times. [Runs](RUNS.md) has what "
+        "was run on a GPU, and for longer.",
     ]
 
 

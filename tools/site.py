@@ -34,6 +34,7 @@ PAGES = {
     ROOT / "benchmarks" / "README.md": "benchmarks.md",
     ROOT / "compat" / "genlm-backend" / "README.md": "how-to/genlm-backend.md",
     ROOT / "benchmarks" / "RESULTS.md": "results.md",
+    ROOT / "benchmarks" / "RUNS.md": "runs.md",
     **{
         readme: f"how-to/backends/{readme.parent.name.removeprefix('genlm-')}.md"
         for readme in sorted(ROOT.glob("plugins/*/README.md"))
