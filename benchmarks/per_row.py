@@ -9,7 +9,8 @@ after each. With the default cache of rows, with none, and with a wrapper that p
 Beyond 32, contexts of 2,000 tokens stand behind 32 prompts of nearly that length: as many
 different ones would be a benchmark of attention. *Beside the forward* leaves out what passes inside
 the model, on engines that can be asked for it, and *beside the scheduler* what passes inside
-SGLang's. The floor is the raw engine: transformers, mlx-lm or vLLM.
+SGLang's. *Kernels* are the operations that a step of hf computes, each of which a GPU would launch;
+forks copy row by row on a CPU alone. The floor is the raw engine: transformers, mlx-lm or vLLM.
 
 On another engine: ``python -m benchmarks.per_row ours --backend vllm``, and ``floor`` likewise.
 """
@@ -140,6 +141,8 @@ def ours(bench: Bench) -> None:
             ):
                 inside = scheduler or Forward(lm.underlying_model)
                 measure(bench, lm, runner, what, inside)
+        if (bench.backend or PLUGIN) == "hf":
+            count_kernels(bench, folder)
 
 
 def measure(bench: Bench, lm: Any, runner: asyncio.Runner, what: str, inside: Inside) -> None:
@@ -199,6 +202,32 @@ def time_of(
         bench.record(f"beside the {part}: {case}", beside, unit="us", x=n)
 
 
+def count_kernels(bench: Bench, folder: str) -> None:
+    """How many kernels a step of hf launches, copies to callers left out."""
+    from genlm.core import hookimpl, load_model_by_name
+    from tools.launched import Launched
+
+    launched = Launched()
+
+    class Counting:
+        @hookimpl(wrapper=True)
+        def genlm_step(self) -> Any:
+            with launched:
+                return (yield)
+
+    counting = load_model_by_name(folder, backend="hf", cache_size=0, wrappers=[Counting()])
+    with counting as lm, asyncio.Runner() as runner:
+        for length, n in sizes(bench):
+            steps = Steps(n, length, lm.context)
+            runner.run(lm.batch_next_token_logprobs(steps.prompts()))
+            for case in ("extend", "fork", "newcomer", "ragged"):
+                for _ in range(4):  # the last one counts: memory has been allocated then
+                    launched.count = 0
+                    runner.run(lm.batch_next_token_logprobs(getattr(steps, case)()))
+                name = f"kernels: {case} after {length} tokens"
+                bench.record(name, launched.count, unit="kernels", x=n)
+
+
 def floor(bench: Bench) -> None:
     bench.clock = time.process_time
     floors = {"hf": floor_of_transformers, "mlx": floor_of_mlx, "vllm": floor_of_vllm}
@@ -217,6 +246,8 @@ def floor_of_transformers(bench: Bench, folder: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from tools.launched import Launched
+
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
 
     @torch.inference_mode()
@@ -231,6 +262,10 @@ def floor_of_transformers(bench: Bench, folder: str) -> None:
         state = run([[at % 256] * length for at in range(few)])
         state.batch_repeat_interleave(-(-n // few))
         state.batch_select_indices(torch.arange(n))
+        with Launched() as launched:
+            run([[5]] * n, state)
+        name = f"kernels: extend after {length} tokens"
+        bench.record(name, launched.count, unit="kernels", x=n)
         for case, count in (("extend", 1), ("ragged", ragged_length(n))):
             bench.time(
                 f"{case} after {length} tokens",

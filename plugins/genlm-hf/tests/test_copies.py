@@ -37,6 +37,7 @@ from genlm.hf.probe import Choice
 from genlm.hf.reuse import Reuse
 from genlm.hf.strategies import Computed
 from genlm.hf.upload import Upload
+from tools.launched import Launched
 
 from .shapes import MAMBA, SHAPE, TOKENS
 
@@ -78,21 +79,6 @@ class Moved(TorchDispatchMode):
         if there:
             self.down += sum(one.device != META for one in made)
         return result
-
-
-class Launched(TorchDispatchMode):
-    """Counts what computes: not views, nor memory that nothing is written into."""
-
-    count = 0
-
-    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returned = [one.alias_info for one in call._schema.returns]
-        views = any(alias is not None and not alias.is_write for alias in returned)
-        self.count += not (views or call._schema.name.removeprefix("aten::") in UNWRITTEN)
-        return call(*args, **(kwargs or {}))
-
-
-UNWRITTEN = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty"}
 
 
 @define
