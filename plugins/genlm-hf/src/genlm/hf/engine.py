@@ -249,6 +249,8 @@ class HFEngine:
         sequence = _sequence(query)
         if self.reuse is Reuse.NONE:
             return True  # nothing can be kept of this model; it was logged at load
+        if self._strategy.pin(sequence):  # its state is there
+            return True
         if self._evaluator.keeps(sequence.length):
             for _ in self._evaluator.run([sequence]):
                 pass

@@ -113,10 +113,10 @@ class Snapshots:
                 self._places[key] = (snapshot, row)
 
     def pin(self, sequence: TokenSequence) -> bool:
-        """Keep the snapshot of a sequence just computed alone until :meth:`clear`; ``False`` if
-        there was no room for it."""
+        """Keep the snapshot of a sequence until :meth:`clear`; ``False`` if it has none of its
+        own."""
         place = self._places.get(sequence.key)
-        if place is None:
+        if place is None or len(place[0].keys) > 1:
             return False
         place[0].pinned = True
         return True

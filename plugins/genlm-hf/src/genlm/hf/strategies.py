@@ -138,8 +138,8 @@ class Strategy:
             yield Result([at for at in batch for _ in range(sequences[at].keep)], logits)
 
     def pin(self, sequence: TokenSequence) -> bool:
-        """Keep the state of a sequence just computed until :meth:`clear`; ``False`` if there is no
-        room for it."""
+        """Keep the state of a sequence until :meth:`clear`; ``False`` if there is none of its
+        own."""
         return True  # there is nothing to keep
 
     def clear(self) -> None:
