@@ -119,7 +119,7 @@ async def bytes_beam(lm: Any, seed: int, quick: bool) -> dict[str, Any]:
     """genlm-bytes: the log-probability of a text byte by byte, by beam search."""
     from genlm.bytes import BeamParams, ByteBeamState
 
-    text = TEXT[:12] if quick else TEXT
+    text = TEXT[:8] if quick else TEXT
     beam = await ByteBeamState.initial(lm, BeamParams(K=5, prune_threshold=0.01))
     weights = []
     try:

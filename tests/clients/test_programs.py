@@ -9,32 +9,30 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import clients
+
 pytest.importorskip("genlm.control", reason="genlm-control is not installed: run nox -s clients")
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = ("genlm-control", "genlm-bytes", "llamppl")
 
 
 @pytest.fixture(scope="module")
 def ours() -> dict[str, Any]:
-    return answers(sys.executable)
+    """What every program says here, by name."""
+    with clients.load(os.environ["GENLM_TEST_MODEL"]) as lm:
+        return {name: clients.run(name, lm, seed=0, quick=True) for name in clients.SMALL}
 
 
 @pytest.fixture(scope="module")
 def theirs() -> dict[str, Any]:
+    """What they say over genlm-backend."""
     if (python := os.environ.get("GENLM_PEER_PYTHON")) is None:
         pytest.skip("GENLM_PEER_PYTHON does not name a Python with genlm-backend 0.3.1")
-    return answers(python)
-
-
-def answers(python: str) -> dict[str, Any]:
-    """What every program says in an environment, by name."""
     done = subprocess.run(
         [python, "-m", "benchmarks.clients", os.environ["GENLM_TEST_MODEL"], "--quick"],
         cwd=ROOT,
@@ -46,7 +44,7 @@ def answers(python: str) -> dict[str, Any]:
     return {one["program"]: one for one in found}
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", clients.SMALL)
 def test_the_answers_are_those_over_genlm_backend(
     program: str, ours: dict[str, Any], theirs: dict[str, Any]
 ) -> None:
