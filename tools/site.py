@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import inspect
 import os
 import re
@@ -18,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +46,22 @@ PAGES = {
 #: Tutorials name the model as a reader does; they run on a copy in a local folder.
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
-#: A look at the site, and the programs of its pages and the examples on the real model. Each in a
-#: process of its own: the browser leaves an event loop running.
-SEEN = (("tests/site/browser.py",), ("tests/site/test_programs.py", "tests/examples"))
+#: A look at the site, and the programs of its pages and the examples that run on the real model.
+#: Each in a process of its own: the browser leaves an event loop running.
+SEEN = (
+    ("tests/site/browser.py",),
+    (
+        "tests/site/test_programs.py",
+        "tests/examples/test_constrained.py",
+        "tests/examples/test_harness.py",
+    ),
+)
+
+#: What runs before each page in the kernel that executes them all: it takes the names of the page
+#: before away.
+SETUP = """__import__("os").chdir({folder!r})
+%reset -f
+%config InlineBackend.figure_formats = ["svg"]"""
 
 #: What a tutorial's text says of its outputs, as a condition in Python. It is not shown.
 CHECK = re.compile(r"^<!-- check: (.+?) -->$", re.MULTILINE | re.DOTALL)
@@ -72,10 +87,12 @@ def prepare(model: str, only: str | None = None) -> None:
         if CLAUSES in text:
             text = text.replace(CLAUSES, table_of_clauses())
         place.write_text(filled(text, place.parent / "plots"))
-    for page in [*sorted((SOURCE / "tutorials").glob("*.md")), SOURCE / "how-to/change-rows.md"]:
-        if only in (None, page.stem) and page.stem != "index":
-            print(f"site: executing {page.name}", file=sys.stderr, flush=True)
-            page.write_text(executed(page, model))
+    pages = [*sorted((SOURCE / "tutorials").glob("*.md")), SOURCE / "how-to/change-rows.md"]
+    with kernel() as manager:
+        for page in pages:
+            if only in (None, page.stem) and page.stem != "index":
+                print(f"site: executing {page.name}", file=sys.stderr, flush=True)
+                page.write_text(executed(page, model, manager))
 
 
 def table_of_clauses() -> str:
@@ -113,22 +130,32 @@ def relinked(text: str, page: Path, place: Path, places: dict[Path, Path]) -> st
     return "".join(part if part.startswith("```") else LINK.sub(link, part) for part in parts)
 
 
-def executed(page: Path, model: str) -> str:
+@contextlib.contextmanager
+def kernel() -> Iterator[Any]:
+    """The manager of a kernel that begins with the first page. Importing an engine takes as long as
+    most pages, so one process executes them all."""
+    from jupyter_client import AsyncKernelManager
+    from nbclient.util import run_sync
+
+    manager = AsyncKernelManager(kernel_name="python3")
+    try:
+        yield manager
+    finally:
+        if manager.has_kernel:
+            run_sync(manager.shutdown_kernel)(now=True)
+
+
+def executed(page: Path, model: str, manager: Any) -> str:
     """A tutorial with the outputs of its Python cells, whose checks hold."""
     import jupytext
     from nbclient import NotebookClient
 
     source = CHECK.sub('```python tags=["check"]\nassert (\\1)\n```', page.read_text())
     notebook = jupytext.reads(source.replace(HUB_NAME, model), fmt="md")
-    setup = '%config InlineBackend.figure_formats = ["svg"]'
-    notebook.cells.insert(0, jupytext.reads(f"```python\n{setup}\n```", fmt="md").cells[0])
     with tempfile.TemporaryDirectory() as folder:
-        NotebookClient(
-            notebook,
-            timeout=600,
-            kernel_name="python3",
-            resources={"metadata": {"path": folder}},
-        ).execute()
+        setup = SETUP.format(folder=folder)
+        notebook.cells.insert(0, jupytext.reads(f"```python\n{setup}\n```", fmt="md").cells[0])
+        NotebookClient(notebook, km=manager, timeout=600).execute()
         for made in Path(folder).glob("*.html"):  # shown in a frame
             shutil.copy(made, page.parent)
     shown = [cell for cell in notebook.cells[1:] if "check" not in cell.metadata.get("tags", [])]

@@ -6,9 +6,8 @@ import asyncio
 import math
 import os
 import re
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
+import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,31 @@ import torch
 
 from genlm.core import load_model_by_name
 from tools.figures import filled
-from tools.site import executed
+from tools.site import executed, kernel
 
 DOCS = Path(__file__).parents[2] / "docs"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
-def run_as_one_program(page: Path) -> str:
+@pytest.fixture
+def run_as_one_program(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[[list[str]], str]:
+    """Runs blocks of Python as one program; returns what it printed."""
     pytest.importorskip("genlm.hf", reason="the pages use genlm-hf, which is not installed here")
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    program = "\n".join(blocks).replace(HUB_NAME, os.environ["GENLM_TEST_MODEL"])
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+
+    def run(blocks: list[str]) -> str:
+        program = tmp_path / "program.py"
+        program.write_text("\n".join(blocks).replace(HUB_NAME, os.environ["GENLM_TEST_MODEL"]))
+        runpy.run_path(str(program), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def blocks_of(page: str) -> list[str]:
+    """The blocks of Python on a page."""
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
 
 
 def test_what_a_tutorial_says_of_its_outputs_is_checked(tmp_path: Path) -> None:
@@ -40,14 +49,18 @@ def test_what_a_tutorial_says_of_its_outputs_is_checked(tmp_path: Path) -> None:
 
     page = tmp_path / "page.md"
     page.write_text("```python\nx = 1\n```\n\nIt is one.\n\n<!-- check: x\n== 1 -->\n\nEnd.\n")
-    text = executed(page, "model")
-    assert "It is one." in text
-    assert "End." in text
-    assert "check" not in text
-    assert "assert" not in text
-    page.write_text(page.read_text().replace("== 1", "== 2"))
-    with pytest.raises(errors.CellExecutionError, match="AssertionError"):
-        executed(page, "model")
+    with kernel() as manager:
+        text = executed(page, "model", manager)
+        assert "It is one." in text
+        assert "End." in text
+        assert "check" not in text
+        assert "assert" not in text
+        page.write_text(page.read_text().replace("== 1", "== 2"))
+        with pytest.raises(errors.CellExecutionError, match="AssertionError"):
+            executed(page, "model", manager)
+        page.write_text("```python\nprint(x)\n```\n")  # a name of the page before
+        with pytest.raises(errors.CellExecutionError, match="NameError"):
+            executed(page, "model", manager)
 
 
 def test_the_page_of_results_has_plots(tmp_path: Path) -> None:
@@ -58,21 +71,20 @@ def test_the_page_of_results_has_plots(tmp_path: Path) -> None:
     assert all((tmp_path / image).read_text().endswith("</svg>\n") for image in images)
 
 
-def test_the_first_page() -> None:
-    assert " Paris" in run_as_one_program(DOCS / "index.md")
+def test_the_first_page(run_as_one_program: Callable[[list[str]], str]) -> None:
+    assert " Paris" in run_as_one_program(blocks_of("index.md"))
 
 
-def test_the_page_start() -> None:
-    printed = run_as_one_program(DOCS / "start.md")
+def test_the_page_start(run_as_one_program: Callable[[list[str]], str]) -> None:
+    printed = run_as_one_program(blocks_of("start.md"))
     (output,) = re.findall(r"```text\n(.*?)```", (DOCS / "start.md").read_text(), re.DOTALL)
     assert output in printed
     assert "batches" in printed
 
 
 def test_the_programs_on_top_of_a_model() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "how-to/on-top.md").read_text(), re.DOTALL)
     written: dict[str, Any] = {}
-    exec("\n".join(blocks), written)
+    exec("\n".join(blocks_of("how-to/on-top.md")), written)
 
     async def run() -> None:
         with load_model_by_name("mock", backend="mock") as lm:
@@ -96,8 +108,7 @@ def test_the_programs_on_top_of_a_model() -> None:
         gain = row - plain
         assert torch.allclose(gain[ids] + 2.0, gain[0].expand(len(ids)), atol=1e-5)
 
-    with ThreadPoolExecutor(1) as pool:  # in this thread the browser's loop may be running
-        pool.submit(asyncio.run, run()).result()
+    asyncio.run(run())
 
 
 def test_every_error_has_a_row_in_the_page_on_troubleshooting() -> None:
@@ -113,13 +124,8 @@ def test_every_error_has_a_row_in_the_page_on_troubleshooting() -> None:
     ("model", "printed"),
     [(f'"{HUB_NAME}", "hf"', "1 answers in "), ('"mock", "mock"', "1 rows in ")],
 )
-def test_the_wrapper_of_the_page_on_tracing(tmp_path: Path, model: str, printed: str) -> None:
-    page = (DOCS / "how-to" / "tracing.md").read_text()
-    (program,) = (
-        block
-        for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-        if "class Timer" in block
-    )
-    program = program.replace(f'"{HUB_NAME}", "hf"', model)
-    (tmp_path / "page.md").write_text(f"```python\n{program}\n```")
-    assert printed in run_as_one_program(tmp_path / "page.md")
+def test_the_wrapper_of_the_page_on_tracing(
+    run_as_one_program: Callable[[list[str]], str], model: str, printed: str
+) -> None:
+    (program,) = (block for block in blocks_of("how-to/tracing.md") if "class Timer" in block)
+    assert printed in run_as_one_program([program.replace(f'"{HUB_NAME}", "hf"', model)])
