@@ -9,6 +9,5 @@ from .kit import ROOT, CleanEnvironment
 def environment(tmp_path_factory: pytest.TempPathFactory) -> CleanEnvironment:
     """One with what the author of a backend installs."""
     environment = CleanEnvironment(tmp_path_factory.mktemp("clean"))
-    for distribution in ("core", "kit", "conformance"):
-        environment.install(ROOT / distribution)
+    environment.install(*(ROOT / name for name in ("core", "kit", "conformance")))
     return environment

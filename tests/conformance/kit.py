@@ -26,14 +26,16 @@ class CleanEnvironment:
         (site,) = (folder / "env").glob("lib/python*/site-packages")
         (site / "running.pth").write_text(sysconfig.get_path("purelib"))
 
-    def install(self, project: Path) -> None:
-        """Build a project's wheel and install it, as pip does."""
-        built = self._wheels / project.name
-        hatch = ["-m", "hatchling", "build", "-t", "wheel", "-d", str(built)]
-        subprocess.run([sys.executable, *hatch], cwd=project, check=True)
-        (wheel,) = built.glob("*.whl")
+    def install(self, *projects: Path) -> None:
+        """Build the wheels of projects and install them, as pip does."""
+        wheels: list[str] = []
+        for project in projects:
+            built = self._wheels / project.name
+            hatch = ["-m", "hatchling", "build", "-t", "wheel", "-d", str(built)]
+            subprocess.run([sys.executable, *hatch], cwd=project, check=True)
+            wheels += map(str, built.glob("*.whl"))
         how = ["install", "--no-deps", "--no-index", "--quiet", "--force-reinstall"]
-        pip = [sys.executable, "-m", "pip", "--python", str(self._python), *how, str(wheel)]
+        pip = [sys.executable, "-m", "pip", "--python", str(self._python), *how, *wheels]
         subprocess.run(pip, check=True)
 
     def run(self, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

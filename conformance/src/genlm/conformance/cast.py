@@ -30,10 +30,13 @@ OPTIONS: tuple[Mapping[str, Any], ...] = (
 )
 
 #: The most tokens of long rows at a low effort: a crowd of them is more than a chunk of a prompt.
-FEWER = 513
+SHORTER = 513
 
 #: How many different ones there are of each kind.
 DIFFERENT = {"rows": 120, "long rows": 18, "draws": 27, "growing draws": 5, "scores": 12}
+
+#: And at a low effort.
+FEWEST = {**DIFFERENT, "draws": 14}
 
 
 @frozen
@@ -159,7 +162,7 @@ def requests_of(live: Subject, kind: str, salt: int = 0) -> list[Request]:
     """
     names = live.loras
     adapters = [None, *names[:2], *([MOVING] if len(names) > 1 else [])]
-    numbers = range(DIFFERENT[kind])
+    numbers = range(live.scaled(DIFFERENT[kind], FEWEST[kind]))
     made = [_make(live, kind, i, adapters[i % len(adapters)], 1000 * salt) for i in numbers]
     return list(dict.fromkeys(made))
 
@@ -176,7 +179,7 @@ def _make(live: Subject, kind: str, i: int, adapter: str | None, salt: int) -> R
         many = contexts.many(DIFFERENT["rows"])
         return Row(many[i % len(many)], adapter if i % 3 == 0 else None)
     if kind == "long rows":
-        most = longest if live.effort >= 1 else min(longest, FEWER)
+        most = longest if live.effort >= 1 else min(longest, SHORTER)
         length = max(1, most - (0, 1, most // 3, most // 2)[i // 3 % 4])
         return Row(contexts.long(length, i % 15), adapter)  # the last ones begin the first ones
     if kind == "growing draws":

@@ -215,6 +215,7 @@ def program(live: Subject, schedule: Sequence[Event]) -> str:
         ]
     lines += [
         f"suite.longest, suite.atol = {live.longest}, {suite.atol!r}",
+        f"suite.effort = {live.effort!r}",  # it chooses among the requests
         "from genlm.conformance.schedule import Arrival, Leaving, Rebinding, show",
         f"show(suite, {', '.join(map(repr, schedule))})",
     ]

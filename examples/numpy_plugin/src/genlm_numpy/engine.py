@@ -25,7 +25,7 @@ class NumpyEngine:
     def __init__(self, path: str, kept: int = 100_000) -> None:
         self.tokenizer = ByteTokenizer()
         self.vocab_size = len(self.tokenizer)
-        self.max_context = 2048
+        self.max_context = 1024
         self.device = "cpu"
         self.model = Network.load(path)
         self._networks = {0: self.model}  # by the adapter's version
