@@ -1,6 +1,6 @@
 """What every backend must do, on a real vLLM: a tiny model with adapters; what concerns state,
-without them, with live sessions and without, on one with a real vocabulary; the rows of a small
-real one."""
+without them, on one with a real vocabulary, and without live sessions; the rows of a small real
+one."""
 
 from __future__ import annotations
 
@@ -23,9 +23,22 @@ FLOAT32 = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 25
 LORA = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 8, "max_lora_rank": 8}
 
 
-class OnATinyModel:
+class OnBytes:
     backend = "vllm"
     effort = 0.1
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _model(cls, bytes_path):
+        cls.model = bytes_path
+
+
+class TestVllm(StateSuite):
+    """On a real vocabulary."""
+
+    backend = "vllm"
+    effort = 0.1
+    options = {"engine_opts": FLOAT32}  # noqa: RUF012
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
@@ -33,28 +46,19 @@ class OnATinyModel:
         cls.model = tiny_path
 
 
-class TestVllm(OnATinyModel, StateSuite):
-    options = {"engine_opts": FLOAT32}  # noqa: RUF012
-
-
-class TestVllmWithoutLiveSessions(
-    OnATinyModel, HistoryClauses, GrowthClauses, StateClauses, OneModel
-):
+class TestVllmWithoutLiveSessions(OnBytes, HistoryClauses, GrowthClauses, StateClauses, OneModel):
     options = {"engine_opts": FLOAT32, "live_sessions": False}  # noqa: RUF012
 
 
 @pytest.mark.quick
-class TestVllmWithAdapters(ConformanceSuite):
-    backend = "vllm"
-    effort = 0.1
+class TestVllmWithAdapters(OnBytes, ConformanceSuite):
     longest = 129  # slow with adapters on a CPU; beyond several blocks, and TestVllm goes further
     options = {"engine_opts": FLOAT32 | LORA}  # noqa: RUF012
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
-    def _given(cls, bytes_path, tmp_path_factory):
+    def _adapters(cls, bytes_path, tmp_path_factory):
         folder: Path = tmp_path_factory.mktemp("adapters")
-        cls.model = bytes_path
         cls.adapters = {
             name: write_adapter(bytes_path, folder / name, seed) for seed, name in enumerate("ab")
         }
