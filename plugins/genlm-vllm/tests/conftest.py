@@ -23,6 +23,13 @@ def _offline():
         yield
 
 
+@pytest.fixture(autouse=True)
+def _frozen():
+    """Importing vLLM makes a million objects, which a model that is closed thaws. To search them
+    for garbage takes longer than all else here."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def make_tiny(tmp_path_factory):
     """Make a small random model, whose heads two workers can share, with a tokenizer of bytes:
@@ -84,9 +91,6 @@ def _engines(small_path):
 
     def open_engine(path=small_path, live_sessions=True, **engine_opts):
         options = {"engine_opts": SMALL | engine_opts, "live_sessions": live_sessions}
-        # vLLM collects garbage five times as it loads, which takes longer than all else here. What
-        # is frozen now it thaws when it closes.
-        gc.freeze()
         opened.append(Driven(load(path, options)))
         return opened[-1]
 

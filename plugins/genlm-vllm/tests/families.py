@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,7 +61,6 @@ SIZES = {
 def opened(folder: Path) -> Iterator[tuple[int | None, Row]]:
     """The longest context of a model in vLLM, and its rows. What vLLM itself refuses or has no
     kernels for is an error with its words."""
-    gc.freeze()  # vLLM collects garbage five times as it loads
     try:
         with (
             patch.object(registry, "_run_in_subprocess", lambda look: look()),

@@ -1,12 +1,18 @@
-"""Models that come and go in one process, and what is left of them: a process of its own that lists
-what it holds."""
+"""Models that come and go in one process, and what is left of them, in a process of its own that
+lists what it holds; and what was there before them."""
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import textwrap
+import weakref
+
+from genlm.vllm.loading import load
+
+from .driven import SMALL
 
 LIFE = textwrap.dedent(
     """
@@ -116,3 +122,24 @@ def test_what_models_leave_when_they_are_closed_and_when_the_process_ends(
     assert said in ([], ["DRAW ModelClosedError"]), done.stdout[-2000:]
     left = [path.name for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")]
     assert left == []
+
+
+def test_what_was_there_before_a_load_is_searched_for_garbage_once(small_path, monkeypatch):
+    class Knot:
+        pass
+
+    def there():
+        return any(each is before for each in gc.get_objects())
+
+    before, seen = [], []
+    knot = Knot()
+    knot.itself, garbage = knot, weakref.ref(knot)
+    del knot
+    # What vLLM calls where it has loaded: it searches once more, and freezes what is left.
+    monkeypatch.setattr(
+        "vllm.v1.engine.core.freeze_gc_heap", lambda: seen.append((there(), garbage()))
+    )
+    engine = load(small_path, {"engine_opts": SMALL})
+    assert seen == [(False, None)]
+    engine.genlm_close()
+    assert there()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 from collections.abc import Iterator, Mapping
@@ -59,6 +60,11 @@ def load(model: str, options: Mapping[str, object]) -> VllmEngine:
 
     stream = EngineStream()
     with stream.entered(), engine_core_here() as here, process_groups():
+        if here:
+            # vLLM searches all objects for garbage five times as it loads, and then freezes them
+            # until it is closed. Those that are there already need it once.
+            gc.collect()
+            gc.freeze()
         local = here and _has_one_worker(chosen.engine_opts)
         store = RowStore()
         spare = _spare_slot(chosen.engine_opts) if local else {}
