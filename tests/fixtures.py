@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Callable
@@ -10,6 +11,11 @@ from pathlib import Path
 import pytest
 
 from tools import any_speed  # noqa: F401
+
+
+def pytest_collection_finish() -> None:
+    """What an engine has imported need not be searched for garbage by every test."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -71,6 +71,7 @@ def test_an_adapter_that_is_removed_takes_its_memory_along(tiny: str, tmp_path: 
         if kind.name in TAKES_MEMORY
     ]
     assert len(folders) == len(TAKES_MEMORY)
+    gc.freeze()  # a million objects, in which nothing of what follows is
     with AsyncTransformer.from_name(tiny, cache_size=0) as lm:
 
         def use(folder: str) -> None:

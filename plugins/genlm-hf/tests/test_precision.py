@@ -146,14 +146,15 @@ def test_four_bits_of_a_real_model(real_model: str) -> None:
 
 
 def test_compiled(tiny: str) -> None:
-    """Traced, and traced again where shapes are new; `costly_compiled.py` has it compiled, too."""
-    check_compiled(tiny, backend="eager")
+    """Traced, and traced again where shapes are new, which takes seconds for each layer;
+    `costly_compiled.py` has more of them, and compiled, too."""
+    check_compiled(tiny, backend="eager", num_hidden_layers=1)
 
 
-def check_compiled(tiny: str, backend: str) -> None:
+def check_compiled(tiny: str, backend: str, **hf_opts: Any) -> None:
     graphs = counters["stats"]["unique_graphs"]
     options = {"dynamic": True, "backend": backend}
-    model = beside(load(tiny, compile_opts=options), load(tiny))
+    model = beside(load(tiny, hf_opts=hf_opts, compile_opts=options), load(tiny, hf_opts=hf_opts))
     assert counters["stats"]["unique_graphs"] > graphs
     assert model.engine.reuse is Reuse.SHARED
     model.check((1, 2, 3), (4, 5, 6, 7, 8))
