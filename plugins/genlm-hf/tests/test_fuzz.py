@@ -12,7 +12,7 @@ pytest.importorskip("peft", reason="adapters are made with the package peft")
 
 from .fuzz import ATTENTION, RECURRENT, fuzz
 
-SECONDS = float(os.environ.get("GENLM_FUZZ_SECONDS", "30")) / 2
+SECONDS = float(os.environ.get("GENLM_FUZZ_SECONDS", "16")) / 2
 
 
 @pytest.mark.parametrize("families", [RECURRENT, ATTENTION], ids=["recurrent", "attention"])

@@ -23,7 +23,7 @@ FAMILIES = {
 }
 
 #: Of all together.
-SECONDS = float(os.environ.get("GENLM_FUZZ_SECONDS", "16")) / len(FAMILIES)
+SECONDS = float(os.environ.get("GENLM_FUZZ_SECONDS", "8")) / len(FAMILIES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

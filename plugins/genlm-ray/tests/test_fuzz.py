@@ -24,7 +24,7 @@ from genlm.core import AsyncLM, MockAsyncLM, hookimpl
 from .conftest import PATIENCE
 
 #: How long to go on with rounds; there is one at least.
-SECONDS = float(os.environ.get("GENLM_FUZZ_SECONDS", "10"))
+SECONDS = float(os.environ.get("GENLM_FUZZ_SECONDS", "6"))
 
 PATHS = ("first-adapter", "second-adapter")
 

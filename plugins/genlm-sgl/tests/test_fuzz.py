@@ -9,7 +9,7 @@ from sgl_torch_cpu import without_pinned_memory
 from genlm.conformance import ConformanceSuite
 from tools.soak import random_work
 
-SECONDS = float(os.environ.get("GENLM_FUZZ_SECONDS", "10"))
+SECONDS = float(os.environ.get("GENLM_FUZZ_SECONDS", "6"))
 
 
 def test_adapters_under_load(tiny, make_adapter, fuzz_seed, say) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from genlm.conformance import ConformanceSuite
 from tools.soak import random_work
 
-SECONDS = float(os.environ.get("GENLM_FUZZ_SECONDS", "8"))
+SECONDS = float(os.environ.get("GENLM_FUZZ_SECONDS", "5"))
 
 
 def test_two_models_one_of_which_is_closed(
