@@ -32,8 +32,8 @@ def single() -> list[str]:
     return printed(str(EXAMPLES / "smc.py"))
 
 
-def test_two_replicas_draw_what_one_process_draws(single: list[str]) -> None:
-    assert printed(str(EXAMPLES / "ray_smc.py")) == single
+def test_two_replicas_draw_what_one_process_draws(single: list[str], address: str) -> None:
+    assert printed(str(EXAMPLES / "ray_smc.py"), "--address", address) == single
 
 
 #: Kills one of three workers after the first call has been answered and while the second is made.
