@@ -8,7 +8,7 @@ import pytest
 
 from genlm.core import AsyncLM, load_model_by_name
 from genlm.ray import end_fleet
-from tests.fixtures import fuzz_seed, say  # noqa: F401
+from tests.fixtures import fuzz_seed, pytest_collection_finish, say  # noqa: F401
 from tools.tiny import write_adapter, write_model, write_tokenizer
 
 #: How long a test waits for what must happen before it says that it did not, seconds. Starting a

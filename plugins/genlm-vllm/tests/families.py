@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +62,7 @@ SIZES = {
 def opened(folder: Path) -> Iterator[tuple[int | None, Row]]:
     """The longest context of a model in vLLM, and its rows. What vLLM itself refuses or has no
     kernels for is an error with its words."""
+    gc.freeze()  # what the model before has thawed
     try:
         with (
             patch.object(registry, "_run_in_subprocess", lambda look: look()),
