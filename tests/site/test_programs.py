@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import torch
 
 from genlm.core import load_model_by_name
@@ -28,6 +29,7 @@ def run_as_one_program(
 ) -> Callable[[list[str]], str]:
     """Runs blocks of Python as one program; returns what it printed."""
     pytest.importorskip("genlm.hf", reason="the pages use genlm-hf, which is not installed here")
+    structlog.reset_defaults()  # as in a process of its own: other tests have configured it
 
     def run(blocks: list[str]) -> str:
         program = tmp_path / "program.py"
