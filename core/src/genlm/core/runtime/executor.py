@@ -75,10 +75,10 @@ class EngineExecutor:
 
     def step(self, newcomers: Sequence[Request], dropped: Sequence[Request]) -> Answers[Request]:
         """Answer what can be answered now. The newcomers are of one lane."""
+        self._pin_again()
         began = self.timeline.clock()
         # Read first: what is dropped after this line must not be kept.
         generation = self.cache.generation
-        self._pin_again()
         answers, asked = self._known(newcomers)
         self.timeline.add("caching", began)
         if self.engine.continuous and not (asked and self.lane(asked[0]) in (DRAWS, SCORES)):
