@@ -170,6 +170,21 @@ def test_replicas_are_left_for_what_is_not_suspect(replicas: int, trying: int) -
     assert tried == trying
 
 
+def test_suspects_do_not_move_to_where_another_program_tries_its_own() -> None:
+    """They would be refused there, come back, and move again, for ever."""
+    placing = Placing()
+    refusing, *answering = (Member(index, line=None, state=State.READY) for index in range(3))
+    for member in (refusing, *answering):
+        placing.join(member)
+    for at, member in enumerate(answering):
+        member.calls.add(Call(member, ("answer",), [Job(Query((at,)))], on_trial=False))
+    placing.split([Job(Query((2,)))])
+    member, jobs, _ = placing.next(coming=False)
+    assert member is refusing
+    placing.postpone(refusing, jobs)
+    assert placing.next(coming=False) is None
+
+
 def test_requests_that_fail_together_are_asked_apart() -> None:
     fleet, (line,) = started(1)
     fleet.step([Query((at,)) for at in range(20)], [])

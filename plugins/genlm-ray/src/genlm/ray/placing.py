@@ -107,10 +107,12 @@ class Placing:
         free = next((member for member in self._ready if member.free), None)
         if free is None:
             return None
+        # Not where another program tries something: that would be asked, and refused, for ever.
+        alone = next((each for each in self._ready if each.free and each not in self.busy), None)
         for member in self._ready:
-            if member.trial is not None and not member.trying:
-                free.trial, member.trial = member.trial, None
-                return self._portion(free)
+            if member.trial is not None and not member.trying and alone is not None:
+                alone.trial, member.trial = member.trial, None
+                return self._portion(alone)
         longest = max(self._ready, key=lambda member: len(member.waiting))
         longest.waiting.give_half(free.waiting)
         return self._portion(free)
