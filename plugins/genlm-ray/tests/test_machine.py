@@ -4,6 +4,7 @@ says, for two programs that share them."""
 from __future__ import annotations
 
 import itertools
+import os
 from typing import Any
 
 import hypothesis.strategies as st
@@ -453,6 +454,8 @@ Machine.TestCase.settings = settings(
     max_examples=300,
     stateful_step_count=60,
     deadline=None,
+    # The same programs every time. Others: GENLM_FUZZ_SEED=1 pytest --hypothesis-seed=N
+    derandomize="GENLM_FUZZ_SEED" not in os.environ,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestFleet = Machine.TestCase
