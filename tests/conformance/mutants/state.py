@@ -148,6 +148,17 @@ class PinnedPrefixCountedTwice(MockEngine):
         return super().row(query)
 
 
+@breaks("pinned_prefix")
+class PinnedOnce(MockEngine):
+    """A prefix that is pinned already is refused; the core pins it again after a failed call."""
+
+    @hookimpl
+    def genlm_cache_prefix(self, query):
+        if query in self.pinned:
+            raise RuntimeError("it is pinned already")
+        return super().genlm_cache_prefix(query)
+
+
 @breaks("dropped_state")
 class DroppedBatchIsFoundAgain(Remembering):
     """Dropping state forgets the blocks of what was pinned, and not the hash by which a batch
