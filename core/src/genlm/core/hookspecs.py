@@ -326,7 +326,8 @@ def genlm_cache_prefix(query: Query) -> bool | None:
     there.
 
     A pinned prefix stays until ``genlm_clear_kv_cache``, or until its adapter is removed; and a
-    call that raises may lose it: then the core asks for all of them again. Return ``True``.
+    call that raises may lose it. Then the core asks for all of them again, also for those that are
+    still there. Return ``True``.
     """
 
 
