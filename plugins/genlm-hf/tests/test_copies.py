@@ -7,6 +7,7 @@ value, raises.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -35,10 +36,11 @@ from genlm.hf.options import HFOptions
 from genlm.hf.pool import RowPool
 from genlm.hf.probe import Choice
 from genlm.hf.reuse import Reuse
-from genlm.hf.strategies import Computed
+from genlm.hf.strategies import WORTH, Computed
 from genlm.hf.upload import Upload
 from tools.launched import Launched
 
+from .models import build, proven
 from .shapes import MAMBA, SHAPE, TOKENS
 
 META = torch.device("meta")
@@ -258,6 +260,26 @@ def test_a_fork_launches_four_kernels_a_layer_besides(n: int, there: Make) -> No
         launched(engine, contexts)
         contexts = [[*one, at] for one in contexts[: n // 2] for at in (5, 6)]
     assert launched(engine, contexts) <= 10 + 4 * LLAMA.num_hidden_layers
+
+
+@pytest.mark.parametrize("shared", [1, 3])
+def test_one_more_trunk_launches_one_kernel_a_layer(shared: int) -> None:
+    """Long prompts with trunks of their own, from each of which some contexts go on."""
+    # Another one, because models on the device change theirs.
+    model = build(LlamaConfig.from_dict(LLAMA.to_dict()))
+    counts = []
+    for n in (4, 12):
+        engine = proven(copy.deepcopy(model)).engine
+        prompts = [one * 4 for one in contexts_of(WORTH.trunk // 4, n)]
+        for prompt in prompts:
+            ask(engine, prompt)
+        contexts = [[*prompt, at] for at in range(shared) for prompt in prompts]
+        for token in range(3):  # the table is large enough then
+            with Launched() as launched:
+                engine.genlm_step([Query(tuple(one)) for one in contexts], [])
+            contexts = [[*one, token] for one in contexts]
+        counts.append(launched.count)
+    assert counts[1] - counts[0] == (12 - 4) * LLAMA.num_hidden_layers
 
 
 @pytest.mark.parametrize("row_by_row", [{"cpu"}, set[str]()])

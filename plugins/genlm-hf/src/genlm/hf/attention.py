@@ -8,8 +8,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from genlm.hf.layout import PackedLayout
-from genlm.hf.partial import Partial, partial_attention
+from genlm.hf.layout import PackedLayout, Tier
+from genlm.hf.partial import Partial, attend, partial_attention
 from genlm.hf.patterns import Pattern
 
 #: The name under which models find it (``model.set_attn_implementation``).
@@ -51,7 +51,7 @@ def row_attention(
         return _attend(module, query, key, value, attention_mask, **kwargs), None
     layout, layer = genlm_layout, int(module.layer_idx)  # type: ignore[arg-type]
     pattern = layout.pattern(layer)
-    if layout.products:
+    if layout.tiers:
         return _over_trunks(layout, layer, pattern, query, key, value, **kwargs).unsqueeze(1), None
     outputs = []
     for group in layout.groups:
@@ -91,17 +91,35 @@ def _over_trunks(
     whole = parts[0] if len(parts) == 1 else Partial.cat(parts)
     if kwargs.get("s_aux") is not None:
         whole = whole.with_sinks(kwargs["s_aux"])
-    for product in layout.products:
-        columns = product.columns(pattern)
-        if columns.start < columns.stop:
-            keys, values = (states[:, :, columns] for states in product.trunk.layers[layer])
-            mask = product.mask(pattern, query.dtype, query.device)
-            tokens = product.tokens.on(query.device)
-            # As if the tokens were the positions of one context.
-            asked = query[tokens].squeeze(2).transpose(0, 1).unsqueeze(0)
-            part = partial_attention(asked, keys, values, mask, scale, softcap=softcap)
-            whole.merge(tokens, Partial(part.output[0], part.log_sum_exp[0]))
+    # The heads that share a key are further queries: no key is read twice.
+    asked = query.view(query.shape[0], key.shape[1], -1, query.shape[-1])
+    for tier in layout.tiers[pattern]:
+        tokens = tier.tokens.on(query.device)
+        whole.merge(tokens, _over_tier(tier, layer, asked[tokens], scale, softcap))
     return whole.output
+
+
+def _over_tier(
+    tier: Tier, layer: int, asked: torch.Tensor, scale: float, softcap: float | None
+) -> Partial:
+    """Attention of a tier's tokens, ``[tokens, kv_heads, groups, dim]``, over its trunks: of the
+    same shape."""
+    groups = asked.shape[2]
+    by_head = asked.transpose(0, 1).contiguous()  # so that those of a product are without a copy
+    outputs, log_sum_exps = [], []
+    for part, keys, values, mask in tier.products(layer, asked.dtype, asked.device):
+        queries = by_head[None, :, part].flatten(2, 3)
+        if mask is not None:
+            mask = mask.repeat_interleave(groups, dim=2)
+        output, log_sum_exp = attend(queries, keys, values, mask, scale, False, softcap)
+        outputs.append(output)
+        log_sum_exps.append(log_sum_exp)
+    output, log_sum_exp = (
+        parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        for parts in (outputs, log_sum_exps)
+    )
+    shape = by_head.shape
+    return Partial(output.view(shape).transpose(0, 1), log_sum_exp.view(shape[:-1]).transpose(0, 1))
 
 
 def _attend(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, compress, repeat
 from operator import sub
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import frozen
 
 from genlm.hf.patterns import Pattern
 from genlm.hf.upload import Indices, Places, Upload
@@ -116,7 +116,7 @@ class PackedLayout(Layout):
     Attributes:
         positions: The position of every token in its context.
         groups: Attention of the tokens over their own segments.
-        products: Attention over the trunks below: one for all tokens that share a trunk.
+        tiers: Attention over the trunks below, by pattern; empty if there are none.
     """
 
     def __init__(self, chunks: Chunks, patterns: Sequence[Pattern], upload: Upload) -> None:
@@ -134,7 +134,7 @@ class PackedLayout(Layout):
             Group(chunks, slice(at, at + 1), upload) for at in range(count, len(chunks.segments))
         ]
         self.groups.extend(self._trunk_groups)
-        self.products = _products(chunks, self.positions, upload)
+        self.tiers = _tiers(chunks, patterns, self.positions, upload)
 
     def pattern(self, layer: int) -> Pattern:
         """What a layer attends to."""
@@ -242,46 +242,89 @@ class Group:
         return additive(pattern.allowed(queries[:, None, :, None], keys[:, None, None]), dtype)
 
 
-@define(eq=False, slots=False)
+@frozen(eq=False)
 class Product:
-    """Attention of many tokens over one trunk below them.
+    """Attention of some tokens over one trunk below them.
 
     Attributes:
         trunk: The trunk.
         length: How many of its positions belong to these tokens' contexts.
         nearest, farthest: The first and the last of their positions.
         tokens: Their places in the forward.
-        positions: Of all tokens of the forward.
     """
 
     trunk: Trunk
     length: int
     nearest: int
     farthest: int
-    tokens: Places
-    positions: Indices
-    _masks: dict[MaskKey, torch.Tensor | None] = field(init=False, factory=dict)
+    tokens: Sequence[int]
 
     def columns(self, pattern: Pattern) -> slice:
-        """The columns of the trunk that some of the tokens attend to; perhaps none."""
+        """The columns of the trunk that some of the tokens attend to."""
         first = pattern.first_seen(self.nearest) - self.trunk.start
         return slice(max(first, 0), self.length)
 
-    def mask(
-        self, pattern: Pattern, dtype: torch.dtype, device: torch.device
+    def is_seen(self, pattern: Pattern) -> bool:
+        """Whether some of the tokens attend to some of it."""
+        return pattern.first_seen(self.nearest) < self.trunk.start + self.length
+
+
+class Tier:
+    """Attention over all trunks with equally many trunks below them, in layers of one pattern. A
+    token stands on one of them at most, so what they give is merged together.
+
+    Args:
+        pattern: What the layers attend to.
+        products: Each of which attends to something.
+        positions: Of all tokens of the forward.
+        upload: Takes the indices.
+
+    Attributes:
+        tokens: The places of the products' tokens in the forward, product by product.
+    """
+
+    def __init__(
+        self, pattern: Pattern, products: Sequence[Product], positions: Indices, upload: Upload
+    ) -> None:
+        self._pattern = pattern
+        self._products = products
+        self._positions = positions
+        self.tokens = Places([*chain.from_iterable(one.tokens for one in products)], upload)
+        stops = [*accumulate(len(one.tokens) for one in products)]
+        self._parts = [*map(slice, [0, *stops], stops)]
+        self._masks: dict[tuple[torch.dtype, torch.device], list[torch.Tensor | None]] = {}
+
+    def products(
+        self, layer: int, dtype: torch.dtype, device: torch.device
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """For each trunk its part of ``tokens``, its keys and values, ``[1, heads, columns, dim]``,
+        and an additive mask ``[1, 1, n, columns]``, or ``None`` where each token attends to all of
+        them.
+
+        Args:
+            layer: The layer.
+            dtype, device: Of the masks.
+        """
+        masks = self._masks.get((dtype, device))
+        if masks is None:
+            masks = self._masks[dtype, device] = [
+                self._mask(product, part, dtype, device)
+                for product, part in zip(self._products, self._parts, strict=True)
+            ]
+        for product, part, mask in zip(self._products, self._parts, masks, strict=True):
+            keys, values = product.trunk.layers[layer]
+            columns = product.columns(self._pattern)
+            yield part, keys[:, :, columns], values[:, :, columns], mask
+
+    def _mask(
+        self, product: Product, part: slice, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor | None:
-        """Additive ``[1, 1, n, columns]``; ``None`` where every token attends to all of them."""
-        key = (pattern, dtype, device)
-        if key not in self._masks:
-            columns = self.columns(pattern)
-            seen_by_all = pattern.first_seen(self.farthest) <= self.trunk.start + columns.start
-            self._masks[key] = None
-            if not seen_by_all:
-                keys = self.trunk.start + torch.arange(columns.start, columns.stop, device=device)
-                positions = self.positions.on(device)[self.tokens.on(device)]
-                allowed = pattern.allowed(positions[:, None], keys)
-                self._masks[key] = additive(allowed[None, None], dtype)
-        return self._masks[key]
+        columns, start = product.columns(self._pattern), product.trunk.start
+        if self._pattern.first_seen(product.farthest) <= start + columns.start:
+            return None
+        keys = start + torch.arange(columns.start, columns.stop, device=device)
+        positions = self._positions.on(device)[self.tokens.on(device)][part]
+        return additive(self._pattern.allowed(positions[:, None], keys)[None, None], dtype)
 
 
 def additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -290,21 +333,34 @@ def additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
-def _products(chunks: Chunks, positions: Indices, upload: Upload) -> list[Product]:
-    """Group the tokens by the trunks below them."""
+def _tiers(
+    chunks: Chunks, patterns: Sequence[Pattern], positions: Indices, upload: Upload
+) -> dict[Pattern, list[Tier]]:
+    """What layers of each pattern attend to in trunks; nothing where there are no trunks."""
+    found: dict[Pattern, list[Tier]] = {}
+    tiers = _products(chunks)
+    for pattern in {*patterns} if tiers else ():
+        seen = [[one for one in tier if one.is_seen(pattern)] for tier in tiers]
+        found[pattern] = [Tier(pattern, some, positions, upload) for some in seen if some]
+    return found
+
+
+def _products(chunks: Chunks) -> list[list[Product]]:
+    """The tokens by the trunks below them, and those by how many others are below each."""
     above: dict[tuple[Trunk, int], list[int]] = {}
     for at in compress(range(len(chunks.bases)), chunks.bases):
         for shared in chunks.segments[at].path():
             above.setdefault(shared, []).append(at)
-    products = []
+    tiers: dict[int, list[Product]] = {}
     for (trunk, length), some in above.items():
         ends, sizes, starts, stops = (
             [of[at] for at in some]
             for of in (chunks.ends, chunks.sizes, chunks.starts, chunks.stops)
         )
-        tokens = Places(ranges(map(sub, ends, sizes), ends), upload)
-        products.append(Product(trunk, length, min(starts), max(stops) - 1, tokens, positions))
-    return products
+        tokens = ranges(map(sub, ends, sizes), ends)
+        product = Product(trunk, length, min(starts), max(stops) - 1, tokens)
+        tiers.setdefault(len([*trunk.path()]), []).append(product)
+    return [*tiers.values()]
 
 
 def _groups(sizes: Sequence[int]) -> list[slice]:

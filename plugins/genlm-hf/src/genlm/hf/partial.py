@@ -32,12 +32,16 @@ class Partial:
         )
 
     def merge(self, tokens: slice | torch.Tensor, other: Partial) -> None:
-        """Add further positions of some of the tokens, in place."""
-        mine = self.log_sum_exp[tokens]
-        both = torch.logaddexp(mine, other.log_sum_exp)
-        weight = (other.log_sum_exp - both).exp_().unsqueeze(-1).to(self.output.dtype)
-        self.output[tokens] = torch.lerp(self.output[tokens], other.output, weight)
-        self.log_sum_exp[tokens] = both
+        """Add further positions of some of the tokens, in place. In ``other`` heads may take two
+        dimensions."""
+        output, mine = self.output[tokens], self.log_sum_exp[tokens]
+        shape = other.log_sum_exp.shape
+        both = mine.view(shape)
+        torch.logaddexp(both, other.log_sum_exp, out=both)
+        weight = (other.log_sum_exp - both).exp_().unsqueeze(-1).to(output.dtype)
+        output.view(*shape, -1).lerp_(other.output, weight)
+        if isinstance(tokens, torch.Tensor):  # else those were parts of mine
+            self.output[tokens], self.log_sum_exp[tokens] = output, mine
 
     def with_sinks(self, sinks: torch.Tensor) -> Partial:
         """The same with a logit for each head that takes mass and gives nothing."""
@@ -73,18 +77,18 @@ def partial_attention(
     groups = heads // kv_heads
     if causal:
         key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
-        output, log_sum_exp = _attend(query, key, value, None, scale, True, softcap)
+        output, log_sum_exp = attend(query, key, value, None, scale, True, softcap)
         return Partial(output.transpose(1, 2), log_sum_exp.transpose(1, 2))
     # The heads that share a key are further queries: no key is read twice.
     grouped = query.reshape(batch, kv_heads, groups * tokens, query.shape[-1])
     if mask is not None and groups > 1:
         mask = mask.repeat(1, 1, groups, 1)
-    output, log_sum_exp = _attend(grouped, key, value, mask, scale, False, softcap)
+    output, log_sum_exp = attend(grouped, key, value, mask, scale, False, softcap)
     output = output.reshape(batch, heads, tokens, output.shape[-1]).transpose(1, 2)
     return Partial(output, log_sum_exp.reshape(batch, heads, tokens).transpose(1, 2))
 
 
-def _attend(
+def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
