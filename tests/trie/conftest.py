@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from genlm.core.tokenization import Token
-from genlm.core.trie.nodes import Nodes, SortedItems
-from genlm.core.trie.plan import Plan
 
 
 @pytest.fixture(scope="session")
@@ -26,9 +24,3 @@ def weights(vocabulary):
     logits = np.random.default_rng(1).normal(scale=8.0, size=(5, len(vocabulary)))
     exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
     return exponentials / exponentials.sum(axis=1, keepdims=True)
-
-
-def plan_of(words):
-    """The plan of a trie over tokens with these bytes."""
-    items = SortedItems.of(Token.vocabulary(words))
-    return Plan.of(items.order, Nodes.of(items))

@@ -145,7 +145,7 @@ def test_the_shape(items):
 
 
 def test_nothing_is_compiled_and_no_engine_imported():
-    """So the first call of a process is as fast as any; and Triton's kernel is for CUDA alone."""
+    """So the first call of a process is as fast as any."""
     code = """
 import sys
 import genlm.core.tokenization
@@ -154,13 +154,11 @@ trie = TokenCharacterTrie([b"a", b"ab"])
 trie.weight_sum([0.5, 0.5])
 trie.batch_weight_max([[0.5, 0.5]])
 print({"llvmlite", "numba", "tokenizers", "torch"} & {*sys.modules})
-TokenCharacterTrie([b"a"], device="cpu:0").weight_sum([1.0])
-print({"triton", "genlm.core.trie.cuda"} & {*sys.modules})
 """
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    assert result.stdout.split() == ["set()", "set()"]
+    assert result.stdout.split() == ["set()"]
 
 
 def test_small_masses_survive_beside_large_ones():
