@@ -10,7 +10,6 @@ from benchmarks.trie import enlarged
 from genlm.core.tokenization import Token, decode_vocab
 from genlm.core.trie.device import DeviceKernel
 from genlm.core.trie.nodes import Nodes, SortedItems
-from genlm.core.trie.plan import Plan
 from genlm.core.trie.weights import SUM
 from tools.gpu.steps import WideTokenizer
 from tools.gpu.timing import median
@@ -31,8 +30,8 @@ def trie_figures(words: list[bytes], device: str, rows: int, repeat: int) -> dic
     """Sums over the trie: what of a copy's speed they reach, and their relative error in
     float32."""
     items = SortedItems.of(Token.vocabulary(words))
-    plan = Plan.of(items.order, Nodes.of(items))
-    kernel = DeviceKernel(plan, device)
+    kernel = DeviceKernel(items.order, Nodes.of(items), device)
+    plan = kernel.plan
     width = plan.nodes + plan.items
     source = torch.rand(rows, width, device=device)
     target = torch.empty_like(source)

@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from genlm.core.trie.nodes import Ints, Nodes
 from genlm.core.trie.plan import Plan
 from genlm.core.trie.weights import FloatArray, Operation, ResultType, check_shape, to_array
 
@@ -31,8 +32,9 @@ class CpuKernel:
 
     precision = "float64"
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, order: Ints, nodes: Nodes) -> None:
+        # A round of fewer takes as long as an empty one.
+        self.plan = Plan.of(order, nodes, fewest=100)
         self._results = Recycler()
 
     def _rows(self, ws: Any, batch: bool) -> list[FloatArray]:
@@ -78,7 +80,7 @@ class CpuKernel:
         work = np.empty(self.plan.width)
         for row, answer in left:
             self._combine(operation, row, work)
-            answer[nodes:] = work[: self.plan.items]
+            answer[nodes:] = row
             work.astype(answer.dtype, copy=False).take(
                 self.plan.place, out=answer[:nodes], mode=_UNCHECKED
             )
@@ -88,12 +90,18 @@ class CpuKernel:
     ) -> None:
         """Fill the work row, as :mod:`genlm.core.trie.plan` describes."""
         plan, combine = self.plan, operation.of(np)
-        work[: plan.items] = row
-        work[plan.items : plan.items + len(plan.first)] = work.take(plan.first, mode=_UNCHECKED)
-        for step in plan.rounds:
-            combine(work[step.new], work.take(step.other, mode=_UNCHECKED), out=work[step.results])
-        values = work.take(plan.rest.values, mode=_UNCHECKED)
-        combine.reduceat(values, plan.rest.starts, out=work[plan.rest.results])
+        work[: plan.items] = row.take(plan.order, mode=_UNCHECKED)
+        work[-1] = operation.identity
+        for left, right, results in plan.levels:
+            combine(work[left], work[right], out=work[results])
+        first, *rounds = plan.rounds
+        work.take(first, out=work[plan.results(first)], mode=_UNCHECKED)
+        for blocks in rounds:
+            so_far = work[plan.results(blocks)]
+            combine(so_far, work.take(blocks, mode=_UNCHECKED), out=so_far)
+        so_far = work[plan.results(plan.rest)]
+        rest = combine.reduce(work.take(plan.rest, mode=_UNCHECKED), axis=1)
+        combine(so_far, rest, out=so_far)
 
     @property
     def _cores(self) -> int:

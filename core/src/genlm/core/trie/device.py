@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from genlm.core.errors import InvalidOptionError
-from genlm.core.trie.plan import Indices, Plan, Rest
+from genlm.core.trie.nodes import Ints, Nodes
+from genlm.core.trie.plan import Indices, Plan
 from genlm.core.trie.weights import Operation, ResultType, check_shape, to_array
 
 if TYPE_CHECKING:
@@ -27,22 +28,24 @@ class DeviceKernel:
 
     precision = "float32"
 
-    def __init__(self, plan: Plan, device: str) -> None:
-        """Move the plan to the device.
+    def __init__(self, order: Ints, nodes: Nodes, device: str) -> None:
+        """Make the plan, and move it to the device.
 
         Raises:
             InvalidOptionError: PyTorch does not know the device, or cannot use it here.
         """
         import torch
 
-        self.plan = plan
+        # Few rounds: on a GPU, the launches of one take longer than what the rest combines in vain.
+        self.plan = plan = Plan.of(order, nodes, fewest=2000)
         self.device = device
         try:
             self._has_float64 = torch.device(device).type != "mps"
-            self._first = on_device(plan.first, device)
-            self._others = [on_device(step.other, device) for step in plan.rounds]
-            self._rest = on_device(_padded(plan.rest, plan.width), device)
-            self._place = on_device(np.append(plan.place, np.arange(plan.items)), device)
+            self._order = on_device(plan.order, device)
+            self._rounds = [on_device(blocks, device) for blocks in plan.rounds]
+            self._rest = on_device(plan.rest.ravel(), device)
+            ranks = np.argsort(plan.order)  # by position
+            self._place = on_device(np.append(plan.place, ranks), device)
         except (AssertionError, RuntimeError) as error:  # PyTorch raises either, by device
             raise InvalidOptionError(
                 f"device is {device!r}, which this PyTorch cannot use here: {error}"
@@ -85,17 +88,19 @@ class DeviceKernel:
         import torch
 
         plan, combine = self.plan, operation.of(torch)
-        work = weights.new_empty((len(weights), plan.width + 1))
-        work[:, : plan.items] = weights
-        work[:, plan.width].fill_(operation.identity)  # pads the rest
-        first = slice(plan.items, plan.items + len(self._first))
-        work[:, first] = weights.index_select(1, self._first)
-        for step, other in zip(plan.rounds, self._others, strict=True):
-            others = work.index_select(1, other)
-            combine(work[:, step.new], others, out=work[:, step.results])
-        values = work.index_select(1, self._rest.flatten()).view(len(work), *self._rest.shape)
-        reduce = getattr(torch, operation.reduction)
-        reduce(values, dim=2, out=work[:, plan.rest.results])
+        work = weights.new_empty((len(weights), plan.width))
+        work[:, -1].fill_(operation.identity)  # pads the rest
+        work[:, : plan.items] = weights.index_select(1, self._order)
+        for left, right, results in plan.levels:
+            combine(work[:, left], work[:, right], out=work[:, results])
+        first, *rounds = self._rounds
+        work[:, plan.results(first)] = work.index_select(1, first)
+        for blocks in rounds:
+            so_far = work[:, plan.results(blocks)]
+            combine(so_far, work.index_select(1, blocks), out=so_far)
+        rest = work.index_select(1, self._rest).view(len(work), *plan.rest.shape)
+        so_far = work[:, plan.results(plan.rest)]
+        combine(so_far, getattr(torch, operation.reduction)(rest, dim=2), out=so_far)
         return work.index_select(1, self._place)
 
 
@@ -104,12 +109,3 @@ def on_device(indices: Indices, device: str) -> torch.Tensor:
     import torch
 
     return torch.from_numpy(indices.astype(np.int32)).to(device)
-
-
-def _padded(rest: Rest, padding: int) -> Indices:
-    """``[results, most values]`` The values of each result, followed by ``padding``."""
-    counts = np.diff(rest.starts, append=len(rest.values))
-    result = np.repeat(np.arange(len(counts)), counts)
-    padded = np.full((len(counts), int(counts.max(initial=1))), padding, np.intp)
-    padded[result, np.arange(len(rest.values)) - rest.starts[result]] = rest.values
-    return padded

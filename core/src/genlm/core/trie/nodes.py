@@ -164,7 +164,7 @@ class Nodes:
         less than this prefix with the item before it.
         """
         visits = items.lengths + 1
-        rank, depth = np.repeat(np.arange(len(visits)), visits), _count_up(visits)
+        rank, depth = np.repeat(np.arange(len(visits)), visits), count_up(visits)
         narrow = depth.astype(np.min_scalar_type(int(visits.max())))  # quicker to sort
         by_depth = np.argsort(narrow, kind="stable")
         rank, depth = rank[by_depth], depth[by_depth]
@@ -194,7 +194,7 @@ def shared_prefixes(items: SortedItems) -> Ints:
     """``[items]`` How many symbols each item shares with the item before it; -1 for the first."""
     # One place more than the shorter item has: there they always differ.
     compared = np.minimum(items.lengths[1:], items.lengths[:-1]) + 1
-    starts, symbol = _starts(compared), _count_up(compared)
+    starts, symbol = _starts(compared), count_up(compared)
     begins, symbols = _starts(items.lengths), np.append(items.symbols, 0)
     before, after = (
         symbols[np.repeat(begin, compared) + symbol] for begin in (begins[:-1], begins[1:])
@@ -210,6 +210,6 @@ def _starts(lengths: Ints) -> Ints:
     return np.cumsum(lengths) - lengths
 
 
-def _count_up(lengths: Ints) -> Ints:
+def count_up(lengths: Ints) -> Ints:
     """0, 1, 2, ... for every run."""
     return np.arange(lengths.sum()) - np.repeat(_starts(lengths), lengths)

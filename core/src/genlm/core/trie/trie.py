@@ -20,7 +20,6 @@ from genlm.core.trie.cpu import CpuKernel
 from genlm.core.trie.device import DeviceKernel
 from genlm.core.trie.drawing import draw
 from genlm.core.trie.nodes import Nodes, SortedItems, key_of
-from genlm.core.trie.plan import Plan
 from genlm.core.trie.weights import (
     MAX,
     SUM,
@@ -85,8 +84,12 @@ class TokenCharacterTrie:
         self.root = 0
         self._items = SortedItems.of(self.decode)
         self.nodes = Nodes.of(self._items)
-        plan = Plan.of(self._items.order, self.nodes)
-        self._kernel = CpuKernel(plan) if self.device == "cpu" else DeviceKernel(plan, self.device)
+        order = self._items.order
+        self._kernel = (
+            CpuKernel(order, self.nodes)
+            if self.device == "cpu"
+            else DeviceKernel(order, self.nodes, self.device)
+        )
 
     if not TYPE_CHECKING:  # a type checker must report every missing attribute
 
