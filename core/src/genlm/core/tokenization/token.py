@@ -9,9 +9,6 @@ from typing import Any
 
 from genlm.core.collector import rare_collections
 
-# An id is kept in two parts; this is the number of values of the lower one. The interpreter holds
-# such small ints only once.
-_PAGE = 256
 # Few tokens are special, so only those have an item for it.
 _SPECIAL = "is special"
 
@@ -20,13 +17,12 @@ class _Fields(dict[str, Any]):
     """The ``__dict__`` of a token: empty, with room for the id.
 
     An instance of a ``bytes`` subclass can have no slots itself. An id among the dictionary's items
-    would take another 200 bytes, and an id as an int of its own another 32.
+    would take another 200 bytes.
     """
 
-    __slots__ = ("index", "page")
+    __slots__ = ("token_id",)
 
-    page: int
-    index: int
+    token_id: int
 
 
 def _compared(compare: Callable[[Any, Any], Any]) -> Any:
@@ -36,8 +32,7 @@ def _compared(compare: Callable[[Any, Any], Any]) -> Any:
     def method(self: Token, other: object) -> Any:
         if isinstance(other, Token):
             # Written out: programs look tokens up by the hundred thousand.
-            one, two = self.__dict__, other.__dict__
-            return compare(one.page * _PAGE + one.index, two.page * _PAGE + two.index)
+            return compare(self.__dict__.token_id, other.__dict__.token_id)
         return as_bytes(self, other)
 
     return method
@@ -74,7 +69,7 @@ class Token(bytes):
             )
         token = super().__new__(cls, byte_string)
         fields = _Fields()
-        fields.page, fields.index = divmod(token_id, _PAGE)
+        fields.token_id = token_id
         if is_special:
             fields[_SPECIAL] = True
         token.__dict__ = fields
@@ -86,11 +81,9 @@ class Token(bytes):
         ``byte_strings[i]``. The ids ``special`` are those of special tokens."""
         with rare_collections():
             tokens = list(map(bytes.__new__, repeat(cls), byte_strings))
-            for page in range(-(-len(tokens) // _PAGE)):
-                for index, token in enumerate(tokens[page * _PAGE : (page + 1) * _PAGE]):
-                    fields = _Fields()
-                    fields.page, fields.index = page, index
-                    token.__dict__ = fields
+            for token_id, token in enumerate(tokens):
+                fields = token.__dict__ = _Fields()
+                fields.token_id = token_id
         for token_id in special:
             tokens[token_id].__dict__[_SPECIAL] = True
         return tokens
@@ -98,8 +91,7 @@ class Token(bytes):
     @property
     def token_id(self) -> int:
         """The token's id."""
-        fields = self.__dict__
-        return fields.page * _PAGE + fields.index
+        return self.__dict__.token_id
 
     @property
     def is_special(self) -> bool:
@@ -125,8 +117,7 @@ class Token(bytes):
         return f"Token(token_id={self.token_id}, byte_string={bytes(self)!r})"
 
     def __hash__(self) -> int:
-        fields = self.__dict__  # written out, as in a comparison
-        return fields.page * _PAGE + fields.index
+        return hash(self.__dict__.token_id)
 
     __eq__ = _compared(operator.eq)
     __ne__ = _compared(operator.ne)
