@@ -114,11 +114,6 @@ def test_a_misspelt_option_of_the_core(load):
         load(batchsize=1)
 
 
-def test_options_in_a_dict_where_an_object_is_expected():
-    with pytest.raises(InvalidOptionError, match=r"options must be CoreOptions; got \{'timeout'"):
-        AsyncLM(lambda: MockEngine(ByteTokenizer()), backend="mock", options={"timeout": 1})
-
-
 def test_a_misspelt_option_of_the_engine(mock):
     with pytest.raises(
         InvalidOptionError,

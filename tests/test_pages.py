@@ -72,7 +72,7 @@ def mocks(monkeypatch, tmp_path):
 
     def from_backend(cls, backend, name, options):
         core, _ = CoreOptions.split(options)
-        loaded.append(load(cls, "mock", "mock", {"wrappers": core.wrappers}))
+        loaded.append(load(cls, "mock", "mock", {"wrappers": core.get("wrappers", ())}))
         return loaded[-1]
 
     monkeypatch.setattr(AsyncLM, "from_backend", classmethod(from_backend))

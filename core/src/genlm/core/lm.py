@@ -92,7 +92,7 @@ class AsyncLM(GenerationMixin):
     Args:
         load: Returns the engine; called once, on the model's engine thread.
         backend: The backend's name, for messages.
-        options: The core's options; or give them by name.
+        **options: The core's (:class:`~genlm.core.options.CoreOptions`).
 
     Examples:
         Requests made together go to the engine together:
@@ -112,8 +112,7 @@ class AsyncLM(GenerationMixin):
         load: Callable[[], Engine] | None = None,
         *,
         backend: str = "",
-        options: CoreOptions | None = None,
-        **core_options: Any,
+        **options: Any,
     ) -> None:
         if load is None or not callable(load) or isinstance(load, AsyncLM) or not backend:
             raise InvalidOptionError(
@@ -122,31 +121,25 @@ class AsyncLM(GenerationMixin):
                 "NAME`), or a MockAsyncLM with a method "
                 f"_get_logprobs; got {safe_repr(load)} and backend={safe_repr(backend)}"
             )
-        if options is not None and not isinstance(options, CoreOptions):
-            raise InvalidOptionError(
-                f"options must be CoreOptions; got {safe_repr(options)}; give single ones by name: "
-                "AsyncLM(load, backend='name', batch_size=3)"
-            )
-        if options is None:
-            options, others = CoreOptions.split(core_options)
-            refuse_unknown(backend, others)
-        wrappers = [*installed_wrappers(), *options.wrappers]
-        self._cache = cache = options.output_cache()
+        refuse_unknown(backend, [name for name in options if name not in CORE])
+        core = CoreOptions(**options)
+        wrappers = [*installed_wrappers(), *core.wrappers]
+        self._cache = cache = core.output_cache()
         self._adapters = adapters = AdapterRegistry()
         self._timeline = timeline = Timeline()
         counters = Counters()
 
         def start() -> EngineExecutor:
             with rare_collections():
-                engine = LoadedEngine(load(), backend, wrappers, options)
+                engine = LoadedEngine(load(), backend, wrappers, core)
             return EngineExecutor(engine, cache, adapters, counters, timeline)
 
         self._name: str | None = None  # of the model, if it was loaded by name
         self._batcher = Batcher(
             start,
             name=f"genlm-{backend}",
-            batch_size=options.batch_size,
-            timeout=options.timeout,
+            batch_size=core.batch_size,
+            timeout=core.timeout,
             timeline=timeline,
             counters=counters,
         )
@@ -170,12 +163,10 @@ class AsyncLM(GenerationMixin):
             BackendUnavailableError: the backend cannot run here; the message says why.
             InvalidOptionError: an option is not accepted.
         """
-        core, engine_options = CoreOptions.split(options)
+        core, own = CoreOptions.split(options)
         chosen = find_backend(backend)
         lm = cls.__new__(cls)
-        AsyncLM.__init__(
-            lm, lambda: chosen.load(model, engine_options), backend=chosen.name, options=core
-        )
+        AsyncLM.__init__(lm, lambda: chosen.load(model, own), backend=chosen.name, **core)
         lm._name = model
         return lm
 

@@ -299,10 +299,8 @@ class MockAsyncLM(AsyncLM):
         overridden = type(self)._get_logprobs is not MockAsyncLM._get_logprobs
         if overridden and "cache_opts" not in options:
             options.setdefault("cache_size", 0)  # its answers may change
-        core, engine_options = CoreOptions.split(options)
-        super().__init__(
-            lambda: _engine(tokenizer, engine_options, row=row), backend="mock", options=core
-        )
+        core, own = CoreOptions.split(options)
+        super().__init__(lambda: _engine(tokenizer, own, row=row), backend="mock", **core)
 
     @classmethod
     def from_name(cls, model_name: str = BUILT_IN, **options: Any) -> Self:

@@ -47,11 +47,11 @@ class CoreOptions:
     check: bool | Callable[[PluginError], None] | None = None
     wrappers: Sequence[object] = ()
 
-    @classmethod
-    def split(cls, options: Mapping[str, Any]) -> tuple[CoreOptions, dict[str, Any]]:
+    @staticmethod
+    def split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Part a user's options into the core's and the engine's."""
-        ours = {name: value for name, value in options.items() if name in CORE}
-        return cls(**ours), {name: value for name, value in options.items() if name not in CORE}
+        core = {name: value for name, value in options.items() if name in CORE}
+        return core, {name: value for name, value in options.items() if name not in CORE}
 
     def __attrs_post_init__(self) -> None:
         integer("batch_size", self.batch_size, least=1, optional=True)

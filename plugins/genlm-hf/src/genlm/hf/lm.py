@@ -56,7 +56,7 @@ class AsyncTransformer(AsyncLM):
 
             return HFEngine(hf_model, hf_tokenizer, HFOptions.parse(ours))
 
-        super().__init__(load, backend="hf", options=core)
+        super().__init__(load, backend="hf", **core)
 
     @classmethod
     def from_name(
