@@ -6,7 +6,7 @@ import itertools
 import json
 import sys
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from genlm.core.errors import VocabularyError
@@ -134,7 +134,7 @@ def _check_keeps_text(backend: Any, decoder: Definition) -> None:
     steps = _steps(backend.pre_tokenizer)
     _check_splits(steps, prepends)
     if steps:
-        _check_covers(backend.pre_tokenizer, [step["type"] for step in steps])
+        _check_covers(backend.pre_tokenizer, steps)
     _check_round_trip(backend, decoder)
 
 
@@ -163,7 +163,8 @@ def _check_splits(steps: Sequence[Definition], prepends: bool) -> None:
         prepends = prepends or marks
         if scheme == "always":
             removed_by = None
-        if kind == "CharDelimiterSplit" or _removes_text(step):
+        removes = step.get("behavior") == "Removed" and not step.get("invert")
+        if kind == "CharDelimiterSplit" or removes:
             raise _loses(f"pre-tokenizer {kind}", "the text that it splits at")
         if kind in _REMOVE_SPACES and not spelled:
             removed_by = kind
@@ -174,18 +175,29 @@ def _check_splits(steps: Sequence[Definition], prepends: bool) -> None:
         raise _loses(f"pre-tokenizer {removed_by}", "the white space of the text")
 
 
-def _check_covers(pre_tokenizer: Any, kinds: Sequence[str]) -> None:
-    """Refuse a pre-tokenizer of which no part has some of the text."""
+def _check_covers(pre_tokenizer: Any, steps: Sequence[Definition]) -> None:
+    """Refuse a pre-tokenizer of which no part has some of a text: pairs of characters, of every
+    category, runs included. Where a step keeps only what its pattern matches, all texts are tried:
+    the pattern of GPT-4o matches everything.
+
+    Raises:
+        VocabularyError: the pre-tokenizer loses text, fails, or takes too long.
+    """
+    kinds = ", ".join(step["type"] for step in steps)
     # Where that may remove white space, a later step marks every part.
     ignored = str.isspace if "WhitespaceSplit" in kinds else lambda _: False
-    if (found := _lost(pre_tokenizer, ignored)) is not None:
-        raise _loses(f"pre-tokenizer {', '.join(kinds)}", f"{found[1]!r} of the text {found[0]!r}")
-
-
-def _removes_text(step: Definition) -> bool:
-    """Whether a step removes text. One that keeps what its pattern matches may keep all: the
-    pattern of GPT-4o matches everything."""
-    return step.get("behavior") == "Removed" and not (step.get("invert") and _matches_all(step))
+    kept = [
+        next(iter(step["pattern"].values())) for step in steps if step.get("behavior") == "Removed"
+    ]
+    work = "all characters" if kept else "a few texts"
+    split = guarded("the tokenizer's pre-tokenizer", work, pre_tokenizer.pre_tokenize_str)
+    for text in itertools.chain(kept, _texts()) if kept else _pairs():
+        end = 0
+        for start, stop in (*(place for _, place in split(text)), (len(text), len(text))):
+            if start > end and not ignored(text[end:start]):
+                lost = f"{text[end:start]!r:.80} of the text {text!r:.80}"
+                raise _loses(f"pre-tokenizer {kinds}", lost)
+            end = max(end, stop)
 
 
 def _check_round_trip(backend: Any, decoder: Definition) -> None:
@@ -223,46 +235,6 @@ def _loses(culprit: str, lost: str) -> VocabularyError:
         f"the tokenizer's {culprit} does not keep {lost}; use a byte-level or SentencePiece "
         "tokenizer"
     )
-
-
-# --- whether a pre-tokenizer keeps texts, found out by what it does to them -----------------------
-
-
-def _matches_all(step: Definition) -> bool:
-    """Whether the pattern of a ``Split`` that keeps only what it matches keeps every text.
-
-    Args:
-        step: The step, as ``tokenizers`` serialises it.
-
-    Raises:
-        VocabularyError: the pattern fails, or takes too long.
-    """
-    from tokenizers import Regex, pre_tokenizers
-
-    (kind, pattern), *_ = step["pattern"].items()
-    compiled = Regex(pattern) if kind == "Regex" else pattern
-    culprit = f"the pattern {pattern!r:.80} of the tokenizer's pre-tokenizer"
-    removing = pre_tokenizers.Split(compiled, "removed", invert=True)
-    split = guarded(culprit, "all characters", removing.pre_tokenize_str)
-    every = itertools.chain([pattern], _texts())
-    return all("".join(part for part, _ in split(text)) == text for text in every)
-
-
-def _lost(pre_tokenizer: Any, ignored: Callable[[str], bool]) -> tuple[str, str] | None:
-    """A text of two characters, of every category, runs included, and what of it is in no part;
-    ``None`` where all of every such text is in some part, or ``ignored``.
-
-    Raises:
-        VocabularyError: the pre-tokenizer fails, or takes too long.
-    """
-    split = guarded("the tokenizer's pre-tokenizer", "a few texts", pre_tokenizer.pre_tokenize_str)
-    for text in _pairs():
-        end, parts = 0, split(text)
-        for start, stop in (*(place for _, place in parts), (len(text), len(text))):
-            if start > end and not ignored(text[end:start]):
-                return text, text[end:start]
-            end = max(end, stop)
-    return None
 
 
 def _pairs() -> Iterator[str]:
