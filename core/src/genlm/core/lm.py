@@ -12,7 +12,6 @@ from attrs import evolve
 
 from genlm.core.adapters import UNSET, AdapterRegistry, LoraName
 from genlm.core.checks import safe_repr
-from genlm.core.collector import rare_collections
 from genlm.core.errors import InvalidInputError, InvalidOptionError, UnsupportedError
 from genlm.core.generation import GenerationMixin
 from genlm.core.hints import LM, known_keywords, missing_attribute
@@ -130,8 +129,7 @@ class AsyncLM(GenerationMixin):
         counters = Counters()
 
         def start() -> EngineExecutor:
-            with rare_collections():
-                engine = LoadedEngine(load(), backend, wrappers, core)
+            engine = LoadedEngine(load(), backend, wrappers, core)
             return EngineExecutor(engine, cache, adapters, counters, timeline)
 
         self._name: str | None = None  # of the model, if it was loaded by name

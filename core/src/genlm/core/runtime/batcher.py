@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from genlm.core.checks import safe_repr
+from genlm.core.collector import COLLECTOR
 from genlm.core.errors import (
     EngineDeadError,
     ModelClosedError,
@@ -437,7 +438,8 @@ class Batcher:
         executor = None
         try:
             try:
-                executor = load.pop()()
+                with COLLECTOR.rarely():
+                    executor = load.pop()()
                 with self._lock:
                     self._executor, self._drops = executor, executor.drops
                     self._wakes = executor.drops and executor.wakes
@@ -450,8 +452,9 @@ class Batcher:
             self._forget_exit_hook()
             atexit.register(self._at_exit)
             self._lanes.lane_of = executor.lane
-            self._started.set_result(executor)
-            self._work(executor)
+            with COLLECTOR.rarely():
+                self._started.set_result(executor)
+                self._work(executor)
         finally:
             self._end(executor)
 

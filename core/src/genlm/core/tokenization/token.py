@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
-from genlm.core.collector import rare_collections
+from genlm.core.collector import COLLECTOR
 
 # Few tokens are special, so only those have an item for it.
 _SPECIAL = "is special"
@@ -79,7 +79,7 @@ class Token(bytes):
     def vocabulary(cls, byte_strings: Sequence[bytes], special: Iterable[int] = ()) -> list[Token]:
         """The tokens of a whole vocabulary: element ``i`` has id ``i`` and the bytes
         ``byte_strings[i]``. The ids ``special`` are those of special tokens."""
-        with rare_collections():
+        with COLLECTOR.rarely():
             tokens = list(map(bytes.__new__, repeat(cls), byte_strings))
             for token_id, token in enumerate(tokens):
                 fields = token.__dict__ = _Fields()
