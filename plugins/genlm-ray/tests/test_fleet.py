@@ -262,6 +262,22 @@ def test_a_replica_that_starts_again_has_nothing_to_clear() -> None:
     assert outcomes == [None]
 
 
+def test_a_replica_that_starts_during_a_clearing_keeps_no_pinned_prompt() -> None:
+    fleet, lines = started(2)
+    steady, starting = lines
+    outcomes: list[Exception | None] = []
+    for name in ("one", "two"):
+        fleet.add(Entry(("pin", name), ("unpin", name)), outcomes.append)
+        applied(lines, fleet)
+    fleet.take(starting.next("beat"), Gone("it died"))
+    fleet.take(starting.next("open"), DESCRIPTION)
+    fleet.take(starting.next("pin"), None)
+    fleet.clear(Entry(("clear",)), outcomes.append)
+    assert applied([steady], fleet) == ["clear"]
+    assert outcomes == [None] * 3
+    assert applied([starting], fleet) == ["pin", "unpin", "unpin"]
+
+
 def test_prompts_of_the_base_model_stay_when_an_adapter_goes() -> None:
     fleet, lines = started(1)
     outcomes: list[Exception | None] = []

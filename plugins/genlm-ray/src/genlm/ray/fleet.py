@@ -179,17 +179,19 @@ class Fleet:
         self._proceed()
 
     def clear(self, order: Entry, done: Callable[[Exception | None], None]) -> None:
-        """Drop all key/value state."""
+        """Drop all key/value state. A replica that is not ready may come too late for the order:
+        it drops its pinned prompts one by one."""
         self._placing.affinity.forget()
-        self._forget(lambda entry: entry.pinned)
+        ready = [member for member in self.members if member.ready]
+        self._forget(lambda entry: entry.pinned, at=ready)
         self._log.entries[order] = None
         self._log.change = Change(order, done)
         self._proceed()
 
-    def _forget(self, which: Callable[[Entry], bool]) -> None:
-        """Entries leave the log, which the replicas drop by themselves."""
+    def _forget(self, which: Callable[[Entry], bool], at: Iterable[Member] | None = None) -> None:
+        """Entries leave the log, which replicas, ``at`` these or at all, drop by themselves."""
         for entry in self._log.remove(which):
-            for member in self.members:
+            for member in self.members if at is None else at:
                 member.have.pop(entry, None)
 
     def _reconcile(self, member: Member) -> Journey:
