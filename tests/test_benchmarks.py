@@ -15,6 +15,8 @@ from benchmarks.cases import Case, cases_of, changes, read, record, write
 from benchmarks.parts import forwards_of
 from benchmarks.report import text_of
 
+pytestmark = pytest.mark.any_version
+
 
 def runs_of(workload: str, side: str, value: float, unit: str = "ms") -> list[dict[str, Any]]:
     """What a side of a workload prints in one round."""

@@ -27,6 +27,8 @@ from genlm.core.runtime.askers import ASKING, Asker
 from .conftest import PATIENCE, busy, gathered
 from .lines import in_time
 
+pytestmark = pytest.mark.any_version
+
 both = pytest.mark.parametrize("continuous", [False, True])
 
 

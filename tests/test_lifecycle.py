@@ -35,6 +35,8 @@ from genlm.core.runtime.batcher import Batcher, Executor
 from .conftest import PATIENCE, busy
 from .lines import before_line, in_time
 
+pytestmark = pytest.mark.any_version
+
 #: The files of the core.
 CORE = str(Path(module.__file__).parents[1])
 

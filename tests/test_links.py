@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.any_version
+
 ROOT = Path(__file__).parents[1]
 PAGES = [
     page

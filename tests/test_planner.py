@@ -38,6 +38,8 @@ from genlm.kit.kv.sharing import Worth
 from genlm.kit.prefixes import key_of, length_of
 from genlm.kit.segments import Row, Segment, Trunk
 
+pytestmark = pytest.mark.any_version
+
 #: The numbers of hf, of mlx, and some small ones, so that short contexts reach all of them.
 WORTHS = (
     Worth(),

@@ -20,6 +20,8 @@ from genlm.kit.segments import Row
 
 from .test_planner import Wanted
 
+pytestmark = pytest.mark.any_version
+
 Program = Iterator[Sequence[Sequence[int]]]
 
 #: Batches, tokens computed, positions moved, and positions of memory at the most.

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from genlm.kit.prefixes import PrefixIndex, common_length
 
+pytestmark = pytest.mark.any_version
+
 TUPLES = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
 KEYS = st.one_of(st.just(tuple), st.just(bytes))
 

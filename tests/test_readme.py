@@ -9,6 +9,10 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.any_version
+
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 

@@ -15,6 +15,8 @@ from genlm.conformance import ConformanceSuite
 from genlm.core import hookimpl
 from tools.soak import Soak, held
 
+pytestmark = pytest.mark.any_version
+
 #: A soak of an engine that does not return from its fifth call.
 STUCK = """
 import sys

@@ -21,6 +21,8 @@ from genlm.core.types import SampleRequest, ScoreRequest
 
 from .conftest import PATIENCE, gathered
 
+pytestmark = pytest.mark.any_version
+
 
 def row_of(*token_ids):
     return hashed_row(token_ids, None, 258)

@@ -18,6 +18,8 @@ from genlm.core.cli import main, parser
 
 from .installed import pretend_installed
 
+pytestmark = pytest.mark.any_version
+
 PLUGIN = """
 from genlm.core import mock
 from genlm.core.mock import genlm_backend_info, hookimpl

@@ -14,6 +14,8 @@ from genlm.core import AsyncLM, PluginError, Query, hookimpl
 from genlm.core.mock import ByteTokenizer, ContinuousMockEngine, MockEngine
 from genlm.core.runtime.results import FIRST
 
+pytestmark = pytest.mark.any_version
+
 BAD = (7, 7)  # the context whose row is wrong
 
 

@@ -26,6 +26,8 @@ from genlm.core.mock import ContinuousMockEngine, MockEngine
 from .faulty import OfTheMock
 from .installed import pretend_installed
 
+pytestmark = pytest.mark.any_version
+
 #: Lets go at the end what was held.
 END = threading.Event()
 

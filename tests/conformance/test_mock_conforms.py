@@ -5,10 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from genlm.conformance import ConformanceSuite
 from genlm.core import AsyncLM
 
 from .mutants.registry import Trouble
+
+pytestmark = pytest.mark.any_version
 
 ADAPTERS = {"a": "first-adapter", "b": "second-adapter"}  # the mock takes any path
 OPTIONS = {"max_context": 64}

@@ -19,6 +19,8 @@ from .faulty import OfTheMock, of_a_mutant
 from .installed import pretend_installed
 from .mutants import MUTANTS
 
+pytestmark = pytest.mark.any_version
+
 #: Clauses that look back, and those that give them something to see.
 LOOKS_BACK = {
     "contract_is_kept_throughout": {

@@ -16,6 +16,8 @@ from genlm.core.cli import main
 
 from .kit import ROOT, CleanEnvironment
 
+pytestmark = pytest.mark.any_version
+
 
 def test_a_new_plugin_conforms(environment: CleanEnvironment, tmp_path: Path) -> None:
     written = environment.run("genlm", "new-plugin", "my-toy", cwd=tmp_path)

@@ -17,6 +17,8 @@ from .faulty import OfTheMock
 from .mutants.company import GeneratorsDoNotMoveUp
 from .mutants.working_engine import WorkingEngine
 
+pytestmark = pytest.mark.any_version
+
 
 def on_a_schedule(suite: OfTheMock) -> Verdict:
     suite.shrinking = 600.0  # a busy machine is slow

@@ -19,6 +19,8 @@ from genlm.core.mock import MockEngine
 
 from .faulty import OfTheMock
 
+pytestmark = pytest.mark.any_version
+
 
 def test_a_call_ends_quietly_after_its_waiter_gave_up() -> None:
     subject = Subject(ConformanceSuite())

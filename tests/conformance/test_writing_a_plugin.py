@@ -10,6 +10,8 @@ import pytest
 
 from .kit import ROOT, CleanEnvironment
 
+pytestmark = pytest.mark.any_version
+
 PLUGIN = ROOT / "examples" / "numpy_plugin"
 PAGE = (ROOT / "docs" / "writing-a-plugin.md").read_text()
 SNIPPETS = re.findall(r"```(?:python|toml)\n(.*?)```", PAGE, flags=re.DOTALL)

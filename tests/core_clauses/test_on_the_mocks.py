@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from .suite import CoreClauses
+
+pytestmark = pytest.mark.any_version
 
 
 class TestOnBatches(CoreClauses):

@@ -13,6 +13,8 @@ import pytest
 
 from genlm.core import load_model_by_name
 
+pytestmark = pytest.mark.any_version
+
 pytest.importorskip("llguidance", reason="llguidance, which has wheels, is not installed here")
 PROMPT = [7, 8, 9]
 

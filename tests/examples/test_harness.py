@@ -11,7 +11,10 @@ import pytest
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed here")
 pytest.importorskip("genlm.hf", reason="genlm-hf is not installed here")
 MODEL = os.environ.get("GENLM_TEST_MODEL")
-pytestmark = pytest.mark.skipif(not MODEL, reason="GENLM_TEST_MODEL names no real model")
+pytestmark = [
+    pytest.mark.any_version,
+    pytest.mark.skipif(not MODEL, reason="GENLM_TEST_MODEL names no real model"),
+]
 
 #: Short, so that a text needs several windows and a prompt loses its beginning.
 LONGEST = 24

@@ -9,6 +9,8 @@ import pytest
 
 from genlm.core import MockAsyncLM
 
+pytestmark = pytest.mark.any_version
+
 VOCAB = [b"a", b"b", b"ab", b"ba", b"<end>", b"<pad>", b"c"]
 PROMPT = [0, 6]
 

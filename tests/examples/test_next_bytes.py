@@ -8,6 +8,8 @@ import pytest
 
 from genlm.core import load_model_by_name
 
+pytestmark = pytest.mark.any_version
+
 
 def test_the_next_token_and_the_next_bytes(example):
     with load_model_by_name("mock", backend="mock") as lm:

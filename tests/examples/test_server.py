@@ -13,6 +13,8 @@ from genlm.core import MockAsyncLM
 
 from ..conftest import PATIENCE
 
+pytestmark = pytest.mark.any_version
+
 httpx = pytest.importorskip("httpx", reason="httpx is not installed here")
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed here")
 pytest.importorskip("fastapi", reason="fastapi is not installed here")

@@ -14,6 +14,8 @@ import torch
 
 from genlm.core import AsyncLM, load_model_by_name
 
+pytestmark = pytest.mark.any_version
+
 PROMPT = [7, 8, 9]
 MAX_TOKENS = 3
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.any_version
+
 ROOT = Path(__file__).parents[2]
 DISTRIBUTIONS = [
     ROOT / "core",

@@ -19,6 +19,8 @@ from genlm.core import load_model_by_name
 from tools.figures import filled
 from tools.site import executed, kernel
 
+pytestmark = pytest.mark.any_version
+
 DOCS = Path(__file__).parents[2] / "docs"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from genlm.core.tokenization import decode_vocab
 
+pytestmark = pytest.mark.any_version
+
 TEXTS = st.text(
     st.one_of(
         st.sampled_from(" \n\tabcqué1234'.狐😀"),

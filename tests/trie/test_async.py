@@ -17,6 +17,8 @@ from genlm.core.trie import AsyncTokenCharacterTrie, ParallelTokenCharacterTrie,
 
 from ..conftest import PATIENCE
 
+pytestmark = pytest.mark.any_version
+
 
 class Watched(TokenCharacterTrie):
     """Notes the size of every batch, and waits where it is told to."""

@@ -26,6 +26,7 @@ class TestTiny(Tiny):
     effort = 0.1
 
 
+@pytest.mark.any_version
 class TestTinyThoroughly(Tiny):
     """And in chunks, between which others are answered."""
 
@@ -33,6 +34,7 @@ class TestTinyThoroughly(Tiny):
     options = {"max_batch_tokens": 32}  # noqa: RUF012
 
 
+@pytest.mark.any_version
 class TestRecurrent(StateSuite):
     """State in snapshots."""
 
@@ -45,6 +47,7 @@ class TestRecurrent(StateSuite):
         cls.model = recurrent
 
 
+@pytest.mark.any_version
 def test_the_rows_of_a_real_model(real_model: str) -> None:
     with load_model_by_name(real_model, "hf") as lm:
         check_rows(lm, real_model, atol=1e-4)

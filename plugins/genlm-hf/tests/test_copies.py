@@ -43,6 +43,8 @@ from tools.launched import Launched
 from .models import build, proven
 from .shapes import MAMBA, SHAPE, TOKENS
 
+pytestmark = pytest.mark.any_version
+
 META = torch.device("meta")
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+pytestmark = pytest.mark.any_version
+
 FOLDER = Path(__file__).parents[3] / "examples"
 
 

@@ -12,6 +12,8 @@ pytest.importorskip("peft", reason="adapters are made with the package peft")
 
 from .fuzz import ATTENTION, RECURRENT, fuzz
 
+pytestmark = pytest.mark.any_version
+
 SECONDS = float(os.environ.get("GENLM_FUZZ_SECONDS", "16")) / 2
 
 

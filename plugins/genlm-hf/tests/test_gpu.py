@@ -20,6 +20,8 @@ from tools.shapes import model_of
 
 from .models import llama_config, proven
 
+pytestmark = pytest.mark.any_version
+
 # --- which kernels attention may use --------------------------------------------------------------
 
 

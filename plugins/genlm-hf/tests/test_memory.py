@@ -25,6 +25,8 @@ from genlm.kit.kv.sharing import Worth
 
 from .models import draw, llama_config, proven
 
+pytestmark = pytest.mark.any_version
+
 #: As PyTorch says it on a CPU, where it has no kind of its own for this.
 ON_CPU = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes")
 

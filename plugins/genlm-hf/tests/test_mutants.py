@@ -15,6 +15,8 @@ from genlm.hf.engine import HFEngine
 from tests.conformance.faulty import OfARealModel
 from tests.conformance.mutants.of_a_real_model import MUTANTS
 
+pytestmark = pytest.mark.any_version
+
 pytest.importorskip("peft", reason="adapters are made with the package peft")
 
 

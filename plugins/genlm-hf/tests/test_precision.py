@@ -46,6 +46,7 @@ def test_half_precision(dtype: str) -> None:
     interleave(model, seed=dtype, atol=0.1)
 
 
+@pytest.mark.any_version
 def test_half_precision_of_a_real_model(real_model: str) -> None:
     """Its logits are so large that a step of bfloat16 is an eighth of a nat."""
     engine = HFEngine(load(real_model, dtype="bfloat16"), None)
@@ -138,6 +139,7 @@ def test_quantised(bits: int, stored: torch.dtype, tiny: str) -> None:
     interleave(model, seed=0, atol=0.1)
 
 
+@pytest.mark.any_version
 def test_four_bits_of_a_real_model(real_model: str) -> None:
     """On a CPU, bitsandbytes computes wide layers in bfloat16, whatever the model's type."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
@@ -145,6 +147,7 @@ def test_four_bits_of_a_real_model(real_model: str) -> None:
     assert engine.reuse is Reuse.SHARED
 
 
+@pytest.mark.any_version
 def test_compiled(tiny: str) -> None:
     """Traced, and traced again where shapes are new, which takes seconds for each layer;
     `costly_compiled.py` has more of them, and compiled, too."""

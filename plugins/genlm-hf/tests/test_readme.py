@@ -12,6 +12,8 @@ import pytest
 
 from tests.pages import run_readme
 
+pytestmark = pytest.mark.any_version
+
 README = Path(__file__).parents[3] / "README.md"
 
 

@@ -17,6 +17,8 @@ from tests.engines import add_lora, rows_of
 from .models import beside, build, draw, llama_config, proven
 from .shapes import LFM2, MAMBA, MAMBA_BYTES, SHAPE
 
+pytestmark = pytest.mark.any_version
+
 
 @pytest.mark.parametrize("row_by_row", [{"cpu"}, set()], ids=["on a CPU", "elsewhere"])
 def test_a_step_costs_one_token_per_context(

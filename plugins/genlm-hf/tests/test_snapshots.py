@@ -43,6 +43,7 @@ def test_a_fork_leaves_its_parent_as_it_was(model: Any) -> None:
     assert model.forwards == [4] * 3
 
 
+@pytest.mark.any_version
 def test_windows_between_convolutions() -> None:
     found = sweep("inkling_text")  # each window's cache holds its length, which has no rows
     assert (found.outcome, found.reuse, found.why) == ("right", "snapshots", "")

@@ -15,6 +15,8 @@ from genlm.core import Query
 from .models import draw, llama_config, proven
 from .shapes import MAMBA, SHAPE
 
+pytestmark = pytest.mark.any_version
+
 CHUNK = 32
 
 

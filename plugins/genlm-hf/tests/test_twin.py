@@ -37,6 +37,7 @@ def windowed(**changes: Any) -> transformers.MistralConfig:
     return transformers.MistralConfig(**SHAPE, sliding_window=1024, **changes)
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_around_every_threshold_of_a_family(family: str) -> None:
     found = sweep(family)
