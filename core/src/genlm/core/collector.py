@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 #: How many more objects there are before the collector searches the new ones. Python's default is
-#: 700 or 2,000, and a step of a thousand particles keeps 20,000 until it ends.
-RARE = 100_000
+#: 700 or 2,000, and a step of a thousand particles keeps 20,000 until it ends. Not more, because what
+#: is garbage by then may hold rows.
+RARE = 50_000
 
 
 class Collector:
