@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 #: How many more objects there are before the collector searches the new ones. Python's default is
-#: 700 or 2,000, and a step of a thousand particles keeps 20,000 until it ends. Not more, because what
-#: is garbage by then may hold rows.
+#: 700 or 2,000, and a step of a thousand particles keeps 20,000 until it ends. Garbage among fewer
+#: than this waits, and may hold rows, so it is not more.
 RARE = 50_000
 
 
