@@ -16,6 +16,8 @@ from tools.tiny import write_adapter, write_model, write_tokenizer
 PATIENCE = 120.0
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Programs would say what Ray says of a cluster that has been full for half a minute.
+os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")
 # Ray starts its workers with niceness 15. Beside a busy neighbour they would hardly run.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
