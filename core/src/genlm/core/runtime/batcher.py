@@ -160,7 +160,7 @@ class Batcher:
         self._executor: Executor | None = None  # from the end of the load to that of all
         self._stepping = False  # whether a step is running and has not been woken
         self._drops = False  # whether the executor drops requests
-        self._wakes = False  # whether a step ends early when one of its callers goes
+        self._wakes = False  # whether a step that is woken ends early
         self._stopping = self._ended = self._exiting = False
         # Makes the error for every later caller. A raised error keeps its callers' frames, and with
         # them the model: one error kept here would keep the model alive as long as the model keeps
@@ -268,7 +268,7 @@ class Batcher:
         if (trace := self._timeline.trace) is not None:
             for request in requests:
                 trace.request(request, future)
-        if self._wakes:
+        if self._wakes and self._drops:  # a step ends early when one of its callers goes
             future.add_done_callback(self._caller_done)
 
     def _result(self, future: Future[T]) -> T:
@@ -441,8 +441,8 @@ class Batcher:
                 with COLLECTOR.rarely():
                     executor = load.pop()()
                 with self._lock:
-                    self._executor, self._drops = executor, executor.drops
-                    self._wakes = executor.drops and executor.wakes
+                    self._executor = executor
+                    self._drops, self._wakes = executor.drops, executor.wakes
             except BaseException as error:
                 self.stop()
                 self._started.set_exception(error)
@@ -518,7 +518,7 @@ class Batcher:
         """Wake the engine thread. Called with the lock."""
         with contextlib.suppress(RuntimeError):  # it is awake already
             self._alarm.release()
-        if self._stepping and self._executor is not None:
+        if self._stepping and self._wakes and self._executor is not None:
             self._stepping = False  # once for each step
             self._executor.wake()
 
