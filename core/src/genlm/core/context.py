@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, overload
-
-from attrs import frozen
+from typing import Any, NamedTuple, overload
 
 from genlm.core.checks import describe_error, safe_repr, unawaited
 from genlm.core.errors import InvalidQueryError
@@ -25,8 +23,7 @@ BLOCK = 128
 NESTED = ", a list in place of an id; methods that begin with batch_ take several contexts"
 
 
-@frozen
-class Block:
+class Block(NamedTuple):
     """The last full block of a context's ids, and the blocks before it.
 
     Attributes:
@@ -53,14 +50,6 @@ def blocks_of(last: Block | None, token_ids: TokenIds) -> tuple[Block | None, To
     return last, token_ids[full:]
 
 
-def hash_of(token_ids: TokenIds) -> int:
-    """What the hash of a context of these ids is, without making its blocks."""
-    full, value = len(token_ids) - len(token_ids) % BLOCK, 0
-    for start in range(0, full, BLOCK):
-        value = hash((value, token_ids[start : start + BLOCK]))
-    return hash((value, token_ids[full:]))
-
-
 def same_blocks(one: Block | None, other: Block | None) -> bool:
     """Whether two chains of blocks hold the same ids; from where they are one chain, they do."""
     while one is not other:
@@ -77,7 +66,7 @@ class Context(Sequence[int]):
     A list of token ids is checked and hashed whole for every request. A context has been checked
     already. One that extends it shares its ids, and checks and hashes the new tokens alone, so
     extending costs the same at any length. It knows its parent by length and hash alone: the parent
-    need not live. The blocks of a list are made when somebody extends it or compares its beginning.
+    need not live.
 
     Attributes:
         vocab_size: The ids are in ``range(vocab_size)``; 0 is not known: then the context cannot be
@@ -101,17 +90,8 @@ class Context(Sequence[int]):
     parent_hash: int
 
     def __init__(self, token_ids: TokenIds, vocab_size: int = 0) -> None:
-        self._ids, self.vocab_size, self._length = token_ids, vocab_size, len(token_ids)
-        self.hash_value = hash_of(token_ids)
-        self.grown = self.parent_hash = 0
-
-    if not TYPE_CHECKING:  # a type checker must report every missing attribute
-
-        def __getattr__(self, name):  # called where a slot is empty
-            if name not in ("_blocks", "_tail"):
-                raise AttributeError(f"a Context has no {name}", name=name, obj=self)
-            self._blocks, self._tail = blocks_of(None, self._ids)
-            return getattr(self, name)
+        self._set(None, token_ids, vocab_size)
+        self._ids = token_ids
 
     def _set(self, blocks: Block | None, tail: TokenIds, vocab_size: int) -> None:
         if len(tail) >= BLOCK:
