@@ -28,7 +28,7 @@ class Adapter:
     version: int
 
 
-@frozen(eq=False, repr=False)
+@frozen(repr=False)
 class Query:
     """One request: the log-probabilities of the token that follows ``token_ids``.
 
@@ -47,7 +47,7 @@ class Query:
     context: Context = field(alias="token_ids", converter=as_context)
     adapter: Adapter | None = None
     cold: bool = False
-    _hash: int | None = field(init=False, default=None)
+    _hash: int | None = field(init=False, eq=False, default=None)
 
     @property
     def token_ids(self) -> TokenIds:
@@ -62,15 +62,6 @@ class Query:
     def extended(self, token_ids: TokenIds) -> Query:
         """The same query with ``token_ids``, which must be valid, after its context."""
         return Query(self.context.followed_by(token_ids), self.adapter, self.cold)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Query):
-            return NotImplemented
-        return (
-            self.context == other.context
-            and self.adapter == other.adapter
-            and self.cold == other.cold
-        )
 
     def __hash__(self) -> int:
         known = self._hash
