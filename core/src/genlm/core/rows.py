@@ -17,7 +17,7 @@ from genlm.core.runtime.batcher import Batcher
 from genlm.core.runtime.lanes import the_copy
 from genlm.core.runtime.timeline import Timeline
 from genlm.core.text import TextMixin
-from genlm.core.types import Query, TokenIds
+from genlm.core.types import Query
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +34,7 @@ class RowsMixin(TextMixin):
     def context(self, token_ids: Iterable[int]) -> Context:
         """A context to be extended token by token. It may be given in place of token ids. If it is
         long, it costs less: ``context.extend(token_id)`` checks and hashes only the new token."""
-        vocab_size, most = self._engine.vocab_size, self._engine.max_context
-        return Context(token_ids_of("context", token_ids, vocab_size, most), vocab_size)
+        return self._checked(token_ids, room_for=1)
 
     @known_keywords
     async def next_token_logprobs(
@@ -124,19 +123,15 @@ class RowsMixin(TextMixin):
         adapter = self._adapters.resolve(lora_name)
         return [Query(self._checked(token_ids, room_for), adapter) for token_ids in given]
 
-    def _checked(self, token_ids: Iterable[int], room_for: int) -> TokenIds | Context:
-        """What a query is made of."""
+    def _checked(self, token_ids: Iterable[int], room_for: int) -> Context:
         vocab_size, limit = self._engine.vocab_size, self._engine.max_context
-        ids: TokenIds | Context
         if type(token_ids) is Context and 0 < token_ids.vocab_size <= vocab_size and token_ids:
-            ids = token_ids
+            context = token_ids
         else:
-            ids = token_ids_of("context", token_ids, vocab_size, limit)
-            if room_for > 1:
-                ids = Context(ids, vocab_size)  # it may be extended token by token
-        if limit is not None and len(ids) + max(room_for - 1, 0) > limit:
-            raise InvalidQueryError(_too_long(len(ids), room_for, limit))
-        return ids
+            context = Context(token_ids_of("context", token_ids, vocab_size, limit), vocab_size)
+        if limit is not None and len(context) + max(room_for - 1, 0) > limit:
+            raise InvalidQueryError(_too_long(len(context), room_for, limit))
+        return context
 
 
 def _too_long(length: int, room_for: int, limit: int) -> str:
