@@ -89,7 +89,8 @@ class Results:
             pairs = [(answer.request, answer.result) for answer in given]
         elif hook == "genlm_next_token_logprobs":
             shape = len(requests), self._vocab_size
-            self._check_tensor(hook, requests[0], given, shape)
+            if (misshapen := wrong_tensor(given, shape)) is not None:
+                raise self.violation(hook, requests[0], misshapen)
             pairs = [*zip(requests, given.unbind(), strict=True)]
             if not self._looks(hook):
                 return self._finished(pairs)
@@ -107,7 +108,6 @@ class Results:
         """The result of one request, or the exception in its place."""
         if isinstance(result, Exception) or (result is None and not isinstance(request, Query)):
             return result
-        query = query_of(request)
         try:
             if isinstance(request, SampleRequest):
                 try:
@@ -116,14 +116,16 @@ class Results:
                 except TypeError:
                     wrong = f"{safe_repr(result)}, not a list of token ids"
                 if wrong is not None:
-                    raise self.violation(hook, query, wrong)
+                    raise self.violation(hook, request.query, wrong)
                 return ids
             length = self._vocab_size
             if score := isinstance(request, ScoreRequest):
                 length = len(request.continuation)
-            self._check_tensor(hook, query, result, (length,))
+            if (wrong := wrong_tensor(result, (length,))) is not None:
+                raise self.violation(hook, query_of(request), wrong)
             if self._looks(hook):
-                self._look(hook, query, wrong_score(result) if score else self._wrong_row(result))
+                wrong = wrong_score(result) if score else self._wrong_row(result)
+                self._look(hook, query_of(request), wrong)
             return result.clone() if score else result
         except Exception as error:
             return error
@@ -180,10 +182,6 @@ class Results:
             if self._violated is None and wrong != MASSLESS:
                 raise error
         self._right[hook] += 1
-
-    def _check_tensor(self, hook: str, query: Query, given: Any, shape: tuple[int, ...]) -> None:
-        if (wrong := wrong_tensor(given, shape)) is not None:
-            raise self.violation(hook, query, wrong)
 
     def violation(self, hook: str, subject: object, wrong: str) -> PluginError:
         """Tell of what is wrong, where that is wanted."""
