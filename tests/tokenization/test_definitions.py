@@ -71,6 +71,11 @@ def joined(tokenizer, byte_vocab, text):
             [b"|", b"\x80"],
         ),
         (
+            d.Sequence([d.ByteFallback(), d.Replace(tok.Regex("x+"), "-"), d.Fuse()]),
+            ["axxb", "<0x80>"],
+            [b"a-b", b"\x80"],
+        ),
+        (
             d.Sequence([d.ByteFallback(), d.ByteLevel()]),
             ["<0x80>", "Ġa", "<0x41>"],
             [b"\x80", b" a", b"A"],

@@ -2,7 +2,8 @@
 
 A decoder is a chain of steps over the list of a text's pieces. The steps below do what those of the
 ``tokenizers`` library do, for one piece in the middle of a text, and before bytes are read as UTF-8
-with losses. A step whose effect on a piece depends on its neighbours is refused.
+with losses: a byte that is not text by itself is a lone surrogate, as Python's ``surrogateescape``
+writes it. A step whose effect on a piece depends on its neighbours is refused.
 
 Source: the library's Rust sources, ``decoders/``, ``pre_tokenizers/byte_level.rs`` and
 ``pre_tokenizers/metaspace.rs``.
@@ -35,7 +36,8 @@ def spelled_bytes(pieces: Sequence[str]) -> list[bytes]:
 
     Source: ``bytes_to_unicode`` in GPT-2's ``encoder.py``: a printable character for each byte.
     """
-    characters = np.frombuffer("".join(pieces).encode("utf-32-le"), np.uint32)
+    text_of_all = "".join(pieces).encode("utf-32-le", "surrogatepass")
+    characters = np.frombuffer(text_of_all, np.uint32)
     values = _byte_of_character()[np.minimum(characters, 0x144)]
     text = values.astype(np.uint8).tobytes()
     ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
@@ -43,7 +45,7 @@ def spelled_bytes(pieces: Sequence[str]) -> list[bytes]:
     for i in np.unique(
         np.searchsorted(ends, np.flatnonzero(values == _NO_BYTE), side="right")
     ).tolist():
-        spelled[i] = pieces[i].encode()
+        spelled[i] = pieces[i].encode(errors="surrogateescape")
     return spelled
 
 
@@ -61,9 +63,9 @@ def _byte_of_character() -> npt.NDArray[np.uint16]:
 
 
 Definition = Mapping[str, Any]
-# A piece is text, or a byte that is not text by itself.
-Piece = str | bytes
 
+# The bytes that are not text by themselves.
+BYTES = frozenset(bytes(range(0x80, 0x100)).decode(errors="surrogateescape"))
 # The bytes that continue a character in UTF-8.
 _CONTINUATION = bytes(range(0x80, 0xC0))
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -136,21 +138,23 @@ def decode_pieces(pieces: Sequence[str], definition: Definition) -> list[bytes]:
         VocabularyError: What the decoder makes of a piece depends on its neighbours, or the decoder
             is not known.
     """
-    decoded: Sequence[Piece] = pieces
     joined = False
-    for step in steps(definition):
+    for step in (chain := steps(definition)):
         if step["type"] in _LOSSY:
             raise undecodable(
                 f"the tokenizer's decoder {step['type']} "
                 f"{_LOSSY[step['type']]}; use a byte-level or SentencePiece tokenizer"
             )
         if step["type"] == "ByteLevel" and not joined:
-            decoded = _spell(decoded)
+            spelled = spelled_bytes(pieces)
+            if step is chain[-1]:
+                return spelled
+            pieces = [piece.decode(errors="surrogateescape") for piece in spelled]
         else:
             change = _change_of_text(step) if joined else _change_of_piece(step)
-            decoded = [change(piece) for piece in decoded]
+            pieces = [change(piece) for piece in pieces]
         joined = joined or step["type"] in ("Fuse", "ByteLevel")
-    return [piece if isinstance(piece, bytes) else piece.encode() for piece in decoded]
+    return [piece.encode(errors="surrogateescape") for piece in pieces]
 
 
 def steps(definition: Definition) -> list[Definition]:
@@ -161,53 +165,35 @@ def steps(definition: Definition) -> list[Definition]:
     return [step for part in parts for step in steps(part)]
 
 
-def _change_of_piece(step: Definition) -> Callable[[Piece], Piece]:
+def _change_of_piece(step: Definition) -> Callable[[str], str]:
     """What a step that still sees single pieces does to each."""
     match step["type"]:
         case "ByteFallback":
-            return _on_text(_byte_or_piece)
+            return _byte_or_piece
         case "Metaspace":
-            return _on_text(_replacing(step["replacement"], " "))
+            return _replacing(step["replacement"], " ")
         case "Replace":
-            return _on_text(_replace(step))
+            return _replace(step)
         case "Strip":
-            return _on_text(_strip(step["content"], step["start"], step["stop"]))
+            return _strip(step["content"], step["start"], step["stop"])
         case "Fuse":
-            return _encode
+            return str
         case unknown:
             raise undecodable(f"the tokenizer's decoder {unknown} is not supported")
 
 
-def _change_of_text(step: Definition) -> Callable[[Piece], Piece]:
+def _change_of_text(step: Definition) -> Callable[[str], str]:
     """What a step that sees the pieces joined to one text does to the middle of it."""
     match step["type"]:
         case "Fuse" | "Strip" | "ByteFallback":
             # They change the two ends of the text, or a text that is the name of one byte.
-            return _encode
-        case "Replace" if len(_encode(step["pattern"].get("String", ""))) == 1:
-            pattern, content = _encode(step["pattern"]["String"]), _encode(step["content"])
-            return lambda piece: _encode(piece).replace(pattern, content)
+            return str
+        case "Replace" if len(step["pattern"].get("String", "").encode()) == 1:
+            return _replacing(step["pattern"]["String"], step["content"])
         case late:
             raise undecodable(
                 f"the tokenizer's decoder {late} works on the joined text, across tokens"
             )
-
-
-def _spell(pieces: Sequence[Piece]) -> list[bytes]:
-    """What the step ByteLevel makes of all pieces."""
-    spelled = spelled_bytes([piece for piece in pieces if isinstance(piece, str)])
-    if len(spelled) == len(pieces):
-        return spelled
-    next_spelled = iter(spelled)
-    return [piece if isinstance(piece, bytes) else next(next_spelled) for piece in pieces]
-
-
-def _encode(piece: Piece) -> bytes:
-    return piece.encode() if isinstance(piece, str) else piece
-
-
-def _on_text(change: Callable[[str], Piece]) -> Callable[[Piece], Piece]:
-    return lambda piece: change(piece) if isinstance(piece, str) else piece
 
 
 def named_byte(piece: str) -> int | None:
@@ -215,12 +201,10 @@ def named_byte(piece: str) -> int | None:
     return int(piece[3:5], 16) if len(piece) == 6 and _BYTE_PIECE.fullmatch(piece) else None
 
 
-def _byte_or_piece(piece: str) -> Piece:
-    """The byte that the piece names; as text where it is ASCII, for the steps that follow."""
+def _byte_or_piece(piece: str) -> str:
+    """The byte that the piece names."""
     byte = named_byte(piece)
-    if byte is None:
-        return piece
-    return chr(byte) if byte < 0x80 else bytes([byte])
+    return piece if byte is None else bytes([byte]).decode(errors="surrogateescape")
 
 
 def can_be_in_text(token: bytes) -> bool:
@@ -250,7 +234,7 @@ def _replace(step: Definition) -> Callable[[str], str]:
     culprit = f"the decoder's regular expression {pattern!r:.80}"
     decode = Replace(Regex(pattern), step["content"]).decode
     replace: Callable[[list[str]], str] = guarded(culprit, "the vocabulary", decode)
-    return lambda piece: replace([piece])
+    return lambda piece: piece if piece in BYTES else replace([piece])
 
 
 def _strip(content: str, start: int, stop: int) -> Callable[[str], str]:
