@@ -47,7 +47,11 @@ def add_to(commands: Commands) -> None:
     bench = commands.add_parser(
         "bench", help="tokens per second against the number of particles, in about a minute"
     )
-    add_model(bench, many=True)
+    add_model(
+        bench,
+        "an installed backend; give it again for more; default all that run here",
+        action="append",
+    )
     bench.add_argument(
         "--seconds", type=float, default=SECONDS, help=f"in all, loading apart; default {SECONDS:g}"
     )

@@ -45,20 +45,15 @@ class ModelFirst(argparse.Action):
         parser.error(f"the model comes first, without --model: {parser.prog} MODEL ...")
 
 
-def add_model(parser: argparse.ArgumentParser, many: bool = False) -> None:
-    """The arguments that say which model to load; with ``many``, on which backends."""
+def add_model(
+    parser: argparse.ArgumentParser,
+    backend: str = "an installed backend; default the best for this machine",
+    **options: Any,
+) -> None:
+    """The arguments that say which model to load, and on which backend."""
     parser.add_argument("model", help="a path or hub name, as the backend takes it")
     parser.add_argument("--model", action=ModelFirst, dest="given", help=argparse.SUPPRESS)
-    if many:
-        parser.add_argument(
-            "--backend",
-            action="append",
-            help="an installed backend; give it again for more; default all that run here",
-        )
-    else:
-        parser.add_argument(
-            "--backend", help="an installed backend; default the best for this machine"
-        )
+    parser.add_argument("--backend", help=backend, **options)
     parser.add_argument(
         "--option",
         action="append",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 
 from genlm.core.checks import integer
 from genlm.core.cli.model import Commands, add_model, add_prompt, loaded, prompt_ids
@@ -31,18 +30,16 @@ def print_top(options: argparse.Namespace) -> int:
 
 def lines(tokens: list[TopToken]) -> str:
     """The table. The longest bar is the likeliest token's."""
-    most = math.exp(tokens[0].logprob)
-    total = sum(math.exp(token.logprob) for token in tokens)
     rows = [
         (
-            f"{math.exp(token.logprob):7.2%}",
+            f"{token.prob:7.2%}",
             _shown(token.token.byte_string),
-            str(token.token.token_id),
-            bar(math.exp(token.logprob) / most),
+            str(token.token_id),
+            bar(token.prob / tokens[0].prob),
         )
         for token in tokens
     ]
-    rest = max(0.0, 1.0 - total)
+    rest = max(0.0, 1.0 - sum(token.prob for token in tokens))
     return f"{table(rows)}\n{rest:7.2%}  all others"
 
 
