@@ -118,8 +118,8 @@ def _over_tier(
         parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         for parts in (outputs, log_sum_exps)
     )
-    shape = by_head.shape
-    return Partial(output.view(shape).transpose(0, 1), log_sum_exp.view(shape[:-1]).transpose(0, 1))
+    shape = by_head.shape[:3]
+    return Partial(output.view(*shape, -1).transpose(0, 1), log_sum_exp.view(shape).transpose(0, 1))
 
 
 def _attend(
